@@ -1,0 +1,43 @@
+#include "isa.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "status.h"
+
+static const char *const names[CAMOX_ISA_COUNT] = {"portable", "avx2", "avx512"};
+static camox_isa current = CAMOX_ISA_PORTABLE;
+
+const char *camox_isa_name(camox_isa isa) { return names[isa]; }
+
+int camox_isa_supported(camox_isa isa) {
+  if (isa == CAMOX_ISA_PORTABLE) return 1;
+#if defined(CAMOX_HAVE_X86)
+  __builtin_cpu_init();
+  int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (isa == CAMOX_ISA_AVX2) return avx2;
+  return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#else
+  return 0;
+#endif
+}
+
+int camox_isa_init(void) {
+  int best = CAMOX_ISA_COUNT - 1;
+  while (!camox_isa_supported((camox_isa)best)) --best;
+  current = (camox_isa)best;
+  const char *forced = getenv("CAMOX_FORCE_ISA");
+  if (forced == NULL || forced[0] == '\0') return CAMOX_OK;
+  for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
+    if (strcmp(forced, names[isa]) != 0) continue;
+    if (!camox_isa_supported((camox_isa)isa))
+      return camox_fail(CAMOX_INVALID_ARGUMENT, "CAMOX_FORCE_ISA is '%s', which this machine does not have; its best is '%s'",
+                        forced, names[best]);
+    current = (camox_isa)isa;
+    return CAMOX_OK;
+  }
+  return camox_fail(CAMOX_INVALID_ARGUMENT, "CAMOX_FORCE_ISA must be portable, avx2 or avx512, got '%s'", forced);
+}
+
+camox_isa camox_isa_current(void) { return current; }

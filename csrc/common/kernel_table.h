@@ -1,0 +1,28 @@
+/* Declares every variant of a kernel and lists them as [dtype][isa]: the one place that knows which variants a build has. */
+#ifndef CAMOX_KERNEL_TABLE_H
+#define CAMOX_KERNEL_TABLE_H
+
+#if defined(CAMOX_HAVE_X86)
+#define CAMOX_ISA_ROW_(name, dtype) {name##_##dtype##_portable, name##_##dtype##_avx2, name##_##dtype##_avx512}
+#define CAMOX_PORTABLE_ROW_(name) {name##_f64_portable, name##_f64_portable, name##_f64_portable}
+#else
+#define CAMOX_ISA_ROW_(name, dtype) {name##_##dtype##_portable}
+#define CAMOX_PORTABLE_ROW_(name) {name##_f64_portable}
+#endif
+
+/* type: the kernels' function type, a typedef. */
+#define CAMOX_DECLARE_KERNELS(name, type)                                                      \
+  extern type CAMOX_NAMES_(name, f32), CAMOX_NAMES_(name, bf16), CAMOX_NAMES_(name, f16);      \
+  extern type name##_f64_portable;
+
+#if defined(CAMOX_HAVE_X86)
+#define CAMOX_NAMES_(name, dtype) name##_##dtype##_portable, name##_##dtype##_avx2, name##_##dtype##_avx512
+#else
+#define CAMOX_NAMES_(name, dtype) name##_##dtype##_portable
+#endif
+
+/* Rows in the order of camox_dtype, columns in the order of camox_isa. */
+#define CAMOX_KERNELS(name) \
+  { CAMOX_ISA_ROW_(name, f32), CAMOX_ISA_ROW_(name, bf16), CAMOX_ISA_ROW_(name, f16), CAMOX_PORTABLE_ROW_(name) }
+
+#endif

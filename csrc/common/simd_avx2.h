@@ -1,0 +1,29 @@
+/* 32-byte vectors: AVX2 with F16C. FMA exists here but is never contracted, so results match the portable body. */
+#include <immintrin.h>
+
+#define VF32_BYTES 32
+#define VF64_BYTES 32
+#include "simd_vector.h"
+
+CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm256_sqrt_ps((__m256)v); }
+
+CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
+  return (vf32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+}
+
+CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value) {
+  _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+CAMOX_INLINE __m256i vf32_mask(ptrdiff_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+CAMOX_INLINE vf32 vload_part_f32(const float *from, ptrdiff_t n) { return (vf32)_mm256_maskload_ps(from, vf32_mask(n)); }
+
+CAMOX_INLINE void vstore_part_f32(float *to, vf32 value, ptrdiff_t n) {
+  _mm256_maskstore_ps(to, vf32_mask(n), (__m256)value);
+}
+
+CAMOX_DEFINE_PARTIAL(bf16, uint16_t, vf32, VF32_LANES)
+CAMOX_DEFINE_PARTIAL(f16, uint16_t, vf32, VF32_LANES)

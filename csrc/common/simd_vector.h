@@ -1,0 +1,138 @@
+/* Vector types and operations common to every instruction set, from GCC's and Clang's vector extensions.
+   The including header sets VF32_BYTES and VF64_BYTES. */
+#define VF32_LANES (VF32_BYTES / 4)
+#define VF64_LANES (VF64_BYTES / 8)
+
+typedef float vf32 __attribute__((vector_size(VF32_BYTES)));
+typedef int32_t vi32 __attribute__((vector_size(VF32_BYTES)));
+typedef uint32_t vu32 __attribute__((vector_size(VF32_BYTES)));
+typedef uint16_t vu16 __attribute__((vector_size(VF32_BYTES / 2)));
+typedef double vf64 __attribute__((vector_size(VF64_BYTES)));
+typedef int64_t vi64 __attribute__((vector_size(VF64_BYTES)));
+
+#define CAMOX_INLINE static inline __attribute__((always_inline, unused))
+
+/* memcpy is how C spells an unaligned vector access; it compiles to one instruction. */
+#define CAMOX_DEFINE_VECTOR(V, I, T, LANES)                                                          \
+  CAMOX_INLINE V V##_set1(T value) { return value - (V){0}; }                                        \
+  CAMOX_INLINE V V##_load(const T *from) {                                                           \
+    V v;                                                                                             \
+    memcpy(&v, from, sizeof v);                                                                      \
+    return v;                                                                                        \
+  }                                                                                                  \
+  CAMOX_INLINE void V##_store(T *to, V v) { memcpy(to, &v, sizeof v); }                              \
+  CAMOX_INLINE V V##_select(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }  \
+  CAMOX_INLINE V V##_abs(V v) { return (V)((I)v & ~(I)V##_set1((T)-0.0)); }                          \
+  CAMOX_INLINE V V##_max(V a, V b) { return V##_select((I)(a > b), a, b); }                          \
+  CAMOX_INLINE V V##_min(V a, V b) { return V##_select((I)(a < b), a, b); }                          \
+  /* Lanes are added in index order, the same on every run. */                                       \
+  CAMOX_INLINE T V##_sum(V v) {                                                                      \
+    T total = 0;                                                                                     \
+    for (int lane = 0; lane < (LANES); ++lane) total += v[lane];                                     \
+    return total;                                                                                    \
+  }
+
+CAMOX_DEFINE_VECTOR(vf32, vi32, float, VF32_LANES)
+CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
+
+CAMOX_INLINE float to_real_f32(float value) { return value; }
+CAMOX_INLINE float from_real_f32(float value) { return value; }
+CAMOX_INLINE double to_real_f64(double value) { return value; }
+CAMOX_INLINE double from_real_f64(double value) { return value; }
+
+CAMOX_INLINE float to_real_bf16(uint16_t value) {
+  uint32_t bits = (uint32_t)value << 16;
+  float result;
+  memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+/* Round to nearest even; a NaN keeps its upper bits and stays a NaN. */
+CAMOX_INLINE uint16_t from_real_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  if (value != value) return (uint16_t)((bits >> 16) | 0x40u);
+  return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+CAMOX_INLINE float to_real_f16(uint16_t value) {
+  uint32_t sign = (uint32_t)(value & 0x8000u) << 16;
+  uint32_t exponent = (value >> 10) & 0x1fu, mantissa = value & 0x3ffu;
+  uint32_t bits;
+  float result;
+  if (exponent == 0) { /* zero and subnormals: mantissa * 2^-24 is exact */
+    result = (float)mantissa * 0x1p-24f;
+    memcpy(&bits, &result, sizeof bits);
+    bits |= sign;
+  } else {
+    bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112u) << 23) | mantissa << 13;
+    if (exponent == 31 && mantissa != 0) bits |= 0x400000u;
+  }
+  memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+CAMOX_INLINE uint16_t from_real_f16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((bits >> 13) & 0x3ffu));
+  if (bits >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds past 65504 */
+  if (bits < 0x38800000u) {                                   /* subnormal: adding 0.5 rounds at 2^-24 */
+    float magnitude;
+    memcpy(&magnitude, &bits, sizeof magnitude);
+    magnitude += 0.5f;
+    memcpy(&bits, &magnitude, sizeof bits);
+    return (uint16_t)(sign | (bits - 0x3f000000u));
+  }
+  return (uint16_t)(sign | ((bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13));
+}
+
+CAMOX_INLINE vf32 vload_bf16(const uint16_t *from) {
+  vu16 v;
+  memcpy(&v, from, sizeof v);
+  return (vf32)(__builtin_convertvector(v, vu32) << 16);
+}
+
+CAMOX_INLINE void vstore_bf16(uint16_t *to, vf32 value) {
+  vu32 bits = (vu32)value;
+  vu32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  vu32 nan = (bits >> 16) | 0x40u;
+  vu32 is_nan = (vu32)(value != value);
+  vu16 v = __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), vu16);
+  memcpy(to, &v, sizeof v);
+}
+
+CAMOX_INLINE vf32 vload_f32(const float *from) { return vf32_load(from); }
+CAMOX_INLINE void vstore_f32(float *to, vf32 value) { vf32_store(to, value); }
+CAMOX_INLINE vf64 vload_f64(const double *from) { return vf64_load(from); }
+CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
+
+CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
+CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
+
+/* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with masks
+   have parts of their own. */
+#define CAMOX_DEFINE_PARTIAL(S, T, V, LANES)                           \
+  CAMOX_INLINE V vload_part_##S(const T *from, ptrdiff_t n) {          \
+    T buffer[LANES] = {0};                                             \
+    for (ptrdiff_t i = 0; i < n; ++i) buffer[i] = from[i];             \
+    return vload_##S(buffer);                                          \
+  }                                                                    \
+  CAMOX_INLINE void vstore_part_##S(T *to, V value, ptrdiff_t n) {     \
+    T buffer[LANES];                                                   \
+    vstore_##S(buffer, value);                                         \
+    for (ptrdiff_t i = 0; i < n; ++i) to[i] = buffer[i];               \
+  }
+
+#define CAMOX_DEFINE_FIRST(S, T, V, LANES)                                    \
+  CAMOX_INLINE V vload_n_##S(const T *from, ptrdiff_t n) {                    \
+    return n >= (LANES) ? vload_##S(from) : vload_part_##S(from, n);          \
+  }                                                                           \
+  CAMOX_INLINE void vstore_n_##S(T *to, V value, ptrdiff_t n) {               \
+    if (n >= (LANES))                                                         \
+      vstore_##S(to, value);                                                  \
+    else                                                                      \
+      vstore_part_##S(to, value, n);                                          \
+  }

@@ -1,0 +1,63 @@
+/* How a (B,C,H,W) picture is cut into tiles for kernels that look at neighbouring pixels.
+
+   A tile is a strip of rows by a run of columns by a run of channels. In memory order a row of a tile is one line of
+   columns * channels elements in which a step of one column is `channels` elements: 1 for contiguous pictures, whose
+   tiles hold one channel, and up to CAMOX_TILE_CHANNELS for channels_last. One stencil body serves both.             */
+#ifndef CAMOX_STENCIL_H
+#define CAMOX_STENCIL_H
+
+#include <stdint.h>
+
+/* A tile's line stays small enough that the rows a stencil keeps lie in the L1 cache. */
+#define CAMOX_TILE_ELEMENTS 1024
+#define CAMOX_TILE_CHANNELS 64
+#define CAMOX_TILE_ROWS 64
+/* Elements of one line with up to `halo` more columns on both sides and room to read a whole vector past the end. */
+#define CAMOX_LINE_SIZE(halo) (CAMOX_TILE_ELEMENTS + 2 * (halo) * CAMOX_TILE_CHANNELS + 16)
+
+typedef struct {
+  int64_t height, width, channels;
+  int64_t tile_rows, tile_columns, tile_channels;
+  int64_t row_tiles, column_tiles, channel_tiles;
+  int64_t units;
+} camox_tiling;
+
+typedef struct {
+  int64_t batch, channel, channels, row_begin, row_end, column_begin, column_end;
+} camox_tile;
+
+static inline int64_t camox_min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t camox_max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t camox_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static inline camox_tiling camox_tiling_of(int channels_last, int64_t batch, int64_t channels, int64_t height, int64_t width) {
+  camox_tiling t = {.height = height, .width = width, .channels = channels};
+  if (batch == 0 || channels == 0 || height == 0 || width == 0) return t;
+  t.tile_channels = channels_last ? camox_min_i64(channels, CAMOX_TILE_CHANNELS) : 1;
+  t.tile_columns = camox_min_i64(width, CAMOX_TILE_ELEMENTS / t.tile_channels);
+  /* A picture up to half as high again as a strip stays whole: each cut loads its border rows twice. */
+  t.tile_rows = height <= CAMOX_TILE_ROWS * 3 / 2 ? height : CAMOX_TILE_ROWS;
+  t.row_tiles = camox_ceil_div(height, t.tile_rows);
+  t.column_tiles = camox_ceil_div(width, t.tile_columns);
+  t.channel_tiles = camox_ceil_div(channels, t.tile_channels);
+  t.units = batch * t.channel_tiles * t.row_tiles * t.column_tiles;
+  return t;
+}
+
+static inline camox_tile camox_tile_at(const camox_tiling *t, int64_t unit) {
+  camox_tile tile;
+  int64_t column = unit % t->column_tiles, rest = unit / t->column_tiles;
+  int64_t row = rest % t->row_tiles;
+  rest /= t->row_tiles;
+  int64_t channel = rest % t->channel_tiles;
+  tile.batch = rest / t->channel_tiles;
+  tile.channel = channel * t->tile_channels;
+  tile.channels = camox_min_i64(t->tile_channels, t->channels - tile.channel);
+  tile.row_begin = row * t->tile_rows;
+  tile.row_end = camox_min_i64(tile.row_begin + t->tile_rows, t->height);
+  tile.column_begin = column * t->tile_columns;
+  tile.column_end = camox_min_i64(tile.column_begin + t->tile_columns, t->width);
+  return tile;
+}
+
+#endif

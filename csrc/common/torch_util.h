@@ -1,0 +1,111 @@
+// The only file that knows torch: tensors in and out of the C params structs, errors, threads.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "isa.h"
+#include "status.h"
+#include "types.h"
+
+namespace camox {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// A failed C check becomes ValueError (std::invalid_argument), anything else RuntimeError.
+inline void check(int status) {
+  if (status == CAMOX_OK) return;
+  if (status == CAMOX_INVALID_ARGUMENT) throw std::invalid_argument(camox_last_error());
+  throw std::runtime_error(camox_last_error());
+}
+
+inline camox_dtype dtype_of(const Tensor& x, const char* op) {
+  using torch::headeronly::ScalarType;
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return CAMOX_F32;
+    case ScalarType::BFloat16: return CAMOX_BF16;
+    case ScalarType::Half: return CAMOX_F16;
+    case ScalarType::Double: return CAMOX_F64;
+    default: throw std::invalid_argument(std::string(op) + ": dtype must be float32, bfloat16, float16 or float64");
+  }
+}
+
+inline camox_border border_of(const std::string& border, const char* op) {
+  if (border == "zeros") return CAMOX_BORDER_ZEROS;
+  if (border == "replicate") return CAMOX_BORDER_REPLICATE;
+  if (border == "reflect") return CAMOX_BORDER_REFLECT;
+  throw std::invalid_argument(std::string(op) + ": border must be 'zeros', 'replicate' or 'reflect', got '" + border + "'");
+}
+
+inline camox_view4 view4(const Tensor& x) {
+  auto strides = x.strides();
+  return {x.data_ptr(), {strides[0], strides[1], strides[2], strides[3]}};
+}
+
+inline void check_picture(const Tensor& x, const char* op, const char* name) {
+  if (x.dim() != 4)
+    throw std::invalid_argument(std::string(op) + ": " + name + " must have 4 dimensions (B, C, H, W), got " +
+                                std::to_string(x.dim()));
+}
+
+// A gradient or companion tensor must have x's shape (with `channels` channels), dtype and device.
+inline void check_like(const Tensor& y, const Tensor& x, int64_t channels, const char* op, const char* name) {
+  check_picture(y, op, name);
+  for (int64_t d = 0; d < 4; ++d) {
+    int64_t expected = d == 1 ? channels : x.size(d);
+    if (y.size(d) != expected)
+      throw std::invalid_argument(std::string(op) + ": " + name + " has size " + std::to_string(y.size(d)) + " in dimension " +
+                                  std::to_string(d) + ", expected " + std::to_string(expected));
+  }
+  if (y.scalar_type() != x.scalar_type())
+    throw std::invalid_argument(std::string(op) + ": " + name + " must have the dtype of x");
+  if (y.is_cpu() != x.is_cpu() || y.get_device_index() != x.get_device_index())
+    throw std::invalid_argument(std::string(op) + ": " + name + " must be on the device of x");
+}
+
+// torch's own rule for "strides like channels_last", so that fake tensors in Python decide the same (ops/_layout.py).
+inline bool is_channels_last(const Tensor& x) {
+  auto sizes = x.sizes(), strides = x.strides();
+  int64_t smallest = 0;
+  if (strides[1] == 0) return false;
+  for (int d : {1, 3, 2, 0}) {
+    if (sizes[d] == 0 || strides[d] < smallest) return false;
+    if (d == 0 && smallest == strides[1]) return false;
+    smallest = strides[d] * (sizes[d] > 1 ? sizes[d] : 1);
+  }
+  return true;
+}
+
+inline Tensor empty_picture(const Tensor& like, int64_t channels, bool channels_last) {
+  std::array<int64_t, 4> size = {like.size(0), channels, like.size(2), like.size(3)};
+  auto at_least_1 = [](int64_t n) { return n > 1 ? n : 1; };
+  int64_t c = at_least_1(size[1]), h = at_least_1(size[2]), w = at_least_1(size[3]);
+  std::array<int64_t, 4> stride =
+      channels_last ? std::array<int64_t, 4>{c * h * w, 1, c * w, c} : std::array<int64_t, 4>{c * h * w, h * w, w, 1};
+  int32_t dtype, device_type;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(4, size.data(), stride.data(), dtype, device_type,
+                                                         like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+// Runs kernel(&params, begin, end) over `units` of about `unit_cost` elements each on torch's threads.
+template <class Kernel, class Params>
+void run(Kernel kernel, const Params& params, int64_t units, int64_t unit_cost) {
+  constexpr int64_t elements_worth_a_thread = 16384;
+  int64_t grain = elements_worth_a_thread / (unit_cost > 0 ? unit_cost : 1);
+  torch::stable::parallel_for(0, units, grain > 0 ? grain : 1,
+                              [&](int64_t begin, int64_t end) { kernel(&params, begin, end); });
+}
+
+}  // namespace camox

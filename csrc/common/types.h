@@ -1,0 +1,33 @@
+/* What every op's params struct is made of: element types and strided 4-d views. */
+#ifndef CAMOX_TYPES_H
+#define CAMOX_TYPES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum { CAMOX_F32 = 0, CAMOX_BF16 = 1, CAMOX_F16 = 2, CAMOX_F64 = 3, CAMOX_DTYPE_COUNT = 4 } camox_dtype;
+
+typedef enum { CAMOX_BORDER_ZEROS = 0, CAMOX_BORDER_REPLICATE = 1, CAMOX_BORDER_REFLECT = 2 } camox_border;
+
+/* A (B,C,H,W) tensor: data is NULL where an optional tensor is absent; strides count elements and may be 0. */
+typedef struct {
+  void *data;
+  int64_t stride[4];
+} camox_view4;
+
+/* The row or column that position i of a side of n stands for, or -1 where the border is zero. */
+static inline int64_t camox_border_index(int64_t i, int64_t n, int border) {
+  if (i >= 0 && i < n) return i;
+  if (border == CAMOX_BORDER_REPLICATE) return i < 0 ? 0 : n - 1;
+  if (border == CAMOX_BORDER_REFLECT) return i < 0 ? -i : 2 * n - 2 - i;
+  return -1;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,89 @@
+// Schemas and CPU entries of edge_maps.
+#include "../common/torch_util.h"
+#include "edge.h"
+
+namespace {
+
+using namespace camox;
+
+camox_edge_params edge_params(const Tensor& x, double eps, const std::string& border) {
+  check_picture(x, "edge_maps", "x");
+  camox_edge_params p{};
+  p.dtype = dtype_of(x, "edge_maps");
+  p.border = border_of(border, "edge_maps");
+  p.channels_last = is_channels_last(x);
+  p.eps = eps;
+  p.batch = x.size(0), p.channels = x.size(1), p.height = x.size(2), p.width = x.size(3);
+  p.x = view4(x);
+  check(camox_edge_check(&p, 0));
+  return p;
+}
+
+void run_edge(camox_edge_kernel* kernel, const camox_edge_params& p) {
+  int64_t units = camox_edge_units(&p);
+  run(kernel, p, units, units > 0 ? p.batch * p.channels * p.height * p.width / units : 0);
+}
+
+void forward(camox_edge_params& p) {
+  check(camox_edge_check(&p, 0));
+  run_edge(camox_edge_forward(p.dtype, camox_isa_current()), p);
+}
+
+std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, std::string border) {
+  camox_edge_params p = edge_params(x, eps, border);
+  std::array<Tensor, 3> maps;
+  for (int map = 0; map < 3; ++map) {
+    maps[map] = empty_picture(x, p.channels, p.channels_last);
+    p.maps[map] = view4(maps[map]);
+  }
+  forward(p);
+  return {maps[0], maps[1], maps[2]};
+}
+
+// The four maps are channel ranges of one (B,4C,H,W) tensor.
+Tensor edge_maps_stacked(const Tensor& x, double eps, std::string border) {
+  camox_edge_params p = edge_params(x, eps, border);
+  Tensor out = empty_picture(x, CAMOX_EDGE_MAPS * p.channels, p.channels_last);
+  size_t element = out.element_size();
+  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
+    p.maps[map] = view4(out);
+    p.maps[map].data = static_cast<char*>(out.data_ptr()) + map * p.channels * p.maps[map].stride[1] * element;
+  }
+  forward(p);
+  return out;
+}
+
+Tensor edge_maps_backward(const Tensor& x, OptionalTensor grad_sobel, OptionalTensor grad_laplacian,
+                          OptionalTensor grad_gradient, OptionalTensor grad_input, double eps, std::string border) {
+  camox_edge_params p = edge_params(x, eps, border);
+  const std::array<std::pair<const OptionalTensor*, const char*>, CAMOX_EDGE_MAPS> grads = {
+      {{&grad_sobel, "grad_sobel"}, {&grad_laplacian, "grad_laplacian"}, {&grad_gradient, "grad_gradient"},
+       {&grad_input, "grad_input"}}};
+  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
+    if (!grads[map].first->has_value()) continue;
+    const Tensor& grad = grads[map].first->value();
+    check_like(grad, x, p.channels, "edge_maps_backward", grads[map].second);
+    p.maps[map] = view4(grad);
+  }
+  Tensor grad_x = empty_picture(x, p.channels, p.channels_last);
+  p.grad_x = view4(grad_x);
+  check(camox_edge_check(&p, 1));
+  run_edge(camox_edge_backward(p.dtype, camox_isa_current()), p);
+  return grad_x;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
+  m.def("edge_maps(Tensor x, float eps, str border) -> (Tensor, Tensor, Tensor)");
+  m.def("edge_maps_stacked(Tensor x, float eps, str border) -> Tensor");
+  m.def(
+      "edge_maps_backward(Tensor x, Tensor? grad_sobel, Tensor? grad_laplacian, Tensor? grad_gradient, "
+      "Tensor? grad_input, float eps, str border) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) {
+  m.impl("edge_maps", TORCH_BOX(&edge_maps));
+  m.impl("edge_maps_stacked", TORCH_BOX(&edge_maps_stacked));
+  m.impl("edge_maps_backward", TORCH_BOX(&edge_maps_backward));
+}

@@ -1,0 +1,7 @@
+/* Compiled once per instruction set; the body once per element type. */
+#include "edge.h"
+
+#include "../common/stencil.h"
+
+#define CAMOX_BODY "../edge/edge_cpu.inc"
+#include "../common/simd_foreach.h"

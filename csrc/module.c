@@ -1,0 +1,87 @@
+/* camox_ops._C: instruction set, build facts and allocator tuning in plain C on CPython's limited API. Loading this object
+   also registers the operators of the *_bind.cpp files with torch. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#if defined(__GLIBC__)
+#include <gnu/libc-version.h>
+#include <malloc.h>
+#endif
+
+#include "common/isa.h"
+#include "common/status.h"
+
+static PyObject *isa(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return PyUnicode_FromString(camox_isa_name(camox_isa_current()));
+}
+
+static PyObject *supported_isas(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *list = PyList_New(0);
+  for (int i = 0; list != NULL && i < CAMOX_ISA_COUNT; ++i) {
+    if (!camox_isa_supported((camox_isa)i)) continue;
+    PyObject *name = PyUnicode_FromString(camox_isa_name((camox_isa)i));
+    if (name == NULL || PyList_Append(list, name) < 0) Py_CLEAR(list);
+    Py_XDECREF(name);
+  }
+  return list;
+}
+
+static PyObject *build_info(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return Py_BuildValue("{s:s, s:s, s:s, s:s, s:s}", "version", CAMOX_VERSION, "compiler", __VERSION__, "built_with_torch",
+                       CAMOX_BUILD_TORCH, "minimum_torch", "2.10", "broken_op", CAMOX_BREAK_NAME);
+}
+
+#if defined(__GLIBC__)
+static const struct {
+  const char *name;
+  int parameter, value;
+} malloc_settings[] = {
+    {"M_MMAP_MAX", M_MMAP_MAX, 0},              /* large blocks come from the heap, not from mmap and its page faults */
+    {"M_TRIM_THRESHOLD", M_TRIM_THRESHOLD, -1}, /* never: freed memory is kept */
+    {"M_TOP_PAD", M_TOP_PAD, 64 << 20},         /* the heap grows in steps of 64 MiB */
+};
+#endif
+
+/* -> (supported, {name: value} of what was set, text) */
+static PyObject *tune_cpu_allocator(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+#if defined(__GLIBC__)
+  PyObject *settings = PyDict_New();
+  for (size_t i = 0; settings != NULL && i < sizeof malloc_settings / sizeof *malloc_settings; ++i) {
+    if (mallopt(malloc_settings[i].parameter, malloc_settings[i].value) != 1) continue;
+    PyObject *value = PyLong_FromLong(malloc_settings[i].value);
+    if (value == NULL || PyDict_SetItemString(settings, malloc_settings[i].name, value) < 0) Py_CLEAR(settings);
+    Py_XDECREF(value);
+  }
+  if (settings == NULL) return NULL;
+  PyObject *text = PyUnicode_FromFormat("glibc %s: freed memory stays with the process", gnu_get_libc_version());
+  if (text == NULL) {
+    Py_DECREF(settings);
+    return NULL;
+  }
+  return Py_BuildValue("(ONN)", Py_True, settings, text);
+#else
+  return Py_BuildValue("(O{}s)", Py_False, "not glibc: nothing was changed");
+#endif
+}
+
+static PyMethodDef methods[] = {
+    {"isa", isa, METH_NOARGS, "The instruction set in use: 'portable', 'avx2' or 'avx512'."},
+    {"supported_isas", supported_isas, METH_NOARGS, "Every instruction set that this build and this CPU have."},
+    {"build_info", build_info, METH_NOARGS, "Facts of this build as a dict."},
+    {"tune_cpu_allocator", tune_cpu_allocator, METH_NOARGS, "Keep freed memory with the process (glibc)."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "camox_ops._C", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__C(void) {
+  if (camox_isa_init() != CAMOX_OK) {
+    PyErr_SetString(PyExc_ImportError, camox_last_error());
+    return NULL;
+  }
+  return PyModule_Create(&definition);
+}
