@@ -1,0 +1,1 @@
+"""CamoXpert, camouflaged object detection, trained with camox_ops or with stock PyTorch."""

@@ -1,0 +1,75 @@
+"""Checkpoints that are whole or absent: written beside, synced, then renamed over; checked before they are read."""
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+
+LAST, PREVIOUS, BEST = "last.pth", "previous.pth", "best_model.pth"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is missing, truncated or damaged; the message names its path."""
+
+
+def save(path, state):
+    """Write state to path so that a crash at any moment leaves either the old file or the new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder):
+    """Make the renames inside a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save_last(folder, state):
+    """Write folder/last.pth, the one before it kept as folder/previous.pth."""
+    last, previous = Path(folder, LAST), Path(folder, PREVIOUS)
+    if last.exists():
+        # a link, not a rename: last.pth is there at every moment
+        spare = previous.with_suffix(".link")
+        spare.unlink(missing_ok=True)
+        os.link(last, spare)
+        os.replace(spare, previous)
+    save(last, state)
+
+
+def load(path, map_location="cpu"):
+    """Read a checkpoint after checking every checksum in it; CheckpointError names the path when it is not whole."""
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path} does not exist")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"checkpoint {path} is damaged: wrong checksum in {damaged}{older(path)}")
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {path} is truncated or damaged: {error}{older(path)}") from error
+
+
+def older(path):
+    """A hint at the previous checkpoint, where there is one."""
+    previous = path.with_name(PREVIOUS)
+    return f"; the one before it is {previous}" if previous.is_file() and previous != path else ""

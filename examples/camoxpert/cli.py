@@ -1,0 +1,73 @@
+"""The command line of train_ultimate.py."""
+
+import argparse
+import sys
+from dataclasses import fields
+
+import torch
+
+from . import distributed
+from .checkpoint import CheckpointError
+from .data import BUILTIN, DatasetError
+from .engine import Config, Trainer, TrainingError
+from .ops import OPS
+
+HELP = {
+    "dataset_path": f"COD10K-like folder, or {BUILTIN!r} for pictures composed in memory",
+    "checkpoint_dir": "where last.pth, previous.pth, best_model.pth and history.json go",
+    "backbone": "tiny, edgenext_small, edgenext_base, or timm:NAME",
+    "pretrained": "load timm's pretrained weights (timm backbones only)",
+    "num_experts": "experts per layer, of which max(2, half) run for each picture",
+    "batch_size": "pictures per micro-batch and process",
+    "accumulation_steps": "micro-batches per optimizer step",
+    "img_size": "side to which pictures are resized, in pixels",
+    "epochs": "epochs of both stages together",
+    "stage1_epochs": "epochs with the backbone frozen",
+    "lr": "highest learning rate",
+    "weight_decay": "AdamW's weight decay",
+    "backbone_lr_scale": "the backbone's learning rate relative to --lr (0.1 suits pretrained weights)",
+    "num_workers": "loader processes",
+    "deep_supervision": "add the losses of three coarser predictions",
+    "gradient_checkpointing": "recompute the encoder in the backward pass: less memory, more time",
+    "use_ema": "validate with averaged weights",
+    "ema_decay": "decay of the average per optimizer step",
+    "resume_from": "checkpoint to go on from, to the same numbers as an unbroken run",
+    "no_amp": "float32 instead of float16 (CUDA) or bfloat16 (CPU)",
+    "ops": "build the model from camox_ops or from stock PyTorch",
+    "seed": "seed of weights, order, augmentation and dropout",
+    "device": "cpu, cuda or cuda:N",
+    "log_interval": "micro-batches between readings of the loss, the only moments that wait for the GPU",
+}
+
+
+def build_parser():
+    """One option per field of Config."""
+    parser = argparse.ArgumentParser(prog="train_ultimate.py", description="Train CamoXpert.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for field in fields(Config):
+        option = "--" + field.name.replace("_", "-")
+        if field.name == "dataset_path":
+            train.add_argument(option, required=True, help=HELP[field.name])
+        elif field.type is bool:
+            train.add_argument(option, action="store_true", help=HELP[field.name])
+        else:
+            kind = field.type if field.type in (int, float) else str
+            default = ("cuda" if torch.cuda.is_available() else "cpu") if field.name == "device" else field.default
+            choices = OPS if field.name == "ops" else None
+            train.add_argument(option, type=kind, default=default, choices=choices, help=HELP[field.name])
+    return parser
+
+
+def main(arguments=None):
+    """Parse, train, and return the exit status; user errors are one message on stderr and status 2."""
+    options = vars(build_parser().parse_args(arguments))
+    del options["command"]
+    try:
+        Trainer(Config(**options)).run()
+    except (CheckpointError, DatasetError, TrainingError, ImportError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        distributed.stop()
+    return 0

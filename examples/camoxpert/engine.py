@@ -1,0 +1,268 @@
+"""The training run: two stages, validation, checkpoints, resuming, one process or many."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from . import checkpoint, distributed
+from .data import BUILTIN, EpochSampler, check_folder, open_split
+from .ema import EMA
+from .losses import AdvancedCODLoss
+from .metrics import evaluate
+from .model import CamoXpert
+from .progress import ProgressLine
+from .steps import Precision, Stepper, build_optimizer, lr_factor
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says where it stopped and what to change."""
+
+
+@dataclass
+class Config:
+    """Everything that decides a run's numbers. Sizes are pixels, counts are pictures, rates are per optimizer step."""
+
+    dataset_path: str
+    checkpoint_dir: str = "./checkpoints"
+    backbone: str = "edgenext_base"
+    pretrained: bool = False
+    num_experts: int = 7
+    batch_size: int = 2
+    accumulation_steps: int = 4
+    img_size: int = 384
+    epochs: int = 120
+    stage1_epochs: int = 30
+    lr: float = 0.00025
+    weight_decay: float = 0.0001
+    backbone_lr_scale: float = 1.0
+    num_workers: int = 4
+    deep_supervision: bool = False
+    gradient_checkpointing: bool = False
+    use_ema: bool = False
+    ema_decay: float = 0.999
+    resume_from: str | None = None
+    no_amp: bool = False
+    ops: str = "camox"
+    seed: int = 42
+    device: str = "cpu"
+    log_interval: int = 20
+
+    def __post_init__(self):
+        smallest = {
+            "num_experts": 1,
+            "batch_size": 1,
+            "accumulation_steps": 1,
+            "img_size": 32,
+            "epochs": 1,
+            "stage1_epochs": 0,
+            "num_workers": 0,
+            "log_interval": 1,
+        }
+        for name, least in smallest.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        if self.lr <= 0:
+            raise ValueError(f"lr must be > 0, got {self.lr}")
+
+    def stage(self, epoch):
+        """1 while the backbone is frozen, then 2."""
+        return 1 if epoch < self.stage1_epochs else 2
+
+
+def rng_state(device):
+    """The random state of this process, as tensors."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state, device):
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+class Trainer:
+    """Builds all parts of a run from a Config; run() trains and returns the history, one dict per epoch.
+
+    Raises DatasetError, CheckpointError or TrainingError before or instead of writing anything unusable.
+    """
+
+    def __init__(self, config):
+        self.config = config
+        self.rank, self.world, self.device = distributed.start(torch.device(config.device))
+        if str(config.dataset_path) != BUILTIN:
+            distributed.on_first_rank(lambda: check_folder(config.dataset_path))
+        torch.manual_seed(config.seed)
+        self.train_loader = self.loader("train")
+        self.val_loader = self.loader("val")
+        if not len(self.train_loader):
+            raise TrainingError(
+                f"batch_size={config.batch_size} on {self.world} process(es) is more than the "
+                f"{len(self.train_loader.dataset)} training pictures"
+            )
+        self.model = CamoXpert(
+            pretrained=config.pretrained,
+            backbone=config.backbone,
+            num_experts=config.num_experts,
+            ops=config.ops,
+            gradient_checkpointing=config.gradient_checkpointing,
+        ).to(self.device)
+        self.criterion = AdvancedCODLoss().to(self.device)
+        self.precision = Precision(self.device, enabled=not config.no_amp)
+        self.ema = EMA(self.model, config.ema_decay) if config.use_ema else None
+        self.history, self.best_iou, self.start_epoch = [], -1.0, 0
+        self.resumed = self.resume(config.resume_from) if config.resume_from else None
+        if self.resumed is None:
+            # dropout differs between ranks, the weights above do not
+            torch.manual_seed(config.seed + self.rank)
+
+    def loader(self, split):
+        """Batches of a split; training is shuffled and shared among the ranks, validation is whole."""
+        config, training = self.config, split == "train"
+        pictures = open_split(config.dataset_path, split, config.img_size, config.seed)
+        sampler = EpochSampler(
+            len(pictures),
+            config.seed,
+            rank=self.rank if training else 0,
+            world=self.world if training else 1,
+            shuffle=training,
+        )
+        return DataLoader(
+            pictures,
+            config.batch_size,
+            sampler=sampler,
+            num_workers=config.num_workers,
+            drop_last=training,
+            pin_memory=self.device.type == "cuda",
+            persistent_workers=config.num_workers > 0,
+            # its own generator: workers that persist would otherwise draw from the global one in the first epoch only
+            generator=torch.Generator().manual_seed(config.seed),
+        )
+
+    def resume(self, path):
+        """Take model, averages and counters from a checkpoint; returns it, for the parts that the stage builds."""
+        state = checkpoint.load(path, map_location=self.device)
+        try:
+            self.model.load_state_dict(state["model_state_dict"])
+            if self.ema is not None and state["ema_state_dict"] is not None:
+                self.ema.load(state["ema_state_dict"])
+            self.precision.scaler.load_state_dict(state["scaler_state_dict"])
+            self.history, self.best_iou = state["history"], state["best_iou"]
+            self.start_epoch = state["epoch"] + 1
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
+        states = state["rng"]
+        if self.rank < len(states):
+            set_rng_state(states[self.rank], self.device)
+        else:
+            torch.manual_seed(self.config.seed + self.rank + self.world * self.start_epoch)
+        return state
+
+    def begin_stage(self, stage):
+        """Freeze or free the backbone and build the optimizer and, under torchrun, the wrapper for what remains."""
+        config = self.config
+        self.model.backbone.requires_grad_(stage == 2)
+        optimizer = build_optimizer(self.model, config.lr, config.weight_decay, config.backbone_lr_scale)
+        if self.resumed is not None and self.resumed["stage"] == stage:
+            optimizer.load_state_dict(self.resumed["optimizer_state_dict"])
+        self.resumed = None
+        model = self.model
+        if self.world > 1:
+            # experts that no picture of this rank chose take no part in the graph
+            model = DistributedDataParallel(
+                model,
+                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                find_unused_parameters=True,
+            )
+        return Stepper(model, self.criterion, optimizer, self.precision, self.ema, config.deep_supervision)
+
+    def run(self):
+        """Train from the start or the resumed epoch to the end."""
+        stepper, stage = None, None
+        for epoch in range(self.start_epoch, self.config.epochs):
+            if self.config.stage(epoch) != stage:
+                stage = self.config.stage(epoch)
+                stepper = self.begin_stage(stage)
+            loss = self.train_epoch(stepper, epoch)
+            self.finish_epoch(stepper, epoch, stage, loss)
+        return self.history
+
+    def train_epoch(self, stepper, epoch):
+        """One pass over the training pictures; returns the mean loss of this rank."""
+        config, batches = self.config, len(self.train_loader)
+        first = 0 if config.stage(epoch) == 1 else config.stage1_epochs
+        last = config.stage1_epochs if config.stage(epoch) == 1 else config.epochs
+        per_epoch = math.ceil(batches / config.accumulation_steps)
+        done, planned = (epoch - first) * per_epoch, (min(last, config.epochs) - first) * per_epoch
+
+        self.model.train()
+        self.train_loader.sampler.epoch = epoch
+        line = ProgressLine(f"epoch {epoch + 1}/{config.epochs}", batches) if self.rank == 0 else None
+        total, seen, read = 0.0, 0, 0
+        for index, (images, masks) in enumerate(self.train_loader):
+            images = images.to(self.device, non_blocking=True)
+            masks = masks.to(self.device, non_blocking=True)
+            group = index // config.accumulation_steps
+            group_size = min(config.accumulation_steps, batches - group * config.accumulation_steps)
+            closes = index + 1 == batches or (index + 1) % config.accumulation_steps == 0
+            stepper.accumulate(images, masks, group_size, synchronise=closes)
+            if closes:
+                stepper.step(lr_factor(done + group, planned))
+            seen += len(images)
+            if (index + 1) % config.log_interval == 0 or index + 1 == batches:
+                loss = stepper.take_loss()
+                if not math.isfinite(loss):
+                    raise TrainingError(
+                        f"loss became {loss} in epoch {epoch + 1} by step {index + 1}; lower --lr or use --no-amp, "
+                        f"and resume from the last checkpoint in {config.checkpoint_dir}"
+                    )
+                total, read = total + loss * (index + 1 - read), index + 1
+                if line:
+                    line.update(index + 1, seen * self.world, loss=loss)
+        if line:
+            line.close()
+        return total / batches
+
+    def finish_epoch(self, stepper, epoch, stage, loss):
+        """Validate, record, and write the checkpoints."""
+        measures = distributed.on_first_rank(self.validate)
+        self.history.append({"epoch": epoch, "stage": stage, "train_loss": loss, **measures})
+        improved = measures["iou"] > self.best_iou
+        self.best_iou = max(self.best_iou, measures["iou"])
+        states = distributed.gather(rng_state(self.device))
+        if self.rank:
+            return
+        shown = "  ".join(f"{name}={value:.4f}" for name, value in measures.items())
+        print(f"epoch {epoch + 1}/{self.config.epochs} stage {stage}  loss={loss:.4f}  {shown}", flush=True)
+        state = {
+            "epoch": epoch,
+            "stage": stage,
+            "model_state_dict": self.model.state_dict(),
+            "ema_state_dict": self.ema.shadow if self.ema is not None else None,
+            "optimizer_state_dict": stepper.optimizer.state_dict(),
+            "scaler_state_dict": self.precision.scaler.state_dict(),
+            "rng": states,
+            "best_iou": self.best_iou,
+            "history": self.history,
+            "args": asdict(self.config),
+        }
+        folder = Path(self.config.checkpoint_dir)
+        checkpoint.save_last(folder, state)
+        if improved:
+            checkpoint.save(folder / checkpoint.BEST, state)
+        (folder / "history.json").write_text(json.dumps(self.history, indent=2) + "\n")
+
+    def validate(self):
+        """Measures over the validation pictures, with the averaged weights where there are any."""
+        with self.precision.autocast():
+            if self.ema is None:
+                return evaluate(self.model, self.val_loader, self.device)
+            with self.ema.applied():
+                return evaluate(self.model, self.val_loader, self.device)

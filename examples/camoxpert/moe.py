@@ -1,0 +1,49 @@
+"""Sparse mixture of experts over whole pictures, as mahi-chan/camoXpert, models/experts.py, commit 47e858c routes it."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class MoELayer(nn.Module):
+    """Each picture of x (B,C,H,W) goes through the top_k experts that its gate chooses, weighted by their softmax.
+
+    Returns (output like x, aux_loss, routing_info). aux_loss is 0.01 times the mean squared distance of the experts'
+    shares from uniform; being a count, it has no gradient. routing_info holds `top_k_indices` (B,K), `top_k_weights`
+    (B,K) and `expert_usage` (E,). Experts that no picture chose are not run, so their parameters keep grad=None.
+
+    The experts run picture by picture, as in the users' code, but the chosen numbers are read once per layer rather
+    than once per picture and choice.
+
+    experts: the classes to take turns with, each called with in_channels.
+    """
+
+    def __init__(self, in_channels, num_experts=5, top_k=2, *, experts):
+        super().__init__()
+        if num_experts < 1:
+            raise ValueError(f"num_experts must be >= 1, got {num_experts}")
+        if top_k < 1:
+            raise ValueError(f"top_k must be >= 1, got {top_k}")
+        self.num_experts = num_experts
+        self.top_k = min(top_k, num_experts)
+        self.experts = nn.ModuleList(experts[i % len(experts)](in_channels) for i in range(num_experts))
+        self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(in_channels, num_experts, 1))
+
+    def forward(self, x):
+        logits = self.gate(x).flatten(1)
+        chosen_logits, chosen = logits.topk(self.top_k, dim=-1)
+        weights = F.softmax(chosen_logits, dim=-1)
+
+        output = torch.zeros_like(x)
+        for row, numbers in enumerate(chosen.tolist()):
+            picture = x[row : row + 1]
+            mixed = torch.zeros_like(picture)
+            for slot, number in enumerate(numbers):
+                mixed = mixed + weights[row, slot] * self.experts[number](picture)
+            output[row : row + 1] = mixed
+
+        usage = torch.bincount(chosen.flatten(), minlength=self.num_experts).float()
+        share = usage / (chosen.numel() + 1e-8)
+        aux_loss = 0.01 * (share - 1 / self.num_experts).square().mean()
+        info = {"top_k_indices": chosen, "top_k_weights": weights.detach(), "expert_usage": usage}
+        return output, aux_loss, info

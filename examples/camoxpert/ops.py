@@ -1,0 +1,52 @@
+"""Which modules a model is built from: 'torch' is stock PyTorch, 'camox' puts those of camox_ops in their places.
+
+Both give the same state_dict keys, so a checkpoint of one loads into the other.
+"""
+
+from functools import partial
+
+from . import backbone, experts, moe
+
+OPS = ("camox", "torch")
+
+
+def check_ops(ops):
+    """ValueError unless ops is one of OPS."""
+    if ops not in OPS:
+        raise ValueError(f"ops must be one of {OPS}, got {ops!r}")
+
+
+def layer_norm_class(ops):
+    """The channel LayerNorm of the backbone and the experts."""
+    check_ops(ops)
+    return backbone.LayerNorm2d
+
+
+def edge_expert_class(ops):
+    """The edge expert, called with the channel count."""
+    check_ops(ops)
+    if ops == "torch":
+        return partial(experts.EdgeExpert, norm=layer_norm_class(ops))
+    # imported here so that --ops torch runs where camox_ops is not built
+    import camox_ops.nn
+
+    return camox_ops.nn.EdgeExpert
+
+
+def expert_classes(ops):
+    """The seven experts in the order in which a MoE layer takes them; each is called with the channel count."""
+    norm = layer_norm_class(ops)
+    return [
+        partial(experts.TextureExpert, norm=norm),
+        experts.AttentionExpert,
+        partial(experts.HybridExpert, norm=norm),
+        partial(experts.FrequencyExpert, norm=norm),
+        edge_expert_class(ops),
+        partial(experts.SemanticContextExpert, norm=norm),
+        partial(experts.ContrastExpert, norm=norm),
+    ]
+
+
+def moe_class(ops):
+    """The mixture layer, called with (in_channels, num_experts, top_k)."""
+    return partial(moe.MoELayer, experts=expert_classes(ops))
