@@ -1,0 +1,599 @@
+"""The benchmark runner of every op: what a case is, how it is checked, timed and weighed.
+
+An op's file, ``benchmarks/bench_<op>.py``, has one function, ``cases() -> list[Case]``; ``benchmarks/run.py`` does the
+rest. The rules: no time is taken of a wrong result; all candidates of a case run interleaved in one process, and every
+ratio is taken within a round before its median; the floor is a copy of as many bytes as the ideal kernel moves, timed in
+the same rounds; a compiled candidate that broke its graph, recompiled or compiled nothing is refused, not recorded.
+"""
+
+import copy
+import gc
+import math
+import os
+import platform
+import re
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import record
+
+SUBJECT = "camox"
+BASELINE = "eager"
+OTHER_CPU_LIMIT = 0.25  # cores that other processes may use before a measurement is refused
+COMPILE_LIMIT_S = 180
+GEMM_SIZE = 1024
+
+
+class Refusal(Exception):
+    """Why something was not measured; its text goes into the record."""
+
+
+def camox_attr(path: str):
+    """``camox_ops.<path>``, or a Refusal that says that this build has no such op."""
+    try:
+        import camox_ops
+    except ImportError as error:
+        raise Refusal(f"camox_ops cannot be imported: {error}") from None
+    found = camox_ops
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            raise Refusal(f"camox_ops.{path}: op not in this build")
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a benchmark.
+
+    group        the op or variant, as targets and tables name it ("edge_maps")
+    shape        shape of the main input
+    make_inputs  () -> tuple of tensors, the positional arguments of every candidate
+    candidates   () -> {"camox": f, "eager": f, ...}; functions or nn.Modules of the inputs, returning a tensor or a tuple
+                 of tensors. "compile" (absent: the eager one; None: left out) and names that begin with "compile_" go
+                 through torch.compile; any other name is a peer. All must give the same numbers. A Refusal raised here
+                 refuses the case.
+    direction    "forward" (under no_grad) or "forward_backward"
+    floor_bytes  bytes that the ideal kernel reads plus writes, all passes;  floor_flops  its FLOP, for ops bound by GEMM
+    companions   {name: case}: that case's camox on its own inputs, timed in the same rounds ("no slower than contiguous")
+    grad_inputs  positions of the inputs that get gradients; None: all floating-point ones
+    verify       (name, outputs, inputs) -> None or what is wrong, for ops whose numbers are random; None: the rule below
+    own_outputs  camox writing into given outputs, () -> function of the inputs: a further column
+    default_allocator  also measured with the allocator's defaults;  quick  part of --quick
+    """
+
+    group: str
+    shape: tuple[int, ...]
+    make_inputs: Callable[[], tuple]
+    candidates: Callable[[], dict]
+    direction: str = "forward"
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    floor_bytes: int = 0
+    floor_flops: int = 0
+    companions: dict = field(default_factory=dict)
+    grad_inputs: tuple[int, ...] | None = None
+    verify: Callable | None = None
+    own_outputs: Callable | None = None
+    default_allocator: bool = True
+    quick: bool = False
+
+    def __post_init__(self):
+        if self.direction not in ("forward", "forward_backward"):
+            raise ValueError(f"direction: expected forward or forward_backward, got {self.direction!r}")
+        if self.layout not in ("contiguous", "channels_last"):
+            raise ValueError(f"layout: expected contiguous or channels_last, got {self.layout!r}")
+        if self.floor_bytes and self.floor_flops:
+            raise ValueError("floor: give floor_bytes or floor_flops, not both")
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def key(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        return f"{self.group}/{self.direction}/{self.dtype_name}/{self.layout}/{shape}"
+
+
+def random_tensor(shape, *, dtype=torch.float32, layout="contiguous", seed=0, scale=1.0) -> torch.Tensor:
+    """Normal numbers, the same for one seed whatever the layout."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return x.to(dtype, memory_format=torch.channels_last if layout == "channels_last" else torch.contiguous_format)
+
+
+# -- one candidate bound to its inputs -----------------------------------------------------------------------------------
+
+
+def tensors_of(outputs) -> list[torch.Tensor]:
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    return [t for t in outputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+class Bound:
+    """A candidate with inputs, gradients that flow in, and the tensors that gradients are asked of."""
+
+    def __init__(self, case: Case, function, inputs, upstream=None):
+        self.function, self.inputs, self.upstream = function, inputs, upstream
+        self.backward = case.direction == "forward_backward"
+        named = sorted(function.named_parameters()) if isinstance(function, torch.nn.Module) else []
+        self.parameters = {name.removeprefix("_orig_mod."): p for name, p in named}  # torch.compile adds the prefix
+        picked = range(len(inputs)) if case.grad_inputs is None else case.grad_inputs
+        leaves = {f"input{i}": inputs[i] for i in picked if inputs[i].is_floating_point()}
+        self.targets = {**leaves, **self.parameters} if self.backward else {}
+        self._asked = list(self.targets.values())
+        for tensor in self._asked:
+            tensor.requires_grad_()
+
+    def step(self):
+        """What is timed: a forward pass, or a forward and a backward pass."""
+        outputs = self.function(*self.inputs)
+        if not self.backward:
+            return outputs
+        return torch.autograd.grad(tensors_of(outputs), self._asked, self.upstream)
+
+    def numbers(self) -> dict[str, torch.Tensor]:
+        """Every output and gradient by name."""
+        outputs = tensors_of(self.function(*self.inputs))
+        named = {f"output{i}": t.detach() for i, t in enumerate(outputs)}
+        if self.backward:
+            grads = torch.autograd.grad(outputs, self._asked, self.upstream)
+            named |= {f"grad {name}": g for name, g in zip(self.targets, grads, strict=True)}
+        return named
+
+
+def upstream_like(case: Case, function, inputs) -> list[torch.Tensor]:
+    """Fixed random gradients, one per output, in the memory format of the case."""
+    with torch.no_grad():
+        outputs = tensors_of(function(*inputs))
+    layouts = [case.layout if t.dim() == 4 else "contiguous" for t in outputs]
+    return [
+        random_tensor(t.shape, dtype=t.dtype, layout=layout, seed=1000 + i)
+        for i, (t, layout) in enumerate(zip(outputs, layouts, strict=True))
+    ]
+
+
+def float64_numbers(case: Case, function, inputs, upstream) -> dict[str, torch.Tensor]:
+    """The baseline in float64: the truth that all candidates are held to."""
+    function = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
+    inputs = tuple(t.detach().double() if t.is_floating_point() else t for t in inputs)
+    return Bound(case, function, inputs, [g.double() for g in upstream]).numbers()
+
+
+def share_of_tolerance(numbers: dict, baseline: dict, truth: dict) -> float:
+    """Largest |candidate - truth| over 2 * max|baseline - truth| + 4 * eps * max|truth|; above 1 is a wrong result.
+
+    Raises Refusal where names, shapes or dtypes differ from the baseline's.
+    """
+    if numbers.keys() != baseline.keys():
+        raise Refusal(f"gives {sorted(numbers)} where {BASELINE} gives {sorted(baseline)}")
+    worst = 0.0
+    for name, value in numbers.items():
+        expected = baseline[name]
+        if value.shape != expected.shape or value.dtype != expected.dtype:
+            got, wanted = (f"{tuple(t.shape)} {t.dtype}" for t in (value, expected))
+            raise Refusal(f"{name} is {got}, {BASELINE}'s {wanted}")
+        if not value.numel():
+            continue
+        error = (value.double() - truth[name]).abs().max().item()
+        allowed = 2 * (expected.double() - truth[name]).abs().max().item()
+        allowed += 4 * torch.finfo(value.dtype).eps * truth[name].abs().max().item()
+        share = error / allowed if allowed else (0.0 if error == 0 else math.inf)
+        worst = share if math.isnan(share) else max(worst, share)
+        if math.isnan(worst):
+            break
+    return worst
+
+
+def checked(case: Case, bound: Bound, baseline: dict, truth: dict) -> float:
+    """How much of the tolerance a candidate uses; Refusal when its result is wrong."""
+    numbers = bound.numbers()
+    if case.verify is not None:
+        wrong = case.verify(numbers, bound.inputs)
+        if wrong:
+            raise Refusal(f"wrong result: {wrong}")
+        return 0.0
+    share = share_of_tolerance(numbers, baseline, truth)
+    if not share <= 1:
+        raise Refusal(f"wrong result: {share:.3g} times the tolerance against float64")
+    return share
+
+
+# -- torch.compile -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def time_limit(seconds: int, what: str):
+    """Raises Refusal after ``seconds`` of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum, frame):
+        raise Refusal(f"{what} did not finish in {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def forget_compiled():
+    """Makes dynamo forget all earlier cases: their graphs, limits and counts."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def graphs_compiled() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def compile_fault(graphs: int) -> str | None:
+    """Why dynamo's counts forbid recording a compiled candidate when ``graphs`` were expected by now, or None."""
+    breaks = sum(counters["graph_break"].values())
+    if breaks:
+        return f"graph breaks: {breaks}"
+    if graphs_compiled() < graphs:
+        return "dynamo compiled nothing"
+    if graphs_compiled() > graphs:
+        return f"recompiled: {graphs_compiled()} graphs where {graphs} were expected"
+    return None
+
+
+def reason(error: Exception, limit: int = 200) -> str:
+    """An exception as one line of a record."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"[:limit]
+
+
+# -- time ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: seconds of one sample at least, seconds of one case about, rounds within bounds, how often
+    a case that other processes disturbed is tried."""
+
+    sample_s: float
+    case_s: float
+    min_rounds: int
+    max_rounds: int
+    attempts: int
+
+
+FULL = Effort(sample_s=0.004, case_s=2.0, min_rounds=9, max_rounds=41, attempts=5)
+QUICK = Effort(sample_s=0.002, case_s=0.3, min_rounds=5, max_rounds=11, attempts=2)
+
+
+def seconds_of(step: Callable, reps: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(reps):
+        step()
+    return (time.perf_counter_ns() - start) * 1e-9
+
+
+def repetitions(step: Callable, sample_s: float) -> int:
+    """How many calls fill one sample."""
+    reps = 1
+    while (taken := seconds_of(step, reps)) < sample_s:
+        reps = max(reps + 1, min(10 * reps, math.ceil(1.1 * reps * sample_s / max(taken, 1e-9))))
+    return reps
+
+
+def interleave(steps: dict[str, Callable], effort: Effort) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds per call of every step, one sample per round; and the calls in one sample.
+
+    The steps take turns (A B C, B C A, ...: nobody has a fixed neighbour), each after one untimed call of its own.
+    """
+    reps = {}
+    for name, step in steps.items():
+        seconds_of(step, 3)
+        reps[name] = repetitions(step, effort.sample_s)
+    round_s = sum(seconds_of(step, reps[name] + 1) for name, step in steps.items())
+    rounds = max(effort.min_rounds, min(effort.max_rounds, int(effort.case_s / round_s)))
+    order = list(steps)
+    samples = {name: [] for name in order}
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(rounds):
+            at = turn % len(order)
+            for name in order[at:] + order[:at]:
+                steps[name]()
+                samples[name].append(seconds_of(steps[name], reps[name]) / reps[name])
+    finally:
+        if enabled:
+            gc.enable()
+    return samples, reps
+
+
+def floor_step(case: Case) -> tuple[Callable, float]:
+    """The floor as a step, and what its time has to be multiplied by."""
+    if case.floor_bytes:
+        src = torch.ones(max(1, case.floor_bytes // 8))
+        dst = torch.zeros_like(src)
+        return lambda: dst.copy_(src), 1.0
+    a = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=case.dtype)
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, a, out=out), case.floor_flops / (2 * GEMM_SIZE**3)
+
+
+def summarise(samples: dict[str, list[float]], reps: dict[str, int], other_cpu: float) -> dict:
+    """The measurement of a record; ``speed[x]`` is time of x / time of camox, taken round by round."""
+    ours = samples[SUBJECT]
+    return {
+        "time_us": {
+            name: {**record.spread([1e6 * t for t in taken]), "rounds": len(taken), "reps": reps[name]}
+            for name, taken in samples.items()
+        },
+        "speed": {
+            name: record.spread([t / o for t, o in zip(taken, ours, strict=True)])
+            for name, taken in samples.items()
+            if name != SUBJECT
+        },
+        "other_cpu": round(other_cpu, 3),
+    }
+
+
+# -- the machine ---------------------------------------------------------------------------------------------------------
+
+
+def busy_seconds() -> float | None:
+    """CPU seconds that all processes of this machine, and its host where it steals, have used; None where not told."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class OtherCpu:
+    """Cores that other processes use between creation and ``cores()``; 0 where the system does not tell."""
+
+    def __init__(self):
+        self._wall, self._busy, self._own = time.monotonic(), busy_seconds(), time.process_time()
+
+    def cores(self) -> float:
+        busy = busy_seconds()
+        if busy is None:
+            return 0.0
+        own = time.process_time() - self._own
+        return max(0.0, (busy - self._busy - own) / max(time.monotonic() - self._wall, 1e-9))
+
+
+def cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def machine_name(cpu: str, cores: int) -> str:
+    """A file-name part such as ``amd-epyc-2c`` or ``intel-xeon-gold-6248-16c``."""
+    text = re.sub(r"\((?:r|tm|c)\)|@.*$|\b(?:cpu|processor|\d+-core)\b", " ", cpu.lower())
+    return f"{'-'.join(re.findall(r'[a-z0-9]+', text)[:5]) or 'cpu'}-{cores}c"
+
+
+def machine() -> dict:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpu = cpu_model()
+    try:
+        governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
+    except OSError:
+        governor = "unknown"
+    return {"name": machine_name(cpu, cores), "cpu": cpu, "cores": cores, "governor": governor}
+
+
+def git_state(root: Path) -> tuple[str, bool]:
+    """Commit of ``root`` and whether tracked files differ from it; ("unknown", True) outside a repository."""
+
+    def git(*arguments):
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain", "--untracked-files=no").strip())
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", True
+
+
+def package_facts() -> tuple[str, str]:
+    """Version and instruction set of the camox_ops that is measured, "unknown" where it does not tell."""
+    try:
+        import camox_ops
+    except ImportError:
+        return "none", "none"
+    isa = getattr(camox_ops, "isa", None)
+    return str(getattr(camox_ops, "__version__", "unknown")), str(isa()) if callable(isa) else "unknown"
+
+
+# -- the allocator -------------------------------------------------------------------------------------------------------
+
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_TOP_PAD_": str(64 << 20)}
+
+
+def reuse_page_faults() -> int:
+    """Page faults of filling 40 MiB that were just freed: about none when the allocator keeps freed memory."""
+    counts = []
+    for _ in range(12):  # glibc's memalign needs a few rounds until a freed block has the slack to be taken again
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(10 << 20).fill_(1.0)
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(counts[1:])
+
+
+def keep_freed_memory() -> str | None:
+    """Makes this process keep freed memory; what did it, or None when it takes a new process with KEEP_FREED_MEMORY."""
+    if all(os.environ.get(name) == value for name, value in KEEP_FREED_MEMORY.items()):
+        return "environment " + " ".join(f"{name}={value}" for name, value in KEEP_FREED_MEMORY.items())
+    try:
+        from camox_ops.train import tune_cpu_allocator
+    except ImportError:
+        return None
+    tune_cpu_allocator()
+    return "camox_ops.train.tune_cpu_allocator()" if reuse_page_faults() <= 8 else None
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def saved_for_backward(bound: Bound) -> dict[str, int]:
+    """Bytes of distinct storages saved by a forward pass: inputs and parameters apart from what the op made."""
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        outputs = bound.function(*bound.inputs)
+    given = {t.untyped_storage().data_ptr() for t in (*bound.inputs, *bound.parameters.values())}
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    del outputs
+    return {
+        "saved": sum(size for at, size in sizes.items() if at not in given),
+        "saved_inputs": sum(size for at, size in sizes.items() if at in given),
+    }
+
+
+def allocated_by(step: Callable) -> tuple[int, int]:
+    """(peak, end) bytes that PyTorch's CPU allocator holds beyond those held before, while what it returns is alive."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        result = step()
+    del result
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak, now
+
+
+def memory_of(bound: Bound) -> dict:
+    """What a training step saves and holds. ``held_after_forward`` counts outputs and all that the graph keeps alive,
+    also what a Function hides from the saved-tensor hooks; ``peak`` is the most of the whole step, gradients included."""
+    _, held = allocated_by(lambda: bound.function(*bound.inputs))
+    peak, _ = allocated_by(bound.step)
+    try:
+        saved = saved_for_backward(bound)
+    except Exception:  # a compiled function may refuse hooks; the profiler's numbers stand
+        saved = {"saved": None, "saved_inputs": None}
+    return {**saved, "held_after_forward": max(0, held), "peak": peak}
+
+
+# -- a case --------------------------------------------------------------------------------------------------------------
+
+
+def withdraw(name: str, why: str, bounds: dict, entry: dict) -> None:
+    entry["refused"][name] = why
+    entry["check"].pop(name, None)
+    bounds.pop(name, None)
+
+
+def bind_all(case: Case, entry: dict, with_compile: bool) -> dict[str, Bound]:
+    """The candidates of a case that gave right results; the others are in ``entry["refused"]``. Refusal without camox."""
+    candidates = dict(case.candidates())
+    for needed in (SUBJECT, BASELINE):
+        if needed not in candidates:
+            raise Refusal(f"the case has no candidate {needed!r}")
+    inputs = case.make_inputs()
+    baseline = candidates[BASELINE]
+    upstream = upstream_like(case, baseline, inputs) if case.direction == "forward_backward" else []
+    candidates.setdefault("compile", baseline)
+    to_compile = {name: candidates.pop(name) for name in list(candidates) if re.match(r"compile(_|$)", name)}
+
+    bounds = {BASELINE: Bound(case, baseline, inputs, upstream)}
+    truth = float64_numbers(case, baseline, inputs, upstream) if case.verify is None else {}
+    bounds[BASELINE].numbers()  # the first pass of a process may take another numeric path
+    numbers = bounds[BASELINE].numbers()
+
+    def admit(name, function):
+        bound = Bound(case, function, inputs, upstream)
+        entry["check"][name] = float(f"{checked(case, bound, numbers, truth):.3g}")
+        bounds[name] = bound
+
+    admit(SUBJECT, candidates.pop(SUBJECT))
+    for name, function in candidates.items():
+        if name == BASELINE:
+            continue
+        try:
+            admit(name, function)
+        except Exception as error:
+            entry["refused"][name] = reason(error)
+    if case.own_outputs is not None:
+        admit("camox_own_outputs", case.own_outputs())
+    for name, other in case.companions.items():
+        if other.direction != case.direction:
+            raise ValueError(f"companion {name}: direction {other.direction}, the case's is {case.direction}")
+        bounds[name] = bind_all(other, {"check": {}, "refused": {}}, with_compile=False)[SUBJECT]
+    if with_compile:
+        forget_compiled()
+    for name, function in to_compile.items() if with_compile else ():
+        if function is None:
+            continue
+        graphs = graphs_compiled()
+        try:
+            with time_limit(COMPILE_LIMIT_S, "torch.compile"):
+                admit(name, torch.compile(function, dynamic=False, fullgraph=True))
+            fault = compile_fault(graphs + 1)
+        except Exception as error:
+            fault = reason(error)
+        if fault:
+            withdraw(name, fault, bounds, entry)
+    return bounds
+
+
+def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True, force=False) -> tuple[dict, dict]:
+    """(entry without measurements, measurement) of a case; Refusal when there is nothing honest to record."""
+    entry = {
+        "key": case.key,
+        "group": case.group,
+        "direction": case.direction,
+        "dtype": case.dtype_name,
+        "layout": case.layout,
+        "shape": list(case.shape),
+        "floor": {"bytes": case.floor_bytes} if case.floor_bytes else None,
+        "check": {},
+        "memory": {},
+        "refused": {},
+    }
+    if case.floor_flops:
+        entry["floor"] = {"flops": case.floor_flops}
+    with torch.set_grad_enabled(case.direction == "forward_backward"):
+        bounds = bind_all(case, entry, with_compile)
+        steps = {name: bound.step for name, bound in bounds.items()}
+        scale = 1.0
+        if entry["floor"]:
+            steps["floor"], scale = floor_step(case)
+        graphs = graphs_compiled()
+        gc.collect()
+        for attempt in range(effort.attempts):
+            time.sleep(2.0 if attempt else 0.0)
+            others = OtherCpu()
+            samples, reps = interleave(steps, effort)
+            other_cpu = others.cores()
+            if other_cpu <= OTHER_CPU_LIMIT or force:
+                break
+        else:
+            raise Refusal(f"other processes used {other_cpu:.2f} cores in each of {effort.attempts} attempts")
+        compiled = [name for name in bounds if name.startswith("compile")]
+        if compiled and (fault := compile_fault(graphs)):
+            for name in compiled:
+                withdraw(name, fault, bounds, entry)
+                del samples[name]
+        if "floor" in samples:
+            samples["floor"] = [t * scale for t in samples["floor"]]
+        if with_memory and case.direction == "forward_backward":
+            skipped = {"camox_own_outputs", *case.companions}
+            entry["memory"] = {name: memory_of(bound) for name, bound in bounds.items() if name not in skipped}
+    return entry, summarise(samples, reps, other_cpu)

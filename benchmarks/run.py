@@ -1,0 +1,204 @@
+"""Runs the benchmark of an op: ``python benchmarks/run.py --op edge [--quick]``.
+
+Measures every case of ``benchmarks/bench_<op>.py`` in a child process whose allocator keeps freed memory, and the chosen
+ones again in a child with the allocator's defaults; prints a table and writes ``benchmarks/results/<machine>-<op>.json``.
+A run that is not the whole benchmark (--quick, --dtype, --case) writes only where --json says.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # behind site-packages: an installed camox_ops is measured before an unbuilt tree
+
+import torch  # noqa: E402
+
+from benchmarks import common, record  # noqa: E402
+
+NOT_MEASURED = 3
+
+
+def all_ops() -> list[str]:
+    return sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
+
+
+def chosen_cases(options) -> list[common.Case]:
+    cases = importlib.import_module(f"benchmarks.bench_{options.op}").cases()
+    keys = [case.key for case in cases]
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"bench_{options.op}: two cases share a key")
+    return [
+        case
+        for case in cases
+        if (not options.quick or case.quick)
+        and (options.dtype is None or case.dtype_name == options.dtype)
+        and (options.case is None or options.case in case.key)
+    ]
+
+
+def child(options) -> int:
+    """Measures with one allocator and writes what it found to ``options.child_out``."""
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    kept = options.child == "kept"
+    set_by = common.keep_freed_memory() if kept else "the system's defaults"
+    if set_by is None:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **common.KEEP_FREED_MEMORY})
+    faults = common.reuse_page_faults()
+    if kept and faults > 8:
+        print(f"the allocator does not keep freed memory: {faults} page faults in 40 MiB just freed", file=sys.stderr)
+        return NOT_MEASURED
+    effort = common.QUICK if options.quick else common.FULL
+    found = {"allocator": {"set_by": set_by, "reuse_page_faults": faults}, "entries": [], "refused": []}
+    found["version"], found["isa"] = common.package_facts()
+    for case in chosen_cases(options):
+        if not kept and not case.default_allocator:
+            continue
+        start = time.monotonic()
+        try:
+            entry, measured = common.run_case(
+                case, effort, with_compile=options.compile, with_memory=kept, force=options.force
+            )
+            found["entries"].append({**entry, "kept": None, "default": None, options.child: measured})
+            print(row(found["entries"][-1], options.child, time.monotonic() - start), flush=True)
+        except common.Refusal as refusal:
+            found["refused"].append({"key": case.key, "reason": str(refusal)})
+            print(f"{case.key:62} refused: {refusal}", flush=True)
+    Path(options.child_out).write_text(json.dumps(found))
+    return 0
+
+
+def row(entry: dict, allocator: str, seconds: float) -> str:
+    """One line of the table that a run prints: times in microseconds, then how many times slower than camox."""
+    measured = entry[allocator]
+    ours = measured["time_us"][common.SUBJECT]
+    iqr = 100 * (ours["q3"] - ours["q1"]) / ours["median"]
+    ratios = "  ".join(f"{name} {spread['median']:.2f}x" for name, spread in measured["speed"].items())
+    refused = "".join(f"  [{name}: {reason}]" for name, reason in entry["refused"].items())
+    return f"{entry['key']:62} {ours['median']:9.1f} us +-{iqr:3.0f}%  {ratios}{refused}  ({seconds:.1f} s)"
+
+
+def run_child(allocator: str, arguments: list[str]) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, __file__, *arguments, "--child", allocator, "--child-out", str(out)]
+        clean = {name: value for name, value in os.environ.items() if name not in common.KEEP_FREED_MEMORY}
+        clean["KINETO_LOG_LEVEL"] = "99"  # the profiler that weighs memory would announce itself at every start
+        code = subprocess.run(command, env=clean).returncode
+        if code or not out.exists():
+            raise SystemExit(code or NOT_MEASURED)
+        return json.loads(out.read_text())
+
+
+def merge(kept: dict, default: dict | None) -> tuple[list[dict], list[dict]]:
+    """Entries with both allocators' measurements; a case refused by both children is reported once."""
+    entries = {entry["key"]: entry for entry in kept["entries"]}
+    refused = {item["key"]: item for item in kept["refused"]}
+    for entry in default["entries"] if default else []:
+        if entry["key"] in entries:
+            entries[entry["key"]]["default"] = entry["default"]
+    for item in default["refused"] if default else []:
+        refused.setdefault(item["key"], {**item, "reason": f"default allocator: {item['reason']}"})
+    return list(entries.values()), list(refused.values())
+
+
+def measure(op: str, options, arguments: list[str]) -> dict:
+    """The record of one op."""
+    machine = common.machine()
+    before, others = list(os.getloadavg()), common.OtherCpu()
+    time.sleep(1.0)
+    busy = others.cores()
+    reasons = []
+    if busy > common.OTHER_CPU_LIMIT:
+        reasons.append(f"other processes use {busy:.2f} cores (limit {common.OTHER_CPU_LIMIT})")
+    if options.threads > machine["cores"]:
+        reasons.append(f"{options.threads} threads on {machine['cores']} cores")
+    if machine["governor"] not in ("performance", "schedutil", "ondemand", "unknown"):
+        reasons.append(f"CPU governor {machine['governor']!r}")
+    for reason in reasons:
+        print(f"{'forced' if options.force else 'refused'}: {reason}", file=sys.stderr)
+    if reasons and not options.force:
+        raise SystemExit(NOT_MEASURED)
+
+    arguments = [*arguments, "--op", op]
+    print(f"{op}: allocator keeps freed memory, {options.threads} threads, torch {torch.__version__}", flush=True)
+    kept = run_child("kept", arguments)
+    default = None
+    if not options.quick and kept["entries"]:
+        print(f"{op}: allocator's defaults", flush=True)
+        default = run_child("default", arguments)
+    entries, refused = merge(kept, default)
+    commit, dirty = common.git_state(ROOT)
+    return {
+        "schema_version": record.SCHEMA_VERSION,
+        "op": op,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit,
+        "dirty": dirty,
+        "version": kept["version"],
+        "torch": torch.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "machine": machine,
+        "isa": kept["isa"],
+        "threads": options.threads,
+        "quick": options.quick,
+        "forced": reasons,
+        "load": {"before": before, "after": list(os.getloadavg()), "other_cpu_before": round(busy, 3)},
+        "allocator": {"kept": kept["allocator"], **({"default": default["allocator"]} if default else {})},
+        "entries": entries,
+        "refused": refused,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    new = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    new.add_argument("--op", default="all", help=f"all, or one of: {', '.join(all_ops())}")
+    new.add_argument("--quick", action="store_true", help="few cases, few rounds, one allocator")
+    new.add_argument("--dtype", help="only this dtype, such as bfloat16")
+    new.add_argument("--case", help="only cases whose key contains this")
+    new.add_argument("--threads", type=int, default=2)
+    new.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    new.add_argument("--force", action="store_true", help="measure on a busy machine; the record says so")
+    new.add_argument("--json", type=Path, help="where to write the record; also writes a partial one")
+    new.add_argument("--child", choices=("kept", "default"), help=argparse.SUPPRESS)
+    new.add_argument("--child-out", help=argparse.SUPPRESS)
+    return new
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+    if options.child:
+        return child(options)
+    ops = all_ops() if options.op == "all" else [options.op]
+    if unknown := set(ops) - set(all_ops()):
+        raise SystemExit(f"--op: {unknown.pop()!r} is not one of: {', '.join(all_ops())}")
+    passed_on = ["--threads", str(options.threads)]
+    passed_on += [f"--{name}" for name in ("quick", "force") if getattr(options, name)]
+    passed_on += [] if options.compile else ["--no-compile"]
+    passed_on += [
+        x for name in ("dtype", "case") if getattr(options, name) for x in (f"--{name}", getattr(options, name))
+    ]
+    whole = options.compile and not (options.quick or options.dtype or options.case)
+    missing = 0
+    for op in ops:
+        found = measure(op, options, passed_on)
+        path = options.json or (record.RESULTS / f"{found['machine']['name']}-{op}.json" if whole else None)
+        if not found["entries"]:
+            missing += 1
+            print(f"{op}: nothing measured, no record written", file=sys.stderr)
+        elif path:
+            record.write(found, path)
+            print(f"wrote {path}")
+    return NOT_MEASURED if missing == len(ops) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
