@@ -93,7 +93,7 @@ class EdgeNeXtBackbone(nn.Module):
         self.stem = nn.Sequential(nn.Conv2d(in_channels, dims[0], 4, stride=4), norm(dims[0]), nn.GELU())
         rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
         self.stages = nn.ModuleList()
-        for stage, (dim, depth) in enumerate(zip(dims, depths)):
+        for stage, (dim, depth) in enumerate(zip(dims, depths, strict=True)):
             if stage:
                 self.stages.append(nn.Sequential(norm(dims[stage - 1]), nn.Conv2d(dims[stage - 1], dim, 2, stride=2)))
             blocks = [EdgeNeXtBlock(dim, KERNEL_SIZES[stage], next(rates), norm) for _ in range(depth)]

@@ -3,6 +3,7 @@
 Folder layouts follow mahi-chan/camoXpert, data/dataset.py, commit 47e858c.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def find_folders(root):
 def list_pairs(root, split):
     """(picture, mask) paths of "train" or "val"; the mask is None where it is missing.
 
-    Validation takes the first fifth of a Test folder, as the users' runs do, or every fifth picture of an undivided set.
+    Validation takes the first fifth of a Test folder, as the users' runs do, or every fifth of an undivided set.
     """
     folders, undivided = find_folders(root)
     picture_folder, mask_folder = folders[split]
@@ -132,7 +133,7 @@ def augment(image, mask, rng):
 
 
 class PictureSet(Dataset):
-    """Base of the data sets: item (epoch, index) is (image (3,S,S) float32 normalised, mask (1,S,S) float32 of 0 and 1).
+    """Base of the data sets: item (epoch, index) is (image (3,S,S), normalised, mask (1,S,S) of 0 and 1), float32.
 
     Augmentation draws from (seed, epoch, index) alone, so it does not depend on workers, ranks or where a run resumed.
     """
@@ -208,7 +209,7 @@ class EpochSampler(Sampler):
         self.epoch = 0
 
     def __len__(self):
-        return -(-self.length // self.world)
+        return math.ceil(self.length / self.world)
 
     def __iter__(self):
         order = np.arange(self.length)

@@ -34,16 +34,18 @@ def gather(value):
 
 
 def on_first_rank(function):
-    """Run function on rank 0 and give its result, or raise its error, on every rank."""
+    """Run function on rank 0 and give its result on every rank; when it fails, every rank stops.
+
+    Rank 0 raises the error itself, the others a RuntimeError that points at it.
+    """
     if not dist.is_initialized():
         return function()
-    outcome = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:  # all ranks must leave together, whatever went wrong
-            outcome[1] = error
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    outcome = [False, None]
+    try:
+        if dist.get_rank() == 0:
+            outcome = [True, function()]
+    finally:
+        dist.broadcast_object_list(outcome)
+    if not outcome[0]:
+        raise RuntimeError("the first process stopped; its message says why")
+    return outcome[1]

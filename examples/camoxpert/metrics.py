@@ -49,7 +49,7 @@ def evaluate(model, loader, device="cpu"):
     model.eval()
     for images, masks in loader:
         probabilities = predict(model, images.to(device, non_blocking=True)).cpu().numpy()
-        for probability, mask in zip(probabilities, masks[:, 0].numpy()):
+        for probability, mask in zip(probabilities, masks[:, 0].numpy(), strict=True):
             metrics.add(probability, mask)
     model.train(was_training)
     return metrics.results()

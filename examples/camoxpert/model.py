@@ -65,8 +65,8 @@ class CamoXpert(nn.Module):
     Logits are clamped to +-15. aux_loss is the sum over the four MoE layers. With return_deep_supervision the third
     value is a list of logits at 1/16, 1/8 and 1/4 of the size. Every picture takes max(2, num_experts // 2) experts.
 
-    ops: 'camox' or 'torch', see ops.py. gradient_checkpointing recomputes the backbone's stages and the expert layers in
-    the backward pass; the decoder is left out because recomputing a BatchNorm moves its running statistics twice.
+    ops: 'camox' or 'torch', see ops.py. gradient_checkpointing recomputes the backbone and each expert layer in the
+    backward pass; the decoder is left out because recomputing a BatchNorm moves its running statistics twice.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class CamoXpert(nn.Module):
         features, aux_loss = self.encode(x)
         deep = []
         decoded = features[3]
-        for block, skip, head in zip(self.decoder_blocks, features[2::-1], self.deep_heads):
+        for block, skip, head in zip(self.decoder_blocks[:3], features[2::-1], self.deep_heads, strict=True):
             decoded = block(decoded, skip)
             if return_deep_supervision:
                 deep.append(head(decoded).clamp(-LOGIT_LIMIT, LOGIT_LIMIT))
@@ -119,7 +119,7 @@ class CamoXpert(nn.Module):
     def encode(self, x):
         """Images -> (four enhanced feature maps, summed aux_loss)."""
         features, aux_loss = [], 0.0
-        for feature, sdta, moe in zip(self.run(self.backbone, x), self.sdta_blocks, self.moe_layers):
+        for feature, sdta, moe in zip(self.run(self.backbone, x), self.sdta_blocks, self.moe_layers, strict=True):
             feature, aux, _ = self.run(lambda t, sdta=sdta, moe=moe: moe(sdta(t)), feature)
             features.append(feature)
             aux_loss = aux_loss + aux

@@ -1,4 +1,4 @@
-"""Sparse mixture of experts over whole pictures, as mahi-chan/camoXpert, models/experts.py, commit 47e858c routes it."""
+"""Sparse mixture of experts over whole pictures; routing of mahi-chan/camoXpert, models/experts.py, commit 47e858c."""
 
 import torch
 from torch import nn

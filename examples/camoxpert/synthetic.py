@@ -1,7 +1,8 @@
 """The built-in set: camouflaged objects composed from the photographs inside the scikit-image and scikit-learn wheels.
 
 A picture is a window of a photograph; its object is a smooth random outline filled with texture from elsewhere in the
-same photograph, turned, magnified and slightly brighter or flatter than what it covers. Nothing is downloaded or stored.
+same photograph, turned, magnified and slightly brighter and flatter than what it covers. Nothing is downloaded or
+stored.
 """
 
 import importlib.util
@@ -56,7 +57,7 @@ def load_photograph(name):
 
 
 def random_outline(rng, size):
-    """Signed distance (size,size), in pixels and positive inside, of a smooth star-shaped outline lying in the picture."""
+    """Signed distance (size,size) in pixels, positive inside, of a smooth star-shaped outline within the picture."""
     radius = size * rng.uniform(0.16, 0.3)
     harmonics = np.arange(2, 7)
     amplitudes = rng.uniform(-1, 1, harmonics.size) * 0.35 / harmonics

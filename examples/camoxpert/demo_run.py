@@ -1,0 +1,103 @@
+"""The demo: train the small model with stock PyTorch and with camox_ops side by side, compare, and report."""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from torch.utils.data import DataLoader
+
+from camox_ops.train import tune_cpu_allocator
+
+from . import memory, report
+from .data import BuiltinSet, EpochSampler
+from .duel import batches, train_both, training_set
+from .metrics import constant_mask_iou, evaluate, predict
+from .parity import compare
+from .twins import build_twins
+
+SIZE, BATCH, LEARNING_RATE = 96, 8, 2e-3
+STEPS = {"full": 320, "quick": 60}
+SHOWN = 6
+
+
+def sample_predictions(models, pictures):
+    """For the report: (image, mask, {ops: probability}) of the first held-out pictures."""
+    shown = []
+    for index in range(SHOWN):
+        image, mask = pictures[(0, index)]
+        predictions = {name: predict(model.eval(), image[None])[0].numpy() for name, model in models.items()}
+        shown.append((pictures.images[index], mask[0].numpy(), predictions))
+    return shown
+
+
+def run(mode, folder):
+    """Do all of it, write folder/report.png and report.json, print the table; returns the result."""
+    started = time.perf_counter()
+    allocator = tune_cpu_allocator()
+    pictures, held_out = training_set(SIZE), BuiltinSet("val", SIZE)
+    loader = DataLoader(held_out, BATCH, sampler=EpochSampler(len(held_out), shuffle=False))
+    images, masks = next(iter(batches(pictures, 4 * BATCH, 1)))
+    models = build_twins(images)
+    untrained = evaluate(models["torch"], loader)
+    print(f"{len(pictures)} training pictures, {len(held_out)} held out, {SIZE} px; comparing with float64", flush=True)
+    parity = compare(models, images[:BATCH], masks[:BATCH])
+    print("measuring memory", flush=True)
+    used = {name: memory.measure(name, SIZE, BATCH) for name in models}
+
+    def show(step, losses):
+        shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        print(f"step {step}/{STEPS[mode]}  loss: {shown}", flush=True)
+
+    trained, training = train_both(models, pictures, BATCH, STEPS[mode], LEARNING_RATE, report=show)
+    for name, model in models.items():
+        trained[name] |= used[name] | evaluate(model, loader)
+        trained[name]["final_loss"] = statistics.mean(trained[name]["losses"][-10:])
+    result = {
+        "mode": mode,
+        "machine": report.machine(),
+        "allocator": str(allocator),
+        "settings": {"size": SIZE, "batch": BATCH, "steps": STEPS[mode], "lr": LEARNING_RATE, "backbone": "tiny"},
+        "models": trained,
+        "training": training,
+        "parity": parity,
+        "untrained": untrained,
+        "constant_mask_iou": constant_mask_iou([mask / 255 for mask in held_out.masks]),
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    report.draw(folder / "report.png", result, sample_predictions(models, held_out))
+    result["seconds"] = time.perf_counter() - started
+    report.write_json(folder / "report.json", result)
+    print(report.table(result))
+    print(f"wrote {folder / 'report.png'} and {folder / 'report.json'} in {result['seconds']:.0f} s")
+    return result
+
+
+def failures(result):
+    """What in a result must not be, as sentences."""
+    found = []
+    if not result["parity"]["passed"]:
+        parity = result["parity"]
+        found.append(
+            f"camox differs from float64 by more than the rule allows: {parity['worst']}, "
+            f"routing_same={parity['routing_same']}, missing={parity['missing']}, "
+            f"edge_pictures={parity['edge_pictures']}"
+        )
+    floor = max(result["untrained"]["iou"], result["constant_mask_iou"])
+    for name, row in result["models"].items():
+        if not row["iou"] > floor:
+            found.append(f"--ops {name} reached an IoU of {row['iou']:.4f}, not above {floor:.4f} without training")
+    return found
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="demo.py", description=__doc__)
+    parser.add_argument("--mode", choices=sorted(STEPS), default="full")
+    parser.add_argument("--out", default="demo", help="folder for report.png and report.json")
+    options = parser.parse_args(arguments)
+    problems = failures(run(options.mode, options.out))
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if problems else 0
