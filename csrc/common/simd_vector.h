@@ -10,6 +10,9 @@ typedef uint16_t vu16 __attribute__((vector_size(VF32_BYTES / 2)));
 typedef double vf64 __attribute__((vector_size(VF64_BYTES)));
 typedef int64_t vi64 __attribute__((vector_size(VF64_BYTES)));
 
+typedef int32_t vf32_mask_t;
+typedef int64_t vf64_mask_t;
+
 #define CAMOX_INLINE static inline __attribute__((always_inline, unused))
 
 /* memcpy is how C spells an unaligned vector access; it compiles to one instruction. */
@@ -21,6 +24,12 @@ typedef int64_t vi64 __attribute__((vector_size(VF64_BYTES)));
     return v;                                                                                        \
   }                                                                                                  \
   CAMOX_INLINE void V##_store(T *to, V v) { memcpy(to, &v, sizeof v); }                              \
+  CAMOX_INLINE I V##_load_mask(const V##_mask_t *from) {                                             \
+    I v;                                                                                             \
+    memcpy(&v, from, sizeof v);                                                                      \
+    return v;                                                                                        \
+  }                                                                                                  \
+  CAMOX_INLINE V V##_keep(I mask, V v) { return (V)((I)v & mask); }                                  \
   CAMOX_INLINE V V##_select(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }  \
   CAMOX_INLINE V V##_abs(V v) { return (V)((I)v & ~(I)V##_set1((T)-0.0)); }                          \
   CAMOX_INLINE V V##_max(V a, V b) { return V##_select((I)(a > b), a, b); }                          \

@@ -2,7 +2,10 @@
 
    A tile is a strip of rows by a run of columns by a run of channels. In memory order a row of a tile is one line of
    columns * channels elements in which a step of one column is `channels` elements: 1 for contiguous pictures, whose
-   tiles hold one channel, and up to CAMOX_TILE_CHANNELS for channels_last. One stencil body serves both.             */
+   tiles hold one channel, and up to CAMOX_TILE_CHANNELS for channels_last. One stencil body serves both.
+
+   Narrow contiguous pictures, whose rows would leave vectors half empty, are `flat` instead: a tile is a strip of whole
+   rows that is walked as one run across row ends, with masks where a neighbour lies in another row.                  */
 #ifndef CAMOX_STENCIL_H
 #define CAMOX_STENCIL_H
 
@@ -12,6 +15,11 @@
 #define CAMOX_TILE_ELEMENTS 1024
 #define CAMOX_TILE_CHANNELS 64
 #define CAMOX_TILE_ROWS 64
+/* Flat tiles: widest row, and elements of a strip. */
+#define CAMOX_FLAT_WIDTH 512
+#define CAMOX_FLAT_ELEMENTS 4096
+/* Elements of a flat strip with `halo` more rows above and below and room to read a vector before and past the ends. */
+#define CAMOX_FLAT_SIZE(halo) (CAMOX_FLAT_ELEMENTS + 2 * (halo) * CAMOX_FLAT_WIDTH + 32)
 /* Elements of one line with up to `halo` more columns on both sides and room to read a whole vector past the end. */
 #define CAMOX_LINE_SIZE(halo) (CAMOX_TILE_ELEMENTS + 2 * (halo) * CAMOX_TILE_CHANNELS + 16)
 
@@ -20,6 +28,7 @@ typedef struct {
   int64_t tile_rows, tile_columns, tile_channels;
   int64_t row_tiles, column_tiles, channel_tiles;
   int64_t units;
+  int flat;
 } camox_tiling;
 
 typedef struct {
@@ -33,10 +42,15 @@ static inline int64_t camox_ceil_div(int64_t a, int64_t b) { return (a + b - 1) 
 static inline camox_tiling camox_tiling_of(int channels_last, int64_t batch, int64_t channels, int64_t height, int64_t width) {
   camox_tiling t = {.height = height, .width = width, .channels = channels};
   if (batch == 0 || channels == 0 || height == 0 || width == 0) return t;
+  t.flat = !channels_last && width <= CAMOX_FLAT_WIDTH;
   t.tile_channels = channels_last ? camox_min_i64(channels, CAMOX_TILE_CHANNELS) : 1;
-  t.tile_columns = camox_min_i64(width, CAMOX_TILE_ELEMENTS / t.tile_channels);
+  t.tile_columns = t.flat ? width : camox_min_i64(width, CAMOX_TILE_ELEMENTS / t.tile_channels);
   /* A picture up to half as high again as a strip stays whole: each cut loads its border rows twice. */
   t.tile_rows = height <= CAMOX_TILE_ROWS * 3 / 2 ? height : CAMOX_TILE_ROWS;
+  if (t.flat) {
+    int64_t most = CAMOX_FLAT_ELEMENTS / width;
+    t.tile_rows = camox_ceil_div(height, camox_ceil_div(height, most));
+  }
   t.row_tiles = camox_ceil_div(height, t.tile_rows);
   t.column_tiles = camox_ceil_div(width, t.tile_columns);
   t.channel_tiles = camox_ceil_div(channels, t.tile_channels);

@@ -1,0 +1,5 @@
+"""Modules with the constructors, parameters and buffers of the modules they replace."""
+
+from .edge import EdgeExpert
+
+__all__ = ["EdgeExpert"]

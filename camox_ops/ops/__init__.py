@@ -1,0 +1,1 @@
+"""One file an op: docstring, argument checks, fake, autograd, vmap."""

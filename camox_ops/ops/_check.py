@@ -1,0 +1,57 @@
+"""Argument checks shared by the ops: a ValueError or TypeError that names the argument and the value."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+from torch.autograd import forward_ad
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BORDERS = ("zeros", "replicate", "reflect")
+
+
+def tensor(op: str, name: str, value, *, dtypes=DTYPES) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
+    if value.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
+    if value.device.type not in ("cpu", "meta"):
+        raise ValueError(f"{op}: {name} must be on the CPU, got {value.device}: this build has no CUDA kernels")
+    no_forward_mode(op, name, value)
+
+
+def no_forward_mode(op: str, name: str, value: torch.Tensor) -> None:
+    """A tangent would be dropped silently, so it is refused."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+        raise NotImplementedError(f"{op}: forward-mode AD is not implemented, and {name} carries a tangent")
+
+
+def picture(op: str, name: str, value, *, dtypes=DTYPES) -> None:
+    tensor(op, name, value, dtypes=dtypes)
+    if value.dim() != 4:
+        raise ValueError(f"{op}: {name} must have 4 dimensions (B, C, H, W), got shape {tuple(value.shape)}")
+
+
+def positive(op: str, name: str, value) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{op}: {name} must be > 0 and finite, got {value!r}")
+    return float(value)
+
+
+def choice(op: str, name: str, value, choices) -> None:
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{op}: {name} must be one of {listed}, got {value!r}")
+
+
+def border(op: str, value, x: torch.Tensor, reach: int = 1) -> None:
+    choice(op, "border", value, BORDERS)
+    if value == "reflect" and (x.shape[2] in range(1, reach + 1) or x.shape[3] in range(1, reach + 1)):
+        raise ValueError(f"{op}: border 'reflect' needs sides of at least {reach + 1}, got x of shape {tuple(x.shape)}")

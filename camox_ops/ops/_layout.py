@@ -1,0 +1,28 @@
+"""The memory format of outputs, decided for fake tensors by the same rule as in csrc/common/torch_util.h."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    """torch's rule for "strides like channels_last": a 4-d tensor that is not also plainly contiguous."""
+    sizes, strides = x.shape, x.stride()
+    if strides[1] == 0:
+        return False
+    smallest = 0
+    for d in (1, 3, 2, 0):
+        if sizes[d] == 0 or strides[d] < smallest:
+            return False
+        if d == 0 and smallest == strides[1]:
+            return False
+        smallest = strides[d] * (sizes[d] if sizes[d] > 1 else 1)
+    return True
+
+
+def empty_picture(x: torch.Tensor, channels: int) -> torch.Tensor:
+    """An uninitialised (B, channels, H, W) tensor in x's memory format."""
+    memory_format = torch.channels_last if is_channels_last(x) else torch.contiguous_format
+    return torch.empty(
+        (x.shape[0], channels, x.shape[2], x.shape[3]), dtype=x.dtype, device=x.device, memory_format=memory_format
+    )

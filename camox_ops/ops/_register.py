@@ -1,0 +1,58 @@
+"""How an operator of the binary becomes differentiable, compilable and usable under torch.func, in one place.
+
+`register` gives the operator a fake kernel, an autograd formula and a vmap rule. torch.func transforms need an
+autograd.Function (register_autograd alone fails under them) and opcheck needs register_autograd (a Function alone fails
+it), so both are made from the same two functions, and the callable that is returned picks by what is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def register(name: str, *, fake: Callable, setup_context: Callable, backward: Callable, vmap: Callable | None = None):
+    """name: the operator in camox_ops. fake(*args): outputs without data. setup_context(ctx, inputs, output) and
+    backward(ctx, *grads): as for torch.library.register_autograd. vmap(info, in_dims, *args): as for
+    torch.library.register_vmap; without one vmap runs the op once per element. Returns the differentiable callable."""
+    qualified = f"camox_ops::{name}"
+    overload = getattr(torch.ops.camox_ops, name).default
+    torch.library.register_fake(qualified, fake)
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+    if vmap is not None:
+        torch.library.register_vmap(qualified, vmap)
+    function = type(
+        "".join(part.capitalize() for part in name.split("_")),
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(lambda *args: overload(*args)),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(backward),
+            "generate_vmap_rule": True,
+        },
+    )
+
+    def call(*args):
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        return overload(*args)
+
+    return call
+
+
+def fold_batch(info, in_dims, args, count: int):
+    """Moves the mapped dimension of the first `count` arguments, (B, C, H, W) tensors or None, into B -> new args."""
+    folded = []
+    for position, value in enumerate(args[:count]):
+        if value is None:
+            folded.append(None)
+            continue
+        dim = in_dims[position]
+        value = value.unsqueeze(0).expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+        folded.append(value.flatten(0, 1))
+    return (*folded, *args[count:])
+
+
+def unfold_batch(info, value: torch.Tensor) -> torch.Tensor:
+    return value.unflatten(0, (info.batch_size, value.shape[0] // max(info.batch_size, 1)))
