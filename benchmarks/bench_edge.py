@@ -1,11 +1,11 @@
 """edge_maps: Sobel, Laplacian and gradient magnitude of every channel.
 
-The eager side is the formula as CamoXpert's EdgeExpert computes it (mahi-chan/camoXpert models/experts.py, 47e858c): three
-grouped 3x3 convolutions with zero padding, their kernels repeated for every channel on every call. The peer
-``compile_slices`` is the same formula rewritten so that torch.compile can fuse all of it (it keeps convolutions as calls).
-Kornia's sobel is no peer: its border is replicated and its kernels normalised, so its numbers differ.
+The eager side is the formula as CamoXpert's EdgeExpert computes it (mahi-chan/camoXpert models/experts.py, 47e858c):
+three grouped 3x3 convolutions with zero padding, their kernels repeated for every channel on every call. The peer
+``compile_slices`` is the same formula rewritten so that torch.compile can fuse all of it (it keeps convolutions as
+calls). Kornia's sobel is no peer: its border is replicated and its kernels normalised, so its numbers differ.
 
-Ideal bytes in elements of x: forward reads 1, writes 3 (stacked: 4); backward reads x and the 3 (4) gradients, writes 1.
+Ideal bytes in elements of x: forward reads 1, writes 3 (stacked: 4); backward reads x and as many gradients, writes 1.
 """
 
 import math
@@ -61,9 +61,8 @@ def make_case(shape, direction, dtype, layout, stacked=False) -> Case:
         return {"camox": lambda x: edge_maps(x, eps=EPS), "eager": eager, **peers}
 
     memory_format = "channels_last" if layout == "channels_last" else "contiguous_format"
-    elements = (
-        (9 if direction == "forward_backward" else 4) if not stacked else (11 if direction == "forward_backward" else 5)
-    )
+    maps = 4 if stacked else 3
+    elements = 1 + maps + (2 + maps if direction == "forward_backward" else 0)
     return Case(
         group="edge_maps_stacked" if stacked else "edge_maps",
         shape=shape,

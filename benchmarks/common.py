@@ -2,31 +2,26 @@
 
 An op's file, ``benchmarks/bench_<op>.py``, has one function, ``cases() -> list[Case]``; ``benchmarks/run.py`` does the
 rest. The rules: no time is taken of a wrong result; all candidates of a case run interleaved in one process, and every
-ratio is taken within a round before its median; the floor is a copy of as many bytes as the ideal kernel moves, timed in
-the same rounds; a compiled candidate that broke its graph, recompiled or compiled nothing is refused, not recorded.
+ratio is taken within a round before its median; the floor is a copy of as many bytes as the ideal kernel moves, timed
+in the same rounds; a compiled candidate that broke its graph, recompiled or compiled nothing is refused, not recorded.
 """
 
 import copy
 import gc
 import math
-import os
-import platform
 import re
-import resource
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import record
+from benchmarks import machine, record
 
 SUBJECT = "camox"
 BASELINE = "eager"
@@ -60,17 +55,19 @@ class Case:
     group        the op or variant, as targets and tables name it ("edge_maps")
     shape        shape of the main input
     make_inputs  () -> tuple of tensors, the positional arguments of every candidate
-    candidates   () -> {"camox": f, "eager": f, ...}; functions or nn.Modules of the inputs, returning a tensor or a tuple
-                 of tensors. "compile" (absent: the eager one; None: left out) and names that begin with "compile_" go
-                 through torch.compile; any other name is a peer. All must give the same numbers. A Refusal raised here
-                 refuses the case.
-    direction    "forward" (under no_grad) or "forward_backward"
-    floor_bytes  bytes that the ideal kernel reads plus writes, all passes;  floor_flops  its FLOP, for ops bound by GEMM
-    companions   {name: case}: that case's camox on its own inputs, timed in the same rounds ("no slower than contiguous")
+    candidates   () -> {"camox": f, "eager": f, ...}; functions or nn.Modules of the inputs that return a tensor or a
+                 tuple of tensors. "compile" (absent: the eager one; None: left out) and names that begin with
+                 "compile_" go through torch.compile; any other name is a peer. All must give the same numbers.
+                 A Refusal raised here refuses the case.
+    direction    "forward" (under no_grad), "forward_backward", or "step": the function does its own backward
+    floor_bytes  bytes that the ideal kernel reads plus writes, all passes
+    floor_flops  its FLOP instead, for ops bound by a GEMM
+    companions   {name: case}: that case's camox on its own inputs, timed in the same rounds as ``camox_<name>``
     grad_inputs  positions of the inputs that get gradients; None: all floating-point ones
-    verify       (name, outputs, inputs) -> None or what is wrong, for ops whose numbers are random; None: the rule below
-    own_outputs  camox writing into given outputs, () -> function of the inputs: a further column
-    default_allocator  also measured with the allocator's defaults;  quick  part of --quick
+    verify       (numbers by name, inputs) -> None or what is wrong, for ops whose numbers are random
+    own_outputs  () -> camox as a function of the inputs that writes into given outputs: ``camox_own_outputs``
+    default_allocator  also measured with the allocator's defaults
+    quick        part of --quick
     """
 
     group: str
@@ -90,8 +87,10 @@ class Case:
     quick: bool = False
 
     def __post_init__(self):
-        if self.direction not in ("forward", "forward_backward"):
-            raise ValueError(f"direction: expected forward or forward_backward, got {self.direction!r}")
+        if self.direction not in ("forward", "forward_backward", "step"):
+            raise ValueError(f"direction: expected forward, forward_backward or step, got {self.direction!r}")
+        if self.direction == "step" and self.verify is None:
+            raise ValueError("verify: a step changes its own state and needs a check of its own")
         if self.layout not in ("contiguous", "channels_last"):
             raise ValueError(f"layout: expected contiguous or channels_last, got {self.layout!r}")
         if self.floor_bytes and self.floor_flops:
@@ -111,9 +110,6 @@ def random_tensor(shape, *, dtype=torch.float32, layout="contiguous", seed=0, sc
     """Normal numbers, the same for one seed whatever the layout."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
     return x.to(dtype, memory_format=torch.channels_last if layout == "channels_last" else torch.contiguous_format)
-
-
-# -- one candidate bound to its inputs -----------------------------------------------------------------------------------
 
 
 def tensors_of(outputs) -> list[torch.Tensor]:
@@ -210,9 +206,6 @@ def checked(case: Case, bound: Bound, baseline: dict, truth: dict) -> float:
     return share
 
 
-# -- torch.compile -------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def time_limit(seconds: int, what: str):
     """Raises Refusal after ``seconds`` of the main thread."""
@@ -258,9 +251,6 @@ def reason(error: Exception, limit: int = 200) -> str:
     """An exception as one line of a record."""
     text = " ".join(str(error).split())
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"[:limit]
-
-
-# -- time ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -349,109 +339,6 @@ def summarise(samples: dict[str, list[float]], reps: dict[str, int], other_cpu: 
     }
 
 
-# -- the machine ---------------------------------------------------------------------------------------------------------
-
-
-def busy_seconds() -> float | None:
-    """CPU seconds that all processes of this machine, and its host where it steals, have used; None where not told."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-class OtherCpu:
-    """Cores that other processes use between creation and ``cores()``; 0 where the system does not tell."""
-
-    def __init__(self):
-        self._wall, self._busy, self._own = time.monotonic(), busy_seconds(), time.process_time()
-
-    def cores(self) -> float:
-        busy = busy_seconds()
-        if busy is None:
-            return 0.0
-        own = time.process_time() - self._own
-        return max(0.0, (busy - self._busy - own) / max(time.monotonic() - self._wall, 1e-9))
-
-
-def cpu_model() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
-
-
-def machine_name(cpu: str, cores: int) -> str:
-    """A file-name part such as ``amd-epyc-2c`` or ``intel-xeon-gold-6248-16c``."""
-    text = re.sub(r"\((?:r|tm|c)\)|@.*$|\b(?:cpu|processor|\d+-core)\b", " ", cpu.lower())
-    return f"{'-'.join(re.findall(r'[a-z0-9]+', text)[:5]) or 'cpu'}-{cores}c"
-
-
-def machine() -> dict:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpu = cpu_model()
-    try:
-        governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
-    except OSError:
-        governor = "unknown"
-    return {"name": machine_name(cpu, cores), "cpu": cpu, "cores": cores, "governor": governor}
-
-
-def git_state(root: Path) -> tuple[str, bool]:
-    """Commit of ``root`` and whether tracked files differ from it; ("unknown", True) outside a repository."""
-
-    def git(*arguments):
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
-
-    try:
-        return git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain", "--untracked-files=no").strip())
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown", True
-
-
-def package_facts() -> tuple[str, str]:
-    """Version and instruction set of the camox_ops that is measured, "unknown" where it does not tell."""
-    try:
-        import camox_ops
-    except ImportError:
-        return "none", "none"
-    isa = getattr(camox_ops, "isa", None)
-    return str(getattr(camox_ops, "__version__", "unknown")), str(isa()) if callable(isa) else "unknown"
-
-
-# -- the allocator -------------------------------------------------------------------------------------------------------
-
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_TOP_PAD_": str(64 << 20)}
-
-
-def reuse_page_faults() -> int:
-    """Page faults of filling 40 MiB that were just freed: about none when the allocator keeps freed memory."""
-    counts = []
-    for _ in range(12):  # glibc's memalign needs a few rounds until a freed block has the slack to be taken again
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.empty(10 << 20).fill_(1.0)
-        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return min(counts[1:])
-
-
-def keep_freed_memory() -> str | None:
-    """Makes this process keep freed memory; what did it, or None when it takes a new process with KEEP_FREED_MEMORY."""
-    if all(os.environ.get(name) == value for name, value in KEEP_FREED_MEMORY.items()):
-        return "environment " + " ".join(f"{name}={value}" for name, value in KEEP_FREED_MEMORY.items())
-    try:
-        from camox_ops.train import tune_cpu_allocator
-    except ImportError:
-        return None
-    tune_cpu_allocator()
-    return "camox_ops.train.tune_cpu_allocator()" if reuse_page_faults() <= 8 else None
-
-
-# -- memory --------------------------------------------------------------------------------------------------------------
-
-
 def saved_for_backward(bound: Bound) -> dict[str, int]:
     """Bytes of distinct storages saved by a forward pass: inputs and parameters apart from what the op made."""
     held = []
@@ -480,8 +367,11 @@ def allocated_by(step: Callable) -> tuple[int, int]:
 
 
 def memory_of(bound: Bound) -> dict:
-    """What a training step saves and holds. ``held_after_forward`` counts outputs and all that the graph keeps alive,
-    also what a Function hides from the saved-tensor hooks; ``peak`` is the most of the whole step, gradients included."""
+    """What a training step saves and holds.
+
+    ``held_after_forward`` counts outputs and all that the graph keeps alive, also what a Function hides from the
+    saved-tensor hooks; ``peak`` is the most of the whole step, gradients included.
+    """
     _, held = allocated_by(lambda: bound.function(*bound.inputs))
     peak, _ = allocated_by(bound.step)
     try:
@@ -491,9 +381,6 @@ def memory_of(bound: Bound) -> dict:
     return {**saved, "held_after_forward": max(0, held), "peak": peak}
 
 
-# -- a case --------------------------------------------------------------------------------------------------------------
-
-
 def withdraw(name: str, why: str, bounds: dict, entry: dict) -> None:
     entry["refused"][name] = why
     entry["check"].pop(name, None)
@@ -501,7 +388,10 @@ def withdraw(name: str, why: str, bounds: dict, entry: dict) -> None:
 
 
 def bind_all(case: Case, entry: dict, with_compile: bool) -> dict[str, Bound]:
-    """The candidates of a case that gave right results; the others are in ``entry["refused"]``. Refusal without camox."""
+    """The candidates of a case that gave right results; the others go into ``entry["refused"]``.
+
+    Raises Refusal when camox itself is missing or wrong.
+    """
     candidates = dict(case.candidates())
     for needed in (SUBJECT, BASELINE):
         if needed not in candidates:
@@ -531,11 +421,11 @@ def bind_all(case: Case, entry: dict, with_compile: bool) -> dict[str, Bound]:
         except Exception as error:
             entry["refused"][name] = reason(error)
     if case.own_outputs is not None:
-        admit("camox_own_outputs", case.own_outputs())
+        admit(f"{SUBJECT}_own_outputs", case.own_outputs())
     for name, other in case.companions.items():
         if other.direction != case.direction:
             raise ValueError(f"companion {name}: direction {other.direction}, the case's is {case.direction}")
-        bounds[name] = bind_all(other, {"check": {}, "refused": {}}, with_compile=False)[SUBJECT]
+        bounds[f"{SUBJECT}_{name}"] = bind_all(other, {"check": {}, "refused": {}}, with_compile=False)[SUBJECT]
     if with_compile:
         forget_compiled()
     for name, function in to_compile.items() if with_compile else ():
@@ -569,7 +459,7 @@ def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True,
     }
     if case.floor_flops:
         entry["floor"] = {"flops": case.floor_flops}
-    with torch.set_grad_enabled(case.direction == "forward_backward"):
+    with torch.set_grad_enabled(case.direction != "forward"):
         bounds = bind_all(case, entry, with_compile)
         steps = {name: bound.step for name, bound in bounds.items()}
         scale = 1.0
@@ -579,7 +469,7 @@ def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True,
         gc.collect()
         for attempt in range(effort.attempts):
             time.sleep(2.0 if attempt else 0.0)
-            others = OtherCpu()
+            others = machine.OtherCpu()
             samples, reps = interleave(steps, effort)
             other_cpu = others.cores()
             if other_cpu <= OTHER_CPU_LIMIT or force:
@@ -593,7 +483,7 @@ def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True,
                 del samples[name]
         if "floor" in samples:
             samples["floor"] = [t * scale for t in samples["floor"]]
-        if with_memory and case.direction == "forward_backward":
-            skipped = {"camox_own_outputs", *case.companions}
-            entry["memory"] = {name: memory_of(bound) for name, bound in bounds.items() if name not in skipped}
+        if with_memory and case.direction != "forward":
+            own = f"{SUBJECT}_"
+            entry["memory"] = {name: memory_of(bound) for name, bound in bounds.items() if not name.startswith(own)}
     return entry, summarise(samples, reps, other_cpu)

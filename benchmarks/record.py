@@ -1,4 +1,4 @@
-"""The benchmark record: what the JSON under ``benchmarks/results`` holds, its validation, and the numbers drawn from it.
+"""The benchmark record: what the JSON under ``benchmarks/results`` holds, its validation, the numbers drawn from it.
 
 Needs the standard library alone, so that ``make targets`` and the README's tables work without PyTorch.
 """

@@ -1,7 +1,8 @@
 """Runs the benchmark of an op: ``python benchmarks/run.py --op edge [--quick]``.
 
-Measures every case of ``benchmarks/bench_<op>.py`` in a child process whose allocator keeps freed memory, and the chosen
-ones again in a child with the allocator's defaults; prints a table and writes ``benchmarks/results/<machine>-<op>.json``.
+Measures every case of ``benchmarks/bench_<op>.py`` in a child process whose allocator keeps freed memory, and the
+chosen ones again in a child with the allocator's defaults; prints a table and writes
+``benchmarks/results/<machine>-<op>.json``.
 A run that is not the whole benchmark (--quick, --dtype, --case) writes only where --json says.
 """
 
@@ -21,7 +22,7 @@ sys.path.append(str(ROOT))  # behind site-packages: an installed camox_ops is me
 
 import torch  # noqa: E402
 
-from benchmarks import common, record  # noqa: E402
+from benchmarks import common, machine, record  # noqa: E402
 
 NOT_MEASURED = 3
 
@@ -49,16 +50,16 @@ def child(options) -> int:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     kept = options.child == "kept"
-    set_by = common.keep_freed_memory() if kept else "the system's defaults"
+    set_by = machine.keep_freed_memory() if kept else "the system's defaults"
     if set_by is None:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **common.KEEP_FREED_MEMORY})
-    faults = common.reuse_page_faults()
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **machine.KEEP_FREED_MEMORY})
+    faults = machine.reuse_page_faults()
     if kept and faults > 8:
         print(f"the allocator does not keep freed memory: {faults} page faults in 40 MiB just freed", file=sys.stderr)
         return NOT_MEASURED
     effort = common.QUICK if options.quick else common.FULL
     found = {"allocator": {"set_by": set_by, "reuse_page_faults": faults}, "entries": [], "refused": []}
-    found["version"], found["isa"] = common.package_facts()
+    found["version"], found["isa"] = machine.package_facts()
     for case in chosen_cases(options):
         if not kept and not case.default_allocator:
             continue
@@ -90,7 +91,7 @@ def run_child(allocator: str, arguments: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, __file__, *arguments, "--child", allocator, "--child-out", str(out)]
-        clean = {name: value for name, value in os.environ.items() if name not in common.KEEP_FREED_MEMORY}
+        clean = {name: value for name, value in os.environ.items() if name not in machine.KEEP_FREED_MEMORY}
         clean["KINETO_LOG_LEVEL"] = "99"  # the profiler that weighs memory would announce itself at every start
         code = subprocess.run(command, env=clean).returncode
         if code or not out.exists():
@@ -112,16 +113,16 @@ def merge(kept: dict, default: dict | None) -> tuple[list[dict], list[dict]]:
 
 def measure(op: str, options, arguments: list[str]) -> dict:
     """The record of one op."""
-    machine = common.machine()
-    before, others = list(os.getloadavg()), common.OtherCpu()
+    host = machine.facts()
+    before, others = list(os.getloadavg()), machine.OtherCpu()
     time.sleep(1.0)
     busy = others.cores()
     reasons = []
     if busy > common.OTHER_CPU_LIMIT:
         reasons.append(f"other processes use {busy:.2f} cores (limit {common.OTHER_CPU_LIMIT})")
-    if options.threads > machine["cores"]:
+    if options.threads > host["cores"]:
         reasons.append(f"{options.threads} threads on {machine['cores']} cores")
-    if machine["governor"] not in ("performance", "schedutil", "ondemand", "unknown"):
+    if host["governor"] not in ("performance", "schedutil", "ondemand", "unknown"):
         reasons.append(f"CPU governor {machine['governor']!r}")
     for reason in reasons:
         print(f"{'forced' if options.force else 'refused'}: {reason}", file=sys.stderr)
@@ -136,7 +137,7 @@ def measure(op: str, options, arguments: list[str]) -> dict:
         print(f"{op}: allocator's defaults", flush=True)
         default = run_child("default", arguments)
     entries, refused = merge(kept, default)
-    commit, dirty = common.git_state(ROOT)
+    commit, dirty = machine.git_state(ROOT)
     return {
         "schema_version": record.SCHEMA_VERSION,
         "op": op,
@@ -146,7 +147,7 @@ def measure(op: str, options, arguments: list[str]) -> dict:
         "version": kept["version"],
         "torch": torch.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
-        "machine": machine,
+        "machine": host,
         "isa": kept["isa"],
         "threads": options.threads,
         "quick": options.quick,

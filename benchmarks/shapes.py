@@ -15,7 +15,7 @@ def picture_cases(make_case) -> list[Case]:
     """The five shapes in both directions: float32 contiguous, channels_last beside contiguous, bfloat16 beside float32.
 
     make_case(shape, direction, dtype, layout) -> Case. The channels_last and bfloat16 cases time the float32 contiguous
-    camox in the same rounds (companions "contiguous" and "float32"), without the default allocator's column.
+    camox in the same rounds (as "camox_contiguous" and "camox_float32"), without the default allocator's column.
     """
     found = []
     for direction in DIRECTIONS:

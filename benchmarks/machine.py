@@ -1,0 +1,106 @@
+"""The machine under a benchmark: its name, who else uses it, what its allocator does with freed memory."""
+
+import os
+import platform
+import re
+import resource
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_TOP_PAD_": str(64 << 20)}
+
+
+def busy_seconds() -> float | None:
+    """CPU seconds that all processes of this machine, and its host where it steals, have used; None where not told."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class OtherCpu:
+    """Cores that other processes use between creation and ``cores()``; 0 where the system does not tell."""
+
+    def __init__(self):
+        self._wall, self._busy, self._own = time.monotonic(), busy_seconds(), time.process_time()
+
+    def cores(self) -> float:
+        busy = busy_seconds()
+        if busy is None:
+            return 0.0
+        own = time.process_time() - self._own
+        return max(0.0, (busy - self._busy - own) / max(time.monotonic() - self._wall, 1e-9))
+
+
+def cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def name_of(cpu: str, cores: int) -> str:
+    """A file-name part such as ``amd-epyc-2c`` or ``intel-xeon-gold-6248-16c``."""
+    text = re.sub(r"\((?:r|tm|c)\)|@.*$|\b(?:cpu|processor|\d+-core)\b", " ", cpu.lower())
+    return f"{'-'.join(re.findall(r'[a-z0-9]+', text)[:5]) or 'cpu'}-{cores}c"
+
+
+def facts() -> dict:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpu = cpu_model()
+    try:
+        governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
+    except OSError:
+        governor = "unknown"
+    return {"name": name_of(cpu, cores), "cpu": cpu, "cores": cores, "governor": governor}
+
+
+def git_state(root: Path) -> tuple[str, bool]:
+    """Commit of ``root`` and whether its code differs from it; ("unknown", True) outside a repository."""
+    code = ("camox_ops", "csrc", "setup.py", "benchmarks/*.py")
+
+    def git(*arguments):
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain", "--", *code).strip())
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", True
+
+
+def package_facts() -> tuple[str, str]:
+    """Version and instruction set of the camox_ops that is measured, "unknown" where it does not tell."""
+    try:
+        import camox_ops
+    except ImportError:
+        return "none", "none"
+    isa = getattr(camox_ops, "isa", None)
+    return str(getattr(camox_ops, "__version__", "unknown")), str(isa()) if callable(isa) else "unknown"
+
+
+def reuse_page_faults() -> int:
+    """Page faults of filling 40 MiB that were just freed: about none when the allocator keeps freed memory."""
+    counts = []
+    for _ in range(12):  # glibc's memalign needs a few rounds until a freed block has the slack to be taken again
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(10 << 20).fill_(1.0)
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(counts[1:])
+
+
+def keep_freed_memory() -> str | None:
+    """Makes this process keep freed memory; what did it, or None when it takes a new process with KEEP_FREED_MEMORY."""
+    if all(os.environ.get(name) == value for name, value in KEEP_FREED_MEMORY.items()):
+        return "environment " + " ".join(f"{name}={value}" for name, value in KEEP_FREED_MEMORY.items())
+    try:
+        from camox_ops.train import tune_cpu_allocator
+    except ImportError:
+        return None
+    tune_cpu_allocator()
+    return "camox_ops.train.tune_cpu_allocator()" if reuse_page_faults() <= 8 else None
