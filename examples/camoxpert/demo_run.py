@@ -12,9 +12,10 @@ from camox_ops.train import tune_cpu_allocator
 
 from . import memory, report
 from .data import BuiltinSet, EpochSampler
-from .duel import batches, train_both, training_set
+from .duel import batches, early_loss_gaps, train_both, training_set
 from .metrics import constant_mask_iou, evaluate, predict
 from .parity import compare
+from .steps import WARMUP_SHARE
 from .twins import build_twins
 
 SIZE, BATCH, LEARNING_RATE = 96, 8, 2e-3
@@ -50,7 +51,9 @@ def run(mode, folder):
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(f"step {step}/{STEPS[mode]}  loss: {shown}", flush=True)
 
+    gaps = early_loss_gaps(models, pictures, BATCH, LEARNING_RATE, warmup=WARMUP_SHARE * STEPS[mode])
     trained, training = train_both(models, pictures, BATCH, STEPS[mode], LEARNING_RATE, report=show)
+    training["early_loss_gaps"] = gaps
     for name, model in models.items():
         trained[name] |= used[name] | evaluate(model, loader)
         trained[name]["final_loss"] = statistics.mean(trained[name]["losses"][-10:])

@@ -1,34 +1,59 @@
 """How far the camox model is from float64, beside how far stock PyTorch itself is.
 
-Rule, per tensor: max|camox - ref64| <= 2 * max|torch - ref64| + 4 * eps * max|ref64|, where ref64 is the stock model in
-float64. One float32 run is one sample of its rounding, lucky where a gradient happens to cancel, so PyTorch's own error
-is the largest over several orders of the same batch - which change nothing but the order of sums.
+Rule, per tensor: max|camox - ref64| <= NETWORK_FACTOR * max|torch - ref64| + 4 * eps * max|ref64|, where ref64 is the
+stock model in float64. What would make two correct float32 runs differ by chance is kept out:
+
+- Dropout is off, and ReLU is GELU in all copies: an activation at zero to rounding switches a whole gradient path on in
+  one run and off in the other, which says nothing about either.
+- One float32 run is one sample of its rounding, so PyTorch's own error is the largest of SAMPLES runs, on the batch in
+  another order and on images moved by one rounding.
+- With that, a run of stock PyTorch held to 2 times the error of seven others reaches 1.1 of the limit in the worst of
+  some 500 tensors, so the factor is 3 where single ops are held to 2.
 """
 
 import copy
 
 import torch
+from torch import nn
 
 from .losses import AdvancedCODLoss
-from .twins import RoutingRecorder, same_routing, without_dropout
+from .twins import RoutingRecorder, moved_by_one_rounding, same_routing
 
-BATCH_ORDERS = 4
+NETWORK_FACTOR = 3
+SAMPLES = 8
 EDGE_EXPERT = 4
 KINDS = ("output", "loss", "gradient")
 COLUMNS = ("camox_vs_torch", "torch_vs_float64", "camox_vs_float64", "scale")
 
 
-def run_once(model, images, masks, shift=0):
-    """One training forward and backward with the batch rotated by shift.
+@torch.no_grad()
+def comparable(model):
+    """A copy without dropout and kinks, its gates leaning to the edge expert so that every layer runs it."""
+    model = copy.deepcopy(model)
+    for module in list(model.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, child in module.named_children():
+            if isinstance(child, nn.ReLU):
+                setattr(module, name, nn.GELU())
+    for layer in model.moe_layers:
+        layer.gate[1].bias[EDGE_EXPERT] += 1
+    return model.train()
 
-    Returns ({name: tensor} of outputs, loss and gradients in the original order, chosen experts).
+
+def run_once(model, images, masks, shift=0):
+    """One forward and backward with the batch rotated by shift.
+
+    Returns {name: tensor} of outputs, loss and gradients, the chosen experts (B,K) and their usage (E,) per layer, all in
+    the batch's own order.
     """
-    model = without_dropout(copy.deepcopy(model)).train()
+    model.zero_grad(set_to_none=True)
     recorder = RoutingRecorder(model)
     criterion = AdvancedCODLoss().to(images.dtype)
     logits, aux_loss, deep = model(images.roll(shift, 0), return_deep_supervision=True)
     loss, _ = criterion(logits, masks.roll(shift, 0), aux_loss, deep)
     loss.backward()
+    recorder.remove()
     found = {"output logits": logits.detach().roll(-shift, 0), "loss total": loss.detach()}
     found |= {f"output deep {level}": value.detach().roll(-shift, 0) for level, value in enumerate(deep)}
     found |= {f"gradient {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -42,34 +67,34 @@ def compare(models, images, masks):
     Returns {"passed", "routing_same", "missing", "edge_pictures", "kinds", "worst"}: per kind (output, loss, gradient)
     the largest absolute differences, and the tensor that comes nearest to, or furthest past, its limit.
     """
-    stock, camox = models["torch"], models["camox"]
+    stock, camox = comparable(models["torch"]), comparable(models["camox"])
     exact, exact_chosen, usage = run_once(copy.deepcopy(stock).double(), images.double(), masks.double())
     found, chosen, _ = run_once(camox, images, masks)
-    stock_runs = [run_once(stock, images, masks, shift) for shift in range(BATCH_ORDERS)]
-    routing_same = same_routing(chosen, exact_chosen) and all(same_routing(run[1], exact_chosen) for run in stock_runs)
-    missing = sorted(exact.keys() ^ found.keys())
+    generator = torch.Generator().manual_seed(0)
+    samples = [run_once(stock, images, masks)]
+    for shift in range(1, SAMPLES):
+        samples.append(run_once(stock, moved_by_one_rounding(images, generator), masks, shift))
+    routing_same = all(same_routing(run, exact_chosen) for run in [chosen, *(sample[1] for sample in samples)])
 
     kinds = {kind: dict.fromkeys(COLUMNS, 0.0) for kind in KINDS}
     worst = {"tensor": None, "share_of_limit": 0.0}
-    for name in exact.keys() & found.keys():
-        reference = exact[name]
-        eps = torch.finfo(found[name].dtype).eps
+    for name in sorted(exact.keys() & found.keys()):
+        reference, stock_value = exact[name], samples[0][0].get(name)
         scale = reference.abs().max().item()
-        own = max(difference(run[0].get(name), reference) for run in stock_runs)
+        own = max(difference(sample[0].get(name), reference) for sample in samples)
         ours = difference(found[name], reference)
-        limit = 2 * own + 4 * eps * scale
+        limit = NETWORK_FACTOR * own + 4 * torch.finfo(found[name].dtype).eps * scale
         share = ours / limit if limit else float(ours > 0)
         if not share <= worst["share_of_limit"]:  # also true for NaN
             worst = {"tensor": name, "share_of_limit": share}
         row = kinds[name.split()[0]]
-        stock_value = stock_runs[0][0].get(name)
         seen = (difference(found[name], stock_value), difference(stock_value, reference), ours, scale)
         for column, value in zip(COLUMNS, seen, strict=True):
             row[column] = max(row[column], value)
+    missing = sorted(exact.keys() ^ found.keys())
     edge_pictures = [int(layer[EDGE_EXPERT]) for layer in usage]
-    passed = routing_same and not missing and min(edge_pictures) > 0 and worst["share_of_limit"] <= 1
     return {
-        "passed": passed,
+        "passed": routing_same and not missing and min(edge_pictures) > 0 and worst["share_of_limit"] <= 1,
         "routing_same": routing_same,
         "missing": missing,
         "edge_pictures": edge_pictures,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 
+from .duel import EARLY_STEPS
 from .parity import COLUMNS
 
 COLOURS = {"torch": "#888888", "camox": "#d95f02"}
@@ -58,11 +59,12 @@ def table(result):
     lines.append(f"nearest to its limit: {worst['tensor']} at {100 * worst['share_of_limit']:.0f}%")
     edge = f"pictures through the edge expert, per layer: {parity['edge_pictures']}"
     lines.append(f"routing_same {parity['routing_same']}; {edge}")
-    routed = 100 * training["routing"]["same_share_of_steps"]
+    gaps = training["early_loss_gaps"]
     lines.append(
-        f"in training: loss gap {training['loss_gap_first_10']:.1e} over the first 10 steps, at most "
-        f"{training['loss_gap_largest']:.1e}; routing equal in {routed:.0f}% of steps"
+        f"loss gap to torch over the first {EARLY_STEPS} steps: camox {gaps['camox']:.1e}, "
+        f"torch from weights moved by one rounding {gaps['torch_one_rounding_away']:.1e}"
     )
+    lines.append(f"both chose the same experts in {100 * training['same_routing_share']:.0f}% of the training steps")
     return "\n".join(lines)
 
 

@@ -1,7 +1,6 @@
 """The same CamoXpert built from stock PyTorch and from camox_ops, with the same weights."""
 
 import torch
-from torch import nn
 
 from .model import CamoXpert
 
@@ -39,12 +38,11 @@ def build_twins(images, backbone="tiny", num_experts=7, seed=0):
     return models
 
 
-def without_dropout(model):
-    """The model itself, with every dropout probability set to 0."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
+@torch.no_grad()
+def moved_by_one_rounding(tensor, generator):
+    """The tensor, its elements multiplied by 1 - eps, 1 or 1 + eps at random."""
+    signs = torch.randint(-1, 2, tensor.shape, generator=generator)
+    return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
 
 
 class RoutingRecorder:
@@ -52,12 +50,16 @@ class RoutingRecorder:
 
     def __init__(self, model):
         self.chosen, self.usage = [], []
-        for layer in model.moe_layers:
-            layer.register_forward_hook(self.record)
+        self.hooks = [layer.register_forward_hook(self.record) for layer in model.moe_layers]
 
     def record(self, layer, inputs, output):
         self.chosen.append(output[2]["top_k_indices"])
         self.usage.append(output[2]["expert_usage"])
+
+    def remove(self):
+        """Stop collecting."""
+        for hook in self.hooks:
+            hook.remove()
 
     def take(self):
         """(chosen, usage) lists of the passes since the last call, one entry per layer and pass."""
