@@ -435,6 +435,8 @@ def bind_all(case: Case, entry: dict, with_compile: bool) -> dict[str, Bound]:
         try:
             with time_limit(COMPILE_LIMIT_S, "torch.compile"):
                 admit(name, torch.compile(function, dynamic=False, fullgraph=True))
+                for _ in range(3):
+                    bounds[name].step()
             fault = compile_fault(graphs + 1)
         except Exception as error:
             fault = reason(error)

@@ -70,9 +70,10 @@ def child(options) -> int:
             )
             found["entries"].append({**entry, "kept": None, "default": None, options.child: measured})
             print(row(found["entries"][-1], options.child, time.monotonic() - start), flush=True)
-        except common.Refusal as refusal:
-            found["refused"].append({"key": case.key, "reason": str(refusal)})
-            print(f"{case.key:62} refused: {refusal}", flush=True)
+        except Exception as error:  # one case that fails must not cost the others; its reason is in the record
+            reason = common.reason(error)
+            found["refused"].append({"key": case.key, "reason": reason})
+            print(f"{case.key:62} refused: {reason}", flush=True)
     Path(options.child_out).write_text(json.dumps(found))
     return 0
 
