@@ -1,0 +1,78 @@
+# Everything runs from a fresh clone: each target makes what it needs. `make help` lists them.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+OP ?= edge
+DEMO ?= full
+PYTEST_ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --quiet --disable-pip-version-check --no-input
+OPS := $(sort $(patsubst csrc/%/,%,$(dir $(wildcard csrc/*/*_bind.cpp))))
+# One stamp for each choice of torch, so that another choice is installed.
+INSTALLED := $(VENV)/installed-$(shell printf %s "$(TORCH)" | tr -c "A-Za-z0-9." _)
+BUILT := $(VENV)/built
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.c csrc/*.cpp csrc/*/*)
+FORMATTED := $(wildcard csrc/*.c csrc/*.cpp csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.inc csrc/*/*.cu csrc/*/*.cuh tests/c/*.c tests/c/*.h)
+
+.DELETE_ON_ERROR:
+.PHONY: help setup build test demo bench targets lint format wheel break sanitize clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+$(INSTALLED): requirements/dev.txt examples/camoxpert/requirements.txt scripts/check_machine.sh
+	@sh scripts/check_machine.sh "$(PYTHON)"
+	@$(PY) -c pass 2>/dev/null || { echo "creating $(VENV)"; "$(PYTHON)" -m venv --clear $(VENV); }
+	@echo "installing $(TORCH) and what requirements/dev.txt and examples/camoxpert/requirements.txt list"
+	@$(PIP) install "$(TORCH)" -r requirements/dev.txt -r examples/camoxpert/requirements.txt
+	@rm -f $(VENV)/installed-* $(BUILT)
+	@touch $@
+
+# In place, and found from everywhere by a .pth file: an editable install would compile everything anew at each change.
+$(BUILT): $(INSTALLED) $(SOURCES)
+	@echo "building camox_ops"
+	@$(PY) setup.py -q build_ext --inplace
+	@$(PY) -c "import sysconfig; open(sysconfig.get_path('purelib') + '/camox_ops_checkout.pth', 'w').write('$(CURDIR)\n')"
+	@touch $@
+
+setup: $(INSTALLED) ## .venv with torch (TORCH=torch==2.13.0) and the tools, made by PYTHON=python3
+
+build: $(BUILT) ## the extension, in place
+
+test: $(BUILT) ## the tests but the slow ones (PYTEST_ARGS="-k edge")
+	@command -v nvcc >/dev/null && echo "nvcc: $$(command -v nvcc)" || echo "nvcc: not found, the CUDA sources are not compiled"
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+demo: $(BUILT) ## trains the example with stock PyTorch and with camox_ops -> demo/report.png (DEMO=full|quick)
+	$(PY) examples/camoxpert/demo.py --mode $(DEMO) --out demo
+
+bench: $(BUILT) ## measures one op on a quiet machine (OP=edge, or OP=all)
+	$(PY) benchmarks/run.py --op $(OP)
+
+targets: $(BUILT) ## holds the committed measurements against every target
+	$(PY) benchmarks/targets.py
+
+lint: $(INSTALLED) ## ruff, clang-format, layout of the tree
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
+	$(PY) scripts/check_layout.py
+
+format: $(INSTALLED) ## rewrites the sources as lint wants them
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(FORMATTED)
+
+wheel: $(INSTALLED) ## dist/*.whl
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+break: $(INSTALLED) ## builds OP wrong by 1e-3 and demands that its tests turn red (OP=edge)
+	$(PY) scripts/check_break.py $(OP)
+
+sanitize: $(INSTALLED) ## the C kernels under ASan and UBSan, no Python in between
+	$(PY) scripts/sanitize.py
+
+clean: ## removes what was built, keeps .venv
+	rm -rf build dist demo *.egg-info camox_ops/*.so $(BUILT)

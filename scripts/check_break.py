@@ -1,0 +1,87 @@
+"""Proves that an op's tests notice a wrong kernel: builds it with CAMOX_BREAK=<op> and demands red tests.
+
+    python scripts/check_break.py edge
+
+The broken build lies under build/break-<op> with a copy of the tests and never touches the build in place. Values and
+gradients must each fail an assertion; what checks arguments must stay green, or the tests were red for another reason.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MUST_FAIL = {"values": ("test_matches_reference", "test_known_values"), "gradients": ("test_grad",)}
+MUST_PASS = "test_errors"
+
+
+def build(op: str) -> Path:
+    folder = ROOT / "build" / f"break-{op}"
+    shutil.rmtree(folder, ignore_errors=True)
+    environment = {**os.environ, "CAMOX_BREAK": op}
+    command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(folder)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def outcomes(folder: Path, op: str) -> dict[str, list[str]]:
+    """{test's name: "passed" | "failed" | "skipped" | "error: why" of each of its cases}"""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    which = "import camox_ops as cx; print(cx.__file__, cx.build_info()['broken_op'])"
+    found = subprocess.run([sys.executable, "-c", which], cwd=folder, env=environment, capture_output=True, text=True)
+    if found.stdout.split() != [str(folder / "camox_ops" / "__init__.py"), op]:
+        sys.exit(f"break {op}: the broken build is not what Python imports: {found.stdout or found.stderr}")
+    report = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--tb=no", "-p", "no:cacheprovider"]
+    command += ["-r", "N", f"--junitxml={report}", f"tests/test_{op}.py"]
+    subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+    if not report.exists():
+        sys.exit(f"break {op}: pytest wrote no report")
+    results = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = case.get("name").split("[")[0]
+        state = "passed"
+        for child in case:
+            if child.tag == "failure":
+                state = "failed" if "AssertionError" in (child.text or "") else f"error: {child.get('message')}"
+            elif child.tag in ("skipped", "error"):
+                state = "skipped" if child.tag == "skipped" else f"error: {child.get('message')}"
+        results.setdefault(name, []).append(state)
+    return results
+
+
+def faults(results: dict[str, list[str]]) -> list[str]:
+    """What is wrong with how the tests took the broken kernel."""
+    found = []
+    for what, prefixes in MUST_FAIL.items():
+        states = [state for name, cases in results.items() if name.startswith(prefixes) for state in cases]
+        if "failed" not in states:
+            found.append(f"no test of {what} failed ({len(states)} ran: {', '.join(prefixes)}*)")
+    checks = [state for name, cases in results.items() if name.startswith(MUST_PASS) for state in cases]
+    if not checks or set(checks) != {"passed"}:
+        found.append(f"the tests of error messages must pass, got {checks or 'none'}")
+    return found
+
+
+def main(op: str) -> int:
+    results = outcomes(build(op), op)
+    for name, states in sorted(results.items()):
+        print(f"  {name:40} {states.count('passed'):4} passed {states.count('failed'):4} failed")
+    found = faults(results)
+    for fault in found:
+        print(f"break {op}: {fault}", file=sys.stderr)
+    failed = sum(states.count("failed") for states in results.values())
+    if not found:
+        print(f"break {op}: {failed} tests turned red, as they must")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1]))
