@@ -34,6 +34,10 @@ class Refusal(Exception):
     """Why something was not measured; its text goes into the record."""
 
 
+class Disturbed(Refusal):
+    """Other processes used the machine while a case was timed."""
+
+
 def camox_attr(path: str):
     """``camox_ops.<path>``, or a Refusal that says that this build has no such op."""
     try:
@@ -477,7 +481,7 @@ def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True,
             if other_cpu <= OTHER_CPU_LIMIT or force:
                 break
         else:
-            raise Refusal(f"other processes used {other_cpu:.2f} cores in each of {effort.attempts} attempts")
+            raise Disturbed(f"other processes used {other_cpu:.2f} cores in each of {effort.attempts} attempts")
         compiled = [name for name in bounds if name.startswith("compile")]
         if compiled and (fault := compile_fault(graphs)):
             for name in compiled:

@@ -25,6 +25,7 @@ import torch  # noqa: E402
 from benchmarks import common, machine, record  # noqa: E402
 
 NOT_MEASURED = 3
+DISTURBED_IN_A_ROW = 3
 
 
 def all_ops() -> list[str]:
@@ -60,6 +61,7 @@ def child(options) -> int:
     effort = common.QUICK if options.quick else common.FULL
     found = {"allocator": {"set_by": set_by, "reuse_page_faults": faults}, "entries": [], "refused": []}
     found["version"], found["isa"] = machine.package_facts()
+    disturbed = 0
     for case in chosen_cases(options):
         if not kept and not case.default_allocator:
             continue
@@ -68,12 +70,19 @@ def child(options) -> int:
             entry, measured = common.run_case(
                 case, effort, with_compile=options.compile, with_memory=kept, force=options.force
             )
+            disturbed = 0
             found["entries"].append({**entry, "kept": None, "default": None, options.child: measured})
             print(row(found["entries"][-1], options.child, time.monotonic() - start), flush=True)
         except Exception as error:  # one case that fails must not cost the others; its reason is in the record
             reason = common.reason(error)
             found["refused"].append({"key": case.key, "reason": reason})
             print(f"{case.key:62} refused: {reason}", flush=True)
+            disturbed = disturbed + 1 if isinstance(error, common.Disturbed) else 0
+            if disturbed == DISTURBED_IN_A_ROW:
+                print(
+                    f"stopped: {disturbed} cases in a row were disturbed; try again on a quiet machine", file=sys.stderr
+                )
+                return NOT_MEASURED
     Path(options.child_out).write_text(json.dumps(found))
     return 0
 
@@ -182,6 +191,8 @@ def main(arguments: list[str]) -> int:
     ops = all_ops() if options.op == "all" else [options.op]
     if unknown := set(ops) - set(all_ops()):
         raise SystemExit(f"--op: {unknown.pop()!r} is not one of: {', '.join(all_ops())}")
+    if options.json and len(ops) > 1:
+        raise SystemExit("--json: one file holds one op, give --op as well")
     passed_on = ["--threads", str(options.threads)]
     passed_on += [f"--{name}" for name in ("quick", "force") if getattr(options, name)]
     passed_on += [] if options.compile else ["--no-compile"]
