@@ -51,7 +51,8 @@ def choice(op: str, name: str, value, choices) -> None:
         raise ValueError(f"{op}: {name} must be one of {listed}, got {value!r}")
 
 
-def border(op: str, value, x: torch.Tensor, reach: int = 1) -> None:
+def border(op: str, value, x: torch.Tensor) -> None:
+    """x extended by one pixel: "reflect" needs a neighbour to mirror."""
     choice(op, "border", value, BORDERS)
-    if value == "reflect" and (x.shape[2] in range(1, reach + 1) or x.shape[3] in range(1, reach + 1)):
-        raise ValueError(f"{op}: border 'reflect' needs sides of at least {reach + 1}, got x of shape {tuple(x.shape)}")
+    if value == "reflect" and (x.shape[2] == 1 or x.shape[3] == 1):
+        raise ValueError(f"{op}: border 'reflect' needs sides of at least 2, got x of shape {tuple(x.shape)}")

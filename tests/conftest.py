@@ -1,0 +1,22 @@
+"""Settings for every test: two threads, fresh tensors filled with NaN, hypothesis profiles."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def same_ground_for_every_test():
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    # Deterministic mode fills uninitialised memory with NaN: an element that a kernel forgets to write shows.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()

@@ -1,0 +1,78 @@
+"""The tolerance rule of the project and the inputs that find mistakes, shared by every op's tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
+
+
+def each(tensors):
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def assert_close_to_reference(ours, same_dtype, reference64, scale64: float = 0.0) -> None:
+    """max|ours - ref64| <= 2 max|torch in the same dtype - ref64| + 4 eps(dtype) max|ref64|, tensor by tensor.
+
+    For float64 results the reference is no better than they are: scale64, the size of the terms that it adds up, takes
+    the place of max|ref64| where that is smaller."""
+    for mine, theirs, truth in zip(each(ours), each(same_dtype), each(reference64), strict=True):
+        assert mine.shape == truth.shape
+        assert mine.dtype == theirs.dtype
+        if truth.numel() == 0:
+            continue
+        assert truth.dtype == torch.float64
+        error = (mine.double() - truth).abs().max().item()
+        allowed = 2 * (theirs.double() - truth).abs().max().item()
+        size = truth.abs().max().item()
+        if mine.dtype == torch.float64:
+            size = max(size, scale64)
+        allowed += 4 * torch.finfo(mine.dtype).eps * size
+        assert error <= allowed, f"error {error:.3e} > allowed {allowed:.3e} ({mine.dtype}, {tuple(mine.shape)})"
+
+
+def assert_one_rounding(half, float32) -> None:
+    """A half-precision result lies within one rounding of our own float32 result of the same inputs."""
+    for low, high in zip(each(half), each(float32), strict=True):
+        info = torch.finfo(low.dtype)
+        difference = (low.double() - high.double().clamp(-info.max, info.max)).abs()
+        allowed = info.eps * high.double().abs() + info.smallest_normal * info.eps
+        assert torch.all(difference <= allowed), f"max excess {(difference - allowed).max().item():.3e}"
+
+
+def picture(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
+    """A (B, C, H, W) input; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over the batch;
+    kind "offset" has mean 1e4 and standard deviation 1, "constant" one value a channel."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind == "offset":
+        x = x + 1e4
+    elif kind == "constant":
+        x = x[:, :, :1, :1].expand(shape).clone()
+    x = x.to(dtype)
+    if layout == "channels_last":
+        return x.to(memory_format=torch.channels_last)
+    if layout == "strided":
+        b, c, h, w = shape
+        larger = torch.full((b, c + 1, h + 2, 2 * w + 3), float("nan"), dtype=dtype)
+        view = larger[:, 1:, 1 : h + 1, 1 : 2 * w + 1 : 2]
+        view.copy_(x)
+        return view
+    if layout == "expanded":
+        return x[:1].expand(shape)
+    return x
+
+
+def run_python(code: str, **environment) -> str:
+    """Runs code in a fresh interpreter -> its standard output; a failure raises with its standard error."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+    if result.returncode != 0:
+        raise RuntimeError(result.stderr)
+    return result.stdout

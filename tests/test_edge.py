@@ -1,0 +1,440 @@
+"""edge_maps and EdgeExpert."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture, run_python
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+
+import camox_ops as cx
+from camox_ops import reference
+
+BORDERS = ("zeros", "replicate", "reflect")
+# Below, at and above vector and tile widths: 16 lanes, 512 columns of a flat tile, 64 channels, 4096 elements of a strip.
+SHAPES = [
+    (2, 3, 5, 7),
+    (1, 2, 1, 1),
+    (1, 1, 1, 9),
+    (1, 1, 9, 1),
+    (2, 2, 2, 2),
+    (1, 3, 4, 15),
+    (1, 3, 4, 16),
+    (1, 3, 4, 17),
+    (1, 3, 3, 35),
+    (1, 2, 131, 33),
+    (1, 1, 3, 511),
+    (1, 1, 20, 512),
+    (1, 1, 3, 513),
+    (1, 1, 2, 2051),
+    (1, 63, 3, 18),
+    (1, 65, 5, 17),
+    (2, 131, 3, 4),
+]
+
+
+def backward(x, grads, eps=1e-8, border="zeros"):
+    return torch.ops.camox_ops.edge_maps_backward(x, *grads, eps, border)
+
+
+def reachable(shape, border):
+    return not (border == "reflect" and 1 in shape[2:])
+
+
+def test_smoke():
+    maps = cx.edge_maps(torch.rand(2, 3, 8, 9))
+    assert maps._fields == ("sobel", "laplacian", "gradient")
+    assert all(m.shape == (2, 3, 8, 9) and m.dtype == torch.float32 for m in maps)
+    assert cx.edge_maps(torch.rand(2, 3, 8, 9), stacked=True).shape == (2, 12, 8, 9)
+
+
+def test_known_values():
+    x = torch.zeros(1, 1, 5, 5)
+    x[0, 0, 2, 2] = 1.0
+    sobel, laplacian, gradient = cx.edge_maps(x, eps=1e-12)
+    root2 = 2**0.5
+    expected = torch.tensor([[root2, 2, root2], [2, 0, 2], [root2, 2, root2]])
+    torch.testing.assert_close(sobel[0, 0, 1:4, 1:4], expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(laplacian[0, 0, 1:4, 1:4], torch.tensor([[0.0, 1, 0], [1, 4, 1], [0, 1, 0]]))
+    torch.testing.assert_close(gradient, torch.sqrt(sobel**2 + laplacian**2 + 1e-12))
+    ramp = torch.arange(6.0).expand(1, 1, 4, 6)
+    assert torch.equal(cx.edge_maps(ramp, border="replicate").laplacian[..., 1:-1], torch.zeros(1, 1, 4, 4))
+    torch.testing.assert_close(cx.edge_maps(ramp, border="replicate").sobel[..., 1:-1], torch.full((1, 1, 4, 4), 8.0))
+
+
+def test_stacked_is_the_maps_and_x():
+    for layout in ("contiguous", "channels_last"):
+        for shape in ((2, 3, 6, 7), (1, 66, 3, 5)):
+            x = picture(shape, layout=layout)
+            assert torch.equal(cx.edge_maps(x, stacked=True), torch.cat([*cx.edge_maps(x), x], dim=1))
+
+
+@pytest.mark.parametrize("border", BORDERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_matches_reference(dtype, layout, border):
+    for shape in SHAPES:
+        if not reachable(shape, border):
+            continue
+        for kind in ("normal", "offset", "constant"):
+            x = picture(shape, dtype, layout, kind)
+            ours, same = cx.edge_maps(x, border=border), reference.edge_maps(x, 1e-8, border)
+            truth = reference.edge_maps(x.double(), 1e-8, border)
+            assert_close_to_reference(ours, same, truth, scale64=16 * x.abs().max().item())
+            if dtype in (torch.bfloat16, torch.float16):
+                assert_one_rounding(ours, cx.edge_maps(x.float(), border=border))
+
+
+@pytest.mark.parametrize("border", BORDERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_grad_matches_reference(dtype, layout, border):
+    for shape in SHAPES:
+        if not reachable(shape, border):
+            continue
+        x = picture(shape, dtype, layout)
+        grads = [picture(shape, dtype, "contiguous" if i % 2 else layout, seed=i + 1) for i in range(4)]
+        eps = 1e-2  # away from the kink of the root at 0, where float32 itself is lost
+        ours = backward(x, grads, eps, border)
+        same = reference.edge_maps_backward(x, *grads, eps, border)
+        truth = reference.edge_maps_backward(x.double(), *(g.double() for g in grads), eps, border)
+        assert_close_to_reference(ours, same, truth, scale64=16 * max(g.abs().max().item() for g in grads))
+        if dtype in (torch.bfloat16, torch.float16):
+            assert_one_rounding(ours, backward(x.float(), [g.float() for g in grads], eps, border))
+
+
+def test_grad_of_some_maps():
+    x = picture((2, 3, 6, 7), torch.float64).requires_grad_()
+    for chosen in ("sobel", "laplacian", "gradient"):
+        (ours,) = torch.autograd.grad(getattr(cx.edge_maps(x), chosen).sum(), x)
+        index = ("sobel", "laplacian", "gradient").index(chosen)
+        (truth,) = torch.autograd.grad(reference.edge_maps(x)[index].sum(), x)
+        torch.testing.assert_close(ours, truth)
+    unused = cx.edge_maps(x.detach().requires_grad_()).sobel.detach()
+    assert not unused.requires_grad
+
+
+@pytest.mark.parametrize("border", BORDERS)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_grad(border, stacked):
+    for layout in ("contiguous", "channels_last"):
+        x = picture((2, 3, 5, 4), torch.float64, layout).requires_grad_()
+
+        def op(x):
+            return cx.edge_maps(x, eps=1e-3, border=border, stacked=stacked)
+
+        assert gradcheck(op, (x,))
+        assert gradgradcheck(op, (x,))
+
+
+def test_saves_x_alone():
+    x = torch.rand(2, 3, 8, 8, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        cx.edge_maps(x)
+    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_noncontiguous(layout):
+    for shape in ((2, 3, 6, 9), (2, 70, 5, 6)):
+        x = picture(shape, layout=layout)
+        plain = x.clone(memory_format=torch.contiguous_format)
+        for ours, expected in zip(cx.edge_maps(x), cx.edge_maps(plain), strict=True):
+            assert torch.equal(ours, expected)
+            channels_last = layout == "channels_last"
+            assert ours.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    x = torch.rand(7, 4, 6, 3).transpose(0, 3)
+    assert torch.equal(cx.edge_maps(x).sobel, cx.edge_maps(x.contiguous()).sobel)
+    sliced = torch.rand(2, 8, 9, 9).to(memory_format=torch.channels_last)[:, :, 1:8]
+    assert torch.equal(cx.edge_maps(sliced).gradient, cx.edge_maps(sliced.contiguous()).gradient)
+    x = torch.rand(2, 3, 4, 5, requires_grad=True)
+    cx.edge_maps(x).sobel.sum().backward()  # a gradient whose strides are all 0
+    (expected,) = torch.autograd.grad(cx.edge_maps(x).sobel, x, torch.ones(2, 3, 4, 5))
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)])
+@pytest.mark.parametrize("border", BORDERS)
+def test_shapes_empty(shape, border):
+    x = torch.rand(shape, requires_grad=True)
+    assert all(m.shape == shape for m in cx.edge_maps(x, border=border))
+    stacked = cx.edge_maps(x, border=border, stacked=True)
+    assert stacked.shape == (shape[0], 4 * shape[1], *shape[2:])
+    stacked.sum().backward()
+    assert x.grad.shape == shape
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 40), st.integers(1, 70)),
+    st.sampled_from(BORDERS),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(FLOATS),
+)
+def test_shapes(shape, border, layout, dtype):
+    if not reachable(shape, border):
+        return
+    x = picture(shape, dtype, layout)
+    truth = reference.edge_maps(x.double(), 1e-8, border)
+    same = reference.edge_maps(x, 1e-8, border)
+    assert_close_to_reference(cx.edge_maps(x, border=border), same, truth, scale64=16 * x.abs().max().item())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_threads_do_not_change_bits(threads):
+    for layout in ("contiguous", "channels_last"):
+        x = picture((3, 17, 70, 33), layout=layout)
+        grads = [picture(x.shape, seed=i) for i in range(4)]
+        expected, expected_grad = cx.edge_maps(x), backward(x, grads)
+        torch.set_num_threads(threads)
+        assert all(torch.equal(a, b) for a, b in zip(cx.edge_maps(x), expected, strict=True))
+        assert torch.equal(backward(x, grads), expected_grad)
+        torch.set_num_threads(2)
+
+
+ISA_CODE = """
+import hashlib, sys, torch
+sys.path.insert(0, {tests!r})
+import camox_ops as cx
+from helpers import FLOATS, picture
+digest = hashlib.sha256()
+for dtype in FLOATS:
+    for layout in ("contiguous", "channels_last"):
+        for shape in ((2, 3, 13, 35), (1, 66, 4, 19), (1, 1, 3, 600)):
+            for border in ("zeros", "replicate", "reflect"):
+                x = picture(shape, dtype, layout)
+                grads = [picture(shape, dtype, seed=i) for i in range(4)]
+                for y in (*cx.edge_maps(x, border=border),
+                          torch.ops.camox_ops.edge_maps_backward(x, *grads, 1e-8, border)):
+                    digest.update(y.contiguous().view(torch.uint8).numpy().tobytes())
+print(cx.isa(), digest.hexdigest())
+"""
+
+
+def test_isa_agree(pytestconfig):
+    code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"))
+    results = [run_python(code, CAMOX_FORCE_ISA=isa).split() for isa in cx.supported_isas()]
+    assert [name for name, _ in results] == cx.supported_isas()
+    assert len({digest for _, digest in results}) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_as_in_a_convolution(value):
+    for layout in ("contiguous", "channels_last"):
+        x = picture((1, 2, 6, 20), layout=layout)
+        x[0, 0, 2, 7] = value
+        x[0, 1, 0, 0] = value
+        for ours, theirs in zip(cx.edge_maps(x), reference.edge_maps(x), strict=True):
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
+        xg = x.clone().requires_grad_()
+        (ours,) = torch.autograd.grad(cx.edge_maps(xg).gradient.sum(), xg)
+        (theirs,) = torch.autograd.grad(reference.edge_maps(xg)[2].sum(), xg)
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_opcheck(dtype, layout):
+    x = picture((2, 3, 5, 4), dtype, layout).requires_grad_()
+    grad = picture((2, 3, 5, 4), dtype).requires_grad_()
+    opcheck(torch.ops.camox_ops.edge_maps.default, (x, 1e-8, "zeros"))
+    opcheck(torch.ops.camox_ops.edge_maps_stacked.default, (x, 1e-8, "reflect"))
+    opcheck(torch.ops.camox_ops.edge_maps_backward.default, (x, grad, None, grad, None, 1e-8, "replicate"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic):
+    def step(x):
+        return cx.edge_maps(x, stacked=True).square().mean() + cx.edge_maps(x, border="reflect").sobel.sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    shapes = ((2, 3, 8, 9), (1, 4, 7, 6), (3, 2, 5, 12)) if dynamic else ((2, 3, 8, 9),)
+    for shape in shapes:
+        for layout in ("contiguous", "channels_last"):
+            x = picture(shape, layout=layout).requires_grad_()
+            expected = step(x)
+            (expected_grad,) = torch.autograd.grad(expected, x)
+            torch.testing.assert_close(compiled(x), expected)
+            (grad,) = torch.autograd.grad(compiled(x), x)
+            torch.testing.assert_close(grad, expected_grad)
+
+
+def test_func_transforms():
+    xs = picture((4, 3, 5, 4), torch.float64).unsqueeze(1)
+
+    def loss(x):
+        return sum((m**2).sum() for m in cx.edge_maps(x, eps=1e-3))
+
+    def truth(x):
+        return sum((m**2).sum() for m in reference.edge_maps(x, 1e-3))
+
+    torch.testing.assert_close(torch.func.grad(loss)(xs[0]), torch.func.grad(truth)(xs[0]))
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(xs), torch.vmap(torch.func.grad(truth))(xs))
+    y, pullback = torch.func.vjp(lambda x: cx.edge_maps(x, stacked=True), xs[0])
+    (got,) = pullback(torch.ones_like(y))
+    (expected,) = torch.autograd.grad(
+        cx.edge_maps(x := xs[0].clone().requires_grad_(), stacked=True), x, torch.ones_like(y)
+    )
+    torch.testing.assert_close(got, expected)
+    by_dim = torch.vmap(lambda x: cx.edge_maps(x, stacked=True), in_dims=2)(xs.movedim(0, 2))
+    torch.testing.assert_close(by_dim, torch.stack([cx.edge_maps(x, stacked=True) for x in xs]))
+
+    def norm_of_grad(f):
+        return torch.func.grad(lambda x: (torch.func.grad(f)(x) ** 2).sum())
+
+    torch.testing.assert_close(norm_of_grad(loss)(xs[0]), norm_of_grad(truth)(xs[0]))
+
+
+def test_autocast_keeps_dtype():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cx.edge_maps(torch.rand(1, 2, 4, 4)).sobel.dtype == torch.float32
+        assert cx.edge_maps(torch.rand(1, 2, 4, 4).bfloat16()).sobel.dtype == torch.bfloat16
+
+
+def test_checkpointing():
+    x = picture((1, 2, 6, 6)).requires_grad_()
+    (expected,) = torch.autograd.grad(cx.edge_maps(x).gradient.sum(), x)
+    y = torch.utils.checkpoint.checkpoint(lambda x: cx.edge_maps(x).gradient.sum(), x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([1, 2],), TypeError, "x must be a torch.Tensor, got list"),
+        ((torch.zeros(3, 4, 4),), ValueError, r"x must have 4 dimensions \(B, C, H, W\), got shape \(3, 4, 4\)"),
+        ((torch.zeros(1, 1, 4, 4, dtype=torch.int64),), TypeError, "x must have dtype .*, got int64"),
+        ((torch.zeros(1, 1, 4, 4, dtype=torch.complex64),), TypeError, "x must have dtype .*, got complex64"),
+        ((torch.zeros(1, 1, 4, 4).to_sparse(),), TypeError, "x must be a dense tensor"),
+    ],
+)
+def test_errors_of_x(arguments, error, message):
+    with pytest.raises(error, match="edge_maps: " + message):
+        cx.edge_maps(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"eps": 0}, ValueError, "eps must be > 0 and finite, got 0"),
+        ({"eps": -1e-8}, ValueError, "eps must be > 0 and finite, got -1e-08"),
+        ({"eps": float("nan")}, ValueError, "eps must be > 0 and finite, got nan"),
+        ({"eps": float("inf")}, ValueError, "eps must be > 0 and finite, got inf"),
+        ({"eps": "1e-8"}, TypeError, "eps must be a number, got '1e-8'"),
+        ({"border": "wrap"}, ValueError, "border must be one of 'zeros', 'replicate', 'reflect', got 'wrap'"),
+        ({"border": "reflect"}, ValueError, r"border 'reflect' needs sides of at least 2, got x of shape \(1, 1, 1, 4\)"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match="edge_maps: " + message):
+        cx.edge_maps(torch.zeros(1, 1, 1, 4), **arguments)
+
+
+def test_errors_from_c():
+    op = torch.ops.camox_ops
+    x = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(ValueError, match="edge_maps: eps must be > 0 and finite, got 0"):
+        op.edge_maps(x, 0.0, "zeros")
+    with pytest.raises(ValueError, match="border must be 'zeros', 'replicate' or 'reflect', got 'wrap'"):
+        op.edge_maps(x, 1e-8, "wrap")
+    with pytest.raises(ValueError, match="'reflect' needs sides of at least 2, got x with H=1, W=4"):
+        op.edge_maps_stacked(x, 1e-8, "reflect")
+    with pytest.raises(ValueError, match="x must have 4 dimensions"):
+        op.edge_maps(x[0], 1e-8, "zeros")
+    with pytest.raises(ValueError, match="dtype must be float32, bfloat16, float16 or float64"):
+        op.edge_maps(x.int(), 1e-8, "zeros")
+    with pytest.raises(ValueError, match="grad_sobel has size 5 in dimension 3, expected 4"):
+        op.edge_maps_backward(x, torch.zeros(1, 1, 1, 5), None, None, None, 1e-8, "zeros")
+    with pytest.raises(ValueError, match="grad_gradient must have the dtype of x"):
+        op.edge_maps_backward(x, None, None, x.double(), None, 1e-8, "zeros")
+
+
+def test_forward_mode_is_refused():
+    x = torch.rand(1, 1, 4, 4)
+    with pytest.raises(NotImplementedError, match="edge_maps: forward-mode AD is not implemented"):
+        torch.func.jvp(lambda x: cx.edge_maps(x).sobel, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="x carries a tangent"):
+        cx.edge_maps(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.big
+@pytest.mark.slow
+def test_offsets_past_32_bits():
+    """A picture whose rows lie further apart than 2^31 elements, in memory that is mapped but never touched elsewhere."""
+    apart = 2**31 + 5
+    storage = torch.empty(2 * apart + 64, dtype=torch.bfloat16)
+    x = storage.as_strided((1, 1, 3, 8), (1, 1, apart, 1))
+    x.copy_(picture((1, 1, 3, 8), torch.bfloat16))
+    assert torch.equal(cx.edge_maps(x).gradient, cx.edge_maps(x.contiguous()).gradient)
+
+
+def stock_edge_expert_forward(expert, x):
+    """The public module's forward from its formula: three grouped convolutions, four branches, cat, fusion, plus x."""
+    channels = x.shape[1]
+
+    def filtered(kernel):
+        return F.conv2d(x, kernel.repeat(channels, 1, 1, 1), padding=1, groups=channels)
+
+    def normalised(norm, y):
+        mean = y.mean(dim=1, keepdim=True)
+        var = (y - mean).pow(2).mean(dim=1, keepdim=True)
+        return norm.weight[:, None, None] * ((y - mean) / torch.sqrt(var + norm.eps)) + norm.bias[:, None, None]
+
+    def branch(layers, y):
+        return F.gelu(normalised(layers[1], layers[0](y)))
+
+    gx, gy = filtered(expert.sobel_x_base.to(x)), filtered(expert.sobel_y_base.to(x))
+    laplacian = filtered(expert.laplacian_base.to(x)).abs()
+    sobel = torch.sqrt(gx**2 + gy**2 + 1e-8)
+    gradient = torch.sqrt(sobel**2 + laplacian**2 + 1e-8)
+    maps = (sobel, laplacian, gradient, x)
+    branches = (expert.sobel_branch, expert.laplacian_branch, expert.gradient_branch, expert.spatial_branch)
+    features = torch.cat([branch(layers, y) for layers, y in zip(branches, maps, strict=True)], dim=1)
+    return branch(expert.fusion, features) + x
+
+
+def randomised(module, seed=0):
+    torch.manual_seed(seed)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 6, 7), (1, 48, 14, 14), (3, 16, 1, 5)])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_expert_matches_reference(shape, layout):
+    expert = randomised(cx.nn.EdgeExpert(shape[1]))
+    exact = randomised(cx.nn.EdgeExpert(shape[1])).double()
+    x, grad = picture(shape, layout=layout), picture(shape, seed=1)
+
+    def outputs(module, forward, x, grad):
+        x = x.clone().requires_grad_()
+        y = forward(x)
+        return [y, *torch.autograd.grad(y, [x, *module.parameters()], grad)]
+
+    ours = outputs(expert, expert, x, grad)
+    stock = outputs(expert, lambda x: stock_edge_expert_forward(expert, x), x, grad)
+    truth = outputs(exact, lambda x: stock_edge_expert_forward(exact, x), x.double(), grad.double())
+    assert_close_to_reference(ours, stock, truth)
+
+
+def test_expert_state_dict():
+    expert = cx.nn.EdgeExpert(8)
+    branches = ("sobel_branch", "laplacian_branch", "gradient_branch", "spatial_branch", "fusion")
+    names = [f"{name}_base" for name in ("sobel_x", "sobel_y", "laplacian")]
+    names += [f"{branch}.{layer}.{kind}" for branch in branches for layer in (0, 1) for kind in ("weight", "bias")]
+    assert list(expert.state_dict()) == names
+    assert all(isinstance(getattr(expert, branch)[0], torch.nn.Conv2d) for branch in branches)
+    assert expert.sobel_x_base.shape == (1, 1, 3, 3)
+    other = cx.nn.EdgeExpert(8)
+    other.load_state_dict(expert.state_dict(), strict=True)
+    x = picture((1, 8, 5, 5))
+    assert torch.equal(other(x), expert(x))
+
+
+@pytest.mark.parametrize("dim", [0, 6, -4])
+def test_expert_errors(dim):
+    with pytest.raises(ValueError, match=f"EdgeExpert: dim must be a positive multiple of 4, got {dim}"):
+        cx.nn.EdgeExpert(dim)
