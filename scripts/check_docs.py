@@ -1,0 +1,61 @@
+"""What the documentation says, works: every ```python block runs, every `make` target and every link exists.
+
+    python scripts/check_docs.py [file.md ...]
+
+The blocks of one file run one after the other in one fresh interpreter, so later ones may use names of earlier ones.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+MAKE = re.compile(r"\bmake ([a-z]+)\b")
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+
+
+def program(text: str) -> str:
+    """The file's python blocks with everything else as empty lines, so that errors name the line of the file."""
+    lines = [""] * (text.count("\n") + 1)
+    for block in BLOCK.finditer(text):
+        first = text.count("\n", 0, block.start(1))
+        code = block.group(1).splitlines()
+        lines[first : first + len(code)] = code
+    return "\n".join(lines) + "\n"
+
+
+def faults_of(path: Path, targets: set[str]) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    name = path.relative_to(ROOT)
+    made = {target for code in CODE.findall(text) for target in MAKE.findall(code)}
+    found = [f"{name}: there is no `make {target}`" for target in sorted(made - targets)]
+    for link in LINK.findall(text):
+        if "://" not in link and not (path.parent / link).exists():
+            found.append(f"{name}: link to {link}, which does not exist")
+    code = program(text)
+    if code.strip():
+        with tempfile.TemporaryDirectory() as folder:
+            run = f"exec(compile(open({str(Path(folder) / 'blocks.py')!r}).read(), {str(name)!r}, 'exec'), {{}})"
+            (Path(folder) / "blocks.py").write_text(code, encoding="utf-8")
+            result = subprocess.run([sys.executable, "-c", run], cwd=folder, capture_output=True, text=True)
+        if result.returncode:
+            found.append(f"{name}: a python block fails\n{result.stderr}")
+        print(f"{name}: {len(BLOCK.findall(text))} python blocks ran")
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    documents = [Path(name).resolve() for name in arguments] or [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    found = [fault for path in sorted(documents) for fault in faults_of(path, targets)]
+    for fault in found:
+        print(fault, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

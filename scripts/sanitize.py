@@ -1,0 +1,68 @@
+"""Runs tests/c/test_<op>.c under AddressSanitizer and UndefinedBehaviorSanitizer: python scripts/sanitize.py [op ...]
+
+The sources and their flags are setup.py's own, one object for each instruction set; no Python is in the tested process.
+"""
+
+import os
+import runpy
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import setuptools
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests" / "c"
+FOLDER = ROOT / "build" / "sanitize"
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g"]
+COMPILER = os.environ.get("CC", "gcc")
+
+
+def setup_facts() -> dict:
+    """The names that setup.py defines, without building anything."""
+    real, setuptools.setup = setuptools.setup, lambda **_: None
+    try:
+        return runpy.run_path(str(ROOT / "setup.py"))
+    finally:
+        setuptools.setup = real
+
+
+def compile_one(job) -> str:
+    source, target, flags = job
+    target.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run([COMPILER, *flags, *SANITIZE, "-c", str(source), "-o", str(target)], cwd=ROOT, check=True)
+    return str(target)
+
+
+def main(ops: list[str]) -> int:
+    facts = setup_facts()
+    jobs = {op: [(TESTS / f"test_{op}.c", FOLDER / f"test_{op}.o", facts["C_FLAGS"])] for op in ops}
+    common = []
+    for source, flavour, flags in facts["compilations"]():
+        job = (source, FOLDER / flavour / Path(source).with_suffix(".o"), flags)
+        folder = Path(source).parent.name
+        if source.endswith(".c") and folder == "common":
+            common.append(job)
+        elif source.endswith(".c") and folder in jobs:
+            jobs[folder].append(job)
+    failed = []
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        shared = list(pool.map(compile_one, common))
+        objects = {op: pool.map(compile_one, jobs[op]) for op in ops}
+        for op in ops:
+            program = FOLDER / f"test_{op}"
+            command = [COMPILER, *SANITIZE, *objects[op], *shared, "-lm", "-o", str(program)]
+            subprocess.run(command, check=True)
+            options = {"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+            if subprocess.run([str(program)], env={**os.environ, **options}).returncode:
+                failed.append(op)
+    for op in failed:
+        print(f"sanitize: {op} failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    every = sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_*.c"))
+    sys.exit(main(sys.argv[1:] or every))
