@@ -8,12 +8,11 @@ PYTEST_ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check --no-input
-OPS := $(sort $(patsubst csrc/%/,%,$(dir $(wildcard csrc/*/*_bind.cpp))))
 # One stamp for each choice of torch, so that another choice is installed.
 INSTALLED := $(VENV)/installed-$(shell printf %s "$(TORCH)" | tr -c "A-Za-z0-9." _)
 BUILT := $(VENV)/built
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*.c csrc/*.cpp csrc/*/*)
-FORMATTED := $(wildcard csrc/*.c csrc/*.cpp csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.inc csrc/*/*.cu csrc/*/*.cuh tests/c/*.c tests/c/*.h)
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+FORMATTED = $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build test demo bench targets lint format wheel break sanitize clean

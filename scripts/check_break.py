@@ -30,8 +30,20 @@ def build(op: str) -> Path:
     return folder
 
 
+def state_of(case: ElementTree.Element) -> str:
+    """ "passed", "skipped", "failed" where numbers were found wrong, else "error: why"."""
+    for child in case:
+        if child.tag == "skipped":
+            return "skipped"
+        if child.tag == "failure" and any(name in (child.text or "") for name in WRONG_NUMBERS):
+            return "failed"
+        if child.tag in ("failure", "error"):
+            return f"error: {child.get('message')}"
+    return "passed"
+
+
 def outcomes(folder: Path, op: str) -> dict[str, list[str]]:
-    """{test's name: "passed" | "failed" | "skipped" | "error: why" of each of its cases}"""
+    """{test's name: the state of each of its cases}"""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     which = "import camox_ops as cx; print(cx.__file__, cx.build_info()['broken_op'])"
     found = subprocess.run([sys.executable, "-c", which], cwd=folder, env=environment, capture_output=True, text=True)
@@ -46,14 +58,7 @@ def outcomes(folder: Path, op: str) -> dict[str, list[str]]:
         sys.exit(f"break {op}: pytest wrote no report")
     results = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        name = case.get("name").split("[")[0]
-        state = "passed"
-        for child in case:
-            if child.tag == "failure":
-                state = "failed" if any(name in (child.text or "") for name in WRONG_NUMBERS) else f"error: {child.get('message')}"
-            elif child.tag in ("skipped", "error"):
-                state = "skipped" if child.tag == "skipped" else f"error: {child.get('message')}"
-        results.setdefault(name, []).append(state)
+        results.setdefault(case.get("name").split("[")[0], []).append(state_of(case))
     return results
 
 

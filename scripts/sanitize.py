@@ -54,7 +54,10 @@ def main(ops: list[str]) -> int:
             program = FOLDER / f"test_{op}"
             command = [COMPILER, *SANITIZE, *objects[op], *shared, "-lm", "-o", str(program)]
             subprocess.run(command, check=True)
-            options = {"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+            options = {
+                "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
+                "UBSAN_OPTIONS": "print_stacktrace=1",
+            }
             if subprocess.run([str(program)], env={**os.environ, **options}).returncode:
                 failed.append(op)
     for op in failed:
