@@ -1,0 +1,89 @@
+"""python -m camox_ops info | check | bench: what runs on this machine, a self-test, the table of speeds."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from . import _selftest, build_info, isa, supported_isas, train
+
+
+def cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def cuda_state() -> str:
+    """Why CUDA tensors can or cannot be used."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("camox_ops::edge_maps", "CUDA"):
+        return f"kernels present, torch's CUDA {torch.version.cuda}"
+    if torch.version.cuda is None:
+        return "absent: this torch is built without CUDA"
+    return f"absent: camox_ops was built without its CUDA part (torch's CUDA {torch.version.cuda})"
+
+
+def info() -> int:
+    facts = build_info()
+    rows = {
+        "camox_ops": facts["version"],
+        "file": str(Path(__file__).parent),
+        "built with": f"torch {facts['built_with_torch']}, compiler {facts['compiler']}",
+        "runs on": f"torch {torch.__version__} (at least {facts['minimum_torch']}), Python {platform.python_version()}",
+        "CPU": f"{cpu_name()}, {platform.machine()}",
+        "kernels": f"{isa()} (supported: {', '.join(supported_isas())})",
+        "threads": str(torch.get_num_threads()),
+        "CUDA": cuda_state(),
+        "allocator": allocator_state(),
+    }
+    if facts["broken_op"]:
+        rows["broken"] = f"{facts['broken_op']} is wrong on purpose (CAMOX_BREAK), for testing the tests"
+    for name, value in rows.items():
+        print(f"{name:12} {value}")
+    return 0
+
+
+def allocator_state() -> str:
+    report = train.tune_cpu_allocator()
+    return f"can be tuned: {report}" if report.supported else str(report)
+
+
+def check() -> int:
+    row = "{:18} {:9} {:9} {:14} {:>10} {:>10}  {}"
+    print(row.format("op", "pass", "dtype", "layout", "max error", "allowed", ""))
+    failed = count = 0
+    for result in _selftest.check():
+        count += 1
+        failed += not result.passed
+        numbers = (f"{result.error:.2e}", f"{result.allowed:.2e}", "ok" if result.passed else "WRONG")
+        print(row.format(result.op, result.what, result.dtype, result.layout, *numbers))
+    print(f"{count - failed} passed, {failed} failed on {isa()}")
+    return 1 if failed else 0
+
+
+def bench() -> int:
+    report = train.tune_cpu_allocator()
+    shape = "x".join(map(str, _selftest.BENCH_SHAPE))
+    print(f"float32 {shape}, {torch.get_num_threads()} threads, {isa()}; {report}")
+    print(f"{'op':18} {'pass':18} {'camox_ops':>12} {'PyTorch':>12} {'ratio':>8}")
+    for name, what, ours, theirs in _selftest.bench():
+        print(f"{name:18} {what:18} {ours:9.3f} ms {theirs:9.3f} ms {theirs / ours:7.2f}x")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m camox_ops", description=__doc__)
+    commands = {"info": info, "check": check, "bench": bench}
+    parser.add_argument("command", choices=commands, help="what to show")
+    return commands[parser.parse_args(arguments).command]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What `python -m camox_ops check` and `bench` run: every op on small pictures against camox_ops.reference."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from . import reference
+from .ops.edge import edge_maps
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LAYOUTS = ("contiguous", "channels_last", "strided")
+CHECK_SHAPE = (2, 5, 33, 37)
+BENCH_SHAPE = (4, 80, 72, 72)
+
+
+class Op(NamedTuple):
+    """name, the op and its reference as functions of the same tensors, and inputs(shape, dtype) -> those tensors, of
+    which (B, C, H, W) ones are tried in every layout."""
+
+    name: str
+    ours: Callable
+    reference: Callable
+    inputs: Callable
+
+
+class Result(NamedTuple):
+    """The worst of an op's outputs, or of its gradients: error against float64 and what the tolerance rule allows."""
+
+    op: str
+    what: str
+    dtype: str
+    layout: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed
+
+
+def picture(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor]:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype),)
+
+
+OPS = (
+    Op("edge_maps", edge_maps, reference.edge_maps, picture),
+    Op(
+        "edge_maps reflect",
+        lambda x: edge_maps(x, border="reflect"),
+        lambda x: reference.edge_maps(x, border="reflect"),
+        picture,
+    ),
+)
+
+
+def arranged(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in another layout; "strided" is every second column of a larger tensor."""
+    if tensor.dim() != 4 or layout == "contiguous":
+        return tensor.detach().clone()
+    if layout == "channels_last":
+        return tensor.detach().clone(memory_format=torch.channels_last)
+    return tensor.detach().repeat_interleave(2, dim=3)[..., ::2]
+
+
+def run(function: Callable, inputs: tuple, upstream: tuple | None) -> list[list[torch.Tensor]]:
+    """[outputs, gradients of the inputs]; upstream: the gradients that flow in, None for fixed ones."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    outputs = function(*leaves)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    upstream = upstream or [weights(output) for output in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, [u.to(y.dtype) for u, y in zip(upstream, outputs, strict=True)])
+    return [[output.detach() for output in outputs], list(gradients)]
+
+
+def weights(output: torch.Tensor) -> torch.Tensor:
+    """Incoming gradients that are exact in every dtype."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(-8, 9, output.shape, generator=generator).to(output.dtype) / 8
+
+
+def allowance(theirs: torch.Tensor, truth: torch.Tensor) -> float:
+    """The tolerance rule: 2 max|torch in the same dtype - float64| + 4 eps(dtype) max|float64|.
+
+    Where plain PyTorch overflows or divides by a rounded zero its error says nothing and is left out."""
+    rounding = 4 * torch.finfo(theirs.dtype).eps * truth.abs().max().item()
+    return 2 * (theirs.double() - truth)[theirs.isfinite()].abs().max().item() + rounding
+
+
+def check() -> Iterator[Result]:
+    """Every op, outputs and gradients, in every dtype and layout."""
+    for op in OPS:
+        for dtype in DTYPES:
+            inputs = op.inputs(CHECK_SHAPE, dtype)
+            same_dtype = run(op.reference, inputs, None)
+            truth = run(op.reference, tuple(tensor.double() for tensor in inputs), None)
+            for layout in LAYOUTS:
+                ours = run(op.ours, tuple(arranged(tensor, layout) for tensor in inputs), None)
+                for what, mine, theirs, true in zip(("forward", "backward"), ours, same_dtype, truth, strict=True):
+                    yield worst(op.name, what, dtype, layout, mine, theirs, true)
+
+
+def worst(name, what, dtype, layout, ours, theirs, truth) -> Result:
+    found = []
+    for mine, same, true in zip(ours, theirs, truth, strict=True):
+        error, allowed = (mine.double() - true).abs().max().item(), allowance(same, true)
+        # A NaN is an infinite error, so that it never compares as small.
+        found.append((error if error == error else float("inf"), allowed))
+    error, allowed = max(found, key=lambda pair: pair[0] - pair[1])
+    return Result(name, what, str(dtype).removeprefix("torch."), layout, error, allowed)
+
+
+def bench(rounds: int = 15) -> Iterator[tuple[str, str, float, float]]:
+    """(op, pass, median ms of ours, median ms of plain PyTorch) in float32, taken in turns."""
+    for op in OPS:
+        inputs = op.inputs(BENCH_SHAPE, torch.float32)
+        sides = (op.ours, op.reference)
+        upstream = run(op.reference, inputs, None)[0]
+        for what, step in (
+            ("forward", lambda function, inputs=inputs: function(*inputs)),
+            ("forward+backward", lambda function, inputs=inputs, upstream=upstream: run(function, inputs, upstream)),
+        ):
+            times = ([], [])
+            for _ in range(rounds):
+                for side, function in enumerate(sides):
+                    begin = time.perf_counter()
+                    step(function)
+                    times[side].append(1e3 * (time.perf_counter() - begin))
+            yield op.name, what, statistics.median(times[0]), statistics.median(times[1])

@@ -1,0 +1,59 @@
+"""python -m camox_ops info | check | bench."""
+
+import pytest
+import torch
+
+import camox_ops as cx
+from camox_ops import __main__ as command
+from camox_ops import _selftest
+
+
+def test_info_names_what_runs_here(capsys):
+    assert command.main(["info"]) == 0
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["camox_ops"] == cx.__version__
+    assert rows["kernels"].startswith(cx.isa())
+    assert torch.__version__ in rows["runs"]
+    assert rows["CUDA"].startswith(("kernels present", "absent: "))
+    assert {"file", "built", "CPU", "threads", "allocator"} <= rows.keys()
+
+
+def test_check_passes_on_this_machine(capsys):
+    assert command.main(["check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = len(_selftest.OPS) * len(_selftest.DTYPES) * len(_selftest.LAYOUTS) * 2
+    assert lines[-1] == f"{expected} passed, 0 failed on {cx.isa()}"
+    assert len(lines) == expected + 2
+
+
+@pytest.mark.parametrize("wrong", [1e-3, float("nan")])
+def test_check_fails_on_a_wrong_op(monkeypatch, capsys, wrong):
+    op = _selftest.OPS[0]
+
+    def broken(x):
+        first, *others = op.ours(x)
+        return first + wrong, *others
+
+    monkeypatch.setattr(_selftest, "OPS", (op._replace(ours=broken),))
+    assert command.main(["check"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "float32" in line and "forward" in line]
+    assert lines
+    assert all(line.endswith("WRONG") for line in lines)
+
+
+def test_bench_lists_every_op(monkeypatch, capsys):
+    monkeypatch.setattr(_selftest, "BENCH_SHAPE", (1, 3, 9, 9))
+    settings = cx.train.AllocatorReport(False, {}, "left alone by this test")
+    monkeypatch.setattr(command.train, "tune_cpu_allocator", lambda: settings)
+    assert command.main(["bench"]) == 0
+    text = capsys.readouterr().out
+    for op in _selftest.OPS:
+        assert f"{op.name} " in text
+    assert text.count("forward+backward") == len(_selftest.OPS)
+
+
+def test_errors_of_an_unknown_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["nonsense"])
+    assert stopped.value.code == 2
+    assert "nonsense" in capsys.readouterr().err
