@@ -25,7 +25,6 @@ from benchmarks import machine, record
 
 SUBJECT = "camox"
 BASELINE = "eager"
-OTHER_CPU_LIMIT = 0.25  # cores that other processes may use before a measurement is refused
 COMPILE_LIMIT_S = 180
 GEMM_SIZE = 1024
 
@@ -478,7 +477,7 @@ def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True,
             others = machine.OtherCpu()
             samples, reps = interleave(steps, effort)
             other_cpu = others.cores()
-            if other_cpu <= OTHER_CPU_LIMIT or force:
+            if other_cpu <= record.OTHER_CPU_LIMIT or force:
                 break
         else:
             raise Disturbed(f"other processes used {other_cpu:.2f} cores in each of {effort.attempts} attempts")

@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 
 SCHEMA_VERSION = 1
+OTHER_CPU_LIMIT = 0.25  # cores that other processes may use before a measurement does not count
 RESULTS = Path(__file__).resolve().parent / "results"
 
 

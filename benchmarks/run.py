@@ -128,8 +128,8 @@ def measure(op: str, options, arguments: list[str]) -> dict:
     time.sleep(1.0)
     busy = others.cores()
     reasons = []
-    if busy > common.OTHER_CPU_LIMIT:
-        reasons.append(f"other processes use {busy:.2f} cores (limit {common.OTHER_CPU_LIMIT})")
+    if busy > record.OTHER_CPU_LIMIT:
+        reasons.append(f"other processes use {busy:.2f} cores (limit {record.OTHER_CPU_LIMIT})")
     if options.threads > host["cores"]:
         reasons.append(f"{options.threads} threads on {machine['cores']} cores")
     if host["governor"] not in ("performance", "schedutil", "ondemand", "unknown"):
@@ -147,6 +147,10 @@ def measure(op: str, options, arguments: list[str]) -> dict:
         print(f"{op}: allocator's defaults", flush=True)
         default = run_child("default", arguments)
     entries, refused = merge(kept, default)
+    measured = [entry[name] for entry in entries for name in ("kept", "default") if entry[name]]
+    disturbed = sum(found["other_cpu"] > record.OTHER_CPU_LIMIT for found in measured)
+    if disturbed:
+        reasons.append(f"other processes disturbed {disturbed} of {len(measured)} measurements")
     commit, dirty = machine.git_state(ROOT)
     return {
         "schema_version": record.SCHEMA_VERSION,

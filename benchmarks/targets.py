@@ -11,7 +11,7 @@ a new run with --run. A target:
     at_least or at_most   the bound on the geometric mean over the shapes
     noise         share by which a bound of "no slower" may be missed: repeated runs differ by as much
 
-What was not measured, or only by a --quick run, is never passed. Exit status 1 when --strict and not all passed.
+What was not measured, or only by a --quick run or on a busy machine, is never passed. Exit status 1 when --strict and not all passed.
 """
 
 import argparse
@@ -81,7 +81,9 @@ def evaluate(target: dict, shapes: dict, found: dict | None, machine: str) -> Ou
     values = []
     for shape in shapes[target["where"]["shapes"]]:
         entries = [e for e in found["entries"] if e["shape"] == shape and all(e[n] == v for n, v in where.items())]
-        value = record.metric(entries[0], target["metric"], target.get("over", "eager")) if entries else None
+        value = None
+        if entries and not disturbed(entries[0]):
+            value = record.metric(entries[0], target["metric"], target.get("over", "eager"))
         if value is None:
             return Outcome(target, machine, None, f"not measured: {why_missing(found, target, entries, shape)}")
         values.append(value)
@@ -89,9 +91,16 @@ def evaluate(target: dict, shapes: dict, found: dict | None, machine: str) -> Ou
     return Outcome(target, machine, measured, shortfall(target, measured))
 
 
+def disturbed(entry: dict) -> bool:
+    """Whether other processes used the machine while the entry was timed, which only --force records."""
+    return entry["kept"] is not None and entry["kept"]["other_cpu"] > record.OTHER_CPU_LIMIT
+
+
 def why_missing(found: dict, target: dict, entries: list, shape: list) -> str:
     """What the record says about a number that it does not have."""
     size = "x".join(map(str, shape))
+    if entries and disturbed(entries[0]):
+        return f"{size}: other processes used {entries[0]['kept']['other_cpu']:.2f} cores"
     if entries:
         over = target.get("over", "eager")
         return f"{size}: {entries[0]['refused'].get(over, f'no {over} in the record')}"

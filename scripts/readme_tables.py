@@ -89,6 +89,7 @@ def table(records: list[dict]) -> str:
             f"{facts['machine']['cpu']}, {facts['machine']['cores']} cores, {facts['isa']}, {facts['threads']} "
             f"threads, torch {facts['torch']}: geometric mean over the measured shapes (worst shape)."
         )
+        parts += [f"`{r['op']}` was measured with --force: {'; '.join(r['forced'])}." for r in here if r["forced"]]
         rows = {}
         for entry in (e for r in here for e in r["entries"]):
             rows.setdefault((entry["group"], entry["direction"], entry["dtype"], entry["layout"]), []).append(entry)

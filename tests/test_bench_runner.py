@@ -450,6 +450,13 @@ def test_what_was_not_measured_is_never_passed():
     assert targets.evaluate(easy, SHAPES, refused, "toy-1c").verdict == "not measured: 1x2: not built"
 
 
+def test_what_others_disturbed_is_never_passed():
+    found = example_record()
+    found["entries"][1]["kept"]["other_cpu"] = 1.5
+    outcome = targets.evaluate(target(at_least=0), SHAPES, found, "toy-1c")
+    assert (outcome.measured, outcome.verdict) == (None, "not measured: 3x4: other processes used 1.50 cores")
+
+
 def run_targets(tmp_path, *arguments, **changes):
     (tmp_path / "t.json").write_text(json.dumps({"shapes": SHAPES, "targets": [target(**changes)]}))
     record.write(example_record(), tmp_path / "results" / "toy.json")
@@ -531,6 +538,12 @@ def test_readme_table(tmp_path, capsys):
         "-",
         "0.000 / 0.001 MB",
     ]
+
+
+def test_the_readme_says_when_the_machine_was_busy(tmp_path):
+    busy = readme_tables.table([example_record(forced=["other processes use 1.50 cores (limit 0.25)"])])
+    assert "`toy` was measured with --force: other processes use 1.50 cores (limit 0.25)." in busy
+    assert "--force" not in readme_tables.table([example_record()])
 
 
 def test_a_readme_without_markers_is_refused(tmp_path, capsys):
