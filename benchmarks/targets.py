@@ -11,7 +11,8 @@ a new run with --run. A target:
     at_least or at_most   the bound on the geometric mean over the shapes
     noise         share by which a bound of "no slower" may be missed: repeated runs differ by as much
 
-What was not measured, or only by a --quick run or on a busy machine, is never passed. Exit status 1 when --strict and not all passed.
+What was not measured, or only by a --quick run or on a busy machine, is never passed. Exit status 1 when --strict and
+not all passed.
 """
 
 import argparse
