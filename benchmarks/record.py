@@ -142,11 +142,16 @@ def geomean(values) -> float:
     return math.exp(math.fsum(math.log(v) for v in values) / len(values))
 
 
+def disturbed(measured: dict) -> bool:
+    """Whether other processes used the machine during a measurement, which only --force records."""
+    return measured["other_cpu"] > OTHER_CPU_LIMIT
+
+
 METRICS = ("speed", "times_floor", "saved_ratio", "peak_ratio", "saved_share_of_inputs")
 
 
 def metric(entry: dict, name: str, over: str = "eager", allocator: str = "kept") -> float | None:
-    """One number of an entry, or None where it was not measured.
+    """One number of an entry, or None where it was not measured, or timed while other processes used the machine.
 
     ``speed``: time of ``over`` / time of camox. ``times_floor``: time of camox / time of the floor. ``saved_ratio``,
     ``peak_ratio``: bytes of camox / bytes of ``over``, beyond the inputs. ``saved_share_of_inputs``: bytes that camox
@@ -157,7 +162,7 @@ def metric(entry: dict, name: str, over: str = "eager", allocator: str = "kept")
     if name in ("speed", "times_floor"):
         measured = entry[allocator]
         other = "floor" if name == "times_floor" else over
-        if measured is None or other not in measured["speed"]:
+        if measured is None or disturbed(measured) or other not in measured["speed"]:
             return None
         speed = measured["speed"][other]["median"]
         return 1 / speed if name == "times_floor" else speed

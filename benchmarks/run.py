@@ -148,7 +148,7 @@ def measure(op: str, options, arguments: list[str]) -> dict:
         default = run_child("default", arguments)
     entries, refused = merge(kept, default)
     measured = [entry[name] for entry in entries for name in ("kept", "default") if entry[name]]
-    disturbed = sum(found["other_cpu"] > record.OTHER_CPU_LIMIT for found in measured)
+    disturbed = sum(record.disturbed(found) for found in measured)
     if disturbed:
         reasons.append(f"other processes disturbed {disturbed} of {len(measured)} measurements")
     commit, dirty = machine.git_state(ROOT)

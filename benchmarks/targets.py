@@ -82,9 +82,7 @@ def evaluate(target: dict, shapes: dict, found: dict | None, machine: str) -> Ou
     values = []
     for shape in shapes[target["where"]["shapes"]]:
         entries = [e for e in found["entries"] if e["shape"] == shape and all(e[n] == v for n, v in where.items())]
-        value = None
-        if entries and not disturbed(entries[0]):
-            value = record.metric(entries[0], target["metric"], target.get("over", "eager"))
+        value = record.metric(entries[0], target["metric"], target.get("over", "eager")) if entries else None
         if value is None:
             return Outcome(target, machine, None, f"not measured: {why_missing(found, target, entries, shape)}")
         values.append(value)
@@ -92,15 +90,10 @@ def evaluate(target: dict, shapes: dict, found: dict | None, machine: str) -> Ou
     return Outcome(target, machine, measured, shortfall(target, measured))
 
 
-def disturbed(entry: dict) -> bool:
-    """Whether other processes used the machine while the entry was timed, which only --force records."""
-    return entry["kept"] is not None and entry["kept"]["other_cpu"] > record.OTHER_CPU_LIMIT
-
-
 def why_missing(found: dict, target: dict, entries: list, shape: list) -> str:
     """What the record says about a number that it does not have."""
     size = "x".join(map(str, shape))
-    if entries and disturbed(entries[0]):
+    if entries and entries[0]["kept"] and record.disturbed(entries[0]["kept"]):
         return f"{size}: other processes used {entries[0]['kept']['other_cpu']:.2f} cores"
     if entries:
         over = target.get("over", "eager")

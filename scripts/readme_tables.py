@@ -42,7 +42,7 @@ def best_peer(entry: dict) -> float | None:
     """Speed against the fastest candidate that is neither eager, nor the compiled eager formula, nor camox itself."""
     speed = entry["kept"]["speed"] if entry["kept"] else {}
     peers = [n for n in speed if n not in ("eager", "compile", "floor") and not n.startswith("camox_")]
-    return min((speed[name]["median"] for name in peers), default=None)
+    return min(filter(None, (record.metric(entry, "speed", name) for name in peers)), default=None)
 
 
 def megabytes(count: float) -> str:
