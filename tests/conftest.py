@@ -2,6 +2,9 @@
 
 import os
 
+# Threads that wait by spinning starve each other when several test processes share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import hypothesis
 import pytest
 import torch

@@ -2,7 +2,8 @@
 
    A body is written against `vr`, a vector of VR_LANES `real` (float; double where CAMOX_DTYPE is f64). Arithmetic and
    comparisons use the compiler's vector operators, so every instruction set runs the same IEEE operations in the same
-   order. `elem` is the type in memory. Include it with these defined:
+   order. VR(exact_fma)(a, b, c) is a * b + c for products that are exact, such as by a power of two: one instruction where
+   there is one, and the same bits everywhere. `elem` is the type in memory. Include it with these defined:
      CAMOX_ISA    portable | avx2 | avx512 (by the build)
      CAMOX_DTYPE  f32 | bf16 | f16 | f64   (by simd_foreach.h)                                                          */
 #include <math.h>

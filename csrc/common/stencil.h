@@ -12,8 +12,8 @@
 #include <stdint.h>
 
 /* A tile's line stays small enough that the rows a stencil keeps lie in the L1 cache. */
-#define CAMOX_TILE_ELEMENTS 1024
-#define CAMOX_TILE_CHANNELS 64
+#define CAMOX_TILE_ELEMENTS 2048
+#define CAMOX_TILE_CHANNELS 128
 #define CAMOX_TILE_ROWS 64
 /* Flat tiles: widest row, and elements of a strip. */
 #define CAMOX_FLAT_WIDTH 512
@@ -43,7 +43,9 @@ static inline camox_tiling camox_tiling_of(int channels_last, int64_t batch, int
   camox_tiling t = {.height = height, .width = width, .channels = channels};
   if (batch == 0 || channels == 0 || height == 0 || width == 0) return t;
   t.flat = !channels_last && width <= CAMOX_FLAT_WIDTH;
-  t.tile_channels = channels_last ? camox_min_i64(channels, CAMOX_TILE_CHANNELS) : 1;
+  t.tile_channels = channels_last ? channels : 1;
+  if (t.tile_channels > CAMOX_TILE_CHANNELS) /* equal parts, in whole vectors */
+    t.tile_channels = camox_ceil_div(camox_ceil_div(channels, camox_ceil_div(channels, CAMOX_TILE_CHANNELS)), 16) * 16;
   t.tile_columns = t.flat ? width : camox_min_i64(width, CAMOX_TILE_ELEMENTS / t.tile_channels);
   /* A picture up to half as high again as a strip stays whole: each cut loads its border rows twice. */
   t.tile_rows = height <= CAMOX_TILE_ROWS * 3 / 2 ? height : CAMOX_TILE_ROWS;

@@ -17,13 +17,16 @@ static camox_edge_kernel *const backward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_CO
 camox_edge_kernel *camox_edge_forward(camox_dtype dtype, camox_isa isa) { return forward_kernels[dtype][isa]; }
 camox_edge_kernel *camox_edge_backward(camox_dtype dtype, camox_isa isa) { return backward_kernels[dtype][isa]; }
 
-static int check_inner_stride(const camox_edge_params *p, const camox_view4 *view, const char *name) {
-  int inner = p->channels_last ? 1 : 3;
-  int64_t side = p->channels_last ? p->channels : p->width;
-  if (view->data != NULL && side > 1 && view->stride[inner] != 1)
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "edge_maps: %s must have stride 1 over its innermost dimension, got %lld", name,
-                      (long long)view->stride[inner]);
-  return CAMOX_OK;
+/* What is written has stride 1 over C (channels_last), or whole planes one row after the other. */
+static int check_written(const camox_edge_params *p, const camox_view4 *view, const char *name) {
+  if (view->data == NULL) return CAMOX_OK;
+  if (p->batch == 0 || p->channels == 0 || p->height == 0 || p->width == 0) return CAMOX_OK;
+  int fits = p->channels_last ? p->channels <= 1 || view->stride[1] == 1
+                              : (p->width <= 1 || view->stride[3] == 1) && (p->height <= 1 || view->stride[2] == p->width);
+  if (fits) return CAMOX_OK;
+  return camox_fail(CAMOX_INVALID_ARGUMENT, "edge_maps: %s cannot be written with strides (%lld, %lld, %lld, %lld)", name,
+                    (long long)view->stride[0], (long long)view->stride[1], (long long)view->stride[2],
+                    (long long)view->stride[3]);
 }
 
 int camox_edge_check(const camox_edge_params *p, int backward) {
@@ -41,9 +44,11 @@ int camox_edge_check(const camox_edge_params *p, int backward) {
     return camox_fail(CAMOX_INVALID_ARGUMENT,
                       "edge_maps: border 'reflect' needs sides of at least 2, got x with H=%lld, W=%lld", (long long)p->height,
                       (long long)p->width);
-  if (backward) return check_inner_stride(p, &p->grad_x, "grad_x");
+  if (backward) return check_written(p, &p->grad_x, "grad_x");
   for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
-    int status = check_inner_stride(p, &p->maps[map], map_names[map]);
+    if (p->maps[map].data == NULL && map != CAMOX_EDGE_INPUT && camox_edge_units(p) > 0)
+      return camox_fail(CAMOX_INVALID_ARGUMENT, "edge_maps: %s has no memory to be written to", map_names[map]);
+    int status = check_written(p, &p->maps[map], map_names[map]);
     if (status != CAMOX_OK) return status;
   }
   return CAMOX_OK;

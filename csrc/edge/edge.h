@@ -7,7 +7,7 @@
    zeros in  the kernels still multiply: 0 * inf is NaN, as in a convolution.
    backward  needs x alone; gx, gy and lap are recomputed. d|l|/dl at 0 is 0.
    errors    CAMOX_INVALID_ARGUMENT: eps not > 0 or not finite, unknown border or dtype, a negative size,
-             reflect on a side shorter than 2, an output whose innermost stride is not 1.
+             reflect on a side shorter than 2, an output that is neither dense planes nor channels_last.
    source    EdgeExpert.compute_edges of mahi-chan/camoXpert, models/experts.py at 47e858c. */
 #ifndef CAMOX_EDGE_H
 #define CAMOX_EDGE_H
@@ -24,11 +24,11 @@ enum { CAMOX_EDGE_SOBEL = 0, CAMOX_EDGE_LAPLACIAN = 1, CAMOX_EDGE_GRADIENT = 2, 
 typedef struct {
   camox_dtype dtype;
   camox_border border;
-  int channels_last; /* outputs have stride 1 over C (else over W) */
+  int channels_last; /* outputs have stride 1 over C, else dense planes */
   double eps;
   int64_t batch, channels, height, width;
   camox_view4 x; /* any strides */
-  /* forward: what is written, NULL to leave out (CAMOX_EDGE_INPUT: a copy of x, for the stacked form).
+  /* forward: what is written; CAMOX_EDGE_INPUT, a copy of x for the stacked form, may be NULL.
      backward: the incoming gradients, any strides, NULL where there is none. */
   camox_view4 maps[CAMOX_EDGE_MAPS];
   camox_view4 grad_x; /* backward: what is written */
