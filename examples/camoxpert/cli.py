@@ -6,6 +6,8 @@ from dataclasses import fields
 
 import torch
 
+from camox_ops.train import tune_cpu_allocator
+
 from . import distributed
 from .checkpoint import CheckpointError
 from .data import BUILTIN, DatasetError
@@ -63,6 +65,8 @@ def main(arguments=None):
     """Parse, train, and return the exit status; user errors are one message on stderr and status 2."""
     options = vars(build_parser().parse_args(arguments))
     del options["command"]
+    if options["device"] == "cpu":
+        print(tune_cpu_allocator())
     try:
         Trainer(Config(**options)).run()
     except (CheckpointError, DatasetError, TrainingError, ImportError, ValueError) as error:

@@ -171,8 +171,8 @@ class FolderSet(PictureSet):
         picture, mask = self.pairs[index]
         size = (self.img_size, self.img_size)
         with Image.open(picture) as image, Image.open(mask) as outline:
-            image = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR))
-            return image, np.asarray(outline.convert("L").resize(size, Image.Resampling.NEAREST))
+            image = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
+            return np.array(image), np.array(outline.convert("L").resize(size, Image.Resampling.NEAREST))
 
 
 class BuiltinSet(PictureSet):

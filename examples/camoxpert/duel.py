@@ -37,7 +37,7 @@ def training_set(size, seed=0):
 def early_loss_gaps(models, pictures, batch_size, lr, warmup, seed=0):
     """How fast training amplifies rounding: the largest loss differences from the stock model over EARLY_STEPS steps.
 
-    Returns {"camox", "torch_one_rounding_away"}; the second is the stock model again, its weights moved by one rounding.
+    Returns {"camox", "torch_one_rounding_away"}; the second is the stock model with weights moved by one rounding.
     The models are left as they are. warmup is the number of steps in which the rate rises to lr.
     """
     stock = copy.deepcopy(models["torch"])

@@ -18,6 +18,10 @@ from .model import CamoXpert
 from .progress import ProgressLine
 from .steps import Precision, Stepper, build_optimizer, lr_factor
 
+# The coarsest features have 1/32 of the side. At 2x2 or less PyTorch 2.13's AVX-512 bfloat16 convolution leaves weight
+# gradients uninitialised, those of the 7x7 taps that only ever see padding, where they should be 0.
+SMALLEST_BFLOAT16 = 96
+
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says where it stopped and what to change."""
@@ -66,6 +70,10 @@ class Config:
         for name, least in smallest.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        if self.device == "cpu" and not self.no_amp and self.img_size < SMALLEST_BFLOAT16:
+            raise ValueError(
+                f"img_size must be >= {SMALLEST_BFLOAT16} in bfloat16 on the CPU, got {self.img_size}; or use --no-amp"
+            )
         if self.lr <= 0:
             raise ValueError(f"lr must be > 0, got {self.lr}")
 

@@ -1,14 +1,13 @@
 """Memory of one training step, measured in a process of its own: python -m camoxpert.memory OPS SIZE BATCH.
 
 Two numbers in MB. `peak`: the growth of the resident set during a step, from the kernel's own high-water mark (VmHWM),
-in a process whose allocator gives every freed tensor back at once - so that it counts live tensors and not what the
-allocator keeps. `saved`: the storages that autograd holds between forward and backward, each counted once, parameters
-left out.
+with one thread, in a process whose allocator gives every freed tensor back at once - so that it counts live tensors and
+not what the allocator keeps; the smallest of several steps. `saved`: the storages that autograd holds between forward
+and backward, each counted once, parameters left out.
 """
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from .twins import build_twins
 MB = 1e6
 STEPS = 5
 # freed tensors go back to the kernel at once, else the high-water mark also holds what malloc keeps
-GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 
 
 def process_memory(field):
@@ -66,7 +65,7 @@ def step(model, criterion, optimizer, images, masks):
 
 
 def measure_here(ops, size, batch):
-    """{"peak_mb", "saved_mb"} of this process; peak is the median of several steps after a warm-up."""
+    """{"peak_mb", "saved_mb"} of this process; peak is the smallest of several steps after a warm-up."""
     torch.manual_seed(0)
     images, masks = torch.randn(batch, 3, size, size), (torch.rand(batch, 1, size, size) > 0.8).float()
     model = build_twins(images)[ops].train()
@@ -79,7 +78,7 @@ def measure_here(ops, size, batch):
         step(model, criterion, optimizer, images, masks)
         peaks.append(process_memory("VmHWM") - before)
     saved = saved_bytes(model, criterion, images, masks)
-    return {"peak_mb": statistics.median(peaks) / MB, "saved_mb": saved / MB}
+    return {"peak_mb": min(peaks) / MB, "saved_mb": saved / MB}
 
 
 def measure(ops, size, batch):
@@ -88,7 +87,10 @@ def measure(ops, size, batch):
     path = os.pathsep.join([here, *filter(None, sys.path)])
     command = [sys.executable, "-m", "camoxpert.memory", ops, str(size), str(batch)]
     done = subprocess.run(
-        command, env={**os.environ, **GIVING_BACK, "PYTHONPATH": path}, capture_output=True, text=True
+        command,
+        env={**os.environ, **GIVING_BACK, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(f"measuring the memory of ops={ops!r} failed:\n{done.stderr}")

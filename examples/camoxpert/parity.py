@@ -12,6 +12,7 @@ stock model in float64. What would make two correct float32 runs differ by chanc
 """
 
 import copy
+import math
 
 import torch
 from torch import nn
@@ -44,8 +45,8 @@ def comparable(model):
 def run_once(model, images, masks, shift=0):
     """One forward and backward with the batch rotated by shift.
 
-    Returns {name: tensor} of outputs, loss and gradients, the chosen experts (B,K) and their usage (E,) per layer, all in
-    the batch's own order.
+    Returns {name: tensor} of outputs, loss and gradients, in the batch's own order; the chosen experts (B,K) per layer,
+    in that order; and their usage (E,) per layer.
     """
     model.zero_grad(set_to_none=True)
     recorder = RoutingRecorder(model)
@@ -84,8 +85,8 @@ def compare(models, images, masks):
         own = max(difference(sample[0].get(name), reference) for sample in samples)
         ours = difference(found[name], reference)
         limit = NETWORK_FACTOR * own + 4 * torch.finfo(found[name].dtype).eps * scale
-        share = ours / limit if limit else float(ours > 0)
-        if not share <= worst["share_of_limit"]:  # also true for NaN
+        share = ours / limit if limit and math.isfinite(ours) else ours
+        if share > worst["share_of_limit"]:
             worst = {"tensor": name, "share_of_limit": share}
         row = kinds[name.split()[0]]
         seen = (difference(found[name], stock_value), difference(stock_value, reference), ours, scale)
@@ -104,7 +105,8 @@ def compare(models, images, masks):
 
 
 def difference(first, second):
-    """max|first - second| in float64; infinite where one of them is missing."""
+    """max|first - second| in float64; infinite where one of them is missing or they are not finite."""
     if first is None or second is None:
-        return float("inf")
-    return (first.double() - second.double()).abs().max().item()
+        return math.inf
+    largest = (first.double() - second.double()).abs().max().item()
+    return largest if math.isfinite(largest) else math.inf

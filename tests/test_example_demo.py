@@ -1,0 +1,143 @@
+"""The example's demo: twins, comparison with float64, memory, report, and the whole of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import example_path
+import numpy as np
+import pytest
+import torch
+
+one_thread = example_path.one_thread
+MODULES = ("demo_run", "duel", "memory", "parity", "report", "twins")
+demo_run, duel, memory, parity, report, twins = map(example_path.load, MODULES)
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZE = 64
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return example_path.load("data").BuiltinSet("train", SIZE, augmented=True, count=24)
+
+
+@pytest.fixture(scope="module")
+def batch(pictures):
+    return next(iter(duel.batches(pictures, 6, 1)))
+
+
+def build(pictures):
+    return twins.build_twins(next(iter(duel.batches(pictures, 24, 1)))[0])
+
+
+def test_twins_share_weights_and_spread_their_pictures(pictures):
+    models = build(pictures)
+    first, second = (models[name].state_dict() for name in ("torch", "camox"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    recorder = twins.RoutingRecorder(models["torch"].eval())
+    with torch.no_grad():
+        models["torch"](next(iter(duel.batches(pictures, 24, 1)))[0])
+    usage = torch.stack(recorder.take()[1])
+    assert usage.shape == (4, 7)
+    assert (usage > 0).all()
+
+
+def test_camox_is_as_near_to_float64_as_torch(pictures, batch):
+    result = parity.compare(build(pictures), *batch)
+    assert result["passed"], result["worst"]
+    assert result["routing_same"] and not result["missing"]
+    assert min(result["edge_pictures"]) > 0
+    assert result["kinds"]["gradient"]["torch_vs_float64"] > 0
+    assert 0 < result["worst"]["share_of_limit"] <= 1
+
+
+def test_a_wrong_expert_fails_the_comparison(pictures, batch):
+    models = build(pictures)
+    for layer in models["camox"].moe_layers:
+        right = layer.experts[parity.EDGE_EXPERT]
+        right.register_forward_hook(lambda module, inputs, output: output + 1e-3 * inputs[0])
+    result = parity.compare(models, *batch)
+    assert not result["passed"]
+    assert result["worst"]["share_of_limit"] > 10
+
+
+def test_a_missing_gradient_fails_the_comparison(pictures, batch):
+    models = build(pictures)
+    models["camox"].moe_layers[0].experts[parity.EDGE_EXPERT].fusion[0].bias.requires_grad_(False)
+    result = parity.compare(models, *batch)
+    assert not result["passed"]
+    assert result["missing"] == ["gradient moe_layers.0.experts.4.fusion.0.bias"]
+
+
+def test_nan_fails_the_comparison(pictures, batch):
+    models = build(pictures)
+    models["camox"].deep_heads[0].weight.data[0, 0] = torch.nan
+    assert not parity.compare(models, *batch)["passed"]
+
+
+def test_training_side_by_side_and_its_report(pictures, batch, tmp_path):
+    models = build(pictures)
+    gaps = duel.early_loss_gaps(models, pictures, 4, 1e-3, warmup=10)
+    trained, training = duel.train_both(models, pictures, 4, 8, 1e-3)
+    assert set(gaps) == {"camox", "torch_one_rounding_away"} and max(gaps.values()) < 0.1
+    for name in ("torch", "camox"):
+        assert len(trained[name]["losses"]) == 8 and np.isfinite(trained[name]["losses"]).all()
+        assert trained[name]["images_per_s"] == pytest.approx(4000 / trained[name]["step_ms"])
+        assert np.sum(trained[name]["expert_share_per_layer"], 1) == pytest.approx([1] * 4)
+        trained[name] |= {"peak_mb": 2.0, "saved_mb": 1.0, "final_loss": 3.0} | dict.fromkeys(report.MEASURES, 0.5)
+    assert abs(trained["torch"]["losses"][0] - trained["camox"]["losses"][0]) < 1e-5
+    training["early_loss_gaps"] = gaps
+    result = {
+        "models": trained,
+        "training": training,
+        "parity": parity.compare(models, *batch),
+        "untrained": {"iou": 0.1},
+        "constant_mask_iou": 0.2,
+    }
+    lines = report.table(result).splitlines()
+    assert any(line.startswith("time per step, ms") and line.endswith("x") for line in lines)
+    assert [line.split()[0] for line in lines if len(line.split()) == 5 and "e-" in line] == list(parity.KINDS)
+    picture, mask = pictures.images[0], pictures.masks[0] / 255
+    report.draw(tmp_path / "report.png", result, [(picture, mask, {"torch": mask, "camox": mask})] * 3)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    report.write_json(tmp_path / "report.json", result)
+    assert json.loads((tmp_path / "report.json").read_text())["models"].keys() == {"torch", "camox"}
+
+
+def test_failures_are_said_and_success_is_silent():
+    good = {
+        "parity": {"passed": True},
+        "untrained": {"iou": 0.1},
+        "constant_mask_iou": 0.2,
+        "models": {"torch": {"iou": 0.5}, "camox": {"iou": 0.6}},
+    }
+    assert demo_run.failures(good) == []
+    weak = good | {"models": {"torch": {"iou": 0.5}, "camox": {"iou": 0.2}}}
+    assert demo_run.failures(weak) == ["--ops camox reached an IoU of 0.2000, not above 0.2000 without training"]
+    found = {"passed": False, "worst": "w", "routing_same": True, "missing": [], "edge_pictures": [1]}
+    assert "camox differs from float64" in demo_run.failures(good | {"parity": found})[0]
+
+
+@pytest.mark.slow
+def test_memory_is_measured_in_its_own_process(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    small, large = (memory.measure("torch", 64, batch) for batch in (2, 6))
+    assert 0 < small["saved_mb"] < large["saved_mb"]
+    assert 0 < small["peak_mb"] < large["peak_mb"]
+    assert large["peak_mb"] == pytest.approx(large["saved_mb"], rel=0.5)
+
+
+@pytest.mark.slow
+def test_quick_demo(tmp_path):
+    command = [sys.executable, str(example_path.FOLDER / "demo.py"), "--mode", "quick", "--out", str(tmp_path / "demo")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "demo/report.json").read_text())
+    floor = max(result["untrained"]["iou"], result["constant_mask_iou"])
+    assert all(row["iou"] > floor for row in result["models"].values())
+    assert (tmp_path / "demo/report.png").stat().st_size > 10_000
+    assert "time per step, ms" in done.stdout
