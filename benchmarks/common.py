@@ -259,17 +259,18 @@ def reason(error: Exception, limit: int = 200) -> str:
 @dataclass(frozen=True)
 class Effort:
     """How long to measure: seconds of one sample at least, seconds of one case about, rounds within bounds, how often
-    a case that other processes disturbed is tried."""
+    a case that other processes disturbed is tried and how many seconds each further attempt waits for quiet at most."""
 
     sample_s: float
     case_s: float
     min_rounds: int
     max_rounds: int
     attempts: int
+    patience_s: float
 
 
-FULL = Effort(sample_s=0.004, case_s=2.0, min_rounds=9, max_rounds=41, attempts=5)
-QUICK = Effort(sample_s=0.002, case_s=0.3, min_rounds=5, max_rounds=11, attempts=2)
+FULL = Effort(sample_s=0.004, case_s=2.0, min_rounds=9, max_rounds=41, attempts=3, patience_s=45.0)
+QUICK = Effort(sample_s=0.002, case_s=0.3, min_rounds=5, max_rounds=11, attempts=2, patience_s=3.0)
 
 
 def seconds_of(step: Callable, reps: int) -> float:
@@ -473,7 +474,8 @@ def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True,
         graphs = graphs_compiled()
         gc.collect()
         for attempt in range(effort.attempts):
-            time.sleep(2.0 if attempt else 0.0)
+            if attempt:
+                machine.wait_for_quiet(effort.patience_s)
             others = machine.OtherCpu()
             samples, reps = interleave(steps, effort)
             other_cpu = others.cores()

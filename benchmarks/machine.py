@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.record import OTHER_CPU_LIMIT
+
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_TOP_PAD_": str(64 << 20)}
 
 
@@ -35,6 +37,16 @@ class OtherCpu:
             return 0.0
         own = time.process_time() - self._own
         return max(0.0, (busy - self._busy - own) / max(time.monotonic() - self._wall, 1e-9))
+
+
+def wait_for_quiet(seconds: float) -> None:
+    """Returns after one second in which no other process used the machine, or after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        others = OtherCpu()
+        time.sleep(1.0)
+        if others.cores() <= OTHER_CPU_LIMIT:
+            return
 
 
 def cpu_model() -> str:

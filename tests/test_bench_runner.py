@@ -20,7 +20,7 @@ from benchmarks import common, machine, record, run, targets  # noqa: E402
 from benchmarks.common import Case, Effort, Refusal, run_case  # noqa: E402
 from scripts import readme_tables  # noqa: E402
 
-ONCE = Effort(sample_s=0.0, case_s=0.0, min_rounds=3, max_rounds=3, attempts=2)
+ONCE = Effort(sample_s=0.0, case_s=0.0, min_rounds=3, max_rounds=3, attempts=2, patience_s=0.0)
 SHAPE = (4, 33)
 
 
@@ -262,6 +262,14 @@ def test_a_busy_machine_is_refused(monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         run.measure("toy", options, [])
     assert stopped.value.code == run.NOT_MEASURED
+
+
+def test_a_disturbed_case_is_tried_again(monkeypatch):
+    seen = iter([1.5, 0.0, 0.1])
+    monkeypatch.setattr(machine.OtherCpu, "cores", lambda self: next(seen))
+    _, measured = run_case(toy(), replace(ONCE, patience_s=60.0))
+    assert measured["other_cpu"] == 0.1
+    assert list(seen) == [], "disturbed, waited for quiet, measured"
 
 
 class HiddenSaving(torch.autograd.Function):
