@@ -27,10 +27,10 @@ break_every_op() {
 # As a user installs it: into an environment of its own, found from another folder. That environment borrows the torch of .venv.
 install_elsewhere() {
   local root=$PWD fresh=$PWD/build/fresh
-  rm -rf "$fresh" && .venv/bin/python -m venv "$fresh" || return 1
+  rm -rf "$fresh" && .venv/bin/python -m venv --without-pip "$fresh" || return 1
   local site='import sysconfig; print(sysconfig.get_path("purelib"))'
   .venv/bin/python -c "$site" >"$("$fresh/bin/python" -c "$site")/borrowed.pth" || return 1
-  "$fresh/bin/python" -m pip --disable-pip-version-check --quiet install --no-build-isolation . || return 1
+  .venv/bin/python -m pip --python "$fresh/bin/python" --disable-pip-version-check -q install --no-build-isolation . || return 1
   (cd / && "$fresh/bin/python" -c "
 import camox_ops
 assert camox_ops.__file__.startswith('$fresh'), camox_ops.__file__
