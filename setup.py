@@ -1,11 +1,16 @@
-"""Builds camox_ops._C: C kernels once per instruction set, the CPython module in C, torch bindings in C++.
+"""Builds camox_ops._C: C kernels once per instruction set, the CPython module in C, torch bindings in C++; and, where
+nvcc is found, libcamox_ops_cuda.so with the CUDA kernels beside it.
 
-setuptools compiles an extension with one set of flags; here every source gets the flags of its kind, and is compiled again
-only when it or a header is newer than its object. CAMOX_BREAK=<op> builds kernels that are wrong by 1e-3 (see CONTRIBUTING.md).
+setuptools compiles an extension with one set of flags; here every source gets the flags of its kind, and is compiled
+again only when it or a header is newer than its object. From the environment:
+  CAMOX_BREAK=<op>      kernels that are wrong by 1e-3 (see CONTRIBUTING.md)
+  CAMOX_NVCC=<path>     the CUDA compiler; "none" for no CUDA part; default: nvcc on PATH or in CUDA_HOME
+  CAMOX_CUDA_ARCHS      "all" (default), or a list such as sm_80,sm_90
 """
 
 import os
 import platform
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +38,8 @@ if X86:
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
         "-mprefer-vector-width=512",
     ]
+CUDA_OPS = [op for op in OPS if (CSRC / op / f"{op}_cuda.cu").exists()]
+ALL_CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
 if BREAK and BREAK not in OPS:
     sys.exit(f"CAMOX_BREAK must be one of {', '.join(OPS)}, got {BREAK!r}")
 
@@ -40,6 +47,26 @@ if BREAK and BREAK not in OPS:
 def version():
     text = (ROOT / "pyproject.toml").read_text()
     return text.split('\nversion = "', 1)[1].split('"', 1)[0]
+
+
+def find_nvcc():
+    chosen = os.environ.get("CAMOX_NVCC")
+    if chosen == "none":
+        return None
+    if chosen:
+        if shutil.which(chosen) is None:
+            sys.exit(f"CAMOX_NVCC is {chosen!r}, which is not a program")
+        return chosen
+    return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(os.environ.get("CUDA_HOME", ""), "bin"))
+
+
+def cuda_archs():
+    chosen = os.environ.get("CAMOX_CUDA_ARCHS", "all")
+    archs = ALL_CUDA_ARCHS if chosen == "all" else tuple(chosen.split(","))
+    unknown = [arch for arch in archs if arch not in ALL_CUDA_ARCHS]
+    if unknown:
+        sys.exit(f"CAMOX_CUDA_ARCHS must be 'all' or some of {', '.join(ALL_CUDA_ARCHS)}, got {chosen!r}")
+    return archs
 
 
 COMMON_FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=format", "-g0"]
@@ -52,15 +79,53 @@ C_FLAGS = [*COMMON_FLAGS, "-std=gnu17", "-ffp-contract=off", "-fno-math-errno", 
 CXX_FLAGS = [*COMMON_FLAGS, "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Wno-unused-parameter"]
 
 
+NVCC = find_nvcc()
+CUDA_ARCHS = cuda_archs()
+# PTX of the newest architecture lets later GPUs compile the kernels themselves.
+CUDA_CODE = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in CUDA_ARCHS]
+CUDA_CODE.append(f"-gencode=arch=compute_{CUDA_ARCHS[-1][3:]},code=compute_{CUDA_ARCHS[-1][3:]}")
+NVCC_FLAGS = [
+    *("-O3", "-std=c++17", "-Werror=all-warnings", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", *CUDA_CODE),
+    f'-DCAMOX_CUDA_ARCHS="{",".join(CUDA_ARCHS)}"',
+    *([f"-DCAMOX_BREAK_{BREAK.upper()}"] if BREAK else []),
+]
+
+
 class BuildExt(build_ext):
     def build_extension(self, ext):
-        objects = []
-        jobs = []
-        headers = max(p.stat().st_mtime for p in CSRC.rglob("*") if p.suffix in (".h", ".inc"))
+        self.compiler.link_shared_object(
+            self.compile_all(compilations()),
+            self.get_ext_fullpath(ext.name),
+            libraries=["torch_cpu"],
+            library_dirs=library_paths(),
+            extra_postargs=["-Wl,--as-needed", "-lm"],
+            target_lang="c++",
+        )
+        if NVCC is None:
+            print("camox_ops: no nvcc found, building without the CUDA part")
+            return
+        objects = self.compile_all(cuda_compilations())
+        library = Path(self.get_ext_fullpath(ext.name)).with_name("libcamox_ops_cuda.so")
+        link = [NVCC, "-shared", "-cudart=static", *CUDA_CODE, *objects, *(f"-L{path}" for path in library_paths())]
+        self.spawn([*link, "-ltorch_cpu", "-o", str(library)])
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        library = Path(self.build_lib) / "camox_ops" / "libcamox_ops_cuda.so"
+        in_place = ROOT / "camox_ops" / library.name
+        if library.exists() and NVCC is not None:
+            shutil.copy2(library, in_place)
+        else:
+            in_place.unlink(missing_ok=True)
+
+    def compile_all(self, sources):
+        """Objects of (source, folder, flags), compiled where missing or older than their source or any header."""
+        objects, jobs = [], []
+        headers = max(p.stat().st_mtime for p in CSRC.rglob("*") if p.suffix in (".h", ".inc", ".cuh"))
         headers = max(headers, Path("setup.py").stat().st_mtime)
         temp = Path(self.build_temp) / (f"break-{BREAK}" if BREAK else "plain")
-        for source, flavour, flags in compilations():
-            target = temp / flavour / Path(source).with_suffix(".o")
+        for source, folder, flags in sources:
+            target = temp / folder / Path(source).with_suffix(".o")
             objects.append(str(target))
             if self.force or not target.exists() or target.stat().st_mtime < max(headers, Path(source).stat().st_mtime):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,23 +133,16 @@ class BuildExt(build_ext):
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for _ in pool.map(self.compile_one, jobs):
                 pass
-        self.compiler.link_shared_object(
-            objects,
-            self.get_ext_fullpath(ext.name),
-            libraries=["torch_cpu"],
-            library_dirs=library_paths(),
-            extra_postargs=["-Wl,--as-needed", "-lm"],
-            target_lang="c++",
-        )
+        return objects
 
     def compile_one(self, job):
         source, target, flags = job
-        compiler = self.compiler.compiler_so_cxx if source.endswith(".cpp") else self.compiler.compiler_so
+        suffix = Path(source).suffix
         includes = [f"-I{path}" for path in self.include_dirs]
-        if source.endswith(".cpp"):
+        if suffix == ".cpp":
             includes += [f"-isystem{path}" for path in include_paths()]
-        command = [compiler[0], *flags, *includes, "-c", source, "-o", str(target)]
-        self.spawn(command)
+        program = {".c": self.compiler.compiler_so[0], ".cpp": self.compiler.compiler_so_cxx[0], ".cu": NVCC}[suffix]
+        self.spawn([program, *flags, *includes, "-c", source, "-o", str(target)])
 
 
 def compilations():
@@ -103,6 +161,16 @@ def compilations():
             yield str(source), isa, [*C_FLAGS, *flags, f"-DCAMOX_ISA={isa}"]
     for source in sorted([CSRC / "library.cpp", *CSRC.glob("*/*_bind.cpp")]):
         yield str(source), "cxx", CXX_FLAGS
+
+
+def cuda_compilations():
+    """The same of the CUDA part: each op's kernels, and its checks and bindings again for the CUDA backend."""
+    yield str(CSRC / "common" / "status.c"), "cuda", C_FLAGS
+    yield str(CSRC / "common" / "cuda_part.cu"), "cuda", NVCC_FLAGS
+    for op in CUDA_OPS:
+        yield str(CSRC / op / f"{op}.c"), "cuda", [*C_FLAGS, "-DCAMOX_CUDA_PART"]
+        yield str(CSRC / op / f"{op}_bind.cpp"), "cuda", [*CXX_FLAGS, "-DCAMOX_CUDA_PART"]
+        yield str(CSRC / op / f"{op}_cuda.cu"), "cuda", NVCC_FLAGS
 
 
 class BdistWheel(bdist_wheel):

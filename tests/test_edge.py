@@ -13,7 +13,7 @@ import camox_ops as cx
 from camox_ops import reference
 
 BORDERS = ("zeros", "replicate", "reflect")
-# Below, at and above vector and tile widths: 16 lanes, 512 columns of a flat tile, 64 channels, 4096 elements of a strip.
+# Around vector and tile sizes: 16 lanes, 512 columns and 4096 elements of a flat tile, 2048 elements of a line.
 SHAPES = [
     (2, 3, 5, 7),
     (1, 2, 1, 1),
@@ -29,8 +29,8 @@ SHAPES = [
     (1, 1, 20, 512),
     (1, 1, 3, 513),
     (1, 1, 2, 2051),
-    (1, 63, 3, 18),
-    (1, 65, 5, 17),
+    (1, 127, 3, 18),
+    (1, 129, 5, 17),
     (2, 131, 3, 4),
 ]
 
@@ -324,7 +324,7 @@ def test_errors_of_x(arguments, error, message):
         ({"eps": float("inf")}, ValueError, "eps must be > 0 and finite, got inf"),
         ({"eps": "1e-8"}, TypeError, "eps must be a number, got '1e-8'"),
         ({"border": "wrap"}, ValueError, "border must be one of 'zeros', 'replicate', 'reflect', got 'wrap'"),
-        ({"border": "reflect"}, ValueError, r"border 'reflect' needs sides of at least 2, got x of shape \(1, 1, 1, 4\)"),
+        ({"border": "reflect"}, ValueError, r"border 'reflect' needs sides of at least 2, got x of shape"),
     ],
 )
 def test_errors(arguments, error, message):
@@ -362,7 +362,7 @@ def test_forward_mode_is_refused():
 @pytest.mark.big
 @pytest.mark.slow
 def test_offsets_past_32_bits():
-    """A picture whose rows lie further apart than 2^31 elements, in memory that is mapped but never touched elsewhere."""
+    """A picture whose rows lie further apart than 2^31 elements, in memory that is never touched elsewhere."""
     apart = 2**31 + 5
     storage = torch.empty(2 * apart + 64, dtype=torch.bfloat16)
     x = storage.as_strided((1, 1, 3, 8), (1, 1, apart, 1))

@@ -8,6 +8,8 @@ import numbers
 import torch
 from torch.autograd import forward_ad
 
+from .. import _cuda
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BORDERS = ("zeros", "replicate", "reflect")
 
@@ -20,8 +22,14 @@ def tensor(op: str, name: str, value, *, dtypes=DTYPES) -> None:
     if value.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{op}: {name} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
-    if value.device.type not in ("cpu", "meta"):
-        raise ValueError(f"{op}: {name} must be on the CPU, got {value.device}: this build has no CUDA kernels")
+    if value.device.type == "cuda":
+        reason = "" if torch.compiler.is_compiling() else _cuda.unusable(value.device.index)
+        if reason:
+            raise RuntimeError(f"{op}: {name} is on {value.device}, but {reason}")
+        if value.dtype == torch.float64:
+            raise TypeError(f"{op}: {name} is float64 on {value.device}; float64 runs on the CPU only")
+    elif value.device.type not in ("cpu", "meta"):
+        raise ValueError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
     no_forward_mode(op, name, value)
 
 

@@ -25,6 +25,6 @@ def tune_cpu_allocator() -> AllocatorReport:
 
     Every large CPU tensor is otherwise mapped afresh, zeroed page by page at its first touch and unmapped when it is
     freed, which can take longer than computing it. Call once, before the first tensors; it holds for the whole process
-    and changes no numbers. Peak resident memory can grow, since freed blocks stay. Elsewhere than on glibc (musl, macOS,
-    Windows) or with another malloc preloaded nothing is changed and `supported` is False or the settings have no effect."""
+    and changes no numbers. Peak resident memory can grow, since freed blocks stay. Elsewhere than on glibc (musl,
+    macOS, Windows) nothing is changed and `supported` is False; under a preloaded malloc the settings have no effect."""
     return AllocatorReport(*_C.tune_cpu_allocator())

@@ -1,4 +1,5 @@
-// The only file that knows torch: tensors in and out of the C params structs, errors, threads.
+// The only file that knows torch: tensors in and out of the C params structs, errors, threads and streams.
+// Bindings are compiled twice: into _C for the CPU, and with CAMOX_CUDA_PART into the CUDA part.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -14,6 +15,17 @@
 #include "isa.h"
 #include "status.h"
 #include "types.h"
+
+#ifdef CAMOX_CUDA_PART
+#include <torch/csrc/stable/accelerator.h>
+#define CAMOX_BACKEND CUDA
+#define CAMOX_ON_CPU false
+extern "C" const char* camox_cuda_error_text(int error);
+extern "C" void* camox_cuda_current_stream(int device_index);
+#else
+#define CAMOX_BACKEND CPU
+#define CAMOX_ON_CPU true
+#endif
 
 namespace camox {
 
@@ -33,8 +45,11 @@ inline camox_dtype dtype_of(const Tensor& x, const char* op) {
     case ScalarType::Float: return CAMOX_F32;
     case ScalarType::BFloat16: return CAMOX_BF16;
     case ScalarType::Half: return CAMOX_F16;
+#ifndef CAMOX_CUDA_PART
     case ScalarType::Double: return CAMOX_F64;
-    default: throw std::invalid_argument(std::string(op) + ": dtype must be float32, bfloat16, float16 or float64");
+#endif
+    default: throw std::invalid_argument(std::string(op) + ": dtype must be float32, bfloat16, float16" +
+                                         (CAMOX_ON_CPU ? " or float64" : "; float64 runs on the CPU only"));
   }
 }
 
@@ -99,6 +114,15 @@ inline Tensor empty_picture(const Tensor& like, int64_t channels, bool channels_
   return Tensor(handle);
 }
 
+#ifdef CAMOX_CUDA_PART
+// Runs a launcher on x's device and torch's current stream there.
+template <class Params>
+void launch(int (*launcher)(const Params*, void*), const Params& params, const Tensor& x, const char* op) {
+  torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  int error = launcher(&params, camox_cuda_current_stream(x.get_device_index()));
+  if (error != 0) check(camox_fail(CAMOX_CUDA_ERROR, "%s: %s", op, camox_cuda_error_text(error)));
+}
+#else
 // Runs kernel(&params, begin, end) over `units` of about `unit_cost` elements each on torch's threads.
 template <class Kernel, class Params>
 void run(Kernel kernel, const Params& params, int64_t units, int64_t unit_cost) {
@@ -107,5 +131,6 @@ void run(Kernel kernel, const Params& params, int64_t units, int64_t unit_cost) 
   torch::stable::parallel_for(0, units, grain > 0 ? grain : 1,
                               [&](int64_t begin, int64_t end) { kernel(&params, begin, end); });
 }
+#endif
 
 }  // namespace camox

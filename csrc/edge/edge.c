@@ -8,6 +8,7 @@
 #include "../common/status.h"
 #include "../common/stencil.h"
 
+#ifndef CAMOX_CUDA_PART
 CAMOX_DECLARE_KERNELS(camox_edge_forward_kernel, camox_edge_kernel)
 CAMOX_DECLARE_KERNELS(camox_edge_backward_kernel, camox_edge_kernel)
 
@@ -16,6 +17,7 @@ static camox_edge_kernel *const backward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_CO
 
 camox_edge_kernel *camox_edge_forward(camox_dtype dtype, camox_isa isa) { return forward_kernels[dtype][isa]; }
 camox_edge_kernel *camox_edge_backward(camox_dtype dtype, camox_isa isa) { return backward_kernels[dtype][isa]; }
+#endif
 
 /* What is written has stride 1 over C (channels_last), or whole planes one row after the other. */
 static int check_written(const camox_edge_params *p, const camox_view4 *view, const char *name) {

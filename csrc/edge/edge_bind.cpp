@@ -1,4 +1,4 @@
-// Schemas and CPU entries of edge_maps.
+// Schemas and entries of edge_maps.
 #include "../common/torch_util.h"
 #include "edge.h"
 
@@ -18,14 +18,16 @@ camox_edge_params edge_params(const Tensor& x, double eps, const std::string& bo
   return p;
 }
 
-void run_edge(camox_edge_kernel* kernel, const camox_edge_params& p) {
+void compute(const camox_edge_params& p, const Tensor& x, bool backward) {
+  check(camox_edge_check(&p, backward));
+#ifdef CAMOX_CUDA_PART
+  launch(backward ? camox_edge_backward_cuda : camox_edge_cuda, p, x, "edge_maps");
+#else
   int64_t units = camox_edge_units(&p);
-  run(kernel, p, units, units > 0 ? p.batch * p.channels * p.height * p.width / units : 0);
-}
-
-void forward(camox_edge_params& p) {
-  check(camox_edge_check(&p, 0));
-  run_edge(camox_edge_forward(p.dtype, camox_isa_current()), p);
+  camox_isa isa = camox_isa_current();
+  run(backward ? camox_edge_backward(p.dtype, isa) : camox_edge_forward(p.dtype, isa), p, units,
+      units > 0 ? x.numel() / units : 0);
+#endif
 }
 
 std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, std::string border) {
@@ -35,7 +37,7 @@ std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, std::s
     maps[map] = empty_picture(x, p.channels, p.channels_last);
     p.maps[map] = view4(maps[map]);
   }
-  forward(p);
+  compute(p, x, false);
   return {maps[0], maps[1], maps[2]};
 }
 
@@ -48,7 +50,7 @@ Tensor edge_maps_stacked(const Tensor& x, double eps, std::string border) {
     p.maps[map] = view4(out);
     p.maps[map].data = static_cast<char*>(out.data_ptr()) + map * p.channels * p.maps[map].stride[1] * element;
   }
-  forward(p);
+  compute(p, x, false);
   return out;
 }
 
@@ -66,13 +68,13 @@ Tensor edge_maps_backward(const Tensor& x, OptionalTensor grad_sobel, OptionalTe
   }
   Tensor grad_x = empty_picture(x, p.channels, p.channels_last);
   p.grad_x = view4(grad_x);
-  check(camox_edge_check(&p, 1));
-  run_edge(camox_edge_backward(p.dtype, camox_isa_current()), p);
+  compute(p, x, true);
   return grad_x;
 }
 
 }  // namespace
 
+#ifndef CAMOX_CUDA_PART
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("edge_maps(Tensor x, float eps, str border) -> (Tensor, Tensor, Tensor)");
   m.def("edge_maps_stacked(Tensor x, float eps, str border) -> Tensor");
@@ -80,8 +82,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
       "edge_maps_backward(Tensor x, Tensor? grad_sobel, Tensor? grad_laplacian, Tensor? grad_gradient, "
       "Tensor? grad_input, float eps, str border) -> Tensor");
 }
+#endif
 
-STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
   m.impl("edge_maps", TORCH_BOX(&edge_maps));
   m.impl("edge_maps_stacked", TORCH_BOX(&edge_maps_stacked));
   m.impl("edge_maps_backward", TORCH_BOX(&edge_maps_backward));

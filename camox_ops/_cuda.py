@@ -1,0 +1,75 @@
+"""The CUDA part of the package: loaded only where torch has CUDA, and asked before a tensor is handed to it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).with_name("libcamox_ops_cuda.so")
+
+
+class _Part:
+    """What was found at import: the loaded library, or why there is none."""
+
+    def __init__(self):
+        self.library = None
+        self.missing = ""
+        if torch.version.cuda is None:
+            self.missing = f"this torch ({torch.__version__}) has no CUDA"
+        elif not LIBRARY.exists():
+            self.missing = "this build of camox_ops has no CUDA part (it was built where no nvcc was found)"
+        else:
+            try:
+                torch.ops.load_library(str(LIBRARY))
+                self.library = ctypes.CDLL(str(LIBRARY))
+            except OSError as error:
+                self.missing = f"the CUDA part could not be loaded: {error}"
+
+    def archs(self) -> list[str]:
+        self.library.camox_cuda_archs.restype = ctypes.c_char_p
+        return self.library.camox_cuda_archs().decode().split(",")
+
+    def versions(self) -> tuple[int, int]:
+        built, driver = ctypes.c_int(), ctypes.c_int()
+        self.library.camox_cuda_versions(ctypes.byref(built), ctypes.byref(driver))
+        return built.value, driver.value
+
+
+part = _Part()
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def why_not(built: int, driver: int, archs: list[str], capability: tuple[int, int]) -> str:
+    """Why a part built with CUDA `built` for `archs` cannot run on this driver and GPU, or an empty string."""
+    if driver // 1000 < built // 1000:
+        has = f"the driver supports CUDA {_dotted(driver)}" if driver else "no driver was found"
+        needs = " (driver 580 or newer)" if built // 1000 == 13 else ""
+        return f"the CUDA part was built with CUDA {_dotted(built)}, which needs a driver for it{needs}, but {has}"
+    major, minor = capability
+    numbers = [(int(arch[3:-1]), int(arch[-1])) for arch in archs]
+    # Machine code runs on later minor versions of its major; PTX of the last architecture on anything newer.
+    if any(major == m and minor >= n for m, n in numbers) or capability >= numbers[-1]:
+        return ""
+    return f"the GPU is sm_{major}{minor}, and the CUDA part has code for {', '.join(archs)}"
+
+
+@functools.cache
+def unusable(device_index: int) -> str:
+    """Why tensors on this CUDA device cannot be used, or an empty string."""
+    if part.library is None:
+        return part.missing
+    return why_not(*part.versions(), part.archs(), torch.cuda.get_device_capability(device_index))
+
+
+def status() -> str:
+    """One line on the CUDA part for people."""
+    if part.library is None:
+        return part.missing
+    built, driver = part.versions()
+    return f"built with CUDA {_dotted(built)} for {', '.join(part.archs())}; driver supports CUDA {_dotted(driver)}"

@@ -1,0 +1,54 @@
+"""The CUDA part as far as a machine without a GPU can tell: when it is loaded, what is said when it cannot be used."""
+
+import ctypes
+import os
+
+import pytest
+import torch
+from helpers import run_python
+
+from camox_ops import _cuda
+
+
+def test_cpu_torch_never_opens_it():
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    maps = run_python("import camox_ops; print(open('/proc/self/maps').read())")
+    assert "_C.abi3.so" in maps
+    assert "libcamox_ops_cuda" not in maps
+    assert "has no CUDA" in _cuda.status()
+    assert _cuda.unusable(0) == _cuda.part.missing
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "archs", "capability", "expected"),
+    [
+        (13000, 13000, ["sm_80"], (8, 0), ""),
+        (13000, 13000, ["sm_80"], (8, 9), ""),
+        (13000, 13020, ["sm_75", "sm_90"], (12, 0), ""),
+        (13000, 13000, ["sm_80"], (9, 0), ""),
+        (13000, 13000, ["sm_80", "sm_90"], (7, 5), "the GPU is sm_75, and the CUDA part has code for sm_80, sm_90"),
+        (13000, 13000, ["sm_86", "sm_90"], (8, 0), "the GPU is sm_80, and the CUDA part has code for sm_86, sm_90"),
+        (13000, 12080, ["sm_80"], (8, 0), "(driver 580 or newer), but the driver supports CUDA 12.8"),
+        (13000, 0, ["sm_80"], (8, 0), "built with CUDA 13.0, which needs a driver for it"),
+    ],
+)
+def test_why_not(built, driver, archs, capability, expected):
+    reason = _cuda.why_not(built, driver, archs, capability)
+    assert expected in reason
+    assert bool(reason) == bool(expected)
+
+
+def test_library_says_what_it_has():
+    if not _cuda.LIBRARY.exists():
+        pytest.skip("built without nvcc: there is no CUDA part")
+    torch.ones(1)  # libtorch_cpu, which the library needs, is loaded
+    library = ctypes.CDLL(str(_cuda.LIBRARY), mode=os.RTLD_LAZY)
+    library.camox_cuda_archs.restype = ctypes.c_char_p
+    archs = library.camox_cuda_archs().decode().split(",")
+    assert archs
+    assert set(archs) <= {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90"}
+    built, driver = ctypes.c_int(), ctypes.c_int(-1)
+    library.camox_cuda_versions(ctypes.byref(built), ctypes.byref(driver))
+    assert built.value >= 12000
+    assert driver.value >= 0
