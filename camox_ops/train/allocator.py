@@ -26,5 +26,5 @@ def tune_cpu_allocator() -> AllocatorReport:
     Every large CPU tensor is otherwise mapped afresh, zeroed page by page at its first touch and unmapped when it is
     freed, which can take longer than computing it. Call once, before the first tensors; it holds for the whole process
     and changes no numbers. Peak resident memory can grow, since freed blocks stay. Elsewhere than on glibc (musl,
-    macOS, Windows) nothing is changed and `supported` is False; under a preloaded malloc the settings have no effect."""
+    macOS, Windows) nothing is changed and `supported` is False; a malloc that is preloaded ignores the settings."""
     return AllocatorReport(*_C.tune_cpu_allocator())
