@@ -19,14 +19,14 @@
 static int test_failures;
 static long test_checks;
 
-#define TEST(condition, ...)                                \
-  do {                                                      \
-    ++test_checks;                                          \
-    if (!(condition) && ++test_failures <= 20) {            \
+#define TEST(condition, ...)                                 \
+  do {                                                       \
+    ++test_checks;                                           \
+    if (!(condition) && ++test_failures <= 20) {             \
       printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      printf(__VA_ARGS__);                                  \
-      printf("\n");                                         \
-    }                                                       \
+      printf(__VA_ARGS__);                                   \
+      printf("\n");                                          \
+    }                                                        \
   } while (0)
 
 static const char *const test_dtype_names[CAMOX_DTYPE_COUNT] = {"float32", "bfloat16", "float16", "float64"};
@@ -118,10 +118,10 @@ static inline test_picture test_output(camox_dtype dtype, int channels_last, int
   return test_allocate(dtype, size, channels_last ? last : contiguous);
 }
 
-#define TEST_EACH(p, b, c, y, x)                   \
-  for (int64_t b = 0; b < (p)->size[0]; ++b)       \
-    for (int64_t c = 0; c < (p)->size[1]; ++c)     \
-      for (int64_t y = 0; y < (p)->size[2]; ++y)   \
+#define TEST_EACH(p, b, c, y, x)                 \
+  for (int64_t b = 0; b < (p)->size[0]; ++b)     \
+    for (int64_t c = 0; c < (p)->size[1]; ++c)   \
+      for (int64_t y = 0; y < (p)->size[2]; ++y) \
         for (int64_t x = 0; x < (p)->size[3]; ++x)
 
 /* What kernels read: random values in any layout. */
