@@ -1,0 +1,323 @@
+/* What every .cu of the library stands on: launches, 128-bit accesses, conversions, fixed-order reductions, cp.async and
+   tensor-core steps. One source for nvcc and for the host rig (host_cuda/host_cuda.h), which defines CAMOX_HOST_CUDA.
+   CAMOX_CUDA_ARCH is __CUDA_ARCH__ in nvcc's device passes, the tested architecture in the rig, 0 in nvcc's host pass. */
+#ifndef CAMOX_CUDA_UTIL_CUH
+#define CAMOX_CUDA_UTIL_CUH
+
+#include <stdint.h>
+
+#if defined(CAMOX_HOST_CUDA)
+#define CAMOX_CUDA_ARCH CAMOX_HOST_CUDA_ARCH
+#include "host_cuda/host_cuda.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#if defined(__CUDA_ARCH__)
+#define CAMOX_CUDA_ARCH __CUDA_ARCH__
+#else
+#define CAMOX_CUDA_ARCH 0
+#endif
+#endif
+
+#define CAMOX_WARP 32
+#define CAMOX_FULL_MASK 0xffffffffu
+
+/* CAMOX_LAUNCH((kernel<T, 4>), grid, block, shared_bytes, stream, args...); then `return camox_launch_status();`
+   CAMOX_DYNAMIC_SHARED(float, tile); declares `float *tile`, 16-byte aligned, on the launch's dynamic shared memory. */
+#if defined(CAMOX_HOST_CUDA)
+#define CAMOX_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  ((void)(stream), camox_host_launch_kernel(#kernel, kernel, dim3(grid), dim3(block), size_t(shared_bytes), __VA_ARGS__))
+#define CAMOX_DYNAMIC_SHARED(type, name) type *const name = static_cast<type *>(camox_host_dynamic_shared())
+#else
+#define CAMOX_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  (kernel)<<<(grid), (block), (shared_bytes), static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+extern __shared__ __align__(16) unsigned char camox_dynamic_shared[];
+#define CAMOX_DYNAMIC_SHARED(type, name) type *const name = reinterpret_cast<type *>(camox_dynamic_shared)
+#endif
+
+/* Clears the error it returns, so a failed launch is told once, by the call that made it. */
+static inline int camox_launch_status(void) { return static_cast<int>(cudaGetLastError()); }
+
+template <typename A, typename B>
+__host__ __device__ constexpr int64_t camox_ceil_div(A a, B b) {
+  return (static_cast<int64_t>(a) + b - 1) / b;
+}
+
+/* Blocks for `items` of work: grid.x alone, which reaches 2^31-1, and the kernel strides over the rest in 64 bits:
+   for (int64_t i = blockIdx.x; i < items; i += gridDim.x). 0 items: launch nothing. The rig lowers the cap to run the stride.
+ */
+static inline unsigned camox_grid(int64_t items) {
+#if defined(CAMOX_HOST_CUDA)
+  const int64_t cap = camox_host_grid_cap();
+#else
+  const int64_t cap = INT32_MAX;
+#endif
+  return static_cast<unsigned>(items < cap ? items : cap);
+}
+
+/* ---- conversions ---- */
+__device__ __forceinline__ float camox_to_float(float x) { return x; }
+__device__ __forceinline__ float camox_to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float camox_to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+struct camox_is_bfloat16 {
+  static constexpr bool value = false;
+};
+template <>
+struct camox_is_bfloat16<__nv_bfloat16> {
+  static constexpr bool value = true;
+};
+
+template <typename T>
+__device__ __forceinline__ T camox_from_float(float x);
+template <>
+__device__ __forceinline__ float camox_from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half camox_from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 camox_from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+/* ---- vector accesses ---- */
+template <int BYTES>
+struct camox_word;
+template <>
+struct camox_word<16> {
+  typedef uint4 type;
+};
+template <>
+struct camox_word<8> {
+  typedef uint2 type;
+};
+template <>
+struct camox_word<4> {
+  typedef uint32_t type;
+};
+template <>
+struct camox_word<2> {
+  typedef uint16_t type;
+};
+
+/* How many T one 128-bit access moves. */
+template <typename T>
+struct camox_lanes {
+  static constexpr int value = 16 / static_cast<int>(sizeof(T));
+};
+
+__host__ __device__ static inline bool camox_aligned(const void *p, int bytes) {
+  return (reinterpret_cast<uintptr_t>(p) & static_cast<uintptr_t>(bytes - 1)) == 0;
+}
+
+/* N elements in one access; p must be aligned to all of them. Loads take the read-only path:
+   nobody may write *p while the kernel runs. */
+template <int N, typename T>
+__device__ __forceinline__ void camox_load(T (&to)[N], const T *p) {
+  typedef typename camox_word<N *static_cast<int>(sizeof(T))>::type word;
+  const word bits = __ldg(reinterpret_cast<const word *>(p));
+  __builtin_memcpy(static_cast<void *>(to), &bits, sizeof bits);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void camox_store(T *p, const T (&from)[N]) {
+  typedef typename camox_word<N *static_cast<int>(sizeof(T))>::type word;
+  word bits;
+  __builtin_memcpy(&bits, static_cast<const void *>(from), sizeof bits);
+  *reinterpret_cast<word *>(p) = bits;
+}
+
+/* The same as float, with a tail: elements from n on are not touched in memory, and `fill` in the registers.
+   `vector` says that p is aligned to N elements; it is the same for the whole tensor, so the branch does not diverge. */
+template <int N, typename T>
+__device__ __forceinline__ void camox_load_float(float (&to)[N], const T *p, int64_t n, bool vector, float fill = 0.0f) {
+  if (vector && n >= N) {
+    T raw[N];
+    camox_load<N>(raw, p);
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = camox_to_float(raw[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = i < n ? camox_to_float(__ldg(p + i)) : fill;
+  }
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void camox_store_float(T *p, const float (&from)[N], int64_t n, bool vector) {
+  if (vector && n >= N) {
+    T raw[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) raw[i] = camox_from_float<T>(from[i]);
+    camox_store<N>(p, raw);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < n) p[i] = camox_from_float<T>(from[i]);
+  }
+}
+
+/* ---- reductions: one order for one block size, so the same bits on every run ---- */
+__device__ __forceinline__ float camox_warp_sum(float x) {
+#pragma unroll
+  for (int offset = CAMOX_WARP / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
+  return x;
+}
+
+__device__ __forceinline__ float camox_warp_max(float x) {
+#pragma unroll
+  for (int offset = CAMOX_WARP / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(CAMOX_FULL_MASK, x, offset));
+  return x;
+}
+
+/* Sum over a block of THREADS (x only, a multiple of 32), returned to every thread. scratch: THREADS / 32 floats of shared
+   memory; the first barrier protects what the previous use left there. */
+template <int THREADS>
+__device__ __forceinline__ float camox_block_sum(float x, float *scratch) {
+  static_assert(THREADS % CAMOX_WARP == 0 && THREADS <= 1024, "whole warps");
+  const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
+  x = camox_warp_sum(x);
+  __syncthreads();
+  if (lane == 0) scratch[warp] = x;
+  __syncthreads();
+  return camox_warp_sum(lane < THREADS / CAMOX_WARP ? scratch[lane] : 0.0f);
+}
+
+/* ---- cp.async: 16 bytes from global to shared memory; only the first valid_bytes are read, the rest become zeros ----
+   sm_75 has none: the copy is made at once, and commit and wait are empty. */
+#if defined(CAMOX_HOST_CUDA) && CAMOX_CUDA_ARCH >= 800
+#define camox_cp_async_16(shared, global, valid_bytes) \
+  camox_host_cp_async(shared, global, 16, valid_bytes, CAMOX_HOST_SITE("cp.async"))
+static inline void camox_cp_async_commit(void) { camox_host_cp_async_commit(); }
+template <int PENDING>
+static inline void camox_cp_async_wait(void) {
+  camox_host_cp_async_wait(PENDING);
+}
+#else
+__device__ __forceinline__ void camox_cp_async_16(void *shared, const void *global, int valid_bytes) {
+#if CAMOX_CUDA_ARCH >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+               "l"(global), "r"(valid_bytes)
+               : "memory");
+#else
+  if (valid_bytes == 16) {
+    *static_cast<uint4 *>(shared) = *static_cast<const uint4 *>(global);
+  } else {
+    for (int i = 0; i < 16; ++i)
+      static_cast<unsigned char *>(shared)[i] = i < valid_bytes ? static_cast<const unsigned char *>(global)[i] : 0;
+  }
+#endif
+}
+__device__ __forceinline__ void camox_cp_async_commit(void) {
+#if CAMOX_CUDA_ARCH >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+/* Returns once at most PENDING of this thread's latest groups are still under way; other threads need a barrier as well. */
+template <int PENDING>
+__device__ __forceinline__ void camox_cp_async_wait(void) {
+#if CAMOX_CUDA_ARCH >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+#endif
+
+/* ---- tensor cores: d = a * b + d, float32 sums, fragments as the PTX ISA lays them out. With g = lane / 4, t = lane % 4:
+   a[0], a[1]: rows g, g+8 of columns 2t, 2t+1;  a[2], a[3]: the same of columns 2t+8, 2t+9 (k16 only)
+   b[0]: rows 2t, 2t+1 of column g;  b[1]: rows 2t+8, 2t+9 (k16 only)
+   d[0], d[1]: row g, columns 2t, 2t+1;  d[2], d[3]: row g+8 ---- */
+#if defined(CAMOX_HOST_CUDA)
+template <typename T>
+struct camox_host_mma_payload {
+  const uint32_t *a, *b;
+  float *d;
+};
+
+template <typename T>
+static inline float camox_host_half_of(uint32_t word, int i) {
+  const uint16_t bits = static_cast<uint16_t>(word >> (16 * i));
+  T value;
+  memcpy(static_cast<void *>(&value), &bits, 2);
+  return camox_to_float(value);
+}
+
+template <typename T, int K>
+static inline void camox_host_mma_run(camox_host_lanes *lanes) {
+  if (lanes->mask != CAMOX_FULL_MASK) camox_host_fail("mma needs all 32 lanes of the warp");
+  float a[16][K], b[K][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const camox_host_mma_payload<T> *p = static_cast<camox_host_mma_payload<T> *>(lanes->payload[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 2; ++i)
+      for (int half = 0; half < K / 8; ++half) {
+        a[g][2 * t + i + 8 * half] = camox_host_half_of<T>(p->a[2 * half], i);
+        a[g + 8][2 * t + i + 8 * half] = camox_host_half_of<T>(p->a[2 * half + 1], i);
+        b[2 * t + i + 8 * half][g] = camox_host_half_of<T>(p->b[half], i);
+      }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    float *d = static_cast<camox_host_mma_payload<T> *>(lanes->payload[lane])->d;
+    for (int i = 0; i < 4; ++i) {
+      double sum = d[i];
+      for (int k = 0; k < K; ++k) sum += double(a[lane / 4 + 8 * (i / 2)][k]) * double(b[k][lane % 4 * 2 + i % 2]);
+      d[i] = static_cast<float>(sum);
+    }
+  }
+}
+
+template <typename T, int K>
+static inline void camox_host_mma(float *d, const uint32_t *a, const uint32_t *b, const camox_host_site *site) {
+  camox_host_mma_payload<T> payload = {a, b, d};
+  camox_host_collect(CAMOX_FULL_MASK, &payload, camox_host_mma_run<T, K>, site);
+}
+#endif
+
+template <typename T>
+__device__ __forceinline__ void camox_mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], const uint32_t (&b)[1]) {
+  static_assert(sizeof(T) == 2, "float16 or bfloat16");
+#if defined(CAMOX_HOST_CUDA)
+  if (CAMOX_CUDA_ARCH < 800 && !std::is_same_v<T, __half>) camox_host_fail("sm_75 has no bfloat16 mma");
+  camox_host_mma<T, 8>(d, a, b, CAMOX_HOST_SITE("mma.m16n8k8"));
+#elif CAMOX_CUDA_ARCH > 0
+  if constexpr (!camox_is_bfloat16<T>::value) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+  } else {
+#if CAMOX_CUDA_ARCH >= 800
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+#else
+    __trap();
+#endif
+  }
+#endif
+}
+
+/* sm_75 makes it of two m16n8k8; bfloat16 needs sm_80. */
+template <typename T>
+__device__ __forceinline__ void camox_mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if CAMOX_CUDA_ARCH > 0 && CAMOX_CUDA_ARCH < 800
+  const uint32_t low[2] = {a[0], a[1]}, high[2] = {a[2], a[3]}, first[1] = {b[0]}, second[1] = {b[1]};
+  camox_mma_m16n8k8<T>(d, low, first);
+  camox_mma_m16n8k8<T>(d, high, second);
+#elif defined(CAMOX_HOST_CUDA)
+  camox_host_mma<T, 16>(d, a, b, CAMOX_HOST_SITE("mma.m16n8k16"));
+#elif CAMOX_CUDA_ARCH > 0
+  if constexpr (camox_is_bfloat16<T>::value)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+#endif

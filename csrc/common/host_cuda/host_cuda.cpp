@@ -1,0 +1,804 @@
+/* Runtime of the host-CUDA rig: fibers, scheduler, guarded memory, error reports and the record of kernels run.
+   Linux only. It is a test tool: never linked into the library. */
+#define CAMOX_HOST_CUDA_ARCH 0
+#include "host_cuda.h"
+
+#include <condition_variable>
+#include <csetjmp>
+#include <csignal>
+#include <cstdarg>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+/* glibc exports it; no header declares it. */
+struct tls_index {
+  unsigned long module, offset;
+};
+extern "C" void *__tls_get_addr(tls_index *);
+
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
+
+namespace {
+
+constexpr int max_threads = 1024, warp_size = 32, max_warps = max_threads / warp_size;
+constexpr size_t page = 4096, stack_bytes = 128 << 10, max_shared = 232448, guard_bytes = 16 << 20;
+constexpr unsigned char poison = 0xff; /* a NaN in every float type, -1 in every integer */
+
+enum order { forward = 0, reverse = 1, random_order = 2 };
+
+struct {
+  int order = forward, threads = 0;
+  uint64_t seed = 1;
+  double timeout_s = 60;
+  int64_t grid_cap = INT32_MAX;
+} config;
+
+/* ---- context switch ---- */
+#if defined(__x86_64__)
+/* swapcontext makes two system calls a switch; this saves what the ABI calls callee-saved and nothing else. */
+__asm__(
+    ".text\n.p2align 4\n.globl camox_host_switch\n.hidden camox_host_switch\n.type camox_host_switch,@function\n"
+    "camox_host_switch:\n"
+    "  endbr64\n  pushq %rbp\n  pushq %rbx\n  pushq %r12\n  pushq %r13\n  pushq %r14\n  pushq %r15\n"
+    "  movq %rsp, (%rdi)\n  movq (%rsi), %rsp\n"
+    "  popq %r15\n  popq %r14\n  popq %r13\n  popq %r12\n  popq %rbx\n  popq %rbp\n  ret\n"
+    ".size camox_host_switch,.-camox_host_switch\n");
+struct context {
+  void *sp;
+};
+extern "C" void camox_host_switch(context *save, const context *load);
+
+void context_make(context *c, unsigned char *stack, size_t bytes, void (*entry)()) {
+  void **top = reinterpret_cast<void **>(stack + bytes);
+  *--top = nullptr; /* where entry would return to: it never does */
+  *--top = reinterpret_cast<void *>(entry);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  c->sp = top;
+}
+void context_switch(context *save, const context *load) { camox_host_switch(save, load); }
+#else
+struct context {
+  ucontext_t u;
+};
+void context_make(context *c, unsigned char *stack, size_t bytes, void (*entry)()) {
+  getcontext(&c->u);
+  c->u.uc_stack.ss_sp = stack;
+  c->u.uc_stack.ss_size = bytes;
+  c->u.uc_link = nullptr;
+  makecontext(&c->u, entry, 0);
+}
+void context_switch(context *save, const context *load) { swapcontext(&save->u, &load->u); }
+#endif
+
+/* ---- fibers ---- */
+enum class wait { none, barrier, warp, exited };
+
+struct pending_copy {
+  void *to;
+  unsigned char bytes[16];
+  int count, group;
+  const camox_host_site *site;
+};
+
+struct fiber {
+  camox_host_thread self; /* first: kernels see a pointer to it */
+  context at;
+  unsigned char *stack;
+  wait waits;
+  const camox_host_site *site;
+  unsigned mask;
+  void *payload;
+  int result, group;
+  std::vector<pending_copy> copies;
+};
+
+struct rendezvous {
+  unsigned mask, arrived;
+};
+
+struct launch {
+  camox_host_launch_info info;
+  std::string name;
+  dim3 grid, block;
+  size_t shared_bytes, tls_module, tls_bytes;
+  uint64_t blocks, next;
+  std::vector<uint64_t> shuffled;
+  bool failed;
+};
+
+struct worker {
+  pthread_t thread;
+  int number;
+  context scheduler;
+  sigjmp_buf recover;
+  launch *job;
+  fiber *current;
+  fiber fibers[max_threads];
+  uint64_t ready[max_threads / 64];
+  int ready_count, threads, live, at_barrier, predicate_count;
+  std::vector<rendezvous> warps[max_warps];
+  unsigned char *stacks, *shared_region, *shared, *tls;
+  std::vector<unsigned char *> free_stacks;
+  uint64_t random;
+  dim3 block_idx;
+};
+
+/* initial-exec: read in signal handlers and on every access to threadIdx. */
+__attribute__((tls_model("initial-exec"))) thread_local worker *self_worker;
+
+std::mutex report_lock;
+std::string report;
+
+uint64_t next_random(uint64_t *state) {
+  uint64_t z = (*state += 0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+/* ---- guarded global memory ---- */
+struct allocation {
+  unsigned char *region, *data, *first_page, *end_page;
+  size_t region_bytes, bytes;
+  char name[64];
+};
+std::vector<allocation> allocations;
+
+std::string format_va(const char *format, va_list args) {
+  char text[1024];
+  vsnprintf(text, sizeof text, format, args);
+  return text;
+}
+
+__attribute__((format(printf, 1, 2))) std::string format(const char *f, ...) {
+  va_list args;
+  va_start(args, f);
+  std::string text = format_va(f, args);
+  va_end(args);
+  return text;
+}
+
+std::string describe(const fiber *f) {
+  const dim3 b(f->self.block_idx.x, f->self.block_idx.y, f->self.block_idx.z);
+  const uint3 t = f->self.thread_idx;
+  return format("block (%u,%u,%u), thread (%u,%u,%u)", b.x, b.y, b.z, t.x, t.y, t.z);
+}
+
+std::string whereabouts(const fiber *f) {
+  if (f->waits == wait::exited) return "has left the kernel";
+  if (f->waits == wait::none) return "runs";
+  const char *slash = strrchr(f->site->file, '/');
+  std::string text = format("waits at %s (%s:%d", f->site->what, slash ? slash + 1 : f->site->file, f->site->line);
+  if (f->waits == wait::warp) text += format(", mask 0x%08x", f->mask);
+  return text + ")";
+}
+
+/* Keeps the first error; the scheduler of the failing block takes over. */
+[[noreturn]] void fail_fiber(const fiber *f, const std::string &what) {
+  worker *w = self_worker;
+  {
+    std::lock_guard<std::mutex> hold(report_lock);
+    if (report.empty()) report = "kernel " + w->job->name + ", " + describe(f) + ": " + what;
+  }
+  __atomic_store_n(&w->job->failed, true, __ATOMIC_RELEASE);
+  siglongjmp(w->recover, 1);
+}
+
+int index_of(const worker *w, const fiber *f) { return int(f - w->fibers); }
+
+/* ---- scheduler ---- */
+void make_ready(worker *w, int index) {
+  w->fibers[index].waits = wait::none;
+  w->ready[index / 64] |= uint64_t(1) << (index % 64);
+  ++w->ready_count;
+}
+
+int pick(worker *w) {
+  const int words = max_threads / 64;
+  int word = 0, bit = 0;
+  if (config.order == forward) {
+    while (!w->ready[word]) ++word;
+    bit = __builtin_ctzll(w->ready[word]);
+  } else if (config.order == reverse) {
+    word = words - 1;
+    while (!w->ready[word]) --word;
+    bit = 63 - __builtin_clzll(w->ready[word]);
+  } else {
+    int rank = int(next_random(&w->random) % uint64_t(w->ready_count));
+    for (int here; rank >= (here = __builtin_popcountll(w->ready[word])); ++word) rank -= here;
+    uint64_t bits = w->ready[word];
+    while (rank--) bits &= bits - 1;
+    bit = __builtin_ctzll(bits);
+  }
+  w->ready[word] &= ~(uint64_t(1) << bit);
+  --w->ready_count;
+  return word * 64 + bit;
+}
+
+void to_scheduler(worker *w) { context_switch(&w->current->at, &w->scheduler); }
+
+void fiber_main() {
+  worker *w = self_worker;
+  fiber *f = w->current;
+  w->job->info.invoke(w->job->info.bound);
+  if (!f->copies.empty()) fail_fiber(f, format("cp.async at line %d is never waited for", f->copies.front().site->line));
+  f->waits = wait::exited;
+  --w->live;
+  w->free_stacks.push_back(f->stack);
+  to_scheduler(w);
+  abort();
+}
+
+/* Nothing can run and not all have finished: say who waits for whom. */
+[[noreturn]] void fail_deadlock(worker *w) {
+  for (int i = 0; i < w->threads; ++i) {
+    const fiber *f = &w->fibers[i];
+    if (f->waits != wait::warp) continue;
+    for (int lane = 0; lane < warp_size; ++lane) {
+      const int other = i / warp_size * warp_size + lane;
+      const fiber *g = &w->fibers[other];
+      if (!(f->mask >> lane & 1) || other >= w->threads || (g->waits == wait::warp && g->mask == f->mask)) continue;
+      fail_fiber(f, whereabouts(f) +
+                        format(" for lane %d, but thread (%u,%u,%u) ", lane, g->self.thread_idx.x, g->self.thread_idx.y,
+                               g->self.thread_idx.z) +
+                        whereabouts(g));
+    }
+  }
+  const fiber *waiting = nullptr, *absent = nullptr;
+  for (int i = 0; i < w->threads; ++i) {
+    const fiber *f = &w->fibers[i];
+    if (f->waits == wait::barrier && !waiting) waiting = f;
+    if (f->waits != wait::barrier && !absent) absent = f;
+  }
+  fail_fiber(waiting, whereabouts(waiting) +
+                          format(" with %d of %d threads, but thread (%u,%u,%u) ", w->at_barrier, w->threads,
+                                 absent->self.thread_idx.x, absent->self.thread_idx.y, absent->self.thread_idx.z) +
+                          whereabouts(absent));
+}
+
+void run_block(worker *w, uint64_t linear) {
+  launch *job = w->job;
+  const dim3 grid = job->grid, block = job->block;
+  const uint3 block_idx = {unsigned(linear % grid.x), unsigned(linear / grid.x % grid.y), unsigned(linear / grid.x / grid.y)};
+  w->threads = w->live = int(block.x * block.y * block.z);
+  w->ready_count = w->at_barrier = w->predicate_count = 0;
+  w->random = config.seed * 0x2545f4914f6cdd1du + linear;
+  w->block_idx = dim3(block_idx.x, block_idx.y, block_idx.z);
+  memset(w->ready, 0, sizeof w->ready);
+  for (auto &pending : w->warps) pending.clear();
+  w->free_stacks.clear();
+  for (int i = max_threads; i-- > 0;) w->free_stacks.push_back(w->stacks + size_t(i) * (stack_bytes + page) + page);
+  if (w->tls) memset(w->tls, poison, job->tls_bytes);
+  /* flush against the guard page behind it */
+  w->shared = w->shared_region + (max_shared + page - 1) / page * page - (job->shared_bytes + 15) / 16 * 16;
+  memset(w->shared, poison, size_t(w->shared_region + (max_shared + page - 1) / page * page - w->shared));
+  for (int i = 0; i < w->threads; ++i) {
+    fiber *f = &w->fibers[i];
+    f->self.thread_idx = {unsigned(i) % block.x, unsigned(i) / block.x % block.y, unsigned(i) / block.x / block.y};
+    f->self.block_idx = block_idx;
+    f->self.block_dim = block;
+    f->self.grid_dim = grid;
+    f->stack = nullptr;
+    f->group = 0;
+    f->copies.clear();
+    make_ready(w, i);
+  }
+  if (sigsetjmp(w->recover, 0)) {
+    w->current = nullptr;
+    return;
+  }
+  while (w->live) {
+    if (!w->ready_count) fail_deadlock(w);
+    fiber *f = &w->fibers[pick(w)];
+    if (!f->stack) { /* a fiber that ran to its end hands its warm stack to the next */
+      f->stack = w->free_stacks.back();
+      w->free_stacks.pop_back();
+      context_make(&f->at, f->stack, stack_bytes, fiber_main);
+    }
+    w->current = f;
+    context_switch(&w->scheduler, &f->at);
+  }
+  w->current = nullptr;
+}
+
+/* ---- signals ---- */
+struct sigaction old_actions[NSIG];
+const int fault_signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGUSR2};
+
+std::string describe_address(const worker *w, const unsigned char *p, const char *access) {
+  for (const allocation &a : allocations) {
+    if (p < a.region || p >= a.region + a.region_bytes) continue;
+    if (p < a.data) return format("%s out of bounds at %p: %zd bytes before buffer '%s'", access, p, a.data - p, a.name);
+    return format("%s out of bounds at %p: %zd bytes past the end of buffer '%s' (%zu bytes)", access, p,
+                  p - (a.data + a.bytes), a.name, a.bytes);
+  }
+  if (p >= w->shared_region - guard_bytes && p < w->shared_region + guard_bytes + max_shared)
+    return format("%s out of bounds at %p: dynamic shared memory has %zu bytes, this is byte %zd", access, p,
+                  w->job->shared_bytes, p - w->shared);
+  if (p >= w->stacks && p < w->stacks + max_threads * (stack_bytes + page)) return "stack overflow";
+  if (!p) return format("%s at a non-canonical or null address", access);
+  return format("%s out of bounds at %p, in no buffer", access, p);
+}
+
+void on_fault(int number, siginfo_t *info, void *context_data) {
+  worker *w = self_worker;
+  if (!w || !w->current) { /* not a kernel's fault: give it back to whoever held the signal */
+    if (number == SIGUSR2) return;
+    sigaction(number, &old_actions[number], nullptr);
+    return;
+  }
+  if (number == SIGUSR2)
+    fail_fiber(w->current,
+               format("still running after %g s: a thread spins on a value that no other thread will write", config.timeout_s));
+  if (number == SIGFPE) fail_fiber(w->current, "integer division by zero");
+  const char *access = "access";
+#if defined(__x86_64__)
+  access = static_cast<ucontext_t *>(context_data)->uc_mcontext.gregs[REG_ERR] & 2 ? "write" : "read";
+#else
+  (void)context_data;
+#endif
+  fail_fiber(w->current, describe_address(w, static_cast<unsigned char *>(info->si_addr), access));
+}
+
+void take_signals() {
+  struct sigaction action = {};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+  for (int number : fault_signals) sigaction(number, &action, &old_actions[number]);
+}
+
+void give_signals_back() {
+  for (int number : fault_signals) sigaction(number, &old_actions[number], nullptr);
+}
+
+/* ---- workers ---- */
+struct worker_pool {
+  std::mutex lock;
+  std::condition_variable start, done;
+  std::vector<worker *> workers;
+  launch *job = nullptr;
+  uint64_t turn = 0;
+  int busy = 0, wanted = 0;
+};
+worker_pool &pool = *new worker_pool; /* never destroyed: its threads wait on it when the process ends */
+
+unsigned char *map(size_t bytes, int protection) {
+  void *p = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) {
+    perror("host_cuda: mmap");
+    abort();
+  }
+  return static_cast<unsigned char *>(p);
+}
+
+void open_pages(unsigned char *p, size_t bytes) {
+  if (mprotect(p, bytes, PROT_READ | PROT_WRITE)) {
+    perror("host_cuda: mprotect");
+    abort();
+  }
+}
+
+void work(worker *w) {
+  self_worker = w;
+  w->stacks = map(max_threads * (stack_bytes + page), PROT_NONE);
+  for (int i = 0; i < max_threads; ++i) open_pages(w->stacks + size_t(i) * (stack_bytes + page) + page, stack_bytes);
+  const size_t shared_pages = (max_shared + page - 1) / page * page;
+  w->shared_region = map(guard_bytes * 2 + shared_pages, PROT_NONE) + guard_bytes;
+  open_pages(w->shared_region, shared_pages);
+  stack_t alternate = {};
+  alternate.ss_size = 64 << 10;
+  alternate.ss_sp = map(alternate.ss_size, PROT_READ | PROT_WRITE);
+  sigaltstack(&alternate, nullptr);
+  uint64_t seen = 0;
+  std::unique_lock<std::mutex> hold(pool.lock);
+  for (;;) {
+    pool.start.wait(hold, [&] { return pool.turn != seen; });
+    seen = pool.turn;
+    launch *job = pool.job;
+    if (!job || w->number >= pool.wanted) continue;
+    w->job = job;
+    ++pool.busy;
+    hold.unlock();
+    w->tls = nullptr;
+    if (job->tls_module) {
+      tls_index at = {job->tls_module, 0};
+      w->tls = static_cast<unsigned char *>(__tls_get_addr(&at));
+    }
+    while (!__atomic_load_n(&job->failed, __ATOMIC_ACQUIRE)) {
+      const uint64_t i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+      if (i >= job->blocks) break;
+      run_block(w, config.order == forward ? i : config.order == reverse ? job->blocks - 1 - i : job->shuffled[i]);
+    }
+    hold.lock();
+    if (--pool.busy == 0) pool.done.notify_all();
+  }
+}
+
+/* ---- launch record and errors ---- */
+struct run_record {
+  std::string module, symbol;
+  uintptr_t offset;
+  uint64_t blocks, threads;
+};
+std::vector<run_record> records;
+std::string records_text;
+std::unordered_map<const void *, int> dynamic_limits;
+cudaError_t last_error = cudaSuccess;
+
+std::string kernel_name(const void *kernel, const char *text) {
+  Dl_info info;
+  if (!dladdr(kernel, &info) || !info.dli_sname || info.dli_saddr != kernel) return text;
+  int status = 0;
+  char *plain = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
+  std::string name = plain ? plain : info.dli_sname;
+  free(plain);
+  return name;
+}
+
+struct tls_query {
+  uintptr_t address;
+  size_t module, bytes;
+};
+
+int find_tls(dl_phdr_info *info, size_t, void *data) {
+  tls_query *q = static_cast<tls_query *>(data);
+  bool inside = false;
+  size_t bytes = 0;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const ElfW(Phdr) &h = info->dlpi_phdr[i];
+    if (h.p_type == PT_LOAD && q->address - (info->dlpi_addr + h.p_vaddr) < h.p_memsz) inside = true;
+    if (h.p_type == PT_TLS) bytes = h.p_memsz;
+  }
+  if (inside && bytes) {
+    q->module = info->dlpi_tls_modid;
+    q->bytes = bytes;
+  }
+  return inside;
+}
+
+void refuse(const std::string &name, const std::string &why, cudaError_t code) {
+  std::lock_guard<std::mutex> hold(report_lock);
+  if (report.empty()) report = "kernel " + name + ": " + why;
+  last_error = code;
+}
+
+size_t shared_limit(int arch) {
+  return arch < 800 ? 65536 : arch == 800 || arch == 870 ? 166912 : arch < 900 ? 101376 : arch < 1200 ? 232448 : 101376;
+}
+
+/* Undefined behaviour that g++'s instrumentation meets; every handler's data begins with the place in the source. */
+struct source_place {
+  const char *file;
+  uint32_t line, column;
+};
+
+void undefined(const void *data, const std::string &what) {
+  const source_place *at = static_cast<const source_place *>(data);
+  const char *slash = strrchr(at->file, '/');
+  const std::string text = what + format(" (%s:%u)", slash ? slash + 1 : at->file, at->line);
+  worker *w = self_worker;
+  if (w && w->current) fail_fiber(w->current, text);
+  std::lock_guard<std::mutex> hold(report_lock);
+  if (report.empty()) report = "host code: " + text;
+}
+
+}  // namespace
+
+extern "C" {
+
+camox_host_thread *camox_host_self(void) { return &self_worker->current->self; }
+
+void camox_host_fail(const char *f, ...) {
+  va_list args;
+  va_start(args, f);
+  const std::string text = format_va(f, args);
+  va_end(args);
+  fail_fiber(self_worker->current, text);
+}
+
+void camox_host_fail_lane(int lane, const char *f, ...) {
+  va_list args;
+  va_start(args, f);
+  const std::string text = format_va(f, args);
+  va_end(args);
+  worker *w = self_worker;
+  fail_fiber(&w->fibers[index_of(w, w->current) / warp_size * warp_size + lane], text);
+}
+
+int camox_host_barrier(int predicate, int operation, const camox_host_site *site) {
+  worker *w = self_worker;
+  fiber *f = w->current;
+  f->waits = wait::barrier;
+  f->site = site;
+  w->predicate_count += predicate;
+  if (++w->at_barrier == w->threads) {
+    for (int i = 0; i < w->threads; ++i) {
+      const fiber *g = &w->fibers[i];
+      if (g->site->line != site->line || strcmp(g->site->file, site->file))
+        fail_fiber(f, whereabouts(f) + ", but thread " +
+                          format("(%u,%u,%u) ", g->self.thread_idx.x, g->self.thread_idx.y, g->self.thread_idx.z) +
+                          whereabouts(g));
+    }
+    const int count = w->predicate_count;
+    const int result = operation == CAMOX_HOST_COUNT ? count : operation == CAMOX_HOST_AND ? count == w->threads : count > 0;
+    w->at_barrier = w->predicate_count = 0;
+    for (int i = 0; i < w->threads; ++i) {
+      w->fibers[i].result = result;
+      make_ready(w, i);
+    }
+  }
+  to_scheduler(w);
+  return f->result;
+}
+
+void camox_host_warp(unsigned mask, void *payload, camox_host_collective *run, const camox_host_site *site) {
+  worker *w = self_worker;
+  fiber *f = w->current;
+  const int index = index_of(w, f), lane = index % warp_size, first = index - lane;
+  const unsigned existing = w->threads - first >= warp_size ? ~0u : (1u << (w->threads - first)) - 1;
+  if (!(mask >> lane & 1))
+    fail_fiber(f, format("%s: lane %d is not in its own mask 0x%08x (line %d)", site->what, lane, mask, site->line));
+  f->waits = wait::warp;
+  f->site = site;
+  f->mask = mask;
+  f->payload = payload;
+  std::vector<rendezvous> &pending = w->warps[index / warp_size];
+  size_t i = 0;
+  while (i < pending.size() && pending[i].mask != mask) ++i;
+  if (i == pending.size()) pending.push_back({mask, 0});
+  pending[i].arrived |= 1u << lane;
+  if (pending[i].arrived == (mask & existing)) {
+    pending.erase(pending.begin() + long(i));
+    camox_host_lanes lanes = {mask & existing, {}};
+    for (int l = 0; l < warp_size; ++l) {
+      if (!(lanes.mask >> l & 1)) continue;
+      const fiber *g = &w->fibers[first + l];
+      if (g->site->line != site->line || strcmp(g->site->what, site->what) || strcmp(g->site->file, site->file))
+        fail_fiber(f, whereabouts(f) + format(", but lane %d ", l) + whereabouts(g));
+      lanes.payload[l] = g->payload;
+    }
+    run(&lanes);
+    for (int l = 0; l < warp_size; ++l)
+      if (lanes.mask >> l & 1) make_ready(w, first + l);
+  }
+  to_scheduler(w);
+}
+
+void *camox_host_dynamic_shared(void) { return self_worker->shared; }
+
+int camox_host_is_shared(const void *p) {
+  const worker *w = self_worker;
+  const unsigned char *q = static_cast<const unsigned char *>(p);
+  return (q >= w->shared && q < w->shared + w->job->shared_bytes) || (w->tls && q >= w->tls && q < w->tls + w->job->tls_bytes);
+}
+
+void camox_host_cp_async(void *shared, const void *global, int bytes, int valid_bytes, const camox_host_site *site) {
+  fiber *f = self_worker->current;
+  if (!camox_host_is_shared(shared)) camox_host_fail("cp.async (line %d): the destination is not shared memory", site->line);
+  if (reinterpret_cast<uintptr_t>(shared) % unsigned(bytes) ||
+      (valid_bytes && reinterpret_cast<uintptr_t>(global) % unsigned(bytes)))
+    camox_host_fail("cp.async (line %d): addresses must be multiples of %d bytes", site->line, bytes);
+  pending_copy copy = {shared, {}, bytes, f->group, site};
+  memcpy(copy.bytes, global, size_t(valid_bytes)); /* faults here, where the copy stands in the source */
+  memset(shared, poison, size_t(bytes));           /* until its wait the destination holds nothing */
+  f->copies.push_back(copy);
+}
+
+void camox_host_cp_async_commit(void) { ++self_worker->current->group; }
+
+void camox_host_cp_async_wait(int pending_groups) {
+  fiber *f = self_worker->current;
+  size_t kept = 0;
+  for (const pending_copy &copy : f->copies) {
+    if (pending_groups < 0 || copy.group < f->group - pending_groups)
+      memcpy(copy.to, copy.bytes, size_t(copy.count));
+    else
+      f->copies[kept++] = copy;
+  }
+  f->copies.resize(kept);
+}
+
+void camox_host_pause(void) {
+  worker *w = self_worker;
+  make_ready(w, index_of(w, w->current));
+  to_scheduler(w);
+}
+
+int64_t camox_host_grid_cap(void) { return config.grid_cap; }
+
+void camox_host_configure(int order, uint64_t seed, int threads, double timeout_s, int64_t grid_cap) {
+  config.order = order;
+  config.seed = seed;
+  config.threads = threads;
+  config.timeout_s = timeout_s;
+  config.grid_cap = grid_cap;
+}
+
+/* The first error since the last call, "" when there is none. */
+const char *camox_host_take_error(void) {
+  static std::string taken;
+  std::lock_guard<std::mutex> hold(report_lock);
+  taken = report;
+  report.clear();
+  last_error = cudaSuccess;
+  return taken.c_str();
+}
+
+/* One line per launch since the last call: object, offset of the kernel in it, blocks, threads a block, name. */
+const char *camox_host_take_runs(void) {
+  records_text.clear();
+  for (const run_record &r : records)
+    records_text += r.module + '\t' +
+                    format("%zu\t%llu\t%llu\t", size_t(r.offset), static_cast<unsigned long long>(r.blocks),
+                           static_cast<unsigned long long>(r.threads)) +
+                    r.symbol + '\n';
+  records.clear();
+  return records_text.c_str();
+}
+
+void camox_host_launch(const camox_host_launch_info *info, dim3 grid, dim3 block, size_t shared_bytes) {
+  const std::string name = kernel_name(info->kernel, info->text);
+  const uint64_t threads = uint64_t(block.x) * block.y * block.z;
+  if (!grid.x || !grid.y || !grid.z || !threads || threads > max_threads || block.x > 1024 || block.y > 1024 || block.z > 64 ||
+      grid.x > 2147483647u || grid.y > 65535 || grid.z > 65535)
+    return refuse(
+        name, format("invalid launch: grid (%u,%u,%u), block (%u,%u,%u)", grid.x, grid.y, grid.z, block.x, block.y, block.z),
+        cudaErrorInvalidConfiguration);
+  const auto limit = dynamic_limits.find(info->kernel);
+  const size_t allowed = limit == dynamic_limits.end() ? 49152 : size_t(limit->second);
+  if (shared_bytes > allowed || shared_bytes > shared_limit(info->arch))
+    return refuse(name,
+                  format("%zu bytes of dynamic shared memory, allowed are %zu (cudaFuncSetAttribute), sm_%d has %zu",
+                         shared_bytes, allowed, info->arch / 10, shared_limit(info->arch)),
+                  cudaErrorInvalidValue);
+  if (info->parameter_bytes > 4096) return refuse(name, "more than 4096 bytes of parameters", cudaErrorInvalidValue);
+
+  Dl_info object = {};
+  dladdr(info->kernel, &object);
+  tls_query q = {reinterpret_cast<uintptr_t>(info->kernel), 0, 0};
+  dl_iterate_phdr(find_tls, &q);
+  launch job = {};
+  job.info = *info;
+  job.name = name;
+  job.grid = grid;
+  job.block = block;
+  job.shared_bytes = shared_bytes;
+  job.tls_module = q.module;
+  job.tls_bytes = q.bytes;
+  job.blocks = uint64_t(grid.x) * grid.y * grid.z;
+  if (config.order == random_order) {
+    uint64_t state = config.seed;
+    job.shuffled.resize(job.blocks);
+    for (uint64_t i = 0; i < job.blocks; ++i) job.shuffled[i] = i;
+    for (uint64_t i = job.blocks; i > 1; --i) std::swap(job.shuffled[i - 1], job.shuffled[next_random(&state) % i]);
+  }
+  const uintptr_t base = reinterpret_cast<uintptr_t>(object.dli_fbase);
+  records.push_back({object.dli_fname ? object.dli_fname : "", name, q.address - base, job.blocks, threads});
+
+  take_signals();
+  std::unique_lock<std::mutex> hold(pool.lock);
+  const int threads_wanted = config.threads > 0 ? config.threads : int(std::thread::hardware_concurrency());
+  pool.wanted = threads_wanted < 1 ? 1 : threads_wanted > 8 ? 8 : threads_wanted;
+  if (uint64_t(pool.wanted) > job.blocks) pool.wanted = int(job.blocks);
+  while (int(pool.workers.size()) < pool.wanted) {
+    worker *w = new worker();
+    w->number = int(pool.workers.size());
+    pool.workers.push_back(w);
+    std::thread thread(work, w);
+    w->thread = thread.native_handle();
+    thread.detach();
+  }
+  pool.job = &job;
+  ++pool.turn;
+  pool.start.notify_all();
+  const auto finished = [&] { return pool.busy == 0 && (job.next >= job.blocks || job.failed); };
+  while (!pool.done.wait_for(hold, std::chrono::duration<double>(config.timeout_s), finished))
+    for (worker *w : pool.workers) pthread_kill(w->thread, SIGUSR2);
+  pool.job = nullptr;
+  hold.unlock();
+  give_signals_back();
+  if (job.failed) last_error = cudaErrorLaunchFailure;
+}
+
+/* ---- guarded buffers ---- */
+void *camox_host_alloc(size_t bytes, int flush_at_start, const char *name) {
+  const size_t inner = (bytes + page - 1) / page * page + (bytes ? 0 : page);
+  allocation a = {};
+  a.region_bytes = inner + 2 * guard_bytes;
+  a.region = map(a.region_bytes, PROT_NONE);
+  a.first_page = a.region + guard_bytes;
+  a.end_page = a.first_page + inner;
+  open_pages(a.first_page, inner);
+  memset(a.first_page, poison, inner);
+  a.bytes = bytes;
+  a.data = flush_at_start && bytes ? a.first_page : a.end_page - bytes;
+  snprintf(a.name, sizeof a.name, "%s", name);
+  allocations.push_back(a);
+  return a.data;
+}
+
+/* What the guard pages cannot see: bytes written beside a buffer in its own pages. "" when there are none. */
+const char *camox_host_check_slack(void) {
+  static std::string text;
+  text.clear();
+  for (const allocation &a : allocations)
+    for (const unsigned char *p = a.first_page; p < a.end_page && text.empty(); ++p) {
+      if (p == a.data) p += a.bytes;
+      if (p < a.end_page && *p != poison)
+        text = format("written beside buffer '%s': byte %zd of %zu", a.name, p - a.data, a.bytes);
+    }
+  return text.c_str();
+}
+
+void camox_host_free(void *data) {
+  for (size_t i = 0; i < allocations.size(); ++i) {
+    if (allocations[i].data != data) continue;
+    munmap(allocations[i].region, allocations[i].region_bytes);
+    allocations.erase(allocations.begin() + long(i));
+    return;
+  }
+}
+
+/* ---- the part of the CUDA runtime that launchers call ---- */
+cudaError_t CUDARTAPI cudaGetLastError(void) {
+  const cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+cudaError_t CUDARTAPI cudaPeekAtLastError(void) { return last_error; }
+const char *CUDARTAPI cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "host_cuda error"; }
+cudaError_t CUDARTAPI cudaGetDevice(int *device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int) {
+  if (attribute == cudaDevAttrMultiProcessorCount)
+    *value = 2;
+  else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin)
+    *value = int(max_shared);
+  else
+    return cudaErrorInvalidValue;
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) dynamic_limits[kernel] = value;
+  return cudaSuccess;
+}
+
+/* ---- g++ -fsanitize=bounds,alignment,... without libubsan: reports name the kernel and the thread ---- */
+void __ubsan_handle_out_of_bounds(void *data, uintptr_t index) {
+  undefined(data, format("index %zd is out of its array's bounds", ssize_t(index)));
+}
+void __ubsan_handle_type_mismatch_v1(void *data, uintptr_t p) {
+  undefined(data, format("misaligned or null access at %p", reinterpret_cast<void *>(p)));
+}
+void __ubsan_handle_add_overflow(void *data, uintptr_t, uintptr_t) { undefined(data, "signed overflow in +"); }
+void __ubsan_handle_sub_overflow(void *data, uintptr_t, uintptr_t) { undefined(data, "signed overflow in -"); }
+void __ubsan_handle_mul_overflow(void *data, uintptr_t, uintptr_t) { undefined(data, "signed overflow in *"); }
+void __ubsan_handle_negate_overflow(void *data, uintptr_t) { undefined(data, "signed overflow in unary -"); }
+void __ubsan_handle_divrem_overflow(void *data, uintptr_t, uintptr_t) {
+  undefined(data, "integer division by zero or overflow");
+}
+void __ubsan_handle_shift_out_of_bounds(void *data, uintptr_t, uintptr_t) {
+  undefined(data, "shift by more than the type has");
+}
+
+}  // extern "C"

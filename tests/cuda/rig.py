@@ -1,0 +1,358 @@
+"""Builds the .cu sources with g++ (csrc/common/host_cuda) and runs their kernels on the CPU, in guarded memory.
+
+Everything is built into build/host_cuda and rebuilt when a source, a header it includes or a flag changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+BUILD = ROOT / "build" / "host_cuda"
+ARCHS = (750, 900)  # one for each arm of __CUDA_ARCH__ that the sources know
+ORDERS = {"forward": (0, 1), "reverse": (1, 1), "random": (2, 1), "random2": (2, 7)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+CXX = os.environ.get("CXX", "g++")
+# -O1 compiles the unrolled kernels in half the time of -O2 and runs them as fast, fibers being what costs.
+FLAGS = [
+    *(
+        "-std=c++17",
+        "-O1",
+        "-g1",
+        "-fPIC",
+        "-fno-strict-aliasing",
+        "-ffp-contract=off",
+        "-ftrivial-auto-var-init=pattern",
+    ),
+    *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi", "-Werror", "-U_FORTIFY_SOURCE"),
+]
+CHECKS = "-fsanitize=bounds,alignment,signed-integer-overflow,shift,integer-divide-by-zero"
+
+
+class KernelError(AssertionError):
+    """What the rig found wrong with a kernel: its message names kernel, block and thread."""
+
+
+@cache
+def cuda_include() -> Path | None:
+    """CUDA's headers: beside nvcc, under CUDA_HOME, or in a PyPI package of this interpreter."""
+    places = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        places.append(Path(nvcc).resolve().parent.parent / "include")
+    places.append(Path("/usr/local/cuda/include"))
+    for site in map(Path, sys.path):
+        places += sorted(site.glob("nvidia/cu1*/include"), reverse=True) + [site / "nvidia/cuda_runtime/include"]
+    for place in places:
+        if all((place / name).is_file() for name in ("cuda_runtime.h", "cuda_fp16.h", "crt/host_defines.h")):
+            return place
+    return None
+
+
+def why_unavailable() -> str | None:
+    """Why the rig cannot run on this machine, None when it can."""
+    if not sys.platform.startswith("linux"):
+        return "the host-CUDA rig needs Linux"
+    if not shutil.which(CXX):
+        return f"the host-CUDA rig needs a C++ compiler, {CXX} is not on PATH"
+    if cuda_include() is None:
+        return "no CUDA headers: nvcc is not on PATH, CUDA_HOME is not set and nvidia-cuda-runtime is not installed"
+    return None
+
+
+def _digest(command: list[str], files: list[str]) -> str:
+    state = hashlib.sha256(json.dumps([*command, _compiler_version()]).encode())
+    for name in files:
+        state.update(Path(name).read_bytes())
+    return state.hexdigest()
+
+
+@cache
+def _compiler_version() -> str:
+    return subprocess.run([CXX, "--version"], check=True, capture_output=True, text=True).stdout
+
+
+def _build(name: str, sources: list[Path], flags: list[str], link: list[str]) -> Path:
+    """One shared object of C++ sources; -fsanitize is left out of the link, the runtime holds its handlers."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    target, stamp = BUILD / name, BUILD / f"{name}.json"
+    include = ["-isystem", str(cuda_include()), "-I", str(CSRC / "common"), "-I", str(CSRC)]
+    compile_command = [CXX, *FLAGS, *flags, *include]
+    with open(BUILD / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists() and stamp.exists():
+            known = json.loads(stamp.read_text())
+            if all(map(os.path.exists, known["files"])) and known["digest"] == _digest(
+                [*compile_command, *link], known["files"]
+            ):
+                return target
+        objects, files = [], []
+        for source in sources:
+            obj = BUILD / f"{name}.{source.stem}.o"
+            command = [*compile_command, "-MMD", "-MF", f"{obj}.d", "-x", "c++", "-c", str(source), "-o", str(obj)]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
+            objects.append(str(obj))
+            files += Path(f"{obj}.d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
+        command = [CXX, "-shared", "-Wl,-z,defs", *objects, *link, "-o", str(target)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
+        stamp.write_text(json.dumps({"files": files, "digest": _digest([*compile_command, *link], files)}))
+    return target
+
+
+@cache
+def runtime_path() -> Path:
+    return _build("libcamox_host_cuda.so", [CSRC / "common/host_cuda/host_cuda.cpp"], [], ["-lpthread", "-ldl"])
+
+
+@cache
+def object_path(source: Path, arch: int) -> Path:
+    """The shared object of one .cu: its __shared__ variables are the only thread_local ones in it."""
+    flags = [CHECKS, "-DCAMOX_HOST_CUDA=1", f"-DCAMOX_HOST_CUDA_ARCH={arch}"]
+    runtime = runtime_path()
+    return _build(f"{source.stem}_sm{arch // 10}.so", [source], flags, [str(runtime), f"-Wl,-rpath,{runtime.parent}"])
+
+
+def build_all(sources: list[Path], archs=ARCHS) -> None:
+    """Builds what is out of date, two compilers at a time."""
+    runtime_path()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda job: object_path(*job), [(source, arch) for source in sources for arch in archs]))
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(runtime_path()), mode=ctypes.RTLD_GLOBAL)
+    for name, result, arguments in (
+        ("configure", None, [ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_double, ctypes.c_int64]),
+        ("take_error", ctypes.c_char_p, []),
+        ("take_runs", ctypes.c_char_p, []),
+        ("alloc", ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]),
+        ("check_slack", ctypes.c_char_p, []),
+        ("free", None, [ctypes.c_void_p]),
+    ):
+        function = getattr(library, f"camox_host_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@cache
+def load(source: Path, arch: int) -> ctypes.CDLL:
+    _runtime()
+    return ctypes.CDLL(str(object_path(source, arch)))
+
+
+# ---- kernels: which exist, which were run ----
+runs: Counter = Counter()  # (object, kernel, dtype, layout, direction, order) -> launches
+
+
+@lru_cache
+def _symbols(path: Path) -> dict[int, str]:
+    """Address -> plain name of every function in the object, template instantiations and local ones too."""
+    text = subprocess.run(["nm", "-C", "--defined-only", str(path)], check=True, capture_output=True, text=True).stdout
+    found = {}
+    for line in text.splitlines():
+        address, kind, name = line.split(" ", 2)
+        if kind in "tTwW":
+            found[int(address, 16)] = name
+    return found
+
+
+@lru_cache
+def kernel_names(path: Path) -> frozenset[str]:
+    """Names that the object's sources declare __global__."""
+    files = json.loads((BUILD / f"{path.name}.json").read_text())["files"]
+    names = set()
+    for name in files:
+        if not Path(name).resolve().is_relative_to(ROOT):
+            continue
+        text = re.sub(r"__launch_bounds__\([^)]*\)", "", Path(name).read_text())
+        names |= set(re.findall(r"__global__\s+[\w\s]*?\b(\w+)\s*\(", text))
+    return frozenset(names)
+
+
+def kernels(path: Path) -> set[str]:
+    """Every __global__ function compiled into the object, as nm prints it."""
+    wanted = kernel_names(path)
+    found = set()
+    for name in _symbols(path).values():
+        match = re.search(r"(\w+)(?:<.*>)?\(", name)
+        if match and match.group(1) in wanted:
+            found.add(name)
+    return found
+
+
+def never_run(path: Path) -> set[str]:
+    return kernels(path) - {key[1] for key in runs if key[0] == path.name}
+
+
+def report() -> str:
+    """One line per object: how many kernels, launches, and combinations of kernel, dtype, layout, direction, order."""
+    lines = []
+    for name in sorted({key[0] for key in runs}):
+        mine = {key: count for key, count in runs.items() if key[0] == name}
+        dtypes, layouts, directions, orders = (sorted({str(key[i]) for key in mine}) for i in (2, 3, 4, 5))
+        lines.append(
+            f"{name}: {len({key[1] for key in mine})} kernels, {sum(mine.values())} launches, "
+            f"{len(mine)} combinations of kernel x {'/'.join(dtypes)} x {'/'.join(layouts)} x {'/'.join(directions)}"
+            f" x {'/'.join(orders)}"
+        )
+    return "\n".join(lines)
+
+
+def call(
+    function,
+    *arguments,
+    dtype="",
+    layout="",
+    direction="",
+    order="forward",
+    threads=0,
+    timeout=60.0,
+    grid_cap=2**31 - 1,
+):
+    """Calls a launcher with the kernels' blocks and threads in the given order; raises KernelError on anything wrong."""
+    runtime = _runtime()
+    runtime.camox_host_configure(*ORDERS[order], threads, timeout, grid_cap)
+    runtime.camox_host_take_error()
+    status = function(*arguments)
+    for line in runtime.camox_host_take_runs().decode().splitlines():
+        path, offset, _, _, name = line.split("\t")
+        path = Path(path)
+        runs[path.name, _symbols(BUILD / path.name).get(int(offset), name), dtype, layout, direction, order] += 1
+    message = runtime.camox_host_take_error().decode() or runtime.camox_host_check_slack().decode()
+    if message or status:
+        raise KernelError(message or f"the launcher returned {status}")
+
+
+# ---- guarded tensors ----
+class Guarded:
+    """Tensors between guard pages: flush at "end" an access past the end faults, flush at "start" one before the start.
+
+    Every byte that a tensor does not cover is poisoned with NaN and must stay so.
+    """
+
+    def __init__(self, flush: str = "end"):
+        self.flush = flush
+        self._buffers: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def empty_strided(self, size, stride, dtype, name="out") -> torch.Tensor:
+        """A tensor of NaN with these sizes and strides."""
+        span = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        nbytes = span * dtype.itemsize
+        address = _runtime().camox_host_alloc(nbytes, self.flush == "start", name.encode())
+        if span == 0:
+            flat = torch.empty(0, dtype=dtype)
+        else:
+            flat = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
+        tensor = flat.as_strided(size, stride)
+        self._buffers.append((address, flat, tensor))
+        return tensor
+
+    def empty_like(self, tensor, dtype=None, name="out") -> torch.Tensor:
+        return self.empty_strided(tensor.shape, tensor.stride(), dtype or tensor.dtype, name)
+
+    def copy(self, tensor, name="in") -> torch.Tensor:
+        return self.empty_like(tensor, name=name).copy_(tensor)
+
+    def check_gaps(self) -> None:
+        """Elements of a buffer that its tensor's strides skip must still be poison."""
+        for _, flat, tensor in self._buffers:
+            if flat.numel() == tensor.numel():
+                continue
+            skipped = torch.ones(flat.numel(), dtype=torch.bool)
+            skipped.as_strided(tensor.size(), tensor.stride()).fill_(False)
+            if not (flat.view(torch.uint8).view(flat.numel(), -1)[skipped] == 0xFF).all():
+                raise KernelError("written between the strides of a tensor")
+
+    def close(self) -> None:
+        for address, _, _ in self._buffers:
+            _runtime().camox_host_free(address)
+        self._buffers.clear()
+
+
+@contextmanager
+def guarded(flush: str = "end"):
+    memory = Guarded(flush)
+    try:
+        yield memory
+        memory.check_gaps()
+    finally:
+        memory.close()
+
+
+# ---- params structs, read from the op's own header ----
+_BASIC = {
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
+}
+
+
+@cache
+def header(*paths: Path) -> tuple[dict[str, type], dict[str, int]]:
+    """The structs and enum constants of C headers (types.h first); the compiler confirms every offset."""
+    text = "\n".join(re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(), flags=re.S) for path in paths)
+    constants: dict[str, int] = {}
+    types: dict[str, type] = dict(_BASIC)
+    for body, alias in re.findall(r"enum\s*\w*\s*\{([^}]*)\}\s*(\w*)\s*;", text):
+        value = -1
+        for item in filter(str.strip, body.split(",")):
+            name, _, given = item.partition("=")
+            value = int(given, 0) if given.strip() else value + 1
+            constants[name.strip()] = value
+        if alias:
+            types[alias] = ctypes.c_int
+    structs = {}
+    for body, alias in re.findall(r"typedef\s+struct\s*\w*\s*\{([^}]*)\}\s*(\w+)\s*;", text):
+        fields = []
+        for statement in filter(str.strip, body.split(";")):
+            kind, declarators = re.fullmatch(
+                r"\s*(?:const\s+)?(?:struct\s+|enum\s+)?(\w+)\b(.*)", statement, flags=re.S
+            ).groups()
+            for declarator in declarators.split(","):
+                star, name, length = re.fullmatch(r"\s*(\*?)\s*(\w+)\s*(?:\[(\w+)\])?\s*", declarator).groups()
+                field = ctypes.c_void_p if star else types[kind]
+                if length:
+                    field = field * (int(length) if length.isdigit() else constants[length])
+                fields.append((name, field))
+        types[alias] = structs[alias] = type(alias, (ctypes.Structure,), {"_fields_": fields})
+    _confirm(paths, structs)
+    return structs, constants
+
+
+def _confirm(paths, structs) -> None:
+    lines = ["#include <stddef.h>", *(f'#include "{path}"' for path in paths)]
+    for alias, struct in structs.items():
+        lines.append(f"static_assert(sizeof({alias}) == {ctypes.sizeof(struct)});")
+        for name, _ in struct._fields_:
+            lines.append(f"static_assert(offsetof({alias}, {name}) == {getattr(struct, name).offset});")
+    command = [CXX, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
+    result = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"the layout read from {paths} is not the compiler's:\n{result.stderr}")

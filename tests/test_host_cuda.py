@@ -1,0 +1,201 @@
+"""CUDA kernels on the CPU: the rig finds planted bugs, and every kernel of the library runs in it against the reference."""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "cuda"))
+import rig
+
+PLANTED = sorted((Path(__file__).parent / "cuda").glob("*.cu"))
+
+unavailable = rig.why_unavailable()
+pytestmark = pytest.mark.skipif(unavailable is not None, reason=str(unavailable))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    if unavailable is None:
+        rig.build_all(PLANTED)
+
+
+def at(tensor):
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def launcher(name, arch):
+    (source,) = [path for path in PLANTED if path.stem == name]
+    return getattr(rig.load(source, arch), f"camox_{name}")
+
+
+@pytest.fixture(params=rig.ORDERS)
+def order(request):
+    return request.param
+
+
+@pytest.fixture(params=rig.ARCHS)
+def arch(request):
+    return request.param
+
+
+def missing_barrier(planted, order, arch):
+    with rig.guarded() as memory:
+        x = memory.copy(torch.randn(5, 64))
+        y = memory.empty_like(x)
+        rig.call(launcher("missing_barrier", arch), planted, at(x), at(y), 5, order=order)
+        return y.clone(), x.flip(1)
+
+
+def missing_cp_async_wait(planted, order, arch):
+    with rig.guarded() as memory:
+        x = memory.copy(torch.randn(5, 128))
+        y = memory.empty_like(x)
+        rig.call(launcher("missing_cp_async_wait", arch), planted, at(x), at(y), 5, order=order)
+        return y.clone(), x.clone()
+
+
+def index_past_end(planted, order, arch, flush="end"):
+    with rig.guarded(flush) as memory:
+        x = memory.copy(torch.arange(100.0), "x")
+        y = memory.empty_like(x, name="y")
+        rig.call(launcher("index_past_end", arch), planted, at(x), at(y), 100, order=order)
+        return y.clone(), x + torch.cat([x[1:], torch.zeros(1)])
+
+
+def uninitialised_shared(planted, order, arch):
+    with rig.guarded() as memory:
+        x = memory.copy(torch.randint(-9, 9, (5, 64)).float())
+        y = memory.empty_strided((5,), (1,), torch.float32)
+        rig.call(launcher("uninitialised_shared", arch), planted, at(x), at(y), 5, order=order)
+        return y.clone(), x.sum(1)
+
+
+def divergent_shuffle(planted, order, arch, timeout=60.0):
+    with rig.guarded() as memory:
+        x = memory.copy(torch.randint(-9, 9, (32,)).float())
+        y = memory.empty_strided((1,), (1,), torch.float32)
+        rig.call(launcher("divergent_shuffle", arch), planted, at(x), at(y), order=order, timeout=timeout)
+        return y.clone(), x.sum().reshape(1)
+
+
+def wrong_mma_fragment(planted, order, arch, dtype=torch.float16):
+    with rig.guarded() as memory:
+        a, b = memory.copy(torch.randn(16, 16).to(dtype)), memory.copy(torch.randn(16, 8).to(dtype))
+        d = memory.empty_strided((16, 8), (8, 1), torch.float32)
+        bfloat16 = int(dtype == torch.bfloat16)
+        rig.call(launcher("wrong_mma_fragment", arch), planted, bfloat16, at(a), at(b), at(d), order=order)
+        return d.clone(), (a.double() @ b.double()).float()
+
+
+def same(result) -> bool:
+    return torch.allclose(*result, rtol=1e-5, atol=1e-5)
+
+
+CORRECT = (
+    missing_barrier,
+    missing_cp_async_wait,
+    index_past_end,
+    uninitialised_shared,
+    divergent_shuffle,
+    wrong_mma_fragment,
+)
+
+
+@pytest.mark.parametrize("kernel", CORRECT, ids=lambda kernel: kernel.__name__)
+def test_correct_twins_pass(kernel, order, arch):
+    assert same(kernel(0, order, arch))
+
+
+def test_bfloat16_mma(order):
+    assert same(wrong_mma_fragment(0, order, 900, torch.bfloat16))
+    with pytest.raises(rig.KernelError, match="sm_75 has no bfloat16 mma"):
+        wrong_mma_fragment(0, order, 750, torch.bfloat16)
+
+
+def test_missing_barrier_differs(order, arch):
+    result, truth = missing_barrier(1, order, arch)
+    assert not same((result, truth))
+    assert result.isnan().any()  # the other half of the block has not written yet
+
+
+def test_missing_cp_async_wait_reads_nan(order):
+    result, _ = missing_cp_async_wait(1, order, 900)
+    assert result.isnan().any()
+    with pytest.raises(rig.KernelError, match="cp.async at line 16 is never waited for"):
+        missing_cp_async_wait(2, order, 900)
+    assert same(missing_cp_async_wait(2, order, 750))  # no cp.async on sm_75: the copy is made at once
+
+
+@pytest.mark.parametrize(
+    ("planted", "flush", "message"),
+    [
+        (
+            1,
+            "end",
+            r"block \(3,0,0\), thread \(3,0,0\): read out of bounds at 0x\w+: 0 bytes past the end of buffer 'x'",
+        ),
+        (
+            2,
+            "end",
+            r"block \(3,0,0\), thread \(3,0,0\): write out of bounds at 0x\w+: 0 bytes past the end of buffer 'y'",
+        ),
+        (2, "start", r"written beside buffer 'y'"),
+        (3, "start", r"block \(0,0,0\), thread \(0,0,0\): read out of bounds at 0x\w+: 4 bytes before buffer 'x'"),
+        (4, "end", r"index 2 is out of its array's bounds \(index_past_end.cu:\d+\)"),
+        (
+            5,
+            "end",
+            r"thread \(31,0,0\): write out of bounds at 0x\w+: dynamic shared memory has 128 bytes, this is byte 128",
+        ),
+        (6, "end", r"misaligned or null access"),
+    ],
+)
+def test_index_out_of_bounds_is_named(planted, flush, message, order, arch):
+    with pytest.raises(rig.KernelError, match=message):
+        index_past_end(planted, order, arch, flush)
+
+
+def test_uninitialised_shared_is_nan(order, arch):
+    assert uninitialised_shared(1, order, arch)[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("planted", "message"),
+    [
+        (
+            1,
+            r"waits at __shfl_xor_sync\(\) .* mask 0xffffffff\) for lane \d+, but thread \(\d+,0,0\) has left the kernel",
+        ),
+        (2, r"shuffle reads lane \d+, which takes no part in it"),
+        (3, r"waits at __syncthreads\(\) .* with 16 of 32 threads, but thread \(16,0,0\) has left the kernel"),
+    ],
+)
+def test_divergence_is_named(planted, message, order, arch):
+    with pytest.raises(rig.KernelError, match=message):
+        divergent_shuffle(planted, order, arch)
+
+
+def test_endless_loop_is_named(arch):
+    with pytest.raises(rig.KernelError, match=r"divergent_shuffle_kernel<4>.*still running after 0.2 s"):
+        divergent_shuffle(4, "forward", arch, timeout=0.2)
+
+
+def test_wrong_mma_fragment_differs(order, arch):
+    assert not same(wrong_mma_fragment(1, order, arch))
+
+
+def test_a_kernel_that_was_never_run_is_named():
+    path = rig.object_path(PLANTED[0].with_name("uninitialised_shared.cu"), 900)
+    ours = {key: count for key, count in rig.runs.items() if key[0] == path.name}
+    try:
+        for key in ours:
+            del rig.runs[key]
+        uninitialised_shared(0, "forward", 900)
+        (name,) = rig.never_run(path)
+        assert name == "void uninitialised_shared_kernel<true>(float const*, float*)"
+        assert len(rig.kernels(path)) == 2
+    finally:
+        rig.runs.update(ours)
