@@ -4,6 +4,8 @@ TORCH ?= torch==2.13.0
 OP ?= edge
 DEMO ?= full
 PYTEST_ARGS ?=
+# One GPU architecture is enough for the tests; a wheel has all.
+CAMOX_CUDA_ARCHS ?= sm_80
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -14,6 +16,7 @@ BUILT := $(VENV)/built
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED = $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
+export CAMOX_CUDA_ARCHS
 .DELETE_ON_ERROR:
 .PHONY: help setup build test demo bench targets lint format wheel break sanitize clean
 
@@ -25,7 +28,7 @@ $(INSTALLED): requirements/dev.txt examples/camoxpert/requirements.txt scripts/c
 	@$(PY) -c pass 2>/dev/null || { echo "creating $(VENV)"; "$(PYTHON)" -m venv --clear $(VENV); }
 	@echo "installing $(TORCH) and what requirements/dev.txt and examples/camoxpert/requirements.txt list"
 	@$(PIP) install "$(TORCH)" -r requirements/dev.txt -r examples/camoxpert/requirements.txt
-	@rm -f $(VENV)/installed-* $(BUILT)
+	@rm -rf $(VENV)/installed-* $(BUILT) build
 	@touch $@
 
 # In place, and found from everywhere by a .pth file: an editable install would compile everything anew at each change.
@@ -64,7 +67,8 @@ format: $(INSTALLED) ## rewrites the sources as lint wants them
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 wheel: $(INSTALLED) ## dist/*.whl
-	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+	rm -rf build/lib.* build/temp.*
+	CAMOX_CUDA_ARCHS=all $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
 break: $(INSTALLED) ## builds OP wrong by 1e-3 and demands that its tests turn red (OP=edge)

@@ -1,4 +1,7 @@
-"""Draws the figures of docs/ into docs/img: python scripts/docs_figures.py"""
+"""Draws the figures of docs/: python scripts/docs_figures.py
+
+docs/report.png is what `make demo` wrote, where it has been run, in a palette of 128 colours.
+"""
 
 from pathlib import Path
 
@@ -9,7 +12,8 @@ from skimage import data
 
 import camox_ops as cx
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "img"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "img"
 SIDE, GAP = 200, 6
 
 
@@ -29,6 +33,15 @@ def edge_maps() -> None:
     Image.fromarray(np.hstack(row)).save(FOLDER / "edge_maps.png", optimize=True)
 
 
+def report() -> None:
+    """The demo's report, small enough for a repository."""
+    source = ROOT / "demo" / "report.png"
+    if source.exists():
+        picture = Image.open(source).convert("RGB").quantize(128, dither=Image.Dither.FLOYDSTEINBERG)
+        picture.save(ROOT / "docs" / "report.png", optimize=True)
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
     edge_maps()
+    report()
