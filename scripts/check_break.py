@@ -2,8 +2,9 @@
 
     python scripts/check_break.py edge
 
-The broken build, without the CUDA part, lies under build/break-<op> with a copy of the tests and never touches the build
-in place. Values and gradients must each fail an assertion; what checks arguments must stay green, or the tests were red for another reason.
+The broken build, without the CUDA part, lies under build/break-<op> with a copy of the tests and never touches the
+build in place. Values and gradients must each fail an assertion; what checks arguments must stay green, or the tests
+were red for another reason.
 """
 
 import os
