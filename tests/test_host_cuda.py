@@ -1,4 +1,4 @@
-"""CUDA kernels on the CPU: the rig finds planted bugs, and every kernel of the library runs in it against the reference."""
+"""CUDA kernels on the CPU: the rig finds planted bugs; every kernel of the library runs in it against the reference."""
 
 import ctypes
 import sys
@@ -124,7 +124,7 @@ def test_missing_barrier_differs(order, arch):
 def test_missing_cp_async_wait_reads_nan(order):
     result, _ = missing_cp_async_wait(1, order, 900)
     assert result.isnan().any()
-    with pytest.raises(rig.KernelError, match="cp.async at line 16 is never waited for"):
+    with pytest.raises(rig.KernelError, match=r"cp\.async at line \d+ is never waited for"):
         missing_cp_async_wait(2, order, 900)
     assert same(missing_cp_async_wait(2, order, 750))  # no cp.async on sm_75: the copy is made at once
 
@@ -167,7 +167,7 @@ def test_uninitialised_shared_is_nan(order, arch):
     [
         (
             1,
-            r"waits at __shfl_xor_sync\(\) .* mask 0xffffffff\) for lane \d+, but thread \(\d+,0,0\) has left the kernel",
+            r"waits at __shfl_xor_sync\(\) .* mask 0xffffffff\) for lane \d+, but thread .* has left the kernel",
         ),
         (2, r"shuffle reads lane \d+, which takes no part in it"),
         (3, r"waits at __syncthreads\(\) .* with 16 of 32 threads, but thread \(16,0,0\) has left the kernel"),

@@ -30,18 +30,12 @@ ORDERS = {"forward": (0, 1), "reverse": (1, 1), "random": (2, 1), "random2": (2,
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CXX = os.environ.get("CXX", "g++")
+# Without -fno-gnu-unique the shared memory of one kernel would be one variable for the builds of all architectures.
 # -O1 compiles the unrolled kernels in half the time of -O2 and runs them as fast, fibers being what costs.
 FLAGS = [
-    *(
-        "-std=c++17",
-        "-O1",
-        "-g1",
-        "-fPIC",
-        "-fno-strict-aliasing",
-        "-ffp-contract=off",
-        "-ftrivial-auto-var-init=pattern",
-    ),
-    *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi", "-Werror", "-U_FORTIFY_SOURCE"),
+    *("-std=c++17", "-O1", "-g1", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-gnu-unique", "-fno-strict-aliasing"),
+    *("-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
+    *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi", "-Werror"),
 ]
 CHECKS = "-fsanitize=bounds,alignment,signed-integer-overflow,shift,integer-divide-by-zero"
 
@@ -59,7 +53,7 @@ def cuda_include() -> Path | None:
         places.append(Path(nvcc).resolve().parent.parent / "include")
     places.append(Path("/usr/local/cuda/include"))
     for site in map(Path, sys.path):
-        places += sorted(site.glob("nvidia/cu1*/include"), reverse=True) + [site / "nvidia/cuda_runtime/include"]
+        places += [*sorted(site.glob("nvidia/cu1*/include"), reverse=True), site / "nvidia/cuda_runtime/include"]
     for place in places:
         if all((place / name).is_file() for name in ("cuda_runtime.h", "cuda_fp16.h", "crt/host_defines.h")):
             return place
@@ -112,7 +106,7 @@ def _build(name: str, sources: list[Path], flags: list[str], link: list[str]) ->
                 raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
             objects.append(str(obj))
             files += Path(f"{obj}.d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
-        command = [CXX, "-shared", "-Wl,-z,defs", *objects, *link, "-o", str(target)]
+        command = [CXX, "-shared", "-Wl,-z,defs,-Bsymbolic", *objects, *link, "-o", str(target)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
@@ -197,7 +191,7 @@ def kernels(path: Path) -> set[str]:
     found = set()
     for name in _symbols(path).values():
         match = re.search(r"(\w+)(?:<.*>)?\(", name)
-        if match and match.group(1) in wanted:
+        if match and match.group(1) in wanted and ")::" not in name:  # not what is local to a kernel
             found.add(name)
     return found
 
@@ -231,7 +225,7 @@ def call(
     timeout=60.0,
     grid_cap=2**31 - 1,
 ):
-    """Calls a launcher with the kernels' blocks and threads in the given order; raises KernelError on anything wrong."""
+    """Calls a launcher with blocks and threads in the given order; raises KernelError on anything wrong."""
     runtime = _runtime()
     runtime.camox_host_configure(*ORDERS[order], threads, timeout, grid_cap)
     runtime.camox_host_take_error()
