@@ -121,13 +121,15 @@ def test_failures_are_said_and_success_is_silent():
     assert "camox differs from float64" in demo_run.failures(good | {"parity": found})[0]
 
 
-@pytest.mark.slow
-def test_memory_is_measured_in_its_own_process(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    small, large = (memory.measure("torch", 64, batch) for batch in (2, 6))
-    assert 0 < small["saved_mb"] < large["saved_mb"]
-    assert 0 < small["peak_mb"] < large["peak_mb"]
-    assert large["peak_mb"] == pytest.approx(large["saved_mb"], rel=0.5)
+def test_memory_of_known_steps(pictures, batch):
+    assert memory.peak_bytes(lambda: torch.ones(1000, 1000) + torch.ones(1000, 1000)) == pytest.approx(12e6, rel=1e-3)
+    model = build(pictures)["torch"]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    images, masks = batch
+    small, large = (memory.measure(model, images[:n], masks[:n]) for n in (2, 4))
+    assert 1.6 < large["saved_mb"] / small["saved_mb"] < 2.1
+    assert small["saved_mb"] < small["peak_mb"] < large["peak_mb"]
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from .steps import WARMUP_SHARE
 from .twins import build_twins
 
 SIZE, BATCH, LEARNING_RATE = 96, 8, 2e-3
-STEPS = {"full": 320, "quick": 60}
+STEPS = {"full": 400, "quick": 50}
 SHOWN = 6
 
 
@@ -42,10 +42,10 @@ def run(mode, folder):
     images, masks = next(iter(batches(pictures, 4 * BATCH, 1)))
     models = build_twins(images)
     untrained = evaluate(models["torch"], loader)
-    print(f"{len(pictures)} training pictures, {len(held_out)} held out, {SIZE} px; comparing with float64", flush=True)
+    print(f"{len(pictures)} training pictures, {len(held_out)} held out, {SIZE} px", flush=True)
+    print("comparing with float64, measuring memory", flush=True)
     parity = compare(models, images[:BATCH], masks[:BATCH])
-    print("measuring memory", flush=True)
-    used = {name: memory.measure(name, SIZE, BATCH) for name in models}
+    used = {name: memory.measure(model, images[:BATCH], masks[:BATCH]) for name, model in models.items()}
 
     def show(step, losses):
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())

@@ -1,39 +1,51 @@
-"""Memory of one training step, measured in a process of its own: python -m camoxpert.memory OPS SIZE BATCH.
+"""Memory of one training step, exactly, in MB.
 
-Two numbers in MB. `peak`: the growth of the resident set during a step, from the kernel's own high-water mark (VmHWM),
-with one thread, in a process whose allocator gives every freed tensor back at once - so that it counts live tensors and
-not what the allocator keeps; the smallest of several steps. `saved`: the storages that autograd holds between forward
-and backward, each counted once, parameters left out.
+`peak`: the largest sum of live tensors that the step itself allocated, scratch space of the convolutions included, as
+the CPU allocator reports to the profiler. Unlike the resident set it does not depend on what malloc keeps.
+`saved`: the storages that autograd holds between forward and backward, each counted once, parameters left out.
 """
 
+import copy
 import json
 import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from .losses import AdvancedCODLoss
 from .steps import build_optimizer
-from .twins import build_twins
 
 MB = 1e6
-STEPS = 5
-# freed tensors go back to the kernel at once, else the high-water mark also holds what malloc keeps
-GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+CPU = 0  # the profiler's number for it
 
 
-def process_memory(field):
-    """A field of /proc/self/status in bytes: VmRSS, or VmHWM, its maximum since reset_peak."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+def forward(model, criterion, images, masks):
+    """The loss of a batch, from the same dropout each time."""
+    torch.manual_seed(0)
+    logits, aux_loss, deep = model(images, return_deep_supervision=True)
+    return criterion(logits, masks, aux_loss, deep)[0]
 
 
-def reset_peak():
-    Path("/proc/self/clear_refs").write_text("5")
+def step(model, criterion, optimizer, images, masks):
+    """One whole training step."""
+    forward(model, criterion, images, masks).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def peak_bytes(function):
+    """Highest total of the CPU allocations that function made and had not yet freed."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on stderr
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    arguments = [event["args"] for event in events if event.get("name") == "[memory]"]
+    return max(entry["Total Allocated"] for entry in arguments if entry["Device Type"] == CPU)
 
 
 def saved_bytes(model, criterion, images, masks):
@@ -48,54 +60,16 @@ def saved_bytes(model, criterion, images, masks):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits, aux_loss, deep = model(images, return_deep_supervision=True)
-        loss, _ = criterion(logits, masks, aux_loss, deep)
+        loss = forward(model, criterion, images, masks)
     total = sum(storages.values())
-    del loss, logits, deep
+    del loss
     return total
 
 
-def step(model, criterion, optimizer, images, masks):
-    torch.manual_seed(0)
-    logits, aux_loss, deep = model(images, return_deep_supervision=True)
-    criterion(logits, masks, aux_loss, deep)[0].backward()
-    del logits, deep
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def measure_here(ops, size, batch):
-    """{"peak_mb", "saved_mb"} of this process; peak is the smallest of several steps after a warm-up."""
-    torch.manual_seed(0)
-    images, masks = torch.randn(batch, 3, size, size), (torch.rand(batch, 1, size, size) > 0.8).float()
-    model = build_twins(images)[ops].train()
+def measure(model, images, masks):
+    """{"peak_mb", "saved_mb"} of a training step on a batch; the model is left as it is."""
+    model = copy.deepcopy(model).train()
     criterion, optimizer = AdvancedCODLoss(), build_optimizer(model, 1e-4)
-    step(model, criterion, optimizer, images, masks)
-    peaks = []
-    for _ in range(STEPS):
-        before = process_memory("VmRSS")
-        reset_peak()
-        step(model, criterion, optimizer, images, masks)
-        peaks.append(process_memory("VmHWM") - before)
-    saved = saved_bytes(model, criterion, images, masks)
-    return {"peak_mb": min(peaks) / MB, "saved_mb": saved / MB}
-
-
-def measure(ops, size, batch):
-    """measure_here in a fresh process; RuntimeError with its stderr when it fails."""
-    here = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join([here, *filter(None, sys.path)])
-    command = [sys.executable, "-m", "camoxpert.memory", ops, str(size), str(batch)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **GIVING_BACK, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"measuring the memory of ops={ops!r} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure_here(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    step(model, criterion, optimizer, images, masks)  # the optimizer's state is no part of a step's memory
+    peak = peak_bytes(lambda: step(model, criterion, optimizer, images, masks))
+    return {"peak_mb": peak / MB, "saved_mb": saved_bytes(model, criterion, images, masks) / MB}
