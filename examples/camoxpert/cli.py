@@ -66,7 +66,9 @@ def main(arguments=None):
     options = vars(build_parser().parse_args(arguments))
     del options["command"]
     if options["device"] == "cpu":
-        print(tune_cpu_allocator())
+        allocator = tune_cpu_allocator()
+        if distributed.is_first():
+            print(allocator)
     try:
         Trainer(Config(**options)).run()
     except (CheckpointError, DatasetError, TrainingError, ImportError, ValueError) as error:

@@ -6,6 +6,11 @@ import torch
 import torch.distributed as dist
 
 
+def is_first():
+    """Whether this is the only process or rank 0 of several, by torchrun's environment."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def start(device):
     """Join the process group that torchrun describes in the environment, if any; returns (rank, world, device)."""
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -17,7 +17,9 @@ EARLY_STEPS = 6
 
 
 def batches(pictures, batch_size, steps, seed=0):
-    """`steps` batches (images, masks), epoch after epoch."""
+    """`steps` batches (images, masks), epoch after epoch; ValueError when not even one batch can be filled."""
+    if batch_size > len(pictures):
+        raise ValueError(f"batch_size must be at most the {len(pictures)} pictures, got {batch_size}")
     sampler = EpochSampler(len(pictures), seed)
     loader = DataLoader(pictures, batch_size, sampler=sampler, drop_last=True)
     given = 0
