@@ -3,6 +3,7 @@
 
 #define VF32_BYTES 64
 #define VF64_BYTES 64
+#define CAMOX_OWN_BF16_STORE
 #include "simd_vector.h"
 
 CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm512_sqrt_ps((__m512)v); }
@@ -13,9 +14,17 @@ CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
   return (vf32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }
 
-CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value) {
-  _mm256_storeu_si256((__m256i *)to,
-                      _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+CAMOX_INLINE __m256i vf32_to_f16(vf32 value) {
+  return _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+CAMOX_INLINE __m256i vf32_to_bf16(vf32 value) {
+  __m512i bits = (__m512i)value;
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 
 CAMOX_INLINE __mmask16 vf32_mask(ptrdiff_t n) { return (__mmask16)((1u << n) - 1u); }
@@ -28,17 +37,21 @@ CAMOX_INLINE void vstore_part_f32(float *to, vf32 value, ptrdiff_t n) {
   _mm512_mask_storeu_ps(to, vf32_mask(n), (__m512)value);
 }
 
-#define CAMOX_DEFINE_MASKED_HALF(S)                                                     \
-  CAMOX_INLINE vf32 vload_part_##S(const uint16_t *from, ptrdiff_t n) {                 \
-    uint16_t buffer[VF32_LANES];                                                        \
-    _mm256_storeu_si256((__m256i *)buffer, _mm256_maskz_loadu_epi16(vf32_mask(n), from)); \
-    return vload_##S(buffer);                                                           \
-  }                                                                                     \
-  CAMOX_INLINE void vstore_part_##S(uint16_t *to, vf32 value, ptrdiff_t n) {            \
-    uint16_t buffer[VF32_LANES];                                                        \
-    vstore_##S(buffer, value);                                                          \
-    _mm256_mask_storeu_epi16(to, vf32_mask(n), _mm256_loadu_si256((const __m256i *)buffer)); \
-  }
+CAMOX_INLINE void vstore_bf16(uint16_t *to, vf32 value) { _mm256_storeu_si256((__m256i *)to, vf32_to_bf16(value)); }
+CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value) { _mm256_storeu_si256((__m256i *)to, vf32_to_f16(value)); }
 
-CAMOX_DEFINE_MASKED_HALF(bf16)
-CAMOX_DEFINE_MASKED_HALF(f16)
+CAMOX_INLINE void vstore_part_bf16(uint16_t *to, vf32 value, ptrdiff_t n) {
+  _mm256_mask_storeu_epi16(to, vf32_mask(n), vf32_to_bf16(value));
+}
+
+CAMOX_INLINE void vstore_part_f16(uint16_t *to, vf32 value, ptrdiff_t n) {
+  _mm256_mask_storeu_epi16(to, vf32_mask(n), vf32_to_f16(value));
+}
+
+CAMOX_INLINE vf32 vload_part_bf16(const uint16_t *from, ptrdiff_t n) {
+  return (vf32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(vf32_mask(n), from)), 16);
+}
+
+CAMOX_INLINE vf32 vload_part_f16(const uint16_t *from, ptrdiff_t n) {
+  return (vf32)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vf32_mask(n), from));
+}

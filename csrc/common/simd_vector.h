@@ -56,11 +56,11 @@ CAMOX_INLINE float to_real_bf16(uint16_t value) {
   return result;
 }
 
-/* Round to nearest even; a NaN keeps its upper bits and stays a NaN. */
+/* Round to nearest even; every NaN becomes 0x7fc0, as in torch. */
 CAMOX_INLINE uint16_t from_real_bf16(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
-  if (value != value) return (uint16_t)((bits >> 16) | 0x40u);
+  if (value != value) return 0x7fc0u;
   return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
@@ -104,14 +104,14 @@ CAMOX_INLINE vf32 vload_bf16(const uint16_t *from) {
   return (vf32)(__builtin_convertvector(v, vu32) << 16);
 }
 
+#ifndef CAMOX_OWN_BF16_STORE
 CAMOX_INLINE void vstore_bf16(uint16_t *to, vf32 value) {
-  vu32 bits = (vu32)value;
-  vu32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  vu32 nan = (bits >> 16) | 0x40u;
-  vu32 is_nan = (vu32)(value != value);
-  vu16 v = __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), vu16);
+  vu32 bits = (vu32)value, is_nan = (vu32)(value != value);
+  vu32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  vu16 v = __builtin_convertvector(((rounded & ~is_nan) | (0x7fc00000u & is_nan)) >> 16, vu16);
   memcpy(to, &v, sizeof v);
 }
+#endif
 
 CAMOX_INLINE vf32 vload_f32(const float *from) { return vf32_load(from); }
 CAMOX_INLINE void vstore_f32(float *to, vf32 value) { vf32_store(to, value); }
