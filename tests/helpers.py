@@ -8,7 +8,9 @@ import sys
 
 import torch
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# A machine with a GPU runs the same tests there: CAMOX_TEST_DEVICE=cuda.
+DEVICE = torch.device(os.environ.get("CAMOX_TEST_DEVICE", "cpu"))
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, *([torch.float64] if DEVICE.type == "cpu" else []))
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
 
 
@@ -27,8 +29,9 @@ def assert_close_to_reference(ours, same_dtype, reference64, scale64: float = 0.
         if truth.numel() == 0:
             continue
         assert truth.dtype == torch.float64
-        error = (mine.double() - truth).abs().max().item()
-        allowed = 2 * (theirs.double() - truth).abs().max().item()
+        truth = truth.cpu()
+        error = (mine.cpu().double() - truth).abs().max().item()
+        allowed = 2 * (theirs.cpu().double() - truth).abs().max().item()
         size = truth.abs().max().item()
         if mine.dtype == torch.float64:
             size = max(size, scale64)
@@ -46,7 +49,7 @@ def assert_one_rounding(half, float32) -> None:
 
 
 def picture(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
-    """A (B, C, H, W) input; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over the batch;
+    """A (B, C, H, W) input on DEVICE; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over the batch;
     kind "offset" has mean 1e4 and standard deviation 1, "constant" one value a channel."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -54,12 +57,12 @@ def picture(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed
         x = x + 1e4
     elif kind == "constant":
         x = x[:, :, :1, :1].expand(shape).clone()
-    x = x.to(dtype)
+    x = x.to(DEVICE, dtype)
     if layout == "channels_last":
         return x.to(memory_format=torch.channels_last)
     if layout == "strided":
         b, c, h, w = shape
-        larger = torch.full((b, c + 1, h + 2, 2 * w + 3), float("nan"), dtype=dtype)
+        larger = torch.full((b, c + 1, h + 2, 2 * w + 3), float("nan"), dtype=dtype, device=DEVICE)
         view = larger[:, 1:, 1 : h + 1, 1 : 2 * w + 1 : 2]
         view.copy_(x)
         return view
