@@ -49,8 +49,8 @@ def assert_one_rounding(half, float32) -> None:
 
 
 def picture(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
-    """A (B, C, H, W) input on DEVICE; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over the batch;
-    kind "offset" has mean 1e4 and standard deviation 1, "constant" one value a channel."""
+    """A (B, C, H, W) input on DEVICE; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over
+    the batch; kind "offset" has mean 1e4 and standard deviation 1, "constant" one value a channel."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     if kind == "offset":
