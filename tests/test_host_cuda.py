@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_close_to_reference, assert_one_rounding, picture
+
+from camox_ops import reference
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
+import edge_cases
 import rig
 
+OPS = sorted(rig.CSRC.glob("*/*_cuda.cu"))
 PLANTED = sorted((Path(__file__).parent / "cuda").glob("*.cu"))
 
 unavailable = rig.why_unavailable()
@@ -19,7 +24,7 @@ pytestmark = pytest.mark.skipif(unavailable is not None, reason=str(unavailable)
 @pytest.fixture(scope="module", autouse=True)
 def built():
     if unavailable is None:
-        rig.build_all(PLANTED)
+        rig.build_all([*OPS, *PLANTED])
 
 
 def at(tensor):
@@ -199,3 +204,46 @@ def test_a_kernel_that_was_never_run_is_named():
         assert len(rig.kernels(path)) == 2
     finally:
         rig.runs.update(ours)
+
+
+# ---- edge_maps ----
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=rig.DTYPES)
+def dtype(request):
+    return rig.DTYPES[request.param]
+
+
+def edge_inputs(shapes=edge_cases.SHAPES):
+    """(shape, border, order of blocks and threads), every order used in turn."""
+    cases = [
+        (shape, border) for shape in shapes for border in edge_cases.BORDERS if edge_cases.reachable(shape, border)
+    ]
+    return [(*case, list(rig.ORDERS)[i % len(rig.ORDERS)]) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("layout", edge_cases.LAYOUTS)
+def test_edge_forward(dtype, layout, arch):
+    for shape, border, order in edge_inputs():
+        for kind in ("normal", "offset"):
+            x = picture(shape, dtype, layout, kind)
+            ours = edge_cases.forward(x, 1e-8, border, arch=arch, order=order)
+            same_dtype = reference.edge_maps(x, 1e-8, border)
+            assert_close_to_reference(ours, same_dtype, reference.edge_maps(x.double(), 1e-8, border))
+            if dtype in HALVES:
+                assert_one_rounding(ours, edge_cases.forward(x.float(), 1e-8, border, arch=arch))
+
+
+@pytest.mark.parametrize("layout", edge_cases.LAYOUTS)
+def test_edge_backward(dtype, layout, arch):
+    for shape, border, order in edge_inputs():
+        x = picture(shape, dtype, layout)
+        grads = [picture(shape, dtype, "strided" if i == 2 and shape[3] < 20 else layout, seed=i + 1) for i in range(4)]
+        ours = edge_cases.backward(x, grads, 1e-2, border, arch=arch, order=order)
+        same_dtype = reference.edge_maps_backward(x, *grads, 1e-2, border)
+        truth = reference.edge_maps_backward(x.double(), *(g.double() for g in grads), 1e-2, border)
+        assert_close_to_reference(ours, same_dtype, truth)
+        if dtype in HALVES:
+            floats = edge_cases.backward(x.float(), [g.float() for g in grads], 1e-2, border, arch=arch)
+            assert_one_rounding(ours, floats)

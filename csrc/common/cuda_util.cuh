@@ -132,11 +132,53 @@ __device__ __forceinline__ void camox_store(T *p, const T (&from)[N]) {
   *reinterpret_cast<word *>(p) = bits;
 }
 
-/* The same as float, with a tail: elements from n on are not touched in memory, and `fill` in the registers.
-   `vector` says that p is aligned to N elements; it is the same for the whole tensor, so the branch does not diverge. */
+/* N floats rounded to T, packed two at a time where T is a half type. */
 template <int N, typename T>
-__device__ __forceinline__ void camox_load_float(float (&to)[N], const T *p, int64_t n, bool vector, float fill = 0.0f) {
-  if (vector && n >= N) {
+__device__ __forceinline__ void camox_round(T (&to)[N], const float (&from)[N]) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      if constexpr (camox_is_bfloat16<T>::value) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(from[i], from[i + 1]);
+        to[i] = __low2bfloat16(pair), to[i + 1] = __high2bfloat16(pair);
+      } else {
+        const __half2 pair = __floats2half2_rn(from[i], from[i + 1]);
+        to[i] = __low2half(pair), to[i + 1] = __high2half(pair);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = camox_from_float<T>(from[i]);
+  }
+}
+
+/* The same between registers and shared memory, whose contents other threads of the block write. */
+template <int N, typename T>
+__device__ __forceinline__ void camox_load_shared(T (&to)[N], const T *p) {
+  typedef typename camox_word<N *static_cast<int>(sizeof(T))>::type word;
+  const word bits = *reinterpret_cast<const word *>(p);
+  __builtin_memcpy(static_cast<void *>(to), &bits, sizeof bits);
+}
+
+/* N floats to memory; a tail (n < N) or an address off the alignment goes element by element. */
+template <int N, typename T>
+__device__ __forceinline__ void camox_store_float(T *p, const float (&from)[N], int64_t n = N, bool aligned = true) {
+  T rounded[N];
+  camox_round(rounded, from);
+  if (aligned && n >= N) {
+    camox_store<N>(p, rounded);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < n) p[i] = rounded[i];
+  }
+}
+
+/* N elements as float; those from n on are not touched in memory and become `fill`. */
+template <int N, typename T>
+__device__ __forceinline__ void camox_load_float(float (&to)[N], const T *p, int64_t n = N, bool aligned = true,
+                                                 float fill = 0.0f) {
+  if (aligned && n >= N) {
     T raw[N];
     camox_load<N>(raw, p);
 #pragma unroll
@@ -147,18 +189,27 @@ __device__ __forceinline__ void camox_load_float(float (&to)[N], const T *p, int
   }
 }
 
-template <int N, typename T>
-__device__ __forceinline__ void camox_store_float(T *p, const float (&from)[N], int64_t n, bool vector) {
-  if (vector && n >= N) {
-    T raw[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) raw[i] = camox_from_float<T>(from[i]);
-    camox_store<N>(p, raw);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (i < n) p[i] = camox_from_float<T>(from[i]);
+/* n / d and its rest for n >= 0, d > 0: 64-bit division costs a GPU some hundred instructions, so 32 bits where they do. */
+__device__ __forceinline__ int64_t camox_divide(int64_t n, int64_t d, int64_t *rest) {
+  if (((n | d) >> 32) == 0) {
+    const uint32_t quotient = static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
+    *rest = static_cast<int64_t>(static_cast<uint32_t>(n) - quotient * static_cast<uint32_t>(d));
+    return static_cast<int64_t>(quotient);
   }
+  const int64_t quotient = n / d;
+  *rest = n - quotient * d;
+  return quotient;
+}
+
+/* sqrt to 1 ulp in two instructions; sqrtf is correctly rounded in ten and a branch. */
+__device__ __forceinline__ float camox_sqrt(float x) {
+#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+  return sqrtf(x);
+#else
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
 }
 
 /* ---- reductions: one order for one block size, so the same bits on every run ---- */

@@ -267,7 +267,11 @@ class Guarded:
         return self.empty_strided(tensor.shape, tensor.stride(), dtype or tensor.dtype, name)
 
     def copy(self, tensor, name="in") -> torch.Tensor:
-        return self.empty_like(tensor, name=name).copy_(tensor)
+        """The same values with the same strides; where strides of 0 make elements one, it is one here too."""
+        target = self.empty_like(tensor, name=name)
+        index = tuple(slice(0, 1) if s == 0 else slice(None) for s in tensor.stride())
+        target[index].copy_(tensor[index])
+        return target
 
     def check_gaps(self) -> None:
         """Elements of a buffer that its tensor's strides skip must still be poison."""
