@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import _selftest, build_info, isa, supported_isas, train
+from . import _cuda, _selftest, build_info, isa, supported_isas, train
 
 
 def cpu_name() -> str:
@@ -19,15 +19,6 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def cuda_state() -> str:
-    """Why CUDA tensors can or cannot be used."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key("camox_ops::edge_maps", "CUDA"):
-        return f"kernels present, torch's CUDA {torch.version.cuda}"
-    if torch.version.cuda is None:
-        return "absent: this torch is built without CUDA"
-    return f"absent: camox_ops was built without its CUDA part (torch's CUDA {torch.version.cuda})"
 
 
 def info() -> int:
@@ -40,7 +31,7 @@ def info() -> int:
         "CPU": f"{cpu_name()}, {platform.machine()}",
         "kernels": f"{isa()} (supported: {', '.join(supported_isas())})",
         "threads": str(torch.get_num_threads()),
-        "CUDA": cuda_state(),
+        "CUDA": _cuda.status(),
         "allocator": allocator_state(),
     }
     if facts["broken_op"]:
@@ -56,14 +47,14 @@ def allocator_state() -> str:
 
 
 def check() -> int:
-    row = "{:18} {:9} {:9} {:14} {:>10} {:>10}  {}"
-    print(row.format("op", "pass", "dtype", "layout", "max error", "allowed", ""))
+    row = "{:18} {:9} {:6} {:9} {:14} {:>10} {:>10}  {}"
+    print(row.format("op", "pass", "device", "dtype", "layout", "max error", "allowed", ""))
     failed = count = 0
     for result in _selftest.check():
         count += 1
         failed += not result.passed
         numbers = (f"{result.error:.2e}", f"{result.allowed:.2e}", "ok" if result.passed else "WRONG")
-        print(row.format(result.op, result.what, result.dtype, result.layout, *numbers))
+        print(row.format(*result[:5], *numbers))
     print(f"{count - failed} passed, {failed} failed on {isa()}")
     return 1 if failed else 0
 

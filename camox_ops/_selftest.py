@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import reference
+from . import _cuda, reference
 from .ops.edge import edge_maps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -33,6 +33,7 @@ class Result(NamedTuple):
 
     op: str
     what: str
+    device: str
     dtype: str
     layout: str
     error: float
@@ -58,6 +59,11 @@ OPS = (
 )
 
 
+def devices() -> list[str]:
+    """The CPU, and the GPU where the CUDA part runs on it."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() and not _cuda.unusable(0) else ["cpu"]
+
+
 def arranged(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """The same values in another layout; "strided" is every second column of a larger tensor."""
     if tensor.dim() != 4 or layout == "contiguous":
@@ -80,7 +86,7 @@ def run(function: Callable, inputs: tuple, upstream: tuple | None) -> list[list[
 def weights(output: torch.Tensor) -> torch.Tensor:
     """Incoming gradients that are exact in every dtype."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(-8, 9, output.shape, generator=generator).to(output.dtype) / 8
+    return torch.randint(-8, 9, output.shape, generator=generator).to(output) / 8
 
 
 def allowance(theirs: torch.Tensor, truth: torch.Tensor) -> float:
@@ -92,26 +98,30 @@ def allowance(theirs: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def check() -> Iterator[Result]:
-    """Every op, outputs and gradients, in every dtype and layout."""
+    """Outputs and gradients of every op on every device, in every dtype and layout; the CPU says what is allowed."""
     for op in OPS:
         for dtype in DTYPES:
             inputs = op.inputs(CHECK_SHAPE, dtype)
             same_dtype = run(op.reference, inputs, None)
             truth = run(op.reference, tuple(tensor.double() for tensor in inputs), None)
-            for layout in LAYOUTS:
-                ours = run(op.ours, tuple(arranged(tensor, layout) for tensor in inputs), None)
-                for what, mine, theirs, true in zip(("forward", "backward"), ours, same_dtype, truth, strict=True):
-                    yield worst(op.name, what, dtype, layout, mine, theirs, true)
+            for device in devices():
+                if device == "cuda" and dtype == torch.float64:
+                    continue
+                for layout in LAYOUTS:
+                    ours = run(op.ours, tuple(arranged(tensor.to(device), layout) for tensor in inputs), None)
+                    for what, *tensors in zip(("forward", "backward"), ours, same_dtype, truth, strict=True):
+                        name = str(dtype).removeprefix("torch.")
+                        yield Result(op.name, what, device, name, layout, *worst(*tensors))
 
 
-def worst(name, what, dtype, layout, ours, theirs, truth) -> Result:
+def worst(ours: list, theirs: list, truth: list) -> tuple[float, float]:
+    """(error, allowed) of the tensor that is nearest to its limit or farthest beyond it."""
     found = []
     for mine, same, true in zip(ours, theirs, truth, strict=True):
-        error, allowed = (mine.double() - true).abs().max().item(), allowance(same, true)
+        error = (mine.cpu().double() - true).abs().max().item()
         # A NaN is an infinite error, so that it never compares as small.
-        found.append((error if error == error else float("inf"), allowed))
-    error, allowed = max(found, key=lambda pair: pair[0] - pair[1])
-    return Result(name, what, str(dtype).removeprefix("torch."), layout, error, allowed)
+        found.append((error if error == error else float("inf"), allowance(same, true)))
+    return max(found, key=lambda pair: pair[0] - pair[1])
 
 
 def bench(rounds: int = 15) -> Iterator[tuple[str, str, float, float]]:

@@ -9,14 +9,20 @@ import pytest
 from helpers import run_python
 
 import camox_ops as cx
+from camox_ops import _cuda
 
 BINARY = Path(cx._C.__file__)
+BINARIES = [path for path in (BINARY, _cuda.LIBRARY) if path.exists()]
 ISAS = ("portable", "avx2", "avx512")
 OLDEST_GLIBC = (2, 28)  # what torch's own wheels need
 
 
-def undefined_symbols(*options: str) -> list[str]:
-    command = ["nm", "--dynamic", "--undefined-only", *options, str(BINARY)]
+needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
+each_binary = pytest.mark.parametrize("binary", BINARIES, ids=lambda path: path.name)
+
+
+def undefined_symbols(binary: Path, *options: str) -> list[str]:
+    command = ["nm", "--dynamic", "--undefined-only", *options, str(binary)]
     return [line.split(maxsplit=1)[1] for line in subprocess.check_output(command, text=True).splitlines()]
 
 
@@ -91,30 +97,28 @@ def test_binary_is_abi3():
     assert BINARY.name == "_C.abi3.so"
 
 
-@pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
-def test_binary_uses_torch_by_its_stable_abi_alone():
-    symbols = [symbol.split("@")[0] for symbol in undefined_symbols()]
-    from_torch = [symbol for symbol in symbols if symbol.startswith(("aoti_torch_", "torch_"))]
-    assert from_torch
-    foreign = [name for name in undefined_symbols("--demangle") if re.search(r"\b(c10|at|torch|caffe2)::", name)]
+@needs_nm
+@each_binary
+def test_binary_uses_torch_by_its_stable_abi_alone(binary):
+    symbols = undefined_symbols(binary)
+    assert [symbol for symbol in symbols if symbol.startswith(("aoti_torch_", "torch_"))]
+    foreign = [
+        name for name in undefined_symbols(binary, "--demangle") if re.search(r"\b(c10|at|torch|caffe2)::", name)
+    ]
     assert foreign == []
     # C++ symbols are versioned ones of the C++ runtime: torch's carry no version.
-    assert [name for name in undefined_symbols() if name.startswith("_Z") and "@" not in name] == []
+    assert [symbol for symbol in symbols if symbol.startswith("_Z") and "@" not in symbol] == []
 
 
-@pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
+@needs_nm
 def test_binary_uses_python_by_its_limited_api_alone():
-    private = {symbol for symbol in undefined_symbols() if symbol.startswith("_Py")}
+    private = {symbol for symbol in undefined_symbols(BINARY) if symbol.startswith("_Py")}
     # What the limited API's own macros expand to.
     assert private <= {"_Py_Dealloc", "_Py_NoneStruct", "_Py_TrueStruct", "_Py_FalseStruct", "_Py_BuildValue_SizeT"}
 
 
-@pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
+@needs_nm
 def test_binary_needs_no_newer_glibc():
-    versions = {tuple(map(int, found.split("."))) for name in undefined_symbols() for found in glibc_versions(name)}
-    assert versions
-    assert max(versions) <= OLDEST_GLIBC
-
-
-def glibc_versions(symbol: str) -> list[str]:
-    return re.findall(r"@GLIBC_([\d.]+)", symbol)
+    names = re.findall(r"@GLIBC_([\d.]+)", " ".join(undefined_symbols(BINARY)))
+    assert names
+    assert max(tuple(map(int, name.split("."))) for name in names) <= OLDEST_GLIBC
