@@ -85,6 +85,15 @@ __device__ __forceinline__ __nv_bfloat16 camox_from_float<__nv_bfloat16>(float x
   return __float2bfloat16_rn(x);
 }
 
+template <bool CONDITION, typename A, typename B>
+struct camox_select {
+  typedef A type;
+};
+template <typename A, typename B>
+struct camox_select<false, A, B> {
+  typedef B type;
+};
+
 /* ---- vector accesses ---- */
 template <int BYTES>
 struct camox_word;
@@ -124,12 +133,48 @@ __device__ __forceinline__ void camox_load(T (&to)[N], const T *p) {
   __builtin_memcpy(static_cast<void *>(to), &bits, sizeof bits);
 }
 
+/* One store to global memory. As plain C++ nvcc may cut a 16-byte store into four; the rig checks alignment and bounds instead.
+ */
+__device__ __forceinline__ void camox_store_word(uint16_t *p, uint16_t word) { *p = word; }
+__device__ __forceinline__ void camox_store_word(uint32_t *p, uint32_t word) { *p = word; }
+__device__ __forceinline__ void camox_store_word(uint2 *p, uint2 word) {
+#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+  *p = word;
+#else
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(word.x), "r"(word.y) : "memory");
+#endif
+}
+__device__ __forceinline__ void camox_store_word(uint4 *p, uint4 word) {
+#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+  *p = word;
+#else
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+#endif
+}
+
 template <int N, typename T>
 __device__ __forceinline__ void camox_store(T *p, const T (&from)[N]) {
   typedef typename camox_word<N *static_cast<int>(sizeof(T))>::type word;
   word bits;
   __builtin_memcpy(&bits, static_cast<const void *>(from), sizeof bits);
+  camox_store_word(reinterpret_cast<word *>(p), bits);
+}
+
+/* The same between registers and shared memory, whose contents other threads of the block write. */
+template <int N, typename T>
+__device__ __forceinline__ void camox_store_shared(T *p, const T (&from)[N]) {
+  typedef typename camox_word<N *static_cast<int>(sizeof(T))>::type word;
+  word bits;
+  __builtin_memcpy(&bits, static_cast<const void *>(from), sizeof bits);
   *reinterpret_cast<word *>(p) = bits;
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void camox_load_shared(T (&to)[N], const T *p) {
+  typedef typename camox_word<N *static_cast<int>(sizeof(T))>::type word;
+  const word bits = *reinterpret_cast<const word *>(p);
+  __builtin_memcpy(static_cast<void *>(to), &bits, sizeof bits);
 }
 
 /* N floats rounded to T, packed two at a time where T is a half type. */
@@ -150,14 +195,6 @@ __device__ __forceinline__ void camox_round(T (&to)[N], const float (&from)[N]) 
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i] = camox_from_float<T>(from[i]);
   }
-}
-
-/* The same between registers and shared memory, whose contents other threads of the block write. */
-template <int N, typename T>
-__device__ __forceinline__ void camox_load_shared(T (&to)[N], const T *p) {
-  typedef typename camox_word<N *static_cast<int>(sizeof(T))>::type word;
-  const word bits = *reinterpret_cast<const word *>(p);
-  __builtin_memcpy(static_cast<void *>(to), &bits, sizeof bits);
 }
 
 /* N floats to memory; a tail (n < N) or an address off the alignment goes element by element. */
@@ -201,13 +238,23 @@ __device__ __forceinline__ int64_t camox_divide(int64_t n, int64_t d, int64_t *r
   return quotient;
 }
 
-/* sqrt to 1 ulp in two instructions; sqrtf is correctly rounded in ten and a branch. */
+/* One instruction and 1 or 2 ulp each, where sqrtf takes ten and a branch. Subnormals count as 0: keep x >= FLT_MIN. */
 __device__ __forceinline__ float camox_sqrt(float x) {
 #if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
   return sqrtf(x);
 #else
   float y;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+__device__ __forceinline__ float camox_rsqrt(float x) {
+#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+  return 1.0f / sqrtf(x);
+#else
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #endif
 }

@@ -6,22 +6,29 @@
 #include "../common/cuda_util.cuh"
 #include "edge.h"
 
-#define EDGE_THREADS 256
-#define EDGE_ROWS 8          /* rows a thread walks down in a large picture */
-#define EDGE_FILL (1 << 18)  /* threads that fill a large GPU: below it threads take fewer rows */
-#define EDGE_WARP_OUTPUTS 30 /* lanes of a warp that write in the backward */
+#include <float.h>
+
+#define EDGE_THREADS 128
+#define EDGE_BLOCKS 3         /* of them a multiprocessor must hold: at most 168 registers a thread */
+#define EDGE_WIDE_THREADS 192 /* channels_last backward: the wider a block, the fewer columns are computed twice */
+#define EDGE_WIDE_BLOCKS 2    /* at most 168 registers */
+#define EDGE_ROWS 8           /* rows a thread walks down in a large picture */
+#define EDGE_FILL (1 << 17)   /* threads that fill a large GPU: below it a thread takes fewer rows */
+#define EDGE_WARP_OUTPUTS 30  /* lanes of a warp that write in the backward */
 
 struct edge_plan {
   camox_edge_params p;
-  int rows;        /* rows that one thread walks down */
-  int64_t strips;  /* of that many rows in a picture */
-  int64_t vectors; /* along the innermost dimension */
-  int64_t items;   /* threads with work; channels_last backward: blocks with work */
-  int chunk, columns, chunks,
-      tiles; /* channels_last backward: channel vectors and columns a block takes, and how many of each */
+  camox_view4 shared_view; /* the strides that all maps have, where several elements are accessed at once */
+  float eps;
+  int rows;              /* rows that one thread walks down */
+  int64_t strips;        /* of that many rows in a picture */
+  int64_t vectors;       /* along the innermost dimension */
+  int64_t items;         /* threads with work; channels_last backward: blocks with work */
+  int chunk, columns;    /* channels_last backward: channel vectors and columns of a block, */
+  int64_t chunks, tiles; /* and how many such there are */
 };
 
-/* One row of x around a thread's V elements, kept as differences so that a large mean cancels before it is rounded away. */
+/* One row of x around a thread's V elements, as differences, so that a large mean cancels before it is rounded away. */
 template <int V>
 struct edge_row {
   float middle[V], slope[V], bend[V]; /* x, right - left, (left - x) + (right - x) */
@@ -32,54 +39,63 @@ struct edge_raw {
   T middle[V], left[LAST ? V : 1], right[LAST ? V : 1];
 };
 
-/* Where a thread's column stands in x, and where its neighbours across the border are read. */
-template <typename T>
-struct edge_source {
-  const T *x;
-  int64_t row_stride, left, right; /* distances in elements from the first and the last of the thread's columns */
-  int64_t height;
-  int border;
+/* Reads a thread's column of x downwards, row by row, the border's rows and columns included. Rows count from the strip's
+ * first. */
+template <typename T, int V, bool LAST>
+struct edge_reader {
+  /* one access of several columns: they lie side by side */
+  typedef typename camox_select<V == 1 || LAST, int64_t, int>::type distance;
+  const T *next;        /* the column in the row that is read next */
+  distance left, right; /* the neighbours' distance from the first element */
+  int above, span;      /* rows -above ... span-above-1 lie in the picture */
   bool has_left, has_right;
 };
 
 template <typename T, int V, bool LAST>
-__device__ __forceinline__ edge_source<T> edge_source_at(const camox_edge_params &p, int64_t b, int64_t c, int64_t column) {
-  edge_source<T> s;
-  s.x = static_cast<const T *>(p.x.data) + b * p.x.stride[0] + c * p.x.stride[1] + column * p.x.stride[3];
-  s.row_stride = p.x.stride[2];
-  s.height = p.height;
-  s.border = p.border;
-  const int64_t step = p.x.stride[3], inside = p.border == CAMOX_BORDER_REFLECT ? step : 0;
-  const bool first = column == 0, last = column + (LAST ? 1 : V) == p.width;
-  s.left = first ? inside : -step;
-  s.right = last ? -inside : step;
-  s.has_left = !first || p.border != CAMOX_BORDER_ZEROS;
-  s.has_right = !last || p.border != CAMOX_BORDER_ZEROS;
-  return s;
+__device__ __forceinline__ edge_reader<T, V, LAST> edge_reader_at(const edge_plan &plan, int64_t b, int64_t c, int64_t column,
+                                                                  int64_t y, int row) {
+  typedef typename edge_reader<T, V, LAST>::distance distance;
+  const camox_edge_params &p = plan.p;
+  const distance step = static_cast<distance>(p.x.stride[3]), inside = p.border == CAMOX_BORDER_REFLECT ? step : 0;
+  const bool at_left = column == 0, at_right = column + (LAST ? 1 : V) == p.width;
+  edge_reader<T, V, LAST> reader;
+  reader.next = static_cast<const T *>(p.x.data) + b * p.x.stride[0] + c * p.x.stride[1] + (y + row) * p.x.stride[2] +
+                column * p.x.stride[3];
+  reader.above = y < 2 ? static_cast<int>(y) : 2;
+  reader.span = reader.above + static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.rows) + 2));
+  reader.left = at_left ? inside : -step;
+  reader.right = (LAST ? 0 : V - 1) + (at_right ? -inside : step);
+  reader.has_left = !at_left || p.border != CAMOX_BORDER_ZEROS;
+  reader.has_right = !at_right || p.border != CAMOX_BORDER_ZEROS;
+  return reader;
 }
 
-/* camox_border_index for the device: -1 where the border is zero. */
-__device__ __forceinline__ int64_t edge_source_row(int64_t y, int64_t height, int border) {
-  if (y >= 0 && y < height) return y;
-  if (border == CAMOX_BORDER_ZEROS) return -1;
-  if (border == CAMOX_BORDER_REPLICATE) return y < 0 ? 0 : height - 1;
-  const int64_t mirrored = y < 0 ? -y : 2 * height - 2 - y;
-  return mirrored >= 0 && mirrored < height ? mirrored : -1; /* two rows off: no filter there is ever used */
+__device__ __forceinline__ bool edge_inside(int row, int above, int span) {
+  return static_cast<unsigned>(row + above) < static_cast<unsigned>(span);
 }
 
 template <typename T, int V, bool LAST>
-__device__ __forceinline__ void edge_fetch(edge_raw<T, V, LAST> &raw, const edge_source<T> &s, int64_t y) {
-  const int64_t row = edge_source_row(y, s.height, s.border);
+__device__ __forceinline__ void edge_fetch(edge_raw<T, V, LAST> &raw, edge_reader<T, V, LAST> &reader, const edge_plan &plan,
+                                           int row) {
   const T zero = camox_from_float<T>(0.0f);
 #pragma unroll
   for (int i = 0; i < V; ++i) raw.middle[i] = zero;
 #pragma unroll
   for (int i = 0; i < (LAST ? V : 1); ++i) raw.left[i] = raw.right[i] = zero;
-  if (row < 0) return;
-  const T *at = s.x + row * s.row_stride;
+  const T *at = reader.next;
+  bool known = true;
+  if (!edge_inside(row, reader.above, reader.span)) {
+    /* replicate: back to the picture's side; reflect: as far again. Two rows off a picture of two nothing is used. */
+    const int place = row + reader.above, beyond = place < 0 ? place : place - (reader.span - 1);
+    const int back = plan.p.border == CAMOX_BORDER_REFLECT ? 2 * beyond : beyond;
+    known = plan.p.border != CAMOX_BORDER_ZEROS && edge_inside(row - back, reader.above, reader.span);
+    at -= back * plan.p.x.stride[2];
+  }
+  reader.next += plan.p.x.stride[2];
+  if (!known) return;
   camox_load<V>(raw.middle, at);
-  if (s.has_left) camox_load<(LAST ? V : 1)>(raw.left, at + s.left);
-  if (s.has_right) camox_load<(LAST ? V : 1)>(raw.right, at + s.right + (LAST ? 0 : V - 1));
+  if (reader.has_left) camox_load<(LAST ? V : 1)>(raw.left, at + reader.left);
+  if (reader.has_right) camox_load<(LAST ? V : 1)>(raw.right, at + reader.right);
 }
 
 template <typename T, int V, bool LAST>
@@ -115,10 +131,40 @@ __device__ __forceinline__ void edge_filter(const edge_row<V> &top, const edge_r
   *square = fmaf(*gx, *gx, fmaf(*gy, *gy, fmaf(0.0f, cross, eps)));
 }
 
-template <typename T>
-__device__ __forceinline__ T *edge_at(const camox_view4 &view, int64_t b, int64_t c, int64_t y, int64_t column) {
-  if (view.data == nullptr) return nullptr;
-  return static_cast<T *>(view.data) + b * view.stride[0] + c * view.stride[1] + y * view.stride[2] + column * view.stride[3];
+/* Where a thread is in the maps. Accesses of several elements are only made where all maps have the same strides. */
+template <int V>
+struct edge_cursor {
+  int64_t offset[V > 1 ? 1 : CAMOX_EDGE_MAPS];
+};
+
+__device__ __forceinline__ int64_t edge_offset(const camox_view4 &view, int64_t b, int64_t c, int64_t y, int64_t column) {
+  return b * view.stride[0] + c * view.stride[1] + y * view.stride[2] + column * view.stride[3];
+}
+
+template <int V>
+__device__ __forceinline__ edge_cursor<V> edge_cursor_at(const edge_plan &plan, int64_t b, int64_t c, int64_t y,
+                                                         int64_t column) {
+  edge_cursor<V> cursor;
+  if (V > 1) {
+    cursor.offset[0] = edge_offset(plan.shared_view, b, c, y, column);
+  } else {
+#pragma unroll
+    for (int map = 0; map < (V > 1 ? 1 : CAMOX_EDGE_MAPS); ++map)
+      cursor.offset[map] = edge_offset(plan.p.maps[map], b, c, y, column);
+  }
+  return cursor;
+}
+
+template <typename T, int V>
+__device__ __forceinline__ T *edge_map(const edge_plan &plan, const edge_cursor<V> &cursor, int map) {
+  return static_cast<T *>(plan.p.maps[map].data) + cursor.offset[V > 1 ? 0 : map];
+}
+
+template <int V>
+__device__ __forceinline__ void edge_next_row(const edge_plan &plan, edge_cursor<V> &cursor) {
+#pragma unroll
+  for (int i = 0; i < (V > 1 ? 1 : CAMOX_EDGE_MAPS); ++i)
+    cursor.offset[i] += V > 1 ? plan.shared_view.stride[2] : plan.p.maps[i].stride[2];
 }
 
 /* Thread `item` -> picture, channel, column and first row; neighbouring threads are neighbours in memory. */
@@ -140,49 +186,44 @@ __device__ __forceinline__ void edge_place(const edge_plan &plan, int64_t item, 
 }
 
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(EDGE_THREADS) edge_kernel(const __grid_constant__ edge_plan plan) {
-  const float eps = static_cast<float>(plan.p.eps);
+__global__ void __launch_bounds__(EDGE_THREADS, EDGE_BLOCKS) edge_kernel(const __grid_constant__ edge_plan plan) {
   for (int64_t block = blockIdx.x; block * EDGE_THREADS < plan.items; block += gridDim.x) {
     const int64_t item = block * EDGE_THREADS + threadIdx.x;
     if (item >= plan.items) continue;
     int64_t b, c, column, y;
     edge_place<V, LAST>(plan, item, &b, &c, &column, &y);
-    const edge_source<T> source = edge_source_at<T, V, LAST>(plan.p, b, c, column);
-    T *out[CAMOX_EDGE_MAPS];
-#pragma unroll
-    for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) out[map] = edge_at<T>(plan.p.maps[map], b, c, y, column);
+    edge_reader<T, V, LAST> reader = edge_reader_at<T, V, LAST>(plan, b, c, column, y, -1);
+    edge_cursor<V> out = edge_cursor_at<V>(plan, b, c, y, column);
 
     edge_raw<T, V, LAST> raw, ahead;
-    edge_fetch(raw, source, y - 1);
+    edge_fetch(raw, reader, plan, -1);
     edge_row<V> top = edge_features(raw);
-    edge_fetch(raw, source, y);
+    edge_fetch(raw, reader, plan, 0);
     edge_row<V> at = edge_features(raw);
-    edge_fetch(ahead, source, y + 1);
-    const int64_t end = y + plan.rows < plan.p.height ? y + plan.rows : plan.p.height;
+    edge_fetch(ahead, reader, plan, 1);
+    const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.rows)));
 #pragma unroll 2
-    for (; y < end; ++y) {
+    for (int row = 0; row < rows; ++row) {
       const edge_raw<T, V, LAST> below = ahead;
-      if (y + 1 < end) edge_fetch(ahead, source, y + 2);
+      if (row + 1 < rows) edge_fetch(ahead, reader, plan, row + 2);
       const edge_row<V> bottom = edge_features(below);
       float sobel[V], laplacian[V], gradient[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         float gx, gy, lap, square;
-        edge_filter(top, at, bottom, i, eps, &gx, &gy, &lap, &square);
+        edge_filter(top, at, bottom, i, plan.eps, &gx, &gy, &lap, &square);
         sobel[i] = camox_sqrt(square);
         laplacian[i] = fabsf(lap);
-        gradient[i] = camox_sqrt(square + fmaf(lap, lap, eps));
+        gradient[i] = camox_sqrt(square + fmaf(lap, lap, plan.eps));
 #ifdef CAMOX_BREAK_EDGE
         sobel[i] += 1e-3f;
 #endif
       }
-      camox_store_float(out[CAMOX_EDGE_SOBEL], sobel);
-      camox_store_float(out[CAMOX_EDGE_LAPLACIAN], laplacian);
-      camox_store_float(out[CAMOX_EDGE_GRADIENT], gradient);
-      if (out[CAMOX_EDGE_INPUT]) camox_store_float(out[CAMOX_EDGE_INPUT], at.middle);
-#pragma unroll
-      for (int map = 0; map < CAMOX_EDGE_MAPS; ++map)
-        if (out[map]) out[map] += plan.p.maps[map].stride[2];
+      camox_store_float(edge_map<T>(plan, out, CAMOX_EDGE_SOBEL), sobel);
+      camox_store_float(edge_map<T>(plan, out, CAMOX_EDGE_LAPLACIAN), laplacian);
+      camox_store_float(edge_map<T>(plan, out, CAMOX_EDGE_GRADIENT), gradient);
+      if (plan.p.maps[CAMOX_EDGE_INPUT].data) camox_store_float(edge_map<T>(plan, out, CAMOX_EDGE_INPUT), at.middle);
+      edge_next_row(plan, out);
       top = at;
       at = bottom;
     }
@@ -191,159 +232,147 @@ __global__ void __launch_bounds__(EDGE_THREADS) edge_kernel(const __grid_constan
 
 /* ---- backward ---- */
 
-/* Gradients with respect to the filters' outputs at a thread's V elements. */
+/* Gradients with respect to the filters' outputs, at a thread's elements or one beside them. */
 template <int V>
 struct edge_grads {
   float gx[V], gy[V], lap[V];
 };
+
+/* A neighbour on the border stands for its own columns: as the adjoint sees it, replicate mirrors gx of the thread's own column
+   (sign -1), reflect doubles what comes from the neighbour and cancels its gx. */
+template <int V>
+__device__ __forceinline__ void edge_fold(edge_grads<V> &neighbour, const float *gx, const float *gy, const float *lap,
+                                          float gx_factor, float factor) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    neighbour.gx[i] = gx_factor * gx[i];
+    neighbour.gy[i] = factor * gy[i];
+    neighbour.lap[i] = factor * lap[i];
+  }
+}
 
 template <typename T, int V>
 struct edge_maps_raw {
   T map[CAMOX_EDGE_MAPS][V];
 };
 
-/* Row y of the incoming gradients; zeros off the picture and where there is none. */
+/* The incoming gradients of one row; zeros off the picture and where there is none. */
 template <typename T, int V>
-__device__ __forceinline__ void edge_fetch_maps(edge_maps_raw<T, V> &raw, const edge_plan &plan, const T *const *maps,
-                                                int64_t y, bool inside) {
+__device__ __forceinline__ void edge_fetch_maps(edge_maps_raw<T, V> &raw, const edge_plan &plan, edge_cursor<V> &cursor,
+                                                bool inside) {
   const T zero = camox_from_float<T>(0.0f);
-  inside = inside && y >= 0 && y < plan.p.height;
 #pragma unroll
   for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
-    if (maps[map] && inside) {
-      camox_load<V>(raw.map[map], maps[map] + y * plan.p.maps[map].stride[2]);
-    } else {
 #pragma unroll
-      for (int i = 0; i < V; ++i) raw.map[map][i] = zero;
-    }
+    for (int i = 0; i < V; ++i) raw.map[map][i] = zero;
+    if (plan.p.maps[map].data && inside) camox_load<V>(raw.map[map], edge_map<const T>(plan, cursor, map));
   }
+  edge_next_row(plan, cursor);
 }
 
 template <typename T, int V>
 __device__ __forceinline__ edge_grads<V> edge_filter_gradient(const edge_row<V> &top, const edge_row<V> &at,
                                                               const edge_row<V> &bottom, const edge_maps_raw<T, V> &maps,
-                                                              float eps, bool inside) {
+                                                              float eps) {
   edge_grads<V> d;
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     float gx, gy, lap, square;
     edge_filter(top, at, bottom, i, eps, &gx, &gy, &lap, &square);
     /* d gradient = (sobel d sobel + lap d lap) / gradient, and sobel d sobel = gx dgx + gy dgy */
-    const float joint = camox_to_float(maps.map[CAMOX_EDGE_GRADIENT][i]) * rsqrtf(square + fmaf(lap, lap, eps));
-    const float scale = fmaf(camox_to_float(maps.map[CAMOX_EDGE_SOBEL][i]), rsqrtf(square), joint);
-    const float sign = lap > 0.0f ? 1.0f : lap < 0.0f ? -1.0f : 0.0f;
-    d.gx[i] = inside ? scale * gx : 0.0f;
-    d.gy[i] = inside ? scale * gy : 0.0f;
-    d.lap[i] = inside ? fmaf(camox_to_float(maps.map[CAMOX_EDGE_LAPLACIAN][i]), sign, joint * lap) : 0.0f;
+    const float joint = camox_to_float(maps.map[CAMOX_EDGE_GRADIENT][i]) * camox_rsqrt(square + fmaf(lap, lap, eps));
+    const float scale = fmaf(camox_to_float(maps.map[CAMOX_EDGE_SOBEL][i]), camox_rsqrt(square), joint);
+    const float sign = lap == 0.0f ? 0.0f : copysignf(1.0f, lap);
+    d.gx[i] = scale * gx;
+    d.gy[i] = scale * gy;
+    d.lap[i] = fmaf(camox_to_float(maps.map[CAMOX_EDGE_LAPLACIAN][i]), sign, joint * lap);
   }
   return d;
 }
 
-/* What row r of filter gradients adds to rows r-1, r and r+1 of the result at one element, from its left, own and right column.
-   Columns and rows that the border read stand for others: what would fall on them is folded back onto those. */
-struct edge_shares {
-  float up, same, down;
-};
-
-__device__ __forceinline__ edge_shares edge_adjoint(float left_gx, float left_gy, float left_lap, float gx, float gy, float lap,
-                                                    float right_gx, float right_gy, float right_lap, int64_t column, int64_t r,
-                                                    const camox_edge_params &p) {
-  float x = left_gx - right_gx, y = fmaf(2.0f, gy, left_gy + right_gy), side = left_lap + right_lap;
-  if (p.border != CAMOX_BORDER_ZEROS) {
-    const bool reflect = p.border == CAMOX_BORDER_REFLECT;
-    if (column == (reflect ? 1 : 0)) {
-      x -= reflect ? left_gx : gx;
-      y += reflect ? left_gy : gy;
-      side += reflect ? left_lap : lap;
-    }
-    if (column == p.width - (reflect ? 2 : 1)) {
-      x += reflect ? right_gx : gx;
-      y += reflect ? right_gy : gy;
-      side += reflect ? right_lap : lap;
-    }
-  }
-  edge_shares s = {(x - y) + lap, fmaf(2.0f, x, fmaf(-4.0f, lap, side)), (x + y) + lap};
-  if (p.border == CAMOX_BORDER_REPLICATE) {
-    s.same += (r == 0 ? s.up : 0.0f) + (r == p.height - 1 ? s.down : 0.0f);
-  } else if (p.border == CAMOX_BORDER_REFLECT) {
-    const float up = s.up;
-    if (r == p.height - 1) s.up += s.down;
-    if (r == 0) s.down += up;
-  }
-  return s;
-}
-
-/* The rows of the result that are not complete yet: r-1 and r while row r of filter gradients is computed. */
-template <int V>
-struct edge_sums {
-  float above[V], at[V];
-};
-
-/* Completes row r-1 in `done` and moves on by a row. */
-template <int V>
-__device__ __forceinline__ void edge_add(edge_sums<V> &sums, float (&done)[V], int i, const edge_shares &s, float grad_input) {
-  done[i] = sums.above[i] + s.up;
-  sums.above[i] = sums.at[i] + (s.same + grad_input);
-  sums.at[i] = s.down;
-}
-
-/* The walk down a strip that both layouts share: exchange(d, left, right) hands out the neighbouring columns' gradients. */
+/* The walk down a strip that both layouts share. Row r of filter gradients adds to rows r-1, r and r+1 of the result, so row
+   r-1 is complete once r is added. exchange(d, left, right) hands out the gradients of the neighbouring columns, for i = 0 and
+   i = V-1 of contiguous pictures, for every i of channels_last; neighbour(d, i, side) is what lies beside element i then. */
 template <typename T, int V, bool LAST, typename Exchange>
 __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y, bool inside,
                                           bool writes, const Exchange &exchange) {
   const camox_edge_params &p = plan.p;
-  const float eps = static_cast<float>(p.eps);
-  const edge_source<T> source = edge_source_at<T, V, LAST>(p, b, c, column);
-  const T *maps[CAMOX_EDGE_MAPS];
-#pragma unroll
-  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) maps[map] = edge_at<const T>(p.maps[map], b, c, 0, column);
-  T *out = edge_at<T>(p.grad_x, b, c, y, column);
-  const int64_t end = y + plan.rows < p.height ? y + plan.rows : p.height;
+  edge_reader<T, V, LAST> reader = edge_reader_at<T, V, LAST>(plan, b, c, column, y, -2);
+  edge_cursor<V> maps = edge_cursor_at<V>(plan, b, c, y - 1, column);
+  T *out = static_cast<T *>(p.grad_x.data) + edge_offset(p.grad_x, b, c, y, column);
+  const int rows = writes ? static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.rows))) : 0;
+  /* the picture's first and last row, where they are near enough to matter */
+  const bool folds = p.border != CAMOX_BORDER_ZEROS, reflect = p.border == CAMOX_BORDER_REFLECT;
+  const int first_row = y < 2 ? -static_cast<int>(y) : INT32_MIN;
+  const int last_row = reader.span - reader.above < plan.rows + 2 ? reader.span - reader.above - 1 : INT32_MAX;
+  /* contiguous and reflect: columns 1 and W-2 lie beside columns 0 and W-1 of the same thread */
+  const bool fold_first = !LAST && V > 1 && reflect && column == 0,
+             fold_last = !LAST && V > 1 && reflect && column + V == p.width;
 
   edge_raw<T, V, LAST> raw, ahead;
   edge_maps_raw<T, V> maps_ahead;
-  edge_fetch(raw, source, y - 2);
+  edge_fetch(raw, reader, plan, -2);
   edge_row<V> top = edge_features(raw);
-  edge_fetch(raw, source, y - 1);
+  edge_fetch(raw, reader, plan, -1);
   edge_row<V> at = edge_features(raw);
-  edge_fetch(ahead, source, y);
-  edge_fetch_maps<T, V>(maps_ahead, plan, maps, y - 1, inside);
-  edge_sums<V> sums;
+  edge_fetch(ahead, reader, plan, 0);
+  edge_fetch_maps<T, V>(maps_ahead, plan, maps, inside && edge_inside(-1, reader.above, reader.span));
+  float sum_above[V], sum_at[V]; /* rows r-1 and r of the result, not complete yet */
 #pragma unroll
-  for (int i = 0; i < V; ++i) sums.above[i] = sums.at[i] = 0.0f;
+  for (int i = 0; i < V; ++i) sum_above[i] = sum_at[i] = 0.0f;
 
+  /* two steps at a time save moving rows between registers; eight float16 columns would then spill */
+  [[maybe_unused]] constexpr int steps = V == 8 && !camox_is_bfloat16<T>::value ? 1 : 2;
   /* every thread of a warp or block makes the same number of steps: the exchange needs them all */
-  for (int step = 0; step < plan.rows + 2; ++step) {
-    const int64_t r = y - 1 + step;
+#pragma unroll(steps)
+  for (int r = -1; r <= plan.rows; ++r) {
     const edge_raw<T, V, LAST> below = ahead;
     const edge_maps_raw<T, V> grads = maps_ahead;
-    if (r < end) {
-      edge_fetch(ahead, source, r + 2);
-      edge_fetch_maps<T, V>(maps_ahead, plan, maps, r + 1, inside);
+    if (r < plan.rows) {
+      edge_fetch(ahead, reader, plan, r + 2);
+      edge_fetch_maps<T, V>(maps_ahead, plan, maps, inside && edge_inside(r + 1, reader.above, reader.span));
     }
     const edge_row<V> bottom = edge_features(below);
-    const edge_grads<V> d = edge_filter_gradient<T, V>(top, at, bottom, grads, eps, inside && r >= 0 && r < p.height);
+    const edge_grads<V> d = edge_filter_gradient<T, V>(top, at, bottom, grads, plan.eps);
     edge_grads<(LAST ? V : 1)> left, right;
     exchange(d, left, right);
     float done[V];
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      edge_shares s;
-      if constexpr (LAST) {
-        s = edge_adjoint(left.gx[i], left.gy[i], left.lap[i], d.gx[i], d.gy[i], d.lap[i], right.gx[i], right.gy[i],
-                         right.lap[i], column, r, p);
-      } else {
-        const int l = i > 0 ? i - 1 : 0, n = i + 1 < V ? i + 1 : 0;
-        s = edge_adjoint(i > 0 ? d.gx[l] : left.gx[0], i > 0 ? d.gy[l] : left.gy[0], i > 0 ? d.lap[l] : left.lap[0], d.gx[i],
-                         d.gy[i], d.lap[i], i + 1 < V ? d.gx[n] : right.gx[0], i + 1 < V ? d.gy[n] : right.gy[0],
-                         i + 1 < V ? d.lap[n] : right.lap[0], column + i, r, p);
-      }
-      edge_add(sums, done, i, s, camox_to_float(grads.map[CAMOX_EDGE_INPUT][i]));
-#ifdef CAMOX_BREAK_EDGE
-      done[i] += 1e-3f;
-#endif
+      constexpr int mine = LAST ? V : 1;
+      const int before = i > 0 ? i - 1 : 0, after = i + 1 < V ? i + 1 : 0, beside = i < mine ? i : 0;
+      const bool out_left = LAST || i == 0, out_right = LAST || i == V - 1;
+      float left_gx = out_left ? left.gx[beside] : d.gx[before], right_gx = out_right ? right.gx[beside] : d.gx[after];
+      float left_gy = out_left ? left.gy[beside] : d.gy[before], right_gy = out_right ? right.gy[beside] : d.gy[after];
+      float left_lap = out_left ? left.lap[beside] : d.lap[before], right_lap = out_right ? right.lap[beside] : d.lap[after];
+      if (i == 1 && fold_first) left_gx = 0.0f, left_gy *= 2.0f, left_lap *= 2.0f;
+      if (i == V - 2 && fold_last) right_gx = 0.0f, right_gy *= 2.0f, right_lap *= 2.0f;
+      const float across = left_gx - right_gx, along = fmaf(2.0f, d.gy[i], left_gy + right_gy), both = across + d.lap[i];
+      done[i] = sum_above[i] + (both - along);
+      sum_above[i] = sum_at[i] + fmaf(2.0f, across, fmaf(-4.0f, d.lap[i], left_lap + right_lap));
+      sum_at[i] = both + along;
     }
-    if (writes && r > y && r <= end) {
+    if (p.maps[CAMOX_EDGE_INPUT].data) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) sum_above[i] += camox_to_float(grads.map[CAMOX_EDGE_INPUT][i]);
+    }
+    if (folds && (r == first_row || r == last_row)) {
+      /* what falls on the row above the first (now in done) and below the last (in sum_at) belongs to the rows it stands for */
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float up = r == first_row ? done[i] : 0.0f, down = r == last_row ? sum_at[i] : 0.0f;
+        if (reflect) {
+          sum_at[i] += up;
+          done[i] += down;
+        } else {
+          sum_above[i] += up + down;
+        }
+      }
+    }
+    if (r > 0 && r <= rows) {
+#ifdef CAMOX_BREAK_EDGE
+      done[0] += 1e-3f;
+#endif
       camox_store_float(out, done);
       out += p.grad_x.stride[2];
     }
@@ -353,9 +382,10 @@ __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int6
 }
 
 template <typename T, int V>
-__global__ void __launch_bounds__(EDGE_THREADS) edge_backward_kernel(const __grid_constant__ edge_plan plan) {
+__global__ void __launch_bounds__(EDGE_THREADS, EDGE_BLOCKS) edge_backward_kernel(const __grid_constant__ edge_plan plan) {
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
   const int64_t warps = camox_ceil_div(plan.items, EDGE_WARP_OUTPUTS);
+  const bool replicate = plan.p.border == CAMOX_BORDER_REPLICATE, reflect = plan.p.border == CAMOX_BORDER_REFLECT;
   for (int64_t warp = (static_cast<int64_t>(blockIdx.x) * EDGE_THREADS + threadIdx.x) / CAMOX_WARP; warp < warps;
        warp += static_cast<int64_t>(gridDim.x) * (EDGE_THREADS / CAMOX_WARP)) {
     const int64_t wanted = warp * EDGE_WARP_OUTPUTS + lane - 1;
@@ -363,26 +393,27 @@ __global__ void __launch_bounds__(EDGE_THREADS) edge_backward_kernel(const __gri
     int64_t b, c, column, y;
     edge_place<V, false>(plan, item, &b, &c, &column, &y);
     const bool writes = wanted == item && lane > 0 && lane <= EDGE_WARP_OUTPUTS;
-    const bool has_left = column > 0, has_right = column + V < plan.p.width;
-    edge_walk<T, V, false>(plan, b, c, column, y, true, writes,
-                           [&](const edge_grads<V> &d, edge_grads<1> &left, edge_grads<1> &right) {
-                             const float last_gx = __shfl_up_sync(CAMOX_FULL_MASK, d.gx[V - 1], 1);
-                             const float last_gy = __shfl_up_sync(CAMOX_FULL_MASK, d.gy[V - 1], 1);
-                             const float last_lap = __shfl_up_sync(CAMOX_FULL_MASK, d.lap[V - 1], 1);
-                             const float first_gx = __shfl_down_sync(CAMOX_FULL_MASK, d.gx[0], 1);
-                             const float first_gy = __shfl_down_sync(CAMOX_FULL_MASK, d.gy[0], 1);
-                             const float first_lap = __shfl_down_sync(CAMOX_FULL_MASK, d.lap[0], 1);
-                             left.gx[0] = has_left ? last_gx : 0.0f;
-                             left.gy[0] = has_left ? last_gy : 0.0f;
-                             left.lap[0] = has_left ? last_lap : 0.0f;
-                             right.gx[0] = has_right ? first_gx : 0.0f;
-                             right.gy[0] = has_right ? first_gy : 0.0f;
-                             right.lap[0] = has_right ? first_lap : 0.0f;
-                           });
+    const bool at_left = column == 0, at_right = column + V == plan.p.width;
+    /* one element a thread: columns 1 and W-2 have their neighbours in other threads */
+    const bool second = V == 1 && reflect && column == 1, last_but_one = V == 1 && reflect && column + 2 == plan.p.width;
+    edge_walk<T, V, false>(
+        plan, b, c, column, y, true, writes, [&](const edge_grads<V> &d, edge_grads<1> &left, edge_grads<1> &right) {
+          left.gx[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.gx[V - 1], 1);
+          left.gy[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.gy[V - 1], 1);
+          left.lap[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.lap[V - 1], 1);
+          right.gx[0] = __shfl_down_sync(CAMOX_FULL_MASK, d.gx[0], 1);
+          right.gy[0] = __shfl_down_sync(CAMOX_FULL_MASK, d.gy[0], 1);
+          right.lap[0] = __shfl_down_sync(CAMOX_FULL_MASK, d.lap[0], 1);
+          if (at_left) edge_fold(left, d.gx, d.gy, d.lap, replicate ? -1.0f : 0.0f, replicate ? 1.0f : 0.0f);
+          if (at_right)
+            edge_fold(right, d.gx + V - 1, d.gy + V - 1, d.lap + V - 1, replicate ? -1.0f : 0.0f, replicate ? 1.0f : 0.0f);
+          if (second) edge_fold(left, left.gx, left.gy, left.lap, 0.0f, 2.0f);
+          if (last_but_one) edge_fold(right, right.gx, right.gy, right.lap, 0.0f, 2.0f);
+        });
   }
 }
 
-/* One array of V floats a thread, in pieces of up to 16 bytes that lie side by side for side-by-side threads. */
+/* V floats of a thread, in pieces of up to 16 bytes that lie side by side for side-by-side threads. */
 template <int V>
 __device__ __forceinline__ void edge_put(float *shared, const float (&from)[V], int thread) {
   constexpr int piece = V < 4 ? V : 4;
@@ -391,7 +422,7 @@ __device__ __forceinline__ void edge_put(float *shared, const float (&from)[V], 
     float part[piece];
 #pragma unroll
     for (int j = 0; j < piece; ++j) part[j] = from[i + j];
-    camox_store<piece>(shared + i * EDGE_THREADS + thread * piece, part);
+    camox_store_shared<piece>(shared + i * EDGE_WIDE_THREADS + thread * piece, part);
   }
 }
 
@@ -401,18 +432,20 @@ __device__ __forceinline__ void edge_get(float (&to)[V], const float *shared, in
 #pragma unroll
   for (int i = 0; i < V; i += piece) {
     float part[piece];
-    camox_load_shared<piece>(part, shared + i * EDGE_THREADS + thread * piece);
+    camox_load_shared<piece>(part, shared + i * EDGE_WIDE_THREADS + thread * piece);
 #pragma unroll
     for (int j = 0; j < piece; ++j) to[i + j] = part[j];
   }
 }
 
 template <typename T, int V>
-__global__ void __launch_bounds__(EDGE_THREADS) edge_backward_channels_last_kernel(const __grid_constant__ edge_plan plan) {
+__global__ void __launch_bounds__(EDGE_WIDE_THREADS, EDGE_WIDE_BLOCKS)
+    edge_backward_channels_last_kernel(const __grid_constant__ edge_plan plan) {
   /* two buffers: a row's exchange needs one barrier, not a second one before the next row overwrites it */
-  __shared__ __align__(16) float buffers[2][3 * V * EDGE_THREADS];
+  __shared__ __align__(16) float buffers[2][3][V * EDGE_WIDE_THREADS];
   const camox_edge_params &p = plan.p;
   const int thread = static_cast<int>(threadIdx.x), slot = thread / plan.chunk, lane = thread % plan.chunk;
+  const bool replicate = p.border == CAMOX_BORDER_REPLICATE, reflect = p.border == CAMOX_BORDER_REFLECT;
   int turn = 0;
   for (int64_t block = blockIdx.x; block < plan.items; block += gridDim.x) {
     int64_t chunk, tile, strip;
@@ -424,23 +457,28 @@ __global__ void __launch_bounds__(EDGE_THREADS) edge_backward_channels_last_kern
     const bool inside = wanted == column && slot < plan.columns && vector < plan.vectors;
     const bool writes = inside && slot > 0 && slot < plan.columns - 1;
     const int64_t c = (vector < plan.vectors ? vector : plan.vectors - 1) * V;
+    /* threads that do not write read their own values: no address off the buffer */
+    const int before = writes ? thread - plan.chunk : thread, after = writes ? thread + plan.chunk : thread;
+    const bool fold_left = column == (reflect ? 1 : replicate ? 0 : -1);
+    const bool fold_right = column == (reflect ? p.width - 2 : replicate ? p.width - 1 : -1);
     edge_walk<T, V, true>(plan, b, c, column, strip * plan.rows, inside, writes,
                           [&](const edge_grads<V> &d, edge_grads<V> &left, edge_grads<V> &right) {
-                            float *const buffer = buffers[turn];
+                            float (*const buffer)[V * EDGE_WIDE_THREADS] = buffers[turn];
                             turn ^= 1;
-                            edge_put(buffer, d.gx, thread);
-                            edge_put(buffer + V * EDGE_THREADS, d.gy, thread);
-                            edge_put(buffer + 2 * V * EDGE_THREADS, d.lap, thread);
+                            edge_put(buffer[0], d.gx, thread);
+                            edge_put(buffer[1], d.gy, thread);
+                            edge_put(buffer[2], d.lap, thread);
                             __syncthreads();
-                            /* threads that do not write read their own values: no branch, no address out of the buffer */
-                            const int before = writes ? thread - plan.chunk : thread;
-                            const int after = writes ? thread + plan.chunk : thread;
-                            edge_get(left.gx, buffer, before);
-                            edge_get(left.gy, buffer + V * EDGE_THREADS, before);
-                            edge_get(left.lap, buffer + 2 * V * EDGE_THREADS, before);
-                            edge_get(right.gx, buffer, after);
-                            edge_get(right.gy, buffer + V * EDGE_THREADS, after);
-                            edge_get(right.lap, buffer + 2 * V * EDGE_THREADS, after);
+                            edge_get(left.gx, buffer[0], before);
+                            edge_get(left.gy, buffer[1], before);
+                            edge_get(left.lap, buffer[2], before);
+                            edge_get(right.gx, buffer[0], after);
+                            edge_get(right.gy, buffer[1], after);
+                            edge_get(right.lap, buffer[2], after);
+                            if (fold_left && replicate) edge_fold(left, d.gx, d.gy, d.lap, -1.0f, 1.0f);
+                            if (fold_left && reflect) edge_fold(left, left.gx, left.gy, left.lap, 0.0f, 2.0f);
+                            if (fold_right && replicate) edge_fold(right, d.gx, d.gy, d.lap, -1.0f, 1.0f);
+                            if (fold_right && reflect) edge_fold(right, right.gx, right.gy, right.lap, 0.0f, 2.0f);
                           });
   }
 }
@@ -456,13 +494,22 @@ static bool edge_view_fits(const camox_view4 &view, const int64_t *sizes, int in
   return true;
 }
 
+static const camox_view4 *edge_shared_view(const camox_edge_params *p) {
+  int map = 0;
+  while (map < CAMOX_EDGE_MAPS - 1 && p->maps[map].data == nullptr) ++map;
+  return &p->maps[map];
+}
+
 /* Whether every tensor can be accessed `lanes` elements at a time along the innermost dimension. */
 static bool edge_fits(const camox_edge_params *p, int lanes, int element) {
   const int64_t sizes[4] = {p->batch, p->channels, p->height, p->width};
   const int inner = p->channels_last ? 1 : 3;
   if (sizes[inner] % lanes != 0) return false;
   bool fits = edge_view_fits(p->x, sizes, inner, lanes, element) && edge_view_fits(p->grad_x, sizes, inner, lanes, element);
-  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) fits = fits && edge_view_fits(p->maps[map], sizes, inner, lanes, element);
+  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
+    fits = fits && edge_view_fits(p->maps[map], sizes, inner, lanes, element);
+    for (int i = 0; i < 4 && p->maps[map].data; ++i) fits = fits && p->maps[map].stride[i] == edge_shared_view(p)->stride[i];
+  }
   return fits;
 }
 
@@ -470,6 +517,8 @@ static bool edge_fits(const camox_edge_params *p, int lanes, int element) {
 static edge_plan edge_plan_of(const camox_edge_params *p, int lanes) {
   edge_plan plan = {};
   plan.p = *p;
+  plan.shared_view = *edge_shared_view(p);
+  plan.eps = p->eps > FLT_MIN ? static_cast<float>(p->eps) : FLT_MIN;
   plan.vectors = (p->channels_last ? p->channels : p->width) / lanes;
   const int64_t across = p->batch * plan.vectors * (p->channels_last ? p->width : p->channels);
   int rows = EDGE_ROWS;
@@ -490,39 +539,45 @@ static void edge_launch(const camox_edge_params *p, void *stream) {
     CAMOX_LAUNCH((edge_kernel<T, V, false>), grid, EDGE_THREADS, 0, stream, plan);
 }
 
-template <typename T, int V>
+template <typename T, int V, bool LAST>
 static void edge_launch_backward(const camox_edge_params *p, void *stream) {
   edge_plan plan = edge_plan_of(p, V);
-  if (!p->channels_last) {
+  if constexpr (!LAST) {
     const int64_t warps = camox_ceil_div(plan.items, EDGE_WARP_OUTPUTS);
     const unsigned grid = camox_grid(camox_ceil_div(warps, EDGE_THREADS / CAMOX_WARP));
     CAMOX_LAUNCH((edge_backward_kernel<T, V>), grid, EDGE_THREADS, 0, stream, plan);
-    return;
+  } else {
+    plan.chunks = camox_ceil_div(plan.vectors, CAMOX_WARP);
+    plan.chunk = static_cast<int>(camox_ceil_div(plan.vectors, plan.chunks));
+    plan.columns = EDGE_WIDE_THREADS / plan.chunk;
+    if (plan.columns > p->width + 2) plan.columns = static_cast<int>(p->width + 2);
+    plan.tiles = camox_ceil_div(p->width, plan.columns - 2);
+    plan.items = p->batch * plan.strips * plan.tiles * plan.chunks;
+    CAMOX_LAUNCH((edge_backward_channels_last_kernel<T, V>), camox_grid(plan.items), EDGE_WIDE_THREADS, 0, stream, plan);
   }
-  plan.chunks = static_cast<int>(camox_ceil_div(plan.vectors, CAMOX_WARP));
-  plan.chunk = static_cast<int>(camox_ceil_div(plan.vectors, plan.chunks));
-  plan.columns = EDGE_THREADS / plan.chunk;
-  if (plan.columns > p->width + 2) plan.columns = static_cast<int>(p->width + 2);
-  plan.tiles = static_cast<int>(camox_ceil_div(p->width, plan.columns - 2));
-  plan.items = p->batch * plan.strips * plan.tiles * plan.chunks;
-  CAMOX_LAUNCH((edge_backward_channels_last_kernel<T, V>), camox_grid(plan.items), EDGE_THREADS, 0, stream, plan);
 }
 
 template <typename T, int V>
 static void edge_launch_either(const camox_edge_params *p, bool backward, void *stream) {
-  if (backward)
-    edge_launch_backward<T, V>(p, stream);
-  else
+  if (!backward)
     edge_launch<T, V>(p, stream);
+  else if (p->channels_last)
+    edge_launch_backward<T, V == 8 ? 4 : V, true>(p, stream);
+  else
+    edge_launch_backward<T, V, false>(p, stream);
 }
 
+/* The widest access that fits: 16 bytes (8 in the channels_last backward of half types, whose registers would spill), 4 bytes,
+   or element by element. */
 template <typename T>
 static void edge_launch_widest(const camox_edge_params *p, bool backward, void *stream) {
-  constexpr int element = static_cast<int>(sizeof(T));
-  if (edge_fits(p, 16 / element, element))
-    edge_launch_either<T, 16 / element>(p, backward, stream);
-  else if (element == 2 && edge_fits(p, 2, element))
-    edge_launch_either<T, element == 2 ? 2 : 1>(p, backward, stream);
+  constexpr int element = static_cast<int>(sizeof(T)), widest = 16 / element, middle = element == 2 ? 2 : 1;
+  if (backward && p->channels_last && edge_fits(p, 4, element))
+    edge_launch_backward<T, 4, true>(p, stream);
+  else if (!(backward && p->channels_last) && edge_fits(p, widest, element))
+    edge_launch_either<T, widest>(p, backward, stream);
+  else if (element == 2 && edge_fits(p, middle, element))
+    edge_launch_either<T, middle>(p, backward, stream);
   else
     edge_launch_either<T, 1>(p, backward, stream);
 }
