@@ -19,7 +19,7 @@ from .steps import WARMUP_SHARE
 from .twins import build_twins
 
 SIZE, BATCH, LEARNING_RATE = 96, 8, 2e-3
-STEPS = {"full": 400, "quick": 50}
+STEPS = {"full": 400, "quick": 44}
 SHOWN = 6
 
 

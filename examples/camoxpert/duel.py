@@ -13,7 +13,7 @@ from .steps import Precision, Stepper, build_optimizer, lr_factor
 from .twins import RoutingRecorder, moved_by_one_rounding, same_routing
 
 WARMUP_STEPS = 5
-EARLY_STEPS = 6
+EARLY_STEPS = 5
 
 
 def batches(pictures, batch_size, steps, seed=0):
