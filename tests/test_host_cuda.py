@@ -17,6 +17,8 @@ import rig
 OPS = sorted(rig.CSRC.glob("*/*_cuda.cu"))
 PLANTED = sorted((Path(__file__).parent / "cuda").glob("*.cu"))
 
+EVERY_KERNEL = {"edge_cuda": edge_cases.every_kernel}
+
 unavailable = rig.why_unavailable()
 pytestmark = pytest.mark.skipif(unavailable is not None, reason=str(unavailable))
 
@@ -247,3 +249,114 @@ def test_edge_backward(dtype, layout, arch):
         if dtype in HALVES:
             floats = edge_cases.backward(x.float(), [g.float() for g in grads], 1e-2, border, arch=arch)
             assert_one_rounding(ours, floats)
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
+@pytest.mark.parametrize("shape", [(2, 8, 5, 16), (2, 3, 5, 7)])
+def test_edge_stacked(shape, layout, dtype, order):
+    x = picture(shape, dtype, layout)
+    ours = edge_cases.forward(x, border="reflect", stacked=True, order=order)
+    assert torch.equal(ours, torch.cat([*edge_cases.forward(x, border="reflect"), x], dim=1))
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
+def test_edge_backward_of_some_maps(layout, order):
+    x = picture((2, 8, 6, 12), layout=layout)
+    for chosen in range(4):
+        grads = [picture(x.shape, layout=layout, seed=9) if i == chosen else None for i in range(4)]
+        truth = reference.edge_maps_backward(x.double(), *(g if g is None else g.double() for g in grads), 1e-2)
+        ours = edge_cases.backward(x, grads, 1e-2, order=order)
+        assert_close_to_reference(ours, reference.edge_maps_backward(x, *grads, 1e-2), truth)
+
+
+@pytest.mark.parametrize("layout", edge_cases.LAYOUTS)
+def test_edge_stays_inside_at_both_ends(layout, dtype, order):
+    """Flush against a guard page at the end in the tests above, at the start here; the bits are the same."""
+    for shape in ((1, 3, 4, 16), (2, 16, 5, 7)):
+        x = picture(shape, dtype, layout)
+        grads = [picture(shape, dtype, layout, seed=i + 1) for i in range(4)]
+        for ours, ends in zip(
+            [
+                *edge_cases.forward(x, flush="start", order=order),
+                edge_cases.backward(x, grads, flush="start", order=order),
+            ],
+            [*edge_cases.forward(x), edge_cases.backward(x, grads)],
+            strict=True,
+        ):
+            assert torch.equal(ours, ends)
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
+def test_edge_small_grid_strides_over_the_rest(layout, dtype, order):
+    """A grid of two blocks does the work of many: what a grid at its limit of 2^31-1 does on a GPU."""
+    x = picture((3, 24, 18, 32), dtype, layout)
+    grads = [picture(x.shape, dtype, layout, seed=i + 1) for i in range(4)]
+    for ours, whole in zip(
+        [*edge_cases.forward(x, grid_cap=2, order=order), edge_cases.backward(x, grads, grid_cap=2, order=order)],
+        [*edge_cases.forward(x), edge_cases.backward(x, grads)],
+        strict=True,
+    ):
+        assert torch.equal(ours, whole)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
+def test_edge_nan_and_inf_as_in_a_convolution(value, layout):
+    for place in range(4):
+        x = picture((1, 8, 4, 8), layout=layout)
+        x[:, :, place, place] = value
+        for ours, truth in zip(edge_cases.forward(x), reference.edge_maps(x), strict=True):
+            torch.testing.assert_close(ours, truth, equal_nan=True)
+
+
+def test_edge_empty():
+    for shape in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
+        x = torch.empty(shape)
+        assert [m.shape for m in edge_cases.forward(x)] == [x.shape] * 3
+        assert edge_cases.backward(x, [x] * 4).shape == x.shape
+
+
+@pytest.mark.slow
+def test_edge_broken_build_is_noticed():
+    x = picture((1, 2, 4, 8))
+    for layout in ("contiguous", "channels_last"):
+        x = picture((1, 4, 4, 8), layout=layout)
+        right, wrong = edge_cases.forward(x)[0], edge_cases.forward(x, define="CAMOX_BREAK_EDGE")[0]
+        torch.testing.assert_close(wrong - right, torch.full_like(right, 1e-3), atol=1e-5, rtol=0)
+        assert not torch.equal(
+            edge_cases.backward(x, [x] * 4), edge_cases.backward(x, [x] * 4, define="CAMOX_BREAK_EDGE")
+        )
+
+
+@pytest.mark.slow
+def test_edge_without_its_barrier_is_noticed(tmp_path, order):
+    """The one barrier of the channels_last backward, taken out of a copy of the source."""
+    text = edge_cases.SOURCE.read_text()
+    assert text.count("__syncthreads();") == 1
+    folder = tmp_path / "edge"
+    folder.mkdir()
+    for header in edge_cases.SOURCE.parent.glob("*.h"):
+        (folder / header.name).write_text(header.read_text())
+    (tmp_path / "common").symlink_to(rig.CSRC / "common")
+    source = folder / "edge_without_barrier.cu"
+    source.write_text(text.replace("__syncthreads();", ""))
+    x = picture((1, 8, 6, 40), layout="channels_last")
+    grads = [picture(x.shape, layout="channels_last", seed=i + 1) for i in range(4)]
+    right, wrong = edge_cases.backward(x, grads), edge_cases.backward(x, grads, source=source, order=order)
+    assert not torch.allclose(right, wrong)
+
+
+# ---- every kernel ----
+
+
+@pytest.mark.parametrize("source", OPS, ids=lambda source: source.stem)
+def test_every_kernel_was_run(source, capsys):
+    """Each __global__ function in the objects has run; `every_kernel` of the op's cases runs what no other test did."""
+    for arch in rig.ARCHS:
+        path = rig.object_path(source, arch)
+        if rig.never_run(path):
+            EVERY_KERNEL[source.stem](arch)
+        assert rig.kernels(path)
+        assert not rig.never_run(path), f"compiled but never run in the rig: {sorted(rig.never_run(path))}"
+    with capsys.disabled():
+        print(f"\n{rig.report(source.stem)}")

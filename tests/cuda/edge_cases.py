@@ -61,7 +61,7 @@ def is_channels_last(x) -> bool:
     return x.stride(1) == 1 and x.shape[1] > 1 and not x.is_contiguous()
 
 
-def forward(x, eps=1e-8, border="zeros", stacked=False, arch=900, flush="end", **how):
+def forward(x, eps=1e-8, border="zeros", stacked=False, flush="end", **how):
     """(sobel, laplacian, gradient), or the stacked tensor, written by the kernels."""
     last = is_channels_last(x)
     with rig.guarded(flush) as memory:
@@ -74,11 +74,11 @@ def forward(x, eps=1e-8, border="zeros", stacked=False, arch=900, flush="end", *
             outs = maps = [_dense(memory, x, last, None, name) for name in ("sobel", "laplacian", "gradient")]
         for i, out in enumerate(maps):
             p.maps[i] = _view(structs, out)
-        _call("camox_edge_cuda", p, x, last, "forward", arch, how)
+        _call("camox_edge_cuda", p, x, last, "forward", **how)
         return outs[0].clone() if stacked else [out.clone() for out in outs]
 
 
-def backward(x, grads, eps=1e-8, border="zeros", arch=900, flush="end", **how):
+def backward(x, grads, eps=1e-8, border="zeros", flush="end", **how):
     """grad_x of the gradients of sobel, laplacian, gradient and x, None where there is none."""
     last = is_channels_last(x)
     with rig.guarded(flush) as memory:
@@ -89,12 +89,24 @@ def backward(x, grads, eps=1e-8, border="zeros", arch=900, flush="end", **how):
                 p.maps[i] = _view(structs, memory.copy(grad, f"grad {i}"))
         out = _dense(memory, x, last, None, "grad_x")
         p.grad_x = _view(structs, out)
-        _call("camox_edge_backward_cuda", p, x, last, "backward", arch, how)
+        _call("camox_edge_backward_cuda", p, x, last, "backward", **how)
         return out.clone()
 
 
-def _call(name, p, x, last, direction, arch, how):
+def _call(name, p, x, last, direction, arch=900, source=SOURCE, define="", **how):
     layout = "channels_last" if last else "contiguous" if x.is_contiguous() else "strided"
     dtype = str(x.dtype).removeprefix("torch.")
-    function = getattr(rig.load(SOURCE, arch), name)
+    function = getattr(rig.load(source, arch, define), name)
     rig.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
+
+
+def every_kernel(arch) -> None:
+    """Runs each kernel at its smallest: every dtype, access width, layout and direction."""
+    for dtype in rig.DTYPES.values():
+        for inner in (1, 2, 16):
+            for x in (torch.ones(1, 2, 3, inner), torch.ones(1, inner + 1 if inner == 1 else inner, 3, 2)):
+                if x.shape[3] == 2:
+                    x = x.to(memory_format=torch.channels_last)
+                x = x.to(dtype)
+                forward(x, arch=arch)
+                backward(x, [x] * 4, arch=arch)

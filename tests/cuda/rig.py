@@ -120,11 +120,12 @@ def runtime_path() -> Path:
 
 
 @cache
-def object_path(source: Path, arch: int) -> Path:
+def object_path(source: Path, arch: int, define: str = "") -> Path:
     """The shared object of one .cu: its __shared__ variables are the only thread_local ones in it."""
-    flags = [CHECKS, "-DCAMOX_HOST_CUDA=1", f"-DCAMOX_HOST_CUDA_ARCH={arch}"]
+    flags = [CHECKS, "-DCAMOX_HOST_CUDA=1", f"-DCAMOX_HOST_CUDA_ARCH={arch}", *([f"-D{define}"] if define else [])]
+    name = "_".join(filter(None, (source.stem, define.lower(), f"sm{arch // 10}")))
     runtime = runtime_path()
-    return _build(f"{source.stem}_sm{arch // 10}.so", [source], flags, [str(runtime), f"-Wl,-rpath,{runtime.parent}"])
+    return _build(f"{name}.so", [source], flags, [str(runtime), f"-Wl,-rpath,{runtime.parent}"])
 
 
 def build_all(sources: list[Path], archs=ARCHS) -> None:
@@ -151,9 +152,9 @@ def _runtime() -> ctypes.CDLL:
 
 
 @cache
-def load(source: Path, arch: int) -> ctypes.CDLL:
+def load(source: Path, arch: int, define: str = "") -> ctypes.CDLL:
     _runtime()
-    return ctypes.CDLL(str(object_path(source, arch)))
+    return ctypes.CDLL(str(object_path(source, arch, define)))
 
 
 # ---- kernels: which exist, which were run ----
@@ -200,16 +201,16 @@ def never_run(path: Path) -> set[str]:
     return kernels(path) - {key[1] for key in runs if key[0] == path.name}
 
 
-def report() -> str:
-    """One line per object: how many kernels, launches, and combinations of kernel, dtype, layout, direction, order."""
+def report(stem: str) -> str:
+    """One line per object of a source: kernels, launches and combinations that were run."""
     lines = []
-    for name in sorted({key[0] for key in runs}):
+    for name in sorted({key[0] for key in runs if key[0].startswith(f"{stem}_sm")}):
         mine = {key: count for key, count in runs.items() if key[0] == name}
-        dtypes, layouts, directions, orders = (sorted({str(key[i]) for key in mine}) for i in (2, 3, 4, 5))
+        dtypes, layouts, directions, orders = (sorted({key[i] for key in mine}) for i in (2, 3, 4, 5))
         lines.append(
-            f"{name}: {len({key[1] for key in mine})} kernels, {sum(mine.values())} launches, "
-            f"{len(mine)} combinations of kernel x {'/'.join(dtypes)} x {'/'.join(layouts)} x {'/'.join(directions)}"
-            f" x {'/'.join(orders)}"
+            f"host CUDA rig, {name}: {sum(mine.values())} launches of {len({key[1] for key in mine})} kernels, "
+            f"{len(mine)} combinations of kernel x {len(dtypes)} dtypes ({', '.join(dtypes)}) x {len(layouts)} layouts "
+            f"({', '.join(layouts)}) x {len(directions)} directions x {len(orders)} orders ({', '.join(orders)})"
         )
     return "\n".join(lines)
 
