@@ -13,12 +13,13 @@ PIP := $(PY) -m pip --quiet --disable-pip-version-check --no-input
 # One stamp for each choice of torch, so that another choice is installed.
 INSTALLED := $(VENV)/installed-$(shell printf %s "$(TORCH)" | tr -c "A-Za-z0-9." _)
 BUILT := $(VENV)/built
+AUDITORS := $(VENV)/installed-auditors
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED = $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
 export CAMOX_CUDA_ARCHS
 .DELETE_ON_ERROR:
-.PHONY: help setup build test demo bench targets lint format wheel break sanitize clean
+.PHONY: help setup build test demo bench targets lint format wheel audit break sanitize clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -66,10 +67,15 @@ format: $(INSTALLED) ## rewrites the sources as lint wants them
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
-wheel: $(INSTALLED) ## dist/*.whl
-	rm -rf build/lib.* build/temp.*
-	CAMOX_CUDA_ARCHS=all $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
-	@ls dist/*.whl
+$(AUDITORS): $(INSTALLED) requirements/audit.txt
+	@$(PIP) install -r requirements/audit.txt
+	@touch $@
+
+wheel: $(AUDITORS) ## dist/*.whl for every GPU architecture, its size and build time
+	@CAMOX_CUDA_ARCHS=all $(PY) scripts/wheel.py
+
+audit: wheel ## the stable ABIs of the wheel (abi3audit, torch-abi-audit)
+	@$(PY) scripts/audit.py
 
 break: $(INSTALLED) ## builds OP wrong by 1e-3 and demands that its tests turn red (OP=edge)
 	$(PY) scripts/check_break.py $(OP)

@@ -40,6 +40,21 @@ if X86:
     ]
 CUDA_OPS = [op for op in OPS if (CSRC / op / f"{op}_cuda.cu").exists()]
 ALL_CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
+# What CUDA's static runtime calls that moved into libc.so.6 with glibc 2.34: library, version, functions of x86-64.
+OLD_GLIBC = {
+    "libdl.so.2": {"GLIBC_2.2.5": "dlclose dlerror dlopen dlsym dlvsym", "GLIBC_2.3.4": "dlmopen"},
+    "libpthread.so.0": {
+        "GLIBC_2.2.5": "pthread_condattr_setpshared pthread_create pthread_detach pthread_getspecific pthread_join "
+        "pthread_key_create pthread_key_delete pthread_kill pthread_mutex_trylock pthread_mutexattr_destroy "
+        "pthread_mutexattr_init pthread_mutexattr_setpshared pthread_mutexattr_settype pthread_once "
+        "pthread_rwlock_destroy pthread_rwlock_init pthread_rwlock_rdlock pthread_rwlock_timedrdlock "
+        "pthread_rwlock_timedwrlock pthread_rwlock_tryrdlock pthread_rwlock_trywrlock pthread_rwlock_unlock "
+        "pthread_rwlock_wrlock pthread_rwlockattr_destroy pthread_rwlockattr_init pthread_rwlockattr_setpshared "
+        "pthread_setspecific pthread_spin_destroy pthread_spin_init pthread_spin_lock pthread_spin_trylock "
+        "pthread_spin_unlock sem_destroy sem_init sem_post sem_timedwait sem_trywait sem_wait",
+    },
+    "librt.so.1": {"GLIBC_2.2.5": "shm_open shm_unlink"},
+}
 if BREAK and BREAK not in OPS:
     sys.exit(f"CAMOX_BREAK must be one of {', '.join(OPS)}, got {BREAK!r}")
 
@@ -107,7 +122,26 @@ class BuildExt(build_ext):
         objects = self.compile_all(cuda_compilations())
         library = Path(self.get_ext_fullpath(ext.name)).with_name("libcamox_ops_cuda.so")
         link = [NVCC, "-shared", "-cudart=static", *CUDA_CODE, *objects, *(f"-L{path}" for path in library_paths())]
-        self.spawn([*link, "-ltorch_cpu", "-o", str(library)])
+        self.spawn([*link, "-ltorch_cpu", "-Xlinker=--no-as-needed", *self.old_glibc(), "-o", str(library)])
+
+    def old_glibc(self):
+        """Libraries to link with in place of a glibc from 2.34 on: functions where, and of the version that, older ones
+        have them, which newer ones have too. Without, CUDA's static runtime would ask for the glibc of this machine."""
+        if not X86:
+            return []
+        stubs = []
+        for soname, versions in OLD_GLIBC.items():
+            stub = Path(self.build_temp) / "old_glibc" / f"{soname.split('.')[0]}.so"
+            stub.parent.mkdir(parents=True, exist_ok=True)
+            names = " ".join(versions.values()).split()
+            stub.with_suffix(".c").write_text("".join(f"void {name}(void) {{}}\n" for name in names))
+            nodes = (f"{version} {{ {'; '.join(listed.split())}; }};\n" for version, listed in versions.items())
+            stub.with_suffix(".map").write_text("".join(nodes))
+            flags = ["-shared", "-nostdlib", "-fPIC", "-w", f"-Wl,-soname,{soname}"]
+            flags += [f"-Wl,--version-script={stub.with_suffix('.map')}", "-o", str(stub)]
+            self.spawn([self.compiler.compiler_so[0], *flags, str(stub.with_suffix(".c"))])
+            stubs.append(str(stub))
+        return stubs
 
     def copy_extensions_to_source(self):
         super().copy_extensions_to_source()
@@ -165,7 +199,8 @@ def compilations():
 
 def cuda_compilations():
     """The same of the CUDA part: each op's kernels, and its checks and bindings again for the CUDA backend."""
-    yield str(CSRC / "common" / "status.c"), "cuda", C_FLAGS
+    for source in ("status.c", "old_glibc.c"):
+        yield str(CSRC / "common" / source), "cuda", C_FLAGS
     yield str(CSRC / "common" / "cuda_part.cu"), "cuda", NVCC_FLAGS
     for op in CUDA_OPS:
         yield str(CSRC / op / f"{op}.c"), "cuda", [*C_FLAGS, "-DCAMOX_CUDA_PART"]

@@ -118,7 +118,8 @@ def test_binary_uses_python_by_its_limited_api_alone():
 
 
 @needs_nm
-def test_binary_needs_no_newer_glibc():
-    names = re.findall(r"@GLIBC_([\d.]+)", " ".join(undefined_symbols(BINARY)))
+@each_binary
+def test_binary_needs_no_newer_glibc(binary):
+    names = re.findall(r"@GLIBC_([\d.]+)", " ".join(undefined_symbols(binary)))
     assert names
     assert max(tuple(map(int, name.split("."))) for name in names) <= OLDEST_GLIBC

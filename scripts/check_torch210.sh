@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The wheel on the oldest torch that it claims: CPU ops run, and where that torch has CUDA the CUDA part loads and
+# registers its kernels, GPU or not. Usage: check_torch210.sh [WHEEL]; PYTHON names the Python. Up to 7 GB of downloads.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+wheel=${1:-$(ls dist/camox_ops-*.whl)}
+venv=$PWD/build/torch210
+
+[ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
+"$venv/bin/python" -m pip --disable-pip-version-check -q install "torch==2.10.*" numpy
+"$venv/bin/python" -m pip --disable-pip-version-check -q install --no-deps --force-reinstall "$wheel"
+wheel=$(realpath "$wheel")
+cd /
+"$venv/bin/python" - "$wheel" <<'CODE'
+import sys
+import zipfile
+
+import torch
+
+assert torch.__version__.startswith("2.10."), torch.__version__
+import camox_ops
+from camox_ops import _cuda, _selftest
+
+failed = [result for result in _selftest.check() if not result.passed]
+print(f"torch {torch.__version__}: {sum(1 for _ in _selftest.OPS)} ops checked on the CPU, {len(failed)} failures")
+has_part = "camox_ops/libcamox_ops_cuda.so" in zipfile.ZipFile(sys.argv[1]).namelist()
+if not has_part:
+    print("the wheel has no CUDA part")
+elif torch.version.cuda is None:
+    print("this torch has no CUDA: the CUDA part was not tried")
+else:
+    print("CUDA part:", _cuda.status())
+    assert _cuda.part.library is not None, _cuda.part.missing
+    ops = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("camox_ops::")]
+    absent = [name for name in ops if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")]
+    print(f"{len(ops) - len(absent)} of {len(ops)} operators have a CUDA kernel", *absent)
+    failed += absent
+sys.exit(1 if failed else 0)
+CODE

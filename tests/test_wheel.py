@@ -1,0 +1,77 @@
+"""The wheel: what it holds, what it asks of the machine, and that it runs where it is unpacked."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from scripts import audit, wheel  # noqa: E402
+
+auditwheel = pytest.mark.skipif(importlib.util.find_spec("auditwheel") is None, reason="auditwheel is not installed")
+
+
+def archive(folder: Path, *names: str, title="camox_ops-1-cp310-abi3-manylinux_2_28_x86_64.whl") -> Path:
+    path = folder / title
+    with zipfile.ZipFile(path, "w") as made:
+        for name in names:
+            made.writestr(name, "")
+    return path
+
+
+def test_faults_of_a_wheel(tmp_path, monkeypatch):
+    assert wheel.faults(archive(tmp_path, wheel.CPU_PART, wheel.CUDA_PART), cuda=True) == []
+    assert wheel.faults(archive(tmp_path, wheel.CPU_PART), cuda=False) == []
+    assert wheel.faults(archive(tmp_path, wheel.CPU_PART), cuda=True) == [f"{wheel.CUDA_PART} is missing"]
+    bundled = archive(tmp_path, wheel.CPU_PART, "camox_ops.libs/libtorch_cpu.so")
+    assert wheel.faults(bundled, cuda=False) == ["camox_ops.libs/libtorch_cpu.so does not belong there"]
+    other = archive(tmp_path, wheel.CPU_PART, title="camox_ops-1-cp311-cp311-linux_x86_64.whl")
+    assert wheel.faults(other, cuda=False) == [f"{other.name} is not tagged cp310-abi3"]
+    monkeypatch.setattr(wheel, "LARGEST", 100)
+    assert "is more than" in wheel.faults(archive(tmp_path, wheel.CPU_PART), cuda=False)[0]
+
+
+def report(**changes) -> dict:
+    torch_use = {"stable": True, "unstable_symbols": [], "min_torch_version": "2.10.0", **changes}
+    binary = {
+        "path": "a/_C.abi3.so",
+        "cpython": {"compliant": True, "violations": []},
+        "torch": torch_use,
+        "error": None,
+    }
+    return {"extensions": [binary], "bundled_libs": []}
+
+
+def test_audit_judges():
+    assert audit.judged(report()) == []
+    assert "uses torch outside" in audit.judged(report(unstable_symbols=["_ZN2at3addE"]))[0]
+    assert "needs torch 2.13.0" in audit.judged(report(min_torch_version="2.13.0"))[0]
+    private = report()
+    private["extensions"][0]["cpython"] = {"compliant": False, "violations": ["_PyLong_AsInt"]}
+    assert "is not abi3: ['_PyLong_AsInt']" in audit.judged(private)[0]
+    assert "found no Python module" in audit.judged({"extensions": [], "bundled_libs": []})[0]
+
+
+@pytest.mark.slow
+@auditwheel
+def test_wheel_runs_where_it_is_unpacked(tmp_path):
+    assert wheel.main(["--out", str(tmp_path / "dist")]) == 0
+    (made,) = (tmp_path / "dist").glob("*.whl")
+    assert "manylinux" in made.name
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target"]
+    subprocess.run([*install, str(site), str(made)], check=True)
+    code = "import camox_ops as cx; from camox_ops.__main__ import main; print(cx.__file__); main(['check'])"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(site))
+    assert " 0 failed" in done.stdout
+    if importlib.util.find_spec("abi3audit") and importlib.util.find_spec("torch_abi_audit"):
+        assert audit.main([str(made)]) == 0
