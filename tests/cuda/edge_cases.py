@@ -103,10 +103,8 @@ def _call(name, p, x, last, direction, arch=900, source=SOURCE, define="", **how
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, access width, layout and direction."""
     for dtype in rig.DTYPES.values():
-        for inner in (1, 2, 16):
-            for x in (torch.ones(1, 2, 3, inner), torch.ones(1, inner + 1 if inner == 1 else inner, 3, 2)):
-                if x.shape[3] == 2:
-                    x = x.to(memory_format=torch.channels_last)
-                x = x.to(dtype)
+        for inner in (3, 2, 16):
+            last = torch.ones(1, inner, 3, 2).to(memory_format=torch.channels_last)
+            for x in (torch.ones(1, 1, 3, inner).to(dtype), last.to(dtype)):
                 forward(x, arch=arch)
                 backward(x, [x] * 4, arch=arch)

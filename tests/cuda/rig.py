@@ -197,6 +197,11 @@ def kernels(path: Path) -> set[str]:
     return found
 
 
+def short_name(kernel: str) -> str:
+    """A kernel's name with its template arguments, as csrc/cuda_budget.json has it."""
+    return re.sub(r"^void |\(.*", "", kernel)
+
+
 def never_run(path: Path) -> set[str]:
     return kernels(path) - {key[1] for key in runs if key[0] == path.name}
 

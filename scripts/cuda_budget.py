@@ -1,0 +1,237 @@
+"""Holds every CUDA kernel's machine code against the budget in csrc/cuda_budget.json.
+
+    python scripts/cuda_budget.py                       # compiles csrc/*/*_cuda.cu for every architecture and checks it
+    python scripts/cuda_budget.py --binary dist/X.whl   # checks what a wheel, or libcamox_ops_cuda.so, holds
+    python scripts/cuda_budget.py --update              # writes the table anew after a wanted change
+
+Red when a kernel takes more registers or shared memory than its line, spills or touches local memory, has lost an
+access that its line claims (LDG.E.128, STG.E.128, HMMA), is missing, or has no line. --update refuses spills and lost
+accesses as well. The table also holds, for reading only, what follows from the numbers: the warps that a multiprocessor
+holds, and the bytes that they load from global memory in one turn of the kernel's main loop.
+
+Needs cuobjdump and nvdisasm: from a CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "csrc" / "cuda_budget.json"
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
+CLAIMS = ("LDG.E.128", "STG.E.128", "HMMA")
+LIBRARY = "camox_ops/libcamox_ops_cuda.so"
+REGISTERS = 65536  # of every multiprocessor since sm_30, handed out in units of 256 a warp
+# threads, blocks, KiB of shared memory of a multiprocessor, KiB that the driver takes of it for each block (on sm_90
+# cuobjdump has counted it already)
+LIMITS = {
+    "sm_75": (1024, 16, 64, 0),
+    "sm_80": (2048, 32, 164, 1),
+    "sm_86": (1536, 16, 100, 1),
+    "sm_89": (1536, 24, 100, 1),
+    "sm_90": (2048, 32, 228, 0),
+}
+
+
+def tool(name: str) -> str:
+    places = [str(Path(site) / "nvidia" / cuda / "bin") for site in sys.path for cuda in ("cu13", "cu12")]
+    places += [os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")]
+    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(places))
+    if found is None:
+        sys.exit(f"cuda_budget: {name} not found; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    return found
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    path = os.pathsep.join([str(Path(tool("nvdisasm")).parent), os.environ["PATH"]])
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "PATH": path})
+    if result.returncode:
+        sys.exit(f"cuda_budget: {' '.join(command)}\n{result.stderr}")
+    return result.stdout
+
+
+def compiled(folder: Path, archs) -> list[tuple[str, Path]]:
+    """(architecture, cubin) of every op's kernels, compiled here with the flags of the wheel."""
+    nvcc = shutil.which(os.environ.get("CAMOX_NVCC", "nvcc"))
+    if nvcc is None:
+        sys.exit("cuda_budget: no nvcc to compile the kernels with; --binary checks a wheel without it")
+    flags = [nvcc, "-O3", "-std=c++17", "-Werror=all-warnings", "-cubin"]
+    jobs = [
+        (arch, source, folder / f"{source.stem}.{arch}.cubin")
+        for source in sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
+        for arch in archs
+    ]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(lambda job: run(*flags, f"-arch={job[0]}", str(job[1]), "-o", str(job[2])), jobs))
+    return [(arch, cubin) for arch, _, cubin in jobs]
+
+
+def extracted(binary: Path, folder: Path) -> list[tuple[str, Path]]:
+    """(architecture, cubin) of everything in a shared library or in a wheel that holds one."""
+    if binary.suffix == ".whl":
+        with zipfile.ZipFile(binary) as wheel:
+            if LIBRARY not in wheel.namelist():
+                sys.exit(f"cuda_budget: {binary} has no {LIBRARY}: it was built without nvcc")
+            binary = Path(wheel.extract(LIBRARY, folder))
+    run(tool("cuobjdump"), "-xelf", "all", str(binary.resolve()), cwd=folder)
+    cubins = sorted(folder.glob("*.cubin"))
+    return [(re.search(r"sm_\d+", cubin.name).group(), cubin) for cubin in cubins]
+
+
+def plain(names: list[str]) -> dict[str, str]:
+    """Mangled -> name with its template arguments, without return type and parameters."""
+    text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return {name: re.sub(r"^void |\(.*", "", line) for name, line in zip(names, text.splitlines(), strict=True)}
+
+
+def main_loop(code: list[tuple[int, str]]) -> list[str]:
+    """The instructions of the innermost loop that loads and stores most global memory; all of them where none does."""
+    best: list[str] = []
+    for address, instruction in code:
+        target = re.search(r"\bBRA\S* .*?`?\(?0x([0-9a-f]+)\)?", instruction)
+        if not target or int(target.group(1), 16) >= address:
+            continue
+        body = [text for place, text in code if int(target.group(1), 16) <= place <= address]
+        moves = "".join(body).count("LDG") and "".join(body).count("STG")
+        if moves and (not best or len(body) < len(best)):
+            best = body
+    return best or [text for _, text in code]
+
+
+def loaded_bytes(instructions: list[str]) -> int:
+    total = 0
+    for text in instructions:
+        access = re.search(r"\b(LDG|LDGSTS)\.([\w.]+)", text)
+        if access:
+            width = re.search(r"\b(?:U|S)?(8|16|64|128)\b", access.group(2).replace(".", " "))
+            total += int(width.group(1)) // 8 if width else 4
+    return total
+
+
+def occupancy(arch: str, registers: int, shared: int, threads: int) -> int:
+    """Warps that one multiprocessor holds at once."""
+    most_threads, most_blocks, kib, reserved = LIMITS[arch]
+    warps = -(-threads // 32)
+    by_registers = REGISTERS // (-(-registers * 32 // 256) * 256) // warps
+    block_shared = shared + reserved * 1024
+    by_shared = kib * 1024 // block_shared if block_shared else most_blocks
+    return min(most_blocks, most_threads // (warps * 32), by_registers, by_shared) * warps
+
+
+def measure(arch: str, cubin: Path) -> dict[str, dict]:
+    """Kernel -> what its machine code is."""
+    cuobjdump, path = tool("cuobjdump"), str(cubin)
+    usage = re.findall(
+        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", run(cuobjdump, "-res-usage", path)
+    )
+    blocks = dict(
+        re.findall(
+            r"\.nv\.info\.(\S+)\n(?:(?!\.nv\.info\.).*\n)*?.*EIATTR_MAX_THREADS\n.*\n\s*Value:\s*(0x\w+)",
+            run(cuobjdump, "-elf", path),
+        )
+    )
+    code = {}
+    for part in run(cuobjdump, "-sass", path).split("Function : ")[1:]:
+        found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;]+);", part)
+        code[part.split("\n", 1)[0].strip()] = [(int(address, 16), text) for address, text in found]
+    names = plain([name for name, *_ in usage])
+    kernels = {}
+    for name, registers, stack, shared, local in usage:
+        text = "\n".join(instruction for _, instruction in code[name])
+        threads = int(blocks.get(name, "0x400"), 16)
+        warps = occupancy(arch, int(registers), int(shared), threads)
+        kernels[names[name]] = {
+            "registers": int(registers),
+            "shared": int(shared),
+            "local": int(stack) + int(local) + len(re.findall(r"\b(?:LDL|STL)\b", text)),
+            "claims": [claim for claim in CLAIMS if re.search(rf"\b{re.escape(claim)}\b", text)],
+            "threads": threads,
+            "warps": warps,
+            "bytes_in_flight": warps * 32 * loaded_bytes(main_loop(code[name])),
+        }
+    return kernels
+
+
+def faults(table: dict, found: dict[str, dict[str, dict]], update: bool) -> list[str]:
+    """What is wrong, one line each. found: architecture -> kernel -> measurement."""
+    lines = []
+    for arch, kernels in found.items():
+        for name, kernel in sorted(kernels.items()):
+            where, line = f"{name} on {arch}", table.get(name, {})
+            if kernel["local"]:
+                lines.append(f"{where}: spills or uses local memory")
+            lost = [claim for claim in line.get("claims", []) if claim not in kernel["claims"]]
+            if lost:
+                lines.append(f"{where}: no {' and no '.join(lost)} any more")
+            if update:
+                continue
+            if arch not in line.get("archs", {}):
+                lines.append(f"{where}: not in {TABLE.name}; run with --update")
+                continue
+            for key in ("registers", "shared"):
+                if kernel[key] > line["archs"][arch][key]:
+                    lines.append(f"{where}: {kernel[key]} {key}, budget {line['archs'][arch][key]}")
+        if not update:
+            for name, line in sorted(table.items()):
+                if arch in line["archs"] and name not in kernels:
+                    lines.append(f"{name} on {arch}: in {TABLE.name} but not compiled")
+    return lines
+
+
+def new_table(found: dict[str, dict[str, dict]]) -> dict:
+    table: dict = {}
+    for arch, kernels in found.items():
+        for name, kernel in kernels.items():
+            line = table.setdefault(name, {"claims": list(kernel["claims"]), "threads": kernel["threads"], "archs": {}})
+            line["claims"] = [claim for claim in line["claims"] if claim in kernel["claims"]]
+            line["archs"][arch] = {key: kernel[key] for key in ("registers", "shared", "warps", "bytes_in_flight")}
+    return dict(sorted(table.items()))
+
+
+def written(table: dict) -> str:
+    """JSON with one line for each kernel and architecture."""
+    text = json.dumps(table, indent=2)
+    return (
+        re.sub(r"\{\n\s+(\"registers\"[^}]*?)\n\s+\}", lambda m: "{" + re.sub(r"\n\s+", " ", m[1]) + "}", text) + "\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--binary", type=Path, help="a wheel or libcamox_ops_cuda.so; default: compile the sources")
+    parser.add_argument("--archs", default=",".join(ARCHS), help="architectures to compile (default: all)")
+    parser.add_argument("--update", action="store_true", help="write the table")
+    arguments = parser.parse_args()
+    archs = arguments.archs.split(",")
+    if set(archs) - set(ARCHS) or (arguments.update and (arguments.binary or set(archs) != set(ARCHS))):
+        parser.error(f"--archs: some of {', '.join(ARCHS)}; --update compiles all of them")
+
+    found: dict[str, dict[str, dict]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        cubins = extracted(arguments.binary, Path(folder)) if arguments.binary else compiled(Path(folder), archs)
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            for (arch, _), kernels in zip(cubins, pool.map(lambda job: measure(*job), cubins), strict=True):
+                found.setdefault(arch, {}).update(kernels)
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    wrong = faults(table, found, arguments.update)
+    if wrong:
+        sys.exit("\n".join(wrong))
+    if arguments.update:
+        TABLE.write_text(written(new_table(found)))
+    kernels = {name for names in found.values() for name in names}
+    state = "written" if arguments.update else "within budget"
+    print(f"cuda_budget: {len(kernels)} kernels on {', '.join(found)}: {state}")
+
+
+if __name__ == "__main__":
+    main()
