@@ -4,17 +4,22 @@ import torch  # noqa: F401  torch's libraries must be loaded before _C
 
 from . import _C, nn, reference, train
 from ._info import build_info, isa, supported_isas
+from .ops.bands import FrequencyBands, frequency_bands
 from .ops.edge import EdgeMaps, edge_maps
+from .ops.spatial_gradient import spatial_gradient
 
 __version__ = _C.build_info()["version"]
 
 __all__ = [
     "EdgeMaps",
+    "FrequencyBands",
     "build_info",
     "edge_maps",
+    "frequency_bands",
     "isa",
     "nn",
     "reference",
+    "spatial_gradient",
     "supported_isas",
     "train",
 ]

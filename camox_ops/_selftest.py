@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 
 from . import _cuda, reference
+from .ops.bands import frequency_bands
 from .ops.edge import edge_maps
+from .ops.spatial_gradient import spatial_gradient
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("contiguous", "channels_last", "strided")
@@ -56,6 +58,8 @@ OPS = (
         lambda x: reference.edge_maps(x, border="reflect"),
         picture,
     ),
+    Op("frequency_bands", frequency_bands, reference.frequency_bands, picture),
+    Op("spatial_gradient", spatial_gradient, reference.spatial_gradient, picture),
 )
 
 

@@ -23,14 +23,40 @@ def grey(values: torch.Tensor) -> np.ndarray:
     return (255 * (values / top).clamp(0, 1)).to(torch.uint8).numpy()
 
 
-def edge_maps() -> None:
-    """A photograph, then sobel, laplacian and gradient of it, side by side."""
-    photograph = Image.fromarray(data.chelsea()).convert("L").crop((75, 0, 375, 300)).resize((SIDE, SIDE))
-    x = torch.from_numpy(np.array(photograph)).float()[None, None] / 255
-    panels = [grey(values[0, 0]) for values in (x, *cx.edge_maps(x, border="reflect"))]
+def signed(values: torch.Tensor) -> np.ndarray:
+    """[H,W] -> bytes, 0 in the middle, the 99th percentile of the magnitude at the ends."""
+    top = torch.quantile(values.abs().flatten(), 0.99)
+    return (255 * (values / top / 2 + 0.5).clamp(0, 1)).to(torch.uint8).numpy()
+
+
+def photograph() -> torch.Tensor:
+    """[1,1,SIDE,SIDE] from 0 to 1."""
+    picture = Image.fromarray(data.chelsea()).convert("L").crop((75, 0, 375, 300)).resize((SIDE, SIDE))
+    return torch.from_numpy(np.array(picture)).float()[None, None] / 255
+
+
+def save_row(name: str, panels: list[np.ndarray]) -> None:
+    """The panels side by side."""
     gap = np.full((SIDE, GAP), 255, np.uint8)
     row = [part for panel in panels for part in (gap, panel)][1:]
-    Image.fromarray(np.hstack(row)).save(FOLDER / "edge_maps.png", optimize=True)
+    Image.fromarray(np.hstack(row)).save(FOLDER / f"{name}.png", optimize=True)
+
+
+def edge_maps() -> None:
+    x = photograph()
+    save_row("edge_maps", [grey(values[0, 0]) for values in (x, *cx.edge_maps(x, border="reflect"))])
+
+
+def frequency_bands() -> None:
+    x = photograph()
+    low, mid, high = (band[0, 0] for band in cx.frequency_bands(x))
+    save_row("frequency_bands", [grey(x[0, 0]), grey(low), signed(mid), signed(high)])
+
+
+def spatial_gradient() -> None:
+    x = photograph()
+    gradients = cx.spatial_gradient(x, border="reflect")
+    save_row("spatial_gradient", [grey(x[0, 0]), *(signed(values[0, 0]) for values in gradients)])
 
 
 def report() -> None:
@@ -44,4 +70,6 @@ def report() -> None:
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
     edge_maps()
+    frequency_bands()
+    spatial_gradient()
     report()

@@ -53,6 +53,11 @@ def positive(op: str, name: str, value) -> float:
     return float(value)
 
 
+def flag(op: str, name: str, value) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a bool, got {value!r}")
+
+
 def choice(op: str, name: str, value, choices) -> None:
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)

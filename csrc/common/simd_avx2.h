@@ -9,6 +9,9 @@ CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm256_sqrt_ps((__m256)v); }
 
 CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 
+/* Whether a lane of a mask is set. */
+CAMOX_INLINE int vf32_any(vi32 mask) { return _mm256_movemask_ps((__m256)mask) != 0; }
+
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
   return (vf32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
 }

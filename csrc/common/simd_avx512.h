@@ -10,6 +10,9 @@ CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm512_sqrt_ps((__m512)v); }
 
 CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
+/* Whether a lane of a mask is set. */
+CAMOX_INLINE int vf32_any(vi32 mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
+
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
   return (vf32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }

@@ -16,6 +16,19 @@ CAMOX_INLINE vf64 vf64_sqrt(vf64 v) {
 CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return a * b + c; }
 CAMOX_INLINE vf64 vf64_exact_fma(vf64 a, vf64 b, vf64 c) { return a * b + c; }
 
+/* Whether a lane of a mask is set. */
+CAMOX_INLINE int vf32_any(vi32 mask) {
+  int32_t any = 0;
+  for (int lane = 0; lane < VF32_LANES; ++lane) any |= mask[lane];
+  return any != 0;
+}
+
+CAMOX_INLINE int vf64_any(vi64 mask) {
+  int64_t any = 0;
+  for (int lane = 0; lane < VF64_LANES; ++lane) any |= mask[lane];
+  return any != 0;
+}
+
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
   vf32 v;
   for (int lane = 0; lane < VF32_LANES; ++lane) v[lane] = to_real_f16(from[lane]);

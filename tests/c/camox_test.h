@@ -134,6 +134,14 @@ static inline test_picture test_input(camox_dtype dtype, test_layout layout, con
   return p;
 }
 
+/* The pixels as [B,C,H,W] without gaps; zeros of the same shape where `zeros`. To be freed. */
+static inline double *test_values(const test_picture *p, int zeros) {
+  double *values = calloc((size_t)(p->size[0] * p->size[1] * p->size[2] * p->size[3]) + 1, sizeof *values), *next = values;
+  if (values == NULL) abort();
+  if (!zeros) TEST_EACH(p, b, c, y, x) *next++ = test_at(p, b, c, y, x);
+  return values;
+}
+
 static inline void test_free(test_picture *p) {
   free(p->buffer);
   p->buffer = NULL;

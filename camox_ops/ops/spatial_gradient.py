@@ -1,0 +1,106 @@
+"""spatial_gradient: derivatives of every channel along x and y, in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+from ..reference.spatial_gradient import WEIGHTS
+from . import _check
+from ._layout import empty_picture, is_channels_last
+from ._register import fold_batch, register, unfold_batch
+
+
+def spatial_gradient(
+    x: torch.Tensor, *, operator: str = "sobel", border: str = "zeros", normalized: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Derivatives of every channel of a picture along x and y.
+
+    The cross-correlation of each channel, x extended by one pixel as `border` says, with a kernel and its transpose:
+
+        sobel:  -1  0  1     scharr:   -3  0   3
+                -2  0  2              -10  0  10
+                -1  0  1               -3  0   3
+
+    Args:
+        x: (B, C, H, W), float32, bfloat16, float16 or float64; any strides, any size from 0 on.
+        operator: "sobel" or "scharr".
+        border: "zeros", "replicate" (the edge pixel again) or "reflect" (mirrored about the edge pixel; H, W >= 2).
+        normalized: divide by the sum of the kernel's absolute values: 8 for sobel, 32 for scharr. A ramp that rises by
+            1 a pixel then has the derivative 1.
+
+    Returns:
+        (gx, gy), each of x's shape and dtype and in its memory format (contiguous or channels_last). Computed in
+        float32 (float64 for float64) and rounded once; differences of pixels are taken first, so a large mean costs no
+        accuracy. Autocast leaves x's dtype alone. NaN and inf spread over the 3x3 neighbourhood as in a convolution.
+
+    Saved for backward: nothing, the op is linear. Derivatives of any order. The same bits on every run, for any number
+    of threads and on every instruction set. Forward-mode AD raises NotImplementedError.
+
+    Raises:
+        TypeError: x is not a dense tensor of one of these dtypes, or normalized is not a bool.
+        ValueError: x is not 4-dimensional or on an unsupported device, an unknown operator or border, "reflect" on a
+            side of 1."""
+    _check.picture("spatial_gradient", "x", x)
+    _check.choice("spatial_gradient", "operator", operator, tuple(WEIGHTS))
+    _check.border("spatial_gradient", border, x)
+    _check.flag("spatial_gradient", "normalized", normalized)
+    side, middle = WEIGHTS[operator]
+    scale = 1 / (4 * side + 2 * middle) if normalized else 1.0
+    return _spatial_gradient(x, scale * side, scale * middle, border)
+
+
+def _save(ctx, inputs, output):
+    x, *ctx.filter = inputs
+    ctx.channels_last = is_channels_last(x)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_gx, grad_gy):
+    if grad_gx is None and grad_gy is None:
+        return None, None, None, None
+    return _spatial_gradient_backward(grad_gx, grad_gy, *ctx.filter, ctx.channels_last), None, None, None
+
+
+def _save_backward(ctx, inputs, output):
+    grad_gx, grad_gy, *ctx.filter, _ = inputs
+    ctx.given = grad_gx is not None, grad_gy is not None
+    ctx.set_materialize_grads(False)
+
+
+def _backward_backward(ctx, grad):
+    """The adjoint of the adjoint: the derivatives of the incoming gradient."""
+    if grad is None:
+        return (None,) * 6
+    gradients = _spatial_gradient(grad, *ctx.filter)
+    return *(g if given else None for g, given in zip(gradients, ctx.given, strict=True)), None, None, None, None
+
+
+def _fake_backward(grad_gx, grad_gy, side, middle, border, channels_last):
+    like = grad_gy if grad_gx is None else grad_gx
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
+
+
+def _vmap(info, in_dims, *args):
+    outputs = torch.ops.camox_ops.spatial_gradient(*fold_batch(info, in_dims, args, 1))
+    return tuple(unfold_batch(info, y) for y in outputs), (0, 0)
+
+
+def _vmap_backward(info, in_dims, *args):
+    return unfold_batch(info, torch.ops.camox_ops.spatial_gradient_backward(*fold_batch(info, in_dims, args, 2))), 0
+
+
+_spatial_gradient = register(
+    "spatial_gradient",
+    fake=lambda x, *_: tuple(empty_picture(x, x.shape[1]) for _ in range(2)),
+    setup_context=_save,
+    backward=_backward,
+    vmap=_vmap,
+)
+_spatial_gradient_backward = register(
+    "spatial_gradient_backward",
+    fake=_fake_backward,
+    setup_context=_save_backward,
+    backward=_backward_backward,
+    vmap=_vmap_backward,
+)

@@ -1,0 +1,94 @@
+// Schemas and CPU entries of frequency_bands.
+#include "../common/torch_util.h"
+#include "bands.h"
+
+namespace {
+
+using namespace camox;
+
+camox_bands_params bands_params(const Tensor& x, const char* name) {
+  check_picture(x, "frequency_bands", name);
+  camox_bands_params p{};
+  p.dtype = dtype_of(x, "frequency_bands");
+  p.channels_last = is_channels_last(x);
+  p.batch = x.size(0), p.channels = x.size(1), p.height = x.size(2), p.width = x.size(3);
+  return p;
+}
+
+void run_bands(camox_bands_kernel* kernel, const camox_bands_params& p) {
+  int64_t units = camox_bands_units(&p);
+  run(kernel, p, units, units > 0 ? p.batch * p.channels * p.height * p.width / units : 0);
+}
+
+void forward(camox_bands_params& p) {
+  check(camox_bands_check(&p, 0));
+  run_bands(camox_bands_forward(p.dtype, camox_isa_current()), p);
+}
+
+std::tuple<Tensor, Tensor, Tensor> frequency_bands(const Tensor& x) {
+  camox_bands_params p = bands_params(x, "x");
+  p.x = view4(x);
+  std::array<Tensor, 3> bands;
+  for (int band = 0; band < 3; ++band) {
+    bands[band] = empty_picture(x, p.channels, p.channels_last);
+    p.bands[band] = view4(bands[band]);
+  }
+  forward(p);
+  return {bands[0], bands[1], bands[2]};
+}
+
+// The three bands and x are channel ranges of one (B,4C,H,W) tensor.
+Tensor frequency_bands_stacked(const Tensor& x) {
+  camox_bands_params p = bands_params(x, "x");
+  p.x = view4(x);
+  Tensor out = empty_picture(x, CAMOX_BANDS_MAPS * p.channels, p.channels_last);
+  size_t element = out.element_size();
+  for (int band = 0; band < CAMOX_BANDS_MAPS; ++band) {
+    p.bands[band] = view4(out);
+    p.bands[band].data = static_cast<char*>(out.data_ptr()) + band * p.channels * p.bands[band].stride[1] * element;
+  }
+  forward(p);
+  return out;
+}
+
+// The op is linear, so backward has the gradients alone: x's memory format is handed over.
+Tensor frequency_bands_backward(OptionalTensor grad_low, OptionalTensor grad_mid, OptionalTensor grad_high,
+                                OptionalTensor grad_input, bool channels_last) {
+  const std::array<std::pair<const OptionalTensor*, const char*>, CAMOX_BANDS_MAPS> grads = {
+      {{&grad_low, "grad_low"}, {&grad_mid, "grad_mid"}, {&grad_high, "grad_high"}, {&grad_input, "grad_input"}}};
+  const Tensor* like = nullptr;
+  camox_bands_params p{};
+  for (int band = 0; band < CAMOX_BANDS_MAPS; ++band) {
+    if (!grads[band].first->has_value()) continue;
+    const Tensor& grad = grads[band].first->value();
+    if (like == nullptr) {
+      like = &grad;
+      p = bands_params(grad, grads[band].second);
+      p.channels_last = channels_last;
+    }
+    check_like(grad, *like, p.channels, "frequency_bands_backward", grads[band].second);
+    p.bands[band] = view4(grad);
+  }
+  if (like == nullptr) throw std::invalid_argument("frequency_bands_backward: at least one gradient must be given");
+  Tensor grad_x = empty_picture(*like, p.channels, channels_last);
+  p.grad_x = view4(grad_x);
+  check(camox_bands_check(&p, 1));
+  run_bands(camox_bands_backward(p.dtype, camox_isa_current()), p);
+  return grad_x;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
+  m.def("frequency_bands(Tensor x) -> (Tensor, Tensor, Tensor)");
+  m.def("frequency_bands_stacked(Tensor x) -> Tensor");
+  m.def(
+      "frequency_bands_backward(Tensor? grad_low, Tensor? grad_mid, Tensor? grad_high, Tensor? grad_input, "
+      "bool channels_last) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) {
+  m.impl("frequency_bands", TORCH_BOX(&frequency_bands));
+  m.impl("frequency_bands_stacked", TORCH_BOX(&frequency_bands_stacked));
+  m.impl("frequency_bands_backward", TORCH_BOX(&frequency_bands_backward));
+}

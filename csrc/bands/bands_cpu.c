@@ -1,0 +1,7 @@
+/* Compiled once per instruction set; the body once per element type. */
+#include "bands.h"
+
+#include "../common/strip.h"
+
+#define CAMOX_BODY "../bands/bands_cpu.inc"
+#include "../common/simd_foreach.h"

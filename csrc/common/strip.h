@@ -1,0 +1,47 @@
+/* Strips: tiles that are small enough to lie in the cache whole, copied there as `real` with their border around them.
+
+   A strip's rows are `pitch` reals apart. Each holds columns * channels pixels (see stencil.h) from the 64-byte boundary
+   `lead` on, with `reach` columns before and after them, so that a kernel walks down or along a strip without a test. */
+#ifndef CAMOX_STRIP_H
+#define CAMOX_STRIP_H
+
+#include "stencil.h"
+
+/* Reals of a strip with its border. Contiguous strips stay in the L1 cache; a channels_last strip is wider than high
+   pictures allow there, and its rows are long enough for the L2 cache to stream. */
+#define CAMOX_STRIP_SIZE 16384
+#define CAMOX_STRIP_CONTIGUOUS 9216
+#define CAMOX_STRIP_COLUMNS 512
+#define CAMOX_STRIP_PIXELS 16
+#define CAMOX_STRIP_CHANNELS 16
+/* The longest row, with up to 2 columns of border. */
+#define CAMOX_STRIP_PITCH 768
+
+typedef struct {
+  int64_t lead, pitch;
+} camox_strip;
+
+static inline int64_t camox_strip_round(int64_t n) { return (n + 15) & ~(int64_t)15; }
+
+static inline camox_strip camox_strip_of(const camox_tiling *t, int64_t reach) {
+  int64_t lead = camox_strip_round(reach * t->tile_channels);
+  return (camox_strip){lead, 2 * lead + camox_strip_round(t->tile_columns * t->tile_channels)};
+}
+
+static inline camox_tiling camox_strip_tiling_of(int channels_last, int64_t batch, int64_t channels, int64_t height,
+                                                 int64_t width, int64_t reach) {
+  camox_tiling t = {.height = height, .width = width, .channels = channels};
+  if (batch == 0 || channels == 0 || height == 0 || width == 0) return t;
+  t.tile_channels = channels_last ? camox_min_i64(channels, CAMOX_STRIP_CHANNELS) : 1;
+  t.tile_columns = camox_min_i64(width, channels_last ? CAMOX_STRIP_PIXELS : CAMOX_STRIP_COLUMNS);
+  int64_t size = channels_last ? CAMOX_STRIP_SIZE : CAMOX_STRIP_CONTIGUOUS;
+  int64_t most = camox_max_i64(size / camox_strip_of(&t, reach).pitch - 2 * reach, 1);
+  t.tile_rows = camox_ceil_div(height, camox_ceil_div(height, most));
+  t.row_tiles = camox_ceil_div(height, t.tile_rows);
+  t.column_tiles = camox_ceil_div(width, t.tile_columns);
+  t.channel_tiles = camox_ceil_div(channels, t.tile_channels);
+  t.units = batch * t.channel_tiles * t.row_tiles * t.column_tiles;
+  return t;
+}
+
+#endif

@@ -1,0 +1,68 @@
+// Schemas and CPU entries of spatial_gradient.
+#include "../common/torch_util.h"
+#include "spatial_gradient.h"
+
+namespace {
+
+using namespace camox;
+
+camox_spatial_gradient_params gradient_params(const Tensor& x, const char* name, double side, double middle,
+                                              const std::string& border) {
+  check_picture(x, "spatial_gradient", name);
+  camox_spatial_gradient_params p{};
+  p.dtype = dtype_of(x, "spatial_gradient");
+  p.border = border_of(border, "spatial_gradient");
+  p.channels_last = is_channels_last(x);
+  p.side = side, p.middle = middle;
+  p.batch = x.size(0), p.channels = x.size(1), p.height = x.size(2), p.width = x.size(3);
+  return p;
+}
+
+void run_gradient(camox_spatial_gradient_kernel* kernel, const camox_spatial_gradient_params& p) {
+  int64_t units = camox_spatial_gradient_units(&p);
+  run(kernel, p, units, units > 0 ? p.batch * p.channels * p.height * p.width / units : 0);
+}
+
+std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double middle, std::string border) {
+  camox_spatial_gradient_params p = gradient_params(x, "x", side, middle, border);
+  p.x = view4(x);
+  Tensor gx = empty_picture(x, p.channels, p.channels_last), gy = empty_picture(x, p.channels, p.channels_last);
+  p.gradient[0] = view4(gx), p.gradient[1] = view4(gy);
+  check(camox_spatial_gradient_check(&p, 0));
+  run_gradient(camox_spatial_gradient_forward(p.dtype, camox_isa_current()), p);
+  return {gx, gy};
+}
+
+// The op is linear, so backward has the gradients alone: x's memory format is handed over.
+Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy, double side, double middle, std::string border,
+                                 bool channels_last) {
+  if (!grad_gx.has_value() && !grad_gy.has_value())
+    throw std::invalid_argument("spatial_gradient_backward: at least one gradient must be given");
+  const Tensor& like = grad_gx.has_value() ? grad_gx.value() : grad_gy.value();
+  camox_spatial_gradient_params p = gradient_params(like, grad_gx.has_value() ? "grad_gx" : "grad_gy", side, middle, border);
+  p.channels_last = channels_last;
+  if (grad_gx.has_value()) p.gradient[0] = view4(grad_gx.value());
+  if (grad_gy.has_value()) {
+    check_like(grad_gy.value(), like, p.channels, "spatial_gradient_backward", "grad_gy");
+    p.gradient[1] = view4(grad_gy.value());
+  }
+  Tensor grad_x = empty_picture(like, p.channels, channels_last);
+  p.grad_x = view4(grad_x);
+  check(camox_spatial_gradient_check(&p, 1));
+  run_gradient(camox_spatial_gradient_backward(p.dtype, camox_isa_current()), p);
+  return grad_x;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
+  m.def("spatial_gradient(Tensor x, float side, float middle, str border) -> (Tensor, Tensor)");
+  m.def(
+      "spatial_gradient_backward(Tensor? grad_gx, Tensor? grad_gy, float side, float middle, str border, "
+      "bool channels_last) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) {
+  m.impl("spatial_gradient", TORCH_BOX(&spatial_gradient));
+  m.impl("spatial_gradient_backward", TORCH_BOX(&spatial_gradient_backward));
+}
