@@ -9,12 +9,13 @@
 #include <float.h>
 
 #define EDGE_THREADS 128
-#define EDGE_BLOCKS 3         /* of them a multiprocessor must hold: at most 168 registers a thread */
-#define EDGE_WIDE_THREADS 192 /* channels_last backward: the wider a block, the fewer columns are computed twice */
-#define EDGE_WIDE_BLOCKS 2    /* at most 168 registers */
-#define EDGE_ROWS 8           /* rows a thread walks down in a large picture */
-#define EDGE_FILL (1 << 17)   /* threads that fill a large GPU: below it a thread takes fewer rows */
-#define EDGE_WARP_OUTPUTS 30  /* lanes of a warp that write in the backward */
+#define EDGE_FORWARD_BLOCKS 4  /* of them a multiprocessor must hold: at most 128 registers a thread, */
+#define EDGE_BACKWARD_BLOCKS 3 /* at most 168 */
+#define EDGE_WIDE_THREADS 192  /* channels_last backward: the wider a block, the fewer columns are computed twice */
+#define EDGE_WIDE_BLOCKS 2     /* at most 168 registers */
+#define EDGE_ROWS 8            /* rows a thread walks down in a large picture */
+#define EDGE_FILL (1 << 17)    /* threads that fill a large GPU: below it a thread takes fewer rows */
+#define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
 
 struct edge_plan {
   camox_edge_params p;
@@ -186,7 +187,7 @@ __device__ __forceinline__ void edge_place(const edge_plan &plan, int64_t item, 
 }
 
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(EDGE_THREADS, EDGE_BLOCKS) edge_kernel(const __grid_constant__ edge_plan plan) {
+__global__ void __launch_bounds__(EDGE_THREADS, EDGE_FORWARD_BLOCKS) edge_kernel(const __grid_constant__ edge_plan plan) {
   for (int64_t block = blockIdx.x; block * EDGE_THREADS < plan.items; block += gridDim.x) {
     const int64_t item = block * EDGE_THREADS + threadIdx.x;
     if (item >= plan.items) continue;
@@ -238,8 +239,8 @@ struct edge_grads {
   float gx[V], gy[V], lap[V];
 };
 
-/* A neighbour on the border stands for its own columns: as the adjoint sees it, replicate mirrors gx of the thread's own column
-   (sign -1), reflect doubles what comes from the neighbour and cancels its gx. */
+/* What the border read belongs to the columns that it stood for. The adjoint finds it as a changed neighbour: replicate puts
+   the thread's own column there with gx negated; reflect doubles the neighbour that is there and takes its gx away. */
 template <int V>
 __device__ __forceinline__ void edge_fold(edge_grads<V> &neighbour, const float *gx, const float *gy, const float *lap,
                                           float gx_factor, float factor) {
@@ -291,8 +292,8 @@ __device__ __forceinline__ edge_grads<V> edge_filter_gradient(const edge_row<V> 
 }
 
 /* The walk down a strip that both layouts share. Row r of filter gradients adds to rows r-1, r and r+1 of the result, so row
-   r-1 is complete once r is added. exchange(d, left, right) hands out the gradients of the neighbouring columns, for i = 0 and
-   i = V-1 of contiguous pictures, for every i of channels_last; neighbour(d, i, side) is what lies beside element i then. */
+   r-1 is complete once r is added. exchange(d, left, right) hands out the gradients of the neighbouring columns: of contiguous
+   pictures the columns beside the thread's, of channels_last one for each channel. */
 template <typename T, int V, bool LAST, typename Exchange>
 __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y, bool inside,
                                           bool writes, const Exchange &exchange) {
@@ -382,7 +383,8 @@ __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int6
 }
 
 template <typename T, int V>
-__global__ void __launch_bounds__(EDGE_THREADS, EDGE_BLOCKS) edge_backward_kernel(const __grid_constant__ edge_plan plan) {
+__global__ void __launch_bounds__(EDGE_THREADS, EDGE_BACKWARD_BLOCKS)
+    edge_backward_kernel(const __grid_constant__ edge_plan plan) {
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
   const int64_t warps = camox_ceil_div(plan.items, EDGE_WARP_OUTPUTS);
   const bool replicate = plan.p.border == CAMOX_BORDER_REPLICATE, reflect = plan.p.border == CAMOX_BORDER_REFLECT;

@@ -64,6 +64,8 @@ def why_unavailable() -> str | None:
     """Why the rig cannot run on this machine, None when it can."""
     if not sys.platform.startswith("linux"):
         return "the host-CUDA rig needs Linux"
+    if not CSRC.is_dir():
+        return "the host-CUDA rig needs the sources under csrc"
     if not shutil.which(CXX):
         return f"the host-CUDA rig needs a C++ compiler, {CXX} is not on PATH"
     if cuda_include() is None:
