@@ -60,7 +60,7 @@ def branches_case(shape) -> Case:
     batch, channels, height, width = shape
 
     def candidates():
-        ways = {"camox": camox_attr("nn.edge.stacked_branches"), "eager": four_convolutions, "grouped": grouped}
+        ways = {"camox": camox_attr("nn._branches.stacked_branches"), "eager": four_convolutions, "grouped": grouped}
         modules = {name: Branches(channels, compute) for name, compute in ways.items()}
         for module in modules.values():
             module.load_state_dict(modules["eager"].state_dict())

@@ -1,10 +1,12 @@
-"""frequency_bands."""
+"""frequency_bands and FrequencyExpert."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture, run_python
 from hypothesis import given
 from hypothesis import strategies as st
+from test_edge import randomised
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
@@ -365,3 +367,84 @@ def test_offsets_past_32_bits():
     x = storage.as_strided((1, 1, 3, 8), (1, 1, apart, 1))
     x.copy_(picture((1, 1, 3, 8), torch.bfloat16))
     assert torch.equal(cx.frequency_bands(x).mid, cx.frequency_bands(x.contiguous()).mid)
+
+
+def stock_frequency_expert_forward(expert, x):
+    """The public module's forward from its formula: poolings, four branches, cat, fusion, plus x."""
+
+    def branch(layers, y):
+        y = layers[0](y).movedim(1, -1)
+        return F.gelu(F.layer_norm(y, y.shape[-1:], layers[1].weight, layers[1].bias, layers[1].eps)).movedim(-1, 1)
+
+    branches = (expert.low_freq_conv, expert.mid_freq_conv, expert.high_freq_conv, expert.spatial_conv)
+    maps = (*reference.frequency_bands(x), x)
+    features = torch.cat([branch(layers, y) for layers, y in zip(branches, maps, strict=True)], dim=1)
+    return branch(expert.fusion, features) + x
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 6, 7), (1, 48, 14, 14), (3, 16, 1, 5)])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_expert_matches_reference(shape, layout):
+    expert = randomised(cx.nn.FrequencyExpert(shape[1]))
+    exact = randomised(cx.nn.FrequencyExpert(shape[1])).double()
+    x, grad = picture(shape, layout=layout), picture(shape, seed=1)
+
+    def outputs(module, forward, x, grad):
+        x = x.clone().requires_grad_()
+        y = forward(x)
+        return [y, *torch.autograd.grad(y, [x, *module.parameters()], grad)]
+
+    ours = outputs(expert, expert, x, grad)
+    stock = outputs(expert, lambda x: stock_frequency_expert_forward(expert, x), x, grad)
+    truth = outputs(exact, lambda x: stock_frequency_expert_forward(exact, x), x.double(), grad.double())
+    assert_close_to_reference(ours, stock, truth)
+
+
+def test_expert_names():
+    layers = ("low_freq_conv", "mid_freq_conv", "high_freq_conv", "spatial_conv", "fusion")
+    expert = cx.nn.FrequencyExpert(16)
+    expected = {
+        f"{name}.{index}.{what}": (out, 16, 1, 1) if (index, what) == (0, "weight") else (out,)
+        for name in layers
+        for out in [16 if name == "fusion" else 4]
+        for index in (0, 1)
+        for what in ("weight", "bias")
+    }
+    assert {name: tuple(value.shape) for name, value in expert.state_dict().items()} == expected
+    other = cx.nn.FrequencyExpert(16)
+    other.load_state_dict(expert.state_dict(), strict=True)
+    x = picture((1, 16, 5, 5))
+    assert torch.equal(other(x), expert(x))
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_module", "autocast", "expected"),
+    [
+        (torch.float32, torch.float32, False, torch.float32),
+        (torch.bfloat16, torch.bfloat16, False, torch.bfloat16),
+        (torch.float32, torch.float32, True, torch.float32),
+        (torch.bfloat16, torch.float32, True, torch.float32),
+        (torch.bfloat16, torch.bfloat16, True, torch.bfloat16),
+    ],
+)
+def test_expert_dtype(of_x, of_module, autocast, expected):
+    expert = randomised(cx.nn.FrequencyExpert(16)).to(of_module)
+    x = picture((2, 16, 6, 7), of_x).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = expert(x)
+        # the public LayerNorm2d multiplies by its parameters, which promotes to their dtype
+        assert (
+            y.dtype == torch.promote_types(torch.promote_types(of_module, expert.fusion[0](x).dtype), of_x) == expected
+        )
+    y.float().sum().backward()
+    assert x.grad.dtype == of_x
+    assert all(parameter.grad.dtype == of_module for parameter in expert.parameters())
+    with torch.no_grad():
+        truth = stock_frequency_expert_forward(expert.double(), x.double())
+    assert (y.double() - truth).abs().max() <= (0.15 if torch.bfloat16 in (of_x, of_module) or autocast else 1e-5)
+
+
+@pytest.mark.parametrize("dim", [0, 6, -4])
+def test_expert_errors(dim):
+    with pytest.raises(ValueError, match=f"FrequencyExpert: dim must be a positive multiple of 4, got {dim}"):
+        cx.nn.FrequencyExpert(dim)
