@@ -21,7 +21,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(CAMOX_HOST_CUDA_UCONTEXT)
 #include <ucontext.h>
 #endif
 
@@ -52,7 +52,7 @@ struct {
 } config;
 
 /* ---- context switch ---- */
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(CAMOX_HOST_CUDA_UCONTEXT)
 /* swapcontext makes two system calls a switch; this saves what the ABI calls callee-saved and nothing else. */
 __asm__(
     ".text\n.p2align 4\n.globl camox_host_switch\n.hidden camox_host_switch\n.type camox_host_switch,@function\n"
