@@ -121,8 +121,8 @@ def load(path: Path) -> dict:
 
 
 def load_all(folder: Path = RESULTS) -> list[dict]:
-    """Every record in ``folder``, by file name."""
-    return [load(path) for path in sorted(folder.glob("*.json"))]
+    """Every record in ``folder``, by file name; those of GPUs are of another kind (scripts/gpu_record.py)."""
+    return [load(path) for path in sorted(folder.glob("*.json")) if not path.stem.endswith("-gpu")]
 
 
 def spread(samples: list[float]) -> dict[str, float]:
