@@ -20,7 +20,7 @@ def make_case(shape, direction, dtype, layout) -> Case:
     kernels = [kernel.to(dtype).repeat(channels, 1, 1, 1) for kernel in (SOBEL, SOBEL.mT)]
 
     def eager(x):
-        return tuple(F.conv2d(x, kernel, padding=1, groups=channels) for kernel in kernels)
+        return tuple(F.conv2d(x, kernel.to(x.dtype), padding=1, groups=channels) for kernel in kernels)
 
     elements = 6 if direction == "forward_backward" else 3
     return Case(

@@ -133,13 +133,23 @@ def nvidia_smi(fields: str) -> str:
     return done.stdout.strip() or f"unknown: {done.stderr.strip()}"
 
 
-def absent_ops(ops) -> list[str]:
-    """The ops with CUDA targets that the self-test of this build has no line of."""
-    names = {op.name.split()[0] for op in ops}
-    found = [name for name in gpu_record.GROUPS.values() if name not in names]
-    for name in found:
+def ops_here(device: str) -> tuple[list, list[str]]:
+    """The self-test's ops that have kernels for the device, and the names of those without and of absent ones."""
+    import torch
+
+    from camox_ops import _selftest
+
+    def has_kernel(op) -> bool:
+        name = f"camox_ops::{op.name.split()[0]}"
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, device.upper())
+
+    usable = [op for op in _selftest.OPS if has_kernel(op)]
+    names = {op.name.split()[0] for op in usable}
+    wanted = dict.fromkeys([*gpu_record.GROUPS.values(), *(op.name.split()[0] for op in _selftest.OPS)])
+    absent = [name for name in wanted if name not in names]
+    for name in absent:
         print(f"skipped: {name}: not in this build")
-    return found
+    return usable, absent
 
 
 def exact(inputs: tuple, offset: float) -> tuple:
@@ -151,19 +161,14 @@ def correctness(section: Section) -> None:
     """Outputs and gradients of every op against the float64 reference on the CPU, under the tolerance rule."""
     import torch
 
-    from camox_ops import _selftest
     from scripts.gpu_device import open_device
 
     device = open_device(section.device)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
-    found = section.data["correctness"] = {
-        "cases": 0,
-        "not_in_this_build": absent_ops(_selftest.OPS),
-        "worst": {},
-        "failures": [],
-    }
+    ops, absent = ops_here(section.device)
+    found = section.data["correctness"] = {"cases": 0, "not_in_this_build": absent, "worst": {}, "failures": []}
     for shape in SHAPES[section.mode]:
-        for op in _selftest.OPS:
+        for op in ops:
             if section.time_is_up():
                 return section.finish(*verdict(found, "time was up"))
             for name in DTYPES:
@@ -237,13 +242,11 @@ def graphs(section: Section) -> None:
     """Every op captured, forward and with its backward pass, replayed on new inputs: the bits of a plain call."""
     import torch
 
-    from camox_ops import _selftest
     from scripts.gpu_device import open_device
 
     device = open_device(section.device)
     found = section.data["graphs"] = {"cases": 0, "failures": []}
-    absent_ops(_selftest.OPS)
-    for op in _selftest.OPS:
+    for op in ops_here(section.device)[0]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for layout in LAYOUTS[:2]:
                 for backward in (False, True):
@@ -393,7 +396,7 @@ def sanitized_run(device_kind: str) -> int:
 
     device = open_device(device_kind)
     calls = 0
-    for op in _selftest.OPS:
+    for op in ops_here(device_kind)[0]:
         for shape in SANITIZER_SHAPES:
             for dtype in (torch.float32, torch.bfloat16):
                 for layout in LAYOUTS:
