@@ -353,9 +353,8 @@ def tests(section: Section, files: list[str] | None = None) -> None:
     }
     log = section.path.with_suffix(".log")
     with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, *(files or test_files(section.mode))], cwd=folder, env=environ, stdout=out
-        )
+        command += files or test_files(section.mode)
+        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=out, stderr=subprocess.STDOUT)
         try:
             code = process.wait(timeout=max(1.0, seconds))
         except subprocess.TimeoutExpired:
@@ -532,6 +531,18 @@ def commit_of_tree() -> tuple[str, bool]:
     return (named, False) if named else machine.git_state(ROOT)
 
 
+def save(record: dict, options) -> Path:
+    """Where the record was written; one that is not valid lies beside it as it is, and the ValueError says why."""
+    record["targets"] = gpu_record.targets(record) if options.device == "cuda" else []
+    path = options.out / gpu_record.file_name(record["environment"].get("gpu"))
+    try:
+        gpu_record.write(record, path)
+    except ValueError:
+        path.with_suffix(".invalid").write_text(json.dumps(record, indent=1))
+        raise
+    return path
+
+
 def run_all(options) -> int:
     begin = time.monotonic()
     folder = options.out / "parts"
@@ -548,7 +559,8 @@ def run_all(options) -> int:
         "wheel": wheel_facts(options.wheel),
         "environment": {},
         "sanitizers": {},
-        "parts": {},
+        "targets": [],
+        "parts": {n: {"status": "not run", "message": "was not reached", "seconds": 0.0} for n in gpu_record.PARTS},
         **json.loads(json.dumps(gpu_record.EMPTY)),
     }
     boxes = SECONDS[options.mode]
@@ -570,10 +582,9 @@ def run_all(options) -> int:
         record |= data
         if name == "environment" and record["parts"][name]["status"] != "passed":
             reason = "the environment failed"
-    record["seconds"] = round(time.monotonic() - begin, 1)
-    record["targets"] = gpu_record.targets(record) if options.device == "cuda" else []
-    path = options.out / gpu_record.file_name(record["environment"].get("gpu"))
-    gpu_record.write(record, path)
+        record["seconds"] = round(time.monotonic() - begin, 1)
+        save(record, options)  # after every part, so that a run that is cut off leaves what it found
+    path = save(record, options)
     print(gpu_record.summary(record))
     print(f"wrote {path}")
     return 1 if gpu_record.failed(record) else 0

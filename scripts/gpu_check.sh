@@ -15,7 +15,8 @@ while [ $# -gt 0 ]; do
     --rehearse) mode=rehearsal device=cpu ;;
     --out) out=$2 && shift ;;
     --wheel) wheel=$2 && shift ;;
-    --parts | --seconds | --tests) passed_on+=("$1" "$2") && shift ;;
+    --tests) passed_on+=("$1" "$(realpath "$2")") && shift ;;
+    --parts | --seconds) passed_on+=("$1" "$2") && shift ;;
     *) sed -n '2,5p' "$0" >&2 && exit 2 ;;
   esac
   shift

@@ -429,6 +429,30 @@ def test_a_crash_is_a_failure(tmp_path):
     assert status["message"] == "exit status -9"
 
 
+def test_record_of_a_run_that_was_cut_off(tmp_path, monkeypatch):
+    """Each part leaves a valid record in which the parts after it were not reached."""
+    arguments = ["all", "--device", "cpu", "--mode", "rehearsal", "--out", str(tmp_path), "--parts", "graphs"]
+    seen = []
+
+    def run_part(name, options, seconds, folder):
+        seen.append(json.loads((tmp_path / "no-gpu-seen.json").read_text())["parts"] if seen else None)
+        return {"status": "passed", "message": "", "seconds": 1.0}, {}
+
+    monkeypatch.setattr(gpu_check, "run_part", run_part)
+    assert gpu_check.main(arguments) == 0
+    assert len(seen) == 2
+    assert seen[1]["environment"]["status"] == "passed"
+    assert seen[1]["graphs"]["message"] == "was not reached"
+    last = json.loads((tmp_path / "no-gpu-seen.json").read_text())["parts"]
+    assert (last["graphs"]["status"], last["initcheck"]["message"]) == ("passed", "was not asked for")
+    monkeypatch.setattr(
+        gpu_check, "run_part", lambda *_: ({"status": "passed", "message": "", "seconds": 1.0}, {"x": 1})
+    )
+    with pytest.raises(ValueError, match=r"record\.x: unknown field"):
+        gpu_check.main(arguments)
+    assert (tmp_path / "no-gpu-seen.invalid").exists()
+
+
 def test_the_suite_has_a_file_for_every_op_with_kernels():
     names = [Path(name).name for name in gpu_check.test_files("quick")]
     assert len(names) == 1 + len(list((ROOT / "csrc").glob("*/*_cuda.cu")))
