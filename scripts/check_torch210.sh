@@ -2,15 +2,15 @@
 # The wheel on the oldest torch that it claims: CPU ops run, and where that torch has CUDA the CUDA part loads and
 # registers its kernels, GPU or not. Usage: check_torch210.sh [WHEEL]; PYTHON names the Python. Up to 7 GB of downloads.
 set -euo pipefail
+wheel=${1:+$(realpath "$1")}
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
-wheel=${1:-$(ls dist/camox_ops-*.whl)}
+wheel=${wheel:-$(realpath dist/camox_ops-*.whl)}
 venv=$PWD/build/torch210
 
 [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
 "$venv/bin/python" -m pip --disable-pip-version-check -q install "torch==2.10.*" numpy
 "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-deps --force-reinstall "$wheel"
-wheel=$(realpath "$wheel")
 cd /
 "$venv/bin/python" - "$wheel" <<'CODE'
 import sys
