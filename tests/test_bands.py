@@ -13,7 +13,7 @@ from torch.library import opcheck
 import camox_ops as cx
 from camox_ops import reference
 
-# Below, at and above vector and tile widths: 16 lanes, 512 columns and 16 pixels of a strip, 16 channels.
+# Below, at and above vector and tile widths: 16 lanes, 512 columns, or 16 columns and 32 channels, of a strip.
 SHAPES = [
     (2, 3, 5, 7),
     (1, 2, 1, 1),
@@ -28,9 +28,9 @@ SHAPES = [
     (1, 1, 20, 512),
     (1, 1, 3, 513),
     (1, 1, 2, 2051),
-    (1, 15, 3, 17),
-    (1, 16, 66, 15),
-    (1, 17, 5, 16),
+    (1, 31, 3, 17),
+    (1, 32, 66, 15),
+    (1, 33, 5, 16),
     (2, 131, 3, 4),
 ]
 

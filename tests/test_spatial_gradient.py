@@ -16,7 +16,7 @@ from camox_ops import reference
 BORDERS = ("zeros", "replicate", "reflect")
 OPERATORS = ("sobel", "scharr")
 SIDE_AND_MIDDLE = {"sobel": (1.0, 2.0), "scharr": (3.0, 10.0)}
-# Below, at and above vector and tile widths: 16 lanes, 512 columns and 16 pixels of a strip, 16 channels.
+# Below, at and above vector and tile widths: 16 lanes, 512 columns, or 16 columns and 32 channels, of a strip.
 SHAPES = [
     (2, 3, 5, 7),
     (1, 2, 1, 1),
@@ -30,8 +30,8 @@ SHAPES = [
     (1, 1, 20, 512),
     (1, 1, 3, 513),
     (1, 1, 2, 1051),
-    (1, 15, 3, 17),
-    (1, 17, 66, 16),
+    (1, 31, 3, 17),
+    (1, 33, 66, 16),
     (2, 131, 3, 4),
 ]
 

@@ -7,14 +7,15 @@
 
 #include "stencil.h"
 
-/* Reals of a strip with its border. Contiguous strips stay in the L1 cache; a channels_last strip is wider than high
-   pictures allow there, and its rows are long enough for the L2 cache to stream. */
+/* Reals of a strip with its border. Contiguous strips stay in the L1 cache; channels_last ones, whose border is larger
+   because a column has many channels, in the L2 cache. */
 #define CAMOX_STRIP_SIZE 16384
 #define CAMOX_STRIP_CONTIGUOUS 9216
-#define CAMOX_STRIP_COLUMNS 512
-#define CAMOX_STRIP_PIXELS 16
-#define CAMOX_STRIP_CHANNELS 16
-/* The longest row, with up to 2 columns of border. */
+/* The longest row of a contiguous strip; columns and channels of a channels_last one. */
+#define CAMOX_STRIP_WIDTH 512
+#define CAMOX_STRIP_COLUMNS 16
+#define CAMOX_STRIP_CHANNELS 32
+/* The longest row with up to 2 columns of border. */
 #define CAMOX_STRIP_PITCH 768
 
 typedef struct {
@@ -33,7 +34,7 @@ static inline camox_tiling camox_strip_tiling_of(int channels_last, int64_t batc
   camox_tiling t = {.height = height, .width = width, .channels = channels};
   if (batch == 0 || channels == 0 || height == 0 || width == 0) return t;
   t.tile_channels = channels_last ? camox_min_i64(channels, CAMOX_STRIP_CHANNELS) : 1;
-  t.tile_columns = camox_min_i64(width, channels_last ? CAMOX_STRIP_PIXELS : CAMOX_STRIP_COLUMNS);
+  t.tile_columns = camox_min_i64(width, channels_last ? CAMOX_STRIP_COLUMNS : CAMOX_STRIP_WIDTH);
   int64_t size = channels_last ? CAMOX_STRIP_SIZE : CAMOX_STRIP_CONTIGUOUS;
   int64_t most = camox_max_i64(size / camox_strip_of(&t, reach).pitch - 2 * reach, 1);
   t.tile_rows = camox_ceil_div(height, camox_ceil_div(height, most));

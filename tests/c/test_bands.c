@@ -116,7 +116,7 @@ int main(void) {
      than a strip of channels_last holds; empty */
   static const int64_t sizes[][4] = {{1, 40, 1, 1},   {2, 3, 2, 2},    {1, 2, 5, 7},   {2, 1, 3, 17},
                                      {1, 2, 9, 31},   {1, 1, 150, 95}, {1, 1, 3, 513}, {1, 1, 2, 1027},
-                                     {1, 18, 70, 18}, {1, 67, 3, 18},  {0, 3, 4, 4},   {2, 3, 0, 4}};
+                                     {1, 35, 70, 18}, {1, 67, 3, 18},  {0, 3, 4, 4},   {2, 3, 0, 4}};
   static const unsigned given[] = {0xf, 0x7, 0x1, 0x2, 0x4};
   test_checks_refuse();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
