@@ -6,6 +6,7 @@ from . import _C, nn, reference, train
 from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.edge import EdgeMaps, edge_maps
+from .ops.norm2d import layer_norm2d
 from .ops.spatial_gradient import spatial_gradient
 
 __version__ = _C.build_info()["version"]
@@ -17,6 +18,7 @@ __all__ = [
     "edge_maps",
     "frequency_bands",
     "isa",
+    "layer_norm2d",
     "nn",
     "reference",
     "spatial_gradient",

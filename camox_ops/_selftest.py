@@ -12,6 +12,7 @@ import torch
 from . import _cuda, reference
 from .ops.bands import frequency_bands
 from .ops.edge import edge_maps
+from .ops.norm2d import layer_norm2d
 from .ops.spatial_gradient import spatial_gradient
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -50,6 +51,11 @@ def picture(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor]:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype),)
 
 
+def picture_and_affine(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x, weight and bias."""
+    return (*picture(shape, dtype), *torch.linspace(-1, 1, 2 * shape[1]).to(dtype).chunk(2))
+
+
 OPS = (
     Op("edge_maps", edge_maps, reference.edge_maps, picture),
     Op(
@@ -59,6 +65,12 @@ OPS = (
         picture,
     ),
     Op("frequency_bands", frequency_bands, reference.frequency_bands, picture),
+    Op(
+        "layer_norm2d gelu",
+        lambda x, weight, bias: layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
+        lambda x, weight, bias: reference.layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
+        picture_and_affine,
+    ),
     Op("spatial_gradient", spatial_gradient, reference.spatial_gradient, picture),
 )
 

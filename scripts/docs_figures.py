@@ -53,6 +53,15 @@ def frequency_bands() -> None:
     save_row("frequency_bands", [grey(x[0, 0]), grey(low), signed(mid), signed(high)])
 
 
+def layer_norm2d() -> None:
+    """Channels that are one photograph shifted by 0 to 3 pixels, under a shadow that all of them share."""
+    x = photograph() * torch.linspace(1, 0.1, SIDE)[:, None]
+    x = torch.cat([x.roll((i, j), (2, 3)) for i in range(4) for j in range(4)], dim=1)
+    weight, bias = torch.ones(x.shape[1]), torch.zeros(x.shape[1])
+    panels = [cx.layer_norm2d(x, weight, bias, 1e-4, activation=name)[0, 0] for name in ("none", "gelu")]
+    save_row("layer_norm2d", [grey(x[0, 0]), signed(panels[0]), grey(panels[1].clamp_min(0))])
+
+
 def spatial_gradient() -> None:
     x = photograph()
     gradients = cx.spatial_gradient(x, border="reflect")
@@ -71,5 +80,6 @@ if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
     edge_maps()
     frequency_bands()
+    layer_norm2d()
     spatial_gradient()
     report()

@@ -2,5 +2,6 @@
 
 from .bands import FrequencyExpert
 from .edge import EdgeExpert
+from .norm2d import LayerNorm2d
 
-__all__ = ["EdgeExpert", "FrequencyExpert"]
+__all__ = ["EdgeExpert", "FrequencyExpert", "LayerNorm2d"]

@@ -3,6 +3,7 @@ derivatives differentiate. Slow and memory-hungry on purpose."""
 
 from .bands import frequency_bands, frequency_bands_backward
 from .edge import edge_maps, edge_maps_backward
+from .norm2d import layer_norm2d, layer_norm2d_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "edge_maps_backward",
     "frequency_bands",
     "frequency_bands_backward",
+    "layer_norm2d",
+    "layer_norm2d_backward",
     "spatial_gradient",
     "spatial_gradient_backward",
 ]

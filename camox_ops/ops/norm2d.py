@@ -1,0 +1,190 @@
+"""layer_norm2d: LayerNorm over the channels of a picture, an activation and a residual, in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import reference
+from . import _check
+from ._layout import empty_picture
+from ._register import fold_batch, register, unfold_batch
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
+
+
+def layer_norm2d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    activation: str = "none",
+    residual: torch.Tensor | None = None,
+    groups: int = 1,
+) -> torch.Tensor:
+    """Normalises every pixel of a picture over its channels, then scales, shifts, activates and adds.
+
+    Over each group of C/groups neighbouring channels, at every pixel:
+
+        y = act((x - mean) / sqrt(var + eps) * weight + bias) [+ residual]
+
+    with the biased variance, taken from differences, so that mean 1e4 with standard deviation 1 keeps its digits.
+
+    Args:
+        x: (B, C, H, W), float32, bfloat16, float16 or float64; any strides, any size from 0 on.
+        weight, bias: (C,), in x's dtype; float32 is welcome beside a half-precision x and is then read as float32.
+        eps: added to the variance, > 0. In the units of x squared.
+        activation: "none", "gelu" (x Phi(x), with erf), "gelu_tanh" (its tanh form), "relu" or "silu".
+        residual: None or a tensor of x's shape and dtype, added after the activation.
+        groups: number of groups of channels that are normalised on their own; must divide C.
+
+    Returns:
+        (B, C, H, W) in x's dtype and memory format (contiguous or channels_last). Computed in float32 (float64 for
+        float64) and rounded once. Autocast leaves x's dtype alone.
+
+    Saved for backward: x, weight, bias and two float32 numbers per pixel and group; the activation is computed again.
+    The gradients of weight and bias have the same bits on every run and for any number of threads, as everything else.
+    Derivatives of any order; relu's derivative at 0 is 0. Forward-mode AD raises NotImplementedError.
+
+    Raises:
+        TypeError: x, weight, bias or residual is not a dense tensor of one of these dtypes, their dtypes do not go
+            together, or eps or groups is not a number.
+        ValueError: x is not 4-dimensional or on an unsupported device, weight or bias is not (C,), residual has another
+            shape, devices differ, eps <= 0, groups does not divide C, an unknown activation.
+
+    Source of the formula: LayerNorm2d in mahi-chan/camoXpert, models/backbone.py at 47e858c."""
+    _check.picture("layer_norm2d", "x", x)
+    real = torch.float64 if x.dtype == torch.float64 else torch.float32
+    _check_affine("weight", weight, x, real)
+    _check_affine("bias", bias, x, real)
+    eps = _check.positive("layer_norm2d", "eps", eps)
+    _check.choice("layer_norm2d", "activation", activation, ACTIVATIONS)
+    if residual is not None:
+        _check_residual(residual, x)
+    _check_groups(groups, x)
+    # What weight and bias are read as; the casts are differentiable and nothing for a tensor that is right already.
+    weight, bias = weight.to(real).contiguous(), bias.to(real).contiguous()
+    return _layer_norm2d(x, weight, bias, residual, eps, groups, activation)[0]
+
+
+def _check_affine(name: str, value: torch.Tensor, x: torch.Tensor, real: torch.dtype) -> None:
+    _check.tensor("layer_norm2d", name, value)
+    if value.dim() != 1 or value.shape[0] != x.shape[1]:
+        raise ValueError(
+            f"layer_norm2d: {name} must have shape ({x.shape[1]},), one element per channel of x, "
+            f"got {tuple(value.shape)}"
+        )
+    if value.dtype not in (x.dtype, real):
+        raise TypeError(f"layer_norm2d: {name} must have dtype {_names(x.dtype, real)}, got {_names(value.dtype)}")
+    _check_device(name, value, x)
+
+
+def _check_residual(residual: torch.Tensor, x: torch.Tensor) -> None:
+    _check.tensor("layer_norm2d", "residual", residual)
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"layer_norm2d: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}"
+        )
+    if residual.dtype != x.dtype:
+        raise TypeError(f"layer_norm2d: residual must have dtype {_names(x.dtype)}, got {_names(residual.dtype)}")
+    _check_device("residual", residual, x)
+
+
+def _check_device(name: str, value: torch.Tensor, x: torch.Tensor) -> None:
+    if value.device != x.device:
+        raise ValueError(f"layer_norm2d: {name} must be on the device of x, {x.device}, got {value.device}")
+
+
+def _check_groups(groups: int, x: torch.Tensor) -> None:
+    if isinstance(groups, bool) or not isinstance(groups, (int, torch.SymInt)):
+        raise TypeError(f"layer_norm2d: groups must be an int, got {groups!r}")
+    if groups < 1 or x.shape[1] % groups:
+        raise ValueError(f"layer_norm2d: groups must be >= 1 and divide the {x.shape[1]} channels of x, got {groups}")
+
+
+def _names(*dtypes: torch.dtype) -> str:
+    return " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _fake(x, weight, bias, residual, eps, groups, activation):
+    stats = weight.new_empty((2, x.shape[0], groups, *x.shape[2:]))
+    return empty_picture(x, x.shape[1]), stats
+
+
+def _save(ctx, inputs, output):
+    x, weight, bias, residual, ctx.eps, ctx.groups, ctx.activation = inputs
+    ctx.has_residual = residual is not None
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, bias, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, _):
+    if grad is None:
+        return (None,) * 7
+    x, weight, bias, stats = ctx.saved_tensors
+    grads = _layer_norm2d_backward(grad, x, weight, bias, stats, ctx.eps, ctx.groups, ctx.activation)
+    return (*grads, grad if ctx.has_residual else None, None, None, None)
+
+
+def _save_backward(ctx, inputs, output):
+    grad, x, weight, bias, _, ctx.eps, ctx.groups, ctx.activation = inputs
+    ctx.save_for_backward(grad, x, weight, bias)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_backward(ctx, *grads):
+    """Differentiates the formula in the dtype computed in; stats are functions of x, whose derivative covers them."""
+    tensors = ctx.saved_tensors
+    real = tensors[2].dtype
+
+    def backward(grad, x, weight, bias):
+        outputs = reference.layer_norm2d_backward(
+            grad, x, weight, bias, ctx.eps, activation=ctx.activation, groups=ctx.groups
+        )
+        return tuple(output for output, g in zip(outputs, grads, strict=True) if g is not None)
+
+    given = tuple(g.to(real) for g in grads if g is not None)
+    if not given:
+        return (None,) * 8
+    _, pullback = torch.func.vjp(backward, *(tensor.to(real) for tensor in tensors))
+    found = (value.to(tensor.dtype) for value, tensor in zip(pullback(given), tensors, strict=True))
+    return (*found, None, None, None, None)
+
+
+def _vmap(info, in_dims, x, weight, bias, residual, *scalars):
+    op = torch.ops.camox_ops.layer_norm2d
+    if in_dims[1] is not None or in_dims[2] is not None:
+        return _one_by_one(op, info, in_dims, (x, weight, bias, residual, *scalars))
+    x, residual = fold_batch(info, (in_dims[0], in_dims[3]), (x, residual), 2)
+    y, stats = op(x, weight, bias, residual, *scalars)
+    return (unfold_batch(info, y), stats.unflatten(1, (info.batch_size, -1))), (0, 1)
+
+
+def _vmap_backward(info, in_dims, *args):
+    return _one_by_one(torch.ops.camox_ops.layer_norm2d_backward, info, in_dims, args)
+
+
+def _one_by_one(op, info, in_dims, args):
+    """Sums over the batch, and weights that differ within it, do not fold into B."""
+
+    def at(i):
+        return [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]
+
+    outputs = [op(*at(i)) for i in range(info.batch_size)]
+    stacked = tuple(torch.stack(parts) for parts in zip(*outputs, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+_layer_norm2d = register("layer_norm2d", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)
+_layer_norm2d_backward = register(
+    "layer_norm2d_backward",
+    fake=lambda grad, x, weight, bias, *_: (
+        empty_picture(x, x.shape[1]),
+        torch.empty_like(weight, memory_format=torch.contiguous_format),
+        torch.empty_like(bias, memory_format=torch.contiguous_format),
+    ),
+    setup_context=_save_backward,
+    backward=_backward_backward,
+    vmap=_vmap_backward,
+)

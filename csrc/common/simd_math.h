@@ -1,0 +1,425 @@
+/* exp, erf, tanh, sin, cos and the activations made of them, as our own polynomials: one body for every instruction set.
+
+   Included from a kernel body after simd.h. float32 is written in the compiler's vector operators and a fused
+   multiply-add that rounds once everywhere, so every instruction set gives the same bits; libm's vector functions need
+   GLIBC_2.35 and differ between instruction sets. float64 (portable only) has its own exp and otherwise calls libm, lane by
+   lane. NaN in, NaN out; subnormals are kept.
+
+   Largest error in float32 (tests/test_simd_math.py): exp, erf, tanh, sin, cos below 2 ULP over every exponent.
+   gelu: |error| <= 2^-24 |gelu| + 1e-8 |x|, and its slope within 1e-7: far less than x/2 (1 + erf(x/sqrt(2))) loses in float32.
+   Coefficients are minimax fits (Remez, 50 digits) rounded to float32. */
+#ifndef CAMOX_SIMD_MATH_H
+#define CAMOX_SIMD_MATH_H
+
+/* What the vector operators do not compile well to. at_most and at_least keep the NaN of v; lookup32 reads table[index & 31];
+   fma is a * b + c rounded once. */
+#if defined(CAMOX_SIMD_AVX512)
+CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return (vf32)_mm512_min_ps((__m512)vf32_set1(limit), (__m512)v); }
+CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return (vf32)_mm512_max_ps((__m512)vf32_set1(limit), (__m512)v); }
+CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
+  return (vf32)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)index, _mm512_loadu_ps(table + 16));
+}
+CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(CAMOX_SIMD_AVX2)
+CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return (vf32)_mm256_min_ps((__m256)vf32_set1(limit), (__m256)v); }
+CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return (vf32)_mm256_max_ps((__m256)vf32_set1(limit), (__m256)v); }
+CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
+  /* vpermps looks at the low three bits; bits 3 and 4 become signs, which blends look at. Gathers are slower. */
+  __m256i lane = (__m256i)index;
+  __m256 bit3 = (__m256)_mm256_slli_epi32(lane, 28), bit4 = (__m256)_mm256_slli_epi32(lane, 27), part[4];
+  for (int k = 0; k < 4; ++k) part[k] = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8 * k), lane);
+  return (vf32)_mm256_blendv_ps(_mm256_blendv_ps(part[0], part[1], bit3), _mm256_blendv_ps(part[2], part[3], bit3), bit4);
+}
+#else
+CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return vf32_select((vi32)(v > vf32_set1(limit)), vf32_set1(limit), v); }
+CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return vf32_select((vi32)(v < vf32_set1(limit)), vf32_set1(limit), v); }
+CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
+  vf32 v;
+  for (int lane = 0; lane < VF32_LANES; ++lane) v[lane] = table[index[lane] & 31];
+  return v;
+}
+
+#if defined(__FP_FAST_FMAF)
+CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
+  for (int lane = 0; lane < VF32_LANES; ++lane) a[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+  return a;
+}
+#else
+/* In double the product is exact; a sum that is not is made odd, so that rounding it to float cannot round twice. */
+CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
+  for (int lane = 0; lane < VF32_LANES; ++lane) {
+    double product = (double)a[lane] * b[lane], sum = product + c[lane], part = sum - product;
+    double error = (product - (sum - part)) + (c[lane] - part);
+    int64_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    bits += ((error > 0) | (error < 0)) & ~bits & 1 ? ((error > 0) == (sum > 0) ? 1 : -1) : 0;
+    memcpy(&sum, &bits, sizeof bits);
+    a[lane] = (float)sum;
+  }
+  return a;
+}
+#endif
+#endif
+
+/* 1/sqrt(v) for positive finite v, one Newton step beyond sqrt and division: within 0.51 ULP instead of 1. */
+CAMOX_INLINE vf32 vf32_rsqrt(vf32 v) {
+  vf32 r = vf32_set1(1) / vf32_sqrt(v), product = v * r, rest = vf32_fma(v, r, -product);
+  vf32 error = vf32_fma(-product, r, vf32_set1(1)) - rest * r;
+  return vf32_fma(vf32_set1(0.5f) * r, error, r);
+}
+
+CAMOX_INLINE vf32 vf32_copysign(vf32 magnitude, vf32 sign) {
+  vi32 bit = (vi32)vf32_set1(-0.0f);
+  return (vf32)(((vi32)magnitude & ~bit) | ((vi32)sign & bit));
+}
+
+/* c[0] + c[1] v + ... + c[n-1] v^(n-1); n is a constant at every call. */
+CAMOX_INLINE vf32 vf32_polynomial(vf32 v, const float *c, int n) {
+  vf32 sum = vf32_set1(c[n - 1]);
+  for (int k = n - 2; k >= 0; --k) sum = sum * v + vf32_set1(c[k]);
+  return sum;
+}
+
+/* Adding it rounds a float32 of magnitude below 2^22 to the nearest integer, which is then in the low bits. */
+#define CAMOX_ROUND_F32 0x1.8p23f
+
+CAMOX_INLINE vf32 vf32_power_of_two(vi32 n) { return (vf32)((n + 127) << 23); }
+
+/* exp(r) for |r| <= ln(2)/2 */
+CAMOX_INLINE vf32 vf32_exp_reduced(vf32 r) {
+  static const float c[] = {0.49999994f, 0.166665196f, 0.0416683927f, 0.00836878084f, 0.00138144707f};
+  return vf32_set1(1) + (r + r * r * vf32_polynomial(r, c, 5));
+}
+
+CAMOX_INLINE vf32 vf32_exp(vf32 x) {
+  vf32 round = vf32_set1(CAMOX_ROUND_F32);
+  x = vf32_at_most(vf32_at_least(x, -105.0f), 89.0f);
+  vf32 shifted = x * vf32_set1(1.44269504f) + round, n = shifted - round;
+  vf32 r = (x - n * vf32_set1(0.693359375f)) - n * vf32_set1(-2.12194440e-4f);
+  /* 2^n in two factors, so that subnormal results are rounded once and 2^128 does not overflow early */
+  vi32 power = (vi32)shifted - (vi32)round, half = power >> 1;
+  return vf32_exp_reduced(r) * vf32_power_of_two(half) * vf32_power_of_two(power - half);
+}
+
+CAMOX_INLINE vf32 vf32_erf(vf32 x) {
+  static const float small[] = {0.128379166f, -0.376125753f, 0.112827323f, -0.0268030204f, 0.00505174277f, -0.000631835777f};
+  /* -log2(erfc(a)) for 0.85 <= a <= 4 */
+  static const float large[] = {0.000150799358f, 1.62744796f,    0.918302715f,    0.150799021f,
+                                -0.0324881114f,  0.00449810689f, -0.000293842691f};
+  vf32 a = vf32_at_most(vf32_abs(x), 4.0f), square = a * a, round = vf32_set1(CAMOX_ROUND_F32);
+  vf32 exponent = -vf32_polynomial(a, large, 7), shifted = exponent + round, n = shifted - round;
+  vf32 erfc = vf32_exp_reduced((exponent - n) * vf32_set1(0.693147181f)) * vf32_power_of_two((vi32)shifted - (vi32)round);
+  vf32 inner = x + x * vf32_polynomial(square, small, 6);
+  return vf32_select((vi32)(a < vf32_set1(0.85f)), inner, vf32_copysign(vf32_set1(1) - erfc, x));
+}
+
+CAMOX_INLINE vf32 vf32_tanh(vf32 x) {
+  static const float c[] = {-0.333332986f, 0.133319244f, -0.053783875f, 0.0207960643f, -0.00589521229f};
+  vf32 a = vf32_at_most(vf32_abs(x), 10.0f), square = x * x, one = vf32_set1(1);
+  vf32 outer = one - vf32_set1(2) / (vf32_exp(a + a) + one);
+  vf32 inner = x + x * (square * vf32_polynomial(square, c, 5));
+  return vf32_select((vi32)(a < vf32_set1(0.6f)), inner, vf32_copysign(outer, x));
+}
+
+/* x mod 2 pi for |x| >= 2^20 (Payne and Hanek): 96 bits of 2/pi are enough for a float32. Returns the reduced angle. */
+CAMOX_INLINE double camox_reduce_angle_large(float x, int *quadrant) {
+  static const uint32_t two_over_pi[] = {0,          0xa2f9836e, 0x4e441529, 0xfc2757d1, 0xf534ddc0,
+                                         0xdb629599, 0x3c439041, 0xfe5163ab, 0xdebbc561};
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7f800000u) == 0x7f800000u) { /* inf and NaN */
+    *quadrant = 0;
+    return (double)(x - x);
+  }
+  /* |x| = mantissa * 2^exponent; bits of 2/pi that are multiples of 4 after scaling do not matter */
+  uint64_t mantissa = (bits & 0x7fffffu) | 0x800000u;
+  int exponent = (int)((bits >> 23) & 0xffu) - 150, first = exponent - 2 + 32;
+  uint64_t window[3];
+  for (int k = 0; k < 3; ++k) {
+    int word = first / 32 + k, shift = first % 32;
+    uint64_t pair = (uint64_t)two_over_pi[word] << 32 | two_over_pi[word + 1];
+    window[k] = pair << shift >> 32;
+  }
+  uint64_t low = window[2] * mantissa, middle = window[1] * mantissa + (low >> 32),
+           high = window[0] * mantissa + (middle >> 32);
+  uint64_t product = high << 32 | (middle & 0xffffffffu); /* in units of 2^-62 quadrants */
+  uint64_t nearest = (product + (1ull << 61)) >> 62;
+  int64_t fraction = (int64_t)(product - (nearest << 62));
+  double angle = (double)fraction * 0x1p-62 * 0x1.921fb54442d18p+0;
+  int turns = (int)(nearest & 3u);
+  *quadrant = x < 0 ? -turns : turns;
+  return x < 0 ? -angle : angle;
+}
+
+/* x = quadrant * pi/2 + the reduced angle, |reduced| <= pi/4. */
+CAMOX_INLINE vf32 vf32_reduce_angle(vf32 x, vi32 *quadrant) {
+  vf32 reduced;
+  for (int lane = 0; lane < VF32_LANES; ++lane) {
+    double angle = x[lane], n = angle * 0x1.45f306dc9c883p-1 + 0x1.8p52 - 0x1.8p52;
+    /* pi/2 in 33 and 53 bits: n * the first is exact */
+    reduced[lane] = (float)((angle - n * 0x1.921fb544p+0) - n * 0x1.0b4611a626331p-34);
+    (*quadrant)[lane] = (int32_t)(n < 0x1p30 && n > -0x1p30 ? n : 0);
+  }
+  for (int lane = 0; lane < VF32_LANES; ++lane) {
+    if (x[lane] < 0x1p20f && x[lane] > -0x1p20f) continue;
+    int turns;
+    reduced[lane] = (float)camox_reduce_angle_large(x[lane], &turns);
+    (*quadrant)[lane] = turns;
+  }
+  return reduced;
+}
+
+/* sin of quadrant * pi/2 + r */
+CAMOX_INLINE vf32 vf32_sin_reduced(vf32 r, vi32 quadrant) {
+  static const float s[] = {-0.166666538f, 0.00833215099f, -0.000195139728f};
+  static const float c[] = {0.0416666456f, -0.00138873036f, 2.4431667e-05f};
+  vf32 square = r * r;
+  vf32 sine = r + r * (square * vf32_polynomial(square, s, 3));
+  vf32 cosine = (vf32_set1(1) - vf32_set1(0.5f) * square) + square * square * vf32_polynomial(square, c, 3);
+  vf32 value = vf32_select((quadrant & 1) != 0, cosine, sine);
+  return (vf32)((vi32)value ^ ((quadrant & 2) << 30));
+}
+
+CAMOX_INLINE vf32 vf32_sin(vf32 x) {
+  vi32 quadrant;
+  vf32 r = vf32_reduce_angle(x, &quadrant);
+  return vf32_sin_reduced(r, quadrant);
+}
+
+CAMOX_INLINE vf32 vf32_cos(vf32 x) {
+  vi32 quadrant;
+  vf32 r = vf32_reduce_angle(x, &quadrant);
+  return vf32_sin_reduced(r, quadrant + 1);
+}
+
+/* erfc(a/sqrt(2))/2, the normal distribution's tail, and its sum with a * its derivative, as polynomials in 5a - k for
+   5a within 1/2 of k = 0 .. 30: [power][k]. Both end (k = 31, a >= 6.1) in 0. */
+static const float camox_gelu_tail[5][32] __attribute__((aligned(64))) = {
+    {0.5f,
+     0.420740277f,
+     0.344578266f,
+     0.27425313f,
+     0.211855397f,
+     0.158655256f,
+     0.115069672f,
+     0.0807566568f,
+     0.0547992922f,
+     0.0359303206f,
+     0.0227501318f,
+     0.0139034474f,
+     0.00819753576f,
+     0.004661188f,
+     0.00255513028f,
+     0.00134989806f,
+     0.000687137945f,
+     0.000336929283f,
+     0.000159108604f,
+     7.2348048e-05f,
+     3.16712467e-05f,
+     1.33457524e-05f,
+     5.41254576e-06f,
+     2.11245583e-06f,
+     7.93328695e-07f,
+     2.86651812e-07f,
+     9.96443816e-08f,
+     3.33205001e-08f,
+     1.07176108e-08f,
+     3.31575412e-09f,
+     9.86590698e-10f,
+     0},
+    {-0.079788439f,    -0.0782084838f,   -0.0736539885f,   -0.066644907f,
+     -0.0579383187f,   -0.0483941697f,   -0.0388372466f,   -0.0299455319f,
+     -0.0221842006f,   -0.0157900564f,   -0.0107982075f,   -0.00709492341f,
+     -0.00447890442f,  -0.00271658809f,  -0.00158308318f,  -0.000886362744f,
+     -0.000476811867f, -0.000246439507f, -0.000122377416f, -5.83874826e-05f,
+     -2.67649066e-05f, -1.17879717e-05f, -4.98815325e-06f, -2.02799879e-06f,
+     -7.92177786e-07f, -2.97306684e-07f, -1.07204635e-07f, -3.71406266e-08f,
+     -1.23626496e-08f, -3.95366984e-09f, -1.21483046e-09f, 0},
+    {-3.10030174e-07f, 0.00156416558f,  0.00294615212f,  0.0039986847f,
+     0.00463505555f,   0.00483940775f,  0.00466046249f,  0.00419236952f,
+     0.00354946987f,   0.00284221023f,  0.00215964299f,  0.00156088558f,
+     0.00107493973f,   0.000706315506f, 0.000443265482f, 0.000265910552f,
+     0.000152581051f,  8.37902771e-05f, 4.40564072e-05f, 2.21875707e-05f,
+     1.07061496e-05f,  4.95104996e-06f, 2.19484014e-06f, 9.3290538e-07f,
+     3.80257546e-07f,  1.48658813e-07f, 5.57487532e-08f, 2.00568966e-08f,
+     6.92345825e-09f,  2.29326869e-09f, 7.28948291e-10f, 0},
+    {0.000533660932f,  0.000499635877f,  0.0004118293f,    0.00028408246f,
+     0.000139154959f,  4.02440577e-07f,  -0.000113346279f, -0.000191038227f,
+     -0.000230179081f, -0.000235406973f, -0.000215738779f, -0.000181552357f,
+     -0.000142160425f, -0.000104409053f, -7.23036865e-05f, -4.73837536e-05f,
+     -2.94641577e-05f, -1.74187371e-05f, -9.80535151e-06f, -5.26210215e-06f,
+     -2.6948112e-06f,  -1.3180038e-06f,  -6.16043735e-07f, -2.75330507e-07f,
+     -1.17719871e-07f, -4.81696247e-08f, -1.88701943e-08f, -7.07931092e-09f,
+     -2.54409072e-09f, -8.7599783e-10f,  -2.89063024e-10f, 0},
+    {-3.97821941e-06f, -1.53888122e-05f, -2.78135321e-05f, -3.50989976e-05f,
+     -3.63816544e-05f, -3.22063461e-05f, -2.42101796e-05f, -1.45396771e-05f,
+     -5.23374365e-06f, 2.23568009e-06f,  7.16104341e-06f,  9.54315419e-06f,
+     9.86977921e-06f,  8.8429797e-06f,   7.14966154e-06f,  5.3213048e-06f,
+     3.68747237e-06f,  2.39621022e-06f,  1.46725984e-06f,  8.49514777e-07f,
+     4.66256978e-07f,  2.43062857e-07f,  1.20535958e-07f,  5.69315937e-08f,
+     2.56368473e-08f,  1.10156861e-08f,  4.51957183e-09f,  1.77165504e-09f,
+     6.63861854e-10f,  2.37894149e-10f,  8.15574344e-11f,  0},
+};
+static const float camox_gelu_tail_slope[5][32] __attribute__((aligned(64))) = {
+    {0.5f,
+     0.342531741f,
+     0.1972702f,
+     0.0743183568f,
+     -0.0198978428f,
+     -0.0833154693f,
+     -0.117953598f,
+     -0.1288618f,
+     -0.122674048f,
+     -0.106179968f,
+     -0.0852318034f,
+     -0.0641406551f,
+     -0.0455493368f,
+     -0.030654531f,
+     -0.0196081344f,
+     -0.0119456472f,
+     -0.00694194436f,
+     -0.00385261583f,
+     -0.00204373826f,
+     -0.00103705027f,
+     -0.000503649644f,
+     -0.000234215142f,
+     -0.000104334344f,
+     -4.45354744e-05f,
+     -1.82209133e-05f,
+     -7.14694897e-06f,
+     -2.68809572e-06f,
+     -9.6965573e-07f,
+     -3.35509554e-07f,
+     -1.11368962e-07f,
+     -3.54687799e-08f,
+     0},
+    {-0.159576803f,   -0.153288409f,   -0.135523215f,   -0.109297641f,
+     -0.0787962303f,  -0.0483943708f,  -0.0217490923f,  -0.00119803788f,
+     0.0124229919f,   0.0195795838f,   0.0215964038f,   0.0201496296f,
+     0.0168407615f,   0.0129310545f,   0.00924529694f,  0.00620461674f,
+     0.00392898964f,  0.00235600444f,  0.00134128483f,  0.000726357976f,
+     0.000374719064f, 0.000184369637f, 8.65973634e-05f, 3.8857961e-05f,
+     1.66681348e-05f, 6.83837516e-06f, 2.68454187e-06f, 1.00879583e-06f,
+     3.62989397e-07f, 1.25102318e-07f, 4.13071568e-08f, 0},
+    {-1.85690021e-06f, 0.00619407557f,   0.0113131907f,    0.0145551786f,
+     0.0155737605f,    0.0145182153f,    0.0119307945f,    0.00855246f,
+     0.00511126965f,   0.00216011191f,   2.50768082e-08f,  -0.00131112873f,
+     -0.00189188903f,  -0.00194943394f,  -0.00170214754f,  -0.00132956274f,
+     -0.000952115515f, -0.000633462681f, -0.000394751638f, -0.000231642553f,
+     -0.000128476575f, -6.75339979e-05f, -3.3713688e-05f,  -1.60091586e-05f,
+     -7.24035635e-06f, -3.12195539e-06f, -1.28450563e-06f, -5.04654849e-07f,
+     -1.89435355e-07f, -6.79761953e-08f, -2.3327722e-08f,  0},
+    {0.00213810452f,   0.00193520542f,   0.00142358744f,   0.000714685011f,
+     -2.51828242e-05f, -0.000641633524f, -0.00103323732f,  -0.00117005152f,
+     -0.00108718791f,  -0.000860459579f, -0.000576169463f, -0.000306249945f,
+     -9.50218018e-05f, 4.19801581e-05f,  0.000110930232f,  0.000129535139f,
+     0.000117980795f,  9.31554168e-05f,  6.63496103e-05f,  4.34723552e-05f,
+     2.64980754e-05f,  1.5133397e-05f,   8.13734641e-06f,  4.13389171e-06f,
+     1.98923931e-06f,  9.08508866e-07f,  3.94426252e-07f,  1.62984094e-07f,
+     6.41677644e-08f,  2.40910101e-08f,  8.63127703e-09f,  0},
+    {-2.38469438e-05f, -9.12140749e-05f, -0.000159152798f, -0.000188239123f,
+     -0.000175166424f, -0.000128806496f, -6.57949713e-05f, -4.16619969e-06f,
+     4.23456004e-05f,  6.73600225e-05f,  7.17705261e-05f,  6.13644515e-05f,
+     4.36433256e-05f,  2.51567362e-05f,  1.00858551e-05f,  7.1272936e-08f,
+     -5.14466365e-06f, -6.80542735e-06f, -6.36109098e-06f, -5.00355554e-06f,
+     -3.5012381e-06f,  -2.23548886e-06f, -1.32062519e-06f, -7.28067619e-07f,
+     -3.76736239e-07f, -1.83711293e-07f, -8.46771897e-08f, -3.69761857e-08f,
+     -1.532438e-08f,   -6.03636385e-09f, -2.26262387e-09f, 0},
+};
+
+/* The table's function at a >= 0: the low bits of 5a + CAMOX_ROUND_F32 are the segment k. */
+CAMOX_INLINE vf32 vf32_piecewise(const float table[5][32], vf32 a) {
+  vf32 five = vf32_set1(5), round = vf32_set1(CAMOX_ROUND_F32), shifted = vf32_fma(a, five, round);
+  vf32 v = vf32_fma(a, five, round - shifted), sum = vf32_lookup32(table[4], (vi32)shifted);
+  for (int power = 3; power >= 0; --power) sum = vf32_fma(sum, v, vf32_lookup32(table[power], (vi32)shifted));
+  return sum;
+}
+
+/* x Phi(x) = max(x, 0) - |x| Phi(-|x|): no cancellation on either side. */
+CAMOX_INLINE vf32 vf32_gelu(vf32 x) {
+  vf32 a = vf32_at_most(vf32_abs(x), 6.2f);
+  return vf32_fma(-a, vf32_piecewise(camox_gelu_tail, a), vf32_at_least(x, 0));
+}
+
+/* d gelu / dx = Phi(x) + x phi(x) */
+CAMOX_INLINE vf32 vf32_gelu_slope(vf32 x) {
+  vf32 slope = vf32_piecewise(camox_gelu_tail_slope, vf32_at_most(vf32_abs(x), 6.2f));
+  return vf32_select((vi32)(x > vf32_set1(0)), vf32_set1(1) - slope, slope);
+}
+
+#if !defined(CAMOX_SIMD_AVX2) && !defined(CAMOX_SIMD_AVX512)
+CAMOX_INLINE vf64 vf64_at_most(vf64 v, double limit) { return vf64_select((vi64)(v > vf64_set1(limit)), vf64_set1(limit), v); }
+CAMOX_INLINE vf64 vf64_at_least(vf64 v, double limit) { return vf64_select((vi64)(v < vf64_set1(limit)), vf64_set1(limit), v); }
+
+CAMOX_INLINE vf64 vf64_rsqrt(vf64 v) { return vf64_set1(1) / vf64_sqrt(v); }
+
+CAMOX_INLINE vf64 vf64_power_of_two(vi64 n) { return (vf64)((n + 1023) << 52); }
+
+/* Not libm's: its exp is a symbol of GLIBC_2.29. */
+CAMOX_INLINE vf64 vf64_exp(vf64 x) {
+  vf64 round = vf64_set1(0x1.8p52), one = vf64_set1(1);
+  x = vf64_at_most(vf64_at_least(x, -746.0), 710.0);
+  vf64 shifted = x * vf64_set1(0x1.71547652b82fep+0) + round, n = shifted - round;
+  vf64 r = (x - n * vf64_set1(6.93147180369123816490e-01)) - n * vf64_set1(1.90821492927058770002e-10);
+  vf64 series = one; /* 1 + r/3 (1 + r/4 (1 + ...)), from the far end */
+  for (int k = 13; k >= 3; --k) series = one + r * series * vf64_set1(1.0 / k);
+  vi64 power = (vi64)shifted - (vi64)round, half = power >> 1;
+  vf64 reduced = one + (r + r * r * series * vf64_set1(0.5));
+  return reduced * vf64_power_of_two(half) * vf64_power_of_two(power - half);
+}
+
+#define CAMOX_DEFINE_LIBM(name)                                            \
+  CAMOX_INLINE vf64 vf64_##name(vf64 x) {                                  \
+    for (int lane = 0; lane < VF64_LANES; ++lane) x[lane] = name(x[lane]); \
+    return x;                                                              \
+  }
+CAMOX_DEFINE_LIBM(erf)
+CAMOX_DEFINE_LIBM(erfc)
+CAMOX_DEFINE_LIBM(tanh)
+CAMOX_DEFINE_LIBM(sin)
+CAMOX_DEFINE_LIBM(cos)
+
+CAMOX_INLINE vf64 vf64_gelu_tail(vf64 x) { return vf64_set1(0.5) * vf64_erfc(x * vf64_set1(0x1.6a09e667f3bcdp-1)); }
+
+CAMOX_INLINE vf64 vf64_gelu(vf64 x) {
+  vf64 a = vf64_at_most(vf64_abs(x), 64.0);
+  return vf64_at_least(x, 0.0) - a * vf64_gelu_tail(a);
+}
+
+CAMOX_INLINE vf64 vf64_gelu_slope(vf64 x) {
+  vf64 a = vf64_at_most(vf64_abs(x), 64.0);
+  vf64 slope = vf64_gelu_tail(a) - a * vf64_set1(0x1.9884533d43651p-2) * vf64_exp(vf64_set1(-0.5) * a * a);
+  return vf64_select((vi64)(x > vf64_set1(0)), vf64_set1(1) - slope, slope);
+}
+#endif
+
+/* sigmoid, silu and the tanh form of gelu, x sigmoid(u) with u = 2 sqrt(2/pi) (x + 0.044715 x^3); their slopes. The part of a
+   slope that decays like exp(-|x|) is taken at |x| <= limit, past which it is below every rounding, so that exp stays finite.
+ */
+#define CAMOX_DEFINE_SIGMOIDS(V, T, SILU_LIMIT, GELU_LIMIT)                                             \
+  CAMOX_INLINE V V##_sigmoid(V x) { return V##_set1(1) / (V##_set1(1) + V##_exp(-x)); }                 \
+  CAMOX_INLINE V V##_silu(V x) { return x / (V##_set1(1) + V##_exp(-x)); }                              \
+  CAMOX_INLINE V V##_silu_slope(V x) {                                                                  \
+    V near = V##_at_most(V##_at_least(x, -(T)(SILU_LIMIT)), (T)(SILU_LIMIT));                           \
+    V e = V##_exp(-near), s = V##_set1(1) / (V##_set1(1) + e);                                          \
+    return s + near * s * (e * s);                                                                      \
+  }                                                                                                     \
+  CAMOX_INLINE V V##_gelu_tanh(V x) {                                                                   \
+    V u = V##_set1((T)1.5957691216057308) * (x + V##_set1((T)0.044715) * x * x * x);                    \
+    return x * V##_sigmoid(u);                                                                          \
+  }                                                                                                     \
+  CAMOX_INLINE V V##_gelu_tanh_slope(V x) {                                                             \
+    V near = V##_at_most(V##_at_least(x, -(T)(GELU_LIMIT)), (T)(GELU_LIMIT)), square = near * near;     \
+    V u = V##_set1((T)1.5957691216057308) * (near + V##_set1((T)0.044715) * near * square);             \
+    V u_slope = V##_set1((T)1.5957691216057308) * (V##_set1(1) + V##_set1((T)(3 * 0.044715)) * square); \
+    V e = V##_exp(-u), s = V##_set1(1) / (V##_set1(1) + e);                                             \
+    return s + near * u_slope * s * (e * s);                                                            \
+  }
+
+CAMOX_DEFINE_SIGMOIDS(vf32, float, 80, 10)
+#if !defined(CAMOX_SIMD_AVX2) && !defined(CAMOX_SIMD_AVX512)
+CAMOX_DEFINE_SIGMOIDS(vf64, double, 700, 20)
+#endif
+
+#endif

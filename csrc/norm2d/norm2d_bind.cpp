@@ -1,0 +1,139 @@
+// Schemas and entries of layer_norm2d.
+#include "../common/torch_util.h"
+#include "norm2d.h"
+
+namespace {
+
+using namespace camox;
+
+camox_activation activation_of(const std::string& activation) {
+  if (activation == "none") return CAMOX_ACT_NONE;
+  if (activation == "gelu") return CAMOX_ACT_GELU;
+  if (activation == "gelu_tanh") return CAMOX_ACT_GELU_TANH;
+  if (activation == "relu") return CAMOX_ACT_RELU;
+  if (activation == "silu") return CAMOX_ACT_SILU;
+  throw std::invalid_argument("layer_norm2d: activation must be 'none', 'gelu', 'gelu_tanh', 'relu' or 'silu', got '" +
+                              activation + "'");
+}
+
+// An uninitialised contiguous tensor in the dtype that x is computed in.
+Tensor empty_real(const Tensor& x, std::initializer_list<int64_t> sizes) {
+  using torch::headeronly::ScalarType;
+  std::array<int64_t, 5> stride;
+  int64_t step = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    stride[d] = step;
+    step *= std::max<int64_t>(sizes.begin()[d], 1);
+  }
+  int32_t dtype = x.scalar_type() == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
+  int32_t device_type;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(sizes.size(), sizes.begin(), stride.data(), dtype, device_type, x.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+void check_real(const Tensor& v, const Tensor& x, int64_t dimensions, const char* name) {
+  using torch::headeronly::ScalarType;
+  bool is_double = x.scalar_type() == ScalarType::Double;
+  if (v.scalar_type() != (is_double ? ScalarType::Double : ScalarType::Float))
+    throw std::invalid_argument(std::string("layer_norm2d: ") + name + " must have dtype " +
+                                (is_double ? "float64" : "float32") + " beside this x");
+  if (v.dim() != dimensions)
+    throw std::invalid_argument(std::string("layer_norm2d: ") + name + " must have " + std::to_string(dimensions) +
+                                " dimensions, got " + std::to_string(v.dim()));
+  if (v.is_cpu() != x.is_cpu() || v.get_device_index() != x.get_device_index())
+    throw std::invalid_argument(std::string("layer_norm2d: ") + name + " must be on the device of x");
+}
+
+camox_norm2d_affine affine_of(const Tensor& v, const Tensor& x, const char* name) {
+  check_real(v, x, 1, name);
+  return {v.data_ptr(), v.size(0), v.stride(0)};
+}
+
+camox_norm2d_params norm2d_params(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps, int64_t groups,
+                                  const std::string& activation) {
+  check_picture(x, "layer_norm2d", "x");
+  camox_norm2d_params p{};
+  p.dtype = dtype_of(x, "layer_norm2d");
+  p.activation = activation_of(activation);
+  p.eps = eps;
+  p.batch = x.size(0), p.channels = x.size(1), p.height = x.size(2), p.width = x.size(3);
+  p.groups = groups;
+  p.x = view4(x);
+  p.weight = affine_of(weight, x, "weight");
+  p.bias = affine_of(bias, x, "bias");
+  check(camox_norm2d_check(&p));
+  return p;
+}
+
+void compute(const camox_norm2d_params& p, const Tensor& x, bool backward) {
+#ifdef CAMOX_CUDA_PART
+  launch(backward ? camox_norm2d_backward_cuda : camox_norm2d_cuda, p, x, "layer_norm2d");
+#else
+  int64_t units = camox_norm2d_units(&p);
+  camox_isa isa = camox_isa_current();
+  run(backward ? camox_norm2d_backward(p.dtype, isa) : camox_norm2d_forward(p.dtype, isa), p, units,
+      units > 0 ? x.numel() / units : 0);
+  if (backward) run(camox_norm2d_reduce(p.dtype, isa), p, p.channels, 2 * units);
+#endif
+}
+
+std::tuple<Tensor, Tensor> layer_norm2d(const Tensor& x, const Tensor& weight, const Tensor& bias, OptionalTensor residual,
+                                        double eps, int64_t groups, std::string activation) {
+  camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
+  if (residual.has_value()) {
+    check_like(*residual, x, p.channels, "layer_norm2d", "residual");
+    p.residual = view4(*residual);
+  }
+  Tensor y = empty_picture(x, p.channels, is_channels_last(x));
+  Tensor stats = empty_real(x, {2, p.batch, p.groups, p.height, p.width});
+  p.y = view4(y);
+  p.stats = stats.data_ptr();
+  compute(p, x, false);
+  return {y, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                                         const Tensor& bias, const Tensor& stats, double eps, int64_t groups,
+                                                         std::string activation) {
+  camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
+  check_like(grad, x, p.channels, "layer_norm2d_backward", "grad");
+  check_real(stats, x, 5, "stats");
+  const std::array<int64_t, 5> expected = {2, p.batch, p.groups, p.height, p.width};
+  for (int64_t d = 0; d < 5; ++d)
+    if (stats.size(d) != expected[d])
+      throw std::invalid_argument("layer_norm2d_backward: stats has size " + std::to_string(stats.size(d)) + " in dimension " +
+                                  std::to_string(d) + ", expected " + std::to_string(expected[d]));
+  Tensor packed_stats = torch::stable::contiguous(stats);
+  Tensor grad_x = empty_picture(x, p.channels, is_channels_last(x));
+  Tensor grad_weight = empty_real(x, {p.channels}), grad_bias = empty_real(x, {p.channels});
+  Tensor partial = empty_real(x, {camox_norm2d_units(&p), 2, p.channels});
+  p.grad = view4(grad);
+  p.grad_x = view4(grad_x);
+  p.stats = packed_stats.data_ptr();
+  p.partial = partial.data_ptr();
+  p.grad_weight = grad_weight.data_ptr();
+  p.grad_bias = grad_bias.data_ptr();
+  compute(p, x, true);
+  return {grad_x, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+#ifndef CAMOX_CUDA_PART
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
+  m.def(
+      "layer_norm2d(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps, int groups, str activation) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "layer_norm2d_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor stats, float eps, int groups, "
+      "str activation) -> (Tensor, Tensor, Tensor)");
+}
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
+  m.impl("layer_norm2d", TORCH_BOX(&layer_norm2d));
+  m.impl("layer_norm2d_backward", TORCH_BOX(&layer_norm2d_backward));
+}

@@ -1,0 +1,598 @@
+"""layer_norm2d and LayerNorm2d."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICE, FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture, run_python
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+
+import camox_ops as cx
+from camox_ops import reference
+from camox_ops.reference.norm2d import ACTIVATIONS
+
+HALVES = (torch.bfloat16, torch.float16)
+# Around vectors (4, 8, 16 lanes), 4 and 8 channels at a time, tiles of 32 lines, blocks of 1024 pixels and of 65536
+# elements.
+SHAPES = [
+    (2, 3, 5, 7),
+    (1, 1, 1, 1),
+    (2, 1, 3, 5),
+    (1, 7, 1, 1),
+    (3, 33, 1, 1),
+    (1, 2, 1, 9),
+    (1, 4, 9, 1),
+    (1, 5, 3, 5),
+    (1, 9, 4, 4),
+    (2, 16, 3, 11),
+    (1, 17, 8, 8),
+    (1, 35, 5, 13),
+    (1, 3, 31, 33),
+    (1, 2, 1, 1027),
+    (1, 6, 35, 59),
+    (1, 600, 9, 13),
+    (1, 4500, 3, 6),
+]
+SMALL = [shape for shape in SHAPES if torch.Size(shape).numel() < 3000]
+
+
+def parameters(channels, dtype=torch.float32, seed=7):
+    generator = torch.Generator().manual_seed(seed)
+    weight, bias = torch.randn(2, channels, generator=generator, dtype=torch.float64)
+    return weight.to(DEVICE, dtype), (bias / 2).to(DEVICE, dtype)
+
+
+def eager(x, weight, bias, eps=1e-6, activation="none", residual=None, groups=1):
+    """torch's own result in the dtype of x. Halves are rounded once, at the end: in float16 an eps of 1e-6 is gone."""
+    real = torch.float32 if x.dtype in HALVES else x.dtype
+    residual = None if residual is None else residual.to(real)
+    options = {"activation": activation, "residual": residual, "groups": groups}
+    return reference.layer_norm2d(x.to(real), weight.to(real), bias.to(real), eps, **options).to(x.dtype)
+
+
+def forward_and_gradients(function, x, weight, bias, grad):
+    """[y, grad_x, grad_weight, grad_bias]"""
+    leaves = [tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+
+def sizes_of_terms(x, weight, grad, groups):
+    """How large the terms are that y, grad_x, grad_weight and grad_bias add up, from the largest 1/std and slope."""
+    grouped = x.double().unflatten(1, (groups, -1))
+    scale = (grouped.var(dim=2, correction=0).min() + 1e-6) ** -0.5
+    z = 1 + scale * x.double().abs().max()
+    g, w = 1.2 * grad.double().abs(), weight.double().abs().max()
+    per_channel = g.sum(dim=(0, 2, 3)).max()
+    return [size.item() for size in (w * z, g.max() * w * scale * z, per_channel * z, per_channel)]
+
+
+def assert_all_close(x, weight, bias, grad, **options):
+    """Output and gradients against float64 under the tolerance rule; halves also against our own float32.
+
+    grad_x is what remains of d when its mean and its part along z are taken off. Of groups of two or three channels
+    nothing or little remains, so there the size of what is taken off counts, not that of the remainder."""
+    groups = options.get("groups", 1)
+    ours = forward_and_gradients(lambda *t: cx.layer_norm2d(*t, **options), x, weight, bias, grad)
+    same = forward_and_gradients(lambda *t: eager(*t, **options), x, weight, bias, grad)
+    double = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    tensors = [tensor.double() for tensor in (x, weight, bias, grad)]
+    truth = forward_and_gradients(lambda *t: reference.layer_norm2d(*t, **double), *tensors)
+    sizes = sizes_of_terms(x, weight, grad, groups)
+    for index, values in enumerate(zip(ours, same, truth, strict=True)):
+        if index == 1 and x.shape[1] // groups < 4:
+            error, theirs = ((value.double() - values[2]).abs().max().item() for value in values[:2])
+            assert error <= 2 * theirs + 4 * torch.finfo(x.dtype).eps * sizes[1]
+        else:
+            assert_close_to_reference(*values, scale64=sizes[index])
+    if x.dtype in HALVES:
+        single = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+        tensors = [tensor.float() for tensor in (x, weight, bias, grad)]
+        full = forward_and_gradients(lambda *t: cx.layer_norm2d(*t, **single), *tensors)
+        assert_one_rounding(ours, full)
+
+
+def test_smoke():
+    x, weight, bias = torch.rand(2, 3, 8, 9), torch.ones(3), torch.zeros(3)
+    y = cx.layer_norm2d(x, weight, bias, 1e-5, activation="gelu", residual=x)
+    assert y.shape == x.shape and y.dtype == torch.float32
+    assert cx.layer_norm2d(x.bfloat16(), weight, bias).dtype == torch.bfloat16
+
+
+def test_known_values():
+    x = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1).expand(2, 2, 3, 4)
+    weight, bias = torch.tensor([2.0, 3.0]), torch.tensor([0.5, -0.5])
+    y = cx.layer_norm2d(x, weight, bias, 1e-12)
+    torch.testing.assert_close(y[:, 0], torch.full((2, 3, 4), -1.5))
+    torch.testing.assert_close(y[:, 1], torch.full((2, 3, 4), 2.5))
+    relu = cx.layer_norm2d(x, weight, bias, 1e-12, activation="relu", residual=x)
+    torch.testing.assert_close(relu[:, :, 0, 0], torch.tensor([[1.0, 5.5]] * 2))
+    # alone in its group, every channel is its own mean
+    assert torch.equal(cx.layer_norm2d(x, weight, bias, groups=2)[:, :, 0, 0], bias.expand(2, 2))
+
+
+def test_activation_of_zero_and_tails():
+    """Channels of one value make z 0, so u is the bias: exact at 0, and precise in gelu's tail, unlike 1 + erf."""
+    u = torch.tensor([0.0, -0.0, 1e-30, -1e-6, 3.0, -3.0, -5.0, 8.0, -20.0, 100.0])
+    x = torch.full((1, len(u), 2, 2), 3.25)
+    for activation in ACTIVATIONS:
+        ours = cx.layer_norm2d(x, torch.ones_like(u), u, activation=activation)[0, :, 1, 1]
+        truth = ACTIVATIONS[activation](u.double())
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=4e-9)
+        assert torch.equal(ours[:2], torch.zeros(2))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_matches_reference(dtype, layout, activation):
+    for shape in SHAPES if activation in ("none", "gelu") else SMALL:
+        weight, bias = parameters(shape[1], dtype)
+        x, grad = picture(shape, dtype, layout), picture(shape, dtype, layout, seed=1)
+        assert_all_close(x, weight, bias, grad, activation=activation)
+
+
+@pytest.mark.parametrize("kind", ["offset", "constant"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_matches_reference_far_from_zero(layout, kind):
+    for shape in SHAPES:
+        weight, bias = parameters(shape[1])
+        x, grad = picture(shape, torch.float32, layout, kind), picture(shape, seed=1)
+        assert_all_close(x, weight, bias, grad, activation="gelu")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_large_mean_keeps_its_digits(layout):
+    """Mean 1e4, standard deviation 1: as close to float64 as without the mean, output and gradients alike."""
+    shape = (2, 80, 9, 14)
+    weight, bias = parameters(80)
+    grad = picture(shape, seed=1)
+    x = picture(shape, layout=layout, kind="offset")
+    ours = forward_and_gradients(cx.layer_norm2d, x, weight, bias, grad)
+    truth = forward_and_gradients(reference.layer_norm2d, *(t.double() for t in (x, weight, bias, grad)))
+    for mine, true in zip(ours, truth, strict=True):
+        assert (mine.double() - true).abs().max() <= 2e-6 * true.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("channels", [20, 300])
+def test_first_channels_far_from_the_rest(layout, channels):
+    """The guess of the mean, from the first channels, is then worthless and must not cost digits."""
+    x = picture((2, channels, 5, 9), layout=layout)
+    x[:, :9] += 1e4
+    weight, bias = parameters(channels)
+    assert_all_close(x, weight, bias, picture(x.shape, seed=1), activation="silu")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_matches_reference_residual_and_groups(dtype, layout):
+    for shape, groups in (((2, 12, 5, 7), 4), ((1, 36, 6, 9), 3), ((2, 6, 4, 4), 6), ((1, 80, 3, 17), 2)):
+        weight, bias = parameters(shape[1], dtype)
+        x, grad = picture(shape, dtype, layout), picture(shape, dtype, layout, seed=1)
+        residual = picture(shape, dtype, "contiguous" if groups % 2 else layout, seed=2)
+        assert_all_close(x, weight, bias, grad, activation="gelu", groups=groups, residual=residual)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_float32_parameters_beside_halves(dtype):
+    weight, bias = parameters(12)
+    x, grad = picture((2, 12, 5, 7), dtype), picture((2, 12, 5, 7), dtype, seed=1)
+    y, grad_x, grad_weight, grad_bias = forward_and_gradients(cx.layer_norm2d, x, weight, bias, grad)
+    assert y.dtype == grad_x.dtype == dtype
+    assert grad_weight.dtype == grad_bias.dtype == torch.float32
+    full = forward_and_gradients(cx.layer_norm2d, x.float(), weight, bias, grad.float())
+    assert_one_rounding([y, grad_x], full[:2])
+    assert torch.equal(grad_weight, full[2]) and torch.equal(grad_bias, full[3])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_grad(activation):
+    weight, bias = (v.requires_grad_() for v in parameters(6, torch.float64))
+    for layout in ("contiguous", "channels_last"):
+        x = picture((2, 6, 3, 4), torch.float64, layout).requires_grad_()
+        residual = picture((2, 6, 3, 4), torch.float64, seed=3).requires_grad_()
+
+        def op(x, weight, bias, residual):
+            return cx.layer_norm2d(x, weight, bias, 1e-3, activation=activation, residual=residual, groups=2)
+
+        assert gradcheck(op, (x, weight, bias, residual))
+        assert gradgradcheck(op, (x, weight, bias, residual))
+
+
+def test_grad_where_some_need_none():
+    weight, bias = parameters(6)
+    x = picture((2, 6, 3, 4))
+    full = forward_and_gradients(cx.layer_norm2d, x, weight, bias, torch.ones_like(x))
+    for index in range(3):
+        leaves = [x, weight, bias]
+        leaves[index] = leaves[index].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(cx.layer_norm2d(*leaves).sum(), leaves[index])
+        assert torch.equal(grad, full[index + 1])
+    residual = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(cx.layer_norm2d(x, weight, bias, residual=residual).sum(), residual)
+    assert torch.equal(grad, torch.ones_like(x))
+
+
+def test_saves_x_and_two_numbers_per_pixel_and_group():
+    x = torch.rand(2, 12, 8, 8, requires_grad=True)
+    weight, bias = (v.requires_grad_() for v in parameters(12))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        cx.layer_norm2d(x, weight, bias, activation="gelu", residual=x, groups=3)
+    stats = [t for t in saved if t.data_ptr() not in (x.data_ptr(), weight.data_ptr(), bias.data_ptr())]
+    assert [t.shape for t in stats] == [(2, 2, 3, 8, 8)]
+    assert len(saved) == 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_noncontiguous(layout):
+    for shape in ((2, 3, 6, 9), (2, 70, 5, 6)):
+        x, weights = picture(shape, layout=layout), parameters(shape[1])
+        plain = x.clone(memory_format=torch.contiguous_format)
+        ours = cx.layer_norm2d(x, *weights, activation="gelu")
+        torch.testing.assert_close(ours, cx.layer_norm2d(plain, *weights, activation="gelu"), atol=2e-6, rtol=0)
+        channels_last = layout == "channels_last"
+        assert ours.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+def test_noncontiguous_of_every_kind():
+    weight, bias = parameters(6)
+    views = [
+        torch.rand(7, 4, 6, 3).transpose(0, 3).transpose(1, 2).transpose(1, 0)[:, :6],
+        torch.rand(2, 12, 5, 4).to(memory_format=torch.channels_last)[:, ::2],
+        torch.rand(2, 9, 5, 4).to(memory_format=torch.channels_last)[:, 1:7],
+        torch.rand(2, 6, 5, 1).expand(2, 6, 5, 4),
+        torch.rand(1, 6, 1, 1).expand(2, 6, 5, 4),
+        torch.rand(2, 6, 4, 5).transpose(2, 3),
+        torch.rand(2, 6, 9, 8)[:, :, ::2, 1::2],
+    ]
+    for x in views:
+        w, b = (weight, bias) if x.shape[1] == 6 else parameters(x.shape[1])
+        grad = torch.rand(x.shape[::-1]).permute(3, 2, 1, 0)
+        expected = forward_and_gradients(cx.layer_norm2d, x.contiguous(), w, b, grad.contiguous())
+        for mine, theirs in zip(forward_and_gradients(cx.layer_norm2d, x, w, b, grad), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    x = torch.rand(2, 6, 4, 5, requires_grad=True)
+    cx.layer_norm2d(x, weight, bias, activation="relu").sum().backward()  # a gradient whose strides are all 0
+    (expected,) = torch.autograd.grad(cx.layer_norm2d(x, weight, bias, activation="relu"), x, torch.ones(2, 6, 4, 5))
+    assert torch.equal(x.grad, expected)
+    strided = torch.rand(12)[::2]
+    assert torch.equal(cx.layer_norm2d(x, strided, strided), cx.layer_norm2d(x, strided.clone(), strided.clone()))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)])
+def test_shapes_empty(shape):
+    x = torch.rand(shape, requires_grad=True)
+    weight, bias = (v.requires_grad_() for v in parameters(shape[1]))
+    y = cx.layer_norm2d(x, weight, bias, activation="gelu", residual=x)
+    assert y.shape == shape
+    y.sum().backward()
+    assert x.grad.shape == shape
+    assert torch.equal(weight.grad, torch.zeros(shape[1])) and torch.equal(bias.grad, torch.zeros(shape[1]))
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 24), st.integers(1, 24)),
+    st.integers(1, 12),
+    st.sampled_from(sorted(ACTIVATIONS)),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(FLOATS),
+    st.booleans(),
+)
+def test_shapes(shape, group_channels, activation, layout, dtype, with_residual):
+    batch, groups, height, width = shape
+    shape = (batch, groups * group_channels, height, width)
+    weight, bias = parameters(shape[1], dtype)
+    residual = picture(shape, dtype, layout, seed=2) if with_residual else None
+    x, grad = picture(shape, dtype, layout), picture(shape, dtype, seed=1)
+    assert_all_close(x, weight, bias, grad, activation=activation, groups=groups, residual=residual)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(3, 17, 40, 33), (1, 600, 9, 13)])
+def test_threads_do_not_change_bits(shape, layout):
+    x, grad = picture(shape, layout=layout), picture(shape, layout=layout, seed=1)
+    weight, bias = parameters(shape[1])
+
+    def run(threads):
+        torch.set_num_threads(threads)
+        return forward_and_gradients(lambda *t: cx.layer_norm2d(*t, activation="gelu"), x, weight, bias, grad)
+
+    expected = run(1)
+    for threads in (2, 3, 8):
+        assert all(torch.equal(a, b) for a, b in zip(run(threads), expected, strict=True))
+
+
+ISA_CODE = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+import camox_ops as cx
+from test_norm2d import ACTIVATIONS, forward_and_gradients, parameters, picture
+results = {{}}
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for layout in ("contiguous", "channels_last"):
+        for shape in ((2, 3, 13, 35), (1, 66, 4, 19)):
+            for activation in ACTIVATIONS:
+                tensors = picture(shape, dtype, layout), *parameters(shape[1]), picture(shape, dtype, layout, seed=1)
+                results[dtype, layout, shape, activation] = forward_and_gradients(
+                    lambda *t: cx.layer_norm2d(*t, activation=activation), *tensors)
+torch.save(results, {path!r})
+print(cx.isa())
+"""
+
+
+def test_isa_agree(pytestconfig, tmp_path):
+    """Sums over channels of contiguous pictures are not reordered: equal bits. Others are: the tolerance rule."""
+    results = {}
+    for isa in cx.supported_isas():
+        path = str(tmp_path / isa)
+        code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"), path=path)
+        assert run_python(code, CAMOX_FORCE_ISA=isa).split() == [isa]
+        results[isa] = torch.load(path)
+    first = results["portable"]
+    for (dtype, layout, shape, activation), expected in first.items():
+        tensors = picture(shape, dtype, layout), *parameters(shape[1]), picture(shape, dtype, layout, seed=1)
+        same = forward_and_gradients(lambda *t, a=activation: eager(*t, activation=a), *tensors)
+        truth = forward_and_gradients(
+            lambda *t, a=activation: reference.layer_norm2d(*t, activation=a), *(t.double() for t in tensors)
+        )
+        for isa, found in results.items():
+            ours = found[dtype, layout, shape, activation]
+            assert_close_to_reference(ours[:2], same[:2], truth[:2])
+            for mine, true in zip(ours[2:], truth[2:], strict=True):
+                assert (mine.double() - true).abs().max() <= 1e-5 * true.abs().max()
+            if layout == "contiguous":
+                assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1]), isa
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_and_inf_stay_in_their_pixel_and_group(value, activation):
+    weight, bias = parameters(8)
+    for layout in ("contiguous", "channels_last"):
+        x = picture((1, 8, 6, 20), layout=layout)
+        x[0, 2, 2, 7] = value
+        y = cx.layer_norm2d(x, weight, bias, activation=activation, groups=2)
+        assert y[0, :4, 2, 7].isnan().all()
+        assert y.isnan().sum() == 4 and y.isinf().sum() == 0
+        grad = torch.autograd.grad(
+            cx.layer_norm2d(x.requires_grad_(), weight, bias, activation=activation, groups=2).sum(), x
+        )[0]
+        assert grad[0, :4, 2, 7].isnan().all()
+        assert grad.isnan().sum() == 4 and grad.isinf().sum() == 0
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_opcheck(dtype, layout):
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    x = picture((2, 4, 5, 3), dtype, layout).requires_grad_()
+    residual = picture((2, 4, 5, 3), dtype).requires_grad_()
+    weight, bias = (v.requires_grad_() for v in parameters(4, real))
+    opcheck(torch.ops.camox_ops.layer_norm2d.default, (x, weight, bias, None, 1e-6, 1, "gelu"))
+    opcheck(torch.ops.camox_ops.layer_norm2d.default, (x, weight, bias, residual, 1e-6, 2, "silu"))
+    stats = torch.ops.camox_ops.layer_norm2d(x, weight, bias, None, 1e-6, 2, "none")[1].detach()
+    opcheck(torch.ops.camox_ops.layer_norm2d_backward.default, (residual, x, weight, bias, stats, 1e-6, 2, "gelu_tanh"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic):
+    def step(x, weight, bias):
+        return cx.layer_norm2d(x, weight, bias, activation="gelu", residual=x).square().mean()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    shapes = ((2, 4, 8, 9), (1, 6, 7, 6), (3, 2, 5, 12)) if dynamic else ((2, 4, 8, 9),)
+    for shape in shapes:
+        for layout in ("contiguous", "channels_last"):
+            leaves = [picture(shape, layout=layout), *parameters(shape[1])]
+            leaves = [leaf.requires_grad_() for leaf in leaves]
+            expected, got = step(*leaves), compiled(*leaves)
+            torch.testing.assert_close(got, expected)
+            torch.testing.assert_close(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves))
+
+
+def test_func_transforms():
+    xs = picture((4, 6, 5, 4), torch.float64).unsqueeze(1)
+    weight, bias = parameters(6, torch.float64)
+
+    def loss(op):
+        return lambda x, w, b: (op(x, w, b, 1e-3, activation="gelu", residual=x, groups=2) ** 2).sum()
+
+    ours, truth = loss(cx.layer_norm2d), loss(reference.layer_norm2d)
+    every = (0, 1, 2)
+    compare = torch.testing.assert_close
+    compare(torch.func.grad(ours, every)(xs[0], weight, bias), torch.func.grad(truth, every)(xs[0], weight, bias))
+    per_sample = [torch.vmap(torch.func.grad(f, every), (0, None, None))(xs, weight, bias) for f in (ours, truth)]
+    compare(*per_sample)
+    weights = torch.stack([weight, 2 * weight, -weight, weight + 1])
+    per_weight = [torch.vmap(torch.func.grad(f, every), (0, 0, None))(xs, weights, bias) for f in (ours, truth)]
+    compare(*per_weight)
+    by_dim = torch.vmap(lambda x: cx.layer_norm2d(x, weight, bias, groups=2), in_dims=2)(xs.movedim(0, 2))
+    compare(by_dim, torch.stack([cx.layer_norm2d(x, weight, bias, groups=2) for x in xs]))
+
+    def norm_of_grad(f):
+        return torch.func.grad(lambda x: (torch.func.grad(f)(x, weight, bias) ** 2).sum())
+
+    compare(norm_of_grad(ours)(xs[0]), norm_of_grad(truth)(xs[0]))
+
+
+def test_autocast_keeps_dtype():
+    weight, bias = parameters(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cx.layer_norm2d(torch.rand(1, 2, 4, 4), weight, bias).dtype == torch.float32
+        assert cx.layer_norm2d(torch.rand(1, 2, 4, 4).bfloat16(), weight, bias).dtype == torch.bfloat16
+
+
+def test_checkpointing():
+    x = picture((1, 4, 6, 6)).requires_grad_()
+    weight, bias = parameters(4)
+
+    def step(x):
+        return cx.layer_norm2d(x, weight, bias, activation="silu").square().sum()
+
+    (expected,) = torch.autograd.grad(step(x), x)
+    y = torch.utils.checkpoint.checkpoint(step, x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+
+
+GOOD = {"x": torch.zeros(1, 6, 2, 4), "weight": torch.zeros(6), "bias": torch.zeros(6)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"x": [1, 2]}, TypeError, "x must be a torch.Tensor, got list"),
+        ({"x": torch.zeros(6, 2, 4)}, ValueError, r"x must have 4 dimensions \(B, C, H, W\), got shape \(6, 2, 4\)"),
+        ({"x": torch.zeros(1, 6, 2, 4, dtype=torch.int64)}, TypeError, "x must have dtype .*, got int64"),
+        ({"x": torch.zeros(1, 6, 2, 4).to_sparse()}, TypeError, "x must be a dense tensor"),
+        ({"weight": None}, TypeError, "weight must be a torch.Tensor, got NoneType"),
+        ({"weight": torch.zeros(5)}, ValueError, r"weight must have shape \(6,\).*, got \(5,\)"),
+        ({"bias": torch.zeros(7)}, ValueError, r"bias must have shape \(6,\).*, got \(7,\)"),
+        ({"bias": torch.zeros(6, 1)}, ValueError, r"bias must have shape \(6,\).*, got \(6, 1\)"),
+        ({"weight": torch.zeros(6).double()}, TypeError, "weight must have dtype float32, got float64"),
+        ({"bias": torch.zeros(6).bfloat16()}, TypeError, "bias must have dtype float32, got bfloat16"),
+        (
+            {"x": torch.zeros(1, 6, 2, 4).half(), "bias": torch.zeros(6).bfloat16()},
+            TypeError,
+            "float16 or float32, got b",
+        ),
+        ({"weight": torch.zeros(6, device="meta")}, ValueError, "weight must be on the device of x, cpu, got meta"),
+        (
+            {"residual": torch.zeros(1, 6, 2, 5)},
+            ValueError,
+            r"residual must have the shape of x, .*, got \(1, 6, 2, 5\)",
+        ),
+        (
+            {"residual": torch.zeros(1, 6, 1, 1)},
+            ValueError,
+            r"residual must have the shape of x, .*, got \(1, 6, 1, 1\)",
+        ),
+        ({"residual": torch.zeros(1, 6, 2, 4).half()}, TypeError, "residual must have dtype float32, got float16"),
+        ({"residual": 1.0}, TypeError, "residual must be a torch.Tensor, got float"),
+        ({"eps": 0}, ValueError, "eps must be > 0 and finite, got 0"),
+        ({"eps": -1e-6}, ValueError, "eps must be > 0 and finite, got -1e-06"),
+        ({"eps": float("nan")}, ValueError, "eps must be > 0 and finite, got nan"),
+        ({"eps": "1e-6"}, TypeError, "eps must be a number, got '1e-6'"),
+        ({"activation": "tanh"}, ValueError, "activation must be one of 'none', 'gelu', .*, got 'tanh'"),
+        ({"activation": None}, ValueError, "activation must be one of .*, got None"),
+        ({"groups": 4}, ValueError, "groups must be >= 1 and divide the 6 channels of x, got 4"),
+        ({"groups": 0}, ValueError, "groups must be >= 1 and divide the 6 channels of x, got 0"),
+        ({"groups": -1}, ValueError, "groups must be >= 1 and divide the 6 channels of x, got -1"),
+        ({"groups": 2.0}, TypeError, "groups must be an int, got 2.0"),
+        ({"groups": True}, TypeError, "groups must be an int, got True"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match="layer_norm2d: .*" + message):
+        cx.layer_norm2d(**{**GOOD, **arguments})
+
+
+def test_errors_from_c():
+    op = torch.ops.camox_ops
+    x, weight, bias = GOOD.values()
+
+    def call(x=x, weight=weight, bias=bias, residual=None, eps=1e-6, groups=1, activation="none"):
+        return op.layer_norm2d(x, weight, bias, residual, eps, groups, activation)
+
+    stats = call()[1]
+    for arguments, message in (
+        ({"x": x[0]}, "x must have 4 dimensions"),
+        ({"x": x.int()}, "dtype must be float32, bfloat16, float16 or float64"),
+        ({"weight": weight[:5]}, "weight must have one element per channel of x, 6, got 5"),
+        ({"bias": torch.zeros(7)}, "bias must have one element per channel of x, 6, got 7"),
+        ({"weight": torch.zeros(12)[::2]}, "weight must be contiguous, got stride 2"),
+        ({"weight": weight.double()}, "weight must have dtype float32 beside this x"),
+        ({"bias": bias.view(2, 3)}, "bias must have 1 dimensions, got 2"),
+        ({"residual": torch.zeros(1, 6, 2, 5)}, "residual has size 5 in dimension 3, expected 4"),
+        ({"residual": x.half()}, "residual must have the dtype of x"),
+        ({"eps": 0.0}, "eps must be > 0 and finite, got 0"),
+        ({"eps": float("inf")}, "eps must be > 0 and finite, got inf"),
+        ({"groups": 4}, "groups must be >= 1 and divide the 6 channels of x, got 4"),
+        ({"groups": 0}, "groups must be >= 1 and divide the 6 channels of x, got 0"),
+        ({"activation": "tanh"}, "activation must be 'none', 'gelu', 'gelu_tanh', 'relu' or 'silu', got 'tanh'"),
+    ):
+        with pytest.raises(ValueError, match="layer_norm2d: " + message):
+            call(**arguments)
+    with pytest.raises(ValueError, match="layer_norm2d_backward: grad has size 5 in dimension 3, expected 4"):
+        op.layer_norm2d_backward(torch.zeros(1, 6, 2, 5), x, weight, bias, stats, 1e-6, 1, "none")
+    with pytest.raises(ValueError, match="layer_norm2d_backward: stats has size 1 in dimension 2, expected 2"):
+        op.layer_norm2d_backward(x, x, weight, bias, stats, 1e-6, 2, "none")
+
+
+def test_forward_mode_is_refused():
+    x, weight, bias = GOOD.values()
+    with pytest.raises(NotImplementedError, match="layer_norm2d: forward-mode AD is not implemented"):
+        torch.func.jvp(lambda x: cx.layer_norm2d(x, weight, bias), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="bias carries a tangent"):
+        cx.layer_norm2d(x, weight, torch.autograd.forward_ad.make_dual(bias, bias))
+
+
+@pytest.mark.big
+@pytest.mark.slow
+def test_offsets_past_32_bits():
+    """Channels that lie further apart than 2^31 elements, in memory that is mapped but never touched elsewhere."""
+    apart = 2**31 + 5
+    storage = torch.empty(2 * apart + 64, dtype=torch.bfloat16)
+    x = storage.as_strided((1, 3, 2, 8), (1, apart, 8, 1))
+    x.copy_(picture((1, 3, 2, 8), torch.bfloat16))
+    weight, bias = parameters(3)
+    assert torch.equal(cx.layer_norm2d(x, weight, bias), cx.layer_norm2d(x.contiguous(), weight, bias))
+
+
+def stock(module, x):
+    """The public module's forward from its formula."""
+    mean = x.mean(dim=1, keepdim=True)
+    var = (x - mean).pow(2).mean(dim=1, keepdim=True)
+    return module.weight[:, None, None] * ((x - mean) / torch.sqrt(var + module.eps)) + module.bias[:, None, None]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_module_matches_reference(layout):
+    module = cx.nn.LayerNorm2d(24, eps=1e-5)
+    with torch.no_grad():
+        module.weight.copy_(parameters(24)[0]), module.bias.copy_(parameters(24)[1])
+    x, grad = picture((2, 24, 6, 7), layout=layout), picture((2, 24, 6, 7), seed=1)
+
+    def outputs(forward, dtype):
+        copy = cx.nn.LayerNorm2d(24, eps=1e-5)
+        copy.load_state_dict(module.state_dict(), strict=True)
+        copy, leaf = copy.to(dtype), x.to(dtype).requires_grad_()
+        y = forward(copy, leaf)
+        return [y, *torch.autograd.grad(y, [leaf, *copy.parameters()], grad.to(dtype))]
+
+    ours = outputs(lambda m, x: m(x), torch.float32)
+    assert_close_to_reference(ours, outputs(stock, torch.float32), outputs(stock, torch.float64))
+
+
+def test_module_is_the_op():
+    module = cx.nn.LayerNorm2d(8, activation="gelu", groups=2)
+    x = picture((2, 8, 5, 5))
+    expected = cx.layer_norm2d(x, module.weight, module.bias, activation="gelu", groups=2, residual=x)
+    assert torch.equal(module(x, x), expected)
+    assert list(module.state_dict()) == ["weight", "bias"]
+    assert repr(module) == "LayerNorm2d(8, eps=1e-06, activation='gelu', groups=2)"
+    assert torch.equal(cx.nn.LayerNorm2d(8)(x), cx.layer_norm2d(x, torch.ones(8), torch.zeros(8)))
+
+
+@pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_module_keeps_the_stock_dtype(autocast, x_dtype, parameter_dtype):
+    module = cx.nn.LayerNorm2d(6).to(parameter_dtype)
+    x = picture((1, 6, 4, 4), x_dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours, theirs = module(x), stock(module, x)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
+    grads = torch.autograd.grad(ours.sum(), [x, *module.parameters()])
+    assert [grad.dtype for grad in grads] == [x_dtype, parameter_dtype, parameter_dtype]
+
+
+def test_module_after_a_convolution_under_autocast():
+    layers = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 1), cx.nn.LayerNorm2d(8))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.gelu(layers(torch.rand(1, 4, 6, 6)))
+    assert y.dtype == torch.float32
