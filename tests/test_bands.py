@@ -444,6 +444,24 @@ def test_expert_dtype(of_x, of_module, autocast, expected):
     assert (y.double() - truth).abs().max() <= (0.15 if torch.bfloat16 in (of_x, of_module) or autocast else 1e-5)
 
 
+def test_expert_of_no_pictures():
+    x = torch.rand(0, 16, 4, 5, requires_grad=True)
+    y = cx.nn.FrequencyExpert(16)(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_expert_compiles():
+    expert = randomised(cx.nn.FrequencyExpert(16))
+    x = picture((2, 16, 6, 7)).requires_grad_()
+    expected = expert(x)
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
+    y = torch.compile(expert, fullgraph=True)(x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected_grad, atol=1e-3, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dim", [0, 6, -4])
 def test_expert_errors(dim):
     with pytest.raises(ValueError, match=f"FrequencyExpert: dim must be a positive multiple of 4, got {dim}"):
