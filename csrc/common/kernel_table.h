@@ -11,8 +11,8 @@
 #endif
 
 /* type: the kernels' function type, a typedef. */
-#define CAMOX_DECLARE_KERNELS(name, type)                                                      \
-  extern type CAMOX_NAMES_(name, f32), CAMOX_NAMES_(name, bf16), CAMOX_NAMES_(name, f16);      \
+#define CAMOX_DECLARE_KERNELS(name, type)                                                 \
+  extern type CAMOX_NAMES_(name, f32), CAMOX_NAMES_(name, bf16), CAMOX_NAMES_(name, f16); \
   extern type name##_f64_portable;
 
 #if defined(CAMOX_HAVE_X86)
@@ -23,6 +23,6 @@
 
 /* Rows in the order of camox_dtype, columns in the order of camox_isa. */
 #define CAMOX_KERNELS(name) \
-  { CAMOX_ISA_ROW_(name, f32), CAMOX_ISA_ROW_(name, bf16), CAMOX_ISA_ROW_(name, f16), CAMOX_PORTABLE_ROW_(name) }
+  {CAMOX_ISA_ROW_(name, f32), CAMOX_ISA_ROW_(name, bf16), CAMOX_ISA_ROW_(name, f16), CAMOX_PORTABLE_ROW_(name)}
 
 #endif

@@ -12,9 +12,7 @@ CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm256_f
 /* Whether a lane of a mask is set. */
 CAMOX_INLINE int vf32_any(vi32 mask) { return _mm256_movemask_ps((__m256)mask) != 0; }
 
-CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
-  return (vf32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-}
+CAMOX_INLINE vf32 vload_f16(const uint16_t *from) { return (vf32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
 
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value) {
   _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -26,9 +24,7 @@ CAMOX_INLINE __m256i vf32_mask(ptrdiff_t n) {
 
 CAMOX_INLINE vf32 vload_part_f32(const float *from, ptrdiff_t n) { return (vf32)_mm256_maskload_ps(from, vf32_mask(n)); }
 
-CAMOX_INLINE void vstore_part_f32(float *to, vf32 value, ptrdiff_t n) {
-  _mm256_maskstore_ps(to, vf32_mask(n), (__m256)value);
-}
+CAMOX_INLINE void vstore_part_f32(float *to, vf32 value, ptrdiff_t n) { _mm256_maskstore_ps(to, vf32_mask(n), (__m256)value); }
 
 CAMOX_DEFINE_PARTIAL(bf16, uint16_t, vf32, VF32_LANES)
 CAMOX_DEFINE_PARTIAL(f16, uint16_t, vf32, VF32_LANES)

@@ -13,9 +13,7 @@ CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_f
 /* Whether a lane of a mask is set. */
 CAMOX_INLINE int vf32_any(vi32 mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
 
-CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
-  return (vf32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-}
+CAMOX_INLINE vf32 vload_f16(const uint16_t *from) { return (vf32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
 
 CAMOX_INLINE __m256i vf32_to_f16(vf32 value) {
   return _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -32,9 +30,7 @@ CAMOX_INLINE __m256i vf32_to_bf16(vf32 value) {
 
 CAMOX_INLINE __mmask16 vf32_mask(ptrdiff_t n) { return (__mmask16)((1u << n) - 1u); }
 
-CAMOX_INLINE vf32 vload_part_f32(const float *from, ptrdiff_t n) {
-  return (vf32)_mm512_maskz_loadu_ps(vf32_mask(n), from);
-}
+CAMOX_INLINE vf32 vload_part_f32(const float *from, ptrdiff_t n) { return (vf32)_mm512_maskz_loadu_ps(vf32_mask(n), from); }
 
 CAMOX_INLINE void vstore_part_f32(float *to, vf32 value, ptrdiff_t n) {
   _mm512_mask_storeu_ps(to, vf32_mask(n), (__m512)value);

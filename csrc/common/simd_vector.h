@@ -16,29 +16,29 @@ typedef int64_t vf64_mask_t;
 #define CAMOX_INLINE static inline __attribute__((always_inline, unused))
 
 /* memcpy is how C spells an unaligned vector access; it compiles to one instruction. */
-#define CAMOX_DEFINE_VECTOR(V, I, T, LANES)                                                          \
-  CAMOX_INLINE V V##_set1(T value) { return value - (V){0}; }                                        \
-  CAMOX_INLINE V V##_load(const T *from) {                                                           \
-    V v;                                                                                             \
-    memcpy(&v, from, sizeof v);                                                                      \
-    return v;                                                                                        \
-  }                                                                                                  \
-  CAMOX_INLINE void V##_store(T *to, V v) { memcpy(to, &v, sizeof v); }                              \
-  CAMOX_INLINE I V##_load_mask(const V##_mask_t *from) {                                             \
-    I v;                                                                                             \
-    memcpy(&v, from, sizeof v);                                                                      \
-    return v;                                                                                        \
-  }                                                                                                  \
-  CAMOX_INLINE V V##_keep(I mask, V v) { return (V)((I)v & mask); }                                  \
-  CAMOX_INLINE V V##_select(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }  \
-  CAMOX_INLINE V V##_abs(V v) { return (V)((I)v & ~(I)V##_set1((T)-0.0)); }                          \
-  CAMOX_INLINE V V##_max(V a, V b) { return V##_select((I)(a > b), a, b); }                          \
-  CAMOX_INLINE V V##_min(V a, V b) { return V##_select((I)(a < b), a, b); }                          \
-  /* Lanes are added in index order, the same on every run. */                                       \
-  CAMOX_INLINE T V##_sum(V v) {                                                                      \
-    T total = 0;                                                                                     \
-    for (int lane = 0; lane < (LANES); ++lane) total += v[lane];                                     \
-    return total;                                                                                    \
+#define CAMOX_DEFINE_VECTOR(V, I, T, LANES)                                                         \
+  CAMOX_INLINE V V##_set1(T value) { return value - (V){0}; }                                       \
+  CAMOX_INLINE V V##_load(const T *from) {                                                          \
+    V v;                                                                                            \
+    memcpy(&v, from, sizeof v);                                                                     \
+    return v;                                                                                       \
+  }                                                                                                 \
+  CAMOX_INLINE void V##_store(T *to, V v) { memcpy(to, &v, sizeof v); }                             \
+  CAMOX_INLINE I V##_load_mask(const V##_mask_t *from) {                                            \
+    I v;                                                                                            \
+    memcpy(&v, from, sizeof v);                                                                     \
+    return v;                                                                                       \
+  }                                                                                                 \
+  CAMOX_INLINE V V##_keep(I mask, V v) { return (V)((I)v & mask); }                                 \
+  CAMOX_INLINE V V##_select(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); } \
+  CAMOX_INLINE V V##_abs(V v) { return (V)((I)v & ~(I)V##_set1((T) - 0.0)); }                       \
+  CAMOX_INLINE V V##_max(V a, V b) { return V##_select((I)(a > b), a, b); }                         \
+  CAMOX_INLINE V V##_min(V a, V b) { return V##_select((I)(a < b), a, b); }                         \
+  /* Lanes are added in index order, the same on every run. */                                      \
+  CAMOX_INLINE T V##_sum(V v) {                                                                     \
+    T total = 0;                                                                                    \
+    for (int lane = 0; lane < (LANES); ++lane) total += v[lane];                                    \
+    return total;                                                                                   \
   }
 
 CAMOX_DEFINE_VECTOR(vf32, vi32, float, VF32_LANES)
@@ -121,27 +121,25 @@ CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
 
-/* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with masks
-   have parts of their own. */
-#define CAMOX_DEFINE_PARTIAL(S, T, V, LANES)                           \
-  CAMOX_INLINE V vload_part_##S(const T *from, ptrdiff_t n) {          \
-    T buffer[LANES] = {0};                                             \
-    for (ptrdiff_t i = 0; i < n; ++i) buffer[i] = from[i];             \
-    return vload_##S(buffer);                                          \
-  }                                                                    \
-  CAMOX_INLINE void vstore_part_##S(T *to, V value, ptrdiff_t n) {     \
-    T buffer[LANES];                                                   \
-    vstore_##S(buffer, value);                                         \
-    for (ptrdiff_t i = 0; i < n; ++i) to[i] = buffer[i];               \
+/* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with
+   masks have parts of their own. */
+#define CAMOX_DEFINE_PARTIAL(S, T, V, LANES)                       \
+  CAMOX_INLINE V vload_part_##S(const T *from, ptrdiff_t n) {      \
+    T buffer[LANES] = {0};                                         \
+    for (ptrdiff_t i = 0; i < n; ++i) buffer[i] = from[i];         \
+    return vload_##S(buffer);                                      \
+  }                                                                \
+  CAMOX_INLINE void vstore_part_##S(T *to, V value, ptrdiff_t n) { \
+    T buffer[LANES];                                               \
+    vstore_##S(buffer, value);                                     \
+    for (ptrdiff_t i = 0; i < n; ++i) to[i] = buffer[i];           \
   }
 
-#define CAMOX_DEFINE_FIRST(S, T, V, LANES)                                    \
-  CAMOX_INLINE V vload_n_##S(const T *from, ptrdiff_t n) {                    \
-    return n >= (LANES) ? vload_##S(from) : vload_part_##S(from, n);          \
-  }                                                                           \
-  CAMOX_INLINE void vstore_n_##S(T *to, V value, ptrdiff_t n) {               \
-    if (n >= (LANES))                                                         \
-      vstore_##S(to, value);                                                  \
-    else                                                                      \
-      vstore_part_##S(to, value, n);                                          \
+#define CAMOX_DEFINE_FIRST(S, T, V, LANES)                                                                                    \
+  CAMOX_INLINE V vload_n_##S(const T *from, ptrdiff_t n) { return n >= (LANES) ? vload_##S(from) : vload_part_##S(from, n); } \
+  CAMOX_INLINE void vstore_n_##S(T *to, V value, ptrdiff_t n) {                                                               \
+    if (n >= (LANES))                                                                                                         \
+      vstore_##S(to, value);                                                                                                  \
+    else                                                                                                                      \
+      vstore_part_##S(to, value, n);                                                                                          \
   }

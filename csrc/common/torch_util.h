@@ -48,8 +48,9 @@ inline camox_dtype dtype_of(const Tensor& x, const char* op) {
 #ifndef CAMOX_CUDA_PART
     case ScalarType::Double: return CAMOX_F64;
 #endif
-    default: throw std::invalid_argument(std::string(op) + ": dtype must be float32, bfloat16, float16" +
-                                         (CAMOX_ON_CPU ? " or float64" : "; float64 runs on the CPU only"));
+    default:
+      throw std::invalid_argument(std::string(op) + ": dtype must be float32, bfloat16, float16" +
+                                  (CAMOX_ON_CPU ? " or float64" : "; float64 runs on the CPU only"));
   }
 }
 
@@ -109,8 +110,8 @@ inline Tensor empty_picture(const Tensor& like, int64_t channels, bool channels_
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(4, size.data(), stride.data(), dtype, device_type,
-                                                         like.get_device_index(), &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(4, size.data(), stride.data(), dtype, device_type, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 

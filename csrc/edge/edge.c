@@ -13,7 +13,8 @@ CAMOX_DECLARE_KERNELS(camox_edge_forward_kernel, camox_edge_kernel)
 CAMOX_DECLARE_KERNELS(camox_edge_backward_kernel, camox_edge_kernel)
 
 static camox_edge_kernel *const forward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_edge_forward_kernel);
-static camox_edge_kernel *const backward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_edge_backward_kernel);
+static camox_edge_kernel *const backward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] =
+    CAMOX_KERNELS(camox_edge_backward_kernel);
 
 camox_edge_kernel *camox_edge_forward(camox_dtype dtype, camox_isa isa) { return forward_kernels[dtype][isa]; }
 camox_edge_kernel *camox_edge_backward(camox_dtype dtype, camox_isa isa) { return backward_kernels[dtype][isa]; }

@@ -58,7 +58,9 @@ Tensor edge_maps_backward(const Tensor& x, OptionalTensor grad_sobel, OptionalTe
                           OptionalTensor grad_gradient, OptionalTensor grad_input, double eps, std::string border) {
   camox_edge_params p = edge_params(x, eps, border);
   const std::array<std::pair<const OptionalTensor*, const char*>, CAMOX_EDGE_MAPS> grads = {
-      {{&grad_sobel, "grad_sobel"}, {&grad_laplacian, "grad_laplacian"}, {&grad_gradient, "grad_gradient"},
+      {{&grad_sobel, "grad_sobel"},
+       {&grad_laplacian, "grad_laplacian"},
+       {&grad_gradient, "grad_gradient"},
        {&grad_input, "grad_input"}}};
   for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
     if (!grads[map].first->has_value()) continue;

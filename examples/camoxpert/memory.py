@@ -44,8 +44,11 @@ def peak_bytes(function):
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    arguments = [event["args"] for event in events if event.get("name") == "[memory]"]
-    return max(entry["Total Allocated"] for entry in arguments if entry["Device Type"] == CPU)
+    changes = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
+    changes = [event["args"] for event in changes if event["args"]["Device Type"] == CPU]
+    # The total is the process's: what stood before the function's first allocation is not its own.
+    before = changes[0]["Total Allocated"] - changes[0]["Bytes"]
+    return max(change["Total Allocated"] for change in changes) - before
 
 
 def saved_bytes(model, criterion, images, masks):
