@@ -365,8 +365,10 @@ void take_signals() {
   for (int number : fault_signals) sigaction(number, &action, &old_actions[number]);
 }
 
+/* SIGUSR2 stays ours: one that was sent to a worker may still be under way, and its default is to end the process. */
 void give_signals_back() {
-  for (int number : fault_signals) sigaction(number, &old_actions[number], nullptr);
+  for (int number : fault_signals)
+    if (number != SIGUSR2) sigaction(number, &old_actions[number], nullptr);
 }
 
 /* ---- workers ---- */
