@@ -72,7 +72,7 @@ $(AUDITORS): $(INSTALLED) requirements/audit.txt
 	@touch $@
 
 wheel: $(AUDITORS) ## dist/*.whl for every GPU architecture, its size and build time
-	@CAMOX_CUDA_ARCHS=all $(PY) scripts/wheel.py
+	@CAMOX_CUDA_ARCHS=all $(PY) scripts/build_wheel.py
 
 audit: wheel ## the stable ABIs of the wheel (abi3audit, torch-abi-audit)
 	@$(PY) scripts/audit.py

@@ -1,4 +1,4 @@
-"""Builds the wheel for other machines: python scripts/wheel.py [--out dist]
+"""Builds the wheel for other machines: python scripts/build_wheel.py [--out dist]
 
 Every GPU architecture where nvcc is found; in its name the oldest glibc that its symbols allow (auditwheel; torch's own
 libraries stay outside). Prints what it took and holds the wheel against its limits: both parts there, the size.
