@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from scripts import audit, wheel  # noqa: E402
+from scripts import audit, build_wheel  # noqa: E402
+from scripts.build_wheel import CPU_PART, CUDA_PART  # noqa: E402
 
 auditwheel = pytest.mark.skipif(importlib.util.find_spec("auditwheel") is None, reason="auditwheel is not installed")
 
@@ -26,15 +27,15 @@ def archive(folder: Path, *names: str, title="camox_ops-1-cp310-abi3-manylinux_2
 
 
 def test_faults_of_a_wheel(tmp_path, monkeypatch):
-    assert wheel.faults(archive(tmp_path, wheel.CPU_PART, wheel.CUDA_PART), cuda=True) == []
-    assert wheel.faults(archive(tmp_path, wheel.CPU_PART), cuda=False) == []
-    assert wheel.faults(archive(tmp_path, wheel.CPU_PART), cuda=True) == [f"{wheel.CUDA_PART} is missing"]
-    bundled = archive(tmp_path, wheel.CPU_PART, "camox_ops.libs/libtorch_cpu.so")
-    assert wheel.faults(bundled, cuda=False) == ["camox_ops.libs/libtorch_cpu.so does not belong there"]
-    other = archive(tmp_path, wheel.CPU_PART, title="camox_ops-1-cp311-cp311-linux_x86_64.whl")
-    assert wheel.faults(other, cuda=False) == [f"{other.name} is not tagged cp310-abi3"]
-    monkeypatch.setattr(wheel, "LARGEST", 100)
-    assert "is more than" in wheel.faults(archive(tmp_path, wheel.CPU_PART), cuda=False)[0]
+    assert build_wheel.faults(archive(tmp_path, CPU_PART, CUDA_PART), cuda=True) == []
+    assert build_wheel.faults(archive(tmp_path, CPU_PART), cuda=False) == []
+    assert build_wheel.faults(archive(tmp_path, CPU_PART), cuda=True) == [f"{CUDA_PART} is missing"]
+    bundled = archive(tmp_path, CPU_PART, "camox_ops.libs/libtorch_cpu.so")
+    assert build_wheel.faults(bundled, cuda=False) == ["camox_ops.libs/libtorch_cpu.so does not belong there"]
+    other = archive(tmp_path, CPU_PART, title="camox_ops-1-cp311-cp311-linux_x86_64.whl")
+    assert build_wheel.faults(other, cuda=False) == [f"{other.name} is not tagged cp310-abi3"]
+    monkeypatch.setattr(build_wheel, "LARGEST", 100)
+    assert "is more than" in build_wheel.faults(archive(tmp_path, CPU_PART), cuda=False)[0]
 
 
 def report(**changes) -> dict:
@@ -61,7 +62,7 @@ def test_audit_judges():
 @pytest.mark.slow
 @auditwheel
 def test_wheel_runs_where_it_is_unpacked(tmp_path):
-    assert wheel.main(["--out", str(tmp_path / "dist")]) == 0
+    assert build_wheel.main(["--out", str(tmp_path / "dist")]) == 0
     (made,) = (tmp_path / "dist").glob("*.whl")
     assert "manylinux" in made.name
     site = tmp_path / "site"
