@@ -156,7 +156,8 @@ def _runtime() -> ctypes.CDLL:
 @cache
 def load(source: Path, arch: int, define: str = "") -> ctypes.CDLL:
     _runtime()
-    return ctypes.CDLL(str(object_path(source, arch, define)))
+    # Its own runtime first: a torch with CUDA has loaded the real one, for all, under the same names.
+    return ctypes.CDLL(str(object_path(source, arch, define)), mode=os.RTLD_DEEPBIND)
 
 
 # ---- kernels: which exist, which were run ----
