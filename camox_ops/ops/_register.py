@@ -2,7 +2,9 @@
 
 `register` gives the operator a fake kernel, an autograd formula and a vmap rule. torch.func transforms need an
 autograd.Function (register_autograd alone fails under them) and opcheck needs register_autograd (a Function alone fails
-it), so both are made from the same two functions, and the callable that is returned picks by what is active.
+it), so both are made from the same two functions, and the callable that is returned picks by what is active. In plain
+eager mode it goes around the dispatcher's autograd: a Function without setup_context takes 8 us where the registered
+formula takes 21, and an operator that needs no gradient 3 where it takes 7.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ def register(name: str, *, fake: Callable, setup_context: Callable, backward: Ca
     torch.library.register_autograd(qualified, backward, setup_context=setup_context)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap)
-    function = type(
-        "".join(part.capitalize() for part in name.split("_")),
+    title = "".join(part.capitalize() for part in name.split("_"))
+    transformed = type(
+        title,
         (torch.autograd.Function,),
         {
             "forward": staticmethod(lambda *args: overload(*args)),
@@ -33,10 +36,33 @@ def register(name: str, *, fake: Callable, setup_context: Callable, backward: Ca
         },
     )
 
+    def below_autograd(*args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args)
+
+    def forward(ctx, *args):
+        output = below_autograd(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    eager = type(
+        title, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
+
     def call(*args):
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            return function.apply(*args)
-        return overload(*args)
+        if torch.compiler.is_compiling():
+            return overload(*args)
+        if torch._C._are_functorch_transforms_active():
+            return transformed.apply(*args)
+        needs_grad = False
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                needs_grad |= arg.requires_grad
+            elif isinstance(arg, (list, tuple)):
+                return overload(*args)  # a Function does not see tensors in lists
+        if needs_grad and torch.is_grad_enabled():
+            return eager.apply(*args)
+        return below_autograd(*args)
 
     return call
 

@@ -62,9 +62,13 @@ def layer_norm2d(
     if residual is not None:
         _check_residual(residual, x)
     _check_groups(groups, x)
-    # What weight and bias are read as; the casts are differentiable and nothing for a tensor that is right already.
-    weight, bias = weight.to(real).contiguous(), bias.to(real).contiguous()
-    return _layer_norm2d(x, weight, bias, residual, eps, groups, activation)[0]
+    return _layer_norm2d(x, _as_read(weight, real), _as_read(bias, real), residual, eps, groups, activation)[0]
+
+
+def _as_read(value: torch.Tensor, real: torch.dtype) -> torch.Tensor:
+    """weight or bias as the kernels read it; what is done to it is differentiable."""
+    value = value if value.dtype == real else value.to(real)
+    return value if value.is_contiguous() else value.contiguous()
 
 
 def _check_affine(name: str, value: torch.Tensor, x: torch.Tensor, real: torch.dtype) -> None:

@@ -19,19 +19,24 @@ KERNEL_SIZES = (3, 5, 7, 9)
 
 
 class LayerNorm2d(nn.Module):
-    """Normalise x (B,C,H,W) over C at every pixel, then scale and shift by weight and bias (C,)."""
+    """Normalise x (B,C,H,W) over C at every pixel, scale and shift by weight and bias (C,), activate, add the residual.
 
-    def __init__(self, num_features, eps=1e-6):
+    activation: "none" or "gelu". camox_ops.nn.LayerNorm2d has the same interface and does all of it in one pass.
+    """
+
+    def __init__(self, num_features, eps=1e-6, *, activation="none"):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.eps = eps
+        self.activate = {"none": nn.Identity, "gelu": nn.GELU}[activation]()
 
-    def forward(self, x):
+    def forward(self, x, residual=None):
         centred = x - x.mean(1, keepdim=True)
         variance = centred.square().mean(1, keepdim=True)
         normed = centred / (variance + self.eps).sqrt()
-        return normed * self.weight.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
+        output = self.activate(normed * self.weight.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1))
+        return output if residual is None else output + residual
 
 
 class SDTAEncoder(nn.Module):
@@ -90,7 +95,7 @@ class EdgeNeXtBackbone(nn.Module):
     def __init__(self, dims, depths, in_channels=3, drop_path_rate=0.1, norm=LayerNorm2d):
         super().__init__()
         self.feature_dims = list(dims)
-        self.stem = nn.Sequential(nn.Conv2d(in_channels, dims[0], 4, stride=4), norm(dims[0]), nn.GELU())
+        self.stem = nn.Sequential(nn.Conv2d(in_channels, dims[0], 4, stride=4), norm(dims[0], activation="gelu"))
         rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
         self.stages = nn.ModuleList()
         for stage, (dim, depth) in enumerate(zip(dims, depths, strict=True)):

@@ -1,7 +1,7 @@
 """The seven experts of CamoXpert in plain PyTorch; each maps x (B,C,H,W) to the same shape, C divisible by 8.
 
 Module, parameter and buffer names follow mahi-chan/camoXpert, models/experts.py, commit 47e858c. Every expert takes the
-norm class to use, so that one definition serves stock PyTorch and camox_ops.
+norm class to use, so that one definition serves stock PyTorch and camox_ops; a norm computes the GELU that follows it.
 """
 
 import torch
@@ -13,9 +13,15 @@ from .backbone import LayerNorm2d, SDTAEncoder
 EDGE_EPS = 1e-8
 
 
-def pointwise(in_channels, out_channels, norm):
-    """1x1 convolution, norm, GELU."""
-    return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1), norm(out_channels), nn.GELU())
+class Pointwise(nn.Sequential):
+    """1x1 convolution, norm and GELU, and the residual when there is one."""
+
+    def __init__(self, in_channels, out_channels, norm):
+        super().__init__(nn.Conv2d(in_channels, out_channels, 1), norm(out_channels, activation="gelu"))
+
+    def forward(self, x, residual=None):
+        convolution, norm = self
+        return norm(convolution(x), residual)
 
 
 def dilated(dim, dilation, norm):
@@ -24,8 +30,7 @@ def dilated(dim, dilation, norm):
     return nn.Sequential(
         nn.Conv2d(dim, quarter, 1),
         nn.Conv2d(quarter, quarter, 3, padding=dilation, dilation=dilation),
-        norm(quarter),
-        nn.GELU(),
+        norm(quarter, activation="gelu"),
     )
 
 
@@ -38,11 +43,11 @@ class TextureExpert(nn.Module):
         self.branch2 = dilated(dim, 2, norm)
         self.branch3 = dilated(dim, 3, norm)
         self.branch4 = dilated(dim, 4, norm)
-        self.fusion = pointwise(dim, dim, norm)
+        self.fusion = Pointwise(dim, dim, norm)
 
     def forward(self, x):
         scales = [branch(x) for branch in (self.branch1, self.branch2, self.branch3, self.branch4)]
-        return self.fusion(torch.cat(scales, 1)) + x
+        return self.fusion(torch.cat(scales, 1), x)
 
 
 class AttentionExpert(nn.Module):
@@ -82,11 +87,11 @@ class FrequencyExpert(nn.Module):
 
     def __init__(self, dim, norm=LayerNorm2d):
         super().__init__()
-        self.low_freq_conv = pointwise(dim, dim // 4, norm)
-        self.mid_freq_conv = pointwise(dim, dim // 4, norm)
-        self.high_freq_conv = pointwise(dim, dim // 4, norm)
-        self.spatial_conv = pointwise(dim, dim // 4, norm)
-        self.fusion = pointwise(dim, dim, norm)
+        self.low_freq_conv = Pointwise(dim, dim // 4, norm)
+        self.mid_freq_conv = Pointwise(dim, dim // 4, norm)
+        self.high_freq_conv = Pointwise(dim, dim // 4, norm)
+        self.spatial_conv = Pointwise(dim, dim // 4, norm)
+        self.fusion = Pointwise(dim, dim, norm)
 
     def forward(self, x):
         low = F.avg_pool2d(x, 3, stride=1, padding=1)
@@ -98,7 +103,7 @@ class FrequencyExpert(nn.Module):
             self.high_freq_conv(x - low),
             self.spatial_conv(x),
         ]
-        return self.fusion(torch.cat(bands, 1)) + x
+        return self.fusion(torch.cat(bands, 1), x)
 
 
 class EdgeExpert(nn.Module):
@@ -111,11 +116,11 @@ class EdgeExpert(nn.Module):
         self.register_buffer("sobel_x_base", sobel_x.view(1, 1, 3, 3))
         self.register_buffer("sobel_y_base", sobel_x.t().reshape(1, 1, 3, 3))
         self.register_buffer("laplacian_base", laplacian.view(1, 1, 3, 3))
-        self.sobel_branch = pointwise(dim, dim // 4, norm)
-        self.laplacian_branch = pointwise(dim, dim // 4, norm)
-        self.gradient_branch = pointwise(dim, dim // 4, norm)
-        self.spatial_branch = pointwise(dim, dim // 4, norm)
-        self.fusion = pointwise(dim, dim, norm)
+        self.sobel_branch = Pointwise(dim, dim // 4, norm)
+        self.laplacian_branch = Pointwise(dim, dim // 4, norm)
+        self.gradient_branch = Pointwise(dim, dim // 4, norm)
+        self.spatial_branch = Pointwise(dim, dim // 4, norm)
+        self.fusion = Pointwise(dim, dim, norm)
 
     def compute_edges(self, x):
         """x (B,C,H,W) -> (sobel, laplacian, gradient), each like x."""
@@ -136,7 +141,7 @@ class EdgeExpert(nn.Module):
             self.gradient_branch(gradient),
             self.spatial_branch(x),
         ]
-        return self.fusion(torch.cat(maps, 1)) + x
+        return self.fusion(torch.cat(maps, 1), x)
 
 
 class SemanticContextExpert(nn.Module):
@@ -148,11 +153,11 @@ class SemanticContextExpert(nn.Module):
         self.pool_2 = nn.AdaptiveAvgPool2d(4)
         self.pool_3 = nn.AdaptiveAvgPool2d(2)
         self.pool_4 = nn.AdaptiveAvgPool2d(1)
-        self.conv_1 = pointwise(dim, dim // 4, norm)
-        self.conv_2 = pointwise(dim, dim // 4, norm)
-        self.conv_3 = pointwise(dim, dim // 4, norm)
-        self.conv_4 = pointwise(dim, dim // 4, norm)
-        self.context_fusion = pointwise(dim, dim, norm)
+        self.conv_1 = Pointwise(dim, dim // 4, norm)
+        self.conv_2 = Pointwise(dim, dim // 4, norm)
+        self.conv_3 = Pointwise(dim, dim // 4, norm)
+        self.conv_4 = Pointwise(dim, dim // 4, norm)
+        self.context_fusion = Pointwise(dim, dim, norm)
 
     def forward(self, x):
         levels = (
@@ -165,7 +170,7 @@ class SemanticContextExpert(nn.Module):
             F.interpolate(conv(pool(x)), size=x.shape[2:], mode="bilinear", align_corners=False)
             for pool, conv in levels
         ]
-        return self.context_fusion(torch.cat(pyramid, 1)) + x
+        return self.context_fusion(torch.cat(pyramid, 1), x)
 
 
 class ContrastExpert(nn.Module):
@@ -174,9 +179,13 @@ class ContrastExpert(nn.Module):
     def __init__(self, dim, norm=LayerNorm2d):
         super().__init__()
         self.local_contrast = nn.Sequential(
-            nn.Conv2d(dim, dim, 3, padding=1, groups=dim), norm(dim), nn.GELU(), nn.Conv2d(dim, dim, 1), norm(dim)
+            nn.Conv2d(dim, dim, 3, padding=1, groups=dim),
+            norm(dim, activation="gelu"),
+            nn.Identity(),  # the GELU's place, which numbers the parameters after it
+            nn.Conv2d(dim, dim, 1),
+            norm(dim),
         )
-        self.fusion = pointwise(dim, dim, norm)
+        self.fusion = Pointwise(dim, dim, norm)
 
     def forward(self, x):
-        return self.fusion(self.local_contrast(x)) + x
+        return self.fusion(self.local_contrast(x), x)

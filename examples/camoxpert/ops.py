@@ -16,32 +16,32 @@ def check_ops(ops):
         raise ValueError(f"ops must be one of {OPS}, got {ops!r}")
 
 
-def layer_norm_class(ops):
-    """The channel LayerNorm of the backbone and the experts."""
-    check_ops(ops)
-    return backbone.LayerNorm2d
-
-
-def edge_expert_class(ops):
-    """The edge expert, called with the channel count."""
+def modules(ops):
+    """Where LayerNorm2d, EdgeExpert and FrequencyExpert come from."""
     check_ops(ops)
     if ops == "torch":
-        return partial(experts.EdgeExpert, norm=layer_norm_class(ops))
+        stock = (partial(made, norm=backbone.LayerNorm2d) for made in (experts.EdgeExpert, experts.FrequencyExpert))
+        return backbone.LayerNorm2d, *stock
     # imported here so that --ops torch runs where camox_ops is not built
-    import camox_ops.nn
+    from camox_ops import nn
 
-    return camox_ops.nn.EdgeExpert
+    return nn.LayerNorm2d, nn.EdgeExpert, nn.FrequencyExpert
+
+
+def layer_norm_class(ops):
+    """The channel LayerNorm of the backbone and the experts."""
+    return modules(ops)[0]
 
 
 def expert_classes(ops):
     """The seven experts in the order in which a MoE layer takes them; each is called with the channel count."""
-    norm = layer_norm_class(ops)
+    norm, edge_expert, frequency_expert = modules(ops)
     return [
         partial(experts.TextureExpert, norm=norm),
         experts.AttentionExpert,
         partial(experts.HybridExpert, norm=norm),
-        partial(experts.FrequencyExpert, norm=norm),
-        edge_expert_class(ops),
+        frequency_expert,
+        edge_expert,
         partial(experts.SemanticContextExpert, norm=norm),
         partial(experts.ContrastExpert, norm=norm),
     ]
