@@ -201,11 +201,11 @@ def checked(case: Case, bound: Bound, baseline: dict, truth: dict) -> float:
     if case.verify is not None:
         wrong = case.verify(numbers, bound.inputs)
         if wrong:
-            raise Refusal(f"wrong result: {wrong}")
+            raise Refusal(f"{record.WRONG}: {wrong}")
         return 0.0
     share = share_of_tolerance(numbers, baseline, truth)
     if not share <= 1:
-        raise Refusal(f"wrong result: {share:.3g} times the tolerance against float64")
+        raise Refusal(f"{record.WRONG}: {share:.3g} times the tolerance against float64")
     return share
 
 

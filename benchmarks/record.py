@@ -11,6 +11,7 @@ from pathlib import Path
 
 SCHEMA_VERSION = 1
 OTHER_CPU_LIMIT = 0.25  # cores that other processes may use before a measurement does not count
+WRONG = "wrong result"  # how the reason of a candidate begins whose numbers are off
 RESULTS = Path(__file__).resolve().parent / "results"
 
 

@@ -11,6 +11,7 @@ a new run with --run. A target:
     at_least or at_most   the bound on the geometric mean over the shapes
     noise         share by which a bound of "no slower" may be missed: repeated runs differ by as much
 
+A candidate whose results are wrong at some of the shapes is compared at the others, which the verdict says.
 What was not measured, or only by a --quick run or on a busy machine, is never passed. Exit status 1 when --strict and
 not all passed.
 """
@@ -43,7 +44,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        return self.verdict == "pass"
+        return self.verdict.startswith("pass")
 
 
 def load_targets(path: Path = TARGETS) -> tuple[list[dict], dict]:
@@ -79,15 +80,22 @@ def evaluate(target: dict, shapes: dict, found: dict | None, machine: str) -> Ou
     if found["quick"]:
         return Outcome(target, machine, None, "not measured: the record is of a --quick run")
     where = {name: value for name, value in target["where"].items() if name != "shapes"}
-    values = []
+    values, wrong = [], []
     for shape in shapes[target["where"]["shapes"]]:
         entries = [e for e in found["entries"] if e["shape"] == shape and all(e[n] == v for n, v in where.items())]
         value = record.metric(entries[0], target["metric"], target.get("over", "eager")) if entries else None
-        if value is None:
-            return Outcome(target, machine, None, f"not measured: {why_missing(found, target, entries, shape)}")
-        values.append(value)
+        missing = "" if value is not None else why_missing(found, target, entries, shape)
+        if value is not None:
+            values.append(value)
+        elif record.WRONG in missing:
+            wrong.append("x".join(map(str, shape)))
+        else:
+            return Outcome(target, machine, None, f"not measured: {missing}")
+    if not values:
+        return Outcome(target, machine, None, f"not measured: {target['over']} gives wrong results at every shape")
     measured = record.geomean(values)
-    return Outcome(target, machine, measured, shortfall(target, measured))
+    left_out = f" ({target['over']} gives wrong results at {', '.join(wrong)}: left out)" if wrong else ""
+    return Outcome(target, machine, measured, shortfall(target, measured) + left_out)
 
 
 def why_missing(found: dict, target: dict, entries: list, shape: list) -> str:

@@ -465,6 +465,22 @@ def test_what_others_disturbed_is_never_passed():
     assert (outcome.measured, outcome.verdict) == (None, "not measured: 3x4: other processes used 1.50 cores")
 
 
+def test_a_candidate_with_wrong_results_is_compared_where_it_is_right():
+    found = example_record()
+    found["entries"][0]["refused"]["compile"] = "wrong result: 3 times the tolerance against float64"
+    found["entries"][1]["kept"]["speed"]["compile"] = {"median": 2.0, "q1": 2.0, "q3": 2.0}
+    outcome = targets.evaluate(target(over="compile", at_least=3), SHAPES, found, "toy-1c")
+    assert (outcome.measured, outcome.verdict) == (
+        2.0,
+        "short by 33% (compile gives wrong results at 1x2: left out)",
+    )
+    assert targets.evaluate(target(over="compile", at_least=2), SHAPES, found, "toy-1c").passed
+    del found["entries"][1]["kept"]["speed"]["compile"]
+    found["entries"][1]["refused"]["compile"] = found["entries"][0]["refused"]["compile"]
+    nowhere = targets.evaluate(target(over="compile", at_least=0), SHAPES, found, "toy-1c")
+    assert (nowhere.measured, nowhere.passed) == (None, False)
+
+
 def run_targets(tmp_path, *arguments, **changes):
     (tmp_path / "t.json").write_text(json.dumps({"shapes": SHAPES, "targets": [target(**changes)]}))
     record.write(example_record(), tmp_path / "results" / "toy.json")
