@@ -5,9 +5,10 @@
     python scripts/cuda_budget.py --update              # writes the table anew after a wanted change
 
 Red when a kernel takes more registers or shared memory than its line, spills or touches local memory, has lost an
-access that its line claims (LDG.E.128, STG.E.128, HMMA), is missing, or has no line. --update refuses spills and lost
-accesses as well. The table also holds, for reading only, what follows from the numbers: the warps that a multiprocessor
-holds, and the bytes that they load from global memory in one turn of the kernel's main loop.
+access that its line claims (LDG.E.128, STG.E.128, HMMA), is missing, or has no line; and when a kernel of vectors, by
+its name kernel<element, lanes, ...> with lanes of 16 bytes, does not move them in one access. --update refuses all of
+that but what it is there to change. The table also holds, for reading only, what follows from the numbers: the warps
+that a multiprocessor holds, and the bytes that they load from global memory in one turn of the kernel's main loop.
 
 Needs cuobjdump and nvdisasm: from a CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
 """
@@ -30,6 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "csrc" / "cuda_budget.json"
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
 CLAIMS = ("LDG.E.128", "STG.E.128", "HMMA")
+ELEMENT_BYTES = {"float": 4, "__half": 2, "__nv_bfloat16": 2}
+# cp.async is a load too
+WIDE = {"loads": r"\bLDG(STS)?\.E(\.\w+)*\.128\b", "stores": r"\bSTG\.E(\.\w+)*\.128\b"}
 LIBRARY = "camox_ops/libcamox_ops_cuda.so"
 REGISTERS = 65536  # of every multiprocessor since sm_30, handed out in units of 256 a warp
 # threads, blocks, KiB of shared memory of a multiprocessor, KiB that the driver takes of it for each block (on sm_90
@@ -108,6 +112,14 @@ def main_loop(code: list[tuple[int, str]]) -> list[str]:
     return best or [text for _, text in code]
 
 
+def narrow(name: str, code: str) -> list[str]:
+    """What a kernel whose name promises vectors of 16 bytes does not do with them in one access."""
+    vector = re.search(r"<(\w+), (\d+)\b", name)
+    if not vector or ELEMENT_BYTES.get(vector[1], 0) * int(vector[2]) != 16:
+        return []
+    return [access for access, pattern in WIDE.items() if not re.search(pattern, code)]
+
+
 def loaded_bytes(instructions: list[str]) -> int:
     total = 0
     for text in instructions:
@@ -155,6 +167,7 @@ def measure(arch: str, cubin: Path) -> dict[str, dict]:
             "shared": int(shared),
             "local": int(stack) + int(local) + len(re.findall(r"\b(?:LDL|STL)\b", text)),
             "claims": [claim for claim in CLAIMS if re.search(rf"\b{re.escape(claim)}\b", text)],
+            "narrow": narrow(names[name], text),
             "threads": threads,
             "warps": warps,
             "bytes_in_flight": warps * 32 * loaded_bytes(main_loop(code[name])),
@@ -170,6 +183,7 @@ def faults(table: dict, found: dict[str, dict[str, dict]], update: bool) -> list
             where, line = f"{name} on {arch}", table.get(name, {})
             if kernel["local"]:
                 lines.append(f"{where}: spills or uses local memory")
+            lines += [f"{where}: no 128-bit {access}" for access in kernel["narrow"]]
             lost = [claim for claim in line.get("claims", []) if claim not in kernel["claims"]]
             if lost:
                 lines.append(f"{where}: no {' and no '.join(lost)} any more")
