@@ -84,8 +84,6 @@ def extracted(binary: Path, folder: Path) -> list[tuple[str, Path]]:
     """(architecture, cubin) of everything in a shared library or in a wheel that holds one."""
     if binary.suffix == ".whl":
         with zipfile.ZipFile(binary) as wheel:
-            if LIBRARY not in wheel.namelist():
-                sys.exit(f"cuda_budget: {binary} has no {LIBRARY}: it was built without nvcc")
             binary = Path(wheel.extract(LIBRARY, folder))
     run(tool("cuobjdump"), "-xelf", "all", str(binary.resolve()), cwd=folder)
     cubins = sorted(folder.glob("*.cubin"))
@@ -230,9 +228,13 @@ def main() -> None:
     if set(archs) - set(ARCHS) or (arguments.update and (arguments.binary or set(archs) != set(ARCHS))):
         parser.error(f"--archs: some of {', '.join(ARCHS)}; --update compiles all of them")
 
+    binary = arguments.binary
+    if binary and binary.suffix == ".whl" and LIBRARY not in zipfile.ZipFile(binary).namelist():
+        print(f"cuda_budget: {binary.name} was built without nvcc: it has no kernels to check")
+        return
     found: dict[str, dict[str, dict]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        cubins = extracted(arguments.binary, Path(folder)) if arguments.binary else compiled(Path(folder), archs)
+        cubins = extracted(binary, Path(folder)) if binary else compiled(Path(folder), archs)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for (arch, _), kernels in zip(cubins, pool.map(lambda job: measure(*job), cubins), strict=True):
                 found.setdefault(arch, {}).update(kernels)

@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,11 @@ def test_missing_tools_are_named(monkeypatch):
     monkeypatch.setattr(cuda_budget.shutil, "which", lambda *arguments, **named: None)
     with pytest.raises(SystemExit, match="cuobjdump not found; pip install nvidia-cuda-cuobjdump"):
         cuda_budget.tool("cuobjdump")
+
+
+def test_a_wheel_without_kernels_says_so(tmp_path, monkeypatch, capsys):
+    wheel = tmp_path / "camox_ops-1-cp310-abi3-linux_x86_64.whl"
+    zipfile.ZipFile(wheel, "w").close()
+    monkeypatch.setattr(sys, "argv", ["cuda_budget.py", "--binary", str(wheel)])
+    cuda_budget.main()
+    assert "was built without nvcc: it has no kernels to check" in capsys.readouterr().out
