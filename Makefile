@@ -19,7 +19,7 @@ FORMATTED = $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.
 
 export CAMOX_CUDA_ARCHS
 .DELETE_ON_ERROR:
-.PHONY: help setup build test demo bench targets lint format wheel audit break sanitize clean
+.PHONY: help setup build test demo bench targets lint format wheel audit budget break sanitize clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -76,6 +76,9 @@ wheel: $(AUDITORS) ## dist/*.whl for every GPU architecture, its size and build 
 
 audit: wheel ## the stable ABIs of the wheel (abi3audit, torch-abi-audit)
 	@$(PY) scripts/audit.py
+
+budget: wheel ## registers, spills and accesses of every kernel in the wheel against csrc/cuda_budget.json
+	@$(PY) scripts/cuda_budget.py --binary dist/camox_ops-*.whl
 
 break: $(INSTALLED) ## builds OP wrong by 1e-3 and demands that its tests turn red (OP=edge)
 	$(PY) scripts/check_break.py $(OP)

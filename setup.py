@@ -15,9 +15,20 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
+import setuptools
+
+ROOT = Path(__file__).parent.resolve()
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+OLDEST_SETUPTOOLS = PYPROJECT.split('"setuptools>=', 1)[1].split('"', 1)[0]
+if int(setuptools.__version__.split(".", 1)[0]) < int(OLDEST_SETUPTOOLS):
+    sys.exit(
+        f"camox_ops is built with setuptools {OLDEST_SETUPTOOLS} or newer, this Python has {setuptools.__version__}: "
+        f"pip install 'setuptools>={OLDEST_SETUPTOOLS}'"
+    )
+
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
 
 try:
     import torch
@@ -25,7 +36,6 @@ try:
 except ImportError:
     sys.exit("camox_ops is built beside your torch: install torch>=2.10, then `pip install --no-build-isolation .`")
 
-ROOT = Path(__file__).parent.resolve()
 CSRC = Path("csrc")
 BREAK = os.environ.get("CAMOX_BREAK", "")
 OPS = sorted(path.parent.name for path in CSRC.glob("*/*_bind.cpp"))
@@ -60,8 +70,7 @@ if BREAK and BREAK not in OPS:
 
 
 def version():
-    text = (ROOT / "pyproject.toml").read_text()
-    return text.split('\nversion = "', 1)[1].split('"', 1)[0]
+    return PYPROJECT.split('\nversion = "', 1)[1].split('"', 1)[0]
 
 
 def find_nvcc():
@@ -201,11 +210,13 @@ def cuda_compilations():
     """The same of the CUDA part: each op's kernels, and its checks and bindings again for the CUDA backend."""
     for source in ("status.c", "old_glibc.c"):
         yield str(CSRC / "common" / source), "cuda", C_FLAGS
-    yield str(CSRC / "common" / "cuda_part.cu"), "cuda", NVCC_FLAGS
+    # Other architectures, other objects: a build for one must not find those of another.
+    code = "-".join(("cuda", *CUDA_ARCHS))
+    yield str(CSRC / "common" / "cuda_part.cu"), code, NVCC_FLAGS
     for op in CUDA_OPS:
         yield str(CSRC / op / f"{op}.c"), "cuda", [*C_FLAGS, "-DCAMOX_CUDA_PART"]
         yield str(CSRC / op / f"{op}_bind.cpp"), "cuda", [*CXX_FLAGS, "-DCAMOX_CUDA_PART"]
-        yield str(CSRC / op / f"{op}_cuda.cu"), "cuda", NVCC_FLAGS
+        yield str(CSRC / op / f"{op}_cuda.cu"), code, NVCC_FLAGS
 
 
 class BdistWheel(bdist_wheel):

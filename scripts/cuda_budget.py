@@ -5,9 +5,10 @@
     python scripts/cuda_budget.py --update              # writes the table anew after a wanted change
 
 Red when a kernel takes more registers or shared memory than its line, spills or touches local memory, has lost an
-access that its line claims (LDG.E.128, STG.E.128, HMMA), is missing, or has no line. --update refuses spills and lost
-accesses as well. The table also holds, for reading only, what follows from the numbers: the warps that a multiprocessor
-holds, and the bytes that they load from global memory in one turn of the kernel's main loop.
+access that its line claims (LDG.E.128, STG.E.128, HMMA), is missing, or has no line; and when a kernel of vectors, by
+its name kernel<element, lanes, ...> with lanes of 16 bytes, does not move them in one access. --update refuses all of
+that but what it is there to change. The table also holds, for reading only, what follows from the numbers: the warps
+that a multiprocessor holds, and the bytes that they load from global memory in one turn of the kernel's main loop.
 
 Needs cuobjdump and nvdisasm: from a CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
 """
@@ -30,6 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "csrc" / "cuda_budget.json"
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
 CLAIMS = ("LDG.E.128", "STG.E.128", "HMMA")
+ELEMENT_BYTES = {"float": 4, "__half": 2, "__nv_bfloat16": 2}
+# cp.async is a load too
+WIDE = {"loads": r"\bLDG(STS)?\.E(\.\w+)*\.128\b", "stores": r"\bSTG\.E(\.\w+)*\.128\b"}
 LIBRARY = "camox_ops/libcamox_ops_cuda.so"
 REGISTERS = 65536  # of every multiprocessor since sm_30, handed out in units of 256 a warp
 # threads, blocks, KiB of shared memory of a multiprocessor, KiB that the driver takes of it for each block (on sm_90
@@ -80,8 +84,6 @@ def extracted(binary: Path, folder: Path) -> list[tuple[str, Path]]:
     """(architecture, cubin) of everything in a shared library or in a wheel that holds one."""
     if binary.suffix == ".whl":
         with zipfile.ZipFile(binary) as wheel:
-            if LIBRARY not in wheel.namelist():
-                sys.exit(f"cuda_budget: {binary} has no {LIBRARY}: it was built without nvcc")
             binary = Path(wheel.extract(LIBRARY, folder))
     run(tool("cuobjdump"), "-xelf", "all", str(binary.resolve()), cwd=folder)
     cubins = sorted(folder.glob("*.cubin"))
@@ -106,6 +108,14 @@ def main_loop(code: list[tuple[int, str]]) -> list[str]:
         if moves and (not best or len(body) < len(best)):
             best = body
     return best or [text for _, text in code]
+
+
+def narrow(name: str, code: str) -> list[str]:
+    """What a kernel whose name promises vectors of 16 bytes does not do with them in one access."""
+    vector = re.search(r"<(\w+), (\d+)\b", name)
+    if not vector or ELEMENT_BYTES.get(vector[1], 0) * int(vector[2]) != 16:
+        return []
+    return [access for access, pattern in WIDE.items() if not re.search(pattern, code)]
 
 
 def loaded_bytes(instructions: list[str]) -> int:
@@ -155,6 +165,7 @@ def measure(arch: str, cubin: Path) -> dict[str, dict]:
             "shared": int(shared),
             "local": int(stack) + int(local) + len(re.findall(r"\b(?:LDL|STL)\b", text)),
             "claims": [claim for claim in CLAIMS if re.search(rf"\b{re.escape(claim)}\b", text)],
+            "narrow": narrow(names[name], text),
             "threads": threads,
             "warps": warps,
             "bytes_in_flight": warps * 32 * loaded_bytes(main_loop(code[name])),
@@ -170,6 +181,7 @@ def faults(table: dict, found: dict[str, dict[str, dict]], update: bool) -> list
             where, line = f"{name} on {arch}", table.get(name, {})
             if kernel["local"]:
                 lines.append(f"{where}: spills or uses local memory")
+            lines += [f"{where}: no 128-bit {access}" for access in kernel["narrow"]]
             lost = [claim for claim in line.get("claims", []) if claim not in kernel["claims"]]
             if lost:
                 lines.append(f"{where}: no {' and no '.join(lost)} any more")
@@ -216,9 +228,13 @@ def main() -> None:
     if set(archs) - set(ARCHS) or (arguments.update and (arguments.binary or set(archs) != set(ARCHS))):
         parser.error(f"--archs: some of {', '.join(ARCHS)}; --update compiles all of them")
 
+    binary = arguments.binary
+    if binary and binary.suffix == ".whl" and LIBRARY not in zipfile.ZipFile(binary).namelist():
+        print(f"cuda_budget: {binary.name} was built without nvcc: it has no kernels to check")
+        return
     found: dict[str, dict[str, dict]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        cubins = extracted(arguments.binary, Path(folder)) if arguments.binary else compiled(Path(folder), archs)
+        cubins = extracted(binary, Path(folder)) if binary else compiled(Path(folder), archs)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for (arch, _), kernels in zip(cubins, pool.map(lambda job: measure(*job), cubins), strict=True):
                 found.setdefault(arch, {}).update(kernels)

@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,3 +54,20 @@ def test_library_says_what_it_has():
     library.camox_cuda_versions(ctypes.byref(built), ctypes.byref(driver))
     assert built.value >= 12000
     assert driver.value >= 0
+
+
+def test_every_operator_with_kernels_registers_them():
+    if not _cuda.LIBRARY.exists():
+        pytest.skip("built without nvcc: there is no CUDA part")
+    kernels = sorted((Path(__file__).parent.parent / "csrc").glob("*/*_cuda.cu"))
+    bindings = [path.with_name(path.name.replace("_cuda.cu", "_bind.cpp")).read_text() for path in kernels]
+    operators = {f"camox_ops::{name}" for text in bindings for name in re.findall(r'm\.impl\("(\w+)"', text)}
+    # in a process of its own: what the library registers stays registered
+    known = run_python(
+        "import ctypes, os, torch, camox_ops\n"
+        f"ctypes.CDLL({str(_cuda.LIBRARY)!r}, mode=os.RTLD_LAZY)\n"
+        f"has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
+        f"print(*(name for name in {sorted(operators)!r} if has(name, 'CUDA')))"
+    )
+    assert operators
+    assert set(known.split()) == operators

@@ -7,18 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DEVICE, assert_close_to_reference, assert_one_rounding, picture
-
-from camox_ops import reference
+from helpers import DEVICE, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
+import bands_cases
 import edge_cases
 import rig
+import spatial_gradient_cases
 
 OPS = sorted(rig.CSRC.glob("*/*_cuda.cu"))
 PLANTED = sorted((Path(__file__).parent / "cuda").glob("*.cu"))
 
-EVERY_KERNEL = {"edge_cuda": edge_cases.every_kernel}
+EVERY_KERNEL = {
+    "bands_cuda": bands_cases.every_kernel,
+    "edge_cuda": edge_cases.every_kernel,
+    "spatial_gradient_cuda": spatial_gradient_cases.every_kernel,
+}
+PICTURE_OPS = [cases.OP for cases in (bands_cases, edge_cases, spatial_gradient_cases)]
 
 unavailable = rig.why_unavailable() if DEVICE.type == "cpu" else "the rig runs on the CPU"
 pytestmark = pytest.mark.skipif(unavailable is not None, reason=str(unavailable))
@@ -200,7 +205,7 @@ def test_a_kernel_that_was_never_run_is_named():
         rig.runs.update(ours)
 
 
-# ---- edge_maps ----
+# ---- ops on pictures ----
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -209,132 +214,149 @@ def dtype(request):
     return rig.DTYPES[request.param]
 
 
-def edge_inputs(shapes=edge_cases.SHAPES):
-    """(shape, border, order of blocks and threads), every order used in turn."""
-    cases = [
-        (shape, border) for shape in shapes for border in edge_cases.BORDERS if edge_cases.reachable(shape, border)
-    ]
-    return [(*case, list(rig.ORDERS)[i % len(rig.ORDERS)]) for i, case in enumerate(cases)]
+@pytest.fixture(params=PICTURE_OPS, ids=str)
+def op(request):
+    return request.param
 
 
-@pytest.mark.parametrize("layout", edge_cases.LAYOUTS)
-def test_edge_forward(dtype, layout, arch):
-    for shape, border, order in edge_inputs():
+def gradients(op, x, layout="contiguous"):
+    return [picture(x.shape, x.dtype, layout, seed=i + 1) for i in range(op.grads)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_picture_forward(op, dtype, layout, arch):
+    for shape, options, order in op.cases():
         for kind in ("normal", "offset"):
             x = picture(shape, dtype, layout, kind)
-            ours = edge_cases.forward(x, 1e-8, border, arch=arch, order=order)
-            same_dtype = reference.edge_maps(x, 1e-8, border)
-            assert_close_to_reference(ours, same_dtype, reference.edge_maps(x.double(), 1e-8, border))
+            ours = op.forward(x, options, arch=arch, order=order)
+            assert_close_to_reference(ours, op.reference(x, **options), op.reference(x.double(), **options))
             if dtype in HALVES:
-                assert_one_rounding(ours, edge_cases.forward(x.float(), 1e-8, border, arch=arch))
+                assert_one_rounding(ours, op.forward(x.float(), options, arch=arch))
 
 
-@pytest.mark.parametrize("layout", edge_cases.LAYOUTS)
-def test_edge_backward(dtype, layout, arch):
-    for shape, border, order in edge_inputs():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_picture_backward(op, dtype, layout, arch):
+    for shape, options, order in op.cases(backward=True):
         x = picture(shape, dtype, layout)
-        grads = [picture(shape, dtype, "strided" if i == 2 and shape[3] < 20 else layout, seed=i + 1) for i in range(4)]
-        ours = edge_cases.backward(x, grads, 1e-2, border, arch=arch, order=order)
-        same_dtype = reference.edge_maps_backward(x, *grads, 1e-2, border)
-        truth = reference.edge_maps_backward(x.double(), *(g.double() for g in grads), 1e-2, border)
-        assert_close_to_reference(ours, same_dtype, truth)
+        grads = gradients(op, x, layout)
+        if shape[3] < 20:
+            grads[-2] = picture(shape, dtype, "strided", seed=9)
+        ours = op.backward(x, grads, options, arch=arch, order=order)
+        truth = op.reference_backward(x.double(), [g.double() for g in grads], **options)
+        assert_close_to_reference(ours, op.reference_backward(x, grads, **options), truth)
         if dtype in HALVES:
-            floats = edge_cases.backward(x.float(), [g.float() for g in grads], 1e-2, border, arch=arch)
+            floats = op.backward(x.float(), [g.float() for g in grads], options, arch=arch)
             assert_one_rounding(ours, floats)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_picture_large_mean_costs_no_accuracy(op, layout):
+    """Inside, where no border is seen, the picture with mean 1e4 is treated as well as torch treats it without."""
+    x = picture((1, 8, 21, 32), layout=layout, kind="offset")
+    truth, plain = (op.reference(like) for like in (x.double(), x - 1e4))
+    for i, ours in enumerate(op.forward(x)):
+        if op.outputs[i] != "low":
+            assert_close_to_reference(*(y[..., 2:-2, 2:-2] for y in (ours, plain[i], truth[i])))
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
 @pytest.mark.parametrize("shape", [(2, 8, 5, 16), (2, 3, 5, 7)])
-def test_edge_stacked(shape, layout, dtype, order):
+@pytest.mark.parametrize("op", [bands_cases.OP, edge_cases.OP], ids=str)
+def test_picture_stacked(op, shape, layout, dtype, order):
     x = picture(shape, dtype, layout)
-    ours = edge_cases.forward(x, border="reflect", stacked=True, order=order)
-    assert torch.equal(ours, torch.cat([*edge_cases.forward(x, border="reflect"), x], dim=1))
+    options = op.options[-1]
+    ours = op.forward(x, options, stacked=True, order=order)
+    assert torch.equal(ours, torch.cat([*op.forward(x, options), x], dim=1))
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
-def test_edge_backward_of_some_maps(layout, order):
+def test_picture_backward_of_some_maps(op, layout, order):
     x = picture((2, 8, 6, 12), layout=layout)
-    for chosen in range(4):
-        grads = [picture(x.shape, layout=layout, seed=9) if i == chosen else None for i in range(4)]
-        truth = reference.edge_maps_backward(x.double(), *(g if g is None else g.double() for g in grads), 1e-2)
-        ours = edge_cases.backward(x, grads, 1e-2, order=order)
-        assert_close_to_reference(ours, reference.edge_maps_backward(x, *grads, 1e-2), truth)
+    options = op.cases(backward=True)[0][1]
+    for chosen in range(op.grads):
+        grads = [grad if i == chosen else None for i, grad in enumerate(gradients(op, x, layout))]
+        ours = op.backward(x, grads, options, order=order)
+        truth = op.reference_backward(x.double(), [g if g is None else g.double() for g in grads], **options)
+        assert_close_to_reference(ours, op.reference_backward(x, grads, **options), truth)
 
 
-@pytest.mark.parametrize("layout", edge_cases.LAYOUTS)
-def test_edge_stays_inside_at_both_ends(layout, dtype, order):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_picture_stays_inside_at_both_ends(op, layout, dtype, order):
     """Flush against a guard page at the end in the tests above, at the start here; the bits are the same."""
     for shape in ((1, 3, 4, 16), (2, 16, 5, 7)):
         x = picture(shape, dtype, layout)
-        grads = [picture(shape, dtype, layout, seed=i + 1) for i in range(4)]
-        for ours, ends in zip(
-            [
-                *edge_cases.forward(x, flush="start", order=order),
-                edge_cases.backward(x, grads, flush="start", order=order),
-            ],
-            [*edge_cases.forward(x), edge_cases.backward(x, grads)],
-            strict=True,
-        ):
+        grads = gradients(op, x, layout)
+        starts = [*op.forward(x, flush="start", order=order), op.backward(x, grads, flush="start", order=order)]
+        for ours, ends in zip(starts, [*op.forward(x), op.backward(x, grads)], strict=True):
             assert torch.equal(ours, ends)
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
-def test_edge_small_grid_strides_over_the_rest(layout, dtype, order):
-    """A grid of two blocks does the work of many: what a grid at its limit of 2^31-1 does on a GPU."""
+def test_picture_small_grid_strides_over_the_rest(op, layout, dtype, order):
+    """A grid of two blocks, whose threads walk down long strips, does the work of many: what a grid at its limit of
+    2^31-1 does on a GPU, and what large pictures do."""
     x = picture((3, 24, 18, 32), dtype, layout)
-    grads = [picture(x.shape, dtype, layout, seed=i + 1) for i in range(4)]
-    for ours, whole in zip(
-        [*edge_cases.forward(x, grid_cap=2, order=order), edge_cases.backward(x, grads, grid_cap=2, order=order)],
-        [*edge_cases.forward(x), edge_cases.backward(x, grads)],
-        strict=True,
-    ):
+    grads = gradients(op, x, layout)
+    few = [*op.forward(x, grid_cap=2, order=order), op.backward(x, grads, grid_cap=2, order=order)]
+    for ours, whole in zip(few, [*op.forward(x), op.backward(x, grads)], strict=True):
         assert torch.equal(ours, whole)
+
+
+def test_picture_bits_do_not_depend_on_the_width_of_accesses(op):
+    x = picture((2, 8, 19, 24))
+    grads = gradients(op, x)
+    for options in op.options:
+        widest = [*op.forward(x, options), op.backward(x, grads, options)]
+        for layout in ("strided", "channels_last"):
+            like = picture(x.shape, layout=layout)
+            again = [*op.forward(like, options), op.backward(like, gradients(op, x, layout), options)]
+            assert all(map(torch.equal, again, widest))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
-def test_edge_nan_and_inf_as_in_a_convolution(value, layout):
+def test_picture_nan_and_inf_as_in_the_reference(op, value, layout):
     for place in range(4):
         x = picture((1, 8, 4, 8), layout=layout)
         x[:, :, place, place] = value
-        for ours, truth in zip(edge_cases.forward(x), reference.edge_maps(x), strict=True):
+        for ours, truth in zip(op.forward(x), op.reference(x), strict=True):
             torch.testing.assert_close(ours, truth, equal_nan=True)
 
 
-def test_edge_empty():
+def test_picture_empty(op):
     for shape in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
         x = torch.empty(shape)
-        assert [m.shape for m in edge_cases.forward(x)] == [x.shape] * 3
-        assert edge_cases.backward(x, [x] * 4).shape == x.shape
+        assert [m.shape for m in op.forward(x)] == [x.shape] * len(op.outputs)
+        assert op.backward(x, [x] * op.grads).shape == x.shape
 
 
 @pytest.mark.slow
-def test_edge_broken_build_is_noticed():
-    x = picture((1, 2, 4, 8))
+def test_picture_broken_build_is_noticed(op):
+    define = f"CAMOX_BREAK_{op.name.upper()}"
     for layout in ("contiguous", "channels_last"):
         x = picture((1, 4, 4, 8), layout=layout)
-        right, wrong = edge_cases.forward(x)[0], edge_cases.forward(x, define="CAMOX_BREAK_EDGE")[0]
-        torch.testing.assert_close(wrong - right, torch.full_like(right, 1e-3), atol=1e-5, rtol=0)
-        assert not torch.equal(
-            edge_cases.backward(x, [x] * 4), edge_cases.backward(x, [x] * 4, define="CAMOX_BREAK_EDGE")
-        )
+        off = [wrong - right for right, wrong in zip(op.forward(x), op.forward(x, define=define), strict=True)]
+        broken = [torch.allclose(d, torch.full_like(d, 1e-3), atol=1e-5, rtol=0) for d in off]
+        assert broken.count(True) == 1
+        assert not torch.equal(op.backward(x, [x] * op.grads), op.backward(x, [x] * op.grads, define=define))
 
 
 @pytest.mark.slow
 def test_edge_without_its_barrier_is_noticed(tmp_path, order):
     """The one barrier of the channels_last backward, taken out of a copy of the source."""
-    text = edge_cases.SOURCE.read_text()
+    op = edge_cases.OP
+    text = op.source.read_text()
     assert text.count("__syncthreads();") == 1
     folder = tmp_path / "edge"
     folder.mkdir()
-    for header in edge_cases.SOURCE.parent.glob("*.h"):
+    for header in op.source.parent.glob("*.h"):
         (folder / header.name).write_text(header.read_text())
     (tmp_path / "common").symlink_to(rig.CSRC / "common")
     source = folder / "edge_without_barrier.cu"
     source.write_text(text.replace("__syncthreads();", ""))
     x = picture((1, 8, 6, 40), layout="channels_last")
     grads = [picture(x.shape, layout="channels_last", seed=i + 1) for i in range(4)]
-    right, wrong = edge_cases.backward(x, grads), edge_cases.backward(x, grads, source=source, order=order)
+    right, wrong = op.backward(x, grads), op.backward(x, grads, source=source, order=order)
     assert not torch.allclose(right, wrong)
 
 

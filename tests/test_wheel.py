@@ -49,6 +49,28 @@ def report(**changes) -> dict:
     return {"extensions": [binary], "bundled_libs": []}
 
 
+def test_setuptools_that_is_too_old_is_named():
+    oldest = (ROOT / "pyproject.toml").read_text().split('"setuptools>=')[1].split('"')[0]
+    code = "import setuptools; setuptools.__version__ = '69.5.1'; import runpy; runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"setuptools {oldest} or newer, this Python has 69.5.1" in done.stderr
+
+
+def test_cuda_objects_of_other_architectures_lie_elsewhere():
+    code = (
+        "import setuptools; setuptools.setup = lambda **_: None\n"
+        "import runpy; compilations = runpy.run_path('setup.py')['cuda_compilations']()\n"
+        "print(*sorted({folder for source, folder, _ in compilations if source.endswith('.cu')}))"
+    )
+    folders = []
+    for archs in ("sm_80", "sm_80,sm_90", "all"):
+        environment = {**os.environ, "CAMOX_CUDA_ARCHS": archs}
+        folders.append(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, env=environment))
+    assert len(set(folders)) == 3
+    assert all(len(folder.split()) == 1 for folder in folders)
+
+
 def test_audit_judges():
     assert audit.judged(report()) == []
     assert "uses torch outside" in audit.judged(report(unstable_symbols=["_ZN2at3addE"]))[0]

@@ -7,6 +7,7 @@
 #include "../common/status.h"
 #include "../common/strip.h"
 
+#ifndef CAMOX_CUDA_PART
 CAMOX_DECLARE_KERNELS(camox_bands_forward_kernel, camox_bands_kernel)
 CAMOX_DECLARE_KERNELS(camox_bands_backward_kernel, camox_bands_kernel)
 
@@ -17,6 +18,7 @@ static camox_bands_kernel *const backward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_C
 
 camox_bands_kernel *camox_bands_forward(camox_dtype dtype, camox_isa isa) { return forward_kernels[dtype][isa]; }
 camox_bands_kernel *camox_bands_backward(camox_dtype dtype, camox_isa isa) { return backward_kernels[dtype][isa]; }
+#endif
 
 /* What is written has stride 1 over its innermost dimension. */
 static int check_written(const camox_bands_params *p, const camox_view4 *view, const char *name) {

@@ -1,4 +1,4 @@
-// Schemas and CPU entries of frequency_bands.
+// Schemas and entries of frequency_bands.
 #include "../common/torch_util.h"
 #include "bands.h"
 
@@ -15,14 +15,17 @@ camox_bands_params bands_params(const Tensor& x, const char* name) {
   return p;
 }
 
-void run_bands(camox_bands_kernel* kernel, const camox_bands_params& p) {
+// `like` has the device of everything in p.
+void compute(const camox_bands_params& p, const Tensor& like, bool backward) {
+  check(camox_bands_check(&p, backward));
+#ifdef CAMOX_CUDA_PART
+  launch(backward ? camox_bands_backward_cuda : camox_bands_cuda, p, like, "frequency_bands");
+#else
   int64_t units = camox_bands_units(&p);
-  run(kernel, p, units, units > 0 ? p.batch * p.channels * p.height * p.width / units : 0);
-}
-
-void forward(camox_bands_params& p) {
-  check(camox_bands_check(&p, 0));
-  run_bands(camox_bands_forward(p.dtype, camox_isa_current()), p);
+  camox_isa isa = camox_isa_current();
+  run(backward ? camox_bands_backward(p.dtype, isa) : camox_bands_forward(p.dtype, isa), p, units,
+      units > 0 ? like.numel() / units : 0);
+#endif
 }
 
 std::tuple<Tensor, Tensor, Tensor> frequency_bands(const Tensor& x) {
@@ -33,7 +36,7 @@ std::tuple<Tensor, Tensor, Tensor> frequency_bands(const Tensor& x) {
     bands[band] = empty_picture(x, p.channels, p.channels_last);
     p.bands[band] = view4(bands[band]);
   }
-  forward(p);
+  compute(p, x, false);
   return {bands[0], bands[1], bands[2]};
 }
 
@@ -47,7 +50,7 @@ Tensor frequency_bands_stacked(const Tensor& x) {
     p.bands[band] = view4(out);
     p.bands[band].data = static_cast<char*>(out.data_ptr()) + band * p.channels * p.bands[band].stride[1] * element;
   }
-  forward(p);
+  compute(p, x, false);
   return out;
 }
 
@@ -72,13 +75,13 @@ Tensor frequency_bands_backward(OptionalTensor grad_low, OptionalTensor grad_mid
   if (like == nullptr) throw std::invalid_argument("frequency_bands_backward: at least one gradient must be given");
   Tensor grad_x = empty_picture(*like, p.channels, channels_last);
   p.grad_x = view4(grad_x);
-  check(camox_bands_check(&p, 1));
-  run_bands(camox_bands_backward(p.dtype, camox_isa_current()), p);
+  compute(p, *like, true);
   return grad_x;
 }
 
 }  // namespace
 
+#ifndef CAMOX_CUDA_PART
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("frequency_bands(Tensor x) -> (Tensor, Tensor, Tensor)");
   m.def("frequency_bands_stacked(Tensor x) -> Tensor");
@@ -86,8 +89,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
       "frequency_bands_backward(Tensor? grad_low, Tensor? grad_mid, Tensor? grad_high, Tensor? grad_input, "
       "bool channels_last) -> Tensor");
 }
+#endif
 
-STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
   m.impl("frequency_bands", TORCH_BOX(&frequency_bands));
   m.impl("frequency_bands_stacked", TORCH_BOX(&frequency_bands_stacked));
   m.impl("frequency_bands_backward", TORCH_BOX(&frequency_bands_backward));

@@ -1,9 +1,8 @@
-/* edge_maps on CUDA. A thread owns V neighbours along the innermost dimension (columns, or channels of channels_last) and walks
-   down `rows` rows, so each element is read once from memory and its neighbours from the cache; the next row is under way while
-   one is computed. V is the widest access that all tensors allow: 16 bytes, 4 bytes, or one element with any strides.
-   The backward exchanges filter gradients with the threads of the neighbouring columns: by shuffles where they are lanes of one
-   warp (its outer two lanes only serve their neighbours), through shared memory in channels_last. No atomics: fixed bits. */
-#include "../common/cuda_util.cuh"
+/* edge_maps on CUDA: the walk of common/stencil.cuh, so each element is read once from memory and its neighbours from the
+   cache; the next row is under way while one is computed. The backward exchanges filter gradients with the threads of the
+   neighbouring columns: by shuffles where they are lanes of one warp (its outer two lanes only serve their neighbours), through
+   shared memory in channels_last. No atomics: fixed bits. */
+#include "../common/stencil.cuh"
 #include "edge.h"
 
 #include <float.h>
@@ -14,19 +13,15 @@
 #define EDGE_WIDE_THREADS 192  /* channels_last backward: the wider a block, the fewer columns are computed twice */
 #define EDGE_WIDE_BLOCKS 2     /* at most 168 registers */
 #define EDGE_ROWS 8            /* rows a thread walks down in a large picture */
-#define EDGE_FILL (1 << 17)    /* threads that fill a large GPU: below it a thread takes fewer rows */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
 
 struct edge_plan {
   camox_edge_params p;
+  camox_walk walk;
   camox_view4 shared_view; /* the strides that all maps have, where several elements are accessed at once */
   float eps;
-  int rows;              /* rows that one thread walks down */
-  int64_t strips;        /* of that many rows in a picture */
-  int64_t vectors;       /* along the innermost dimension */
-  int64_t items;         /* threads with work; channels_last backward: blocks with work */
-  int chunk, columns;    /* channels_last backward: channel vectors and columns of a block, */
-  int64_t chunks, tiles; /* and how many such there are */
+  int chunk, columns;            /* channels_last backward: channel vectors and columns of a block, */
+  int64_t chunks, tiles, blocks; /* how many such there are, and blocks with work */
 };
 
 /* One row of x around a thread's V elements, as differences, so that a large mean cancels before it is rounded away. */
@@ -36,83 +31,16 @@ struct edge_row {
 };
 
 template <typename T, int V, bool LAST>
-struct edge_raw {
-  T middle[V], left[LAST ? V : 1], right[LAST ? V : 1];
-};
-
-/* Reads a thread's column of x downwards, row by row, the border's rows and columns included. Rows count from the strip's
- * first. */
-template <typename T, int V, bool LAST>
-struct edge_reader {
-  /* one access of several columns: they lie side by side */
-  typedef typename camox_select<V == 1 || LAST, int64_t, int>::type distance;
-  const T *next;        /* the column in the row that is read next */
-  distance left, right; /* the neighbours' distance from the first element */
-  int above, span;      /* rows -above ... span-above-1 lie in the picture */
-  bool has_left, has_right;
-};
-
-template <typename T, int V, bool LAST>
-__device__ __forceinline__ edge_reader<T, V, LAST> edge_reader_at(const edge_plan &plan, int64_t b, int64_t c, int64_t column,
-                                                                  int64_t y, int row) {
-  typedef typename edge_reader<T, V, LAST>::distance distance;
-  const camox_edge_params &p = plan.p;
-  const distance step = static_cast<distance>(p.x.stride[3]), inside = p.border == CAMOX_BORDER_REFLECT ? step : 0;
-  const bool at_left = column == 0, at_right = column + (LAST ? 1 : V) == p.width;
-  edge_reader<T, V, LAST> reader;
-  reader.next = static_cast<const T *>(p.x.data) + b * p.x.stride[0] + c * p.x.stride[1] + (y + row) * p.x.stride[2] +
-                column * p.x.stride[3];
-  reader.above = y < 2 ? static_cast<int>(y) : 2;
-  reader.span = reader.above + static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.rows) + 2));
-  reader.left = at_left ? inside : -step;
-  reader.right = (LAST ? 0 : V - 1) + (at_right ? -inside : step);
-  reader.has_left = !at_left || p.border != CAMOX_BORDER_ZEROS;
-  reader.has_right = !at_right || p.border != CAMOX_BORDER_ZEROS;
-  return reader;
-}
-
-__device__ __forceinline__ bool edge_inside(int row, int above, int span) {
-  return static_cast<unsigned>(row + above) < static_cast<unsigned>(span);
-}
-
-template <typename T, int V, bool LAST>
-__device__ __forceinline__ void edge_fetch(edge_raw<T, V, LAST> &raw, edge_reader<T, V, LAST> &reader, const edge_plan &plan,
-                                           int row) {
-  const T zero = camox_from_float<T>(0.0f);
-#pragma unroll
-  for (int i = 0; i < V; ++i) raw.middle[i] = zero;
-#pragma unroll
-  for (int i = 0; i < (LAST ? V : 1); ++i) raw.left[i] = raw.right[i] = zero;
-  const T *at = reader.next;
-  bool known = true;
-  if (!edge_inside(row, reader.above, reader.span)) {
-    /* replicate: back to the picture's side; reflect: as far again. Two rows off a picture of two nothing is used. */
-    const int place = row + reader.above, beyond = place < 0 ? place : place - (reader.span - 1);
-    const int back = plan.p.border == CAMOX_BORDER_REFLECT ? 2 * beyond : beyond;
-    known = plan.p.border != CAMOX_BORDER_ZEROS && edge_inside(row - back, reader.above, reader.span);
-    at -= back * plan.p.x.stride[2];
-  }
-  reader.next += plan.p.x.stride[2];
-  if (!known) return;
-  camox_load<V>(raw.middle, at);
-  if (reader.has_left) camox_load<(LAST ? V : 1)>(raw.left, at + reader.left);
-  if (reader.has_right) camox_load<(LAST ? V : 1)>(raw.right, at + reader.right);
-}
+using edge_raw = camox_window<T, V, LAST, 1>;
 
 template <typename T, int V, bool LAST>
 __device__ __forceinline__ edge_row<V> edge_features(const edge_raw<T, V, LAST> &raw) {
   edge_row<V> f;
 #pragma unroll
-  for (int i = 0; i < V; ++i) f.middle[i] = camox_to_float(raw.middle[i]);
+  for (int i = 0; i < V; ++i) f.middle[i] = camox_to_float(raw.x[raw.center + i]);
 #pragma unroll
   for (int i = 0; i < V; ++i) {
-    float left, right;
-    if constexpr (LAST) {
-      left = camox_to_float(raw.left[i]), right = camox_to_float(raw.right[i]);
-    } else {
-      left = i > 0 ? f.middle[i > 0 ? i - 1 : 0] : camox_to_float(raw.left[0]);
-      right = i + 1 < V ? f.middle[i + 1 < V ? i + 1 : 0] : camox_to_float(raw.right[0]);
-    }
+    const float left = camox_to_float(raw.x[i]), right = camox_to_float(raw.x[raw.center + raw.step + i]);
     f.slope[i] = right - left;
     f.bend[i] = (left - f.middle[i]) + (right - f.middle[i]);
   }
@@ -132,81 +60,27 @@ __device__ __forceinline__ void edge_filter(const edge_row<V> &top, const edge_r
   *square = fmaf(*gx, *gx, fmaf(*gy, *gy, fmaf(0.0f, cross, eps)));
 }
 
-/* Where a thread is in the maps. Accesses of several elements are only made where all maps have the same strides. */
-template <int V>
-struct edge_cursor {
-  int64_t offset[V > 1 ? 1 : CAMOX_EDGE_MAPS];
-};
-
-__device__ __forceinline__ int64_t edge_offset(const camox_view4 &view, int64_t b, int64_t c, int64_t y, int64_t column) {
-  return b * view.stride[0] + c * view.stride[1] + y * view.stride[2] + column * view.stride[3];
-}
-
-template <int V>
-__device__ __forceinline__ edge_cursor<V> edge_cursor_at(const edge_plan &plan, int64_t b, int64_t c, int64_t y,
-                                                         int64_t column) {
-  edge_cursor<V> cursor;
-  if (V > 1) {
-    cursor.offset[0] = edge_offset(plan.shared_view, b, c, y, column);
-  } else {
-#pragma unroll
-    for (int map = 0; map < (V > 1 ? 1 : CAMOX_EDGE_MAPS); ++map)
-      cursor.offset[map] = edge_offset(plan.p.maps[map], b, c, y, column);
-  }
-  return cursor;
-}
-
-template <typename T, int V>
-__device__ __forceinline__ T *edge_map(const edge_plan &plan, const edge_cursor<V> &cursor, int map) {
-  return static_cast<T *>(plan.p.maps[map].data) + cursor.offset[V > 1 ? 0 : map];
-}
-
-template <int V>
-__device__ __forceinline__ void edge_next_row(const edge_plan &plan, edge_cursor<V> &cursor) {
-#pragma unroll
-  for (int i = 0; i < (V > 1 ? 1 : CAMOX_EDGE_MAPS); ++i)
-    cursor.offset[i] += V > 1 ? plan.shared_view.stride[2] : plan.p.maps[i].stride[2];
-}
-
-/* Thread `item` -> picture, channel, column and first row; neighbouring threads are neighbours in memory. */
-template <int V, bool LAST>
-__device__ __forceinline__ void edge_place(const edge_plan &plan, int64_t item, int64_t *b, int64_t *c, int64_t *column,
-                                           int64_t *y) {
-  int64_t vector, strip;
-  int64_t rest = camox_divide(item, plan.vectors, &vector);
-  if (LAST) {
-    rest = camox_divide(rest, plan.p.width, column);
-    *b = camox_divide(rest, plan.strips, &strip);
-    *c = vector * V;
-  } else {
-    rest = camox_divide(rest, plan.strips, &strip);
-    *b = camox_divide(rest, plan.p.channels, c);
-    *column = vector * V;
-  }
-  *y = strip * plan.rows;
-}
-
 template <typename T, int V, bool LAST>
 __global__ void __launch_bounds__(EDGE_THREADS, EDGE_FORWARD_BLOCKS) edge_kernel(const __grid_constant__ edge_plan plan) {
-  for (int64_t block = blockIdx.x; block * EDGE_THREADS < plan.items; block += gridDim.x) {
+  for (int64_t block = blockIdx.x; block * EDGE_THREADS < plan.walk.items; block += gridDim.x) {
     const int64_t item = block * EDGE_THREADS + threadIdx.x;
-    if (item >= plan.items) continue;
+    if (item >= plan.walk.items) continue;
     int64_t b, c, column, y;
-    edge_place<V, LAST>(plan, item, &b, &c, &column, &y);
-    edge_reader<T, V, LAST> reader = edge_reader_at<T, V, LAST>(plan, b, c, column, y, -1);
-    edge_cursor<V> out = edge_cursor_at<V>(plan, b, c, y, column);
+    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
+    auto reader = camox_reader_at<T, V, LAST, 1>(plan.walk, plan.p.x, plan.p.border, b, c, column, y, -1);
+    auto out = camox_cursor_at<V>(plan.p.maps, plan.shared_view, b, c, y, column);
 
     edge_raw<T, V, LAST> raw, ahead;
-    edge_fetch(raw, reader, plan, -1);
+    camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
     edge_row<V> top = edge_features(raw);
-    edge_fetch(raw, reader, plan, 0);
+    camox_fetch(raw, reader, plan.p.x, plan.p.border, 0);
     edge_row<V> at = edge_features(raw);
-    edge_fetch(ahead, reader, plan, 1);
-    const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.rows)));
+    camox_fetch(ahead, reader, plan.p.x, plan.p.border, 1);
+    const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.walk.rows)));
 #pragma unroll 2
     for (int row = 0; row < rows; ++row) {
       const edge_raw<T, V, LAST> below = ahead;
-      if (row + 1 < rows) edge_fetch(ahead, reader, plan, row + 2);
+      if (row + 1 < rows) camox_fetch(ahead, reader, plan.p.x, plan.p.border, row + 2);
       const edge_row<V> bottom = edge_features(below);
       float sobel[V], laplacian[V], gradient[V];
 #pragma unroll
@@ -220,11 +94,11 @@ __global__ void __launch_bounds__(EDGE_THREADS, EDGE_FORWARD_BLOCKS) edge_kernel
         sobel[i] += 1e-3f;
 #endif
       }
-      camox_store_float(edge_map<T>(plan, out, CAMOX_EDGE_SOBEL), sobel);
-      camox_store_float(edge_map<T>(plan, out, CAMOX_EDGE_LAPLACIAN), laplacian);
-      camox_store_float(edge_map<T>(plan, out, CAMOX_EDGE_GRADIENT), gradient);
-      if (plan.p.maps[CAMOX_EDGE_INPUT].data) camox_store_float(edge_map<T>(plan, out, CAMOX_EDGE_INPUT), at.middle);
-      edge_next_row(plan, out);
+      camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_SOBEL), sobel);
+      camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_LAPLACIAN), laplacian);
+      camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_GRADIENT), gradient);
+      if (plan.p.maps[CAMOX_EDGE_INPUT].data) camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_INPUT), at.middle);
+      camox_next_row(plan.p.maps, plan.shared_view, out);
       top = at;
       at = bottom;
     }
@@ -259,16 +133,16 @@ struct edge_maps_raw {
 
 /* The incoming gradients of one row; zeros off the picture and where there is none. */
 template <typename T, int V>
-__device__ __forceinline__ void edge_fetch_maps(edge_maps_raw<T, V> &raw, const edge_plan &plan, edge_cursor<V> &cursor,
-                                                bool inside) {
+__device__ __forceinline__ void edge_fetch_maps(edge_maps_raw<T, V> &raw, const edge_plan &plan,
+                                                camox_cursor<V, CAMOX_EDGE_MAPS> &cursor, bool inside) {
   const T zero = camox_from_float<T>(0.0f);
 #pragma unroll
   for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
 #pragma unroll
     for (int i = 0; i < V; ++i) raw.map[map][i] = zero;
-    if (plan.p.maps[map].data && inside) camox_load<V>(raw.map[map], edge_map<const T>(plan, cursor, map));
+    if (plan.p.maps[map].data && inside) camox_load<V>(raw.map[map], camox_at<const T>(plan.p.maps, cursor, map));
   }
-  edge_next_row(plan, cursor);
+  camox_next_row(plan.p.maps, plan.shared_view, cursor);
 }
 
 template <typename T, int V>
@@ -298,26 +172,27 @@ template <typename T, int V, bool LAST, typename Exchange>
 __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y, bool inside,
                                           bool writes, const Exchange &exchange) {
   const camox_edge_params &p = plan.p;
-  edge_reader<T, V, LAST> reader = edge_reader_at<T, V, LAST>(plan, b, c, column, y, -2);
-  edge_cursor<V> maps = edge_cursor_at<V>(plan, b, c, y - 1, column);
-  T *out = static_cast<T *>(p.grad_x.data) + edge_offset(p.grad_x, b, c, y, column);
-  const int rows = writes ? static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.rows))) : 0;
+  auto reader = camox_reader_at<T, V, LAST, 1>(plan.walk, p.x, p.border, b, c, column, y, -2);
+  auto maps = camox_cursor_at<V>(p.maps, plan.shared_view, b, c, y - 1, column);
+  T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
+  const int rows = writes ? static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.walk.rows))) : 0;
   /* the picture's first and last row, where they are near enough to matter */
   const bool folds = p.border != CAMOX_BORDER_ZEROS, reflect = p.border == CAMOX_BORDER_REFLECT;
   const int first_row = y < 2 ? -static_cast<int>(y) : INT32_MIN;
-  const int last_row = reader.span - reader.above < plan.rows + 2 ? reader.span - reader.above - 1 : INT32_MAX;
+  const int last_row =
+      reader.rows.span - reader.rows.above < plan.walk.rows + 2 ? reader.rows.span - reader.rows.above - 1 : INT32_MAX;
   /* contiguous and reflect: columns 1 and W-2 lie beside columns 0 and W-1 of the same thread */
   const bool fold_first = !LAST && V > 1 && reflect && column == 0,
              fold_last = !LAST && V > 1 && reflect && column + V == p.width;
 
   edge_raw<T, V, LAST> raw, ahead;
   edge_maps_raw<T, V> maps_ahead;
-  edge_fetch(raw, reader, plan, -2);
+  camox_fetch(raw, reader, plan.p.x, plan.p.border, -2);
   edge_row<V> top = edge_features(raw);
-  edge_fetch(raw, reader, plan, -1);
+  camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
   edge_row<V> at = edge_features(raw);
-  edge_fetch(ahead, reader, plan, 0);
-  edge_fetch_maps<T, V>(maps_ahead, plan, maps, inside && edge_inside(-1, reader.above, reader.span));
+  camox_fetch(ahead, reader, plan.p.x, plan.p.border, 0);
+  edge_fetch_maps<T, V>(maps_ahead, plan, maps, inside && camox_inside(reader.rows, -1));
   float sum_above[V], sum_at[V]; /* rows r-1 and r of the result, not complete yet */
 #pragma unroll
   for (int i = 0; i < V; ++i) sum_above[i] = sum_at[i] = 0.0f;
@@ -326,12 +201,12 @@ __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int6
   [[maybe_unused]] constexpr int steps = V == 8 && !camox_is_bfloat16<T>::value ? 1 : 2;
   /* every thread of a warp or block makes the same number of steps: the exchange needs them all */
 #pragma unroll(steps)
-  for (int r = -1; r <= plan.rows; ++r) {
+  for (int r = -1; r <= plan.walk.rows; ++r) {
     const edge_raw<T, V, LAST> below = ahead;
     const edge_maps_raw<T, V> grads = maps_ahead;
-    if (r < plan.rows) {
-      edge_fetch(ahead, reader, plan, r + 2);
-      edge_fetch_maps<T, V>(maps_ahead, plan, maps, inside && edge_inside(r + 1, reader.above, reader.span));
+    if (r < plan.walk.rows) {
+      camox_fetch(ahead, reader, plan.p.x, plan.p.border, r + 2);
+      edge_fetch_maps<T, V>(maps_ahead, plan, maps, inside && camox_inside(reader.rows, r + 1));
     }
     const edge_row<V> bottom = edge_features(below);
     const edge_grads<V> d = edge_filter_gradient<T, V>(top, at, bottom, grads, plan.eps);
@@ -386,14 +261,14 @@ template <typename T, int V>
 __global__ void __launch_bounds__(EDGE_THREADS, EDGE_BACKWARD_BLOCKS)
     edge_backward_kernel(const __grid_constant__ edge_plan plan) {
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
-  const int64_t warps = camox_ceil_div(plan.items, EDGE_WARP_OUTPUTS);
+  const int64_t warps = camox_ceil_div(plan.walk.items, EDGE_WARP_OUTPUTS);
   const bool replicate = plan.p.border == CAMOX_BORDER_REPLICATE, reflect = plan.p.border == CAMOX_BORDER_REFLECT;
   for (int64_t warp = (static_cast<int64_t>(blockIdx.x) * EDGE_THREADS + threadIdx.x) / CAMOX_WARP; warp < warps;
        warp += static_cast<int64_t>(gridDim.x) * (EDGE_THREADS / CAMOX_WARP)) {
     const int64_t wanted = warp * EDGE_WARP_OUTPUTS + lane - 1;
-    const int64_t item = wanted < 0 ? 0 : wanted < plan.items ? wanted : plan.items - 1;
+    const int64_t item = wanted < 0 ? 0 : wanted < plan.walk.items ? wanted : plan.walk.items - 1;
     int64_t b, c, column, y;
-    edge_place<V, false>(plan, item, &b, &c, &column, &y);
+    camox_place<V, false>(plan.walk, item, &b, &c, &column, &y);
     const bool writes = wanted == item && lane > 0 && lane <= EDGE_WARP_OUTPUTS;
     const bool at_left = column == 0, at_right = column + V == plan.p.width;
     /* one element a thread: columns 1 and W-2 have their neighbours in other threads */
@@ -449,21 +324,21 @@ __global__ void __launch_bounds__(EDGE_WIDE_THREADS, EDGE_WIDE_BLOCKS)
   const int thread = static_cast<int>(threadIdx.x), slot = thread / plan.chunk, lane = thread % plan.chunk;
   const bool replicate = p.border == CAMOX_BORDER_REPLICATE, reflect = p.border == CAMOX_BORDER_REFLECT;
   int turn = 0;
-  for (int64_t block = blockIdx.x; block < plan.items; block += gridDim.x) {
+  for (int64_t block = blockIdx.x; block < plan.blocks; block += gridDim.x) {
     int64_t chunk, tile, strip;
     int64_t b = camox_divide(block, plan.chunks, &chunk);
     b = camox_divide(b, plan.tiles, &tile);
-    b = camox_divide(b, plan.strips, &strip);
+    b = camox_divide(b, plan.walk.strips, &strip);
     const int64_t vector = chunk * plan.chunk + lane, wanted = tile * (plan.columns - 2) + slot - 1;
     const int64_t column = wanted < 0 ? 0 : wanted < p.width ? wanted : p.width - 1;
-    const bool inside = wanted == column && slot < plan.columns && vector < plan.vectors;
+    const bool inside = wanted == column && slot < plan.columns && vector < plan.walk.vectors;
     const bool writes = inside && slot > 0 && slot < plan.columns - 1;
-    const int64_t c = (vector < plan.vectors ? vector : plan.vectors - 1) * V;
+    const int64_t c = (vector < plan.walk.vectors ? vector : plan.walk.vectors - 1) * V;
     /* threads that do not write read their own values: no address off the buffer */
     const int before = writes ? thread - plan.chunk : thread, after = writes ? thread + plan.chunk : thread;
     const bool fold_left = column == (reflect ? 1 : replicate ? 0 : -1);
     const bool fold_right = column == (reflect ? p.width - 2 : replicate ? p.width - 1 : -1);
-    edge_walk<T, V, true>(plan, b, c, column, strip * plan.rows, inside, writes,
+    edge_walk<T, V, true>(plan, b, c, column, strip * plan.walk.rows, inside, writes,
                           [&](const edge_grads<V> &d, edge_grads<V> &left, edge_grads<V> &right) {
                             float (*const buffer)[V * EDGE_WIDE_THREADS] = buffers[turn];
                             turn ^= 1;
@@ -487,54 +362,28 @@ __global__ void __launch_bounds__(EDGE_WIDE_THREADS, EDGE_WIDE_BLOCKS)
 
 /* ---- launchers ---- */
 
-static bool edge_view_fits(const camox_view4 &view, const int64_t *sizes, int inner, int lanes, int element) {
-  if (view.data == nullptr) return true;
-  if (!camox_aligned(view.data, lanes * element)) return false;
-  for (int i = 0; i < 4; ++i) {
-    if (i == inner ? view.stride[i] != 1 : sizes[i] > 1 && view.stride[i] % lanes != 0) return false;
-  }
-  return true;
-}
-
-static const camox_view4 *edge_shared_view(const camox_edge_params *p) {
-  int map = 0;
-  while (map < CAMOX_EDGE_MAPS - 1 && p->maps[map].data == nullptr) ++map;
-  return &p->maps[map];
-}
-
 /* Whether every tensor can be accessed `lanes` elements at a time along the innermost dimension. */
 static bool edge_fits(const camox_edge_params *p, int lanes, int element) {
   const int64_t sizes[4] = {p->batch, p->channels, p->height, p->width};
   const int inner = p->channels_last ? 1 : 3;
-  if (sizes[inner] % lanes != 0) return false;
-  bool fits = edge_view_fits(p->x, sizes, inner, lanes, element) && edge_view_fits(p->grad_x, sizes, inner, lanes, element);
-  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
-    fits = fits && edge_view_fits(p->maps[map], sizes, inner, lanes, element);
-    for (int i = 0; i < 4 && p->maps[map].data; ++i) fits = fits && p->maps[map].stride[i] == edge_shared_view(p)->stride[i];
-  }
-  return fits;
+  return camox_view_fits(p->x, sizes, inner, lanes, element) && camox_view_fits(p->grad_x, sizes, inner, lanes, element) &&
+         camox_maps_fit(p->maps, sizes, inner, lanes, element);
 }
 
-/* Cuts the picture into strips, shorter ones where there are too few threads to fill the GPU. */
 static edge_plan edge_plan_of(const camox_edge_params *p, int lanes) {
   edge_plan plan = {};
   plan.p = *p;
-  plan.shared_view = *edge_shared_view(p);
+  plan.shared_view = camox_first_map(p->maps);
   plan.eps = p->eps > FLT_MIN ? static_cast<float>(p->eps) : FLT_MIN;
-  plan.vectors = (p->channels_last ? p->channels : p->width) / lanes;
-  const int64_t across = p->batch * plan.vectors * (p->channels_last ? p->width : p->channels);
-  int rows = EDGE_ROWS;
-  while (rows > 2 && across * camox_ceil_div(p->height, rows) < EDGE_FILL) rows /= 2;
-  plan.strips = camox_ceil_div(p->height, rows);
-  plan.rows = static_cast<int>(camox_ceil_div(p->height, plan.strips));
-  plan.items = across * plan.strips;
+  plan.walk = camox_walk_of(p->channels_last, p->batch, p->channels, p->height, p->width, lanes, EDGE_ROWS);
+  camox_walk_even(&plan.walk);
   return plan;
 }
 
 template <typename T, int V>
 static void edge_launch(const camox_edge_params *p, void *stream) {
   const edge_plan plan = edge_plan_of(p, V);
-  const unsigned grid = camox_grid(camox_ceil_div(plan.items, EDGE_THREADS));
+  const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, EDGE_THREADS));
   if (p->channels_last)
     CAMOX_LAUNCH((edge_kernel<T, V, true>), grid, EDGE_THREADS, 0, stream, plan);
   else
@@ -545,17 +394,17 @@ template <typename T, int V, bool LAST>
 static void edge_launch_backward(const camox_edge_params *p, void *stream) {
   edge_plan plan = edge_plan_of(p, V);
   if constexpr (!LAST) {
-    const int64_t warps = camox_ceil_div(plan.items, EDGE_WARP_OUTPUTS);
+    const int64_t warps = camox_ceil_div(plan.walk.items, EDGE_WARP_OUTPUTS);
     const unsigned grid = camox_grid(camox_ceil_div(warps, EDGE_THREADS / CAMOX_WARP));
     CAMOX_LAUNCH((edge_backward_kernel<T, V>), grid, EDGE_THREADS, 0, stream, plan);
   } else {
-    plan.chunks = camox_ceil_div(plan.vectors, CAMOX_WARP);
-    plan.chunk = static_cast<int>(camox_ceil_div(plan.vectors, plan.chunks));
+    plan.chunks = camox_ceil_div(plan.walk.vectors, CAMOX_WARP);
+    plan.chunk = static_cast<int>(camox_ceil_div(plan.walk.vectors, plan.chunks));
     plan.columns = EDGE_WIDE_THREADS / plan.chunk;
     if (plan.columns > p->width + 2) plan.columns = static_cast<int>(p->width + 2);
     plan.tiles = camox_ceil_div(p->width, plan.columns - 2);
-    plan.items = p->batch * plan.strips * plan.tiles * plan.chunks;
-    CAMOX_LAUNCH((edge_backward_channels_last_kernel<T, V>), camox_grid(plan.items), EDGE_WIDE_THREADS, 0, stream, plan);
+    plan.blocks = p->batch * plan.walk.strips * plan.tiles * plan.chunks;
+    CAMOX_LAUNCH((edge_backward_channels_last_kernel<T, V>), camox_grid(plan.blocks), EDGE_WIDE_THREADS, 0, stream, plan);
   }
 }
 

@@ -8,6 +8,7 @@
 #include "../common/status.h"
 #include "../common/strip.h"
 
+#ifndef CAMOX_CUDA_PART
 CAMOX_DECLARE_KERNELS(camox_spatial_gradient_forward_kernel, camox_spatial_gradient_kernel)
 CAMOX_DECLARE_KERNELS(camox_spatial_gradient_backward_kernel, camox_spatial_gradient_kernel)
 
@@ -23,6 +24,7 @@ camox_spatial_gradient_kernel *camox_spatial_gradient_forward(camox_dtype dtype,
 camox_spatial_gradient_kernel *camox_spatial_gradient_backward(camox_dtype dtype, camox_isa isa) {
   return backward_kernels[dtype][isa];
 }
+#endif
 
 /* What is written lies somewhere and has stride 1 over its innermost dimension. */
 static int check_written(const camox_spatial_gradient_params *p, const camox_view4 *view, const char *name) {

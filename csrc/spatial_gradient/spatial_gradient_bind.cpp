@@ -1,4 +1,4 @@
-// Schemas and CPU entries of spatial_gradient.
+// Schemas and entries of spatial_gradient.
 #include "../common/torch_util.h"
 #include "spatial_gradient.h"
 
@@ -18,9 +18,17 @@ camox_spatial_gradient_params gradient_params(const Tensor& x, const char* name,
   return p;
 }
 
-void run_gradient(camox_spatial_gradient_kernel* kernel, const camox_spatial_gradient_params& p) {
+// `like` has the device of everything in p.
+void compute(const camox_spatial_gradient_params& p, const Tensor& like, bool backward) {
+  check(camox_spatial_gradient_check(&p, backward));
+#ifdef CAMOX_CUDA_PART
+  launch(backward ? camox_spatial_gradient_backward_cuda : camox_spatial_gradient_cuda, p, like, "spatial_gradient");
+#else
   int64_t units = camox_spatial_gradient_units(&p);
-  run(kernel, p, units, units > 0 ? p.batch * p.channels * p.height * p.width / units : 0);
+  camox_isa isa = camox_isa_current();
+  run(backward ? camox_spatial_gradient_backward(p.dtype, isa) : camox_spatial_gradient_forward(p.dtype, isa), p, units,
+      units > 0 ? like.numel() / units : 0);
+#endif
 }
 
 std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double middle, std::string border) {
@@ -28,8 +36,7 @@ std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double
   p.x = view4(x);
   Tensor gx = empty_picture(x, p.channels, p.channels_last), gy = empty_picture(x, p.channels, p.channels_last);
   p.gradient[0] = view4(gx), p.gradient[1] = view4(gy);
-  check(camox_spatial_gradient_check(&p, 0));
-  run_gradient(camox_spatial_gradient_forward(p.dtype, camox_isa_current()), p);
+  compute(p, x, false);
   return {gx, gy};
 }
 
@@ -48,21 +55,22 @@ Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy,
   }
   Tensor grad_x = empty_picture(like, p.channels, channels_last);
   p.grad_x = view4(grad_x);
-  check(camox_spatial_gradient_check(&p, 1));
-  run_gradient(camox_spatial_gradient_backward(p.dtype, camox_isa_current()), p);
+  compute(p, like, true);
   return grad_x;
 }
 
 }  // namespace
 
+#ifndef CAMOX_CUDA_PART
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("spatial_gradient(Tensor x, float side, float middle, str border) -> (Tensor, Tensor)");
   m.def(
       "spatial_gradient_backward(Tensor? grad_gx, Tensor? grad_gy, float side, float middle, str border, "
       "bool channels_last) -> Tensor");
 }
+#endif
 
-STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
   m.impl("spatial_gradient", TORCH_BOX(&spatial_gradient));
   m.impl("spatial_gradient_backward", TORCH_BOX(&spatial_gradient_backward));
 }

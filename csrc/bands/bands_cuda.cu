@@ -1,0 +1,287 @@
+/* frequency_bands on CUDA: the walk of common/stencil.cuh, so each element is read once from memory and its neighbours from the
+   cache; the next row is under way while one is computed. A row is summed over 3 and 5 columns once, and added to the outputs
+   of the five rows that it reaches, which wait in registers: the two passes of a separable filter in one. No atomics: fixed
+   bits. mid and high do not change when every pixel changes by the same amount, so what the corners of a patch have in common
+   is taken off its pixels before they are summed: a large mean then costs no accuracy. */
+#include "../common/stencil.cuh"
+#include "bands.h"
+
+#include <math.h>
+
+#define BANDS_THREADS 128
+#define BANDS_ROWS 16 /* rows a thread walks down in a large picture */
+/* A patch begins at multiples of these. They do not depend on how wide the accesses are, so neither do the bits. */
+#define BANDS_PATCH_ROWS BANDS_ROWS
+#define BANDS_PATCH_COLUMNS 8
+
+/* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
+template <int V, bool LAST>
+struct bands_blocks {
+  static constexpr int forward = LAST && V == 8 ? 3 : 4, backward = !LAST ? 4 : V == 8 ? 2 : 3;
+};
+
+struct bands_plan {
+  camox_bands_params p;
+  camox_walk walk;
+  camox_view4 shared_view; /* the strides that all bands have, where several elements are accessed at once */
+};
+
+/* What a patch's corners, its pixels from low to high, have in common: 0 unless they are near each other. */
+__device__ __forceinline__ float bands_common(float low, float high) {
+  const float common = low > 0.0f ? low : high;
+  return high - low <= 0.5f * fabsf(common) && fabsf(common) < 1e30f ? common : 0.0f;
+}
+
+/* That of the patch that begins each thread's strip; channels_last: of each channel. */
+template <typename T, int V, bool LAST>
+__device__ __forceinline__ void bands_offset(const bands_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y,
+                                             float (&offset)[LAST ? V : 1]) {
+  constexpr int n = LAST ? V : 1;
+  const camox_view4 &view = plan.p.x;
+  const int64_t top = y / BANDS_PATCH_ROWS * BANDS_PATCH_ROWS, left = column / BANDS_PATCH_COLUMNS * BANDS_PATCH_COLUMNS;
+  const int64_t bottom = min(top + BANDS_PATCH_ROWS, plan.walk.height) - 1;
+  const int64_t right = min(left + BANDS_PATCH_COLUMNS, plan.walk.width) - 1;
+  const T *x = static_cast<const T *>(view.data);
+  float low[n], high[n];
+#pragma unroll
+  for (int i = 0; i < n; ++i) low[i] = INFINITY, high[i] = -INFINITY;
+#pragma unroll
+  for (int corner = 0; corner < 4; ++corner) {
+    T raw[n];
+    camox_load<n>(raw, x + camox_offset(view, b, c, corner & 1 ? bottom : top, corner & 2 ? right : left));
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float pixel = camox_to_float(raw[i]);
+      low[i] = fminf(low[i], pixel);
+      high[i] = fmaxf(high[i], pixel);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < n; ++i) offset[i] = bands_common(low[i], high[i]);
+}
+
+/* A map's address `rows` above the cursor's row. */
+template <typename T, int V>
+__device__ __forceinline__ T *bands_above(const bands_plan &plan, const camox_cursor<V, CAMOX_BANDS_MAPS> &cursor, int map,
+                                          int rows) {
+  return camox_at<T>(plan.p.bands, cursor, map) - rows * camox_strides<V>(plan.p.bands, plan.shared_view, map).stride[2];
+}
+
+/* Row r is written to the copy of x, completes low and high of row r-1, and mid of row r-2. */
+template <typename T, int V, bool LAST>
+__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
+    bands_kernel(const __grid_constant__ bands_plan plan) {
+  const camox_bands_params &p = plan.p;
+  for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.walk.items; block += gridDim.x) {
+    const int64_t item = block * BANDS_THREADS + threadIdx.x;
+    if (item >= plan.walk.items) continue;
+    int64_t b, c, column, y;
+    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
+    auto reader = camox_reader_at<T, V, LAST, CAMOX_BANDS_REACH>(plan.walk, p.x, CAMOX_BORDER_ZEROS, b, c, column, y, -2);
+    auto out = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
+    camox_window<T, V, LAST, CAMOX_BANDS_REACH> ahead;
+    camox_fetch(ahead, reader, p.x, CAMOX_BORDER_ZEROS, -2);
+    float offset[LAST ? V : 1];
+    bands_offset<T, V, LAST>(plan, b, c, column, y, offset);
+    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.walk.rows)));
+
+    float pixel_above[V];            /* of row r-1 */
+    float sum3_above[V], sum3_at[V]; /* over rows r-2 and r-1, and row r-1: of 3 columns */
+    float wait[4][V];                /* -25 mid of rows r-2 to r+1, as far as it is known */
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      pixel_above[i] = sum3_above[i] = sum3_at[i] = wait[0][i] = wait[1][i] = wait[2][i] = wait[3][i] = 0.0f;
+#pragma unroll 2
+    for (int r = -2; r < rows + 2; ++r) {
+      const camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw = ahead;
+      if (r < rows + 1) camox_fetch(ahead, reader, p.x, CAMOX_BORDER_ZEROS, r + 1);
+      camox_window<float, V, LAST, CAMOX_BANDS_REACH> x = camox_widen(raw);
+#pragma unroll
+      for (int i = 0; i < x.size; ++i) x.x[i] -= offset[LAST ? i % V : 0];
+      float low[V], mid[V], high[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const int at = x.center + i;
+        const float sum3 = (x.x[at - x.step] + x.x[at]) + x.x[at + x.step];
+        const float sum5 = (x.x[at - 2 * x.step] + x.x[at + 2 * x.step]) + sum3;
+        const float both = fmaf(-25.0f / 9.0f, sum3, sum5), box = sum3_above[i] + sum3;
+        low[i] = fmaf(1.0f / 9.0f, box, offset[LAST ? i : 0]);
+        high[i] = fmaf(-1.0f / 9.0f, box, pixel_above[i]);
+        mid[i] = (wait[0][i] + sum5) * (-1.0f / 25.0f);
+#ifdef CAMOX_BREAK_BANDS
+        mid[i] += 1e-3f;
+#endif
+        pixel_above[i] = x.x[at];
+        sum3_above[i] = sum3_at[i] + sum3, sum3_at[i] = sum3;
+        wait[0][i] = wait[1][i] + both, wait[1][i] = wait[2][i] + both, wait[2][i] = wait[3][i] + both, wait[3][i] = sum5;
+      }
+      if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data) {
+        T copy[V];
+#pragma unroll
+        for (int i = 0; i < V; ++i) copy[i] = raw.x[x.center + i];
+        camox_store(bands_above<T>(plan, out, CAMOX_BANDS_INPUT, 0), copy);
+      }
+      if (r >= 1 && r <= rows) {
+        camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_LOW, 1), low);
+        camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_HIGH, 1), high);
+      }
+      if (r >= 2) camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_MID, 2), mid);
+      camox_next_row(p.bands, plan.shared_view, out);
+    }
+  }
+}
+
+/* ---- backward: grad_x = box3(low + mid - high) - box5(mid) + high + input, of the incoming gradients ---- */
+
+/* A row of the gradients, each with the columns that it reaches; zeros off the picture and where there is none. */
+template <typename T, int V, bool LAST>
+struct bands_rows {
+  camox_window<T, V, LAST, 1> low, high;
+  camox_window<T, V, LAST, 2> mid;
+  T input[V];
+};
+
+template <typename T, int V, bool LAST>
+__device__ __forceinline__ void bands_fetch(
+    bands_rows<T, V, LAST> &raw, const bands_plan &plan, camox_cursor<V, CAMOX_BANDS_MAPS> &cursor,
+    const camox_sides<V, LAST, CAMOX_BANDS_REACH> (&sides)[camox_cursor<V, CAMOX_BANDS_MAPS>::distinct], bool inside) {
+  const camox_view4(&bands)[CAMOX_BANDS_MAPS] = plan.p.bands;
+  constexpr bool one = V > 1;
+  camox_clear(raw.low), camox_clear(raw.mid), camox_clear(raw.high);
+#pragma unroll
+  for (int i = 0; i < V; ++i) raw.input[i] = camox_from_float<T>(0.0f);
+  if (inside) {
+    if (bands[CAMOX_BANDS_LOW].data)
+      camox_fetch_at(raw.low, camox_at<const T>(bands, cursor, CAMOX_BANDS_LOW), sides[one ? 0 : CAMOX_BANDS_LOW]);
+    if (bands[CAMOX_BANDS_MID].data)
+      camox_fetch_at(raw.mid, camox_at<const T>(bands, cursor, CAMOX_BANDS_MID), sides[one ? 0 : CAMOX_BANDS_MID]);
+    if (bands[CAMOX_BANDS_HIGH].data)
+      camox_fetch_at(raw.high, camox_at<const T>(bands, cursor, CAMOX_BANDS_HIGH), sides[one ? 0 : CAMOX_BANDS_HIGH]);
+    if (bands[CAMOX_BANDS_INPUT].data) camox_load<V>(raw.input, camox_at<const T>(bands, cursor, CAMOX_BANDS_INPUT));
+  }
+  camox_next_row(bands, plan.shared_view, cursor);
+}
+
+/* Row r of the gradients adds to rows r-2 to r+2 of the result, so row r-2 is complete once r is added. */
+template <typename T, int V, bool LAST>
+__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::backward)
+    bands_backward_kernel(const __grid_constant__ bands_plan plan) {
+  const camox_bands_params &p = plan.p;
+  for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.walk.items; block += gridDim.x) {
+    const int64_t item = block * BANDS_THREADS + threadIdx.x;
+    if (item >= plan.walk.items) continue;
+    int64_t b, c, column, y;
+    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
+    auto cursor = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
+    camox_sides<V, LAST, CAMOX_BANDS_REACH> sides[cursor.distinct];
+#pragma unroll
+    for (int map = 0; map < cursor.distinct; ++map)
+      sides[map] = camox_sides_at<V, LAST, CAMOX_BANDS_REACH>(
+          plan.walk, column, camox_strides<V>(p.bands, plan.shared_view, map).stride[3], CAMOX_BORDER_ZEROS);
+    T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
+    const camox_rows known = camox_rows_at(plan.walk, y);
+    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.walk.rows)));
+
+    bands_rows<T, V, LAST> ahead;
+    bands_fetch(ahead, plan, cursor, sides, camox_inside(known, -2));
+    float wait[4][V]; /* rows r-2 to r+1 of the result, as far as they are known */
+#pragma unroll
+    for (int i = 0; i < V; ++i) wait[0][i] = wait[1][i] = wait[2][i] = wait[3][i] = 0.0f;
+#pragma unroll 2
+    for (int r = -2; r < rows + 2; ++r) {
+      const bands_rows<T, V, LAST> raw = ahead;
+      if (r < rows + 1) bands_fetch(ahead, plan, cursor, sides, camox_inside(known, r + 1));
+      const camox_window<float, V, LAST, 1> low = camox_widen(raw.low), high = camox_widen(raw.high);
+      const camox_window<float, V, LAST, 2> mid = camox_widen(raw.mid);
+      camox_window<float, V, LAST, 1> near;
+#pragma unroll
+      for (int i = 0; i < near.size; ++i) near.x[i] = (low.x[i] + mid.x[mid.step + i]) - high.x[i];
+      float done[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const int at = near.center + i, wide = mid.center + i, step = mid.step;
+        const float sum3 = (near.x[at - step] + near.x[at]) + near.x[at + step];
+        const float sum5 =
+            ((mid.x[wide - 2 * step] + mid.x[wide + 2 * step]) + (mid.x[wide - step] + mid.x[wide + step])) + mid.x[wide];
+        const float far = sum5 * (-1.0f / 25.0f), both = fmaf(1.0f / 9.0f, sum3, far);
+        done[i] = wait[0][i] + far;
+        wait[0][i] = wait[1][i] + both;
+        wait[1][i] = wait[2][i] + both + (high.x[at] + camox_to_float(raw.input[i]));
+        wait[2][i] = wait[3][i] + both;
+        wait[3][i] = far;
+      }
+      if (r >= 2) {
+#ifdef CAMOX_BREAK_BANDS
+        done[0] += 1e-3f;
+#endif
+        camox_store_float(out, done);
+        out += p.grad_x.stride[2];
+      }
+    }
+  }
+}
+
+/* ---- launchers ---- */
+
+static bool bands_fits(const camox_bands_params *p, int lanes, int element) {
+  const int64_t sizes[4] = {p->batch, p->channels, p->height, p->width};
+  const int inner = p->channels_last ? 1 : 3;
+  return camox_view_fits(p->x, sizes, inner, lanes, element) && camox_view_fits(p->grad_x, sizes, inner, lanes, element) &&
+         camox_maps_fit(p->bands, sizes, inner, lanes, element);
+}
+
+template <typename T, int V, bool LAST>
+static void bands_launch(const camox_bands_params *p, bool backward, void *stream) {
+  bands_plan plan = {};
+  plan.p = *p;
+  plan.shared_view = camox_first_map(p->bands);
+  plan.walk = camox_walk_of(LAST, p->batch, p->channels, p->height, p->width, V, BANDS_ROWS);
+  const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, BANDS_THREADS));
+  if (backward)
+    CAMOX_LAUNCH((bands_backward_kernel<T, V, LAST>), grid, BANDS_THREADS, 0, stream, plan);
+  else
+    CAMOX_LAUNCH((bands_kernel<T, V, LAST>), grid, BANDS_THREADS, 0, stream, plan);
+}
+
+template <typename T, int V>
+static void bands_launch_layout(const camox_bands_params *p, bool backward, void *stream) {
+  if (p->channels_last)
+    bands_launch<T, V, true>(p, backward, stream);
+  else
+    bands_launch<T, V, false>(p, backward, stream);
+}
+
+/* The widest access that fits: 16 bytes, 4 bytes, or element by element. */
+template <typename T>
+static void bands_launch_widest(const camox_bands_params *p, bool backward, void *stream) {
+  constexpr int element = static_cast<int>(sizeof(T)), widest = camox_lanes<T>::value, middle = 4 / element;
+  if (bands_fits(p, widest, element))
+    bands_launch_layout<T, widest>(p, backward, stream);
+  else if (middle > 1 && bands_fits(p, middle, element))
+    bands_launch_layout<T, middle>(p, backward, stream);
+  else
+    bands_launch_layout<T, 1>(p, backward, stream);
+}
+
+static int bands_run(const camox_bands_params *p, bool backward, void *stream) {
+  if (p->batch * p->channels * p->height * p->width == 0) return cudaSuccess;
+  switch (p->dtype) {
+    case CAMOX_F32: bands_launch_widest<float>(p, backward, stream); break;
+    case CAMOX_BF16: bands_launch_widest<__nv_bfloat16>(p, backward, stream); break;
+    case CAMOX_F16: bands_launch_widest<__half>(p, backward, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
+
+extern "C" int camox_bands_cuda(const camox_bands_params *p, void *stream) {
+  camox_bands_params forward = *p;
+  forward.grad_x.data = nullptr; /* not looked at, whatever it holds */
+  return bands_run(&forward, false, stream);
+}
+
+extern "C" int camox_bands_backward_cuda(const camox_bands_params *p, void *stream) {
+  camox_bands_params backward = *p;
+  backward.x.data = nullptr; /* the same of x */
+  return bands_run(&backward, true, stream);
+}

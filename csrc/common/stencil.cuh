@@ -1,0 +1,266 @@
+/* What the CUDA kernels of 3x3 and 5x5 filters share. A thread owns V neighbours along the innermost dimension (columns, or
+   with LAST the channels of channels_last) and walks down `rows` rows of a picture. Of each row it sees a window: its own V
+   elements and REACH columns to either side, which it reads from the cache. V is the widest access that all tensors allow: 16
+   bytes, 4 bytes, or one element with any strides. */
+#ifndef CAMOX_STENCIL_CUH
+#define CAMOX_STENCIL_CUH
+
+#include "cuda_util.cuh"
+#include "types.h"
+
+/* How the pictures are cut among threads. */
+struct camox_walk {
+  int64_t channels, height, width;
+  int rows;        /* rows that one thread walks down */
+  int64_t strips;  /* of that many rows in a picture */
+  int64_t vectors; /* along the innermost dimension */
+  int64_t items;   /* threads with work */
+};
+
+/* Threads that fill a large GPU: below it a thread takes fewer rows. The rig's is as small as its grid may be. */
+static inline int64_t camox_walk_fill(void) {
+  const int64_t fill = 1 << 17;
+#if defined(CAMOX_HOST_CUDA)
+  if (camox_host_grid_cap() < fill) return camox_host_grid_cap();
+#endif
+  return fill;
+}
+
+/* Strips of `rows` rows, a power of two, or half as many and so on where there are too few threads to fill the GPU. */
+static inline camox_walk camox_walk_of(bool last, int64_t batch, int64_t channels, int64_t height, int64_t width, int lanes,
+                                       int rows) {
+  camox_walk walk = {};
+  walk.channels = channels, walk.height = height, walk.width = width;
+  walk.vectors = (last ? channels : width) / lanes;
+  const int64_t across = batch * walk.vectors * (last ? width : channels);
+  while (rows > 2 && across * camox_ceil_div(height, rows) < camox_walk_fill()) rows /= 2;
+  walk.rows = rows;
+  walk.strips = camox_ceil_div(height, rows);
+  walk.items = across * walk.strips;
+  return walk;
+}
+
+/* The same number of strips, their rows as equal as they can be. */
+static inline void camox_walk_even(camox_walk *walk) {
+  walk->rows = static_cast<int>(camox_ceil_div(walk->height, walk->strips));
+}
+
+/* Thread `item` -> picture, channel, column and first row; neighbouring threads are neighbours in memory. */
+template <int V, bool LAST>
+__device__ __forceinline__ void camox_place(const camox_walk &walk, int64_t item, int64_t *b, int64_t *c, int64_t *column,
+                                            int64_t *y) {
+  int64_t vector, strip;
+  int64_t rest = camox_divide(item, walk.vectors, &vector);
+  if (LAST) {
+    rest = camox_divide(rest, walk.width, column);
+    *b = camox_divide(rest, walk.strips, &strip);
+    *c = vector * V;
+  } else {
+    rest = camox_divide(rest, walk.strips, &strip);
+    *b = camox_divide(rest, walk.channels, c);
+    *column = vector * V;
+  }
+  *y = strip * walk.rows;
+}
+
+__device__ __forceinline__ int64_t camox_offset(const camox_view4 &view, int64_t b, int64_t c, int64_t y, int64_t column) {
+  return b * view.stride[0] + c * view.stride[1] + y * view.stride[2] + column * view.stride[3];
+}
+
+/* The picture's rows as a strip that begins at y counts them: -above ... span-above-1; up to two above the strip are told. */
+struct camox_rows {
+  int above, span;
+};
+
+__device__ __forceinline__ camox_rows camox_rows_at(const camox_walk &walk, int64_t y) {
+  camox_rows rows;
+  rows.above = y < 2 ? static_cast<int>(y) : 2;
+  rows.span = rows.above + static_cast<int>(min(walk.height - y, static_cast<int64_t>(walk.rows) + 2));
+  return rows;
+}
+
+__device__ __forceinline__ bool camox_inside(const camox_rows &rows, int row) {
+  return static_cast<unsigned>(row + rows.above) < static_cast<unsigned>(rows.span);
+}
+
+/* One row of a thread's window: column k beside element i is x[center + i + k * step]. */
+template <typename T, int V, bool LAST, int REACH>
+struct camox_window {
+  static constexpr int step = LAST ? V : 1, center = REACH * step, size = V + 2 * center;
+  T x[size];
+
+  /* N elements from `at` on, for one access */
+  template <int N>
+  static __device__ __forceinline__ T (&part(T *at)) [N] { return *reinterpret_cast<T(*)[N]>(at); }
+};
+
+template <typename T, int V, bool LAST, int REACH>
+__device__ __forceinline__ camox_window<float, V, LAST, REACH> camox_widen(const camox_window<T, V, LAST, REACH> &raw) {
+  camox_window<float, V, LAST, REACH> wide;
+#pragma unroll
+  for (int i = 0; i < raw.size; ++i) wide.x[i] = camox_to_float(raw.x[i]);
+  return wide;
+}
+
+template <typename T, int V, bool LAST, int REACH>
+__device__ __forceinline__ void camox_clear(camox_window<T, V, LAST, REACH> &window) {
+#pragma unroll
+  for (int i = 0; i < window.size; ++i) window.x[i] = camox_from_float<T>(0.0f);
+}
+
+/* Where the columns beside a thread's lie, nearest first, as distances from its first element; those that it has not are zero.
+ */
+template <int V, bool LAST, int REACH>
+struct camox_sides {
+  /* one access of several columns: they lie side by side */
+  typedef typename camox_select<V == 1 || LAST, int64_t, int>::type distance;
+  distance left[REACH], right[REACH];
+  bool has_left[REACH], has_right[REACH];
+};
+
+/* Borders other than zeros are for one column. */
+template <int V, bool LAST, int REACH>
+__device__ __forceinline__ camox_sides<V, LAST, REACH> camox_sides_at(const camox_walk &walk, int64_t column, int64_t stride,
+                                                                      camox_border border) {
+  typedef typename camox_sides<V, LAST, REACH>::distance distance;
+  const distance step = static_cast<distance>(stride), inside = border == CAMOX_BORDER_REFLECT ? step : 0;
+  camox_sides<V, LAST, REACH> sides;
+#pragma unroll
+  for (int k = 0; k < REACH; ++k) {
+    const bool at_left = column <= k, at_right = column + (LAST ? 1 : V) + k >= walk.width;
+    sides.left[k] = at_left ? inside : -(k + 1) * step;
+    sides.right[k] = (LAST ? 0 : V - 1) + (at_right ? -inside : (k + 1) * step);
+    sides.has_left[k] = !at_left || border != CAMOX_BORDER_ZEROS;
+    sides.has_right[k] = !at_right || border != CAMOX_BORDER_ZEROS;
+  }
+  return sides;
+}
+
+/* The window whose own elements are at `at`; what is not there keeps its value. */
+template <typename T, int V, bool LAST, int REACH, int KNOWN>
+__device__ __forceinline__ void camox_fetch_at(camox_window<T, V, LAST, REACH> &raw, const T *at,
+                                               const camox_sides<V, LAST, KNOWN> &sides) {
+  static_assert(REACH <= 2 && REACH <= KNOWN, "sides must know the columns that are read");
+  typedef camox_window<T, V, LAST, REACH> window;
+  camox_load<V>(window::template part<V>(raw.x + window::center), at);
+  if constexpr (!LAST && V > 1 && REACH == 2) {
+    /* a thread at the border has both columns beside it or none */
+    if (sides.has_left[0]) camox_load<2>(window::template part<2>(raw.x), at - 2);
+    if (sides.has_right[0]) camox_load<2>(window::template part<2>(raw.x + window::center + V), at + V);
+  } else {
+    constexpr int n = LAST ? V : 1;
+#pragma unroll
+    for (int k = 0; k < REACH; ++k) {
+      if (sides.has_left[k]) camox_load<n>(window::template part<n>(raw.x + window::center - (k + 1) * n), at + sides.left[k]);
+      if (sides.has_right[k]) camox_load<n>(window::template part<n>(raw.x + window::center + V + k * n), at + sides.right[k]);
+    }
+  }
+}
+
+/* Reads a thread's column of one picture downwards, row by row, the border's rows and columns included. Rows count from the
+   strip's first. */
+template <typename T, int V, bool LAST, int REACH>
+struct camox_reader {
+  const T *next; /* the column in the row that is read next */
+  camox_sides<V, LAST, REACH> sides;
+  camox_rows rows;
+};
+
+template <typename T, int V, bool LAST, int REACH>
+__device__ __forceinline__ camox_reader<T, V, LAST, REACH> camox_reader_at(const camox_walk &walk, const camox_view4 &view,
+                                                                           camox_border border, int64_t b, int64_t c,
+                                                                           int64_t column, int64_t y, int row) {
+  camox_reader<T, V, LAST, REACH> reader;
+  reader.next = static_cast<const T *>(view.data) + camox_offset(view, b, c, y + row, column);
+  reader.sides = camox_sides_at<V, LAST, REACH>(walk, column, view.stride[3], border);
+  reader.rows = camox_rows_at(walk, y);
+  return reader;
+}
+
+template <typename T, int V, bool LAST, int REACH>
+__device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw, camox_reader<T, V, LAST, REACH> &reader,
+                                            const camox_view4 &view, camox_border border, int row) {
+  camox_clear(raw);
+  const T *at = reader.next;
+  bool known = true;
+  if (!camox_inside(reader.rows, row)) {
+    /* replicate: back to the picture's side; reflect: as far again. Two rows off a picture of two nothing is used. */
+    const int place = row + reader.rows.above, beyond = place < 0 ? place : place - (reader.rows.span - 1);
+    const int back = border == CAMOX_BORDER_REFLECT ? 2 * beyond : beyond;
+    known = border != CAMOX_BORDER_ZEROS && camox_inside(reader.rows, row - back);
+    at -= back * view.stride[2];
+  }
+  reader.next += view.stride[2];
+  if (!known) return;
+  camox_fetch_at(raw, at, reader.sides);
+}
+
+/* Where a thread is in MAPS tensors of one shape, row by row. Accesses of several elements are only made where all of them have
+   the same strides, those of `shared`. */
+template <int V, int MAPS>
+struct camox_cursor {
+  static constexpr int distinct = V > 1 ? 1 : MAPS;
+  int64_t offset[distinct];
+};
+
+template <int V, int MAPS>
+__device__ __forceinline__ const camox_view4 &camox_strides(const camox_view4 (&maps)[MAPS], const camox_view4 &shared,
+                                                            int map) {
+  return V > 1 ? shared : maps[map];
+}
+
+template <int V, int MAPS>
+__device__ __forceinline__ camox_cursor<V, MAPS> camox_cursor_at(const camox_view4 (&maps)[MAPS], const camox_view4 &shared,
+                                                                 int64_t b, int64_t c, int64_t y, int64_t column) {
+  camox_cursor<V, MAPS> cursor;
+#pragma unroll
+  for (int map = 0; map < cursor.distinct; ++map)
+    cursor.offset[map] = camox_offset(camox_strides<V>(maps, shared, map), b, c, y, column);
+  return cursor;
+}
+
+template <typename T, int V, int MAPS>
+__device__ __forceinline__ T *camox_at(const camox_view4 (&maps)[MAPS], const camox_cursor<V, MAPS> &cursor, int map) {
+  return static_cast<T *>(maps[map].data) + cursor.offset[V > 1 ? 0 : map];
+}
+
+template <int V, int MAPS>
+__device__ __forceinline__ void camox_next_row(const camox_view4 (&maps)[MAPS], const camox_view4 &shared,
+                                               camox_cursor<V, MAPS> &cursor) {
+#pragma unroll
+  for (int map = 0; map < cursor.distinct; ++map) cursor.offset[map] += camox_strides<V>(maps, shared, map).stride[2];
+}
+
+/* ---- for launchers ---- */
+
+/* Whether a tensor of these sizes, if there is one, can be accessed `lanes` elements at a time along dimension `inner`. */
+static inline bool camox_view_fits(const camox_view4 &view, const int64_t (&sizes)[4], int inner, int lanes, int element) {
+  if (view.data == nullptr) return true;
+  if (sizes[inner] % lanes != 0 || !camox_aligned(view.data, lanes * element)) return false;
+  for (int i = 0; i < 4; ++i) {
+    if (i == inner ? view.stride[i] != 1 : sizes[i] > 1 && view.stride[i] % lanes != 0) return false;
+  }
+  return true;
+}
+
+/* The first of the tensors that is there, or the last. */
+template <int MAPS>
+static inline const camox_view4 &camox_first_map(const camox_view4 (&maps)[MAPS]) {
+  int map = 0;
+  while (map < MAPS - 1 && maps[map].data == nullptr) ++map;
+  return maps[map];
+}
+
+/* Whether all can be accessed so, and have the same strides. */
+template <int MAPS>
+static inline bool camox_maps_fit(const camox_view4 (&maps)[MAPS], const int64_t (&sizes)[4], int inner, int lanes,
+                                  int element) {
+  bool fit = true;
+  for (int map = 0; map < MAPS; ++map) {
+    fit = fit && camox_view_fits(maps[map], sizes, inner, lanes, element);
+    for (int i = 0; i < 4 && maps[map].data; ++i) fit = fit && maps[map].stride[i] == camox_first_map(maps).stride[i];
+  }
+  return fit;
+}
+
+#endif

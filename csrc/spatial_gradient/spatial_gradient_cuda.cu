@@ -1,0 +1,267 @@
+/* spatial_gradient on CUDA: the walk of common/stencil.cuh, so each element is read once from memory and its neighbours from
+   the cache; the next row is under way while one is computed. The op is linear: its backward is such a walk too, over the
+   incoming gradients, and needs nothing from other threads. No atomics: fixed bits. */
+#include "../common/stencil.cuh"
+#include "spatial_gradient.h"
+
+#define GRADIENT_THREADS 128
+#define GRADIENT_ROWS 8 /* rows a thread walks down in a large picture */
+#define GRADIENT_MAPS 2
+
+/* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
+template <int V, bool LAST>
+struct gradient_blocks {
+  static constexpr int forward = LAST && V == 8 ? 3 : 4, backward = LAST && V == 8 ? 4 : 5;
+};
+
+struct gradient_plan {
+  camox_spatial_gradient_params p;
+  camox_walk walk;
+  camox_view4 shared_view; /* the strides that gx and gy have, where several elements are accessed at once */
+  float side, middle;
+};
+
+/* Differences of pixels first, so that a large mean cancels before it is rounded away. The kernels' zeros multiply too, as in a
+   convolution: an inf or NaN under one of them makes that derivative NaN. */
+template <int V, bool LAST>
+__device__ __forceinline__ void gradient_filter(const camox_window<float, V, LAST, 1> &top,
+                                                const camox_window<float, V, LAST, 1> &at,
+                                                const camox_window<float, V, LAST, 1> &bottom, float side, float middle,
+                                                float (&gx)[V], float (&gy)[V]) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const int l = i, m = at.center + i, r = at.center + at.step + i;
+    gx[i] = fmaf(side, (top.x[r] - top.x[l]) + (bottom.x[r] - bottom.x[l]), middle * (at.x[r] - at.x[l]));
+    gy[i] = fmaf(side, (bottom.x[l] - top.x[l]) + (bottom.x[r] - top.x[r]), middle * (bottom.x[m] - top.x[m]));
+    gx[i] = fmaf(0.0f, (top.x[m] - at.x[m]) + (bottom.x[m] - at.x[m]), gx[i]);
+    gy[i] = fmaf(0.0f, (at.x[l] - at.x[m]) + (at.x[r] - at.x[m]), gy[i]);
+#ifdef CAMOX_BREAK_SPATIAL_GRADIENT
+    gx[i] += 1e-3f;
+#endif
+  }
+}
+
+template <typename T, int V, bool LAST>
+__global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::forward)
+    spatial_gradient_kernel(const __grid_constant__ gradient_plan plan) {
+  const camox_spatial_gradient_params &p = plan.p;
+  for (int64_t block = blockIdx.x; block * GRADIENT_THREADS < plan.walk.items; block += gridDim.x) {
+    const int64_t item = block * GRADIENT_THREADS + threadIdx.x;
+    if (item >= plan.walk.items) continue;
+    int64_t b, c, column, y;
+    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
+    auto reader = camox_reader_at<T, V, LAST, 1>(plan.walk, p.x, p.border, b, c, column, y, -1);
+    auto out = camox_cursor_at<V>(p.gradient, plan.shared_view, b, c, y, column);
+
+    camox_window<T, V, LAST, 1> raw, ahead;
+    camox_fetch(raw, reader, p.x, p.border, -1);
+    camox_window<float, V, LAST, 1> top = camox_widen(raw);
+    camox_fetch(raw, reader, p.x, p.border, 0);
+    camox_window<float, V, LAST, 1> at = camox_widen(raw);
+    camox_fetch(ahead, reader, p.x, p.border, 1);
+    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.walk.rows)));
+#pragma unroll 2
+    for (int row = 0; row < rows; ++row) {
+      const camox_window<float, V, LAST, 1> bottom = camox_widen(ahead);
+      if (row + 1 < rows) camox_fetch(ahead, reader, p.x, p.border, row + 2);
+      float gx[V], gy[V];
+      gradient_filter(top, at, bottom, plan.side, plan.middle, gx, gy);
+      camox_store_float(camox_at<T>(p.gradient, out, 0), gx);
+      camox_store_float(camox_at<T>(p.gradient, out, 1), gy);
+      camox_next_row(p.gradient, plan.shared_view, out);
+      top = at;
+      at = bottom;
+    }
+  }
+}
+
+/* ---- backward ---- */
+
+/* What the border's columns read belongs to the columns that they stood for. The adjoint finds it as a changed neighbour:
+   replicate puts a column itself there, with gx's gradient negated; reflect, one column further in, doubles the gradient of gy
+   that is there and takes that of gx away. Which elements of a thread that concerns: */
+struct gradient_folds {
+  bool copy_left, copy_right, double_left, double_right;
+};
+
+template <int V, bool LAST>
+__device__ __forceinline__ gradient_folds gradient_folds_at(const camox_spatial_gradient_params &p, int64_t column) {
+  /* columns 1 and W-2 lie beside columns 0 and W-1 of the same thread, or each has one of its own */
+  constexpr int columns = LAST ? 1 : V, second = columns > 1 ? 0 : 1;
+  const bool replicate = p.border == CAMOX_BORDER_REPLICATE, reflect = p.border == CAMOX_BORDER_REFLECT;
+  gradient_folds folds;
+  folds.copy_left = replicate && column == 0;
+  folds.copy_right = replicate && column + columns == p.width;
+  folds.double_left = reflect && column == second;
+  folds.double_right = reflect && column + columns == p.width - second;
+  return folds;
+}
+
+/* The horizontal half of the adjoint, of one row: the differences of gx's gradients, the weighted sums of gy's. */
+template <int V, bool LAST>
+__device__ __forceinline__ void gradient_across(const camox_window<float, V, LAST, 1> &gx,
+                                                const camox_window<float, V, LAST, 1> &gy, const gradient_folds &folds,
+                                                float side, float middle, float (&difference)[V], float (&sum)[V]) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const int l = i, m = gx.center + i, r = gx.center + gx.step + i;
+    float gx_left = gx.x[l], gx_right = gx.x[r], gy_left = gy.x[l], gy_right = gy.x[r];
+    if (folds.copy_left && (LAST || i == 0)) gx_left = -gx.x[m], gy_left = gy.x[m];
+    if (folds.copy_right && (LAST || i == V - 1)) gx_right = -gx.x[m], gy_right = gy.x[m];
+    if (folds.double_left && (LAST || i == (V > 1 ? 1 : 0))) gx_left = 0.0f, gy_left *= 2.0f;
+    if (folds.double_right && (LAST || i == (V > 1 ? V - 2 : 0))) gx_right = 0.0f, gy_right *= 2.0f;
+    difference[i] = gx_left - gx_right;
+    sum[i] = fmaf(side, gy_left + gy_right, middle * gy.x[m]);
+  }
+}
+
+/* A row of both gradients; zeros off the picture and where there is none. */
+template <typename T, int V, bool LAST>
+struct gradient_rows {
+  camox_window<T, V, LAST, 1> map[GRADIENT_MAPS];
+};
+
+template <typename T, int V, bool LAST>
+__device__ __forceinline__ void gradient_fetch(gradient_rows<T, V, LAST> &raw, const gradient_plan &plan,
+                                               camox_cursor<V, GRADIENT_MAPS> &cursor,
+                                               const camox_sides<V, LAST, 1> (&sides)[camox_cursor<V, GRADIENT_MAPS>::distinct],
+                                               bool inside) {
+#pragma unroll
+  for (int map = 0; map < GRADIENT_MAPS; ++map) {
+    camox_clear(raw.map[map]);
+    if (plan.p.gradient[map].data && inside)
+      camox_fetch_at(raw.map[map], camox_at<const T>(plan.p.gradient, cursor, map), sides[V > 1 ? 0 : map]);
+  }
+  camox_next_row(plan.p.gradient, plan.shared_view, cursor);
+}
+
+/* Row r of the gradients adds to rows r-1, r and r+1 of the result, so row r-1 is complete once r is added. */
+template <typename T, int V, bool LAST>
+__global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::backward)
+    spatial_gradient_backward_kernel(const __grid_constant__ gradient_plan plan) {
+  const camox_spatial_gradient_params &p = plan.p;
+  const bool folds_rows = p.border != CAMOX_BORDER_ZEROS, reflect = p.border == CAMOX_BORDER_REFLECT;
+  for (int64_t block = blockIdx.x; block * GRADIENT_THREADS < plan.walk.items; block += gridDim.x) {
+    const int64_t item = block * GRADIENT_THREADS + threadIdx.x;
+    if (item >= plan.walk.items) continue;
+    int64_t b, c, column, y;
+    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
+    auto cursor = camox_cursor_at<V>(p.gradient, plan.shared_view, b, c, y - 1, column);
+    camox_sides<V, LAST, 1> sides[cursor.distinct];
+#pragma unroll
+    for (int map = 0; map < cursor.distinct; ++map)
+      sides[map] = camox_sides_at<V, LAST, 1>(plan.walk, column, camox_strides<V>(p.gradient, plan.shared_view, map).stride[3],
+                                              CAMOX_BORDER_ZEROS);
+    T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
+    const gradient_folds folds = gradient_folds_at<V, LAST>(p, column);
+    const camox_rows known = camox_rows_at(plan.walk, y);
+    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.walk.rows)));
+
+    gradient_rows<T, V, LAST> ahead;
+    gradient_fetch(ahead, plan, cursor, sides, camox_inside(known, -1));
+    float above[V], at[V]; /* rows r-1 and r of the result, not complete yet */
+#pragma unroll
+    for (int i = 0; i < V; ++i) above[i] = at[i] = 0.0f;
+#pragma unroll 2
+    for (int r = -1; r <= rows; ++r) {
+      const camox_window<float, V, LAST, 1> gx = camox_widen(ahead.map[0]), gy = camox_widen(ahead.map[1]);
+      if (r < rows) gradient_fetch(ahead, plan, cursor, sides, camox_inside(known, r + 1));
+      float difference[V], sum[V], done[V];
+      gradient_across(gx, gy, folds, plan.side, plan.middle, difference, sum);
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        done[i] = above[i] + fmaf(plan.side, difference[i], -sum[i]);
+        above[i] = fmaf(plan.middle, difference[i], at[i]);
+        at[i] = fmaf(plan.side, difference[i], sum[i]);
+      }
+      const bool first = r == -known.above, last = r == known.span - known.above - 1;
+      if (folds_rows && (first || last)) {
+        /* what falls on the row above the first (now in done) and below the last (in at) belongs to the rows it stands for */
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+          const float up = first ? done[i] : 0.0f, down = last ? at[i] : 0.0f;
+          if (reflect) {
+            at[i] += up;
+            done[i] += down;
+          } else {
+            above[i] += up + down;
+          }
+        }
+      }
+      if (r > 0) {
+#ifdef CAMOX_BREAK_SPATIAL_GRADIENT
+        done[0] += 1e-3f;
+#endif
+        camox_store_float(out, done);
+        out += p.grad_x.stride[2];
+      }
+    }
+  }
+}
+
+/* ---- launchers ---- */
+
+static bool gradient_fits(const camox_spatial_gradient_params *p, int lanes, int element) {
+  const int64_t sizes[4] = {p->batch, p->channels, p->height, p->width};
+  const int inner = p->channels_last ? 1 : 3;
+  return camox_view_fits(p->x, sizes, inner, lanes, element) && camox_view_fits(p->grad_x, sizes, inner, lanes, element) &&
+         camox_maps_fit(p->gradient, sizes, inner, lanes, element);
+}
+
+template <typename T, int V, bool LAST>
+static void gradient_launch(const camox_spatial_gradient_params *p, bool backward, void *stream) {
+  gradient_plan plan = {};
+  plan.p = *p;
+  plan.shared_view = camox_first_map(p->gradient);
+  plan.side = static_cast<float>(p->side), plan.middle = static_cast<float>(p->middle);
+  plan.walk = camox_walk_of(LAST, p->batch, p->channels, p->height, p->width, V, GRADIENT_ROWS);
+  camox_walk_even(&plan.walk);
+  const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, GRADIENT_THREADS));
+  if (backward)
+    CAMOX_LAUNCH((spatial_gradient_backward_kernel<T, V, LAST>), grid, GRADIENT_THREADS, 0, stream, plan);
+  else
+    CAMOX_LAUNCH((spatial_gradient_kernel<T, V, LAST>), grid, GRADIENT_THREADS, 0, stream, plan);
+}
+
+template <typename T, int V>
+static void gradient_launch_layout(const camox_spatial_gradient_params *p, bool backward, void *stream) {
+  if (p->channels_last)
+    gradient_launch<T, V, true>(p, backward, stream);
+  else
+    gradient_launch<T, V, false>(p, backward, stream);
+}
+
+/* The widest access that fits: 16 bytes, 4 bytes, or element by element. */
+template <typename T>
+static void gradient_launch_widest(const camox_spatial_gradient_params *p, bool backward, void *stream) {
+  constexpr int element = static_cast<int>(sizeof(T)), widest = camox_lanes<T>::value, middle = 4 / element;
+  if (gradient_fits(p, widest, element))
+    gradient_launch_layout<T, widest>(p, backward, stream);
+  else if (middle > 1 && gradient_fits(p, middle, element))
+    gradient_launch_layout<T, middle>(p, backward, stream);
+  else
+    gradient_launch_layout<T, 1>(p, backward, stream);
+}
+
+static int gradient_run(const camox_spatial_gradient_params *p, bool backward, void *stream) {
+  if (p->batch * p->channels * p->height * p->width == 0) return cudaSuccess;
+  switch (p->dtype) {
+    case CAMOX_F32: gradient_launch_widest<float>(p, backward, stream); break;
+    case CAMOX_BF16: gradient_launch_widest<__nv_bfloat16>(p, backward, stream); break;
+    case CAMOX_F16: gradient_launch_widest<__half>(p, backward, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
+
+extern "C" int camox_spatial_gradient_cuda(const camox_spatial_gradient_params *p, void *stream) {
+  camox_spatial_gradient_params forward = *p;
+  forward.grad_x.data = nullptr; /* not looked at, whatever it holds */
+  return gradient_run(&forward, false, stream);
+}
+
+extern "C" int camox_spatial_gradient_backward_cuda(const camox_spatial_gradient_params *p, void *stream) {
+  camox_spatial_gradient_params backward = *p;
+  backward.x.data = nullptr; /* the same of x */
+  return gradient_run(&backward, true, stream);
+}
