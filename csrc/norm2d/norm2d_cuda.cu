@@ -269,8 +269,9 @@ __device__ __forceinline__ int norm2d_totals_size(int count, int tile) { return 
    finish(total, which, pixel, sum), and every thread gets the totals of its pixels. `total` is what the last call left there.
  */
 template <int N, int V, bool LAST, typename Finish>
-__device__ __forceinline__ void norm2d_sum_channels(float (&sums)[N][norm2d_shape<V, LAST>::pixels], const norm2d_plan &plan,
-                                                    const norm2d_thread &me, float *totals, const Finish &finish) {
+__device__ __forceinline__ void norm2d_sum_channels(const float (&sums)[N][norm2d_shape<V, LAST>::pixels],
+                                                    const norm2d_plan &plan, const norm2d_thread &me, float *totals,
+                                                    const Finish &finish) {
   constexpr int pixels = norm2d_shape<V, LAST>::pixels, piece = pixels < 4 ? pixels : 4;
   float *const scratch = totals + norm2d_totals_size(N, plan.tile);
 #pragma unroll
@@ -306,6 +307,13 @@ __device__ __forceinline__ void norm2d_sum_channels(float (&sums)[N][norm2d_shap
     if (i < tasks && lane == 0) finish(totals[task], which, pixel, sum);
   }
   __syncthreads();
+}
+
+/* The totals of the thread's pixels. */
+template <int N, int V, bool LAST>
+__device__ __forceinline__ void norm2d_load_totals(float (&sums)[N][norm2d_shape<V, LAST>::pixels], const norm2d_plan &plan,
+                                                   const norm2d_thread &me, const float *totals) {
+  constexpr int pixels = norm2d_shape<V, LAST>::pixels, piece = pixels < 4 ? pixels : 4;
 #pragma unroll
   for (int which = 0; which < N; ++which) {
     const float *from = totals + which * plan.tile;
@@ -407,12 +415,14 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
       if (walk == 0) {
         norm2d_sum_channels<1, V, LAST>(mean, plan, me, totals,
                                         [&](float &total, int, int, float sum) { total = sum / channels; });
+        norm2d_load_totals<1, V, LAST>(mean, plan, me, totals);
       } else if (walk == 1) {
         norm2d_sum_channels<1, V, LAST>(scale, plan, me, totals, [&](float &total, int, int pixel, float sum) {
           const float mean_total = total;
           total = camox_rsqrt(sum / channels + plan.eps);
           if (tile.first + pixel < plan.pixels) stats[pixel] = mean_total, stats_scale[pixel] = total;
         });
+        norm2d_load_totals<1, V, LAST>(scale, plan, me, totals);
       }
     }
   }
@@ -563,6 +573,7 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
                                   plan.chunks > 1 && index > begin);
             continue;
           }
+          norm2d_load_totals<2, V, LAST>(sums, plan, me, totals); /* what the second walk added is dropped */
           norm2d_rows<T> out = norm2d_rows_of<T, LAST>(plan, p.grad_x, tile, part, part.channel);
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k, out.first += out.step) {
