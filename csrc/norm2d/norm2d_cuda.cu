@@ -599,11 +599,19 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
   }
 }
 
-/* grad_weight and grad_bias: columns [0, 2C) of `partial`, each added over the units in an order of its own. */
+/* Over the lanes of a warp that have the same column. */
+__device__ __forceinline__ float norm2d_sum_column(float sum) {
+#pragma unroll
+  for (int other = NORM2D_SUM_COLUMNS; other < CAMOX_WARP; other *= 2) sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, other);
+  return sum;
+}
+
+/* grad_weight and grad_bias: columns [0, 2C) of `partial`, each added over the units in an order that the shape alone decides.
+ */
 __global__ void __launch_bounds__(NORM2D_SUM_THREADS) norm2d_reduce_kernel(const __grid_constant__ norm2d_plan plan) {
-  constexpr int warps = NORM2D_SUM_THREADS / CAMOX_WARP, rows = NORM2D_SUM_THREADS / NORM2D_SUM_COLUMNS;
-  __shared__ float sums[warps][NORM2D_SUM_COLUMNS];
+  __shared__ float sums[NORM2D_SUM_THREADS / CAMOX_WARP][NORM2D_SUM_COLUMNS];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / CAMOX_WARP, lane = thread % CAMOX_WARP;
+  const int warps = static_cast<int>(blockDim.x) / CAMOX_WARP, rows = static_cast<int>(blockDim.x) / NORM2D_SUM_COLUMNS;
   const int64_t columns = 2 * plan.p.channels;
   for (int64_t block = blockIdx.x; block * NORM2D_SUM_COLUMNS < columns; block += gridDim.x) {
     const int64_t column = block * NORM2D_SUM_COLUMNS + thread % NORM2D_SUM_COLUMNS;
@@ -613,17 +621,14 @@ __global__ void __launch_bounds__(NORM2D_SUM_THREADS) norm2d_reduce_kernel(const
 #pragma unroll 8
       for (int64_t unit = thread / NORM2D_SUM_COLUMNS; unit < plan.units; unit += rows) sum += __ldg(partial + unit * columns);
     }
-#pragma unroll
-    for (int other = NORM2D_SUM_COLUMNS; other < CAMOX_WARP; other *= 2) sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, other);
+    sum = norm2d_sum_column(sum);
     if (lane < NORM2D_SUM_COLUMNS) sums[warp][lane] = sum;
     __syncthreads();
     if (warp == 0) {
       sum = 0.0f;
-#pragma unroll
       for (int i = lane / NORM2D_SUM_COLUMNS; i < warps; i += CAMOX_WARP / NORM2D_SUM_COLUMNS)
         sum += sums[i][lane % NORM2D_SUM_COLUMNS];
-#pragma unroll
-      for (int other = NORM2D_SUM_COLUMNS; other < CAMOX_WARP; other *= 2) sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, other);
+      sum = norm2d_sum_column(sum);
       if (lane < NORM2D_SUM_COLUMNS && column < columns) {
         if (column < plan.p.channels)
           static_cast<float *>(plan.p.grad_weight)[column] = sum;
@@ -698,6 +703,14 @@ extern "C" int64_t camox_norm2d_cuda_units(const camox_norm2d_params *p) {
   return units < pixels ? units : pixels;
 }
 
+/* Without units the gradients become zeros. */
+static void norm2d_launch_reduce(const norm2d_plan &plan, void *stream) {
+  int threads = CAMOX_WARP;
+  while (threads < NORM2D_SUM_THREADS && threads < NORM2D_SUM_COLUMNS * plan.units) threads *= 2;
+  CAMOX_LAUNCH(norm2d_reduce_kernel, camox_grid(camox_ceil_div(2 * plan.p.channels, NORM2D_SUM_COLUMNS)), threads, 0, stream,
+               plan);
+}
+
 /* Threads of a block and pixels of its tile; -> threads. */
 template <int V, bool LAST>
 static int norm2d_cut(norm2d_plan *plan, bool backward) {
@@ -767,8 +780,7 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
     return;
   }
   CAMOX_LAUNCH((norm2d_backward_kernel<T, V, LAST>), grid, threads, shared, stream, plan);
-  CAMOX_LAUNCH(norm2d_reduce_kernel, camox_grid(camox_ceil_div(2 * p->channels, NORM2D_SUM_COLUMNS)), NORM2D_SUM_THREADS, 0,
-               stream, plan);
+  norm2d_launch_reduce(plan, stream);
 }
 
 /* The widest access that fits, along whichever of pixels and channels. */
@@ -794,11 +806,9 @@ static int norm2d_run(const camox_norm2d_params *given, bool backward, void *str
   const bool empty = p.batch * p.height * p.width == 0;
   if (p.channels == 0 || (empty && !backward)) return cudaSuccess;
   if (empty) {
-    /* gradients of weight and bias over no pixels: zeros */
     norm2d_plan plan = {};
     plan.p = p;
-    CAMOX_LAUNCH(norm2d_reduce_kernel, camox_grid(camox_ceil_div(2 * p.channels, NORM2D_SUM_COLUMNS)), NORM2D_SUM_THREADS, 0,
-                 stream, plan);
+    norm2d_launch_reduce(plan, stream);
     return camox_launch_status();
   }
   switch (p.dtype) {

@@ -25,7 +25,9 @@ SHAPES = [
     (1, 400, 1, 3),
     (1, 1100, 2, 4),
 ]
-MANY_CHANNELS = [(1, 3073, 1, 2), (2, 3200, 2, 4)]
+MANY_CHANNELS = [(1, 3073, 1, 2), (2, 3200, 1, 4)]
+# More than 256 tiles in planes (47 x 47 element by element, 92 x 92 by vectors), in lines, and in both by chunks.
+MANY_TILES = [(1, 3, 47, 47), (1, 3, 92, 92), (1, 256, 30, 40), (1, 257, 17, 121)]
 
 
 def _view(structs, tensor):
