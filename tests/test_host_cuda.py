@@ -323,18 +323,25 @@ def test_edge_broken_build_is_noticed():
         )
 
 
+def without_barrier(source, index, folder):
+    """A copy of the source beside its headers that lacks its barrier number `index`."""
+    parts = source.read_text().split("__syncthreads();")
+    op = folder / source.parent.name
+    op.mkdir()
+    for header in source.parent.glob("*.h"):
+        (op / header.name).write_text(header.read_text())
+    (folder / "common").symlink_to(rig.CSRC / "common")
+    copy = op / f"{source.stem}_without_barrier_{index}.cu"
+    parts[index : index + 2] = ["".join(parts[index : index + 2])]
+    copy.write_text("__syncthreads();".join(parts))
+    return copy
+
+
 @pytest.mark.slow
 def test_edge_without_its_barrier_is_noticed(tmp_path, order):
-    """The one barrier of the channels_last backward, taken out of a copy of the source."""
-    text = edge_cases.SOURCE.read_text()
-    assert text.count("__syncthreads();") == 1
-    folder = tmp_path / "edge"
-    folder.mkdir()
-    for header in edge_cases.SOURCE.parent.glob("*.h"):
-        (folder / header.name).write_text(header.read_text())
-    (tmp_path / "common").symlink_to(rig.CSRC / "common")
-    source = folder / "edge_without_barrier.cu"
-    source.write_text(text.replace("__syncthreads();", ""))
+    """The one barrier of the channels_last backward."""
+    assert edge_cases.SOURCE.read_text().count("__syncthreads();") == 1
+    source = without_barrier(edge_cases.SOURCE, 0, tmp_path)
     x = picture((1, 8, 6, 40), layout="channels_last")
     grads = [picture(x.shape, layout="channels_last", seed=i + 1) for i in range(4)]
     right, wrong = edge_cases.backward(x, grads), edge_cases.backward(x, grads, source=source, order=order)
@@ -467,6 +474,18 @@ def test_norm2d_mixed_layouts(layout, dtype):
     assert_right(ours, x, weight, bias, grad, residual=residual)
 
 
+def test_norm2d_slices(dtype):
+    """Rows of planes, channels of lines, columns of lines, and planes and lines off their alignment."""
+    whole = picture((2, 24, 8, 12), dtype)
+    last = whole.to(memory_format=torch.channels_last)
+    for x in (whole[:, :, 2:6], last[:, 8:16], last[..., 1:9], whole[:, 1:, :, 1:], last[:, 1:], last[:, 2:3]):
+        _, *others = norm2d_inputs(x.shape, dtype)
+        ours = norm2d_cases.forward_and_gradients(x, *others, activation="gelu")
+        assert_right(ours, x, *others, activation="gelu")
+        ours = norm2d_cases.forward_and_gradients(x, *others[:2], x, activation="silu", residual=x)
+        assert_right(ours, x, *others[:2], x, activation="silu", residual=x)
+
+
 def test_norm2d_nan_and_inf_stay_in_their_pixel():
     for layout in ("contiguous", "channels_last"):
         for value in (float("nan"), float("inf")):
@@ -496,6 +515,26 @@ def test_norm2d_broken_build_is_noticed():
         wrong = norm2d_cases.forward_and_gradients(*tensors, define="CAMOX_BREAK_NORM2D")
         for index in range(2):
             assert (wrong[index] - right[index]).max() == pytest.approx(1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(6))
+def test_norm2d_without_a_barrier_is_noticed(index, tmp_path):
+    """By some order of threads, where one block does all the work; NaN and an access off its bounds count too."""
+    assert norm2d_cases.SOURCE.read_text().count("__syncthreads();") == 6
+    source = without_barrier(norm2d_cases.SOURCE, index, tmp_path)
+    noticed = 0
+    for layout in ("contiguous", "channels_last"):
+        tensors = norm2d_inputs((1, 256, 30, 40), layout=layout)
+        right = norm2d_cases.forward_and_gradients(*tensors)
+        for order in rig.ORDERS:
+            try:
+                wrong = norm2d_cases.forward_and_gradients(*tensors, source=source, order=order, grid_cap=1)
+            except rig.KernelError:
+                noticed += 1
+            else:
+                noticed += not all(map(torch.equal, right, wrong))
+    assert noticed
 
 
 # ---- every kernel ----

@@ -13,9 +13,9 @@
 #include <float.h>
 
 #define NORM2D_FORWARD_THREADS 384  /* most of a block, */
-#define NORM2D_FORWARD_TARGET 320   /* as many as are taken while accesses stay long; */
-#define NORM2D_BACKWARD_THREADS 256 /* both numbers for the backward */
-#define NORM2D_BLOCKS 2             /* of them a multiprocessor must hold: at most 80 and 128 registers a thread */
+#define NORM2D_BACKWARD_THREADS 256 /* and in the backward, */
+#define NORM2D_BLOCKS 2             /* of which a multiprocessor must hold so many: at most 80 and 128 registers a thread */
+#define NORM2D_TARGET_THREADS 192   /* taken while accesses stay long: the loads of one block hide behind others' sums */
 #define NORM2D_FILL 512             /* blocks that fill a large GPU: below it tiles become smaller */
 #define NORM2D_LEAST_LANES 8        /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
 #define NORM2D_FEWEST_LANES 2       /* or 32, where there are many channels */
@@ -27,7 +27,7 @@
 
 struct norm2d_plan {
   camox_norm2d_params p; /* where all tensors allow it as pictures of one row, see norm2d_flat */
-  float eps;
+  float eps, inverse;    /* 1 / group_channels */
   int64_t pixels, group_channels;
   int inner, outer;          /* threads of a block along the vectors of a row, and rows' worth of threads */
   int chunks;                /* walks over the channels of a group */
@@ -36,7 +36,7 @@ struct norm2d_plan {
   int64_t units, unit_tiles; /* blocks of a group, and the tiles each walks over */
   int scratch;               /* floats of shared memory for the partial sums of one kind: pixel i's t-th of `terms` is at */
   int terms, pixel_step, term_step; /* i * pixel_step + t * term_step */
-  int sum_lanes;                    /* threads that add the partial sums of one pixel */
+  int sum_shift;                    /* 1 << sum_shift threads add the partial sums of one pixel */
 };
 
 /* A thread's elements [rows][V] as pixels and channels. */
@@ -292,18 +292,18 @@ __device__ __forceinline__ void norm2d_sum_channels(const float (&sums)[N][norm2
     }
   }
   __syncthreads();
-  const int tasks = N * plan.tile * plan.sum_lanes, threads = static_cast<int>(blockDim.x);
+  const int lanes = 1 << plan.sum_shift, tasks = N * plan.tile * lanes, threads = static_cast<int>(blockDim.x);
   /* whole warps go round together: they shuffle */
   for (int i = static_cast<int>(threadIdx.x); i - i % CAMOX_WARP < tasks; i += threads) {
-    const int task = i / plan.sum_lanes, lane = i % plan.sum_lanes;
+    const int task = i >> plan.sum_shift, lane = i & (lanes - 1);
     const int which = N > 1 && task >= plan.tile ? 1 : 0, pixel = task - which * plan.tile;
     float sum = 0.0f;
     if (i < tasks) {
       const float *from = scratch + which * plan.scratch + pixel * plan.pixel_step;
 #pragma unroll 4
-      for (int term = lane; term < plan.terms; term += plan.sum_lanes) sum += from[term * plan.term_step];
+      for (int term = lane; term < plan.terms; term += lanes) sum += from[term * plan.term_step];
     }
-    for (int other = plan.sum_lanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, other);
+    for (int other = lanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, other);
     if (i < tasks && lane == 0) finish(totals[task], which, pixel, sum);
   }
   __syncthreads();
@@ -354,7 +354,6 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
     camox_compute_late(me.outer);
     float *const stats = static_cast<float *>(p.stats) + norm2d_stats_index(plan, tile);
     float *const stats_scale = stats + p.batch * p.groups * plan.pixels;
-    const float channels = static_cast<float>(plan.group_channels);
 
     T x[shape::rows][V], origin[shape::pixels];
     float mean[1][shape::pixels], scale[1][shape::pixels];
@@ -414,12 +413,12 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
       }
       if (walk == 0) {
         norm2d_sum_channels<1, V, LAST>(mean, plan, me, totals,
-                                        [&](float &total, int, int, float sum) { total = sum / channels; });
+                                        [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
         norm2d_load_totals<1, V, LAST>(mean, plan, me, totals);
       } else if (walk == 1) {
         norm2d_sum_channels<1, V, LAST>(scale, plan, me, totals, [&](float &total, int, int pixel, float sum) {
           const float mean_total = total;
-          total = camox_rsqrt(sum / channels + plan.eps);
+          total = camox_rsqrt(sum * plan.inverse + plan.eps);
           if (tile.first + pixel < plan.pixels) stats[pixel] = mean_total, stats_scale[pixel] = total;
         });
         norm2d_load_totals<1, V, LAST>(scale, plan, me, totals);
@@ -488,7 +487,6 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
   float *const scratch = totals + norm2d_totals_size(2, plan.tile);
-  const float channels = static_cast<float>(plan.group_channels);
   constexpr int piece = V < 4 ? V : 4; /* elements computed together */
   for (int64_t item = blockIdx.x; item < plan.units * p.groups; item += gridDim.x) {
     int64_t group;
@@ -593,7 +591,7 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
         }
         if (walk == 0)
           norm2d_sum_channels<2, V, LAST>(sums, plan, me, totals,
-                                          [&](float &total, int, int, float sum) { total = sum / channels; });
+                                          [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
       }
     }
   }
@@ -717,12 +715,11 @@ static int norm2d_cut(norm2d_plan *plan, bool backward) {
   constexpr int rows = norm2d_shape<V, LAST>::rows;
   const int64_t pictures = plan->p.batch * plan->p.groups;
   const int most = backward ? NORM2D_BACKWARD_THREADS : NORM2D_FORWARD_THREADS;
-  const int target = backward ? NORM2D_BACKWARD_THREADS : NORM2D_FORWARD_TARGET;
   if (LAST) {
     const int64_t vectors = plan->group_channels / V;
     plan->inner = static_cast<int>(vectors < most ? vectors : most);
     plan->chunks = static_cast<int>(camox_ceil_div(vectors, plan->inner));
-    int64_t outer = target / plan->inner;
+    int64_t outer = NORM2D_TARGET_THREADS / plan->inner;
     if (outer > camox_ceil_div(plan->pixels, rows)) outer = camox_ceil_div(plan->pixels, rows);
     while (outer > 1 && outer * plan->inner > 2 * CAMOX_WARP &&
            pictures * camox_ceil_div(plan->pixels, outer * rows) < NORM2D_FILL)
@@ -738,7 +735,8 @@ static int norm2d_cut(norm2d_plan *plan, bool backward) {
     const int fewest = V == 1 ? NORM2D_LEAST_LANES : NORM2D_FEWEST_LANES;
     int lanes = CAMOX_WARP;
     while (lanes > 1 && lanes / 2 >= vectors) lanes /= 2;
-    while (lanes > NORM2D_LEAST_LANES && (lanes * slices > target || pictures * camox_ceil_div(vectors, lanes) < NORM2D_FILL))
+    while (lanes > NORM2D_LEAST_LANES &&
+           (lanes * slices > NORM2D_TARGET_THREADS || pictures * camox_ceil_div(vectors, lanes) < NORM2D_FILL))
       lanes /= 2;
     while (lanes > fewest && lanes * slices > most) lanes /= 2;
     const int whole = CAMOX_WARP / lanes; /* slices of a warp */
@@ -762,15 +760,15 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   plan.eps = p->eps > FLT_MIN ? static_cast<float>(p->eps) : FLT_MIN;
   plan.pixels = plan.p.height * plan.p.width;
   plan.group_channels = p->channels / p->groups;
+  plan.inverse = 1.0f / static_cast<float>(plan.group_channels);
   const int threads = norm2d_cut<V, LAST>(&plan, backward), sums = backward ? 2 : 1;
   plan.scratch = (plan.scratch + 3) / 4 * 4;
   plan.tiles = camox_ceil_div(plan.pixels, plan.tile);
   plan.tile_count = plan.p.batch * plan.tiles;
   plan.unit_tiles = backward ? camox_ceil_div(plan.tile_count, camox_norm2d_cuda_units(p)) : 1;
   plan.units = camox_ceil_div(plan.tile_count, plan.unit_tiles);
-  plan.sum_lanes = 1;
-  while (plan.sum_lanes < CAMOX_WARP && 2 * plan.sum_lanes <= plan.terms && 2 * plan.sum_lanes * sums * plan.tile <= threads)
-    plan.sum_lanes *= 2;
+  while (plan.sum_shift < 5 && 2 << plan.sum_shift <= plan.terms && (2 * sums * plan.tile) << plan.sum_shift <= threads)
+    ++plan.sum_shift;
   int floats = sums * plan.scratch;
   if (backward && LAST && floats < 2 * V * plan.inner * plan.outer) floats = 2 * V * plan.inner * plan.outer;
   const size_t shared = sizeof(float) * static_cast<size_t>((sums * plan.tile + 3) / 4 * 4 + floats);

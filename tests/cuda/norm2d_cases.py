@@ -9,8 +9,7 @@ import torch
 
 SOURCE = rig.CSRC / "norm2d" / "norm2d_cuda.cu"
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
-# Around accesses of 16 and 8 bytes, the rows of a thread (4, 8) and a warp of vectors, along pixels and along channels;
-# more channels than a block's registers hold (1024 in planes, in lines 3072 elements of vectors or 384 single ones).
+# Around accesses of 16 and 8 bytes, the rows of a thread (4, 8) and a warp of vectors, along pixels and along channels.
 SHAPES = [
     (1, 1, 1, 1),
     (3, 33, 1, 1),
@@ -25,7 +24,8 @@ SHAPES = [
     (1, 400, 1, 3),
     (1, 1100, 2, 4),
 ]
-MANY_CHANNELS = [(1, 3073, 1, 2), (2, 3200, 1, 4)]
+# More channels than a block holds in registers: at most 3072, see docs/norm2d.md.
+MANY_CHANNELS = [(1, 3073, 1, 2), (1, 3200, 2, 4)]
 # More than 256 tiles in planes (47 x 47 element by element, 92 x 92 by vectors), in lines, and in both by chunks.
 MANY_TILES = [(1, 3, 47, 47), (1, 3, 92, 92), (1, 256, 30, 40), (1, 257, 17, 121)]
 
