@@ -259,6 +259,38 @@ __device__ __forceinline__ float camox_rsqrt(float x) {
 #endif
 }
 
+/* 2^x, 2 ulp; results below FLT_MIN become 0. */
+__device__ __forceinline__ float camox_exp2(float x) {
+#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+/* 1/x, 1 ulp. */
+__device__ __forceinline__ float camox_reciprocal(float x) {
+#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+  return 1.0f / x;
+#else
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+/* What follows from x is computed where it is used from here on: nvcc would compute it before the loop around, and hold it in
+   registers that the loop needs. */
+__device__ __forceinline__ void camox_compute_late(int &x) {
+#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+  (void)x;
+#else
+  asm volatile("" : "+r"(x));
+#endif
+}
+
 /* ---- reductions: one order for one block size, so the same bits on every run ---- */
 __device__ __forceinline__ float camox_warp_sum(float x) {
 #pragma unroll

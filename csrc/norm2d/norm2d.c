@@ -7,6 +7,7 @@
 #include "../common/status.h"
 #include "norm2d_plan.h"
 
+#ifndef CAMOX_CUDA_PART
 CAMOX_DECLARE_KERNELS(camox_norm2d_forward_kernel, camox_norm2d_kernel)
 CAMOX_DECLARE_KERNELS(camox_norm2d_backward_kernel, camox_norm2d_kernel)
 CAMOX_DECLARE_KERNELS(camox_norm2d_reduce_kernel, camox_norm2d_kernel)
@@ -19,6 +20,9 @@ static const camox_norm2d_table reduce_kernels = CAMOX_KERNELS(camox_norm2d_redu
 camox_norm2d_kernel *camox_norm2d_forward(camox_dtype dtype, camox_isa isa) { return forward_kernels[dtype][isa]; }
 camox_norm2d_kernel *camox_norm2d_backward(camox_dtype dtype, camox_isa isa) { return backward_kernels[dtype][isa]; }
 camox_norm2d_kernel *camox_norm2d_reduce(camox_dtype dtype, camox_isa isa) { return reduce_kernels[dtype][isa]; }
+
+int64_t camox_norm2d_units(const camox_norm2d_params *p) { return camox_norm2d_plan_of(p).units; }
+#endif
 
 static int check_affine(const camox_norm2d_params *p, const camox_norm2d_affine *v, const char *name) {
   if (v->length != p->channels)
@@ -46,5 +50,3 @@ int camox_norm2d_check(const camox_norm2d_params *p) {
   int status = check_affine(p, &p->weight, "weight");
   return status != CAMOX_OK ? status : check_affine(p, &p->bias, "bias");
 }
-
-int64_t camox_norm2d_units(const camox_norm2d_params *p) { return camox_norm2d_plan_of(p).units; }

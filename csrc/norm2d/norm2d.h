@@ -70,6 +70,9 @@ camox_norm2d_kernel *camox_norm2d_backward(camox_dtype dtype, camox_isa isa);
 /* After backward: grad_weight and grad_bias of channels [begin, end) from the partial sums, in the order of the units. */
 camox_norm2d_kernel *camox_norm2d_reduce(camox_dtype dtype, camox_isa isa);
 
+/* As camox_norm2d_units for the CUDA kernels: `partial` must have room for this many, fewer may be used. */
+int64_t camox_norm2d_cuda_units(const camox_norm2d_params *p);
+
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
 int camox_norm2d_cuda(const camox_norm2d_params *p, void *stream);
 int camox_norm2d_backward_cuda(const camox_norm2d_params *p, void *stream);

@@ -68,6 +68,15 @@ camox_norm2d_params norm2d_params(const Tensor& x, const Tensor& weight, const T
   return p;
 }
 
+// Shares of grad_weight and grad_bias that the kernels leave in `partial`, at most.
+int64_t shares(const camox_norm2d_params& p) {
+#ifdef CAMOX_CUDA_PART
+  return camox_norm2d_cuda_units(&p);
+#else
+  return camox_norm2d_units(&p);
+#endif
+}
+
 void compute(const camox_norm2d_params& p, const Tensor& x, bool backward) {
 #ifdef CAMOX_CUDA_PART
   launch(backward ? camox_norm2d_backward_cuda : camox_norm2d_cuda, p, x, "layer_norm2d");
@@ -109,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, con
   Tensor packed_stats = torch::stable::contiguous(stats);
   Tensor grad_x = empty_picture(x, p.channels, is_channels_last(x));
   Tensor grad_weight = empty_real(x, {p.channels}), grad_bias = empty_real(x, {p.channels});
-  Tensor partial = empty_real(x, {camox_norm2d_units(&p), 2, p.channels});
+  Tensor partial = empty_real(x, {shares(p), 2, p.channels});
   p.grad = view4(grad);
   p.grad_x = view4(grad_x);
   p.stats = packed_stats.data_ptr();

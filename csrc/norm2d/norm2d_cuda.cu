@@ -1,0 +1,831 @@
+/* layer_norm2d on CUDA. A block takes a tile of pixels with all channels of a group and keeps it in registers from the first
+   access to the last, so each tensor is read once: sums over the channels meet in shared memory, then the tile is finished.
+   A thread holds a few rows of V elements side by side, V the widest access that all tensors allow: 16 bytes, 8 bytes, or one
+   element.
+     planes  V neighbouring pixels of several channels; V = 1 takes any strides
+     lines   V neighbouring channels of several pixels (channels_last)
+   Groups of more channels than a block can hold are walked in chunks, and again for each further use (from the caches).
+   The backward's blocks walk over several tiles and keep their share of grad_weight and grad_bias; a second kernel adds the
+   shares in order. No atomics: fixed bits. */
+#include "../common/cuda_util.cuh"
+#include "norm2d.h"
+
+#include <float.h>
+
+#define NORM2D_FORWARD_THREADS 384  /* most of a block, */
+#define NORM2D_BACKWARD_THREADS 256 /* and in the backward, */
+#define NORM2D_BLOCKS 2             /* of which a multiprocessor must hold so many: at most 80 and 128 registers a thread */
+#define NORM2D_TARGET_THREADS 192   /* taken while accesses stay long: the loads of one block hide behind others' sums */
+#define NORM2D_FILL 512             /* blocks that fill a large GPU: below it tiles become smaller */
+#define NORM2D_LEAST_LANES 8        /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
+#define NORM2D_FEWEST_LANES 2       /* or 32, where there are many channels */
+#define NORM2D_UNITS 2048           /* shares of grad_weight and grad_bias, at most, */
+#define NORM2D_FEW_UNITS 256        /* more than this many only of */
+#define NORM2D_UNIT_PIXELS 64       /* at least so many pixels */
+#define NORM2D_SUM_THREADS 1024     /* of the kernel that adds the shares: */
+#define NORM2D_SUM_COLUMNS 8        /* side by side, the other threads along the shares */
+
+struct norm2d_plan {
+  camox_norm2d_params p; /* where all tensors allow it as pictures of one row, see norm2d_flat */
+  float eps, inverse;    /* 1 / group_channels */
+  int64_t pixels, group_channels;
+  int inner, outer;          /* threads of a block along the vectors of a row, and rows' worth of threads */
+  int chunks;                /* walks over the channels of a group */
+  int tile;                  /* pixels of a block, */
+  int64_t tiles, tile_count; /* tiles in a picture, in all pictures */
+  int64_t units, unit_tiles; /* blocks of a group, and the tiles each walks over */
+  int scratch;               /* floats of shared memory for the partial sums of one kind: pixel i's t-th of `terms` is at */
+  int terms, pixel_step, term_step; /* i * pixel_step + t * term_step */
+  int sum_shift;                    /* 1 << sum_shift threads add the partial sums of one pixel */
+};
+
+/* A thread's elements [rows][V] as pixels and channels. */
+template <int V, bool LAST>
+struct norm2d_shape {
+  static constexpr int rows = V == 1 ? 8 : 4, pixels = LAST ? rows : V, channels = LAST ? V : rows;
+};
+
+/* Which of the thread's pixels, or channels, element v of row k belongs to. */
+template <bool LAST>
+__device__ __forceinline__ constexpr int norm2d_pixel(int k, int v) {
+  return LAST ? k : v;
+}
+template <bool LAST>
+__device__ __forceinline__ constexpr int norm2d_channel(int k, int v) {
+  return LAST ? v : k;
+}
+
+/* ---- activations ---- */
+
+/* log2 of the normal distribution's tail Phi(-a), a >= 0: within 2e-8 of it, in units of max(a Phi(-a), 4e-3), up to 6.2, and
+   falling to -inf beyond. */
+__device__ __forceinline__ float norm2d_log2_tail(float a) {
+  float sum = fmaf(-1.8627043e-08f, a, 6.00300154e-07f);
+  sum = fmaf(sum, a, -8.23527989e-06f);
+  sum = fmaf(sum, a, 6.08133232e-05f);
+  sum = fmaf(sum, a, -0.000226865843f);
+  sum = fmaf(sum, a, -0.000107131083f);
+  sum = fmaf(sum, a, 0.0070747938f);
+  sum = fmaf(sum, a, -0.0525254048f);
+  sum = fmaf(sum, a, -0.459194362f);
+  sum = fmaf(sum, a, -1.15110695f);
+  return fmaf(sum, a, -1.0f);
+}
+
+/* silu and gelu_tanh are u sigmoid(t(u)), t(u) = linear u + cubic u^3. */
+struct norm2d_sigmoid {
+  float linear, cubic;
+};
+
+__device__ __forceinline__ norm2d_sigmoid norm2d_sigmoid_of(camox_activation activation) {
+  norm2d_sigmoid s = {1.0f, 0.0f};
+  if (activation == CAMOX_ACT_GELU_TANH) s.linear = 1.5957691216f, s.cubic = 1.5957691216f * 0.044715f;
+  return s;
+}
+
+#define NORM2D_LOG2E 1.4426950409f
+
+template <int V>
+__device__ __forceinline__ void norm2d_activate(float (&u)[V], camox_activation activation) {
+  if (activation == CAMOX_ACT_GELU) {
+    /* max(u, 0) - |u| Phi(-|u|): nothing cancels */
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const float a = fabsf(u[i]);
+      u[i] = fmaf(-a, camox_exp2(norm2d_log2_tail(a)), u[i] < 0.0f ? 0.0f : u[i]);
+    }
+  } else if (activation == CAMOX_ACT_RELU) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) u[i] = u[i] < 0.0f ? 0.0f : u[i];
+  } else if (activation != CAMOX_ACT_NONE) {
+    const norm2d_sigmoid s = norm2d_sigmoid_of(activation);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const float t = u[i] * fmaf(s.cubic, u[i] * u[i], s.linear);
+      u[i] *= camox_reciprocal(1.0f + camox_exp2(-NORM2D_LOG2E * t));
+    }
+  }
+}
+
+/* grad *= act'(u) */
+template <int V>
+__device__ __forceinline__ void norm2d_gate(float (&grad)[V], const float (&u)[V], camox_activation activation) {
+  if (activation == CAMOX_ACT_GELU) {
+    /* Phi(u) + u phi(u), from the tail again */
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const float a = fabsf(u[i]), density = camox_exp2(fmaf(-0.5f * NORM2D_LOG2E * a, a, -1.3257480647f));
+      const float slope = fmaf(-a, density, camox_exp2(norm2d_log2_tail(a)));
+      grad[i] *= u[i] > 0.0f ? 1.0f - slope : slope;
+    }
+  } else if (activation == CAMOX_ACT_RELU) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) grad[i] = u[i] <= 0.0f ? 0.0f : grad[i];
+  } else if (activation != CAMOX_ACT_NONE) {
+    const norm2d_sigmoid s = norm2d_sigmoid_of(activation);
+    /* past the limit the part that decays is below every rounding, and exp stays finite */
+    const float limit = activation == CAMOX_ACT_SILU ? 80.0f : 10.0f;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      float near = u[i] > limit ? limit : u[i];
+      near = near < -limit ? -limit : near;
+      const float square = near * near, t = near * fmaf(s.cubic, square, s.linear);
+      const float e = camox_exp2(-NORM2D_LOG2E * t), sigmoid = camox_reciprocal(1.0f + e);
+      const float t_slope = fmaf(3.0f * s.cubic, square, s.linear);
+      grad[i] *= fmaf(near * t_slope, sigmoid * (e * sigmoid), sigmoid);
+    }
+  }
+}
+
+/* ---- where a thread is ---- */
+
+struct norm2d_thread {
+  int inner, outer; /* inner == plan.inner: one of the last threads of a block, which have no elements */
+};
+
+__device__ __forceinline__ norm2d_thread norm2d_thread_of(const norm2d_plan &plan) {
+  const int thread = static_cast<int>(threadIdx.x), outer = thread / plan.inner;
+  if (outer >= plan.outer) return {plan.inner, 0};
+  return {thread - outer * plan.inner, outer};
+}
+
+/* Pixels [first, first + plan.tile) of picture `batch`, channels of `group`. */
+struct norm2d_tile {
+  int64_t batch, group, first;
+};
+
+__device__ __forceinline__ norm2d_tile norm2d_tile_at(const norm2d_plan &plan, int64_t index, int64_t group) {
+  norm2d_tile tile = {0, group, 0};
+  int64_t within;
+  tile.batch = camox_divide(index, plan.tiles, &within);
+  tile.first = within * plan.tile;
+  return tile;
+}
+
+/* The thread's first element in a tile, and which of its rows exist, as bits. */
+struct norm2d_part {
+  unsigned rows;
+  int64_t channel, y, x; /* the channel counts from the group's first */
+};
+
+template <int V, bool LAST>
+__device__ __forceinline__ norm2d_part norm2d_part_at(const norm2d_plan &plan, const norm2d_tile &tile, const norm2d_thread &me,
+                                                      int chunk) {
+  constexpr int rows = norm2d_shape<V, LAST>::rows;
+  const int64_t pixel = tile.first + (LAST ? me.outer : me.inner * V);
+  norm2d_part part = {0, 0, 0, pixel};
+  part.channel = LAST ? (static_cast<int64_t>(chunk) * plan.inner + me.inner) * V
+                      : static_cast<int64_t>(chunk) * rows * plan.outer + me.outer;
+  if (V == 1 && !LAST && plan.p.height > 1) part.y = camox_divide(pixel, plan.p.width, &part.x);
+  if (me.inner == plan.inner || (LAST ? part.channel >= plan.group_channels : pixel >= plan.pixels)) return part;
+#pragma unroll
+  for (int k = 0; k < rows; ++k) {
+    const int64_t next = static_cast<int64_t>(k) * plan.outer;
+    if (LAST ? pixel + next < plan.pixels : part.channel + next < plan.group_channels) part.rows |= 1u << k;
+  }
+  return part;
+}
+
+/* Row k of a thread's elements is at first + k * step. Walked step by step: all rows' distances together would take registers
+   that the elements need. */
+template <typename T>
+struct norm2d_rows {
+  T *first;
+  int64_t step;
+};
+
+template <typename T, bool LAST>
+__device__ __forceinline__ norm2d_rows<T> norm2d_rows_of(const norm2d_plan &plan, const camox_view4 &view,
+                                                         const norm2d_tile &tile, const norm2d_part &part, int64_t channel) {
+  const int64_t place = tile.batch * view.stride[0] + (tile.group * plan.group_channels + channel) * view.stride[1] +
+                        part.y * view.stride[2] + part.x * view.stride[3];
+  return {static_cast<T *>(view.data) + place, plan.outer * view.stride[LAST ? 3 : 1]};
+}
+
+/* Rows that do not exist become zeros. */
+template <typename T, int V, int ROWS>
+__device__ __forceinline__ void norm2d_load(T (&to)[ROWS][V], norm2d_rows<const T> from, unsigned rows) {
+#pragma unroll
+  for (int k = 0; k < ROWS; ++k, from.first += from.step) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) to[k][i] = camox_from_float<T>(0.0f);
+    if (rows >> k & 1) camox_load<V>(to[k], from.first);
+  }
+}
+
+/* The group's first channel at the thread's pixels: a value that differs from the mean by at most std sqrt(channels - 1), so
+   that differences to it keep their digits whatever the mean. */
+template <typename T, int V, bool LAST>
+__device__ __forceinline__ void norm2d_load_origin(T (&to)[norm2d_shape<V, LAST>::pixels], const norm2d_plan &plan,
+                                                   const norm2d_tile &tile, const norm2d_part &part) {
+  constexpr int pixels = norm2d_shape<V, LAST>::pixels;
+  norm2d_rows<const T> from = norm2d_rows_of<const T, LAST>(plan, plan.p.x, tile, part, 0);
+#pragma unroll
+  for (int i = 0; i < pixels; ++i) to[i] = camox_from_float<T>(0.0f);
+  if constexpr (LAST) {
+#pragma unroll
+    for (int k = 0; k < pixels; ++k, from.first += from.step)
+      if (part.rows >> k & 1) to[k] = __ldg(from.first);
+  } else if (part.rows) {
+    camox_load<V>(to, from.first);
+  }
+}
+
+/* N floats from p on, 16 bytes at a time where there are as many: p is aligned to them. */
+template <int N>
+__device__ __forceinline__ void norm2d_load_floats(float (&to)[N], const float *p) {
+  constexpr int piece = N < 4 ? N : 4;
+#pragma unroll
+  for (int i = 0; i < N; i += piece) {
+    float part[piece];
+    camox_load<piece>(part, p + i);
+#pragma unroll
+    for (int j = 0; j < piece; ++j) to[i + j] = part[j];
+  }
+}
+
+/* weight or bias of the thread's channels. */
+template <int V, bool LAST>
+__device__ __forceinline__ void norm2d_load_affine(float (&to)[norm2d_shape<V, LAST>::channels], const norm2d_plan &plan,
+                                                   const camox_norm2d_affine &affine, const norm2d_tile &tile,
+                                                   const norm2d_part &part) {
+  const float *p = static_cast<const float *>(affine.data) + tile.group * plan.group_channels + part.channel;
+  if constexpr (LAST) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) to[i] = 0.0f;
+    if (part.rows) norm2d_load_floats(to, p);
+  } else {
+#pragma unroll
+    for (int k = 0; k < norm2d_shape<V, LAST>::channels; ++k, p += plan.outer) to[k] = part.rows >> k & 1 ? __ldg(p) : 0.0f;
+  }
+}
+
+/* ---- sums over the channels of a group ---- */
+
+/* Shared memory: totals [N][tile], then partial sums [N][scratch]. */
+__device__ __forceinline__ int norm2d_totals_size(int count, int tile) { return (count * tile + 3) / 4 * 4; }
+
+/* N sums at each of the tile's pixels: partial sums of all threads in, for each pixel and sum one thread calls
+   finish(total, which, pixel, sum), and every thread gets the totals of its pixels. `total` is what the last call left there.
+ */
+template <int N, int V, bool LAST, typename Finish>
+__device__ __forceinline__ void norm2d_sum_channels(const float (&sums)[N][norm2d_shape<V, LAST>::pixels],
+                                                    const norm2d_plan &plan, const norm2d_thread &me, float *totals,
+                                                    const Finish &finish) {
+  constexpr int pixels = norm2d_shape<V, LAST>::pixels, piece = pixels < 4 ? pixels : 4;
+  float *const scratch = totals + norm2d_totals_size(N, plan.tile);
+#pragma unroll
+  for (int which = 0; which < N; ++which) {
+    float *const to = scratch + which * plan.scratch;
+    if constexpr (LAST) {
+#pragma unroll
+      for (int k = 0; k < pixels; ++k)
+        if (me.inner < plan.inner) to[(k * plan.outer + me.outer) * plan.pixel_step + me.inner] = sums[which][k];
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; i += piece) {
+        float part[piece];
+#pragma unroll
+        for (int j = 0; j < piece; ++j) part[j] = sums[which][i + j];
+        camox_store_shared<piece>(to + me.outer * plan.tile + me.inner * V + i, part);
+      }
+    }
+  }
+  __syncthreads();
+  const int lanes = 1 << plan.sum_shift, tasks = N * plan.tile * lanes, threads = static_cast<int>(blockDim.x);
+  /* whole warps go round together: they shuffle */
+  for (int i = static_cast<int>(threadIdx.x); i - i % CAMOX_WARP < tasks; i += threads) {
+    const int task = i >> plan.sum_shift, lane = i & (lanes - 1);
+    const int which = N > 1 && task >= plan.tile ? 1 : 0, pixel = task - which * plan.tile;
+    float sum = 0.0f;
+    if (i < tasks) {
+      const float *from = scratch + which * plan.scratch + pixel * plan.pixel_step;
+#pragma unroll 4
+      for (int term = lane; term < plan.terms; term += lanes) sum += from[term * plan.term_step];
+    }
+    for (int other = lanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, other);
+    if (i < tasks && lane == 0) finish(totals[task], which, pixel, sum);
+  }
+  __syncthreads();
+}
+
+/* The totals of the thread's pixels. */
+template <int N, int V, bool LAST>
+__device__ __forceinline__ void norm2d_load_totals(float (&sums)[N][norm2d_shape<V, LAST>::pixels], const norm2d_plan &plan,
+                                                   const norm2d_thread &me, const float *totals) {
+  constexpr int pixels = norm2d_shape<V, LAST>::pixels, piece = pixels < 4 ? pixels : 4;
+#pragma unroll
+  for (int which = 0; which < N; ++which) {
+    const float *from = totals + which * plan.tile;
+    if constexpr (LAST) {
+#pragma unroll
+      for (int k = 0; k < pixels; ++k) sums[which][k] = from[k * plan.outer + me.outer];
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; i += piece) {
+        float part[piece];
+        camox_load_shared<piece>(part, from + me.inner * V + i);
+#pragma unroll
+        for (int j = 0; j < piece; ++j) sums[which][i + j] = part[j];
+      }
+    }
+  }
+}
+
+/* Where the mean of a tile's first pixel is in stats; 1/sqrt(var + eps) lies plan.p.batch * groups * pixels further. */
+__device__ __forceinline__ int64_t norm2d_stats_index(const norm2d_plan &plan, const norm2d_tile &tile) {
+  return (tile.batch * plan.p.groups + tile.group) * plan.pixels + tile.first;
+}
+
+/* ---- forward ---- */
+
+template <typename T, int V, bool LAST>
+__global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
+    norm2d_kernel(const __grid_constant__ norm2d_plan plan) {
+  typedef norm2d_shape<V, LAST> shape;
+  CAMOX_DYNAMIC_SHARED(float, totals);
+  const camox_norm2d_params &p = plan.p;
+  norm2d_thread me = norm2d_thread_of(plan);
+  for (int64_t item = blockIdx.x; item < plan.units * p.groups; item += gridDim.x) {
+    int64_t group;
+    const int64_t index = camox_divide(item, p.groups, &group);
+    const norm2d_tile tile = norm2d_tile_at(plan, index, group);
+    camox_compute_late(me.inner);
+    camox_compute_late(me.outer);
+    float *const stats = static_cast<float *>(p.stats) + norm2d_stats_index(plan, tile);
+    float *const stats_scale = stats + p.batch * p.groups * plan.pixels;
+
+    T x[shape::rows][V], origin[shape::pixels];
+    float mean[1][shape::pixels], scale[1][shape::pixels];
+    norm2d_load_origin<T, V, LAST>(origin, plan, tile, norm2d_part_at<V, LAST>(plan, tile, me, 0));
+#pragma unroll
+    for (int i = 0; i < shape::pixels; ++i) mean[0][i] = scale[0][i] = 0.0f;
+#pragma unroll 1
+    for (int walk = 0; walk < 3; ++walk) {
+#pragma unroll 1
+      for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+        const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, chunk);
+        if (walk == 0 || plan.chunks > 1)
+          norm2d_load(x, norm2d_rows_of<const T, LAST>(plan, p.x, tile, part, part.channel), part.rows);
+        if (walk < 2) {
+#pragma unroll
+          for (int k = 0; k < shape::rows; ++k) {
+            if (!(part.rows >> k & 1)) continue;
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+              const int pixel = norm2d_pixel<LAST>(k, i);
+              const float difference = camox_to_float(x[k][i]) - camox_to_float(origin[pixel]);
+              if (walk == 0)
+                mean[0][pixel] += difference;
+              else
+                scale[0][pixel] = fmaf(difference - mean[0][pixel], difference - mean[0][pixel], scale[0][pixel]);
+            }
+          }
+          continue;
+        }
+        float weight[shape::channels], bias[shape::channels];
+        norm2d_load_affine<V, LAST>(weight, plan, p.weight, tile, part);
+        norm2d_load_affine<V, LAST>(bias, plan, p.bias, tile, part);
+        norm2d_rows<T> y = norm2d_rows_of<T, LAST>(plan, p.y, tile, part, part.channel);
+        norm2d_rows<const T> residual = norm2d_rows_of<const T, LAST>(plan, p.residual, tile, part, part.channel);
+#pragma unroll
+        for (int k = 0; k < shape::rows; ++k, y.first += y.step, residual.first += residual.step) {
+          if (!(part.rows >> k & 1)) continue;
+          float u[V];
+#pragma unroll
+          for (int i = 0; i < V; ++i) {
+            const int pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
+            const float z = ((camox_to_float(x[k][i]) - camox_to_float(origin[pixel])) - mean[0][pixel]) * scale[0][pixel];
+            u[i] = fmaf(z, weight[channel], bias[channel]);
+          }
+          norm2d_activate(u, p.activation);
+          if (p.residual.data) {
+            float more[V];
+            camox_load_float<V>(more, residual.first);
+#pragma unroll
+            for (int i = 0; i < V; ++i) u[i] += more[i];
+          }
+#ifdef CAMOX_BREAK_NORM2D
+          u[0] += 1e-3f;
+#endif
+          camox_store_float(y.first, u);
+        }
+      }
+      if (walk == 0) {
+        norm2d_sum_channels<1, V, LAST>(mean, plan, me, totals,
+                                        [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
+        norm2d_load_totals<1, V, LAST>(mean, plan, me, totals);
+      } else if (walk == 1) {
+        norm2d_sum_channels<1, V, LAST>(scale, plan, me, totals, [&](float &total, int, int pixel, float sum) {
+          const float mean_total = total;
+          total = camox_rsqrt(sum * plan.inverse + plan.eps);
+          if (tile.first + pixel < plan.pixels) stats[pixel] = mean_total, stats_scale[pixel] = total;
+        });
+        norm2d_load_totals<1, V, LAST>(scale, plan, me, totals);
+      }
+    }
+  }
+}
+
+/* ---- backward ---- */
+
+/* The thread's shares of grad_weight and grad_bias, of all threads of the block that have the same channels, into `partial`;
+   `add` them to what is there. */
+template <int V, bool LAST>
+__device__ __forceinline__ void norm2d_share(const float (&weight)[norm2d_shape<V, LAST>::channels],
+                                             const float (&bias)[norm2d_shape<V, LAST>::channels], const norm2d_plan &plan,
+                                             const norm2d_thread &me, int64_t channel, int chunk, float *scratch,
+                                             float *partial, bool add) {
+  constexpr int channels = norm2d_shape<V, LAST>::channels;
+  const int64_t to_bias = plan.p.channels;
+  if constexpr (LAST) {
+    const int width = plan.inner * V;
+    float *const bias_scratch = scratch + plan.outer * width;
+    if (me.inner < plan.inner) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        scratch[me.outer * width + me.inner * V + i] = weight[i];
+        bias_scratch[me.outer * width + me.inner * V + i] = bias[i];
+      }
+    }
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < width; i += static_cast<int>(blockDim.x)) {
+      const int64_t c = static_cast<int64_t>(chunk) * width + i;
+      if (c >= plan.group_channels) break;
+      float weight_sum = 0.0f, bias_sum = 0.0f;
+#pragma unroll 1
+      for (int row = 0; row < plan.outer; ++row) {
+        weight_sum += scratch[row * width + i];
+        bias_sum += bias_scratch[row * width + i];
+      }
+      partial[c] = add ? partial[c] + weight_sum : weight_sum;
+      partial[to_bias + c] = add ? partial[to_bias + c] + bias_sum : bias_sum;
+    }
+    __syncthreads();
+  } else {
+#pragma unroll
+    for (int k = 0; k < channels; ++k) {
+      float weight_sum = weight[k], bias_sum = bias[k];
+      for (int other = plan.inner / 2; other > 0; other /= 2) {
+        weight_sum += __shfl_xor_sync(CAMOX_FULL_MASK, weight_sum, other);
+        bias_sum += __shfl_xor_sync(CAMOX_FULL_MASK, bias_sum, other);
+      }
+      const int64_t c = channel + static_cast<int64_t>(k) * plan.outer;
+      if (me.inner == 0 && c < plan.group_channels) {
+        partial[c] = add ? partial[c] + weight_sum : weight_sum;
+        partial[to_bias + c] = add ? partial[to_bias + c] + bias_sum : bias_sum;
+      }
+    }
+  }
+}
+
+template <typename T, int V, bool LAST>
+__global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
+    norm2d_backward_kernel(const __grid_constant__ norm2d_plan plan) {
+  typedef norm2d_shape<V, LAST> shape;
+  CAMOX_DYNAMIC_SHARED(float, totals);
+  const camox_norm2d_params &p = plan.p;
+  norm2d_thread me = norm2d_thread_of(plan);
+  float *const scratch = totals + norm2d_totals_size(2, plan.tile);
+  constexpr int piece = V < 4 ? V : 4; /* elements computed together */
+  for (int64_t item = blockIdx.x; item < plan.units * p.groups; item += gridDim.x) {
+    int64_t group;
+    const int64_t unit = camox_divide(item, p.groups, &group);
+    const int64_t begin = unit * plan.unit_tiles, end = min(begin + plan.unit_tiles, plan.tile_count);
+    float *const partial = static_cast<float *>(p.partial) + unit * 2 * p.channels + group * plan.group_channels;
+    float weight_sums[shape::channels], bias_sums[shape::channels];
+#pragma unroll
+    for (int i = 0; i < shape::channels; ++i) weight_sums[i] = bias_sums[i] = 0.0f;
+
+    for (int64_t index = begin; index < end; ++index) {
+      const norm2d_tile tile = norm2d_tile_at(plan, index, group);
+      T x[shape::rows][V], origin[shape::pixels];
+      float d[shape::rows][V], sums[2][shape::pixels];
+      float mean[shape::pixels], scale[shape::pixels];
+      {
+        const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, 0);
+        norm2d_load_origin<T, V, LAST>(origin, plan, tile, part);
+        const float *stats = static_cast<const float *>(p.stats) + norm2d_stats_index(plan, tile);
+        const float *stats_scale = stats + p.batch * p.groups * plan.pixels;
+#pragma unroll
+        for (int i = 0; i < shape::pixels; ++i) mean[i] = scale[i] = sums[0][i] = sums[1][i] = 0.0f;
+        if constexpr (LAST) {
+#pragma unroll
+          for (int k = 0; k < shape::rows; ++k) {
+            if (!(part.rows >> k & 1)) continue;
+            mean[k] = __ldg(stats + (k * plan.outer + me.outer));
+            scale[k] = __ldg(stats_scale + (k * plan.outer + me.outer));
+          }
+        } else if (part.rows) {
+          norm2d_load_floats(mean, stats + me.inner * V);
+          norm2d_load_floats(scale, stats_scale + me.inner * V);
+        }
+      }
+#pragma unroll 1
+      for (int walk = 0; walk < 2; ++walk) {
+        camox_compute_late(me.inner);
+        camox_compute_late(me.outer);
+#pragma unroll 1
+        for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+          const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, chunk);
+          if (walk == 0 || plan.chunks > 1) {
+            T grad[shape::rows][V];
+            if (plan.chunks > 1) {
+#pragma unroll
+              for (int i = 0; i < shape::channels; ++i) weight_sums[i] = bias_sums[i] = 0.0f;
+            }
+            norm2d_load(x, norm2d_rows_of<const T, LAST>(plan, p.x, tile, part, part.channel), part.rows);
+            norm2d_load(grad, norm2d_rows_of<const T, LAST>(plan, p.grad, tile, part, part.channel), part.rows);
+            float weight[shape::channels], bias[shape::channels];
+            norm2d_load_affine<V, LAST>(weight, plan, p.weight, tile, part);
+            norm2d_load_affine<V, LAST>(bias, plan, p.bias, tile, part);
+#pragma unroll
+            for (int k = 0; k < shape::rows; ++k) {
+              /* of rows that do not exist g is 0, and so is all that follows */
+#pragma unroll
+              for (int part_of = 0; part_of < V; part_of += piece) {
+                float z[piece], u[piece], g[piece];
+#pragma unroll
+                for (int j = 0; j < piece; ++j) {
+                  const int i = part_of + j, pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
+                  z[j] = ((camox_to_float(x[k][i]) - camox_to_float(origin[pixel])) - mean[pixel]) * scale[pixel];
+                  u[j] = fmaf(z[j], weight[channel], bias[channel]);
+                  g[j] = camox_to_float(grad[k][i]);
+                }
+                norm2d_gate(g, u, p.activation);
+#pragma unroll
+                for (int j = 0; j < piece; ++j) {
+                  const int i = part_of + j, pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
+                  d[k][i] = g[j] * weight[channel];
+                  weight_sums[channel] = fmaf(g[j], z[j], weight_sums[channel]);
+                  bias_sums[channel] += g[j];
+                  sums[0][pixel] += d[k][i];
+                  sums[1][pixel] = fmaf(d[k][i], z[j], sums[1][pixel]);
+                }
+              }
+            }
+          }
+          if (walk == 0) {
+            if (plan.chunks == 1 && index + 1 < end) continue;
+            norm2d_share<V, LAST>(weight_sums, bias_sums, plan, me, part.channel, chunk, scratch, partial,
+                                  plan.chunks > 1 && index > begin);
+            continue;
+          }
+          norm2d_load_totals<2, V, LAST>(sums, plan, me, totals); /* what the second walk added is dropped */
+          norm2d_rows<T> out = norm2d_rows_of<T, LAST>(plan, p.grad_x, tile, part, part.channel);
+#pragma unroll
+          for (int k = 0; k < shape::rows; ++k, out.first += out.step) {
+            if (!(part.rows >> k & 1)) continue;
+            float grad_x[V];
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+              const int pixel = norm2d_pixel<LAST>(k, i);
+              const float z = ((camox_to_float(x[k][i]) - camox_to_float(origin[pixel])) - mean[pixel]) * scale[pixel];
+              grad_x[i] = fmaf(-z, sums[1][pixel], d[k][i] - sums[0][pixel]) * scale[pixel];
+            }
+#ifdef CAMOX_BREAK_NORM2D
+            grad_x[0] += 1e-3f;
+#endif
+            camox_store_float(out.first, grad_x);
+          }
+        }
+        if (walk == 0)
+          norm2d_sum_channels<2, V, LAST>(sums, plan, me, totals,
+                                          [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
+      }
+    }
+  }
+}
+
+/* Over the lanes of a warp that have the same column. */
+__device__ __forceinline__ float norm2d_sum_column(float sum) {
+#pragma unroll
+  for (int other = NORM2D_SUM_COLUMNS; other < CAMOX_WARP; other *= 2) sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, other);
+  return sum;
+}
+
+/* grad_weight and grad_bias: columns [0, 2C) of `partial`, each added over the units in an order that the shape alone decides.
+ */
+__global__ void __launch_bounds__(NORM2D_SUM_THREADS) norm2d_reduce_kernel(const __grid_constant__ norm2d_plan plan) {
+  __shared__ float sums[NORM2D_SUM_THREADS / CAMOX_WARP][NORM2D_SUM_COLUMNS];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / CAMOX_WARP, lane = thread % CAMOX_WARP;
+  const int warps = static_cast<int>(blockDim.x) / CAMOX_WARP, rows = static_cast<int>(blockDim.x) / NORM2D_SUM_COLUMNS;
+  const int64_t columns = 2 * plan.p.channels;
+  for (int64_t block = blockIdx.x; block * NORM2D_SUM_COLUMNS < columns; block += gridDim.x) {
+    const int64_t column = block * NORM2D_SUM_COLUMNS + thread % NORM2D_SUM_COLUMNS;
+    const float *partial = static_cast<const float *>(plan.p.partial) + column;
+    float sum = 0.0f;
+    if (column < columns) {
+#pragma unroll 8
+      for (int64_t unit = thread / NORM2D_SUM_COLUMNS; unit < plan.units; unit += rows) sum += __ldg(partial + unit * columns);
+    }
+    sum = norm2d_sum_column(sum);
+    if (lane < NORM2D_SUM_COLUMNS) sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0) {
+      sum = 0.0f;
+      for (int i = lane / NORM2D_SUM_COLUMNS; i < warps; i += CAMOX_WARP / NORM2D_SUM_COLUMNS)
+        sum += sums[i][lane % NORM2D_SUM_COLUMNS];
+      sum = norm2d_sum_column(sum);
+      if (lane < NORM2D_SUM_COLUMNS && column < columns) {
+        if (column < plan.p.channels)
+          static_cast<float *>(plan.p.grad_weight)[column] = sum;
+        else
+          static_cast<float *>(plan.p.grad_bias)[column - plan.p.channels] = sum;
+      }
+    }
+    __syncthreads();
+  }
+}
+
+/* ---- launchers ---- */
+
+struct norm2d_views {
+  camox_view4 *view[5];
+  int count;
+};
+
+static norm2d_views norm2d_views_of(camox_norm2d_params *p) {
+  norm2d_views views = {};
+  camox_view4 *const all[] = {&p->x, &p->residual, &p->y, &p->grad, &p->grad_x};
+  for (camox_view4 *view : all)
+    if (view->data != nullptr) views.view[views.count++] = view;
+  return views;
+}
+
+/* The same pictures as one row each, where every tensor has its pixels at equal distances. */
+static camox_norm2d_params norm2d_flat(const camox_norm2d_params *given) {
+  camox_norm2d_params p = *given;
+  const norm2d_views views = norm2d_views_of(&p);
+  bool flat = true;
+  for (int i = 0; i < views.count; ++i) {
+    int64_t *const stride = views.view[i]->stride;
+    if (p.width == 1) stride[3] = stride[2]; /* of a single column or pixel no step is ever made */
+    if (p.width == 1 && p.height == 1) stride[3] = stride[0];
+    flat = flat && (p.width == 1 || p.height == 1 || stride[2] == p.width * stride[3]);
+  }
+  if (flat) p.width *= p.height, p.height = 1;
+  return p;
+}
+
+/* All pictures as one where pixels lie at equal distances throughout: with one group stats are one row too. */
+static void norm2d_merge_batch(camox_norm2d_params *p) {
+  const norm2d_views views = norm2d_views_of(p);
+  for (int i = 0; i < views.count; ++i)
+    if (views.view[i]->stride[0] != p->width * views.view[i]->stride[3]) return;
+  if (p->groups > 1) return;
+  p->width *= p->batch, p->batch = 1;
+}
+
+/* Whether every tensor can be accessed `lanes` elements at a time, in lines along the channels, in planes along the pixels. */
+static bool norm2d_fits(camox_norm2d_params *p, bool lines, int lanes, int element) {
+  const norm2d_views views = norm2d_views_of(p);
+  const int inner = lines ? 1 : 3, across = lines ? 3 : 1;
+  const int64_t sizes[4] = {p->batch, p->channels, p->height, p->width};
+  if (p->height > 1 || (lines && p->channels == 1)) return false;
+  if ((lines ? p->channels / p->groups : p->width) % lanes != 0) return false;
+  for (int i = 0; i < views.count; ++i) {
+    const int64_t *stride = views.view[i]->stride;
+    if (!camox_aligned(views.view[i]->data, lanes * element) || (sizes[inner] > 1 && stride[inner] != 1)) return false;
+    if ((sizes[0] > 1 && stride[0] % lanes != 0) || (sizes[across] > 1 && stride[across] % lanes != 0)) return false;
+  }
+  const int floats = lanes < 4 ? 4 * lanes : 16;
+  return lines ? camox_aligned(p->weight.data, floats) && camox_aligned(p->bias.data, floats) : camox_aligned(p->stats, floats);
+}
+
+extern "C" int64_t camox_norm2d_cuda_units(const camox_norm2d_params *p) {
+  const int64_t pixels = p->batch * p->height * p->width;
+  int64_t units = pixels / NORM2D_UNIT_PIXELS;
+  if (units < NORM2D_FEW_UNITS) units = NORM2D_FEW_UNITS;
+  if (units > NORM2D_UNITS) units = NORM2D_UNITS;
+  return units < pixels ? units : pixels;
+}
+
+/* Without units the gradients become zeros. */
+static void norm2d_launch_reduce(const norm2d_plan &plan, void *stream) {
+  int threads = CAMOX_WARP;
+  while (threads < NORM2D_SUM_THREADS && threads < NORM2D_SUM_COLUMNS * plan.units) threads *= 2;
+  CAMOX_LAUNCH(norm2d_reduce_kernel, camox_grid(camox_ceil_div(2 * plan.p.channels, NORM2D_SUM_COLUMNS)), threads, 0, stream,
+               plan);
+}
+
+/* Threads of a block and pixels of its tile; -> threads. */
+template <int V, bool LAST>
+static int norm2d_cut(norm2d_plan *plan, bool backward) {
+  constexpr int rows = norm2d_shape<V, LAST>::rows;
+  const int64_t pictures = plan->p.batch * plan->p.groups;
+  const int most = backward ? NORM2D_BACKWARD_THREADS : NORM2D_FORWARD_THREADS;
+  if (LAST) {
+    const int64_t vectors = plan->group_channels / V;
+    plan->inner = static_cast<int>(vectors < most ? vectors : most);
+    plan->chunks = static_cast<int>(camox_ceil_div(vectors, plan->inner));
+    int64_t outer = NORM2D_TARGET_THREADS / plan->inner;
+    if (outer > camox_ceil_div(plan->pixels, rows)) outer = camox_ceil_div(plan->pixels, rows);
+    while (outer > 1 && outer * plan->inner > 2 * CAMOX_WARP &&
+           pictures * camox_ceil_div(plan->pixels, outer * rows) < NORM2D_FILL)
+      outer = (outer + 1) / 2;
+    plan->outer = outer < 1 ? 1 : static_cast<int>(outer);
+    plan->tile = plan->outer * rows;
+    plan->terms = plan->inner;
+    plan->term_step = 1;
+    plan->pixel_step = plan->inner | 1; /* odd: the threads that add find their terms in different banks */
+    plan->scratch = plan->tile * plan->pixel_step;
+  } else {
+    const int64_t vectors = plan->pixels / V, slices = camox_ceil_div(plan->group_channels, rows);
+    const int fewest = V == 1 ? NORM2D_LEAST_LANES : NORM2D_FEWEST_LANES;
+    int lanes = CAMOX_WARP;
+    while (lanes > 1 && lanes / 2 >= vectors) lanes /= 2;
+    while (lanes > NORM2D_LEAST_LANES &&
+           (lanes * slices > NORM2D_TARGET_THREADS || pictures * camox_ceil_div(vectors, lanes) < NORM2D_FILL))
+      lanes /= 2;
+    while (lanes > fewest && lanes * slices > most) lanes /= 2;
+    const int whole = CAMOX_WARP / lanes; /* slices of a warp */
+    plan->inner = lanes;
+    plan->outer = static_cast<int>(camox_ceil_div(slices < most / lanes ? slices : most / lanes, whole)) * whole;
+    plan->chunks = static_cast<int>(camox_ceil_div(slices, plan->outer));
+    plan->tile = lanes * V;
+    plan->terms = plan->outer;
+    plan->term_step = plan->tile;
+    plan->pixel_step = 1;
+    plan->scratch = plan->outer * plan->tile;
+  }
+  return static_cast<int>(camox_ceil_div(plan->inner * plan->outer, CAMOX_WARP)) * CAMOX_WARP;
+}
+
+template <typename T, int V, bool LAST>
+static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *stream) {
+  norm2d_plan plan = {};
+  plan.p = *p;
+  if (LAST) norm2d_merge_batch(&plan.p);
+  plan.eps = p->eps > FLT_MIN ? static_cast<float>(p->eps) : FLT_MIN;
+  plan.pixels = plan.p.height * plan.p.width;
+  plan.group_channels = p->channels / p->groups;
+  plan.inverse = 1.0f / static_cast<float>(plan.group_channels);
+  const int threads = norm2d_cut<V, LAST>(&plan, backward), sums = backward ? 2 : 1;
+  plan.scratch = (plan.scratch + 3) / 4 * 4;
+  plan.tiles = camox_ceil_div(plan.pixels, plan.tile);
+  plan.tile_count = plan.p.batch * plan.tiles;
+  plan.unit_tiles = backward ? camox_ceil_div(plan.tile_count, camox_norm2d_cuda_units(p)) : 1;
+  plan.units = camox_ceil_div(plan.tile_count, plan.unit_tiles);
+  while (plan.sum_shift < 5 && 2 << plan.sum_shift <= plan.terms && (2 * sums * plan.tile) << plan.sum_shift <= threads)
+    ++plan.sum_shift;
+  int floats = sums * plan.scratch;
+  if (backward && LAST && floats < 2 * V * plan.inner * plan.outer) floats = 2 * V * plan.inner * plan.outer;
+  const size_t shared = sizeof(float) * static_cast<size_t>((sums * plan.tile + 3) / 4 * 4 + floats);
+  const unsigned grid = camox_grid(plan.units * p->groups);
+  if (!backward) {
+    CAMOX_LAUNCH((norm2d_kernel<T, V, LAST>), grid, threads, shared, stream, plan);
+    return;
+  }
+  CAMOX_LAUNCH((norm2d_backward_kernel<T, V, LAST>), grid, threads, shared, stream, plan);
+  norm2d_launch_reduce(plan, stream);
+}
+
+/* The widest access that fits, along whichever of pixels and channels. */
+template <typename T>
+static void norm2d_launch_widest(camox_norm2d_params *p, bool backward, void *stream) {
+  constexpr int element = static_cast<int>(sizeof(T)), widest = 16 / element;
+  if (norm2d_fits(p, false, widest, element))
+    norm2d_launch<T, widest, false>(p, backward, stream);
+  else if (norm2d_fits(p, true, widest, element))
+    norm2d_launch<T, widest, true>(p, backward, stream);
+  else if (element == 2 && norm2d_fits(p, false, 4, element))
+    norm2d_launch<T, 4, false>(p, backward, stream);
+  else if (element == 2 && norm2d_fits(p, true, 4, element))
+    norm2d_launch<T, 4, true>(p, backward, stream);
+  else if (norm2d_fits(p, true, 1, element))
+    norm2d_launch<T, 1, true>(p, backward, stream);
+  else
+    norm2d_launch<T, 1, false>(p, backward, stream);
+}
+
+static int norm2d_run(const camox_norm2d_params *given, bool backward, void *stream) {
+  camox_norm2d_params p = norm2d_flat(given);
+  const bool empty = p.batch * p.height * p.width == 0;
+  if (p.channels == 0 || (empty && !backward)) return cudaSuccess;
+  if (empty) {
+    norm2d_plan plan = {};
+    plan.p = p;
+    norm2d_launch_reduce(plan, stream);
+    return camox_launch_status();
+  }
+  switch (p.dtype) {
+    case CAMOX_F32: norm2d_launch_widest<float>(&p, backward, stream); break;
+    case CAMOX_BF16: norm2d_launch_widest<__nv_bfloat16>(&p, backward, stream); break;
+    case CAMOX_F16: norm2d_launch_widest<__half>(&p, backward, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
+
+extern "C" int camox_norm2d_cuda(const camox_norm2d_params *p, void *stream) {
+  camox_norm2d_params forward = *p;
+  forward.grad.data = forward.grad_x.data = nullptr; /* not looked at, whatever they hold */
+  return norm2d_run(&forward, false, stream);
+}
+
+extern "C" int camox_norm2d_backward_cuda(const camox_norm2d_params *p, void *stream) {
+  camox_norm2d_params backward = *p;
+  backward.residual.data = backward.y.data = nullptr;
+  return norm2d_run(&backward, true, stream);
+}

@@ -1,0 +1,131 @@
+"""layer_norm2d in the rig: calls the launchers of csrc/norm2d/norm2d_cuda.cu on guarded tensors."""
+
+from __future__ import annotations
+
+import ctypes
+
+import rig
+import torch
+
+SOURCE = rig.CSRC / "norm2d" / "norm2d_cuda.cu"
+LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
+# Around accesses of 16 and 8 bytes, the rows of a thread (4, 8) and a warp of vectors, along pixels and along channels.
+SHAPES = [
+    (1, 1, 1, 1),
+    (3, 33, 1, 1),
+    (2, 1, 3, 5),
+    (1, 3, 1, 9),
+    (2, 4, 4, 4),
+    (1, 5, 2, 6),
+    (1, 9, 8, 9),
+    (2, 16, 3, 11),
+    (1, 80, 6, 12),
+    (1, 24, 12, 24),
+    (1, 400, 1, 3),
+    (1, 1100, 2, 4),
+]
+# More channels than a block holds in registers: at most 3072, see docs/norm2d.md.
+MANY_CHANNELS = [(1, 3073, 1, 2), (1, 3200, 2, 4)]
+# More than 256 tiles in planes (47 x 47 element by element, 92 x 92 by vectors), in lines, and in both by chunks.
+MANY_TILES = [(1, 3, 47, 47), (1, 3, 92, 92), (1, 256, 30, 40), (1, 257, 17, 121)]
+
+
+def _view(structs, tensor):
+    view = structs["camox_view4"](data=tensor.data_ptr())
+    view.stride[:] = tensor.stride()
+    return view
+
+
+def _affine(structs, memory, value, name):
+    copy = memory.copy(value, name)
+    return structs["camox_norm2d_affine"](data=copy.data_ptr(), length=copy.shape[0], stride=copy.stride(0))
+
+
+def is_channels_last(x) -> bool:
+    return x.stride(1) == 1 and x.shape[1] > 1 and not x.is_contiguous()
+
+
+def _dense(memory, x, name):
+    b, c, h, w = x.shape
+    strides = (c * h * w, 1, w * c, c) if is_channels_last(x) else (c * h * w, h * w, w, 1)
+    return memory.empty_strided((b, c, h, w), strides, x.dtype, name)
+
+
+def _params(memory, x, weight, bias, eps, activation, groups):
+    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "norm2d/norm2d.h")
+    p = structs["camox_norm2d_params"]()
+    p.dtype = {torch.float32: constants["CAMOX_F32"], torch.bfloat16: constants["CAMOX_BF16"]}.get(
+        x.dtype, constants["CAMOX_F16"]
+    )
+    p.activation = constants[f"CAMOX_ACT_{activation.upper()}"]
+    p.eps, p.groups = eps, groups
+    p.batch, p.channels, p.height, p.width = x.shape
+    p.x = _view(structs, memory.copy(x, "x"))
+    p.weight = _affine(structs, memory, weight, "weight")
+    p.bias = _affine(structs, memory, bias, "bias")
+    return p, structs
+
+
+def _row(memory, shape, name):
+    """A contiguous float32 tensor of NaN."""
+    strides = torch.empty(shape, device="meta").stride()
+    return memory.empty_strided(shape, strides, torch.float32, name)
+
+
+def forward(x, weight, bias, eps=1e-6, activation="none", residual=None, groups=1, flush="end", **how):
+    """(y, stats) written by the kernels."""
+    with rig.guarded(flush) as memory:
+        p, structs = _params(memory, x, weight, bias, eps, activation, groups)
+        if residual is not None:
+            p.residual = _view(structs, memory.copy(residual, "residual"))
+        y = _dense(memory, x, "y")
+        stats = _row(memory, (2, x.shape[0], groups, *x.shape[2:]), "stats")
+        p.y, p.stats = _view(structs, y), stats.data_ptr()
+        _call("camox_norm2d_cuda", p, x, "forward", **how)
+        return y.clone(), stats.clone()
+
+
+def backward(grad, x, weight, bias, stats, eps=1e-6, activation="none", groups=1, flush="end", **how):
+    """[grad_x, grad_weight, grad_bias] written by the kernels."""
+    with rig.guarded(flush) as memory:
+        p, structs = _params(memory, x, weight, bias, eps, activation, groups)
+        p.grad = _view(structs, memory.copy(grad, "grad"))
+        p.stats = memory.copy(stats, "stats").data_ptr()
+        outs = [
+            _dense(memory, x, "grad_x"),
+            *(_row(memory, (x.shape[1],), f"grad_{name}") for name in ("weight", "bias")),
+        ]
+        p.grad_x = _view(structs, outs[0])
+        p.grad_weight, p.grad_bias = (out.data_ptr() for out in outs[1:])
+        p.partial = _row(memory, (_units(p, **how), 2, x.shape[1]), "partial").data_ptr()
+        _call("camox_norm2d_backward_cuda", p, x, "backward", **how)
+        return [out.clone() for out in outs]
+
+
+def forward_and_gradients(x, weight, bias, grad, eps=1e-6, residual=None, **how):
+    """[y, grad_x, grad_weight, grad_bias]"""
+    y, stats = forward(x, weight, bias, eps, residual=residual, **how)
+    return [y, *backward(grad, x, weight, bias, stats, eps, **how)]
+
+
+def _units(p, arch=900, source=SOURCE, define="", **_):
+    function = rig.load(source, arch, define).camox_norm2d_cuda_units
+    function.restype = ctypes.c_int64
+    return function(ctypes.byref(p))
+
+
+def _call(name, p, x, direction, arch=900, source=SOURCE, define="", **how):
+    layout = "channels_last" if is_channels_last(x) else "contiguous" if x.is_contiguous() else "strided"
+    dtype = str(x.dtype).removeprefix("torch.")
+    function = getattr(rig.load(source, arch, define), name)
+    rig.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
+
+
+def every_kernel(arch) -> None:
+    """Runs each kernel at its smallest: every dtype, access width, layout and direction."""
+    for dtype in rig.DTYPES.values():
+        for inner in (3, 4, 8):
+            planes, lines = torch.ones(1, 3, 1, inner), torch.ones(1, inner, 3, 1)
+            for x in (planes.to(dtype), lines.to(dtype).to(memory_format=torch.channels_last)):
+                weight = torch.ones(x.shape[1])
+                forward_and_gradients(x, weight, weight, x, arch=arch)
