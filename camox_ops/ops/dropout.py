@@ -76,7 +76,7 @@ def sparse_gate(
             training not a bool, generator not a torch.Generator.
         ValueError: shapes or devices differ, p outside [0, 1), more than 16 dimensions, an unsupported device.
 
-    Source of the formula: x_sparse * y_sparse in takzen/vision-bdh, models/bdh.py."""
+    Source of the formula: x_sparse * y_sparse in takzen/vision-bdh, models/bdh.py at 71cb8ab."""
     _check_x("sparse_gate", x)
     _check_same("sparse_gate", "y", y, x)
     p = _check.probability("sparse_gate", "p", p)

@@ -79,9 +79,8 @@ def _check_affine(name: str, value: torch.Tensor, x: torch.Tensor, real: torch.d
             f"got {tuple(value.shape)}"
         )
     if value.dtype not in (x.dtype, real):
-        raise TypeError(
-            f"layer_norm2d: {name} must have dtype {_check.dtype_names(x.dtype, real)}, got {_check.dtype_names(value.dtype)}"
-        )
+        names = _check.dtype_names(x.dtype, real)
+        raise TypeError(f"layer_norm2d: {name} must have dtype {names}, got {_check.dtype_names(value.dtype)}")
     _check.same_device("layer_norm2d", name, value, x)
 
 
@@ -92,9 +91,8 @@ def _check_residual(residual: torch.Tensor, x: torch.Tensor) -> None:
             f"layer_norm2d: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}"
         )
     if residual.dtype != x.dtype:
-        raise TypeError(
-            f"layer_norm2d: residual must have dtype {_check.dtype_names(x.dtype)}, got {_check.dtype_names(residual.dtype)}"
-        )
+        names = _check.dtype_names(x.dtype)
+        raise TypeError(f"layer_norm2d: residual must have dtype {names}, got {_check.dtype_names(residual.dtype)}")
     _check.same_device("layer_norm2d", "residual", residual, x)
 
 

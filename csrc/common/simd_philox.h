@@ -57,6 +57,8 @@ CAMOX_INLINE camox_keep camox_keep_compare(const vu64 *word, uint32_t threshold)
 
 /* Vector `part` of the elements' values, 0 where they are dropped. */
 CAMOX_INLINE vf32 vf32_kept(const camox_keep *keep, int part, vf32 v) {
+  /* A masked load would wait for the mask, and memory with it: v is a register before. */
+  __asm__("" : "+v"(v));
   return (vf32)_mm512_maskz_mov_ps((__mmask16)(keep->half[part / 2] >> (part % 2 * 16)), (__m512)v);
 }
 #else

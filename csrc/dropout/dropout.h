@@ -15,7 +15,7 @@
              numbers a row: the mean less the row's first s, which keeps its digits, and 1/sqrt(var + eps).
    errors    CAMOX_INVALID_ARGUMENT: p outside [0, 1), an unknown dtype, a negative size, more than CAMOX_DROPOUT_DIMS
              dimensions; eps not > 0 or not finite, weight or bias of another length or not contiguous.
-   source    torch.nn.functional.dropout and layer_norm; the gate of takzen/vision-bdh, models/bdh.py. */
+   source    torch.nn.functional.dropout and layer_norm; the gate of takzen/vision-bdh, models/bdh.py at 71cb8ab. */
 #ifndef CAMOX_DROPOUT_H
 #define CAMOX_DROPOUT_H
 

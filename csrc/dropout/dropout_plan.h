@@ -64,7 +64,7 @@ static inline camox_dropout_plan camox_dropout_plan_of(const camox_dropout_param
 /* Elements of a unit, and its fewest and most rows: their gradients of weight and bias are summed in one go. */
 #define CAMOX_DROPOUT_NORM_ELEMENTS 16384
 #define CAMOX_DROPOUT_NORM_LEAST_ROWS 16
-#define CAMOX_DROPOUT_NORM_MOST_ROWS 256
+#define CAMOX_DROPOUT_NORM_MOST_ROWS 32
 
 static inline int64_t camox_dropout_norm_unit_rows(int64_t width) {
   int64_t rows = width > 0 ? CAMOX_DROPOUT_NORM_ELEMENTS / width : CAMOX_DROPOUT_NORM_MOST_ROWS;
