@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from dropout_inputs import LAYOUTS, affine, normal
 from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, run_python
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from camox_ops import reference
 from camox_ops.reference.dropout import dropout_scale, dropout_threshold
 
 HALVES = (torch.bfloat16, torch.float16)
-LAYOUTS = ("contiguous", "permuted", "sliced", "expanded")
 # Around 8 elements of a call, 16 to 64 of a block, 256 of a tile of a strided row, 16384 of a unit; any dimensions.
 SHAPES = [(), (1,), (7,), (65,), (16384 + 65,), (3, 5), (2, 3, 257), (5, 300, 2), (2, 3, 13, 35), (2, 5, 16, 20)]
 # Around a vector, a chunk of 4096 and its 64 rows; rows that start anywhere in a block of masks.
@@ -57,27 +57,6 @@ op = torch.ops.camox_ops
 
 def seed_of(value: int = 0x0123456789ABCDEF) -> torch.Tensor:
     return torch.tensor(value, device=DEVICE)
-
-
-def normal(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
-    """Of any number of dimensions; "permuted" has its first dimension innermost in memory, "sliced" gaps in every
-    dimension, "expanded" stride 0 in the first."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    x = (x + 1e4 if kind == "offset" else x).to(DEVICE, dtype)
-    if layout == "permuted" and x.dim() > 1:
-        return x.movedim(0, -1).contiguous().movedim(-1, 0)
-    if layout == "sliced" and x.dim() > 0:
-        larger = torch.full([2 * n + 1 for n in shape], float("nan"), dtype=dtype, device=DEVICE)
-        view = larger[tuple(slice(1, None, 2) for _ in shape)]
-        return view.copy_(x)
-    if layout == "expanded" and x.dim() > 0:
-        return x[:1].expand(shape)
-    return x
-
-
-def affine(width, dtype=torch.float32, seed=5) -> list[torch.Tensor]:
-    real = torch.float64 if dtype == torch.float64 else torch.float32
-    return [normal((width,), real, seed=seed) + 1, normal((width,), real, seed=seed + 1)]
 
 
 def doubles(tensors):
@@ -376,7 +355,8 @@ ISA_CODE = """
 import hashlib, sys, torch
 sys.path.insert(0, {tests!r})
 import camox_ops as cx
-from test_dropout import FLOATS, affine, normal, op, seed_of
+from test_dropout import FLOATS, op, seed_of
+from dropout_inputs import affine, normal
 digest = hashlib.sha256()
 for dtype in FLOATS:
     for layout in ("contiguous", "permuted"):

@@ -2,6 +2,8 @@
 #ifndef CAMOX_DROPOUT_PLAN_H
 #define CAMOX_DROPOUT_PLAN_H
 
+#include <string.h>
+
 #include "dropout.h"
 
 /* Elements of a unit, a multiple of what any instruction set makes masks for at a time. */
@@ -27,7 +29,8 @@ static inline int camox_dropout_mergeable(const camox_dropout_params *p, const i
 }
 
 static inline camox_dropout_plan camox_dropout_plan_of(const camox_dropout_params *p) {
-  camox_dropout_plan plan = {0};
+  camox_dropout_plan plan;
+  memset(&plan, 0, sizeof plan);
   plan.elements = 1;
   for (int d = 0; d < p->dims; ++d) {
     plan.elements *= p->size[d];
