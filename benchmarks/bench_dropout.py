@@ -9,6 +9,7 @@ backward reads the gradient, x and y, writes 2; dropout_add_layer_norm the same 
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -81,28 +82,35 @@ def ours(group):
     return lambda *tensors: op(*tensors, p=P, training=True)
 
 
-def make_inputs(group, shape, dtype) -> tuple:
+def inputs_of(group, shape, dtype, layout) -> tuple:
     operands = 1 if group == "dropout" else 2
-    inputs = [random_tensor(shape, dtype=dtype, seed=1 + i) for i in range(operands)]
+    inputs = [random_tensor(shape, dtype=dtype, layout=layout, seed=1 + i) for i in range(operands)]
     if group == "dropout_add_layer_norm":
         affine = (random_tensor(shape[-1:], dtype=dtype, seed=8 + i, scale=0.1) for i in range(2))
         inputs += [1 + next(affine), next(affine)]
     return tuple(inputs)
 
 
-def make_case(group, shape, direction, dtype) -> Case:
+def case_of(group, shape, direction, dtype, layout="contiguous") -> Case:
     eager, verify, both, forward = GROUPS[group]
     elements = both if direction == "forward_backward" else forward
     return Case(
         group=group,
         shape=shape,
-        make_inputs=lambda: make_inputs(group, shape, dtype),
+        make_inputs=lambda: inputs_of(group, shape, dtype, layout),
         candidates=lambda: {"camox": ours(group), "eager": eager},
         direction=direction,
         dtype=dtype,
+        layout=layout,
         floor_bytes=elements * math.prod(shape) * dtype.itemsize,
         verify=verify,
     )
+
+
+# One of each group for any shape: what scripts/gpu_bench.py measures.
+make_case_dropout = partial(case_of, "dropout")
+make_case_sparse_gate = partial(case_of, "sparse_gate")
+make_case_dropout_add_layer_norm = partial(case_of, "dropout_add_layer_norm")
 
 
 def cases() -> list[Case]:
@@ -110,8 +118,8 @@ def cases() -> list[Case]:
     for group, shapes in SHAPES.items():
         for direction in DIRECTIONS:
             for shape in shapes:
-                plain = make_case(group, shape, direction, torch.float32)
-                half = make_case(group, shape, direction, torch.bfloat16)
+                plain = case_of(group, shape, direction, torch.float32)
+                half = case_of(group, shape, direction, torch.bfloat16)
                 found += [
                     replace(plain, quick=shape == shapes[-1]),
                     replace(half, companions={"float32": plain}, default_allocator=False),
