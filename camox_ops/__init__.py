@@ -5,6 +5,7 @@ import torch  # noqa: F401  torch's libraries must be loaded before _C
 from . import _C, nn, reference, train
 from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
+from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.norm2d import layer_norm2d
 from .ops.spatial_gradient import spatial_gradient
@@ -15,12 +16,15 @@ __all__ = [
     "EdgeMaps",
     "FrequencyBands",
     "build_info",
+    "dropout",
+    "dropout_add_layer_norm",
     "edge_maps",
     "frequency_bands",
     "isa",
     "layer_norm2d",
     "nn",
     "reference",
+    "sparse_gate",
     "spatial_gradient",
     "supported_isas",
     "train",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from . import _cuda, reference
 from .ops.bands import frequency_bands
@@ -23,12 +24,14 @@ BENCH_SHAPE = (4, 80, 72, 72)
 
 class Op(NamedTuple):
     """name, the op and its reference as functions of the same tensors, and inputs(shape, dtype) -> those tensors, of
-    which (B, C, H, W) ones are tried in every layout."""
+    which (B, C, H, W) ones are tried in every layout; plain: what `bench` times beside it where that is not the
+    reference."""
 
     name: str
     ours: Callable
     reference: Callable
     inputs: Callable
+    plain: Callable | None = None
 
 
 class Result(NamedTuple):
@@ -56,6 +59,27 @@ def picture_and_affine(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torc
     return (*picture(shape, dtype), *torch.linspace(-1, 1, 2 * shape[1]).to(dtype).chunk(2))
 
 
+def pictures(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x and y."""
+    return tuple(torch.randn((2, *shape), generator=torch.Generator().manual_seed(0)).to(dtype))
+
+
+def rows_and_affine(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x, residual, and weight and bias of the last dimension."""
+    return (*pictures(shape, dtype), *torch.linspace(-1, 1, 2 * shape[-1]).to(dtype).chunk(2))
+
+
+def seed_on(device: torch.device) -> torch.Tensor:
+    """Of the same mask every time; a fill, which a CUDA graph can capture."""
+    return torch.full((), 0x0123456789ABCDEF, dtype=torch.int64, device=device)
+
+
+def norm_with_seed(x, residual, weight, bias) -> torch.Tensor:
+    real = torch.float64 if x.dtype == torch.float64 else torch.float32
+    op = torch.ops.camox_ops.dropout_add_layer_norm
+    return op(x, residual, weight.to(real), bias.to(real), seed_on(x.device), 0.25, 1e-3)[0]
+
+
 OPS = (
     Op("edge_maps", edge_maps, reference.edge_maps, picture),
     Op(
@@ -64,12 +88,33 @@ OPS = (
         lambda x: reference.edge_maps(x, border="reflect"),
         picture,
     ),
+    Op(
+        "dropout",
+        lambda x: torch.ops.camox_ops.dropout(x, seed_on(x.device), 0.25),
+        lambda x: reference.dropout(x, seed_on(x.device), 0.25),
+        picture,
+        lambda x: F.dropout(x, 0.25),
+    ),
+    Op(
+        "dropout_add_layer_norm",
+        norm_with_seed,
+        lambda *tensors: reference.dropout_add_layer_norm(*tensors, seed_on(tensors[0].device), 0.25, 1e-3),
+        rows_and_affine,
+        lambda x, residual, weight, bias: F.layer_norm(residual + F.dropout(x, 0.25), weight.shape, weight, bias, 1e-3),
+    ),
     Op("frequency_bands", frequency_bands, reference.frequency_bands, picture),
     Op(
         "layer_norm2d gelu",
         lambda x, weight, bias: layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         lambda x, weight, bias: reference.layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         picture_and_affine,
+    ),
+    Op(
+        "sparse_gate",
+        lambda x, y: torch.ops.camox_ops.sparse_gate(x, y, seed_on(x.device), 0.25),
+        lambda x, y: reference.sparse_gate(x, y, seed_on(x.device), 0.25),
+        pictures,
+        lambda x, y: F.dropout(F.relu(x) * F.relu(y), 0.25),
     ),
     Op("spatial_gradient", spatial_gradient, reference.spatial_gradient, picture),
 )
@@ -145,7 +190,7 @@ def bench(rounds: int = 15) -> Iterator[tuple[str, str, float, float]]:
     """(op, pass, median ms of ours, median ms of plain PyTorch) in float32, taken in turns."""
     for op in OPS:
         inputs = op.inputs(BENCH_SHAPE, torch.float32)
-        sides = (op.ours, op.reference)
+        sides = (op.ours, op.plain or op.reference)
         upstream = run(op.reference, inputs, None)[0]
         for what, step in (
             ("forward", lambda function, inputs=inputs: function(*inputs)),

@@ -24,6 +24,9 @@ GROUPS = {
     "spatial_gradient": "spatial_gradient",
     "frequency_bands": "frequency_bands",
     "layer_norm2d_gelu": "layer_norm2d",
+    "dropout": "dropout",
+    "sparse_gate": "sparse_gate",
+    "dropout_add_layer_norm": "dropout_add_layer_norm",
 }
 TARGET_DTYPES = ("float32", "bfloat16")
 SMALL_SLACK = 1.2

@@ -14,14 +14,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BORDERS = ("zeros", "replicate", "reflect")
 
 
+def dtype_names(*dtypes: torch.dtype, last: str = " or ") -> str:
+    return last.join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
 def tensor(op: str, name: str, value, *, dtypes=DTYPES) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
     if value.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{op}: {name} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
+        raise TypeError(
+            f"{op}: {name} must have dtype {dtype_names(*dtypes, last=', ')}, got {dtype_names(value.dtype)}"
+        )
     if value.device.type == "cuda":
         reason = "" if torch.compiler.is_compiling() else _cuda.unusable(value.device.index)
         if reason:
@@ -51,6 +56,19 @@ def positive(op: str, name: str, value) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"{op}: {name} must be > 0 and finite, got {value!r}")
     return float(value)
+
+
+def probability(op: str, name: str, value) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+    if not 0 <= value < 1:
+        raise ValueError(f"{op}: {name} must be in [0, 1), got {value!r}")
+    return float(value)
+
+
+def same_device(op: str, name: str, value: torch.Tensor, x: torch.Tensor) -> None:
+    if value.device != x.device:
+        raise ValueError(f"{op}: {name} must be on the device of x, {x.device}, got {value.device}")
 
 
 def flag(op: str, name: str, value) -> None:

@@ -7,7 +7,7 @@ import torch
 from .. import reference
 from . import _check
 from ._layout import empty_picture
-from ._register import fold_batch, register, unfold_batch
+from ._register import fold_batch, one_by_one, register, unfold_batch
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 
@@ -79,8 +79,9 @@ def _check_affine(name: str, value: torch.Tensor, x: torch.Tensor, real: torch.d
             f"got {tuple(value.shape)}"
         )
     if value.dtype not in (x.dtype, real):
-        raise TypeError(f"layer_norm2d: {name} must have dtype {_names(x.dtype, real)}, got {_names(value.dtype)}")
-    _check_device(name, value, x)
+        names = _check.dtype_names(x.dtype, real)
+        raise TypeError(f"layer_norm2d: {name} must have dtype {names}, got {_check.dtype_names(value.dtype)}")
+    _check.same_device("layer_norm2d", name, value, x)
 
 
 def _check_residual(residual: torch.Tensor, x: torch.Tensor) -> None:
@@ -90,13 +91,9 @@ def _check_residual(residual: torch.Tensor, x: torch.Tensor) -> None:
             f"layer_norm2d: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}"
         )
     if residual.dtype != x.dtype:
-        raise TypeError(f"layer_norm2d: residual must have dtype {_names(x.dtype)}, got {_names(residual.dtype)}")
-    _check_device("residual", residual, x)
-
-
-def _check_device(name: str, value: torch.Tensor, x: torch.Tensor) -> None:
-    if value.device != x.device:
-        raise ValueError(f"layer_norm2d: {name} must be on the device of x, {x.device}, got {value.device}")
+        names = _check.dtype_names(x.dtype)
+        raise TypeError(f"layer_norm2d: residual must have dtype {names}, got {_check.dtype_names(residual.dtype)}")
+    _check.same_device("layer_norm2d", "residual", residual, x)
 
 
 def _check_groups(groups: int, x: torch.Tensor) -> None:
@@ -104,10 +101,6 @@ def _check_groups(groups: int, x: torch.Tensor) -> None:
         raise TypeError(f"layer_norm2d: groups must be an int, got {groups!r}")
     if groups < 1 or x.shape[1] % groups:
         raise ValueError(f"layer_norm2d: groups must be >= 1 and divide the {x.shape[1]} channels of x, got {groups}")
-
-
-def _names(*dtypes: torch.dtype) -> str:
-    return " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _fake(x, weight, bias, residual, eps, groups, activation):
@@ -159,25 +152,15 @@ def _backward_backward(ctx, *grads):
 def _vmap(info, in_dims, x, weight, bias, residual, *scalars):
     op = torch.ops.camox_ops.layer_norm2d
     if in_dims[1] is not None or in_dims[2] is not None:
-        return _one_by_one(op, info, in_dims, (x, weight, bias, residual, *scalars))
+        # Weights that differ within the batch do not fold into B, and neither do sums over it.
+        return one_by_one(op, info, in_dims, (x, weight, bias, residual, *scalars))
     x, residual = fold_batch(info, (in_dims[0], in_dims[3]), (x, residual), 2)
     y, stats = op(x, weight, bias, residual, *scalars)
     return (unfold_batch(info, y), stats.unflatten(1, (info.batch_size, -1))), (0, 1)
 
 
 def _vmap_backward(info, in_dims, *args):
-    return _one_by_one(torch.ops.camox_ops.layer_norm2d_backward, info, in_dims, args)
-
-
-def _one_by_one(op, info, in_dims, args):
-    """Sums over the batch, and weights that differ within it, do not fold into B."""
-
-    def at(i):
-        return [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]
-
-    outputs = [op(*at(i)) for i in range(info.batch_size)]
-    stacked = tuple(torch.stack(parts) for parts in zip(*outputs, strict=True))
-    return stacked, (0,) * len(stacked)
+    return one_by_one(torch.ops.camox_ops.layer_norm2d_backward, info, in_dims, args)
 
 
 _layer_norm2d = register("layer_norm2d", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)

@@ -2,17 +2,33 @@
 derivatives differentiate. Slow and memory-hungry on purpose."""
 
 from .bands import frequency_bands, frequency_bands_backward
+from .dropout import (
+    dropout,
+    dropout_add_layer_norm,
+    dropout_add_layer_norm_backward,
+    dropout_mask,
+    philox4x32,
+    sparse_gate,
+    sparse_gate_backward,
+)
 from .edge import edge_maps, edge_maps_backward
 from .norm2d import layer_norm2d, layer_norm2d_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
 
 __all__ = [
+    "dropout",
+    "dropout_add_layer_norm",
+    "dropout_add_layer_norm_backward",
+    "dropout_mask",
     "edge_maps",
     "edge_maps_backward",
     "frequency_bands",
     "frequency_bands_backward",
     "layer_norm2d",
     "layer_norm2d_backward",
+    "philox4x32",
+    "sparse_gate",
+    "sparse_gate_backward",
     "spatial_gradient",
     "spatial_gradient_backward",
 ]

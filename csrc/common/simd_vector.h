@@ -39,6 +39,16 @@ typedef int64_t vf64_mask_t;
     T total = 0;                                                                                    \
     for (int lane = 0; lane < (LANES); ++lane) total += v[lane];                                    \
     return total;                                                                                   \
+  }                                                                                                 \
+  /* 0, 1, 2, ... */                                                                                \
+  CAMOX_INLINE I V##_lane(void) {                                                                   \
+    static const V##_mask_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};      \
+    return V##_load_mask(lane);                                                                     \
+  }                                                                                                 \
+  /* Lanes are added in pairs: fewer steps, another fixed order. */                                 \
+  CAMOX_INLINE T V##_sum_pairs(V v) {                                                               \
+    for (int step = (LANES) / 2; step > 0; step /= 2) v += __builtin_shuffle(v, V##_lane() ^ step); \
+    return v[0];                                                                                    \
   }
 
 CAMOX_DEFINE_VECTOR(vf32, vi32, float, VF32_LANES)

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "isa.h"
 #include "status.h"
@@ -72,6 +73,30 @@ inline void check_picture(const Tensor& x, const char* op, const char* name) {
                                 std::to_string(x.dim()));
 }
 
+inline void check_device(const Tensor& y, const Tensor& x, const char* op, const char* name) {
+  if (y.is_cpu() != x.is_cpu() || y.get_device_index() != x.get_device_index())
+    throw std::invalid_argument(std::string(op) + ": " + name + " must be on the device of x");
+}
+
+inline void check_dtype_and_device(const Tensor& y, const Tensor& x, const char* op, const char* name) {
+  if (y.scalar_type() != x.scalar_type())
+    throw std::invalid_argument(std::string(op) + ": " + name + " must have the dtype of x");
+  check_device(y, x, op, name);
+}
+
+// A tensor of parameters or statistics must have the dtype that x is computed in.
+inline void check_real(const Tensor& v, const Tensor& x, int64_t dimensions, const char* op, const char* name) {
+  using torch::headeronly::ScalarType;
+  bool is_double = x.scalar_type() == ScalarType::Double;
+  if (v.scalar_type() != (is_double ? ScalarType::Double : ScalarType::Float))
+    throw std::invalid_argument(std::string(op) + ": " + name + " must have dtype " + (is_double ? "float64" : "float32") +
+                                " beside this x");
+  if (v.dim() != dimensions)
+    throw std::invalid_argument(std::string(op) + ": " + name + " must have " + std::to_string(dimensions) +
+                                " dimensions, got " + std::to_string(v.dim()));
+  check_device(v, x, op, name);
+}
+
 // A gradient or companion tensor must have x's shape (with `channels` channels), dtype and device.
 inline void check_like(const Tensor& y, const Tensor& x, int64_t channels, const char* op, const char* name) {
   check_picture(y, op, name);
@@ -81,10 +106,7 @@ inline void check_like(const Tensor& y, const Tensor& x, int64_t channels, const
       throw std::invalid_argument(std::string(op) + ": " + name + " has size " + std::to_string(y.size(d)) + " in dimension " +
                                   std::to_string(d) + ", expected " + std::to_string(expected));
   }
-  if (y.scalar_type() != x.scalar_type())
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have the dtype of x");
-  if (y.is_cpu() != x.is_cpu() || y.get_device_index() != x.get_device_index())
-    throw std::invalid_argument(std::string(op) + ": " + name + " must be on the device of x");
+  check_dtype_and_device(y, x, op, name);
 }
 
 // torch's own rule for "strides like channels_last", so that fake tensors in Python decide the same (ops/_layout.py).
@@ -100,19 +122,44 @@ inline bool is_channels_last(const Tensor& x) {
   return true;
 }
 
-inline Tensor empty_picture(const Tensor& like, int64_t channels, bool channels_last) {
-  std::array<int64_t, 4> size = {like.size(0), channels, like.size(2), like.size(3)};
-  auto at_least_1 = [](int64_t n) { return n > 1 ? n : 1; };
-  int64_t c = at_least_1(size[1]), h = at_least_1(size[2]), w = at_least_1(size[3]);
-  std::array<int64_t, 4> stride =
-      channels_last ? std::array<int64_t, 4>{c * h * w, 1, c * w, c} : std::array<int64_t, 4>{c * h * w, h * w, w, 1};
-  int32_t dtype, device_type;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions, const int64_t* size, const int64_t* stride) {
+  int32_t device_type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(4, size.data(), stride.data(), dtype, device_type, like.get_device_index(), &handle));
+      aoti_torch_empty_strided(dimensions, size, stride, dtype, device_type, like.get_device_index(), &handle));
   return Tensor(handle);
+}
+
+inline Tensor empty_contiguous(const Tensor& like, int32_t dtype, size_t dimensions, const int64_t* size) {
+  std::vector<int64_t> stride(dimensions);
+  int64_t step = 1;
+  for (size_t d = dimensions; d-- > 0;) {
+    stride[d] = step;
+    step *= size[d] > 1 ? size[d] : 1;
+  }
+  return empty_strided(like, dtype, dimensions, size, stride.data());
+}
+
+inline int32_t dtype_code(const Tensor& x) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  return dtype;
+}
+
+// An uninitialised contiguous tensor in the dtype that x is computed in.
+inline Tensor empty_real(const Tensor& x, std::initializer_list<int64_t> size) {
+  bool is_double = x.scalar_type() == torch::headeronly::ScalarType::Double;
+  return empty_contiguous(x, is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), size.size(), size.begin());
+}
+
+inline Tensor empty_picture(const Tensor& like, int64_t channels, bool channels_last) {
+  std::array<int64_t, 4> size = {like.size(0), channels, like.size(2), like.size(3)};
+  if (!channels_last) return empty_contiguous(like, dtype_code(like), size.size(), size.data());
+  auto at_least_1 = [](int64_t n) { return n > 1 ? n : 1; };
+  int64_t c = at_least_1(size[1]), h = at_least_1(size[2]), w = at_least_1(size[3]);
+  std::array<int64_t, 4> stride = {c * h * w, 1, c * w, c};
+  return empty_strided(like, dtype_code(like), size.size(), size.data(), stride.data());
 }
 
 #ifdef CAMOX_CUDA_PART

@@ -16,39 +16,8 @@ camox_activation activation_of(const std::string& activation) {
                               activation + "'");
 }
 
-// An uninitialised contiguous tensor in the dtype that x is computed in.
-Tensor empty_real(const Tensor& x, std::initializer_list<int64_t> sizes) {
-  using torch::headeronly::ScalarType;
-  std::array<int64_t, 5> stride;
-  int64_t step = 1;
-  for (size_t d = sizes.size(); d-- > 0;) {
-    stride[d] = step;
-    step *= std::max<int64_t>(sizes.begin()[d], 1);
-  }
-  int32_t dtype = x.scalar_type() == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-  int32_t device_type;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(sizes.size(), sizes.begin(), stride.data(), dtype, device_type, x.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
-void check_real(const Tensor& v, const Tensor& x, int64_t dimensions, const char* name) {
-  using torch::headeronly::ScalarType;
-  bool is_double = x.scalar_type() == ScalarType::Double;
-  if (v.scalar_type() != (is_double ? ScalarType::Double : ScalarType::Float))
-    throw std::invalid_argument(std::string("layer_norm2d: ") + name + " must have dtype " +
-                                (is_double ? "float64" : "float32") + " beside this x");
-  if (v.dim() != dimensions)
-    throw std::invalid_argument(std::string("layer_norm2d: ") + name + " must have " + std::to_string(dimensions) +
-                                " dimensions, got " + std::to_string(v.dim()));
-  if (v.is_cpu() != x.is_cpu() || v.get_device_index() != x.get_device_index())
-    throw std::invalid_argument(std::string("layer_norm2d: ") + name + " must be on the device of x");
-}
-
 camox_norm2d_affine affine_of(const Tensor& v, const Tensor& x, const char* name) {
-  check_real(v, x, 1, name);
+  check_real(v, x, 1, "layer_norm2d", name);
   return {v.data_ptr(), v.size(0), v.stride(0)};
 }
 
@@ -109,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, con
                                                          std::string activation) {
   camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
   check_like(grad, x, p.channels, "layer_norm2d_backward", "grad");
-  check_real(stats, x, 5, "stats");
+  check_real(stats, x, 5, "layer_norm2d_backward", "stats");
   const std::array<int64_t, 5> expected = {2, p.batch, p.groups, p.height, p.width};
   for (int64_t d = 0; d < 5; ++d)
     if (stats.size(d) != expected[d])

@@ -1,0 +1,514 @@
+/* dropout, sparse_gate and dropout_add_layer_norm on CUDA: the masks of the CPU, bit for bit (common/philox.h).
+
+   Elementwise: a thread has V neighbours along the dimension that lies innermost in what is written, by one 16-byte access of
+   every tensor where all allow it, else one element. Where neighbours in memory are neighbours in the row-major order too they
+   share a call of Philox, otherwise each has its own.
+   Rows: a warp has a row, a block a row that shared memory has no eight of; a thread keeps what it needs of its own elements
+   in shared memory, without barriers, or computes it again where a row is too long for that. Gradients of weight and bias are
+   summed per unit of rows in shared memory, then over units. No atomics: fixed bits. */
+#include "../common/cuda_util.cuh"
+#include "../common/philox.h"
+#include "dropout.h"
+#include "dropout_plan.h"
+
+#define DROPOUT_THREADS 256
+#define DROPOUT_WARPS (DROPOUT_THREADS / CAMOX_WARP)
+#define DROPOUT_SHARED (48 << 10) /* bytes a block has without asking for more */
+#define DROPOUT_REDUCE_COLUMNS 32
+
+enum dropout_op { DROPOUT_PLAIN, DROPOUT_GATE, DROPOUT_GATE_BACKWARD };
+
+/* The plan of the CPU's kernels with its dimensions in the order of memory. */
+struct dropout_args {
+  int dims;
+  bool aligned;    /* every access of V elements is one word */
+  bool neighbours; /* the V elements follow each other in the row-major order, from a multiple of V on */
+  uint32_t threshold;
+  float scale;
+  const int64_t *seed;
+  int64_t elements;
+  int64_t size[CAMOX_DROPOUT_DIMS];
+  int64_t logical[CAMOX_DROPOUT_DIMS]; /* distance in the row-major order */
+  camox_dropout_view view[CAMOX_DROPOUT_VIEWS];
+};
+
+/* Whether element `index` is kept. */
+__device__ __forceinline__ bool dropout_keeps(uint64_t seed, int64_t index, uint32_t threshold) {
+  const camox_philox_words words = camox_philox_group(seed, static_cast<uint64_t>(index) / CAMOX_PHILOX_ELEMENTS);
+  const int place = static_cast<int>(index % CAMOX_PHILOX_ELEMENTS);
+  const uint32_t low = place & 2 ? words.word[1] : words.word[0], high = place & 2 ? words.word[3] : words.word[2];
+  const uint32_t word = place & 4 ? high : low;
+  return (word >> (16 * (place & 1)) & 0xffffu) >= threshold;
+}
+
+/* Whether elements index ... index + V - 1 are kept; index is a multiple of V, which divides the elements of a call. */
+template <int V>
+__device__ __forceinline__ void dropout_keeps_all(bool (&keep)[V], uint64_t seed, int64_t index, uint32_t threshold) {
+  if constexpr (V == 1) {
+    keep[0] = dropout_keeps(seed, index, threshold);
+  } else {
+    const camox_philox_words words = camox_philox_group(seed, static_cast<uint64_t>(index) / CAMOX_PHILOX_ELEMENTS);
+    const bool later = V == 4 && (index & 4) != 0;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const uint32_t word = V == 4 && later ? words.word[(i / 2 + 2) % 4] : words.word[i / 2];
+      keep[i] = (word >> (16 * (i % 2)) & 0xffffu) >= threshold;
+    }
+  }
+}
+
+__device__ __forceinline__ float dropout_broken(float x) {
+#ifdef CAMOX_BREAK_DROPOUT
+  return x + 1e-3f;
+#else
+  return x;
+#endif
+}
+
+/* A NaN is neither open nor shut and lets the gradient pass, as in torch. */
+__device__ __forceinline__ float dropout_open(float x) { return x < 0.0f ? 0.0f : x; }
+__device__ __forceinline__ float dropout_where_open(float gate, float x) { return gate <= 0.0f ? 0.0f : x; }
+
+template <typename T, int V, int WHAT>
+__global__ void __launch_bounds__(DROPOUT_THREADS) dropout_kernel(const __grid_constant__ dropout_args a) {
+  const uint64_t seed = a.seed ? static_cast<uint64_t>(__ldg(a.seed)) : 0;
+  const int64_t items = camox_ceil_div(a.elements, V);
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * DROPOUT_THREADS + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * DROPOUT_THREADS) {
+    int64_t rest = item * V, index = 0, offset[CAMOX_DROPOUT_VIEWS] = {0, 0, 0, 0, 0};
+    /* only a tensor of one dimension ends within a thread's elements */
+    const int64_t n = a.elements - rest;
+    for (int d = a.dims - 1; d >= 0; --d) {
+      int64_t coordinate = rest;
+      if (d > 0) rest = camox_divide(rest, a.size[d], &coordinate);
+      index += coordinate * a.logical[d];
+#pragma unroll
+      for (int view = 0; view < CAMOX_DROPOUT_VIEWS; ++view) offset[view] += coordinate * a.view[view].stride[d];
+    }
+    bool keep[V];
+    if (a.seed == nullptr) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) keep[i] = true;
+    } else if (a.neighbours) {
+      dropout_keeps_all(keep, seed, index, a.threshold);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; ++i) keep[i] = dropout_keeps(seed, index + i * a.logical[a.dims - 1], a.threshold);
+    }
+    float x[V], y[V], grad[V], out[V], out_y[V];
+    camox_load_float(x, static_cast<const T *>(a.view[CAMOX_DROPOUT_X].data) + offset[CAMOX_DROPOUT_X], n, a.aligned);
+    if constexpr (WHAT != DROPOUT_PLAIN)
+      camox_load_float(y, static_cast<const T *>(a.view[CAMOX_DROPOUT_Y].data) + offset[CAMOX_DROPOUT_Y], n, a.aligned);
+    if constexpr (WHAT == DROPOUT_GATE_BACKWARD)
+      camox_load_float(grad, static_cast<const T *>(a.view[CAMOX_DROPOUT_GRAD].data) + offset[CAMOX_DROPOUT_GRAD], n,
+                       a.aligned);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      if constexpr (WHAT == DROPOUT_PLAIN) {
+        out[i] = keep[i] ? x[i] * a.scale : 0.0f;
+      } else if constexpr (WHAT == DROPOUT_GATE) {
+        out[i] = keep[i] ? dropout_open(x[i]) * dropout_open(y[i]) * a.scale : 0.0f;
+      } else {
+        const float g = grad[i] * a.scale;
+        out[i] = keep[i] ? dropout_where_open(x[i], g * dropout_open(y[i])) : 0.0f;
+        out_y[i] = keep[i] ? dropout_where_open(y[i], g * dropout_open(x[i])) : 0.0f;
+      }
+    }
+    out[0] = dropout_broken(out[0]);
+    camox_store_float(static_cast<T *>(a.view[CAMOX_DROPOUT_OUT].data) + offset[CAMOX_DROPOUT_OUT], out, n, a.aligned);
+    if constexpr (WHAT == DROPOUT_GATE_BACKWARD)
+      camox_store_float(static_cast<T *>(a.view[CAMOX_DROPOUT_OUT_Y].data) + offset[CAMOX_DROPOUT_OUT_Y], out_y, n, a.aligned);
+  }
+}
+
+/* ---- rows ---- */
+
+struct norm_args {
+  camox_dropout_norm_params p;
+  uint32_t threshold;
+  float drop_scale;
+  bool cached; /* shared memory holds what a thread has computed of its elements */
+  int64_t unit_rows, units;
+};
+
+/* s of V elements. */
+template <typename T, int V>
+__device__ __forceinline__ void norm_sums(float (&s)[V], const norm_args &a, uint64_t seed, int64_t index) {
+  float x[V];
+  camox_load_float(x, static_cast<const T *>(a.p.x) + index);
+  camox_load_float(s, static_cast<const T *>(a.p.residual) + index);
+  bool keep[V];
+  if (a.p.seed) dropout_keeps_all(keep, seed, index, a.threshold);
+#pragma unroll
+  for (int i = 0; i < V; ++i) s[i] += a.p.seed == nullptr ? x[i] : keep[i] ? x[i] * a.drop_scale : 0.0f;
+}
+
+/* V floats that no other thread touches meanwhile, in pieces of up to 16 bytes. */
+template <int V>
+__device__ __forceinline__ void norm_get(float (&to)[V], const float *from) {
+  constexpr int piece = V < 4 ? V : 4;
+#pragma unroll
+  for (int i = 0; i < V; i += piece) {
+    float part[piece];
+    camox_load_shared(part, from + i);
+#pragma unroll
+    for (int j = 0; j < piece; ++j) to[i + j] = part[j];
+  }
+}
+
+template <int V>
+__device__ __forceinline__ void norm_put(float *to, const float (&from)[V]) {
+  constexpr int piece = V < 4 ? V : 4;
+#pragma unroll
+  for (int i = 0; i < V; i += piece) {
+    float part[piece];
+#pragma unroll
+    for (int j = 0; j < piece; ++j) part[j] = from[i + j];
+    camox_store_shared(to + i, part);
+  }
+}
+
+/* V floats that no thread writes. */
+template <int V>
+__device__ __forceinline__ void norm_read(float (&to)[V], const float *from) {
+  constexpr int piece = V < 4 ? V : 4;
+#pragma unroll
+  for (int i = 0; i < V; i += piece) {
+    float part[piece];
+    camox_load(part, from + i);
+#pragma unroll
+    for (int j = 0; j < piece; ++j) to[i + j] = part[j];
+  }
+}
+
+/* The sum over the threads of a row. */
+template <bool WIDE>
+__device__ __forceinline__ float norm_team_sum(float x, float *scratch) {
+  if constexpr (WIDE)
+    return camox_block_sum<DROPOUT_THREADS>(x, scratch);
+  else
+    return camox_warp_sum(x);
+}
+
+template <typename T, int V, bool WIDE>
+__global__ void __launch_bounds__(DROPOUT_THREADS) dropout_norm_kernel(const __grid_constant__ norm_args a) {
+  constexpr int team = WIDE ? DROPOUT_THREADS : CAMOX_WARP, teams = DROPOUT_THREADS / team;
+  CAMOX_DYNAMIC_SHARED(float, shared);
+  __shared__ float scratch[DROPOUT_WARPS];
+  const camox_dropout_norm_params &p = a.p;
+  const int lane = static_cast<int>(threadIdx.x) % team, slot = static_cast<int>(threadIdx.x) / team;
+  const uint64_t seed = p.seed ? static_cast<uint64_t>(__ldg(p.seed)) : 0;
+  const float *const weight = static_cast<const float *>(p.weight.data), *const bias = static_cast<const float *>(p.bias.data);
+  float *const cache = shared + slot * p.width, *const stats = static_cast<float *>(p.stats);
+  const float count = static_cast<float>(p.width);
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * teams + slot; row < p.rows;
+       row += static_cast<int64_t>(gridDim.x) * teams) {
+    const int64_t start = row * p.width;
+    float total = 0.0f, first = 0.0f;
+    for (int64_t i = lane * V; i < p.width; i += team * V) {
+      float s[V];
+      norm_sums<T>(s, a, seed, start + i);
+      if (i == 0) first = s[0];
+#pragma unroll
+      for (int j = 0; j < V; ++j) total += s[j];
+      if (a.cached) norm_put(cache + i, s);
+    }
+    const float mean = norm_team_sum<WIDE>(total, scratch) / count;
+    /* differences to the mean, whose own rounding is summed too and taken off again */
+    float rest = 0.0f, squares = 0.0f;
+    for (int64_t i = lane * V; i < p.width; i += team * V) {
+      float s[V];
+      if (a.cached)
+        norm_get(s, cache + i);
+      else
+        norm_sums<T>(s, a, seed, start + i);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const float difference = s[j] - mean;
+        rest += difference;
+        squares += difference * difference;
+      }
+    }
+    rest = norm_team_sum<WIDE>(rest, scratch) / count;
+    const float variance = norm_team_sum<WIDE>(squares, scratch) / count - rest * rest;
+    const float scale = 1.0f / sqrtf((variance < 0.0f ? 0.0f : variance) + static_cast<float>(p.eps));
+    if (lane == 0) stats[row] = (mean - first) + rest, stats[p.rows + row] = scale;
+    for (int64_t i = lane * V; i < p.width; i += team * V) {
+      float s[V], w[V], b[V], y[V];
+      if (a.cached)
+        norm_get(s, cache + i);
+      else
+        norm_sums<T>(s, a, seed, start + i);
+      norm_read(w, weight + i);
+      norm_read(b, bias + i);
+#pragma unroll
+      for (int j = 0; j < V; ++j) y[j] = ((s[j] - mean) - rest) * scale * w[j] + b[j];
+      y[0] = dropout_broken(y[0]);
+      camox_store_float(static_cast<T *>(p.y) + start + i, y);
+    }
+  }
+}
+
+/* d = grad * weight of V elements; grad and weight too. */
+template <typename T, int V>
+__device__ __forceinline__ void norm_gradient(float (&grad)[V], float (&d)[V], const camox_dropout_norm_params &p,
+                                              int64_t start, int64_t i) {
+  camox_load_float(grad, static_cast<const T *>(p.grad) + start + i);
+  norm_read(d, static_cast<const float *>(p.weight.data) + i);
+#pragma unroll
+  for (int j = 0; j < V; ++j) d[j] *= grad[j];
+}
+
+/* A block has a unit of rows, so that its sums for weight and bias need no other block. */
+template <typename T, int V, bool WIDE>
+__global__ void __launch_bounds__(DROPOUT_THREADS) dropout_norm_backward_kernel(const __grid_constant__ norm_args a) {
+  constexpr int team = WIDE ? DROPOUT_THREADS : CAMOX_WARP, teams = DROPOUT_THREADS / team;
+  CAMOX_DYNAMIC_SHARED(float, shared);
+  __shared__ float scratch[DROPOUT_WARPS];
+  const camox_dropout_norm_params &p = a.p;
+  const int lane = static_cast<int>(threadIdx.x) % team, slot = static_cast<int>(threadIdx.x) / team;
+  const uint64_t seed = p.seed ? static_cast<uint64_t>(__ldg(p.seed)) : 0;
+  const float *const stats = static_cast<const float *>(p.stats);
+  const float count = static_cast<float>(p.width);
+  float *const cache = shared + slot * p.width, *const team_sums = shared + teams * p.width;
+  for (int64_t unit = blockIdx.x; unit < a.units; unit += gridDim.x) {
+    float *const partial = static_cast<float *>(p.partial) + unit * 2 * p.width;
+    float *const sums = a.cached ? team_sums + slot * 2 * p.width : partial;
+    const float zero[V] = {};
+    for (int64_t i = lane * V; i < p.width; i += team * V) norm_put(sums + i, zero), norm_put(sums + p.width + i, zero);
+    const int64_t last = min((unit + 1) * a.unit_rows, p.rows);
+    for (int64_t row = unit * a.unit_rows + slot; row < last; row += teams) {
+      const int64_t start = row * p.width;
+      float first[1];
+      norm_sums<T>(first, a, seed, start);
+      const float offset = __ldg(stats + row), scale = __ldg(stats + p.rows + row);
+      float d_mean = 0.0f, dz_mean = 0.0f;
+      for (int64_t i = lane * V; i < p.width; i += team * V) {
+        float z[V], grad[V], d[V], weight_sum[V], bias_sum[V];
+        norm_sums<T>(z, a, seed, start + i);
+        norm_gradient<T>(grad, d, p, start, i);
+        norm_get(weight_sum, sums + i);
+        norm_get(bias_sum, sums + p.width + i);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          z[j] = ((z[j] - first[0]) - offset) * scale;
+          weight_sum[j] += grad[j] * z[j], bias_sum[j] += grad[j];
+          d_mean += d[j], dz_mean += d[j] * z[j];
+        }
+        norm_put(sums + i, weight_sum);
+        norm_put(sums + p.width + i, bias_sum);
+        if (a.cached) norm_put(cache + i, z);
+      }
+      d_mean = norm_team_sum<WIDE>(d_mean, scratch) / count;
+      dz_mean = norm_team_sum<WIDE>(dz_mean, scratch) / count;
+      for (int64_t i = lane * V; i < p.width; i += team * V) {
+        float z[V], grad[V], d[V];
+        if (a.cached) {
+          norm_get(z, cache + i);
+        } else {
+          norm_sums<T>(z, a, seed, start + i);
+#pragma unroll
+          for (int j = 0; j < V; ++j) z[j] = ((z[j] - first[0]) - offset) * scale;
+        }
+        norm_gradient<T>(grad, d, p, start, i);
+#pragma unroll
+        for (int j = 0; j < V; ++j) d[j] = ((d[j] - d_mean) - z[j] * dz_mean) * scale;
+        d[0] = dropout_broken(d[0]);
+        camox_store_float(static_cast<T *>(p.grad_residual) + start + i, d);
+        if (p.grad_x) {
+          bool keep[V];
+          dropout_keeps_all(keep, seed, start + i, a.threshold);
+#pragma unroll
+          for (int j = 0; j < V; ++j) d[j] = keep[j] ? d[j] * a.drop_scale : 0.0f;
+          camox_store_float(static_cast<T *>(p.grad_x) + start + i, d);
+        }
+      }
+    }
+    if (a.cached) {
+      __syncthreads();
+      for (int64_t i = threadIdx.x; i < 2 * p.width; i += DROPOUT_THREADS) {
+        float total = 0.0f;
+        for (int t = 0; t < teams; ++t) total += team_sums[t * 2 * p.width + i];
+        partial[i] = total;
+      }
+      __syncthreads();
+    }
+  }
+}
+
+/* grad_weight and grad_bias: each thread adds every DROPOUT_WARPS-th unit's share of a column, then the block adds those. */
+__global__ void __launch_bounds__(DROPOUT_THREADS) dropout_norm_reduce_kernel(const __grid_constant__ norm_args a) {
+  __shared__ float sums[DROPOUT_WARPS][DROPOUT_REDUCE_COLUMNS];
+  const int64_t columns = 2 * a.p.width;
+  const int lane = static_cast<int>(threadIdx.x) % DROPOUT_REDUCE_COLUMNS;
+  const int slot = static_cast<int>(threadIdx.x) / DROPOUT_REDUCE_COLUMNS;
+  for (int64_t block = blockIdx.x; block * DROPOUT_REDUCE_COLUMNS < columns; block += gridDim.x) {
+    const int64_t column = block * DROPOUT_REDUCE_COLUMNS + lane;
+    float total = 0.0f;
+    if (column < columns) {
+#pragma unroll 4
+      for (int64_t unit = slot; unit < a.units; unit += DROPOUT_WARPS)
+        total += __ldg(static_cast<const float *>(a.p.partial) + unit * columns + column);
+    }
+    sums[slot][lane] = total;
+    __syncthreads();
+    if (slot == 0 && column < columns) {
+      for (int other = 1; other < DROPOUT_WARPS; ++other) total += sums[other][lane];
+      float *const out = static_cast<float *>(column < a.p.width ? a.p.grad_weight : a.p.grad_bias);
+      out[column < a.p.width ? column : column - a.p.width] = total;
+    }
+    __syncthreads();
+  }
+}
+
+/* ---- launchers ---- */
+
+/* Dimensions in the order of memory of what is written; `lanes` elements at a time, or 1 where a tensor does not allow it. */
+static dropout_args dropout_args_of(const camox_dropout_params *p, int element, int lanes, bool *wide) {
+  const camox_dropout_plan plan = camox_dropout_plan_of(p);
+  dropout_args a = {};
+  a.dims = plan.dims;
+  a.threshold = camox_dropout_threshold(p->p);
+  a.scale = p->seed ? static_cast<float>(camox_dropout_scale(a.threshold)) : 1.0f;
+  a.seed = p->seed;
+  a.elements = plan.elements;
+  int order[CAMOX_DROPOUT_DIMS];
+  int64_t logical[CAMOX_DROPOUT_DIMS], step = 1;
+  for (int d = plan.dims - 1; d >= 0; --d) logical[d] = step, step *= plan.size[d];
+  const int64_t *written = plan.view[CAMOX_DROPOUT_OUT].stride;
+  for (int d = 0; d < plan.dims; ++d) {
+    int at = d;
+    for (; at > 0 && written[order[at - 1]] < written[d]; --at) order[at] = order[at - 1];
+    order[at] = d;
+  }
+  bool fits = plan.dims == 1 || plan.size[order[plan.dims - 1]] % lanes == 0;
+  a.aligned = true;
+  for (int view = 0; view < CAMOX_DROPOUT_VIEWS; ++view) {
+    a.view[view].data = plan.view[view].data;
+    if (plan.view[view].data == nullptr) continue;
+    for (int d = 0; d < plan.dims; ++d) {
+      const int64_t stride = plan.view[view].stride[order[d]];
+      a.view[view].stride[d] = stride;
+      if (d == plan.dims - 1)
+        fits = fits && stride == 1;
+      else
+        a.aligned = a.aligned && stride % lanes == 0;
+    }
+    a.aligned = a.aligned && camox_aligned(plan.view[view].data, lanes * element);
+  }
+  for (int d = 0; d < plan.dims; ++d) a.size[d] = plan.size[order[d]], a.logical[d] = logical[order[d]];
+  a.neighbours = a.logical[plan.dims - 1] == 1;
+  *wide = fits;
+  return a;
+}
+
+template <typename T, int WHAT>
+static void dropout_launch(const camox_dropout_params *p, void *stream) {
+  constexpr int lanes = camox_lanes<T>::value;
+  bool wide;
+  dropout_args a = dropout_args_of(p, static_cast<int>(sizeof(T)), lanes, &wide);
+  if (wide) {
+    const int64_t blocks = camox_ceil_div(camox_ceil_div(a.elements, lanes), DROPOUT_THREADS);
+    CAMOX_LAUNCH((dropout_kernel<T, lanes, WHAT>), camox_grid(blocks), DROPOUT_THREADS, 0, stream, a);
+  } else {
+    a.aligned = true;
+    const int64_t blocks = camox_ceil_div(a.elements, DROPOUT_THREADS);
+    CAMOX_LAUNCH((dropout_kernel<T, 1, WHAT>), camox_grid(blocks), DROPOUT_THREADS, 0, stream, a);
+  }
+}
+
+template <int WHAT>
+static int dropout_run(const camox_dropout_params *p, void *stream) {
+  for (int d = 0; d < p->dims; ++d)
+    if (p->size[d] == 0) return cudaSuccess;
+  switch (p->dtype) {
+    case CAMOX_F32: dropout_launch<float, WHAT>(p, stream); break;
+    case CAMOX_BF16: dropout_launch<__nv_bfloat16, WHAT>(p, stream); break;
+    case CAMOX_F16: dropout_launch<__half, WHAT>(p, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
+
+extern "C" int camox_dropout_cuda(const camox_dropout_params *p, void *stream) { return dropout_run<DROPOUT_PLAIN>(p, stream); }
+extern "C" int camox_sparse_gate_cuda(const camox_dropout_params *p, void *stream) {
+  return dropout_run<DROPOUT_GATE>(p, stream);
+}
+extern "C" int camox_sparse_gate_backward_cuda(const camox_dropout_params *p, void *stream) {
+  return dropout_run<DROPOUT_GATE_BACKWARD>(p, stream);
+}
+
+static bool norm_aligned(const camox_dropout_norm_params *p, int lanes, int element) {
+  const void *const pointers[] = {p->x, p->residual, p->y, p->grad, p->grad_x, p->grad_residual};
+  bool aligned = p->width % lanes == 0;
+  for (const void *pointer : pointers) aligned = aligned && camox_aligned(pointer, lanes * element);
+  for (const void *pointer : {p->weight.data, p->bias.data, static_cast<const void *>(p->partial)})
+    aligned = aligned && camox_aligned(pointer, 16);
+  return aligned;
+}
+
+/* A team of a row needs `per_element` floats of shared memory an element. */
+template <typename T, int V, bool BACKWARD>
+static void norm_launch(norm_args a, void *stream) {
+  const int64_t bytes = a.p.width * (BACKWARD ? 3 : 1) * static_cast<int64_t>(sizeof(float));
+  const bool narrow = bytes * DROPOUT_WARPS <= DROPOUT_SHARED;
+  a.cached = bytes <= DROPOUT_SHARED;
+  const int64_t shared = narrow ? bytes * DROPOUT_WARPS : a.cached ? bytes : 0;
+  const unsigned grid = camox_grid(BACKWARD ? a.units : camox_ceil_div(a.p.rows, narrow ? DROPOUT_WARPS : 1));
+  if constexpr (BACKWARD) {
+    if (narrow)
+      CAMOX_LAUNCH((dropout_norm_backward_kernel<T, V, false>), grid, DROPOUT_THREADS, shared, stream, a);
+    else
+      CAMOX_LAUNCH((dropout_norm_backward_kernel<T, V, true>), grid, DROPOUT_THREADS, shared, stream, a);
+  } else {
+    if (narrow)
+      CAMOX_LAUNCH((dropout_norm_kernel<T, V, false>), grid, DROPOUT_THREADS, shared, stream, a);
+    else
+      CAMOX_LAUNCH((dropout_norm_kernel<T, V, true>), grid, DROPOUT_THREADS, shared, stream, a);
+  }
+}
+
+template <typename T, bool BACKWARD>
+static void norm_launch_widest(const norm_args &a, void *stream) {
+  constexpr int lanes = camox_lanes<T>::value;
+  if (norm_aligned(&a.p, lanes, static_cast<int>(sizeof(T))))
+    norm_launch<T, lanes, BACKWARD>(a, stream);
+  else
+    norm_launch<T, 1, BACKWARD>(a, stream);
+}
+
+template <bool BACKWARD>
+static int norm_run(const camox_dropout_norm_params *p, void *stream) {
+  if (p->width == 0) return cudaSuccess;
+  norm_args a = {};
+  a.p = *p;
+  a.threshold = camox_dropout_threshold(p->p);
+  a.drop_scale = static_cast<float>(camox_dropout_scale(a.threshold));
+  a.unit_rows = camox_dropout_norm_unit_rows(p->width);
+  a.units = camox_ceil_div(p->rows, a.unit_rows);
+  if (p->rows > 0) {
+    switch (p->dtype) {
+      case CAMOX_F32: norm_launch_widest<float, BACKWARD>(a, stream); break;
+      case CAMOX_BF16: norm_launch_widest<__nv_bfloat16, BACKWARD>(a, stream); break;
+      case CAMOX_F16: norm_launch_widest<__half, BACKWARD>(a, stream); break;
+      default: return cudaErrorInvalidValue;
+    }
+  }
+  if constexpr (BACKWARD) {
+    const int64_t blocks = camox_ceil_div(2 * p->width, DROPOUT_REDUCE_COLUMNS);
+    CAMOX_LAUNCH(dropout_norm_reduce_kernel, camox_grid(blocks), DROPOUT_THREADS, 0, stream, a);
+  }
+  return camox_launch_status();
+}
+
+extern "C" int camox_dropout_norm_cuda(const camox_dropout_norm_params *p, void *stream) {
+  camox_dropout_norm_params forward = *p;
+  forward.grad = forward.grad_x = forward.grad_residual = forward.partial = nullptr; /* not looked at, whatever they hold */
+  return norm_run<false>(&forward, stream);
+}
+
+extern "C" int camox_dropout_norm_backward_cuda(const camox_dropout_norm_params *p, void *stream) {
+  camox_dropout_norm_params backward = *p;
+  backward.y = nullptr;
+  return norm_run<true>(&backward, stream);
+}
