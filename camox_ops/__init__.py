@@ -7,6 +7,7 @@ from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.norm2d import layer_norm2d
+from .ops.rope import rope, rope_tables
 from .ops.spatial_gradient import spatial_gradient
 
 __version__ = _C.build_info()["version"]
@@ -21,6 +22,8 @@ __all__ = [
     "layer_norm2d",
     "nn",
     "reference",
+    "rope",
+    "rope_tables",
     "spatial_gradient",
     "supported_isas",
     "train",

@@ -13,6 +13,7 @@ from . import _cuda, reference
 from .ops.bands import frequency_bands
 from .ops.edge import edge_maps
 from .ops.norm2d import layer_norm2d
+from .ops.rope import rope
 from .ops.spatial_gradient import spatial_gradient
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -56,6 +57,13 @@ def picture_and_affine(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torc
     return (*picture(shape, dtype), *torch.linspace(-1, 1, 2 * shape[1]).to(dtype).chunk(2))
 
 
+def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x as (B, H, T, D), cos and sin of the even part of D."""
+    x = picture(shape, dtype)[0]
+    angles = torch.linspace(-3, 3, shape[2] * (shape[3] // 2)).view(shape[2], -1)
+    return x, angles.cos().to(dtype), angles.sin().to(dtype)
+
+
 OPS = (
     Op("edge_maps", edge_maps, reference.edge_maps, picture),
     Op(
@@ -70,6 +78,12 @@ OPS = (
         lambda x, weight, bias: layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         lambda x, weight, bias: reference.layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         picture_and_affine,
+    ),
+    Op(
+        "rope",
+        lambda x, cos, sin: rope(x, cos, sin, rotary_dim=2 * cos.shape[1]),
+        lambda x, cos, sin: reference.rope(x, cos, sin, rotary_dim=2 * cos.shape[1]),
+        heads_and_tables,
     ),
     Op("spatial_gradient", spatial_gradient, reference.spatial_gradient, picture),
 )

@@ -56,3 +56,21 @@ def fold_batch(info, in_dims, args, count: int):
 
 def unfold_batch(info, value: torch.Tensor) -> torch.Tensor:
     return value.unflatten(0, (info.batch_size, value.shape[0] // max(info.batch_size, 1)))
+
+
+def fold_batch_at(info, in_dim: int, value: torch.Tensor, dim: int) -> torch.Tensor:
+    """Moves the mapped dimension of a tensor into its dimension `dim`, before what is there."""
+    return value.movedim(in_dim, dim).flatten(dim, dim + 1)
+
+
+def one_by_one(op, info, in_dims, args):
+    """(outputs, their mapped dimensions) of the op run once per element, where what is mapped does not fold into B."""
+
+    def at(i):
+        return [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]
+
+    outputs = [op(*at(i)) for i in range(info.batch_size)]
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.stack(outputs), 0
+    stacked = tuple(torch.stack(parts) for parts in zip(*outputs, strict=True))
+    return stacked, (0,) * len(stacked)

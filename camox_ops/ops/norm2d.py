@@ -7,7 +7,7 @@ import torch
 from .. import reference
 from . import _check
 from ._layout import empty_picture
-from ._register import fold_batch, register, unfold_batch
+from ._register import fold_batch, one_by_one, register, unfold_batch
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 
@@ -154,26 +154,15 @@ def _backward_backward(ctx, *grads):
 
 def _vmap(info, in_dims, x, weight, bias, residual, *scalars):
     op = torch.ops.camox_ops.layer_norm2d
-    if in_dims[1] is not None or in_dims[2] is not None:
-        return _one_by_one(op, info, in_dims, (x, weight, bias, residual, *scalars))
+    if in_dims[1] is not None or in_dims[2] is not None:  # weights that differ within the batch
+        return one_by_one(op, info, in_dims, (x, weight, bias, residual, *scalars))
     x, residual = fold_batch(info, (in_dims[0], in_dims[3]), (x, residual), 2)
     y, stats = op(x, weight, bias, residual, *scalars)
     return (unfold_batch(info, y), stats.unflatten(1, (info.batch_size, -1))), (0, 1)
 
 
 def _vmap_backward(info, in_dims, *args):
-    return _one_by_one(torch.ops.camox_ops.layer_norm2d_backward, info, in_dims, args)
-
-
-def _one_by_one(op, info, in_dims, args):
-    """Sums over the batch, and weights that differ within it, do not fold into B."""
-
-    def at(i):
-        return [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]
-
-    outputs = [op(*at(i)) for i in range(info.batch_size)]
-    stacked = tuple(torch.stack(parts) for parts in zip(*outputs, strict=True))
-    return stacked, (0,) * len(stacked)
+    return one_by_one(torch.ops.camox_ops.layer_norm2d_backward, info, in_dims, args)
 
 
 _layer_norm2d = register("layer_norm2d", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)

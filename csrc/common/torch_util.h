@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "isa.h"
 #include "status.h"
@@ -100,19 +102,48 @@ inline bool is_channels_last(const Tensor& x) {
   return true;
 }
 
+// An uninitialised tensor of `like`'s dtype and device.
+inline Tensor empty_strided(const Tensor& like, const int64_t* size, const int64_t* stride, int64_t dimensions) {
+  int32_t dtype, device_type;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dimensions, size, stride, dtype, device_type, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
 inline Tensor empty_picture(const Tensor& like, int64_t channels, bool channels_last) {
   std::array<int64_t, 4> size = {like.size(0), channels, like.size(2), like.size(3)};
   auto at_least_1 = [](int64_t n) { return n > 1 ? n : 1; };
   int64_t c = at_least_1(size[1]), h = at_least_1(size[2]), w = at_least_1(size[3]);
   std::array<int64_t, 4> stride =
       channels_last ? std::array<int64_t, 4>{c * h * w, 1, c * w, c} : std::array<int64_t, 4>{c * h * w, h * w, w, 1};
-  int32_t dtype, device_type;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(4, size.data(), stride.data(), dtype, device_type, like.get_device_index(), &handle));
-  return Tensor(handle);
+  return empty_strided(like, size.data(), stride.data(), 4);
+}
+
+// An uninitialised tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last innermost.
+// Dimensions of stride 0 or size 1 say nothing about the order. The same rule as dense_strides in ops/_layout.py.
+inline Tensor empty_in_order(const Tensor& x) {
+  auto sizes = x.sizes(), strides = x.strides();
+  const int64_t dimensions = x.dim();
+  std::vector<int64_t> order(dimensions), stride(dimensions);
+  for (int64_t d = 0; d < dimensions; ++d) order[d] = d;
+  auto says_nothing = [&](int64_t d) { return strides[d] == 0 || sizes[d] == 1; };
+  for (int64_t i = 1; i < dimensions - 1; ++i)
+    for (int64_t place = i, j = i - 1; j >= 0; --j) {
+      int64_t outer = order[j], inner = order[place];
+      if (says_nothing(outer) || says_nothing(inner)) continue;
+      if (strides[outer] >= strides[inner]) break;
+      std::swap(order[j], order[place]);
+      place = j;
+    }
+  int64_t step = 1;
+  for (int64_t i = dimensions; i-- > 0;) {
+    stride[order[i]] = step;
+    step *= sizes[order[i]] > 1 ? sizes[order[i]] : 1;
+  }
+  return empty_strided(x, sizes.data(), stride.data(), dimensions);
 }
 
 #ifdef CAMOX_CUDA_PART
