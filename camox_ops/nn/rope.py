@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..ops.rope import rope, rope_tables
+from ..ops import _check
+from ..ops.rope import LAYOUTS, rope, rope_tables
 
 
 class RotaryEmbedding(nn.Module):
@@ -33,6 +34,7 @@ class RotaryEmbedding(nn.Module):
         layout: str = "bhtd",
     ):
         super().__init__()
+        _check.choice("RotaryEmbedding", "layout", layout, LAYOUTS)
         rope_tables(dim, 0, theta=theta, units=units, scaling=scaling)  # refuses what it would refuse later
         self.dim = dim
         self.max_length = max_length

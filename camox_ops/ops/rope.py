@@ -181,7 +181,9 @@ def _check_rotary_dim(rotary_dim, name: str, value: torch.Tensor) -> int:
     dim = value.shape[-1]
     if rotary_dim is None:
         if dim % 2:
-            raise ValueError(f"rope: {name} has an odd last dimension, {dim}; rotary_dim must say how many elements turn")
+            raise ValueError(
+                f"rope: {name} has an odd last dimension, {dim}: rotary_dim must say how many turn"
+            )
         return dim
     if isinstance(rotary_dim, bool) or not isinstance(rotary_dim, (int, torch.SymInt)):
         raise TypeError(f"rope: rotary_dim must be an int or None, got {rotary_dim!r}")
@@ -198,17 +200,15 @@ def _check_tables(cos, sin, rotary_dim: int, x: torch.Tensor) -> None:
         _check.tensor("rope", name, table)
         if table.dim() != 2 or (table.shape[1] != rotary_dim // 2 and table.shape[1] != rotary_dim):
             raise ValueError(
-                f"rope: {name} must have shape (length, {rotary_dim // 2}) or (length, {rotary_dim}), one column a pair "
-                f"or one an element of rotary_dim {rotary_dim}, got {tuple(table.shape)}"
+                f"rope: {name} must have shape (length, {rotary_dim // 2}) or (length, {rotary_dim}), a column a pair "
+                f"or an element of rotary_dim {rotary_dim}, got {tuple(table.shape)}"
             )
         if table.dtype not in allowed:
             listed = " or ".join(_name(dtype) for dtype in allowed)
             raise TypeError(f"rope: {name} must have dtype {listed} beside this x, got {_name(table.dtype)}")
         _check_device(name, table, x)
     if cos.shape != sin.shape:
-        raise ValueError(
-            f"rope: cos and sin must have the same shape, got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
+        raise ValueError(f"rope: cos and sin must have the same shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     if cos.dtype != sin.dtype:
         raise TypeError(f"rope: cos and sin must have the same dtype, got {_name(cos.dtype)} and {_name(sin.dtype)}")
 

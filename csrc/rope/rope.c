@@ -27,8 +27,9 @@ int camox_rope_check(const camox_rope_params *p, int backward) {
     return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: cos and sin have %lld rows, fewer than the %lld positions of x",
                       (long long)p->table_length, (long long)p->length);
   const int64_t size[4] = {p->batch, p->heads, p->length, p->dim};
+  const int empty = p->batch == 0 || p->heads == 0 || p->length == 0 || p->dim == 0;
   for (int d = 0; d < 4; ++d)
-    if (size[d] > 1 && p->y.stride[d] == 0)
+    if (!empty && size[d] > 1 && p->y.stride[d] == 0)
       return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: elements of what is written share memory, their stride is 0");
 #ifndef CAMOX_CUDA_PART
   if (backward && (p->positions || p->cu_seqlens) && !(p->tokens && p->row_begin))
