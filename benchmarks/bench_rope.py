@@ -1,9 +1,9 @@
 """rope: rotary position embedding from ready tables, pairs of neighbours (BDH) and of halves (GPT-NeoX, Llama).
 
-The eager sides are the formulas of takzen/vision-bdh, models/vision_bdh_v3.py at 71cb8ab (but with its tables ready, which
-it computes anew on every call), and of EleutherAI/gpt-neox, megatron/model/positional_embeddings.py at 007003a: they read
-tables with one column an element, ours tables with one a pair. The peer ``complex`` multiplies complex numbers, as the
-first Llama did.
+The eager sides are the formulas of takzen/vision-bdh, models/vision_bdh_v3.py at 71cb8ab (but with its tables ready,
+which it computes anew on every call), and of EleutherAI/gpt-neox, megatron/model/positional_embeddings.py at 007003a:
+they read tables with one column an element, ours tables with one a pair. The peer ``complex`` multiplies complex
+numbers, as the first Llama did.
 
 Ideal bytes in elements of x: forward reads 1, writes 1; backward reads the gradient, writes 1.
 """

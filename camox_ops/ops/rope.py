@@ -181,9 +181,7 @@ def _check_rotary_dim(rotary_dim, name: str, value: torch.Tensor) -> int:
     dim = value.shape[-1]
     if rotary_dim is None:
         if dim % 2:
-            raise ValueError(
-                f"rope: {name} has an odd last dimension, {dim}: rotary_dim must say how many turn"
-            )
+            raise ValueError(f"rope: {name} has an odd last dimension, {dim}: rotary_dim must say how many turn")
         return dim
     if isinstance(rotary_dim, bool) or not isinstance(rotary_dim, (int, torch.SymInt)):
         raise TypeError(f"rope: rotary_dim must be an int or None, got {rotary_dim!r}")
