@@ -3,6 +3,7 @@
 import torch  # noqa: F401  torch's libraries must be loaded before _C
 
 from . import _C, nn, reference, train
+from ._cuda import check_errors
 from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.edge import EdgeMaps, edge_maps
@@ -16,6 +17,7 @@ __all__ = [
     "EdgeMaps",
     "FrequencyBands",
     "build_info",
+    "check_errors",
     "edge_maps",
     "frequency_bands",
     "isa",

@@ -24,6 +24,8 @@ GROUPS = {
     "spatial_gradient": "spatial_gradient",
     "frequency_bands": "frequency_bands",
     "layer_norm2d_gelu": "layer_norm2d",
+    "rope_interleaved": "rope",
+    "rope_half_split": "rope",
 }
 TARGET_DTYPES = ("float32", "bfloat16")
 SMALL_SLACK = 1.2

@@ -24,6 +24,7 @@
 #define CAMOX_ON_CPU false
 extern "C" const char* camox_cuda_error_text(int error);
 extern "C" void* camox_cuda_current_stream(int device_index);
+extern "C" uint32_t* camox_cuda_error_word(int device_index);
 #else
 #define CAMOX_BACKEND CPU
 #define CAMOX_ON_CPU true

@@ -43,6 +43,9 @@ typedef struct {
   void *grad_cos, *grad_sin; /* like cos, sin: every row is written */
   const int64_t *tokens;     /* with positions or cu_seqlens: tokens b*T+t sorted by their row of the tables, */
   const int64_t *row_begin;  /* and where the tokens of each row begin among them [table_length+1] */
+  /* CUDA. */
+  uint32_t *error_word; /* of the device, may be NULL */
+  float *partial;       /* backward to the tables: the sums of each token over its heads [2, B*T, table_columns] */
 } camox_rope_params;
 
 /* Everything that can be wrong but the values of positions and cu_seqlens. */
@@ -52,7 +55,7 @@ int camox_rope_check(const camox_rope_params *p, int backward);
 int camox_rope_check_values(const camox_rope_params *p);
 
 /* The sequence that token t belongs to: the last one that begins at or before t. */
-static inline int64_t camox_rope_sequence(const int32_t *cu_seqlens, int64_t sequences, int64_t t) {
+static CAMOX_ANYWHERE inline int64_t camox_rope_sequence(const int32_t *cu_seqlens, int64_t sequences, int64_t t) {
   int64_t low = 0, high = sequences;
   while (high - low > 1) {
     int64_t middle = low + (high - low) / 2;
@@ -76,6 +79,10 @@ typedef void camox_rope_kernel(const camox_rope_params *p, int64_t begin, int64_
 /* The variant for this dtype on this instruction set. */
 camox_rope_kernel *camox_rope_forward(camox_dtype dtype, camox_isa isa);
 camox_rope_kernel *camox_rope_backward(camox_dtype dtype, camox_isa isa);
+
+/* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
+int camox_rope_cuda(const camox_rope_params *p, void *stream);
+int camox_rope_backward_cuda(const camox_rope_params *p, void *stream);
 
 #ifdef __cplusplus
 }

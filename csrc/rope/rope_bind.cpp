@@ -1,4 +1,6 @@
 // Schemas and entries of rope.
+#include <algorithm>
+
 #include "../common/torch_util.h"
 #include "rope.h"
 
@@ -91,11 +93,19 @@ camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& 
   return p;
 }
 
+#ifdef CAMOX_CUDA_PART
+void launch_told(int (*launcher)(const camox_rope_params*, void*), camox_rope_params& p, const Tensor& x, const char* op) {
+  torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  p.error_word = camox_cuda_error_word(x.get_device_index());
+  launch(launcher, p, x, op);
+}
+#endif
+
 void turn(camox_rope_params& p, const Tensor& x, const Tensor& y, const Axes& axes) {
   p.y = view_of(y, axes);
   check(camox_rope_check(&p, 0));
 #ifdef CAMOX_CUDA_PART
-  launch(camox_rope_cuda, p, x, "rope");
+  launch_told(camox_rope_cuda, p, x, "rope");
 #else
   check(camox_rope_check_values(&p));
   const int64_t units = camox_rope_units(&p);
@@ -132,7 +142,11 @@ std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tenso
   p.grad_cos = grad_cos.data_ptr(), p.grad_sin = grad_sin.data_ptr();
 #ifdef CAMOX_CUDA_PART
   check(camox_rope_check(&p, 1));
-  launch(camox_rope_backward_cuda, p, x, "rope_backward");
+  const std::array<int64_t, 3> size = {2, p.batch * p.length, p.table_columns};
+  const std::array<int64_t, 3> stride = {std::max<int64_t>(size[1] * size[2], 1), std::max<int64_t>(size[2], 1), 1};
+  Tensor partial = empty_strided(cos, size.data(), stride.data(), 3);
+  p.partial = static_cast<float*>(partial.data_ptr());
+  launch_told(camox_rope_backward_cuda, p, x, "rope_backward");
 #else
   check(camox_rope_check(&p, 0));
   check(camox_rope_check_values(&p));
