@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,7 +21,14 @@ HALVES = (torch.bfloat16, torch.float16)
 MEMORY = ("contiguous", "strided", "expanded", "swapped")
 # Dimensions of a head around one and two vectors of pairs (4, 8, 16 lanes), and far from them.
 DIMS = (2, 6, 16, 18, 32, 34, 64, 130)
-ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="the CPU checks values before it writes")
+ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits, threads and checks of values: on the CPU")
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    """Tensors are made on the device that is tested; the CPU needs no mode for that, which would slow every call."""
+    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
+        yield
 
 
 def heads(shape, dtype=torch.float32, memory="contiguous", seed=0):
@@ -34,7 +42,7 @@ def heads(shape, dtype=torch.float32, memory="contiguous", seed=0):
 def tables(length, columns, dtype=torch.float32, seed=9):
     """Any numbers: the op does not ask that they be cosines and sines."""
     generator = torch.Generator().manual_seed(seed)
-    both = torch.randn(2, length, columns, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+    both = torch.randn(2, length, columns, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE, dtype)
     return both[0], both[1]
 
 
@@ -45,9 +53,9 @@ def real_of(dtype):
 def positions_of(kind, batch, length, rows):
     generator = torch.Generator().manual_seed(4)
     if kind == "rows":
-        return torch.randint(rows, (length,), generator=generator).to(DEVICE)
+        return torch.randint(rows, (length,), generator=generator, device="cpu").to(DEVICE)
     if kind == "batched":
-        return torch.randint(rows, (batch, length), generator=generator).to(DEVICE)
+        return torch.randint(rows, (batch, length), generator=generator, device="cpu").to(DEVICE)
     return None
 
 
@@ -127,6 +135,7 @@ def test_grad_matches_reference(dtype, memory, interleaved):
                 assert torch.equal(alone[0], ours[0])
 
 
+@ON_CPU
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_grad(interleaved, each):
@@ -146,6 +155,7 @@ def test_grad(interleaved, each):
     assert gradgradcheck(lambda x: cx.rope(x, *fixed, rotary_dim=4), (x,))
 
 
+@ON_CPU
 def test_grad_of_packed_sequences():
     x = picture((1, 7, 2, 6), torch.float64)[0].requires_grad_()
     cos, sin = (t.requires_grad_() for t in tables(4, 3, torch.float64))
@@ -156,7 +166,7 @@ def test_grad_of_packed_sequences():
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_packed_sequences_begin_again(interleaved):
     lengths = (3, 0, 70, 1, 0, 64, 2)
-    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     x, (cos, sin) = picture((1, sum(lengths), 3, 10))[0], tables(70, 5)
     for layout in ("bhtd", "bthd"):
         y = cx.rope(x, cos, sin, interleaved=interleaved, layout=layout, cu_seqlens=cu_seqlens)
@@ -242,6 +252,7 @@ def test_shapes(shape, interleaved, each, memory, dtype):
     assert_close_to_reference(cx.rope(x, cos, sin, **options), reference.rope(x, cos, sin, **options), truth)
 
 
+@ON_CPU
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_threads_do_not_change_bits(threads):
     x, grad, (cos, sin) = heads((3, 4, 130, 48)), heads((3, 4, 130, 48), seed=1), tables(200, 24)
@@ -288,6 +299,7 @@ print(cx.isa(), digest.hexdigest())
 """
 
 
+@ON_CPU
 def test_isa_agree(pytestconfig):
     code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"))
     results = [run_python(code, CAMOX_FORCE_ISA=isa).split() for isa in cx.supported_isas()]
@@ -331,6 +343,7 @@ def test_compile(dynamic):
         torch.testing.assert_close(torch.autograd.grad(result, inputs), expected_grads)
 
 
+@ON_CPU
 def test_func_transforms():
     xs, (cos, sin) = picture((3, 2, 4, 6), torch.float64).unsqueeze(1), tables(4, 3, torch.float64)
     options = {"interleaved": True, "layout": "bthd"}
@@ -363,6 +376,7 @@ def test_func_transforms():
     torch.testing.assert_close(pullback(y)[0], backward(y, xs[0], cos, sin)[0])
 
 
+@ON_CPU
 def test_autocast_keeps_dtype():
     cos, sin = cx.rope_tables(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
@@ -377,6 +391,7 @@ def test_checkpointing():
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)
 
 
+@ON_CPU
 def test_tables_of_x_dtype_are_read_as_they_are():
     x, (cos, sin) = heads((1, 2, 3, 8), torch.bfloat16), tables(3, 4, torch.bfloat16)
     assert torch.equal(cx.rope(x, cos, sin), cx.rope(x, cos.float(), sin.float()))
@@ -422,6 +437,7 @@ def test_inplace_makes_a_stale_backward_raise():
             product.sum().backward()
 
 
+@ON_CPU
 def test_inplace_carries_the_gradient():
     x, (cos, sin) = heads((2, 3, 4, 6), torch.float64).requires_grad_(), tables(4, 3, torch.float64)
 
@@ -511,6 +527,7 @@ def test_public_vision_bdh_v2_v3(n, length):
     assert torch.equal(cx.rope(q, *ours, interleaved=True), bdh_turn(q, cos, sin))
 
 
+@ON_CPU
 def test_public_train_bdh_unet():
     """takzen/vision-bdh train_bdh_unet.py and fine_tune_bdh_unet.py at 71cb8ab: the tables are two halves side by side,
     the pairs are neighbours, so that the two elements of a pair turn by different angles."""
@@ -667,6 +684,7 @@ def test_errors_of_x(x, error, message):
         cx.rope(x, *tables(4, 2))
 
 
+@ON_CPU
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -697,8 +715,8 @@ def test_errors_of_x(x, error, message):
     ],
 )
 def test_errors(arguments, error, message):
-    cos, sin = tables(4, 2, torch.float32)
-    given = {"cos": cos.cpu(), "sin": sin.cpu(), **arguments}
+    cos, sin = tables(4, 2)
+    given = {"cos": cos, "sin": sin, **arguments}
     with pytest.raises(error, match="rope: " + message):
         cx.rope(torch.zeros(2, 1, 4, 4), **given)
 
@@ -736,6 +754,7 @@ def test_errors_of_values(inplace):
     assert torch.equal(packed, torch.ones(6, 1, 4))
 
 
+@ON_CPU
 def test_errors_from_c():
     op = torch.ops.camox_ops
     x, (cos, sin) = torch.zeros(2, 1, 4, 4), (torch.zeros(4, 2), torch.zeros(4, 2))
@@ -804,7 +823,7 @@ def test_module_matches_rope():
     assert torch.equal(
         cx.nn.RotaryEmbedding(16, layout="bthd")(x.transpose(1, 2)).transpose(1, 2), cx.nn.RotaryEmbedding(16)(x)
     )
-    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
     packed = x[0].transpose(0, 1)
     expected = torch.cat([module(part.transpose(0, 1)[None])[0].transpose(0, 1) for part in packed.split((4, 5))])
     assert torch.equal(module(packed, cu_seqlens=cu_seqlens), expected)
@@ -820,7 +839,7 @@ def test_module_tables_grow():
     module(heads((1, 1, 17, 8)))
     assert module.tables(1, DEVICE)[0].shape == (32, 4)
     assert torch.equal(module.tables(1, DEVICE)[0][:16], first[0])
-    positions = torch.full((1,), 99, dtype=torch.int64, device=DEVICE)
+    positions = torch.full((1,), 99, dtype=torch.int64)
     expected = cx.rope(heads((1, 1, 1, 8)), *cx.rope_tables(8, 100), positions=positions)
     assert torch.equal(module(heads((1, 1, 1, 8)), positions=positions, length=100), expected)
 
