@@ -3,11 +3,13 @@
 import torch  # noqa: F401  torch's libraries must be loaded before _C
 
 from . import _C, nn, reference, train
+from ._cuda import check_errors
 from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.norm2d import layer_norm2d
+from .ops.rope import rope, rope_tables
 from .ops.spatial_gradient import spatial_gradient
 
 __version__ = _C.build_info()["version"]
@@ -16,6 +18,7 @@ __all__ = [
     "EdgeMaps",
     "FrequencyBands",
     "build_info",
+    "check_errors",
     "dropout",
     "dropout_add_layer_norm",
     "edge_maps",
@@ -24,6 +27,8 @@ __all__ = [
     "layer_norm2d",
     "nn",
     "reference",
+    "rope",
+    "rope_tables",
     "sparse_gate",
     "spatial_gradient",
     "supported_isas",

@@ -67,6 +67,47 @@ def unusable(device_index: int) -> str:
     return why_not(*part.versions(), part.archs(), torch.cuda.get_device_capability(device_index))
 
 
+# By bit of csrc/common/device_errors.h.
+DEVICE_ERRORS = {
+    1: "rope: positions or cu_seqlens gave a token a position that is negative or past cos and sin; its rows are NaN",
+}
+
+
+def error_texts(bits: int) -> list[str]:
+    return [text for bit, text in DEVICE_ERRORS.items() if bits & bit]
+
+
+def check_errors(device: torch.device | int | str | None = None) -> None:
+    """Raises where kernels on a CUDA device found values that they had to refuse since the last check.
+
+    The CPU kernels check values, such as positions, before they write. A CUDA kernel whose answer would need the host
+    to wait writes NaN instead and leaves a note on the device; here is where it is read, and cleared. Waits for the
+    device once; does nothing where CUDA was never used.
+
+    Args:
+        device: a CUDA device; None: all of them.
+
+    Raises:
+        ValueError: naming the devices, the ops and the arguments."""
+    if part.library is None or not torch.cuda.is_initialized():
+        return
+    if device is None:
+        indices = range(torch.cuda.device_count())
+    else:
+        index = device if isinstance(device, int) else torch.device(device).index
+        indices = [torch.cuda.current_device() if index is None else index]
+    found = []
+    for index in indices:
+        bits = ctypes.c_uint32()
+        error = part.library.camox_cuda_take_errors(index, ctypes.byref(bits))
+        if error:
+            part.library.camox_cuda_error_text.restype = ctypes.c_char_p
+            raise RuntimeError(f"check_errors: cuda:{index}: {part.library.camox_cuda_error_text(error).decode()}")
+        found += [f"{text} (cuda:{index})" for text in error_texts(bits.value)]
+    if found:
+        raise ValueError("; ".join(found))
+
+
 def status() -> str:
     """One line on the CUDA part for people."""
     if part.library is None:

@@ -14,6 +14,7 @@ from . import _cuda, reference
 from .ops.bands import frequency_bands
 from .ops.edge import edge_maps
 from .ops.norm2d import layer_norm2d
+from .ops.rope import rope
 from .ops.spatial_gradient import spatial_gradient
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -80,6 +81,13 @@ def norm_with_seed(x, residual, weight, bias) -> torch.Tensor:
     return op(x, residual, weight.to(real), bias.to(real), seed_on(x.device), 0.25, 1e-3)[0]
 
 
+def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x as (B, H, T, D), cos and sin of the even part of D."""
+    x = picture(shape, dtype)[0]
+    angles = torch.linspace(-3, 3, shape[2] * (shape[3] // 2)).view(shape[2], -1)
+    return x, angles.cos().to(dtype), angles.sin().to(dtype)
+
+
 OPS = (
     Op("edge_maps", edge_maps, reference.edge_maps, picture),
     Op(
@@ -108,6 +116,12 @@ OPS = (
         lambda x, weight, bias: layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         lambda x, weight, bias: reference.layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         picture_and_affine,
+    ),
+    Op(
+        "rope",
+        lambda x, cos, sin: rope(x, cos, sin, rotary_dim=2 * cos.shape[1]),
+        lambda x, cos, sin: reference.rope(x, cos, sin, rotary_dim=2 * cos.shape[1]),
+        heads_and_tables,
     ),
     Op(
         "sparse_gate",
@@ -180,6 +194,8 @@ def worst(ours: list, theirs: list, truth: list) -> tuple[float, float]:
     """(error, allowed) of the tensor that is nearest to its limit or farthest beyond it."""
     found = []
     for mine, same, true in zip(ours, theirs, truth, strict=True):
+        if not true.numel():
+            continue
         error = (mine.cpu().double() - true).abs().max().item()
         # A NaN is an infinite error, so that it never compares as small.
         found.append((error if error == error else float("inf"), allowance(same, true)))

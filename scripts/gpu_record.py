@@ -27,6 +27,8 @@ GROUPS = {
     "dropout": "dropout",
     "sparse_gate": "sparse_gate",
     "dropout_add_layer_norm": "dropout_add_layer_norm",
+    "rope_interleaved": "rope",
+    "rope_half_split": "rope",
 }
 TARGET_DTYPES = ("float32", "bfloat16")
 SMALL_SLACK = 1.2

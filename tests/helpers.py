@@ -52,7 +52,7 @@ def picture(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed
     """A (B, C, H, W) input on DEVICE; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over
     the batch; kind "offset" has mean 1e4 and standard deviation 1, "constant" one value a channel."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     if kind == "offset":
         x = x + 1e4
     elif kind == "constant":

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_python
+from helpers import DEVICE, run_python
 
+import camox_ops
 from camox_ops import _cuda
 
 
@@ -71,3 +72,30 @@ def test_every_operator_with_kernels_registers_them():
     )
     assert operators
     assert set(known.split()) == operators
+
+
+def test_error_texts():
+    assert _cuda.error_texts(0) == []
+    (text,) = _cuda.error_texts(1)
+    assert text.startswith("rope: positions or cu_seqlens gave a token a position that is negative or past cos and sin")
+    header = (Path(__file__).parents[1] / "csrc" / "common" / "device_errors.h").read_text()
+    bits = [int(value) for value in re.findall(r"CAMOX_ERROR_\w+ = (\d+)", header)]
+    assert bits == list(_cuda.DEVICE_ERRORS)
+
+
+def test_check_errors_without_cuda():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert camox_ops.check_errors() is None
+    assert camox_ops.check_errors("cuda:0") is None
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_check_errors_tells_once():
+    camox_ops.check_errors()
+    x, (cos, sin) = torch.ones(1, 1, 2, 4, device=DEVICE), camox_ops.rope_tables(4, 3, device=DEVICE)
+    y = camox_ops.rope(x, cos, sin, positions=torch.tensor([2, 3], device=DEVICE))
+    assert y.isnan().all(-1).flatten().tolist() == [False, True]
+    with pytest.raises(ValueError, match=r"rope: positions or cu_seqlens .* are NaN"):
+        camox_ops.check_errors(DEVICE)
+    camox_ops.check_errors()

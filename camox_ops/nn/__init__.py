@@ -3,5 +3,6 @@
 from .bands import FrequencyExpert
 from .edge import EdgeExpert
 from .norm2d import LayerNorm2d
+from .rope import RotaryEmbedding
 
-__all__ = ["EdgeExpert", "FrequencyExpert", "LayerNorm2d"]
+__all__ = ["EdgeExpert", "FrequencyExpert", "LayerNorm2d", "RotaryEmbedding"]

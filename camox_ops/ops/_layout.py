@@ -26,3 +26,29 @@ def empty_picture(x: torch.Tensor, channels: int) -> torch.Tensor:
     return torch.empty(
         (x.shape[0], channels, x.shape[2], x.shape[3]), dtype=x.dtype, device=x.device, memory_format=memory_format
     )
+
+
+def dense_strides(x: torch.Tensor) -> list[int]:
+    """Strides of a tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last
+    innermost. Dimensions of stride 0 or size 1 say nothing about the order."""
+    sizes, strides = x.shape, x.stride()
+    order = list(range(x.dim()))
+
+    def says_nothing(d):
+        return strides[d] == 0 or sizes[d] == 1
+
+    for i in range(1, x.dim() - 1):
+        place = i
+        for j in reversed(range(i)):
+            outer, inner = order[j], order[place]
+            if says_nothing(outer) or says_nothing(inner):
+                continue
+            if strides[outer] >= strides[inner]:
+                break
+            order[j], order[place] = inner, outer
+            place = j
+    dense, step = [0] * x.dim(), 1
+    for d in reversed(order):
+        dense[d] = step
+        step = step * (sizes[d] if sizes[d] > 1 else 1)
+    return dense

@@ -84,8 +84,13 @@ def unfold_batch(info, value: torch.Tensor) -> torch.Tensor:
     return value.unflatten(0, (info.batch_size, value.shape[0] // max(info.batch_size, 1)))
 
 
+def fold_batch_at(info, in_dim: int, value: torch.Tensor, dim: int) -> torch.Tensor:
+    """Moves the mapped dimension of a tensor into its dimension `dim`, before what is there."""
+    return value.movedim(in_dim, dim).flatten(dim, dim + 1)
+
+
 def one_by_one(op, info, in_dims, args):
-    """A vmap rule: the op on each sample, and its outputs stacked."""
+    """(outputs, their mapped dimensions) of the op run once per element, where what is mapped does not fold into B."""
 
     def at(i):
         return [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]

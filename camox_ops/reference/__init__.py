@@ -13,6 +13,7 @@ from .dropout import (
 )
 from .edge import edge_maps, edge_maps_backward
 from .norm2d import layer_norm2d, layer_norm2d_backward
+from .rope import rope, rope_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "layer_norm2d",
     "layer_norm2d_backward",
     "philox4x32",
+    "rope",
+    "rope_backward",
     "sparse_gate",
     "sparse_gate_backward",
     "spatial_gradient",

@@ -1,6 +1,9 @@
-/* What Python asks of the CUDA part before it uses it, and the stream that torch is on. */
+/* What Python asks of the CUDA part, the stream that torch is on, and what kernels tell of bad values. */
 #include <cuda_runtime.h>
 #include <dlfcn.h>
+#include <stdint.h>
+
+#include <atomic>
 
 #define CAMOX_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -13,7 +16,7 @@ CAMOX_EXPORT void camox_cuda_versions(int *built, int *driver) {
   if (cudaDriverGetVersion(driver) != cudaSuccess) *driver = 0;
 }
 
-extern "C" const char *camox_cuda_error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+CAMOX_EXPORT const char *camox_cuda_error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
 /* libtorch_cuda is looked up where torch has loaded it: a CPU-only torch, beside which this is built, has none to link with. */
 extern "C" void *camox_cuda_current_stream(int device_index) {
@@ -23,4 +26,34 @@ extern "C" void *camox_cuda_current_stream(int device_index) {
   void *stream = nullptr;
   if (current_stream != nullptr) current_stream(device_index, &stream);
   return stream;
+}
+
+/* Zero when the library is loaded onto a device; see device_errors.h. */
+__device__ uint32_t camox_error_word;
+
+/* Where kernels on the current device set their bits; NULL where it cannot be found, and then nothing is told. The address is
+   asked for once, so that a captured graph has none of it. */
+extern "C" uint32_t *camox_cuda_error_word(int device_index) {
+  constexpr int known_devices = 64;
+  static std::atomic<uint32_t *> known[known_devices];
+  const bool cached = device_index >= 0 && device_index < known_devices;
+  if (cached && known[device_index] != nullptr) return known[device_index];
+  void *address = nullptr;
+  if (cudaGetSymbolAddress(&address, camox_error_word) != cudaSuccess) return nullptr;
+  if (cached) known[device_index] = static_cast<uint32_t *>(address);
+  return static_cast<uint32_t *>(address);
+}
+
+/* Waits for the device, then moves its bits to *bits and clears them: 0 or a cudaError_t. */
+CAMOX_EXPORT int camox_cuda_take_errors(int device_index, uint32_t *bits) {
+  int current = 0;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess) error = cudaSetDevice(device_index);
+  if (error != cudaSuccess) return static_cast<int>(error);
+  error = cudaDeviceSynchronize();
+  if (error == cudaSuccess) error = cudaMemcpyFromSymbol(bits, camox_error_word, sizeof *bits);
+  const uint32_t none = 0;
+  if (error == cudaSuccess && *bits != 0) error = cudaMemcpyToSymbol(camox_error_word, &none, sizeof none);
+  cudaSetDevice(current);
+  return static_cast<int>(error);
 }

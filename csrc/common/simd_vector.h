@@ -54,6 +54,8 @@ typedef int64_t vf64_mask_t;
 CAMOX_DEFINE_VECTOR(vf32, vi32, float, VF32_LANES)
 CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
 
+#include "simd_pairs.h"
+
 CAMOX_INLINE float to_real_f32(float value) { return value; }
 CAMOX_INLINE float from_real_f32(float value) { return value; }
 CAMOX_INLINE double to_real_f64(double value) { return value; }

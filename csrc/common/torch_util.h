@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "isa.h"
@@ -23,6 +24,7 @@
 #define CAMOX_ON_CPU false
 extern "C" const char* camox_cuda_error_text(int error);
 extern "C" void* camox_cuda_current_stream(int device_index);
+extern "C" uint32_t* camox_cuda_error_word(int device_index);
 #else
 #define CAMOX_BACKEND CPU
 #define CAMOX_ON_CPU true
@@ -122,6 +124,12 @@ inline bool is_channels_last(const Tensor& x) {
   return true;
 }
 
+inline int32_t dtype_code(const Tensor& x) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  return dtype;
+}
+
 inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions, const int64_t* size, const int64_t* stride) {
   int32_t device_type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
@@ -129,6 +137,30 @@ inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(dimensions, size, stride, dtype, device_type, like.get_device_index(), &handle));
   return Tensor(handle);
+}
+
+// An uninitialised tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last innermost.
+// Dimensions of stride 0 or size 1 say nothing about the order. The same rule as dense_strides in ops/_layout.py.
+inline Tensor empty_in_order(const Tensor& x) {
+  auto sizes = x.sizes(), strides = x.strides();
+  const int64_t dimensions = x.dim();
+  std::vector<int64_t> order(dimensions), stride(dimensions);
+  for (int64_t d = 0; d < dimensions; ++d) order[d] = d;
+  auto says_nothing = [&](int64_t d) { return strides[d] == 0 || sizes[d] == 1; };
+  for (int64_t i = 1; i < dimensions - 1; ++i)
+    for (int64_t place = i, j = i - 1; j >= 0; --j) {
+      int64_t outer = order[j], inner = order[place];
+      if (says_nothing(outer) || says_nothing(inner)) continue;
+      if (strides[outer] >= strides[inner]) break;
+      std::swap(order[j], order[place]);
+      place = j;
+    }
+  int64_t step = 1;
+  for (int64_t i = dimensions; i-- > 0;) {
+    stride[order[i]] = step;
+    step *= sizes[order[i]] > 1 ? sizes[order[i]] : 1;
+  }
+  return empty_strided(x, dtype_code(x), dimensions, sizes.data(), stride.data());
 }
 
 inline Tensor empty_contiguous(const Tensor& like, int32_t dtype, size_t dimensions, const int64_t* size) {
@@ -139,12 +171,6 @@ inline Tensor empty_contiguous(const Tensor& like, int32_t dtype, size_t dimensi
     step *= size[d] > 1 ? size[d] : 1;
   }
   return empty_strided(like, dtype, dimensions, size, stride.data());
-}
-
-inline int32_t dtype_code(const Tensor& x) {
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-  return dtype;
 }
 
 // An uninitialised contiguous tensor in the dtype that x is computed in.

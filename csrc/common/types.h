@@ -5,6 +5,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Before functions of the headers that kernels on the GPU call too. */
+#ifdef __CUDACC__
+#define CAMOX_ANYWHERE __host__ __device__
+#else
+#define CAMOX_ANYWHERE
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
