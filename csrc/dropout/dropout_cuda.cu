@@ -12,6 +12,7 @@
 #include "dropout_plan.h"
 
 #define DROPOUT_THREADS 256
+#define DROPOUT_BLOCKS 3 /* of them a multiprocessor must hold: at most 80 registers a thread */
 #define DROPOUT_WARPS (DROPOUT_THREADS / CAMOX_WARP)
 #define DROPOUT_SHARED (48 << 10) /* bytes a block has without asking for more */
 #define DROPOUT_REDUCE_COLUMNS 32
@@ -69,55 +70,94 @@ __device__ __forceinline__ float dropout_broken(float x) {
 __device__ __forceinline__ float dropout_open(float x) { return x < 0.0f ? 0.0f : x; }
 __device__ __forceinline__ float dropout_where_open(float gate, float x) { return gate <= 0.0f ? 0.0f : x; }
 
-template <typename T, int V, int WHAT>
-__global__ void __launch_bounds__(DROPOUT_THREADS) dropout_kernel(const __grid_constant__ dropout_args a) {
-  const uint64_t seed = a.seed ? static_cast<uint64_t>(__ldg(a.seed)) : 0;
-  const int64_t items = camox_ceil_div(a.elements, V);
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * DROPOUT_THREADS + threadIdx.x; item < items;
-       item += static_cast<int64_t>(gridDim.x) * DROPOUT_THREADS) {
-    int64_t rest = item * V, index = 0, offset[CAMOX_DROPOUT_VIEWS] = {0, 0, 0, 0, 0};
-    /* only a tensor of one dimension ends within a thread's elements */
-    const int64_t n = a.elements - rest;
+/* V elements of a thread: where they are, and what was read. FLAT: all tensors lie in the row-major order without gaps. */
+template <int V, bool FLAT>
+struct dropout_item {
+  int64_t index, left; /* in the row-major order; elements up to the last */
+  int64_t offset[FLAT ? 1 : CAMOX_DROPOUT_VIEWS];
+  float x[V], y[V], grad[V];
+};
+
+template <typename T, int V, bool FLAT>
+__device__ __forceinline__ T *dropout_at(const dropout_args &a, const dropout_item<V, FLAT> &item, int view) {
+  return static_cast<T *>(a.view[view].data) + (FLAT ? item.index : item.offset[FLAT ? 0 : view]);
+}
+
+template <typename T, int V, bool FLAT, int WHAT>
+__device__ __forceinline__ void dropout_fetch(dropout_item<V, FLAT> &item, const dropout_args &a, int64_t first) {
+  item.left = a.elements - first; /* only a tensor of one dimension ends within a thread's elements */
+  item.index = first;
+  if constexpr (!FLAT) {
+    int64_t rest = first;
+    item.index = 0;
+#pragma unroll
+    for (int view = 0; view < CAMOX_DROPOUT_VIEWS; ++view) item.offset[view] = 0;
     for (int d = a.dims - 1; d >= 0; --d) {
       int64_t coordinate = rest;
       if (d > 0) rest = camox_divide(rest, a.size[d], &coordinate);
-      index += coordinate * a.logical[d];
+      item.index += coordinate * a.logical[d];
 #pragma unroll
-      for (int view = 0; view < CAMOX_DROPOUT_VIEWS; ++view) offset[view] += coordinate * a.view[view].stride[d];
+      for (int view = 0; view < CAMOX_DROPOUT_VIEWS; ++view) item.offset[view] += coordinate * a.view[view].stride[d];
     }
-    bool keep[V];
-    if (a.seed == nullptr) {
+  }
+  camox_load_float(item.x, dropout_at<const T>(a, item, CAMOX_DROPOUT_X), item.left, a.aligned);
+  if constexpr (WHAT != DROPOUT_PLAIN)
+    camox_load_float(item.y, dropout_at<const T>(a, item, CAMOX_DROPOUT_Y), item.left, a.aligned);
+  if constexpr (WHAT == DROPOUT_GATE_BACKWARD)
+    camox_load_float(item.grad, dropout_at<const T>(a, item, CAMOX_DROPOUT_GRAD), item.left, a.aligned);
+}
+
+template <typename T, int V, bool FLAT, int WHAT>
+__device__ __forceinline__ void dropout_finish(const dropout_item<V, FLAT> &item, const dropout_args &a, uint64_t seed) {
+  bool keep[V];
+  if (a.seed == nullptr) {
 #pragma unroll
-      for (int i = 0; i < V; ++i) keep[i] = true;
-    } else if (a.neighbours) {
-      dropout_keeps_all(keep, seed, index, a.threshold);
+    for (int i = 0; i < V; ++i) keep[i] = true;
+  } else if (FLAT || a.neighbours) {
+    dropout_keeps_all(keep, seed, item.index, a.threshold);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) keep[i] = dropout_keeps(seed, item.index + i * a.logical[a.dims - 1], a.threshold);
+  }
+  float out[V], out_y[V];
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    if constexpr (WHAT == DROPOUT_PLAIN) {
+      out[i] = keep[i] ? item.x[i] * a.scale : 0.0f;
+    } else if constexpr (WHAT == DROPOUT_GATE) {
+      out[i] = keep[i] ? dropout_open(item.x[i]) * dropout_open(item.y[i]) * a.scale : 0.0f;
     } else {
-#pragma unroll
-      for (int i = 0; i < V; ++i) keep[i] = dropout_keeps(seed, index + i * a.logical[a.dims - 1], a.threshold);
+      const float g = item.grad[i] * a.scale;
+      out[i] = keep[i] ? dropout_where_open(item.x[i], g * dropout_open(item.y[i])) : 0.0f;
+      out_y[i] = keep[i] ? dropout_where_open(item.y[i], g * dropout_open(item.x[i])) : 0.0f;
     }
-    float x[V], y[V], grad[V], out[V], out_y[V];
-    camox_load_float(x, static_cast<const T *>(a.view[CAMOX_DROPOUT_X].data) + offset[CAMOX_DROPOUT_X], n, a.aligned);
-    if constexpr (WHAT != DROPOUT_PLAIN)
-      camox_load_float(y, static_cast<const T *>(a.view[CAMOX_DROPOUT_Y].data) + offset[CAMOX_DROPOUT_Y], n, a.aligned);
-    if constexpr (WHAT == DROPOUT_GATE_BACKWARD)
-      camox_load_float(grad, static_cast<const T *>(a.view[CAMOX_DROPOUT_GRAD].data) + offset[CAMOX_DROPOUT_GRAD], n,
-                       a.aligned);
+  }
+  out[0] = dropout_broken(out[0]);
+  camox_store_float(dropout_at<T>(a, item, CAMOX_DROPOUT_OUT), out, item.left, a.aligned);
+  if constexpr (WHAT == DROPOUT_GATE_BACKWARD)
+    camox_store_float(dropout_at<T>(a, item, CAMOX_DROPOUT_OUT_Y), out_y, item.left, a.aligned);
+}
+
+/* Items of a thread that are read before the first is finished: fewer would not keep memory busy. */
+template <bool FLAT, int WHAT>
+struct dropout_items {
+  static constexpr int value = FLAT && WHAT != DROPOUT_GATE_BACKWARD ? 2 : 1;
+};
+
+template <typename T, int V, bool FLAT, int WHAT>
+__global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_kernel(const __grid_constant__ dropout_args a) {
+  constexpr int items = dropout_items<FLAT, WHAT>::value, turn = DROPOUT_THREADS * items * V;
+  const uint64_t seed = a.seed ? static_cast<uint64_t>(__ldg(a.seed)) : 0;
+  for (int64_t block = blockIdx.x; block * turn < a.elements; block += gridDim.x) {
+    const int64_t first = block * turn + static_cast<int64_t>(threadIdx.x) * V;
+    dropout_item<V, FLAT> item[items];
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      if constexpr (WHAT == DROPOUT_PLAIN) {
-        out[i] = keep[i] ? x[i] * a.scale : 0.0f;
-      } else if constexpr (WHAT == DROPOUT_GATE) {
-        out[i] = keep[i] ? dropout_open(x[i]) * dropout_open(y[i]) * a.scale : 0.0f;
-      } else {
-        const float g = grad[i] * a.scale;
-        out[i] = keep[i] ? dropout_where_open(x[i], g * dropout_open(y[i])) : 0.0f;
-        out_y[i] = keep[i] ? dropout_where_open(y[i], g * dropout_open(x[i])) : 0.0f;
-      }
-    }
-    out[0] = dropout_broken(out[0]);
-    camox_store_float(static_cast<T *>(a.view[CAMOX_DROPOUT_OUT].data) + offset[CAMOX_DROPOUT_OUT], out, n, a.aligned);
-    if constexpr (WHAT == DROPOUT_GATE_BACKWARD)
-      camox_store_float(static_cast<T *>(a.view[CAMOX_DROPOUT_OUT_Y].data) + offset[CAMOX_DROPOUT_OUT_Y], out_y, n, a.aligned);
+    for (int i = 0; i < items; ++i)
+      if (first + i * DROPOUT_THREADS * V < a.elements)
+        dropout_fetch<T, V, FLAT, WHAT>(item[i], a, first + i * DROPOUT_THREADS * V);
+#pragma unroll
+    for (int i = 0; i < items; ++i)
+      if (first + i * DROPOUT_THREADS * V < a.elements) dropout_finish<T, V, FLAT, WHAT>(item[i], a, seed);
   }
 }
 
@@ -191,7 +231,7 @@ __device__ __forceinline__ float norm_team_sum(float x, float *scratch) {
 }
 
 template <typename T, int V, bool WIDE>
-__global__ void __launch_bounds__(DROPOUT_THREADS) dropout_norm_kernel(const __grid_constant__ norm_args a) {
+__global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_kernel(const __grid_constant__ norm_args a) {
   constexpr int team = WIDE ? DROPOUT_THREADS : CAMOX_WARP, teams = DROPOUT_THREADS / team;
   CAMOX_DYNAMIC_SHARED(float, shared);
   __shared__ float scratch[DROPOUT_WARPS];
@@ -261,7 +301,8 @@ __device__ __forceinline__ void norm_gradient(float (&grad)[V], float (&d)[V], c
 
 /* A block has a unit of rows, so that its sums for weight and bias need no other block. */
 template <typename T, int V, bool WIDE>
-__global__ void __launch_bounds__(DROPOUT_THREADS) dropout_norm_backward_kernel(const __grid_constant__ norm_args a) {
+__global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
+    dropout_norm_backward_kernel(const __grid_constant__ norm_args a) {
   constexpr int team = WIDE ? DROPOUT_THREADS : CAMOX_WARP, teams = DROPOUT_THREADS / team;
   CAMOX_DYNAMIC_SHARED(float, shared);
   __shared__ float scratch[DROPOUT_WARPS];
@@ -402,18 +443,24 @@ static dropout_args dropout_args_of(const camox_dropout_params *p, int element, 
   return a;
 }
 
+template <typename T, int V, bool FLAT, int WHAT>
+static void dropout_launch(const dropout_args &a, void *stream) {
+  constexpr int turn = DROPOUT_THREADS * V * dropout_items<FLAT, WHAT>::value;
+  CAMOX_LAUNCH((dropout_kernel<T, V, FLAT, WHAT>), camox_grid(camox_ceil_div(a.elements, turn)), DROPOUT_THREADS, 0, stream, a);
+}
+
 template <typename T, int WHAT>
-static void dropout_launch(const camox_dropout_params *p, void *stream) {
+static void dropout_launch_widest(const camox_dropout_params *p, void *stream) {
   constexpr int lanes = camox_lanes<T>::value;
   bool wide;
   dropout_args a = dropout_args_of(p, static_cast<int>(sizeof(T)), lanes, &wide);
-  if (wide) {
-    const int64_t blocks = camox_ceil_div(camox_ceil_div(a.elements, lanes), DROPOUT_THREADS);
-    CAMOX_LAUNCH((dropout_kernel<T, lanes, WHAT>), camox_grid(blocks), DROPOUT_THREADS, 0, stream, a);
-  } else {
+  if (!wide) {
     a.aligned = true;
-    const int64_t blocks = camox_ceil_div(a.elements, DROPOUT_THREADS);
-    CAMOX_LAUNCH((dropout_kernel<T, 1, WHAT>), camox_grid(blocks), DROPOUT_THREADS, 0, stream, a);
+    dropout_launch<T, 1, false, WHAT>(a, stream);
+  } else if (a.dims == 1) {
+    dropout_launch<T, lanes, true, WHAT>(a, stream);
+  } else {
+    dropout_launch<T, lanes, false, WHAT>(a, stream);
   }
 }
 
@@ -422,9 +469,9 @@ static int dropout_run(const camox_dropout_params *p, void *stream) {
   for (int d = 0; d < p->dims; ++d)
     if (p->size[d] == 0) return cudaSuccess;
   switch (p->dtype) {
-    case CAMOX_F32: dropout_launch<float, WHAT>(p, stream); break;
-    case CAMOX_BF16: dropout_launch<__nv_bfloat16, WHAT>(p, stream); break;
-    case CAMOX_F16: dropout_launch<__half, WHAT>(p, stream); break;
+    case CAMOX_F32: dropout_launch_widest<float, WHAT>(p, stream); break;
+    case CAMOX_BF16: dropout_launch_widest<__nv_bfloat16, WHAT>(p, stream); break;
+    case CAMOX_F16: dropout_launch_widest<__half, WHAT>(p, stream); break;
     default: return cudaErrorInvalidValue;
   }
   return camox_launch_status();

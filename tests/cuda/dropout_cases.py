@@ -99,7 +99,7 @@ def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, access width and size of a row's team."""
     seed = torch.tensor(1)
     for dtype in rig.DTYPES.values():
-        for x in (torch.ones(8).to(dtype), torch.ones(6).to(dtype)[::2]):
+        for x in (torch.ones(8).to(dtype), torch.ones(2, 16).to(dtype)[:, :8], torch.ones(6).to(dtype)[::2]):
             dropout(x, seed, 0.5, arch=arch)
             sparse_gate(x, x, seed, 0.5, arch=arch)
             sparse_gate_backward(x, x, x, seed, 0.5, arch=arch)
