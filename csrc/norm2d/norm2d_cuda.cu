@@ -523,10 +523,10 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
       }
 #pragma unroll 1
       for (int walk = 0; walk < 2; ++walk) {
-        camox_compute_late(me.inner);
-        camox_compute_late(me.outer);
 #pragma unroll 1
         for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+          camox_compute_late(me.inner);
+          camox_compute_late(me.outer);
           const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, chunk);
           if (walk == 0 || plan.chunks > 1) {
             T grad[shape::rows][V];
