@@ -81,15 +81,16 @@ def test_known_values():
     x = torch.tensor([1.0, 2, 3, 4, 5]).view(1, 1, 1, 5)
     zero, one = torch.zeros(1, 2), torch.ones(1, 2)
 
-    def turned(*arguments, **options):
-        return cx.rope(x, *arguments, rotary_dim=4, **options).flatten().tolist()
+    def check(expected, *arguments, **options):
+        y = cx.rope(x, *arguments, rotary_dim=4, **options)
+        torch.testing.assert_close(y, torch.tensor(expected).view(x.shape), rtol=0, atol=0)
 
-    assert turned(one, zero) == [1, 2, 3, 4, 5]
-    assert turned(zero, one, interleaved=True) == [-2, 1, -4, 3, 5]  # a quarter turn of (1,2) and (3,4)
-    assert turned(zero, one) == [-3, -4, 1, 2, 5]  # and of (1,3) and (2,4)
-    each_cos, each_sin = torch.tensor([[1.0, 10, 100, 1000]]), torch.tensor([[2.0, 20, 200, 2000]])
-    assert turned(each_cos, each_sin, interleaved=True) == [1 - 4, 20 + 20, 300 - 800, 4000 + 6000, 5]
-    assert turned(each_cos, each_sin) == [1 - 6, 20 - 80, 300 + 200, 4000 + 4000, 5]
+    check([1.0, 2, 3, 4, 5], one, zero)
+    check([-2.0, 1, -4, 3, 5], zero, one, interleaved=True)  # a quarter turn of (1,2) and (3,4)
+    check([-3.0, -4, 1, 2, 5], zero, one)  # and of (1,3) and (2,4)
+    each = torch.tensor([[1.0, 10, 100, 1000]]), torch.tensor([[2.0, 20, 200, 2000]])
+    check([1.0 - 4, 20 + 20, 300 - 800, 4000 + 6000, 5], *each, interleaved=True)
+    check([1.0 - 6, 20 - 80, 300 + 200, 4000 + 4000, 5], *each)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
