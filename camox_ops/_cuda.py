@@ -88,7 +88,9 @@ def check_errors(device: torch.device | int | str | None = None) -> None:
         device: a CUDA device; None: all of them.
 
     Raises:
-        ValueError: naming the devices, the ops and the arguments."""
+        ValueError: naming the devices, the ops and the arguments; or for a device that is not a CUDA device."""
+    if device is not None and not isinstance(device, int) and torch.device(device).type != "cuda":
+        raise ValueError(f"check_errors: device must be a CUDA device, got {device}")
     if part.library is None or not torch.cuda.is_initialized():
         return
     if device is None:

@@ -88,6 +88,8 @@ def test_check_errors_without_cuda():
         pytest.skip("this machine has a GPU")
     assert camox_ops.check_errors() is None
     assert camox_ops.check_errors("cuda:0") is None
+    with pytest.raises(ValueError, match="check_errors: device must be a CUDA device, got cpu"):
+        camox_ops.check_errors("cpu")
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")

@@ -11,6 +11,7 @@ import torch
 from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture, run_python
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
@@ -81,15 +82,16 @@ def test_known_values():
     x = torch.tensor([1.0, 2, 3, 4, 5]).view(1, 1, 1, 5)
     zero, one = torch.zeros(1, 2), torch.ones(1, 2)
 
-    def turned(*arguments, **options):
-        return cx.rope(x, *arguments, rotary_dim=4, **options).flatten().tolist()
+    def check(expected, *arguments, **options):
+        y = cx.rope(x, *arguments, rotary_dim=4, **options)
+        torch.testing.assert_close(y, torch.tensor(expected).view(x.shape), rtol=0, atol=0)
 
-    assert turned(one, zero) == [1, 2, 3, 4, 5]
-    assert turned(zero, one, interleaved=True) == [-2, 1, -4, 3, 5]  # a quarter turn of (1,2) and (3,4)
-    assert turned(zero, one) == [-3, -4, 1, 2, 5]  # and of (1,3) and (2,4)
-    each_cos, each_sin = torch.tensor([[1.0, 10, 100, 1000]]), torch.tensor([[2.0, 20, 200, 2000]])
-    assert turned(each_cos, each_sin, interleaved=True) == [1 - 4, 20 + 20, 300 - 800, 4000 + 6000, 5]
-    assert turned(each_cos, each_sin) == [1 - 6, 20 - 80, 300 + 200, 4000 + 4000, 5]
+    check([1.0, 2, 3, 4, 5], one, zero)
+    check([-2.0, 1, -4, 3, 5], zero, one, interleaved=True)  # a quarter turn of (1,2) and (3,4)
+    check([-3.0, -4, 1, 2, 5], zero, one)  # and of (1,3) and (2,4)
+    each = torch.tensor([[1.0, 10, 100, 1000]]), torch.tensor([[2.0, 20, 200, 2000]])
+    check([1.0 - 4, 20 + 20, 300 - 800, 4000 + 6000, 5], *each, interleaved=True)
+    check([1.0 - 6, 20 - 80, 300 + 200, 4000 + 4000, 5], *each)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -619,7 +621,7 @@ def test_tables_are_exact_at_large_positions():
     for ours, truth in ((cos, np.cos(angles)), (sin, np.sin(angles))):
         assert ours.dtype == torch.float32
         assert ours.shape == (length, dim // 2)
-        assert np.abs(ours[rows].numpy() - truth).max() <= 2.0**-25 + 1e-10
+        assert np.abs(ours[rows].cpu().numpy() - truth).max() <= 2.0**-25 + 1e-10
 
 
 @pytest.mark.parametrize("units", ["radians", "turns"])
@@ -662,6 +664,7 @@ def test_errors_of_tables(arguments, error, message):
 # ---- errors ----
 
 
+@ON_CPU
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
@@ -830,15 +833,15 @@ def test_module_matches_rope():
 
 
 def test_module_tables_grow():
-    module = cx.nn.RotaryEmbedding(8, max_length=16)
-    module(heads((1, 1, 3, 8)))
-    first = module.tables(1, DEVICE)
+    module, x = cx.nn.RotaryEmbedding(8, max_length=16), heads((1, 1, 3, 8))
+    module(x)
+    first = module.tables(1, x.device)
     assert first[0].shape == (16, 4)
     module(heads((1, 1, 12, 8)))
-    assert module.tables(1, DEVICE) is first  # long enough: the same tensors
+    assert module.tables(1, x.device) is first  # long enough: the same tensors
     module(heads((1, 1, 17, 8)))
-    assert module.tables(1, DEVICE)[0].shape == (32, 4)
-    assert torch.equal(module.tables(1, DEVICE)[0][:16], first[0])
+    assert module.tables(1, x.device)[0].shape == (32, 4)
+    assert torch.equal(module.tables(1, x.device)[0][:16], first[0])
     positions = torch.full((1,), 99, dtype=torch.int64)
     expected = cx.rope(heads((1, 1, 1, 8)), *cx.rope_tables(8, 100), positions=positions)
     assert torch.equal(module(heads((1, 1, 1, 8)), positions=positions, length=100), expected)
@@ -853,7 +856,7 @@ def test_module_stays_out_of_the_state_dict():
     assert not list(module.buffers())
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(twin(x), expected)
-        assert module.tables(1, DEVICE)[0] is not twin.tables(1, DEVICE)[0]
+        assert module.tables(1, x.device)[0] is not twin.tables(1, x.device)[0]
 
 
 def test_module_follows_dtype_and_device():
@@ -861,7 +864,7 @@ def test_module_follows_dtype_and_device():
     x = heads((1, 2, 5, 8))
     expected = module(x)
     module.to(torch.bfloat16)
-    assert module.tables(1, DEVICE)[0].dtype == torch.float32
+    assert module.tables(1, x.device)[0].dtype == torch.float32
     assert torch.equal(module(x), expected)
     assert_one_rounding(module(x.bfloat16()), module(x.bfloat16().float()))
     assert module(x.to("meta")).device.type == "meta"
@@ -875,6 +878,13 @@ def test_module_tables_of_inference_mode_serve_training():
     x.requires_grad_()
     module(x).square().sum().backward()
     torch.testing.assert_close(x.grad, 2 * x)
+
+
+def test_module_does_not_keep_fake_tables():
+    module, x = cx.nn.RotaryEmbedding(8), heads((1, 2, 5, 8))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert module(torch.empty(1, 2, 5, 8, device=DEVICE)).shape == (1, 2, 5, 8)
+    assert torch.equal(module(x), cx.rope(x, *cx.rope_tables(8, 5)))
 
 
 @pytest.mark.parametrize("warm", [False, True])

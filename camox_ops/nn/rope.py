@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
         return f"{self.dim}, theta={self.theta}, units={self.units!r}, scaling={self.scaling}, {pairs}, {self.layout}"
 
     def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_cached": None}
+        return {**self.__dict__, "_cached": None}
 
     def tables(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) on the device with at least `length` rows."""
@@ -65,8 +65,10 @@ class RotaryEmbedding(nn.Module):
             length = max(length, 2 * cached[0].shape[0])  # so that growing one by one stays cheap
         # Tables made in inference mode could not be saved for a later backward.
         with torch.inference_mode(False), torch.no_grad():
-            self._cached = rope_tables(self.dim, length, **options)
-        return self._cached
+            made = rope_tables(self.dim, length, **options)
+        if type(made[0]) is torch.Tensor:  # a fake one would outlive its mode
+            self._cached = made
+        return made
 
     def forward(
         self,

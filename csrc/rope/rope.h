@@ -1,20 +1,21 @@
 /* rope: rotary position embedding, each pair of elements of a token turned by its position's angles in one pass.
 
-   x (B,H,T,D), any strides; the first r = rotary_dim elements turn, the others pass. Pair i is elements (a,b) = (2i,2i+1) where
-   interleaved, else (i,i+r/2). With c, s the row of the tables that belongs to the token's position:
-     y[a] = x[a]c[a] - x[b]s[a]   y[b] = x[b]c[b] + x[a]s[b]     transposed: y[a] = x[a]c[a] + x[b]s[b]   y[b] = x[b]c[b] -
-   x[a]s[a] tables    cos, sin (table_length, r/2), one angle a pair (c[a] = c[b]), or (table_length, r), one an element.
-   position  t; or positions (B,T) int64; or cu_seqlens (sequences+1,) int32: T tokens of several sequences one after the other
-             (B = 1), each counted from its own 0.
-   dtypes    float32, bfloat16, float16 with float32 tables, computed in float32; float64 with float64 tables. One rounding, at
-             the store. y may be x itself.
+   x (B,H,T,D), any strides; the first r = rotary_dim elements turn, the others pass. Pair i is elements (a,b) = (2i,2i+1)
+   where interleaved, else (i,i+r/2). With c, s the row of the tables that belongs to the token's position:
+     y[a] = x[a]c[a] - x[b]s[a]   y[b] = x[b]c[b] + x[a]s[b]
+     y[a] = x[a]c[a] + x[b]s[b]   y[b] = x[b]c[b] - x[a]s[a]   transposed
+   tables    cos, sin (table_length, r/2), one angle a pair (c[a] = c[b]), or (table_length, r), one an element.
+   position  t; or positions (B,T) int64; or cu_seqlens (sequences+1,) int32: T tokens of several sequences one after the
+             other (B = 1), each counted from its own 0.
+   dtypes    float32, bfloat16, float16 with float32 tables, computed in float32; float64 with float64 tables. One rounding,
+             at the store. y may be x itself.
    backward  to x: the transposed turn of the gradient; nothing is saved. To the tables, where asked for: x is read again,
-   products are summed over heads, then over tokens, for each row of the tables in the order of the tokens. errors
-   CAMOX_INVALID_ARGUMENT: unknown dtype, a negative size, an odd rotary_dim or one beyond D, tables of another width or shorter
-   than T, both positions and cu_seqlens. Values, on the CPU: a position that is negative or past the tables, cu_seqlens that do
-   not rise from 0 to T, a sequence longer than the tables. On CUDA the rows of such a token become NaN and the device's flag is
-   set (common/device_flag.h). source    RoFormer, arXiv 2104.09864, equation 34; Attention.rope of takzen/vision-bdh,
-   models/bdh.py at 71cb8ab. */
+             products are summed over heads, then over tokens, for each row of the tables in the order of the tokens.
+   errors    CAMOX_INVALID_ARGUMENT: unknown dtype, a negative size, an odd rotary_dim or one beyond D, tables of another
+             width or shorter than T, both positions and cu_seqlens. Values, on the CPU: a position that is negative or past
+             the tables, cu_seqlens that do not rise from 0 to T, a sequence longer than the tables. On CUDA the rows of such
+             a token become NaN and CAMOX_ERROR_ROPE_POSITION is set (common/device_errors.h).
+   source    RoFormer, arXiv 2104.09864, equation 34; Attention.rope of takzen/vision-bdh, models/bdh.py at 71cb8ab. */
 #ifndef CAMOX_ROPE_H
 #define CAMOX_ROPE_H
 

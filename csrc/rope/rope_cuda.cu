@@ -1,4 +1,4 @@
-/* rope on CUDA. A thread owns one vector of pairs of a token and turns it in HEADS heads one after the other: the angles are
+/* rope on CUDA. A thread owns one vector of pairs of a token and turns it in up to ROPE_HEADS heads: the angles are
    read once, and the accesses of several heads are under way together. N is the widest access that all tensors allow: 16 bytes,
    8 bytes, or one element with any strides. Pairs of neighbours lie in one access (TOGETHER); pairs of halves, and
    single elements, are two accesses. What does not turn is copied by further threads of the token.
