@@ -141,9 +141,10 @@ __device__ __forceinline__ void rope_pass(const T *x, T *y, int64_t x_step, int6
   }
 }
 
-/* SUMS: the backward to the tables, where a thread serves all heads of its token. */
+/* SUMS: the backward to the tables, where a thread serves all heads of its token. Without the bound of one block ptxas spills
+   on sm_75 to fit more. */
 template <typename T, int N, bool TOGETHER, bool SUMS>
-__global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(const __grid_constant__ rope_plan plan) {
+__global__ void __launch_bounds__(ROPE_THREADS, 1) rope_kernel(const __grid_constant__ rope_plan plan) {
   constexpr int PAIRS = TOGETHER ? N / 2 : N;
   const camox_rope_params &p = plan.p;
   const bool each = p.table_columns != p.rotary_dim / 2;
