@@ -231,8 +231,7 @@ __device__ __forceinline__ void camox_next_row(const camox_view4 (&maps)[MAPS], 
   for (int map = 0; map < cursor.distinct; ++map) cursor.offset[map] += camox_strides<V>(maps, shared, map).stride[2];
 }
 
-/* ---- for launchers: an op is a struct of its params, maps(p), whether its backward reads x, run<T> and launch<T, V, LAST>
- * ---- */
+/* ---- for launchers: a struct Op has params, maps(p), backward_reads_x, run<T> and launch<T, V, LAST> ---- */
 
 /* Whether a tensor of these sizes, if there is one, can be accessed `lanes` elements at a time along dimension `inner`. */
 static inline bool camox_view_fits(const camox_view4 &view, const int64_t (&sizes)[4], int inner, int lanes, int element) {
