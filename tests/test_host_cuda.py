@@ -325,6 +325,21 @@ def test_picture_bits_do_not_depend_on_the_width_of_accesses(op):
             assert all(map(torch.equal, again, widest))
 
 
+@pytest.mark.parametrize("beside", [8, 2, 1])
+@pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
+def test_picture_cropped(op, layout, beside, dtype):
+    """Rows of a larger buffer, whose pitch and end keep 16-byte alignment, 4-byte or only that of an element."""
+    inner = 3 if layout == "contiguous" else 1
+    shape = [1, 16, 4, 16]
+    shape[inner] += beside
+    larger = [picture(shape, dtype, layout, seed=i) for i in range(op.grads + 1)]
+    x, *grads = (t.narrow(inner, 0, 16) for t in larger)
+    whole, *whole_grads = (t.clone(memory_format=torch.contiguous_format) for t in (x, *grads))
+    cropped = [*op.forward(x, order="random"), op.backward(x, grads, order="random")]
+    for ours, truth in zip(cropped, [*op.forward(whole), op.backward(whole, whole_grads)], strict=True):
+        assert torch.equal(ours, truth)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
 def test_picture_nan_and_inf_as_in_the_reference(op, value, layout):

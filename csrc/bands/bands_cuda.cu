@@ -223,65 +223,32 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::backward
 
 /* ---- launchers ---- */
 
-static bool bands_fits(const camox_bands_params *p, int lanes, int element) {
-  const int64_t sizes[4] = {p->batch, p->channels, p->height, p->width};
-  const int inner = p->channels_last ? 1 : 3;
-  return camox_view_fits(p->x, sizes, inner, lanes, element) && camox_view_fits(p->grad_x, sizes, inner, lanes, element) &&
-         camox_maps_fit(p->bands, sizes, inner, lanes, element);
-}
+struct bands_op {
+  typedef camox_bands_params params;
+  static constexpr bool backward_reads_x = false;
+  static auto maps(const params *p) -> const camox_view4 (&)[CAMOX_BANDS_MAPS] { return p->bands; }
 
-template <typename T, int V, bool LAST>
-static void bands_launch(const camox_bands_params *p, bool backward, void *stream) {
-  bands_plan plan = {};
-  plan.p = *p;
-  plan.shared_view = camox_first_map(p->bands);
-  plan.walk = camox_walk_of(LAST, p->batch, p->channels, p->height, p->width, V, BANDS_ROWS);
-  const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, BANDS_THREADS));
-  if (backward)
-    CAMOX_LAUNCH((bands_backward_kernel<T, V, LAST>), grid, BANDS_THREADS, 0, stream, plan);
-  else
-    CAMOX_LAUNCH((bands_kernel<T, V, LAST>), grid, BANDS_THREADS, 0, stream, plan);
-}
-
-template <typename T, int V>
-static void bands_launch_layout(const camox_bands_params *p, bool backward, void *stream) {
-  if (p->channels_last)
-    bands_launch<T, V, true>(p, backward, stream);
-  else
-    bands_launch<T, V, false>(p, backward, stream);
-}
-
-/* The widest access that fits: 16 bytes, 4 bytes, or element by element. */
-template <typename T>
-static void bands_launch_widest(const camox_bands_params *p, bool backward, void *stream) {
-  constexpr int element = static_cast<int>(sizeof(T)), widest = camox_lanes<T>::value, middle = 4 / element;
-  if (bands_fits(p, widest, element))
-    bands_launch_layout<T, widest>(p, backward, stream);
-  else if (middle > 1 && bands_fits(p, middle, element))
-    bands_launch_layout<T, middle>(p, backward, stream);
-  else
-    bands_launch_layout<T, 1>(p, backward, stream);
-}
-
-static int bands_run(const camox_bands_params *p, bool backward, void *stream) {
-  if (p->batch * p->channels * p->height * p->width == 0) return cudaSuccess;
-  switch (p->dtype) {
-    case CAMOX_F32: bands_launch_widest<float>(p, backward, stream); break;
-    case CAMOX_BF16: bands_launch_widest<__nv_bfloat16>(p, backward, stream); break;
-    case CAMOX_F16: bands_launch_widest<__half>(p, backward, stream); break;
-    default: return cudaErrorInvalidValue;
+  template <typename T, int V, bool LAST>
+  static void launch(const params *p, bool backward, void *stream) {
+    bands_plan plan = {};
+    plan.p = *p;
+    plan.shared_view = camox_first_map(p->bands);
+    plan.walk = camox_walk_of(LAST, p->batch, p->channels, p->height, p->width, V, BANDS_ROWS);
+    const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, BANDS_THREADS));
+    if (backward)
+      CAMOX_LAUNCH((bands_backward_kernel<T, V, LAST>), grid, BANDS_THREADS, 0, stream, plan);
+    else
+      CAMOX_LAUNCH((bands_kernel<T, V, LAST>), grid, BANDS_THREADS, 0, stream, plan);
   }
-  return camox_launch_status();
-}
 
-extern "C" int camox_bands_cuda(const camox_bands_params *p, void *stream) {
-  camox_bands_params forward = *p;
-  forward.grad_x.data = nullptr; /* not looked at, whatever it holds */
-  return bands_run(&forward, false, stream);
-}
+  template <typename T>
+  static void run(const params *p, bool backward, void *stream) {
+    camox_launch_widest<bands_op, T>(p, backward, stream);
+  }
+};
+
+extern "C" int camox_bands_cuda(const camox_bands_params *p, void *stream) { return camox_run<bands_op>(p, false, stream); }
 
 extern "C" int camox_bands_backward_cuda(const camox_bands_params *p, void *stream) {
-  camox_bands_params backward = *p;
-  backward.x.data = nullptr; /* the same of x */
-  return bands_run(&backward, true, stream);
+  return camox_run<bands_op>(p, true, stream);
 }

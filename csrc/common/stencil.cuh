@@ -231,7 +231,7 @@ __device__ __forceinline__ void camox_next_row(const camox_view4 (&maps)[MAPS], 
   for (int map = 0; map < cursor.distinct; ++map) cursor.offset[map] += camox_strides<V>(maps, shared, map).stride[2];
 }
 
-/* ---- for launchers ---- */
+/* ---- for launchers: a struct Op has params, maps(p), backward_reads_x, run<T> and launch<T, V, LAST> ---- */
 
 /* Whether a tensor of these sizes, if there is one, can be accessed `lanes` elements at a time along dimension `inner`. */
 static inline bool camox_view_fits(const camox_view4 &view, const int64_t (&sizes)[4], int inner, int lanes, int element) {
@@ -261,6 +261,51 @@ static inline bool camox_maps_fit(const camox_view4 (&maps)[MAPS], const int64_t
     for (int i = 0; i < 4 && maps[map].data; ++i) fit = fit && maps[map].stride[i] == camox_first_map(maps).stride[i];
   }
   return fit;
+}
+
+/* Whether x, grad_x and all maps can be accessed `lanes` elements at a time along the innermost dimension. */
+template <typename Params, int MAPS>
+static inline bool camox_fits(const Params *p, const camox_view4 (&maps)[MAPS], int lanes, int element) {
+  const int64_t sizes[4] = {p->batch, p->channels, p->height, p->width};
+  const int inner = p->channels_last ? 1 : 3;
+  return camox_view_fits(p->x, sizes, inner, lanes, element) && camox_view_fits(p->grad_x, sizes, inner, lanes, element) &&
+         camox_maps_fit(maps, sizes, inner, lanes, element);
+}
+
+template <typename Op, typename T, int V>
+static inline void camox_launch_layout(const typename Op::params *p, bool backward, void *stream) {
+  if (p->channels_last)
+    Op::template launch<T, V, true>(p, backward, stream);
+  else
+    Op::template launch<T, V, false>(p, backward, stream);
+}
+
+/* Op::launch with the widest access that fits: 16 bytes, 4 bytes, or element by element. */
+template <typename Op, typename T>
+static inline void camox_launch_widest(const typename Op::params *p, bool backward, void *stream) {
+  constexpr int element = static_cast<int>(sizeof(T)), widest = camox_lanes<T>::value, middle = 4 / element;
+  if (camox_fits(p, Op::maps(p), widest, element))
+    camox_launch_layout<Op, T, widest>(p, backward, stream);
+  else if (middle > 1 && camox_fits(p, Op::maps(p), middle, element))
+    camox_launch_layout<Op, T, middle>(p, backward, stream);
+  else
+    camox_launch_layout<Op, T, 1>(p, backward, stream);
+}
+
+/* Op::run for the element type, on the views that this direction has: 0 or a cudaError_t. */
+template <typename Op>
+static inline int camox_run(const typename Op::params *given, bool backward, void *stream) {
+  typename Op::params own = *given, *p = &own;
+  if (p->batch * p->channels * p->height * p->width == 0) return cudaSuccess;
+  if (!backward) p->grad_x.data = nullptr;
+  if (backward && !Op::backward_reads_x) p->x.data = nullptr;
+  switch (p->dtype) {
+    case CAMOX_F32: Op::template run<float>(p, backward, stream); break;
+    case CAMOX_BF16: Op::template run<__nv_bfloat16>(p, backward, stream); break;
+    case CAMOX_F16: Op::template run<__half>(p, backward, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
 }
 
 #endif

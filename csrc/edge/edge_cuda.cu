@@ -362,14 +362,6 @@ __global__ void __launch_bounds__(EDGE_WIDE_THREADS, EDGE_WIDE_BLOCKS)
 
 /* ---- launchers ---- */
 
-/* Whether every tensor can be accessed `lanes` elements at a time along the innermost dimension. */
-static bool edge_fits(const camox_edge_params *p, int lanes, int element) {
-  const int64_t sizes[4] = {p->batch, p->channels, p->height, p->width};
-  const int inner = p->channels_last ? 1 : 3;
-  return camox_view_fits(p->x, sizes, inner, lanes, element) && camox_view_fits(p->grad_x, sizes, inner, lanes, element) &&
-         camox_maps_fit(p->maps, sizes, inner, lanes, element);
-}
-
 static edge_plan edge_plan_of(const camox_edge_params *p, int lanes) {
   edge_plan plan = {};
   plan.p = *p;
@@ -418,36 +410,28 @@ static void edge_launch_either(const camox_edge_params *p, bool backward, void *
     edge_launch_backward<T, V, false>(p, stream);
 }
 
-/* The widest access that fits: 16 bytes (8 in the channels_last backward of half types, whose registers would spill), 4 bytes,
-   or element by element. */
-template <typename T>
-static void edge_launch_widest(const camox_edge_params *p, bool backward, void *stream) {
-  constexpr int element = static_cast<int>(sizeof(T)), widest = 16 / element, middle = element == 2 ? 2 : 1;
-  if (backward && p->channels_last && edge_fits(p, 4, element))
-    edge_launch_backward<T, 4, true>(p, stream);
-  else if (!(backward && p->channels_last) && edge_fits(p, widest, element))
-    edge_launch_either<T, widest>(p, backward, stream);
-  else if (element == 2 && edge_fits(p, middle, element))
-    edge_launch_either<T, middle>(p, backward, stream);
-  else
-    edge_launch_either<T, 1>(p, backward, stream);
-}
+struct edge_op {
+  typedef camox_edge_params params;
+  static constexpr bool backward_reads_x = true;
 
-static int edge_run(const camox_edge_params *p, bool backward, void *stream) {
-  if (p->batch * p->channels * p->height * p->width == 0) return cudaSuccess;
-  switch (p->dtype) {
-    case CAMOX_F32: edge_launch_widest<float>(p, backward, stream); break;
-    case CAMOX_BF16: edge_launch_widest<__nv_bfloat16>(p, backward, stream); break;
-    case CAMOX_F16: edge_launch_widest<__half>(p, backward, stream); break;
-    default: return cudaErrorInvalidValue;
+  /* The widest access that fits: 16 bytes (8 in the channels_last backward of half types, whose registers would spill), 4
+     bytes, or element by element. */
+  template <typename T>
+  static void run(const params *p, bool backward, void *stream) {
+    constexpr int element = static_cast<int>(sizeof(T)), widest = 16 / element, middle = element == 2 ? 2 : 1;
+    if (backward && p->channels_last && camox_fits(p, p->maps, 4, element))
+      edge_launch_backward<T, 4, true>(p, stream);
+    else if (!(backward && p->channels_last) && camox_fits(p, p->maps, widest, element))
+      edge_launch_either<T, widest>(p, backward, stream);
+    else if (element == 2 && camox_fits(p, p->maps, middle, element))
+      edge_launch_either<T, middle>(p, backward, stream);
+    else
+      edge_launch_either<T, 1>(p, backward, stream);
   }
-  return camox_launch_status();
-}
+};
 
-extern "C" int camox_edge_cuda(const camox_edge_params *p, void *stream) {
-  camox_edge_params forward = *p;
-  forward.grad_x.data = nullptr; /* not looked at, whatever it holds */
-  return edge_run(&forward, false, stream);
-}
+extern "C" int camox_edge_cuda(const camox_edge_params *p, void *stream) { return camox_run<edge_op>(p, false, stream); }
 
-extern "C" int camox_edge_backward_cuda(const camox_edge_params *p, void *stream) { return edge_run(p, true, stream); }
+extern "C" int camox_edge_backward_cuda(const camox_edge_params *p, void *stream) {
+  return camox_run<edge_op>(p, true, stream);
+}

@@ -201,67 +201,36 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::ba
 
 /* ---- launchers ---- */
 
-static bool gradient_fits(const camox_spatial_gradient_params *p, int lanes, int element) {
-  const int64_t sizes[4] = {p->batch, p->channels, p->height, p->width};
-  const int inner = p->channels_last ? 1 : 3;
-  return camox_view_fits(p->x, sizes, inner, lanes, element) && camox_view_fits(p->grad_x, sizes, inner, lanes, element) &&
-         camox_maps_fit(p->gradient, sizes, inner, lanes, element);
-}
+struct gradient_op {
+  typedef camox_spatial_gradient_params params;
+  static constexpr bool backward_reads_x = false;
+  static auto maps(const params *p) -> const camox_view4 (&)[GRADIENT_MAPS] { return p->gradient; }
 
-template <typename T, int V, bool LAST>
-static void gradient_launch(const camox_spatial_gradient_params *p, bool backward, void *stream) {
-  gradient_plan plan = {};
-  plan.p = *p;
-  plan.shared_view = camox_first_map(p->gradient);
-  plan.side = static_cast<float>(p->side), plan.middle = static_cast<float>(p->middle);
-  plan.walk = camox_walk_of(LAST, p->batch, p->channels, p->height, p->width, V, GRADIENT_ROWS);
-  camox_walk_even(&plan.walk);
-  const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, GRADIENT_THREADS));
-  if (backward)
-    CAMOX_LAUNCH((spatial_gradient_backward_kernel<T, V, LAST>), grid, GRADIENT_THREADS, 0, stream, plan);
-  else
-    CAMOX_LAUNCH((spatial_gradient_kernel<T, V, LAST>), grid, GRADIENT_THREADS, 0, stream, plan);
-}
-
-template <typename T, int V>
-static void gradient_launch_layout(const camox_spatial_gradient_params *p, bool backward, void *stream) {
-  if (p->channels_last)
-    gradient_launch<T, V, true>(p, backward, stream);
-  else
-    gradient_launch<T, V, false>(p, backward, stream);
-}
-
-/* The widest access that fits: 16 bytes, 4 bytes, or element by element. */
-template <typename T>
-static void gradient_launch_widest(const camox_spatial_gradient_params *p, bool backward, void *stream) {
-  constexpr int element = static_cast<int>(sizeof(T)), widest = camox_lanes<T>::value, middle = 4 / element;
-  if (gradient_fits(p, widest, element))
-    gradient_launch_layout<T, widest>(p, backward, stream);
-  else if (middle > 1 && gradient_fits(p, middle, element))
-    gradient_launch_layout<T, middle>(p, backward, stream);
-  else
-    gradient_launch_layout<T, 1>(p, backward, stream);
-}
-
-static int gradient_run(const camox_spatial_gradient_params *p, bool backward, void *stream) {
-  if (p->batch * p->channels * p->height * p->width == 0) return cudaSuccess;
-  switch (p->dtype) {
-    case CAMOX_F32: gradient_launch_widest<float>(p, backward, stream); break;
-    case CAMOX_BF16: gradient_launch_widest<__nv_bfloat16>(p, backward, stream); break;
-    case CAMOX_F16: gradient_launch_widest<__half>(p, backward, stream); break;
-    default: return cudaErrorInvalidValue;
+  template <typename T, int V, bool LAST>
+  static void launch(const params *p, bool backward, void *stream) {
+    gradient_plan plan = {};
+    plan.p = *p;
+    plan.shared_view = camox_first_map(p->gradient);
+    plan.side = static_cast<float>(p->side), plan.middle = static_cast<float>(p->middle);
+    plan.walk = camox_walk_of(LAST, p->batch, p->channels, p->height, p->width, V, GRADIENT_ROWS);
+    camox_walk_even(&plan.walk);
+    const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, GRADIENT_THREADS));
+    if (backward)
+      CAMOX_LAUNCH((spatial_gradient_backward_kernel<T, V, LAST>), grid, GRADIENT_THREADS, 0, stream, plan);
+    else
+      CAMOX_LAUNCH((spatial_gradient_kernel<T, V, LAST>), grid, GRADIENT_THREADS, 0, stream, plan);
   }
-  return camox_launch_status();
-}
+
+  template <typename T>
+  static void run(const params *p, bool backward, void *stream) {
+    camox_launch_widest<gradient_op, T>(p, backward, stream);
+  }
+};
 
 extern "C" int camox_spatial_gradient_cuda(const camox_spatial_gradient_params *p, void *stream) {
-  camox_spatial_gradient_params forward = *p;
-  forward.grad_x.data = nullptr; /* not looked at, whatever it holds */
-  return gradient_run(&forward, false, stream);
+  return camox_run<gradient_op>(p, false, stream);
 }
 
 extern "C" int camox_spatial_gradient_backward_cuda(const camox_spatial_gradient_params *p, void *stream) {
-  camox_spatial_gradient_params backward = *p;
-  backward.x.data = nullptr; /* the same of x */
-  return gradient_run(&backward, true, stream);
+  return camox_run<gradient_op>(p, true, stream);
 }
