@@ -48,6 +48,13 @@ def assert_one_rounding(half, float32) -> None:
         assert torch.all(difference <= allowed), f"max excess {(difference - allowed).max().item():.3e}"
 
 
+def module_numbers(module, forward, x, grad) -> list[torch.Tensor]:
+    """forward(x) and the gradients of x and of the module's parameters."""
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    return [y, *torch.autograd.grad(y, [x, *module.parameters()], grad)]
+
+
 def picture(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
     """A (B, C, H, W) input on DEVICE; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over
     the batch; kind "offset" has mean 1e4 and standard deviation 1, "constant" one value a channel."""

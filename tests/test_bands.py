@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture, run_python
+from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, module_numbers, picture, run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from test_edge import randomised
@@ -389,14 +389,9 @@ def test_expert_matches_reference(shape, layout):
     exact = randomised(cx.nn.FrequencyExpert(shape[1])).double()
     x, grad = picture(shape, layout=layout), picture(shape, seed=1)
 
-    def outputs(module, forward, x, grad):
-        x = x.clone().requires_grad_()
-        y = forward(x)
-        return [y, *torch.autograd.grad(y, [x, *module.parameters()], grad)]
-
-    ours = outputs(expert, expert, x, grad)
-    stock = outputs(expert, lambda x: stock_frequency_expert_forward(expert, x), x, grad)
-    truth = outputs(exact, lambda x: stock_frequency_expert_forward(exact, x), x.double(), grad.double())
+    ours = module_numbers(expert, expert, x, grad)
+    stock = module_numbers(expert, lambda x: stock_frequency_expert_forward(expert, x), x, grad)
+    truth = module_numbers(exact, lambda x: stock_frequency_expert_forward(exact, x), x.double(), grad.double())
     assert_close_to_reference(ours, stock, truth)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture, run_python
+from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, module_numbers, picture, run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -409,17 +409,12 @@ def test_expert_matches_reference(shape, layout):
     exact = randomised(cx.nn.EdgeExpert(shape[1])).double()
     x, grad = picture(shape, layout=layout), picture(shape, seed=1)
 
-    def outputs(module, forward, x, grad):
-        x = x.clone().requires_grad_()
-        y = forward(x)
-        return [y, *torch.autograd.grad(y, [x, *module.parameters()], grad)]
-
-    ours = outputs(expert, expert, x, grad)
-    truth = outputs(exact, lambda x: stock_edge_expert_forward(exact, x), x.double(), grad.double())
+    ours = module_numbers(expert, expert, x, grad)
+    truth = module_numbers(exact, lambda x: stock_edge_expert_forward(exact, x), x.double(), grad.double())
     # Parameters' gradients are sums that nearly cancel: torch's error is the larger one of two orders of summation.
     formats = (torch.contiguous_format, torch.channels_last)
     stocks = [
-        outputs(expert, lambda x: stock_edge_expert_forward(expert, x), x.to(memory_format=memory_format), grad)
+        module_numbers(expert, lambda x: stock_edge_expert_forward(expert, x), x.to(memory_format=memory_format), grad)
         for memory_format in formats
     ]
     stock = [

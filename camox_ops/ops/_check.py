@@ -71,6 +71,33 @@ def same_device(op: str, name: str, value: torch.Tensor, x: torch.Tensor) -> Non
         raise ValueError(f"{op}: {name} must be on the device of x, {x.device}, got {value.device}")
 
 
+def like(op: str, name: str, value, x: torch.Tensor) -> None:
+    """A tensor of x's shape, dtype and device."""
+    tensor(op, name, value)
+    if value.shape != x.shape:
+        raise ValueError(f"{op}: {name} must have the shape of x, {tuple(x.shape)}, got {tuple(value.shape)}")
+    if value.dtype != x.dtype:
+        raise TypeError(f"{op}: {name} must have dtype {dtype_names(x.dtype)}, got {dtype_names(value.dtype)}")
+    same_device(op, name, value, x)
+
+
+def affine(op: str, name: str, value, x: torch.Tensor, dim: int, unit: str) -> None:
+    """weight or bias: an element per `unit`, which x counts in dimension `dim`, in x's dtype or the one computed in."""
+    tensor(op, name, value)
+    if value.dim() != 1 or value.shape[0] != x.shape[dim]:
+        raise ValueError(
+            f"{op}: {name} must have shape ({x.shape[dim]},), one element per {unit} of x, got {tuple(value.shape)}"
+        )
+    if value.dtype not in (x.dtype, computed_in(x)):
+        names = dtype_names(x.dtype, computed_in(x))
+        raise TypeError(f"{op}: {name} must have dtype {names}, got {dtype_names(value.dtype)}")
+    same_device(op, name, value, x)
+
+
+def computed_in(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def flag(op: str, name: str, value) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a bool, got {value!r}")

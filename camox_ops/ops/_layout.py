@@ -28,6 +28,12 @@ def empty_picture(x: torch.Tensor, channels: int) -> torch.Tensor:
     )
 
 
+def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight or table as the kernels read it, contiguous and in this dtype; what is done to it is differentiable."""
+    value = value if value.dtype == dtype else value.to(dtype)
+    return value if value.is_contiguous() else value.contiguous()
+
+
 def dense_strides(x: torch.Tensor) -> list[int]:
     """Strides of a tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last
     innermost. Dimensions of stride 0 or size 1 say nothing about the order."""

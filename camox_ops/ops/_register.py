@@ -3,8 +3,8 @@
 `register` gives the operator a fake kernel, an autograd formula and a vmap rule. torch.func transforms need an
 autograd.Function (register_autograd alone fails under them) and opcheck needs register_autograd (a Function alone fails
 it), so both are made from the same two functions, and the callable that is returned picks by what is active. In plain
-eager mode it goes around the dispatcher's autograd: a Function without setup_context takes 8 us where the registered
-formula takes 21, and an operator that needs no gradient 3 where it takes 7.
+eager mode it goes around the dispatcher's autograd, whose registered formulas cost more than a Function without
+setup_context, and more than nothing where no gradient is needed. Tensors are arguments of their own, never in lists.
 """
 
 from __future__ import annotations
@@ -54,13 +54,7 @@ def register(name: str, *, fake: Callable, setup_context: Callable, backward: Ca
             return overload(*args)
         if torch._C._are_functorch_transforms_active():
             return transformed.apply(*args)
-        needs_grad = False
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                needs_grad |= arg.requires_grad
-            elif isinstance(arg, (list, tuple)):
-                return overload(*args)  # a Function does not see tensors in lists
-        if needs_grad and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
             return eager.apply(*args)
         return below_autograd(*args)
 

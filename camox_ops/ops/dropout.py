@@ -6,6 +6,7 @@ import torch
 
 from .. import reference
 from . import _check
+from ._layout import as_read
 from ._register import one_by_one, register
 
 MOST_DIMENSIONS = 16
@@ -78,7 +79,7 @@ def sparse_gate(
 
     Source of the formula: x_sparse * y_sparse in takzen/vision-bdh, models/bdh.py at 71cb8ab."""
     _check_x("sparse_gate", x)
-    _check_same("sparse_gate", "y", y, x)
+    _check.like("sparse_gate", "y", y, x)
     p = _check.probability("sparse_gate", "p", p)
     return _sparse_gate(x, y, _seed("sparse_gate", x, p, training, generator), p)
 
@@ -126,47 +127,20 @@ def dropout_add_layer_norm(
     _check.tensor(op, "x", x)
     if x.dim() < 1:
         raise ValueError(f"{op}: x must have at least 1 dimension, got shape {tuple(x.shape)}")
-    _check_same(op, "residual", residual, x)
-    real = torch.float64 if x.dtype == torch.float64 else torch.float32
-    _check_affine("weight", weight, x, real)
-    _check_affine("bias", bias, x, real)
+    _check.like(op, "residual", residual, x)
+    _check.affine(op, "weight", weight, x, -1, "column")
+    _check.affine(op, "bias", bias, x, -1, "column")
     p = _check.probability(op, "p", p)
     eps = _check.positive(op, "eps", eps)
     seed = _seed(op, x, p, training, generator)
-    # What weight and bias are read as; the casts are differentiable and nothing for a tensor that is right already.
-    weight, bias = weight.to(real).contiguous(), bias.to(real).contiguous()
-    return _dropout_add_layer_norm(x, residual, weight, bias, seed, p, eps)[0]
+    real = _check.computed_in(x)
+    return _dropout_add_layer_norm(x, residual, as_read(weight, real), as_read(bias, real), seed, p, eps)[0]
 
 
 def _check_x(op: str, x: torch.Tensor) -> None:
     _check.tensor(op, "x", x)
     if x.dim() > MOST_DIMENSIONS:
         raise ValueError(f"{op}: x must have at most {MOST_DIMENSIONS} dimensions, got {x.dim()}")
-
-
-def _check_same(op: str, name: str, value: torch.Tensor, x: torch.Tensor) -> None:
-    _check.tensor(op, name, value)
-    if value.shape != x.shape:
-        raise ValueError(f"{op}: {name} must have the shape of x, {tuple(x.shape)}, got {tuple(value.shape)}")
-    if value.dtype != x.dtype:
-        raise TypeError(f"{op}: {name} must have dtype {_check.dtype_names(x.dtype)}, got {_name(value)}")
-    _check.same_device(op, name, value, x)
-
-
-def _check_affine(name: str, value: torch.Tensor, x: torch.Tensor, real: torch.dtype) -> None:
-    op = "dropout_add_layer_norm"
-    _check.tensor(op, name, value)
-    if value.dim() != 1 or value.shape[0] != x.shape[-1]:
-        raise ValueError(
-            f"{op}: {name} must have shape ({x.shape[-1]},), one element per column of x, got {tuple(value.shape)}"
-        )
-    if value.dtype not in (x.dtype, real):
-        raise TypeError(f"{op}: {name} must have dtype {_check.dtype_names(x.dtype, real)}, got {_name(value)}")
-    _check.same_device(op, name, value, x)
-
-
-def _name(value: torch.Tensor) -> str:
-    return _check.dtype_names(value.dtype)
 
 
 def _seed(op: str, x: torch.Tensor, p: float, training: bool, generator) -> torch.Tensor | None:

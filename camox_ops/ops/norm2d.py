@@ -6,7 +6,7 @@ import torch
 
 from .. import reference
 from . import _check
-from ._layout import empty_picture
+from ._layout import as_read, empty_picture
 from ._register import fold_batch, one_by_one, register, unfold_batch
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
@@ -54,46 +54,15 @@ def layer_norm2d(
 
     Source of the formula: LayerNorm2d in mahi-chan/camoXpert, models/backbone.py at 47e858c."""
     _check.picture("layer_norm2d", "x", x)
-    real = torch.float64 if x.dtype == torch.float64 else torch.float32
-    _check_affine("weight", weight, x, real)
-    _check_affine("bias", bias, x, real)
+    _check.affine("layer_norm2d", "weight", weight, x, 1, "channel")
+    _check.affine("layer_norm2d", "bias", bias, x, 1, "channel")
     eps = _check.positive("layer_norm2d", "eps", eps)
     _check.choice("layer_norm2d", "activation", activation, ACTIVATIONS)
     if residual is not None:
-        _check_residual(residual, x)
+        _check.like("layer_norm2d", "residual", residual, x)
     _check_groups(groups, x)
-    return _layer_norm2d(x, _as_read(weight, real), _as_read(bias, real), residual, eps, groups, activation)[0]
-
-
-def _as_read(value: torch.Tensor, real: torch.dtype) -> torch.Tensor:
-    """weight or bias as the kernels read it; what is done to it is differentiable."""
-    value = value if value.dtype == real else value.to(real)
-    return value if value.is_contiguous() else value.contiguous()
-
-
-def _check_affine(name: str, value: torch.Tensor, x: torch.Tensor, real: torch.dtype) -> None:
-    _check.tensor("layer_norm2d", name, value)
-    if value.dim() != 1 or value.shape[0] != x.shape[1]:
-        raise ValueError(
-            f"layer_norm2d: {name} must have shape ({x.shape[1]},), one element per channel of x, "
-            f"got {tuple(value.shape)}"
-        )
-    if value.dtype not in (x.dtype, real):
-        names = _check.dtype_names(x.dtype, real)
-        raise TypeError(f"layer_norm2d: {name} must have dtype {names}, got {_check.dtype_names(value.dtype)}")
-    _check.same_device("layer_norm2d", name, value, x)
-
-
-def _check_residual(residual: torch.Tensor, x: torch.Tensor) -> None:
-    _check.tensor("layer_norm2d", "residual", residual)
-    if residual.shape != x.shape:
-        raise ValueError(
-            f"layer_norm2d: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}"
-        )
-    if residual.dtype != x.dtype:
-        names = _check.dtype_names(x.dtype)
-        raise TypeError(f"layer_norm2d: residual must have dtype {names}, got {_check.dtype_names(residual.dtype)}")
-    _check.same_device("layer_norm2d", "residual", residual, x)
+    real = _check.computed_in(x)
+    return _layer_norm2d(x, as_read(weight, real), as_read(bias, real), residual, eps, groups, activation)[0]
 
 
 def _check_groups(groups: int, x: torch.Tensor) -> None:

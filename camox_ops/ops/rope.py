@@ -8,7 +8,8 @@ import torch
 
 from .. import reference
 from . import _check
-from ._layout import dense_strides
+from ._check import dtype_names
+from ._layout import as_read, dense_strides
 from ._register import fold_batch_at, one_by_one, register
 
 LAYOUTS = ("bhtd", "bthd")
@@ -158,9 +159,7 @@ def rope(
         _check_positions(name, value, cos, layout, positions, cu_seqlens)
     if inplace:
         _check_inplace(tensors, cos, sin)
-    # What the tables are read as; the casts are differentiable and nothing for tensors that are right already.
-    real = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    cos, sin = cos.to(real).contiguous(), sin.to(real).contiguous()
+    cos, sin = (as_read(table, _check.computed_in(tensors[0])) for table in (cos, sin))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     arguments = (cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, False)
     turn = _turn_in_place if inplace else _rope
@@ -174,7 +173,9 @@ def _check_x(name: str, value, first, cu_seqlens) -> None:
     if value.dim() != (4 if cu_seqlens is None else 3):
         raise ValueError(f"rope: {name} must have {dimensions}, got shape {tuple(value.shape)}")
     if value.dtype != first.dtype:
-        raise TypeError(f"rope: {name} must have the dtype of x[0], {_name(first.dtype)}, got {_name(value.dtype)}")
+        raise TypeError(
+            f"rope: {name} must have the dtype of x[0], {dtype_names(first.dtype)}, got {dtype_names(value.dtype)}"
+        )
 
 
 def _check_rotary_dim(rotary_dim, name: str, value: torch.Tensor) -> int:
@@ -202,13 +203,15 @@ def _check_tables(cos, sin, rotary_dim: int, x: torch.Tensor) -> None:
                 f"or an element of rotary_dim {rotary_dim}, got {tuple(table.shape)}"
             )
         if table.dtype not in allowed:
-            listed = " or ".join(_name(dtype) for dtype in allowed)
-            raise TypeError(f"rope: {name} must have dtype {listed} beside this x, got {_name(table.dtype)}")
-        _check_device(name, table, x)
+            listed = dtype_names(*allowed)
+            raise TypeError(f"rope: {name} must have dtype {listed} beside this x, got {dtype_names(table.dtype)}")
+        _check.same_device("rope", name, table, x)
     if cos.shape != sin.shape:
         raise ValueError(f"rope: cos and sin must have the same shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     if cos.dtype != sin.dtype:
-        raise TypeError(f"rope: cos and sin must have the same dtype, got {_name(cos.dtype)} and {_name(sin.dtype)}")
+        raise TypeError(
+            f"rope: cos and sin must have the same dtype, got {dtype_names(cos.dtype)} and {dtype_names(sin.dtype)}"
+        )
 
 
 def _check_positions(name: str, x: torch.Tensor, cos: torch.Tensor, layout: str, positions, cu_seqlens) -> None:
@@ -216,7 +219,7 @@ def _check_positions(name: str, x: torch.Tensor, cos: torch.Tensor, layout: str,
         _check.tensor("rope", "cu_seqlens", cu_seqlens, dtypes=(torch.int32,))
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
             raise ValueError(f"rope: cu_seqlens must have shape (S+1,), got {tuple(cu_seqlens.shape)}")
-        _check_device("cu_seqlens", cu_seqlens, x)
+        _check.same_device("rope", "cu_seqlens", cu_seqlens, x)
         return
     batch, length = x.shape[0], x.shape[2 if layout == "bhtd" else 1]
     if positions is None:
@@ -232,12 +235,7 @@ def _check_positions(name: str, x: torch.Tensor, cos: torch.Tensor, layout: str,
             f"rope: positions must have shape ({length},) or ({batch}, {length}) for {name} of shape {tuple(x.shape)} "
             f"in layout {layout!r}, got {tuple(positions.shape)}"
         )
-    _check_device("positions", positions, x)
-
-
-def _check_device(name: str, value: torch.Tensor, x: torch.Tensor) -> None:
-    if value.device != x.device:
-        raise ValueError(f"rope: {name} must be on the device of x, {x.device}, got {value.device}")
+    _check.same_device("rope", "positions", positions, x)
 
 
 def _check_inplace(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -252,10 +250,6 @@ def _check_inplace(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: to
             raise ValueError("rope: inplace=True on a leaf x that requires a gradient; turn it out of place")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("rope: inplace=True overwrites the x that the gradient of cos and sin needs")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _RopeInPlace(torch.autograd.Function):

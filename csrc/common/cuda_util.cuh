@@ -177,6 +177,44 @@ __device__ __forceinline__ void camox_load_shared(T (&to)[N], const T *p) {
   __builtin_memcpy(static_cast<void *>(to), &bits, sizeof bits);
 }
 
+/* N floats in pieces of up to 16 bytes, to which p is aligned: from global memory, read only; to and from shared memory, where
+   piece k lies k * step pieces from p. */
+template <int N>
+static constexpr int camox_piece = N < 4 ? N : 4;
+
+template <int N>
+__device__ __forceinline__ void camox_load_floats(float (&to)[N], const float *p) {
+#pragma unroll
+  for (int i = 0; i < N; i += camox_piece<N>) {
+    float part[camox_piece<N>];
+    camox_load(part, p + i);
+#pragma unroll
+    for (int j = 0; j < camox_piece<N>; ++j) to[i + j] = part[j];
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void camox_put_floats(float *p, const float (&from)[N], int step = 1) {
+#pragma unroll
+  for (int i = 0; i < N; i += camox_piece<N>) {
+    float part[camox_piece<N>];
+#pragma unroll
+    for (int j = 0; j < camox_piece<N>; ++j) part[j] = from[i + j];
+    camox_store_shared(p + i * step, part);
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void camox_get_floats(float (&to)[N], const float *p, int step = 1) {
+#pragma unroll
+  for (int i = 0; i < N; i += camox_piece<N>) {
+    float part[camox_piece<N>];
+    camox_load_shared(part, p + i * step);
+#pragma unroll
+    for (int j = 0; j < camox_piece<N>; ++j) to[i + j] = part[j];
+  }
+}
+
 /* N floats rounded to T, packed two at a time where T is a half type. */
 template <int N, typename T>
 __device__ __forceinline__ void camox_round(T (&to)[N], const float (&from)[N]) {
@@ -238,48 +276,24 @@ __device__ __forceinline__ int64_t camox_divide(int64_t n, int64_t d, int64_t *r
   return quotient;
 }
 
-/* One instruction and 1 or 2 ulp each, where sqrtf takes ten and a branch. Subnormals count as 0: keep x >= FLT_MIN. */
-__device__ __forceinline__ float camox_sqrt(float x) {
+/* One instruction and 1 or 2 ulp each, where the exact function takes ten and a branch. Subnormals count as 0: keep x, and what
+   camox_exp2 gives, >= FLT_MIN. */
 #if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
-  return sqrtf(x);
+#define CAMOX_APPROXIMATE(name, instruction, exact) \
+  __device__ __forceinline__ float name(float x) { return exact; }
 #else
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+#define CAMOX_APPROXIMATE(name, instruction, exact)                \
+  __device__ __forceinline__ float name(float x) {                 \
+    float y;                                                       \
+    asm(instruction ".approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); \
+    return y;                                                      \
+  }
 #endif
-}
-
-__device__ __forceinline__ float camox_rsqrt(float x) {
-#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
-  return 1.0f / sqrtf(x);
-#else
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#endif
-}
-
-/* 2^x, 2 ulp; results below FLT_MIN become 0. */
-__device__ __forceinline__ float camox_exp2(float x) {
-#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
-  return exp2f(x);
-#else
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#endif
-}
-
-/* 1/x, 1 ulp. */
-__device__ __forceinline__ float camox_reciprocal(float x) {
-#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
-  return 1.0f / x;
-#else
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#endif
-}
+CAMOX_APPROXIMATE(camox_sqrt, "sqrt", sqrtf(x))
+CAMOX_APPROXIMATE(camox_rsqrt, "rsqrt", 1.0f / sqrtf(x))
+CAMOX_APPROXIMATE(camox_exp2, "ex2", exp2f(x))
+CAMOX_APPROXIMATE(camox_reciprocal, "rcp", 1.0f / x)
+#undef CAMOX_APPROXIMATE
 
 /* What follows from x is computed where it is used from here on: nvcc would compute it before the loop around, and hold it in
    registers that the loop needs. */

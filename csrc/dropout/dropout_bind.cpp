@@ -88,11 +88,7 @@ std::tuple<Tensor, Tensor> sparse_gate_backward(const Tensor& grad, const Tensor
 // Rows of the last dimension, one after the other.
 Tensor packed(const Tensor& x) { return torch::stable::contiguous(x); }
 
-Tensor empty_rows(const Tensor& x) {
-  std::vector<int64_t> size(x.dim());
-  for (int64_t d = 0; d < x.dim(); ++d) size[d] = x.size(d);
-  return empty_contiguous(x, dtype_code(x), size.size(), size.data());
-}
+Tensor empty_rows(const Tensor& x) { return empty_contiguous(x, dtype_code(x), x.dim(), x.sizes().data()); }
 
 camox_dropout_affine affine_of(const Tensor& v, const Tensor& x, const char* op, const char* name) {
   check_real(v, x, 1, op, name);

@@ -183,44 +183,6 @@ __device__ __forceinline__ void norm_sums(float (&s)[V], const norm_args &a, uin
   for (int i = 0; i < V; ++i) s[i] += a.p.seed == nullptr ? x[i] : keep[i] ? x[i] * a.drop_scale : 0.0f;
 }
 
-/* V floats that no other thread touches meanwhile, in pieces of up to 16 bytes. */
-template <int V>
-__device__ __forceinline__ void norm_get(float (&to)[V], const float *from) {
-  constexpr int piece = V < 4 ? V : 4;
-#pragma unroll
-  for (int i = 0; i < V; i += piece) {
-    float part[piece];
-    camox_load_shared(part, from + i);
-#pragma unroll
-    for (int j = 0; j < piece; ++j) to[i + j] = part[j];
-  }
-}
-
-template <int V>
-__device__ __forceinline__ void norm_put(float *to, const float (&from)[V]) {
-  constexpr int piece = V < 4 ? V : 4;
-#pragma unroll
-  for (int i = 0; i < V; i += piece) {
-    float part[piece];
-#pragma unroll
-    for (int j = 0; j < piece; ++j) part[j] = from[i + j];
-    camox_store_shared(to + i, part);
-  }
-}
-
-/* V floats that no thread writes. */
-template <int V>
-__device__ __forceinline__ void norm_read(float (&to)[V], const float *from) {
-  constexpr int piece = V < 4 ? V : 4;
-#pragma unroll
-  for (int i = 0; i < V; i += piece) {
-    float part[piece];
-    camox_load(part, from + i);
-#pragma unroll
-    for (int j = 0; j < piece; ++j) to[i + j] = part[j];
-  }
-}
-
 /* The sum over the threads of a row. */
 template <bool WIDE>
 __device__ __forceinline__ float norm_team_sum(float x, float *scratch) {
@@ -251,7 +213,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
       if (i == 0) first = s[0];
 #pragma unroll
       for (int j = 0; j < V; ++j) total += s[j];
-      if (a.cached) norm_put(cache + i, s);
+      if (a.cached) camox_put_floats(cache + i, s);
     }
     const float mean = norm_team_sum<WIDE>(total, scratch) / count;
     /* differences to the mean, whose own rounding is summed too and taken off again */
@@ -259,7 +221,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
     for (int64_t i = lane * V; i < p.width; i += team * V) {
       float s[V];
       if (a.cached)
-        norm_get(s, cache + i);
+        camox_get_floats(s, cache + i);
       else
         norm_sums<T>(s, a, seed, start + i);
 #pragma unroll
@@ -276,11 +238,11 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
     for (int64_t i = lane * V; i < p.width; i += team * V) {
       float s[V], w[V], b[V], y[V];
       if (a.cached)
-        norm_get(s, cache + i);
+        camox_get_floats(s, cache + i);
       else
         norm_sums<T>(s, a, seed, start + i);
-      norm_read(w, weight + i);
-      norm_read(b, bias + i);
+      camox_load_floats(w, weight + i);
+      camox_load_floats(b, bias + i);
 #pragma unroll
       for (int j = 0; j < V; ++j) y[j] = ((s[j] - mean) - rest) * scale * w[j] + b[j];
       y[0] = dropout_broken(y[0]);
@@ -294,7 +256,7 @@ template <typename T, int V>
 __device__ __forceinline__ void norm_gradient(float (&grad)[V], float (&d)[V], const camox_dropout_norm_params &p,
                                               int64_t start, int64_t i) {
   camox_load_float(grad, static_cast<const T *>(p.grad) + start + i);
-  norm_read(d, static_cast<const float *>(p.weight.data) + i);
+  camox_load_floats(d, static_cast<const float *>(p.weight.data) + i);
 #pragma unroll
   for (int j = 0; j < V; ++j) d[j] *= grad[j];
 }
@@ -316,7 +278,8 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
     float *const partial = static_cast<float *>(p.partial) + unit * 2 * p.width;
     float *const sums = a.cached ? team_sums + slot * 2 * p.width : partial;
     const float zero[V] = {};
-    for (int64_t i = lane * V; i < p.width; i += team * V) norm_put(sums + i, zero), norm_put(sums + p.width + i, zero);
+    for (int64_t i = lane * V; i < p.width; i += team * V)
+      camox_put_floats(sums + i, zero), camox_put_floats(sums + p.width + i, zero);
     const int64_t last = min((unit + 1) * a.unit_rows, p.rows);
     for (int64_t row = unit * a.unit_rows + slot; row < last; row += teams) {
       const int64_t start = row * p.width;
@@ -328,24 +291,24 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
         float z[V], grad[V], d[V], weight_sum[V], bias_sum[V];
         norm_sums<T>(z, a, seed, start + i);
         norm_gradient<T>(grad, d, p, start, i);
-        norm_get(weight_sum, sums + i);
-        norm_get(bias_sum, sums + p.width + i);
+        camox_get_floats(weight_sum, sums + i);
+        camox_get_floats(bias_sum, sums + p.width + i);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           z[j] = ((z[j] - first[0]) - offset) * scale;
           weight_sum[j] += grad[j] * z[j], bias_sum[j] += grad[j];
           d_mean += d[j], dz_mean += d[j] * z[j];
         }
-        norm_put(sums + i, weight_sum);
-        norm_put(sums + p.width + i, bias_sum);
-        if (a.cached) norm_put(cache + i, z);
+        camox_put_floats(sums + i, weight_sum);
+        camox_put_floats(sums + p.width + i, bias_sum);
+        if (a.cached) camox_put_floats(cache + i, z);
       }
       d_mean = norm_team_sum<WIDE>(d_mean, scratch) / count;
       dz_mean = norm_team_sum<WIDE>(dz_mean, scratch) / count;
       for (int64_t i = lane * V; i < p.width; i += team * V) {
         float z[V], grad[V], d[V];
         if (a.cached) {
-          norm_get(z, cache + i);
+          camox_get_floats(z, cache + i);
         } else {
           norm_sums<T>(z, a, seed, start + i);
 #pragma unroll

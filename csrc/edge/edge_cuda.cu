@@ -290,29 +290,15 @@ __global__ void __launch_bounds__(EDGE_THREADS, EDGE_BACKWARD_BLOCKS)
   }
 }
 
-/* V floats of a thread, in pieces of up to 16 bytes that lie side by side for side-by-side threads. */
+/* Where a thread's values lie in a buffer: pieces of up to 16 bytes, side by side for side-by-side threads. */
 template <int V>
 __device__ __forceinline__ void edge_put(float *shared, const float (&from)[V], int thread) {
-  constexpr int piece = V < 4 ? V : 4;
-#pragma unroll
-  for (int i = 0; i < V; i += piece) {
-    float part[piece];
-#pragma unroll
-    for (int j = 0; j < piece; ++j) part[j] = from[i + j];
-    camox_store_shared<piece>(shared + i * EDGE_WIDE_THREADS + thread * piece, part);
-  }
+  camox_put_floats(shared + thread * camox_piece<V>, from, EDGE_WIDE_THREADS);
 }
 
 template <int V>
 __device__ __forceinline__ void edge_get(float (&to)[V], const float *shared, int thread) {
-  constexpr int piece = V < 4 ? V : 4;
-#pragma unroll
-  for (int i = 0; i < V; i += piece) {
-    float part[piece];
-    camox_load_shared<piece>(part, shared + i * EDGE_WIDE_THREADS + thread * piece);
-#pragma unroll
-    for (int j = 0; j < piece; ++j) to[i + j] = part[j];
-  }
+  camox_get_floats(to, shared + thread * camox_piece<V>, EDGE_WIDE_THREADS);
 }
 
 template <typename T, int V>

@@ -231,19 +231,6 @@ __device__ __forceinline__ void norm2d_load_origin(T (&to)[norm2d_shape<V, LAST>
   }
 }
 
-/* N floats from p on, 16 bytes at a time where there are as many: p is aligned to them. */
-template <int N>
-__device__ __forceinline__ void norm2d_load_floats(float (&to)[N], const float *p) {
-  constexpr int piece = N < 4 ? N : 4;
-#pragma unroll
-  for (int i = 0; i < N; i += piece) {
-    float part[piece];
-    camox_load<piece>(part, p + i);
-#pragma unroll
-    for (int j = 0; j < piece; ++j) to[i + j] = part[j];
-  }
-}
-
 /* weight or bias of the thread's channels. */
 template <int V, bool LAST>
 __device__ __forceinline__ void norm2d_load_affine(float (&to)[norm2d_shape<V, LAST>::channels], const norm2d_plan &plan,
@@ -253,7 +240,7 @@ __device__ __forceinline__ void norm2d_load_affine(float (&to)[norm2d_shape<V, L
   if constexpr (LAST) {
 #pragma unroll
     for (int i = 0; i < V; ++i) to[i] = 0.0f;
-    if (part.rows) norm2d_load_floats(to, p);
+    if (part.rows) camox_load_floats(to, p);
   } else {
 #pragma unroll
     for (int k = 0; k < norm2d_shape<V, LAST>::channels; ++k, p += plan.outer) to[k] = part.rows >> k & 1 ? __ldg(p) : 0.0f;
@@ -517,8 +504,8 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
             scale[k] = __ldg(stats_scale + (k * plan.outer + me.outer));
           }
         } else if (part.rows) {
-          norm2d_load_floats(mean, stats + me.inner * V);
-          norm2d_load_floats(scale, stats_scale + me.inner * V);
+          camox_load_floats(mean, stats + me.inner * V);
+          camox_load_floats(scale, stats_scale + me.inner * V);
         }
       }
 #pragma unroll 1

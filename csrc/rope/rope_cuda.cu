@@ -44,19 +44,6 @@ __device__ __forceinline__ void rope_load(T (&to)[N], const T *p) {
   __builtin_memcpy(static_cast<void *>(to), &bits, sizeof bits);
 }
 
-/* N neighbouring numbers of a table, in accesses of up to 16 bytes. */
-template <int N>
-__device__ __forceinline__ void rope_load_table(float (&to)[N], const float *p) {
-  constexpr int piece = N < 4 ? N : 4;
-#pragma unroll
-  for (int i = 0; i < N; i += piece) {
-    float part[piece];
-    camox_load<piece>(part, p + i);
-#pragma unroll
-    for (int j = 0; j < piece; ++j) to[i + j] = part[j];
-  }
-}
-
 /* The angles of a thread's pairs, so that y[a] = x[a] cos_a - x[b] sin_a and y[b] = x[b] cos_b + x[a] sin_b. */
 template <int PAIRS>
 struct rope_angles {
@@ -68,17 +55,17 @@ template <int PAIRS, bool TOGETHER>
 __device__ __forceinline__ void rope_read_angles(float (&a)[PAIRS], float (&b)[PAIRS], const float *row, bool each,
                                                  int64_t pair, int64_t first, int64_t second) {
   if (!each) {
-    rope_load_table<PAIRS>(a, row + pair);
+    camox_load_floats<PAIRS>(a, row + pair);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) b[i] = a[i];
   } else if constexpr (TOGETHER) {
     float both[2 * PAIRS];
-    rope_load_table<2 * PAIRS>(both, row + first);
+    camox_load_floats<2 * PAIRS>(both, row + first);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) a[i] = both[2 * i], b[i] = both[2 * i + 1];
   } else {
-    rope_load_table<PAIRS>(a, row + first);
-    rope_load_table<PAIRS>(b, row + second);
+    camox_load_floats<PAIRS>(a, row + first);
+    camox_load_floats<PAIRS>(b, row + second);
   }
 }
 
