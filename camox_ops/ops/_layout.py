@@ -34,16 +34,17 @@ def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return value if value.is_contiguous() else value.contiguous()
 
 
-def dense_strides(x: torch.Tensor) -> list[int]:
-    """Strides of a tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last
-    innermost. Dimensions of stride 0 or size 1 say nothing about the order."""
-    sizes, strides = x.shape, x.stride()
+def dense_strides(x: torch.Tensor, sizes=None, sort_last: bool = False) -> list[int]:
+    """Strides of a tensor of these sizes, or x's, without gaps, its dimensions in memory in the order of x's strides, the
+    last innermost or in its place too. Dimensions of stride 0 or size 1 say nothing about the order."""
+    sizes = x.shape if sizes is None else sizes
+    strides = x.stride()
     order = list(range(x.dim()))
 
     def says_nothing(d):
-        return strides[d] == 0 or sizes[d] == 1
+        return strides[d] == 0 or x.shape[d] == 1
 
-    for i in range(1, x.dim() - 1):
+    for i in range(1, x.dim() if sort_last else x.dim() - 1):
         place = i
         for j in reversed(range(i)):
             outer, inner = order[j], order[place]

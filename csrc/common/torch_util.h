@@ -139,15 +139,16 @@ inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions
   return Tensor(handle);
 }
 
-// An uninitialised tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last innermost.
-// Dimensions of stride 0 or size 1 say nothing about the order. The same rule as dense_strides in ops/_layout.py.
-inline Tensor empty_in_order(const Tensor& x) {
+// An uninitialised tensor of these sizes without gaps, its dimensions in memory in the order of x's strides; the dimensions
+// from `sorted` on are innermost and keep their order. Dimensions of stride 0 or size 1 say nothing about the order. The same
+// rule as dense_strides in ops/_layout.py.
+inline Tensor empty_in_order(const Tensor& x, const std::vector<int64_t>& size, int64_t sorted) {
   auto sizes = x.sizes(), strides = x.strides();
   const int64_t dimensions = x.dim();
   std::vector<int64_t> order(dimensions), stride(dimensions);
   for (int64_t d = 0; d < dimensions; ++d) order[d] = d;
   auto says_nothing = [&](int64_t d) { return strides[d] == 0 || sizes[d] == 1; };
-  for (int64_t i = 1; i < dimensions - 1; ++i)
+  for (int64_t i = 1; i < sorted; ++i)
     for (int64_t place = i, j = i - 1; j >= 0; --j) {
       int64_t outer = order[j], inner = order[place];
       if (says_nothing(outer) || says_nothing(inner)) continue;
@@ -158,9 +159,15 @@ inline Tensor empty_in_order(const Tensor& x) {
   int64_t step = 1;
   for (int64_t i = dimensions; i-- > 0;) {
     stride[order[i]] = step;
-    step *= sizes[order[i]] > 1 ? sizes[order[i]] : 1;
+    step *= size[order[i]] > 1 ? size[order[i]] : 1;
   }
-  return empty_strided(x, dtype_code(x), dimensions, sizes.data(), stride.data());
+  return empty_strided(x, dtype_code(x), dimensions, size.data(), stride.data());
+}
+
+// Like x, whose last dimension is innermost.
+inline Tensor empty_in_order(const Tensor& x) {
+  auto sizes = x.sizes();
+  return empty_in_order(x, {sizes.begin(), sizes.end()}, x.dim() - 1);
 }
 
 inline Tensor empty_contiguous(const Tensor& like, int32_t dtype, size_t dimensions, const int64_t* size) {
