@@ -10,6 +10,7 @@ from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
+from .ops.short_attention import short_attention
 from .ops.spatial_gradient import spatial_gradient
 
 __version__ = _C.build_info()["version"]
@@ -29,6 +30,7 @@ __all__ = [
     "reference",
     "rope",
     "rope_tables",
+    "short_attention",
     "sparse_gate",
     "spatial_gradient",
     "supported_isas",

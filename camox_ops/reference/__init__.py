@@ -14,6 +14,7 @@ from .dropout import (
 from .edge import edge_maps, edge_maps_backward
 from .norm2d import layer_norm2d, layer_norm2d_backward
 from .rope import rope, rope_backward
+from .short_attention import short_attention, short_attention_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "philox4x32",
     "rope",
     "rope_backward",
+    "short_attention",
+    "short_attention_backward",
     "sparse_gate",
     "sparse_gate_backward",
     "spatial_gradient",
