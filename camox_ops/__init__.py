@@ -6,6 +6,7 @@ from . import _C, nn, reference, train
 from ._cuda import check_errors
 from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
+from .ops.bias_gelu import bias_gelu
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.norm2d import layer_norm2d
@@ -18,6 +19,7 @@ __version__ = _C.build_info()["version"]
 __all__ = [
     "EdgeMaps",
     "FrequencyBands",
+    "bias_gelu",
     "build_info",
     "check_errors",
     "dropout",

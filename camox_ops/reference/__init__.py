@@ -2,6 +2,7 @@
 derivatives differentiate. Slow and memory-hungry on purpose."""
 
 from .bands import frequency_bands, frequency_bands_backward
+from .bias_gelu import bias_gelu, bias_gelu_backward
 from .dropout import (
     dropout,
     dropout_add_layer_norm,
@@ -18,6 +19,8 @@ from .short_attention import short_attention, short_attention_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
 
 __all__ = [
+    "bias_gelu",
+    "bias_gelu_backward",
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_backward",
