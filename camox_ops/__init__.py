@@ -6,11 +6,13 @@ from . import _C, nn, reference, train
 from ._cuda import check_errors
 from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
+from .ops.bias_gelu import bias_gelu
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.linear_attention import linear_attention, linear_attention_step
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
+from .ops.short_attention import short_attention
 from .ops.spatial_gradient import spatial_gradient
 
 __version__ = _C.build_info()["version"]
@@ -18,6 +20,7 @@ __version__ = _C.build_info()["version"]
 __all__ = [
     "EdgeMaps",
     "FrequencyBands",
+    "bias_gelu",
     "build_info",
     "check_errors",
     "dropout",
@@ -32,6 +35,7 @@ __all__ = [
     "reference",
     "rope",
     "rope_tables",
+    "short_attention",
     "sparse_gate",
     "spatial_gradient",
     "supported_isas",

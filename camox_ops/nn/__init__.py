@@ -4,5 +4,6 @@ from .bands import FrequencyExpert
 from .edge import EdgeExpert
 from .norm2d import LayerNorm2d
 from .rope import RotaryEmbedding
+from .temporal import TemporalEncoder
 
-__all__ = ["EdgeExpert", "FrequencyExpert", "LayerNorm2d", "RotaryEmbedding"]
+__all__ = ["EdgeExpert", "FrequencyExpert", "LayerNorm2d", "RotaryEmbedding", "TemporalEncoder"]

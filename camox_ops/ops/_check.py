@@ -66,19 +66,19 @@ def probability(op: str, name: str, value) -> float:
     return float(value)
 
 
-def same_device(op: str, name: str, value: torch.Tensor, x: torch.Tensor) -> None:
+def same_device(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:
     if value.device != x.device:
-        raise ValueError(f"{op}: {name} must be on the device of x, {x.device}, got {value.device}")
+        raise ValueError(f"{op}: {name} must be on the device of {of}, {x.device}, got {value.device}")
 
 
-def like(op: str, name: str, value, x: torch.Tensor) -> None:
-    """A tensor of x's shape, dtype and device."""
+def like(op: str, name: str, value, x: torch.Tensor, of: str = "x") -> None:
+    """A tensor of x's shape, dtype and device; messages call x by the name `of`."""
     tensor(op, name, value)
     if value.shape != x.shape:
-        raise ValueError(f"{op}: {name} must have the shape of x, {tuple(x.shape)}, got {tuple(value.shape)}")
+        raise ValueError(f"{op}: {name} must have the shape of {of}, {tuple(x.shape)}, got {tuple(value.shape)}")
     if value.dtype != x.dtype:
         raise TypeError(f"{op}: {name} must have dtype {dtype_names(x.dtype)}, got {dtype_names(value.dtype)}")
-    same_device(op, name, value, x)
+    same_device(op, name, value, x, of)
 
 
 def affine(op: str, name: str, value, x: torch.Tensor, dim: int, unit: str) -> None:
@@ -96,6 +96,17 @@ def affine(op: str, name: str, value, x: torch.Tensor, dim: int, unit: str) -> N
 
 def computed_in(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def autocast(*tensors):
+    """Tensors in the dtype that autocast gives them on their device, as it does before a matrix product: all but
+    float64 ones; the same ones where it is off."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    wanted = (torch.float32, torch.bfloat16, torch.float16)
+    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in wanted else t for t in tensors)
 
 
 def flag(op: str, name: str, value) -> None:

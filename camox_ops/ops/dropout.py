@@ -7,6 +7,7 @@ import torch
 from .. import reference
 from . import _check
 from ._layout import as_read
+from ._random import draw_seed
 from ._register import one_by_one, register
 
 MOST_DIMENSIONS = 16
@@ -46,7 +47,7 @@ def dropout(
         ValueError: p outside [0, 1), more than 16 dimensions, an unsupported device, a generator of another device."""
     _check_x("dropout", x)
     p = _check.probability("dropout", "p", p)
-    seed = _seed("dropout", x, p, training, generator)
+    seed = draw_seed("dropout", x, p, training, generator)
     return x if seed is None else _dropout(x, seed, p)
 
 
@@ -81,7 +82,7 @@ def sparse_gate(
     _check_x("sparse_gate", x)
     _check.like("sparse_gate", "y", y, x)
     p = _check.probability("sparse_gate", "p", p)
-    return _sparse_gate(x, y, _seed("sparse_gate", x, p, training, generator), p)
+    return _sparse_gate(x, y, draw_seed("sparse_gate", x, p, training, generator), p)
 
 
 def dropout_add_layer_norm(
@@ -132,7 +133,7 @@ def dropout_add_layer_norm(
     _check.affine(op, "bias", bias, x, -1, "column")
     p = _check.probability(op, "p", p)
     eps = _check.positive(op, "eps", eps)
-    seed = _seed(op, x, p, training, generator)
+    seed = draw_seed(op, x, p, training, generator)
     real = _check.computed_in(x)
     return _dropout_add_layer_norm(x, residual, as_read(weight, real), as_read(bias, real), seed, p, eps)[0]
 
@@ -141,19 +142,6 @@ def _check_x(op: str, x: torch.Tensor) -> None:
     _check.tensor(op, "x", x)
     if x.dim() > MOST_DIMENSIONS:
         raise ValueError(f"{op}: x must have at most {MOST_DIMENSIONS} dimensions, got {x.dim()}")
-
-
-def _seed(op: str, x: torch.Tensor, p: float, training: bool, generator) -> torch.Tensor | None:
-    """One number from the generator, or None where nothing is dropped."""
-    _check.flag(op, "training", training)
-    if generator is not None:
-        if not isinstance(generator, torch.Generator):
-            raise TypeError(f"{op}: generator must be a torch.Generator, got {type(generator).__name__}")
-        if generator.device.type != x.device.type:
-            raise ValueError(f"{op}: generator must be of the device of x, {x.device}, got {generator.device}")
-    if p == 0 or not training:
-        return None
-    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device, generator=generator)
 
 
 def _one_by_one(name: str):

@@ -2,6 +2,7 @@
 derivatives differentiate. Slow and memory-hungry on purpose."""
 
 from .bands import frequency_bands, frequency_bands_backward
+from .bias_gelu import bias_gelu, bias_gelu_backward
 from .dropout import (
     dropout,
     dropout_add_layer_norm,
@@ -15,9 +16,12 @@ from .edge import edge_maps, edge_maps_backward
 from .linear_attention import linear_attention
 from .norm2d import layer_norm2d, layer_norm2d_backward
 from .rope import rope, rope_backward
+from .short_attention import short_attention, short_attention_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
 
 __all__ = [
+    "bias_gelu",
+    "bias_gelu_backward",
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_backward",
@@ -32,6 +36,8 @@ __all__ = [
     "philox4x32",
     "rope",
     "rope_backward",
+    "short_attention",
+    "short_attention_backward",
     "sparse_gate",
     "sparse_gate_backward",
     "spatial_gradient",

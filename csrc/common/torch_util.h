@@ -86,6 +86,16 @@ inline void check_dtype_and_device(const Tensor& y, const Tensor& x, const char*
   check_device(y, x, op, name);
 }
 
+// One number or nothing. The seed is read by the kernel, on its device: nothing waits for it here.
+inline const int64_t* seed_of(const OptionalTensor& seed, const Tensor& x, const char* op) {
+  if (!seed.has_value()) return nullptr;
+  if (seed->scalar_type() != torch::headeronly::ScalarType::Long || seed->numel() != 1)
+    throw std::invalid_argument(std::string(op) + ": seed must be one int64 number, got " + std::to_string(seed->numel()) +
+                                " elements");
+  check_device(*seed, x, op, "seed");
+  return static_cast<const int64_t*>(seed->data_ptr());
+}
+
 // A tensor of parameters or statistics must have the dtype that x is computed in.
 inline void check_real(const Tensor& v, const Tensor& x, int64_t dimensions, const char* op, const char* name) {
   using torch::headeronly::ScalarType;

@@ -17,16 +17,6 @@ void compute(camox_dropout_kernel* variant(camox_dtype, camox_isa), const camox_
 }
 #endif
 
-// The seed is read by the kernel, on its device: nothing waits for it here.
-const int64_t* seed_of(const OptionalTensor& seed, const Tensor& x, const char* op) {
-  if (!seed.has_value()) return nullptr;
-  if (seed->scalar_type() != torch::headeronly::ScalarType::Long || seed->numel() != 1)
-    throw std::invalid_argument(std::string(op) + ": seed must be one int64 number, got " + std::to_string(seed->numel()) +
-                                " elements");
-  check_device(*seed, x, op, "seed");
-  return static_cast<const int64_t*>(seed->data_ptr());
-}
-
 void check_same(const Tensor& y, const Tensor& x, const char* op, const char* name) {
   bool same = y.dim() == x.dim();
   for (int64_t d = 0; same && d < x.dim(); ++d) same = y.size(d) == x.size(d);

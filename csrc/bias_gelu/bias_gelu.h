@@ -1,0 +1,59 @@
+/* bias_gelu: the bias of a linear layer, GELU and dropout in one pass.
+
+   x [rows,columns], rows one after the other, bias [columns]
+     y = drop(gelu(x + bias))       gelu(u) = u/2 (1 + erf(u / sqrt(2)))
+   drop      by the mask of common/philox.h over row-major indices; 0 where dropped, whatever x is there
+   dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store. bias and its
+             gradient are in the dtype computed in.
+   backward  grad_x = drop(grad) gelu'(x + bias), grad_bias = its sum over the rows: over the rows of a unit, then over units.
+   saved     x, bias and the seed; x + bias, the slope and the mask are computed again.
+   errors    CAMOX_INVALID_ARGUMENT: an unknown dtype, a negative size, p outside [0, 1), a bias of another length or not
+             contiguous.
+   source    Hendrycks and Gimpel, arXiv 1606.08415; torch.nn.functional.gelu. */
+#ifndef CAMOX_BIAS_GELU_H
+#define CAMOX_BIAS_GELU_H
+
+#include "../common/isa.h"
+#include "../common/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  camox_dtype dtype;
+  double p;
+  const int64_t *seed; /* one number, where the tensors are; NULL: nothing is dropped, nothing scaled */
+  int64_t rows, columns;
+  const void *x;    /* [rows, columns] */
+  const void *bias; /* [bias_length], as all biases in the dtype computed in */
+  int64_t bias_length, bias_stride;
+  void *y;          /* forward: what is written */
+  const void *grad; /* backward: the incoming gradient */
+  void *grad_x;     /* backward: what is written, and so the following */
+  void *partial;    /* [units, columns]: the units' shares of grad_bias */
+  void *grad_bias;  /* [columns] */
+} camox_bias_gelu_params;
+
+/* Everything that can be wrong with a call; nothing has been written when it fails. */
+int camox_bias_gelu_check(const camox_bias_gelu_params *p);
+
+/* Runs of rows: the work is cut into this many independent units, by shape alone. */
+int64_t camox_bias_gelu_units(const camox_bias_gelu_params *p);
+
+typedef void camox_bias_gelu_kernel(const camox_bias_gelu_params *p, int64_t begin, int64_t end);
+
+/* The variant for this dtype on this instruction set. */
+camox_bias_gelu_kernel *camox_bias_gelu_forward(camox_dtype dtype, camox_isa isa);
+camox_bias_gelu_kernel *camox_bias_gelu_backward(camox_dtype dtype, camox_isa isa);
+/* After backward: grad_bias of columns [begin, end) from the partial sums, in a fixed order. */
+camox_bias_gelu_kernel *camox_bias_gelu_reduce(camox_dtype dtype, camox_isa isa);
+
+/* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
+int camox_bias_gelu_cuda(const camox_bias_gelu_params *p, void *stream);
+int camox_bias_gelu_backward_cuda(const camox_bias_gelu_params *p, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,83 @@
+// Schemas and entries of bias_gelu.
+#include "../common/torch_util.h"
+#include "bias_gelu.h"
+
+namespace {
+
+using namespace camox;
+
+// x is packed already.
+camox_bias_gelu_params params_of(const Tensor& x, const Tensor& bias, const OptionalTensor& seed, double probability,
+                                 const char* op) {
+  if (x.dim() < 1) throw std::invalid_argument(std::string(op) + ": x must have at least 1 dimension, got 0");
+  camox_bias_gelu_params p{};
+  p.dtype = dtype_of(x, op);
+  p.p = probability;
+  p.columns = x.size(x.dim() - 1);
+  p.rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) p.rows *= x.size(d);
+  p.x = x.data_ptr();
+  check_real(bias, x, 1, op, "bias");
+  p.bias = bias.data_ptr(), p.bias_length = bias.size(0), p.bias_stride = bias.stride(0);
+  p.seed = seed_of(seed, x, op);
+  check(camox_bias_gelu_check(&p));
+  return p;
+}
+
+Tensor empty_rows(const Tensor& x) { return empty_contiguous(x, dtype_code(x), x.dim(), x.sizes().data()); }
+
+#ifndef CAMOX_CUDA_PART
+void compute(camox_bias_gelu_kernel* variant(camox_dtype, camox_isa), const camox_bias_gelu_params& p, const Tensor& x) {
+  const int64_t units = camox_bias_gelu_units(&p);
+  run(variant(p.dtype, camox_isa_current()), p, units, units > 0 ? x.numel() / units : 0);
+}
+#endif
+
+Tensor bias_gelu(const Tensor& given, const Tensor& bias, OptionalTensor seed, double probability) {
+  const Tensor x = torch::stable::contiguous(given);
+  camox_bias_gelu_params p = params_of(x, bias, seed, probability, "bias_gelu");
+  Tensor y = empty_rows(x);
+  p.y = y.data_ptr();
+#ifdef CAMOX_CUDA_PART
+  launch(camox_bias_gelu_cuda, p, x, "bias_gelu");
+#else
+  compute(camox_bias_gelu_forward, p, x);
+#endif
+  return y;
+}
+
+std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& given_grad, const Tensor& given, const Tensor& bias,
+                                              OptionalTensor seed, double probability) {
+  const char* op = "bias_gelu_backward";
+  bool same = given_grad.dim() == given.dim();
+  for (int64_t d = 0; same && d < given.dim(); ++d) same = given_grad.size(d) == given.size(d);
+  if (!same) throw std::invalid_argument("bias_gelu_backward: grad must have the shape of x");
+  check_dtype_and_device(given_grad, given, op, "grad");
+  const Tensor x = torch::stable::contiguous(given), grad = torch::stable::contiguous(given_grad);
+  camox_bias_gelu_params p = params_of(x, bias, seed, probability, op);
+  Tensor grad_x = empty_rows(x), grad_bias = empty_real(x, {p.columns});
+  Tensor partial = empty_real(x, {camox_bias_gelu_units(&p), p.columns});
+  p.grad = grad.data_ptr();
+  p.grad_x = grad_x.data_ptr(), p.grad_bias = grad_bias.data_ptr(), p.partial = partial.data_ptr();
+#ifdef CAMOX_CUDA_PART
+  launch(camox_bias_gelu_backward_cuda, p, x, op);
+#else
+  compute(camox_bias_gelu_backward, p, x);
+  run(camox_bias_gelu_reduce(p.dtype, camox_isa_current()), p, p.columns, camox_bias_gelu_units(&p));
+#endif
+  return {grad_x, grad_bias};
+}
+
+}  // namespace
+
+#ifndef CAMOX_CUDA_PART
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
+  m.def("bias_gelu(Tensor x, Tensor bias, Tensor? seed, float p) -> Tensor");
+  m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias, Tensor? seed, float p) -> (Tensor, Tensor)");
+}
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
+  m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
+  m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
+}

@@ -1,0 +1,104 @@
+/* Rows in memory <-> one row a lane. Included from a kernel body after simd.h.
+
+   V_transpose turns a square block of one vector a lane over: row[i] lane j <-> row[j] lane i. Every step deals the rows of the
+   block's two halves like cards; after log2(lanes) steps rows have become columns.
+   vload_quads and vstore_quads take four neighbouring elements, from `at` on, of every row at once: fewer and cheaper
+   shuffles, since most stay within 16 bytes. */
+#ifndef CAMOX_SIMD_TRANSPOSE_H
+#define CAMOX_SIMD_TRANSPOSE_H
+
+#define CAMOX_DEFINE_TRANSPOSE(V, LANES)                                            \
+  CAMOX_INLINE void V##_transpose(V *row) {                                         \
+    _Pragma("GCC unroll 4") for (int step = 1; step < (LANES); step *= 2) {         \
+      V dealt[LANES];                                                               \
+      _Pragma("GCC unroll 8") for (int i = 0; i < (LANES) / 2; ++i) {               \
+        dealt[2 * i] = V##_zip_low(row[i], row[i + (LANES) / 2]);                   \
+        dealt[2 * i + 1] = V##_zip_high(row[i], row[i + (LANES) / 2]);              \
+      }                                                                             \
+      _Pragma("GCC unroll 16") for (int i = 0; i < (LANES); ++i) row[i] = dealt[i]; \
+    }                                                                               \
+  }
+
+CAMOX_DEFINE_TRANSPOSE(vf32, VF32_LANES)
+#if VF64_LANES == 2
+CAMOX_DEFINE_TRANSPOSE(vf64, VF64_LANES)
+#endif
+
+/* The same for each 16 bytes of four vectors, and four elements of every fourth row <-> a vector. */
+#if defined(CAMOX_SIMD_AVX512)
+typedef __m512 camox_quads;
+#define CAMOX_QUADS(name) _mm512_##name
+CAMOX_INLINE vf32 vload_quad_f32(const float *const *row, ptrdiff_t at) {
+  __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(row[0] + at));
+  v = _mm512_insertf32x4(v, _mm_loadu_ps(row[4] + at), 1);
+  v = _mm512_insertf32x4(v, _mm_loadu_ps(row[8] + at), 2);
+  return (vf32)_mm512_insertf32x4(v, _mm_loadu_ps(row[12] + at), 3);
+}
+CAMOX_INLINE void vstore_quad_f32(float *const *row, ptrdiff_t at, vf32 v) {
+  _mm_storeu_ps(row[0] + at, _mm512_castps512_ps128((__m512)v));
+  _mm_storeu_ps(row[4] + at, _mm512_extractf32x4_ps((__m512)v, 1));
+  _mm_storeu_ps(row[8] + at, _mm512_extractf32x4_ps((__m512)v, 2));
+  _mm_storeu_ps(row[12] + at, _mm512_extractf32x4_ps((__m512)v, 3));
+}
+#elif defined(CAMOX_SIMD_AVX2)
+typedef __m256 camox_quads;
+#define CAMOX_QUADS(name) _mm256_##name
+CAMOX_INLINE vf32 vload_quad_f32(const float *const *row, ptrdiff_t at) {
+  return (vf32)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row[0] + at)), _mm_loadu_ps(row[4] + at), 1);
+}
+CAMOX_INLINE void vstore_quad_f32(float *const *row, ptrdiff_t at, vf32 v) {
+  _mm_storeu_ps(row[0] + at, _mm256_castps256_ps128((__m256)v));
+  _mm_storeu_ps(row[4] + at, _mm256_extractf128_ps((__m256)v, 1));
+}
+#else
+CAMOX_INLINE vf32 vload_quad_f32(const float *const *row, ptrdiff_t at) { return vf32_load(row[0] + at); }
+CAMOX_INLINE void vstore_quad_f32(float *const *row, ptrdiff_t at, vf32 v) { vf32_store(row[0] + at, v); }
+#endif
+
+#if defined(CAMOX_QUADS)
+CAMOX_INLINE void vf32_transpose_quads(vf32 *v) {
+  typedef __typeof__(CAMOX_QUADS(castps_pd)((camox_quads)v[0])) pairs;
+  pairs low01 = (pairs)CAMOX_QUADS(unpacklo_ps)((camox_quads)v[0], (camox_quads)v[1]);
+  pairs high01 = (pairs)CAMOX_QUADS(unpackhi_ps)((camox_quads)v[0], (camox_quads)v[1]);
+  pairs low23 = (pairs)CAMOX_QUADS(unpacklo_ps)((camox_quads)v[2], (camox_quads)v[3]);
+  pairs high23 = (pairs)CAMOX_QUADS(unpackhi_ps)((camox_quads)v[2], (camox_quads)v[3]);
+  v[0] = (vf32)CAMOX_QUADS(unpacklo_pd)(low01, low23);
+  v[1] = (vf32)CAMOX_QUADS(unpackhi_pd)(low01, low23);
+  v[2] = (vf32)CAMOX_QUADS(unpacklo_pd)(high01, high23);
+  v[3] = (vf32)CAMOX_QUADS(unpackhi_pd)(high01, high23);
+}
+#else
+CAMOX_INLINE void vf32_transpose_quads(vf32 *v) { vf32_transpose(v); }
+#endif
+
+#define CAMOX_DEFINE_HALF_QUAD(S)                                                      \
+  CAMOX_INLINE vf32 vload_quad_##S(const uint16_t *const *row, ptrdiff_t at) {         \
+    uint64_t quad[VF32_LANES / 4];                                                     \
+    for (int i = 0; i < VF32_LANES / 4; ++i) memcpy(quad + i, row[4 * i] + at, 8);     \
+    uint16_t halves[VF32_LANES];                                                       \
+    memcpy(halves, quad, sizeof halves);                                               \
+    return vload_##S(halves);                                                          \
+  }                                                                                    \
+  CAMOX_INLINE void vstore_quad_##S(uint16_t *const *row, ptrdiff_t at, vf32 v) {      \
+    uint16_t halves[VF32_LANES];                                                       \
+    vstore_##S(halves, v);                                                             \
+    for (int i = 0; i < VF32_LANES / 4; ++i) memcpy(row[4 * i] + at, halves + 4 * i, 8); \
+  }
+CAMOX_DEFINE_HALF_QUAD(bf16)
+CAMOX_DEFINE_HALF_QUAD(f16)
+
+#define CAMOX_DEFINE_QUADS(S, T)                                                           \
+  CAMOX_INLINE void vload_quads_##S(vf32 *to, const T *const *row, ptrdiff_t at) {         \
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) to[i] = vload_quad_##S(row + i, at); \
+    vf32_transpose_quads(to);                                                              \
+  }                                                                                        \
+  CAMOX_INLINE void vstore_quads_##S(T *const *row, ptrdiff_t at, const vf32 *from) {      \
+    vf32 v[4] = {from[0], from[1], from[2], from[3]};                                      \
+    vf32_transpose_quads(v);                                                               \
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) vstore_quad_##S(row + i, at, v[i]);  \
+  }
+CAMOX_DEFINE_QUADS(f32, float)
+CAMOX_DEFINE_QUADS(bf16, uint16_t)
+CAMOX_DEFINE_QUADS(f16, uint16_t)
+
+#endif

@@ -1,0 +1,463 @@
+"""short_attention: values, gradients, padding, masks of dropout, what surrounds an op."""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, run_python
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+import camox_ops as cx
+from camox_ops import reference
+
+HALVES = (torch.bfloat16, torch.float16)
+MEMORY = ("contiguous", "packed", "strided", "heads_first", "expanded")
+# (S, T, H, D): of EmberFormer; around vectors and both walks (T 16, T D 256); more columns than a piece; odd ones.
+SHAPES = [(9, 6, 8, 12), (3, 1, 1, 1), (5, 3, 3, 2), (2, 16, 5, 16), (2, 16, 3, 17), (3, 17, 2, 7), (2, 33, 1, 65)]
+ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits and threads: on the CPU")
+op = torch.ops.camox_ops
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
+        yield
+
+
+def normal(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
+
+
+def qkv_of(shape, dtype=torch.float32, memory="contiguous", seed=0):
+    """q, k and v; "packed": slices of one projection; "strided": every second column of something larger."""
+    s, t, h, d = shape
+    x = normal((s, t, 3, h, d), seed).to(DEVICE, dtype)
+    if memory == "packed":
+        return x.unbind(2)
+    if memory == "heads_first":
+        return x.transpose(1, 3).contiguous().transpose(1, 3).unbind(2)
+    if memory == "expanded":
+        return tuple(part[:1].expand(shape) for part in x.unbind(2))
+    if memory == "strided":
+        larger = torch.full((s, t + 1, 3, h, 2 * d + 1), math.nan, dtype=dtype, device=DEVICE)
+        view = larger[:, 1:, :, :, 1::2]
+        view.copy_(x)
+        return view.unbind(2)
+    return tuple(part.contiguous() for part in x.unbind(2))
+
+
+def padding_of(shape, seed=5):
+    """Some keys of some sequences, all keys of the first."""
+    mask = normal(shape[:2], seed) > 0.7
+    mask[:1] = True
+    return mask.to(DEVICE)
+
+
+def seed_of(value: int = 0x0123456789ABCDEF) -> torch.Tensor:
+    return torch.tensor(value, device=DEVICE)
+
+
+def options_of(shape, which: int):
+    """(padding, seed, causal, scale, p): eight ways over `which`."""
+    padding, seed = padding_of(shape) if which & 1 else None, seed_of() if which & 2 else None
+    return padding, seed, bool(which & 4), shape[3] ** -0.5, 0.3 if which & 2 else 0.0
+
+
+def doubled(tensors):
+    return [tensor.double() for tensor in tensors]
+
+
+def test_smoke():
+    q, k, v = qkv_of((9, 6, 8, 12))
+    out = cx.short_attention(q, k, v)
+    assert out.shape == q.shape
+    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    assert cx.short_attention(q, k, v, p=0.1, training=True).shape == q.shape
+
+
+def test_known_values():
+    q = torch.tensor([1.0, 2]).view(1, 2, 1, 1)
+    k = torch.tensor([0.0, math.log(3)]).view(1, 2, 1, 1)
+    v = torch.tensor([[4.0, 8], [0, 16]]).view(1, 2, 1, 2)
+
+    def check(expected, v=v[..., :1], **options):
+        out = cx.short_attention(q, k, v, scale=1.0, **options)
+        torch.testing.assert_close(out.flatten(), torch.tensor(expected))
+
+    check([1.0, 0.4])  # weights 1/4, 3/4 and 1/10, 9/10
+    check([14.0, 15.2], v=v[..., 1:])
+    check([4.0, 0.4], causal=True)
+    check([4.0, 4.0], key_padding_mask=torch.tensor([[False, True]]))
+    check([0.0, 0.0], key_padding_mask=torch.tensor([[True, True]]))
+    check([0.0, 0.0], key_padding_mask=torch.tensor([[True, False]]), causal=True, v=torch.zeros(1, 2, 1, 1))
+    rows = cx.short_attention(q, k, v[..., 1:], key_padding_mask=torch.tensor([[True, False]]), causal=True)
+    assert rows.flatten().tolist() == [0.0, 16.0]
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_matches_reference(dtype, memory):
+    for shape in SHAPES:
+        q, k, v = qkv_of(shape, dtype, memory)
+        for which in range(8):
+            options = options_of(shape, which)
+            ours = op.short_attention(q, k, v, *options)
+            same = reference.short_attention(q, k, v, *options)
+            assert_close_to_reference(ours, same, reference.short_attention(*doubled((q, k, v)), *options), scale64=4.0)
+            if dtype in HALVES:
+                assert_one_rounding(ours, op.short_attention(q.float(), k.float(), v.float(), *options))
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_grad_matches_reference(dtype, memory):
+    for shape in SHAPES:
+        inputs = [normal(shape, 9).to(DEVICE, dtype), *qkv_of(shape, dtype, memory)]
+        for which in range(8):
+            options = options_of(shape, which)
+            ours = op.short_attention_backward(*inputs, *options)
+            same = reference.short_attention_backward(*inputs, *options)
+            truth = reference.short_attention_backward(*doubled(inputs), *options)
+            # A lone key's gradients are 0 but for rounding.
+            assert_close_to_reference(ours, same, truth, scale64=30.0)
+            if dtype in HALVES:
+                floats = op.short_attention_backward(*(x.float() for x in inputs), *options)
+                assert_one_rounding(ours, floats)
+
+
+@ON_CPU
+@pytest.mark.parametrize("shape", [(3, 4, 2, 3), (2, 17, 1, 3)])
+def test_grad(shape):
+    inputs = [x.requires_grad_() for x in qkv_of(shape, torch.float64, "packed")]
+    for which in (0, 7):
+        options = options_of(shape, which)
+        assert gradcheck(lambda *x, options=options: op.short_attention(*x, *options), inputs, fast_mode=True)
+
+
+def test_grad_of_the_function():
+    q, k, v = (x.requires_grad_() for x in qkv_of((9, 6, 8, 12)))
+    mask = padding_of((9, 6))
+    grad = normal(q.shape, 3).to(q)
+    ours = torch.autograd.grad(cx.short_attention(q, k, v, key_padding_mask=mask, causal=True), (q, k, v), grad)
+    truth = torch.autograd.grad(reference.short_attention(q, k, v, mask, causal=True), (q, k, v), grad)
+    torch.testing.assert_close(ours, truth)
+    assert not ours[2][0].any()  # a sequence without keys
+    cx.short_attention(q, k, v).sum().backward()  # a gradient whose strides are all 0
+    expected = op.short_attention_backward(torch.ones_like(q), q, k, v, None, None, False, 12**-0.5, 0.0)
+    assert torch.equal(q.grad, expected[0])
+
+
+def test_large_scores():
+    for shape in ((4, 6, 2, 12), (2, 20, 2, 20)):
+        q, k, v = (x * 300 for x in qkv_of(shape))
+        options = (padding_of(shape), None, False, 1.0, 0.0)
+        truth = reference.short_attention(*doubled((q, k, v)), *options)
+        assert_close_to_reference(
+            op.short_attention(q, k, v, *options), reference.short_attention(q, k, v, *options), truth
+        )
+
+
+def test_nan_stays_in_its_sequence_and_head():
+    for shape in ((40, 6, 2, 12), (3, 20, 2, 20)):
+        q, k, v = qkv_of(shape)
+        expected = cx.short_attention(q, k, v)
+        q[1, 2, 1, 0] = math.nan
+        out = cx.short_attention(q, k, v)
+        assert out[1, 2, 1].isnan().all()
+        out[1, 2, 1] = expected[1, 2, 1]
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_noncontiguous(memory):
+    for shape in ((9, 6, 8, 12), (2, 18, 3, 20)):
+        q, k, v = qkv_of(shape, memory=memory)
+        options = options_of(shape, 3)
+        out = op.short_attention(q, k, v, *options)
+        assert torch.equal(out, op.short_attention(q.contiguous(), k.contiguous(), v.contiguous(), *options))
+        grad = torch.ones(1).expand(shape)
+        ours = op.short_attention_backward(grad, q, k, v, *options)
+        packed = (x.contiguous() for x in (grad, q, k, v))
+        for mine, other in zip(ours, op.short_attention_backward(*packed, *options), strict=True):
+            assert torch.equal(mine, other)
+        assert out.is_contiguous() == (memory != "heads_first")
+    mask = padding_of((9, 12))[:, ::2]
+    q, k, v = qkv_of((9, 6, 8, 12))
+    expected = cx.short_attention(q, k, v, key_padding_mask=mask.contiguous())
+    assert torch.equal(cx.short_attention(q, k, v, key_padding_mask=mask), expected)
+    one = mask[:1].expand(9, 6)
+    expected = cx.short_attention(q, k, v, key_padding_mask=one.contiguous())
+    assert torch.equal(cx.short_attention(q, k, v, key_padding_mask=one), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)])
+def test_shapes_empty(shape):
+    q, k, v = (torch.rand(shape, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(shape[:2], dtype=torch.bool)
+    out = cx.short_attention(q, k, v, key_padding_mask=mask, p=0.5, training=True)
+    assert out.shape == shape
+    out.sum().backward()
+    assert q.grad.shape == shape
+
+
+def test_shapes_of_many_sequences():
+    shape = (70_001, 2, 1, 3)
+    q, k, v = qkv_of(shape, memory="packed")
+    out = op.short_attention(q, k, v, None, None, False, 1.0, 0.0)
+    grads = op.short_attention_backward(out, q, k, v, None, None, False, 1.0, 0.0)
+    for part in (slice(0, 5), slice(-5, None)):
+        ends = [x[part] for x in (q, k, v)]
+        torch.testing.assert_close(out[part], reference.short_attention(*ends, scale=1.0))
+        truth = reference.short_attention_backward(out[part], *ends, scale=1.0)
+        torch.testing.assert_close(tuple(grad[part] for grad in grads), truth)
+
+
+@given(
+    st.tuples(st.integers(1, 5), st.integers(1, 64), st.integers(1, 4), st.integers(1, 70)),
+    st.integers(0, 7),
+    st.sampled_from(MEMORY),
+    st.sampled_from(FLOATS),
+)
+def test_shapes(shape, which, memory, dtype):
+    q, k, v = qkv_of(shape, dtype, memory)
+    options = options_of(shape, which)
+    truth = reference.short_attention(*doubled((q, k, v)), *options)
+    ours, same = op.short_attention(q, k, v, *options), reference.short_attention(q, k, v, *options)
+    assert_close_to_reference(ours, same, truth, scale64=4.0)
+
+
+@ON_CPU
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_bits(threads):
+    def everything():
+        for shape in ((300, 6, 8, 12), (40, 20, 3, 20)):
+            q, k, v = qkv_of(shape, memory="packed")
+            out = op.short_attention(q, k, v, *options_of(shape, 7))
+            yield out
+            yield from op.short_attention_backward(out, q, k, v, *options_of(shape, 7))
+
+    expected = list(everything())
+    torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(everything(), expected, strict=True))
+
+
+ISA_CODE = """
+import hashlib, sys, torch
+sys.path.insert(0, {tests!r})
+import camox_ops as cx
+from test_short_attention import FLOATS, op, options_of, qkv_of
+digest = hashlib.sha256()
+for dtype in FLOATS:
+    for memory in ("packed", "strided"):
+        for shape in ((9, 6, 8, 12), (3, 16, 3, 5)):
+            for which in range(8):
+                qkv, options = qkv_of(shape, dtype, memory), options_of(shape, which)
+                out = op.short_attention(*qkv, *options)
+                for y in (out, *op.short_attention_backward(out, *qkv, *options)):
+                    digest.update(y.contiguous().view(torch.uint8).numpy().tobytes())
+qkv, options = qkv_of((3, 33, 2, 40)), options_of((3, 33, 2, 40), 7)
+out = op.short_attention(*qkv, *options)
+torch.save((out, *op.short_attention_backward(out, *qkv, *options)), {path!r} + cx.isa())
+print(cx.isa(), digest.hexdigest())
+"""
+
+
+@ON_CPU
+def test_isa_agree(pytestconfig, tmp_path):
+    """In every bit where nothing is summed over lanes."""
+    code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"), path=str(tmp_path / "rows-"))
+    results = [run_python(code, CAMOX_FORCE_ISA=isa).split() for isa in cx.supported_isas()]
+    assert [name for name, _ in results] == cx.supported_isas()
+    assert len({digest for _, digest in results}) == 1
+    first, *others = (torch.load(tmp_path / f"rows-{isa}") for isa in cx.supported_isas())
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-6)
+
+
+# ---- dropout ----
+
+
+@pytest.mark.parametrize("shape", [(9, 6, 8, 12), (2, 19, 3, 5)])
+def test_mask_is_that_of_dropout(shape):
+    """With one column a key the output is the row of weights: zeros where dropout of the weights drops."""
+    s, t, h, _ = shape
+    q, k, _ = qkv_of((s, t, h, t))
+    v = torch.eye(t).view(1, t, 1, t).expand(s, t, h, t)
+    weights = op.short_attention(q, k, v, None, None, False, 1.0, 0.0).transpose(1, 2)
+    dropped = op.short_attention(q, k, v, None, seed_of(), False, 1.0, 0.3).transpose(1, 2)
+    mask = reference.dropout_mask((s, h, t, t), seed_of(), 0.3)
+    assert torch.equal(dropped != 0, mask)
+    torch.testing.assert_close(dropped, op.dropout(weights.contiguous(), seed_of(), 0.3))
+
+
+def test_seed_is_drawn_from_the_generator():
+    q, k, v = qkv_of((9, 6, 8, 12))
+    torch.manual_seed(7)
+    first, second = (cx.short_attention(q, k, v, p=0.5, training=True) for _ in range(2))
+    assert not torch.equal(first, second)
+    own = torch.Generator(DEVICE).manual_seed(7)
+    assert torch.equal(cx.short_attention(q, k, v, p=0.5, training=True, generator=own), first)
+    state, plain = torch.get_rng_state(), cx.short_attention(q, k, v)
+    assert torch.equal(cx.short_attention(q, k, v, p=0.5), plain)
+    assert torch.equal(cx.short_attention(q, k, v, training=True), plain)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_saved_for_backward():
+    q, k, v = (x.requires_grad_() for x in qkv_of((9, 6, 8, 12)))
+    mask, saved = padding_of((9, 6)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        cx.short_attention(q, k, v, key_padding_mask=mask, p=0.1, training=True)
+    assert [t.data_ptr() for t in saved[:4]] == [t.data_ptr() for t in (q, k, v, mask)]
+    assert [(t.dtype, t.numel()) for t in saved[4:]] == [(torch.int64, 1)]
+
+
+# ---- what surrounds an op ----
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_opcheck(dtype):
+    qkv = [x.requires_grad_() for x in qkv_of((3, 4, 2, 5), dtype, "packed")]
+    inputs = [normal((3, 4, 2, 5)).to(DEVICE, dtype), *(x.detach() for x in qkv)]
+    opcheck(op.short_attention.default, (*qkv, padding_of((3, 4)), seed_of(), True, 0.5, 0.25))
+    opcheck(op.short_attention.default, (*qkv_of((3, 4, 2, 5), dtype, "heads_first"), None, None, False, 0.5, 0.0))
+    opcheck(op.short_attention_backward.default, (*inputs, padding_of((3, 4)), None, False, 0.5, 0.0))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic):
+    def step(q, k, v, mask):
+        return cx.short_attention(q, k, v, key_padding_mask=mask, causal=True).square().mean()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    for shape in ((9, 6, 2, 12), (4, 5, 3, 8)) if dynamic else ((9, 6, 2, 12),):
+        qkv = [x.requires_grad_() for x in qkv_of(shape, memory="packed")]
+        mask = padding_of(shape)
+        expected, result = step(*qkv, mask), compiled(*qkv, mask)
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(torch.autograd.grad(result, qkv), torch.autograd.grad(expected, qkv))
+
+
+@ON_CPU
+def test_func_transforms():
+    shape = (3, 4, 2, 5)
+    batch = [torch.stack([qkv_of(shape, torch.float64, seed=s)[i] for s in range(2)], 1) for i in range(3)]
+    mask = padding_of(shape)
+
+    def loss(q, k, v, mask, attention=cx.short_attention):
+        return (attention(q, k, v, key_padding_mask=mask) ** 3).sum()
+
+    def truth(q, k, v, mask):
+        return loss(q, k, v, mask, reference.short_attention)
+
+    masks = torch.stack([mask, ~mask])
+    for in_dims, given_mask in (((1, 1, 1, None), mask), ((1, 1, 1, 0), masks), ((1, 1, 1, None), None)):
+        ours, theirs = (torch.vmap(torch.func.grad(f, (0, 1, 2)), in_dims)(*batch, given_mask) for f in (loss, truth))
+        torch.testing.assert_close(ours, theirs)
+    shared = torch.vmap(lambda q: cx.short_attention(q, *(x[:, 0] for x in batch[1:])), 1)(batch[0])
+    assert torch.equal(shared[1], cx.short_attention(batch[0][:, 1], *(x[:, 0] for x in batch[1:])))
+    drop = torch.vmap(lambda *x: cx.short_attention(*x, p=0.5, training=True), 1, randomness="different")(*batch)
+    assert not torch.equal(drop[0] == 0, drop[1] == 0)
+    one = tuple(x[:, 0] for x in batch)
+    out, pullback = torch.func.vjp(lambda *x: cx.short_attention(*x), *one)
+    theirs = reference.short_attention_backward(out, *one)
+    torch.testing.assert_close(pullback(out), theirs)
+
+
+@ON_CPU
+def test_autocast_casts():
+    q, k, v = (x.requires_grad_() for x in qkv_of((4, 6, 2, 8)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cx.short_attention(q, k.bfloat16(), v)
+        assert cx.short_attention(*(x.double() for x in (q, k, v))).dtype == torch.float64
+    assert torch.equal(out, cx.short_attention(*(x.bfloat16() for x in (q, k, v))))
+    assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
+
+
+def test_checkpointing():
+    qkv = [x.requires_grad_() for x in qkv_of((9, 6, 8, 12))]
+
+    def step(*qkv):
+        return cx.short_attention(*qkv, p=0.5, training=True).square().sum()
+
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(step(*qkv), qkv)
+    torch.manual_seed(3)
+    got = torch.autograd.grad(checkpoint(step, *qkv, use_reentrant=False), qkv)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
+        ({"q": torch.ones(2, 3, 4)}, ValueError, r"q must have 4 dimensions \(S, T, H, D\), got shape \(2, 3, 4\)"),
+        ({"q": torch.ones(2, 65, 4, 5)}, ValueError, r"at most 64 tokens in dimension 1, got shape \(2, 65, 4, 5\)"),
+        ({"q": torch.ones(2, 3, 4, 5, dtype=torch.int64)}, TypeError, "q must have dtype float32, .* got int64"),
+        ({"k": torch.ones(2, 3, 4, 6)}, ValueError, r"k must have the shape of q, \(2, 3, 4, 5\), got \(2, 3, 4, 6\)"),
+        ({"v": torch.ones(1, 3, 4, 5)}, ValueError, r"v must have the shape of q, \(2, 3, 4, 5\), got \(1, 3, 4, 5\)"),
+        ({"v": torch.ones(2, 3, 4, 5).bfloat16()}, TypeError, "v must have dtype float32, got bfloat16"),
+        ({"k": torch.ones(2, 3, 4, 5, device="meta")}, ValueError, "k must be on the device of q, .*, got meta"),
+        (
+            {"key_padding_mask": torch.zeros(3, 2, dtype=torch.bool)},
+            ValueError,
+            r"key_padding_mask must have shape \(2, 3\), S and T of q, got \(3, 2\)",
+        ),
+        ({"key_padding_mask": torch.zeros(2, 3)}, TypeError, "key_padding_mask must have dtype bool, got float32"),
+        ({"causal": 1}, TypeError, "causal must be a bool, got 1"),
+        ({"scale": "1"}, TypeError, "scale must be a number or None, got '1'"),
+        ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
+        ({"p": 1.0}, ValueError, r"p must be in \[0, 1\), got 1.0"),
+        ({"training": 1}, TypeError, "training must be a bool, got 1"),
+        ({"generator": 5}, TypeError, "generator must be a torch.Generator, got int"),
+    ],
+)
+def test_errors(change, error, message):
+    arguments = {name: torch.ones(2, 3, 4, 5) for name in "qkv"} | change
+    with pytest.raises(error, match=f"short_attention: .*{message}"):
+        cx.short_attention(**arguments)
+
+
+def test_errors_of_the_operator():
+    """The binding and the C check say the same to those who go around Python."""
+    q = torch.ones(2, 3, 4, 5)
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    for arguments, message in (
+        ((q[0], q, q, None, None, False, 1.0, 0.0), "q must have 4 dimensions"),
+        ((q, q[:, :2], q, None, None, False, 1.0, 0.0), "k must have the shape of q"),
+        ((q, q, q.double(), None, None, False, 1.0, 0.0), "v must have the dtype of q"),
+        ((q, q, q, mask.long(), None, False, 1.0, 0.0), "key_padding_mask must have dtype bool"),
+        ((q, q, q, mask[:1], None, False, 1.0, 0.0), "key_padding_mask must have shape"),
+        ((q, q, q, None, torch.ones(2), False, 1.0, 0.0), "seed must be one int64 number"),
+        ((q, q, q, None, None, False, math.nan, 0.0), "scale must be finite, got nan"),
+        ((q, q, q, None, None, False, 1.0, 1.0), r"p must be in \[0, 1\), got 1"),
+        ((torch.ones(1, 65, 1, 1),) * 3 + (None, None, False, 1.0, 0.0), "at most 64 tokens in dimension 1, got 65"),
+        ((q.long(), q.long(), q.long(), None, None, False, 1.0, 0.0), "dtype must be float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            op.short_attention(*arguments)
+    with pytest.raises(ValueError, match="grad must have the shape of q"):
+        op.short_attention_backward(q[:1], q, q, q, None, None, False, 1.0, 0.0)
+
+
+def test_errors_of_a_second_derivative():
+    qkv = [x.requires_grad_() for x in qkv_of((3, 4, 2, 5))]
+    (grad,) = torch.autograd.grad(cx.short_attention(*qkv).square().sum(), qkv[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="short_attention: second derivatives are not implemented"):
+        torch.autograd.grad(grad.sum(), qkv[0])
+
+
+def test_errors_of_forward_mode():
+    q, k, v = qkv_of((3, 4, 2, 5))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode AD"):
+        cx.short_attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
