@@ -10,6 +10,7 @@ from .ops.bias_gelu import bias_gelu
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.linear_attention import linear_attention, linear_attention_step
+from .ops.moe import Routing, moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
 from .ops.short_attention import short_attention
@@ -20,6 +21,7 @@ __version__ = _C.build_info()["version"]
 __all__ = [
     "EdgeMaps",
     "FrequencyBands",
+    "Routing",
     "bias_gelu",
     "build_info",
     "check_errors",
@@ -31,6 +33,10 @@ __all__ = [
     "layer_norm2d",
     "linear_attention",
     "linear_attention_step",
+    "moe_aux_loss",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_route",
     "nn",
     "reference",
     "rope",

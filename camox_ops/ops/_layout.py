@@ -34,17 +34,14 @@ def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return value if value.is_contiguous() else value.contiguous()
 
 
-def dense_strides(x: torch.Tensor, sizes=None, sort_last: bool = False) -> list[int]:
-    """Strides of a tensor of these sizes, or x's, without gaps, its dimensions in memory in the order of x's strides,
-    the last innermost or in its place too. Dimensions of stride 0 or size 1 say nothing about the order."""
-    sizes = x.shape if sizes is None else sizes
-    strides = x.stride()
-    order = list(range(x.dim()))
+def memory_order(sizes, strides) -> list[int]:
+    """Dimensions in the order of their strides, the innermost last. Those of stride 0 or size 1 say nothing of it."""
+    order = list(range(len(sizes)))
 
     def says_nothing(d):
-        return strides[d] == 0 or x.shape[d] == 1
+        return strides[d] == 0 or sizes[d] == 1
 
-    for i in range(1, x.dim() if sort_last else x.dim() - 1):
+    for i in range(1, len(order)):
         place = i
         for j in reversed(range(i)):
             outer, inner = order[j], order[place]
@@ -54,8 +51,30 @@ def dense_strides(x: torch.Tensor, sizes=None, sort_last: bool = False) -> list[
                 break
             order[j], order[place] = inner, outer
             place = j
-    dense, step = [0] * x.dim(), 1
+    return order
+
+
+def packed_strides(sizes, order: list[int]) -> list[int]:
+    """Strides of a tensor without gaps whose dimensions lie in memory in this order, the innermost last."""
+    dense, step = [0] * len(sizes), 1
     for d in reversed(order):
         dense[d] = step
         step = step * (sizes[d] if sizes[d] > 1 else 1)
     return dense
+
+
+def dense_strides(x: torch.Tensor, sizes=None, sort_last: bool = False) -> list[int]:
+    """Strides of a tensor of these sizes, or x's, without gaps, its dimensions in memory in the order of x's strides,
+    the last innermost or in its place too."""
+    last = x.dim() if sort_last else x.dim() - 1
+    order = [*memory_order(x.shape[:last], x.stride()[:last]), *range(last, x.dim())]
+    return packed_strides(x.shape if sizes is None else sizes, order)
+
+
+def empty_rows(x: torch.Tensor, leading: int, outer: tuple[int, ...]) -> torch.Tensor:
+    """An uninitialised tensor in which `outer` stands for the first `leading` dimensions of x: rows without gaps, their
+    dimensions in memory in the order of x's strides."""
+    inner, lead = x.shape[leading:], len(outer)
+    sizes = (*outer, *inner)
+    order = [*range(lead), *(lead + d for d in memory_order(inner, x.stride()[leading:]))]
+    return x.new_empty_strided(sizes, packed_strides(sizes, order))

@@ -14,6 +14,7 @@ from .dropout import (
 )
 from .edge import edge_maps, edge_maps_backward
 from .linear_attention import linear_attention
+from .moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .norm2d import layer_norm2d, layer_norm2d_backward
 from .rope import rope, rope_backward
 from .short_attention import short_attention, short_attention_backward
@@ -33,6 +34,10 @@ __all__ = [
     "layer_norm2d",
     "layer_norm2d_backward",
     "linear_attention",
+    "moe_aux_loss",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_route",
     "philox4x32",
     "rope",
     "rope_backward",

@@ -149,16 +149,14 @@ inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions
   return Tensor(handle);
 }
 
-// An uninitialised tensor of these sizes without gaps, its dimensions in memory in the order of x's strides; the dimensions
-// from `sorted` on are innermost and keep their order. Dimensions of stride 0 or size 1 say nothing about the order. The same
-// rule as dense_strides in ops/_layout.py.
-inline Tensor empty_in_order(const Tensor& x, const std::vector<int64_t>& size, int64_t sorted) {
+// x's dimensions from `begin` up to `end` in the order of their strides, the innermost last. Dimensions of stride 0 or size 1
+// say nothing about the order. The same rule as memory_order in ops/_layout.py.
+inline std::vector<int64_t> memory_order(const Tensor& x, int64_t begin, int64_t end) {
   auto sizes = x.sizes(), strides = x.strides();
-  const int64_t dimensions = x.dim();
-  std::vector<int64_t> order(dimensions), stride(dimensions);
-  for (int64_t d = 0; d < dimensions; ++d) order[d] = d;
+  std::vector<int64_t> order;
+  for (int64_t d = begin; d < end; ++d) order.push_back(d);
   auto says_nothing = [&](int64_t d) { return strides[d] == 0 || sizes[d] == 1; };
-  for (int64_t i = 1; i < sorted; ++i)
+  for (int64_t i = 1; i < end - begin; ++i)
     for (int64_t place = i, j = i - 1; j >= 0; --j) {
       int64_t outer = order[j], inner = order[place];
       if (says_nothing(outer) || says_nothing(inner)) continue;
@@ -166,12 +164,26 @@ inline Tensor empty_in_order(const Tensor& x, const std::vector<int64_t>& size, 
       std::swap(order[j], order[place]);
       place = j;
     }
+  return order;
+}
+
+// Strides of a tensor without gaps whose dimensions lie in memory in this order, the innermost last.
+inline std::vector<int64_t> packed_strides(const std::vector<int64_t>& size, const std::vector<int64_t>& order) {
+  std::vector<int64_t> stride(size.size());
   int64_t step = 1;
-  for (int64_t i = dimensions; i-- > 0;) {
+  for (size_t i = order.size(); i-- > 0;) {
     stride[order[i]] = step;
     step *= size[order[i]] > 1 ? size[order[i]] : 1;
   }
-  return empty_strided(x, dtype_code(x), dimensions, size.data(), stride.data());
+  return stride;
+}
+
+// An uninitialised tensor of these sizes without gaps, its dimensions in memory in the order of x's strides; the dimensions
+// from `sorted` on are innermost and keep their order. The same rule as dense_strides in ops/_layout.py.
+inline Tensor empty_in_order(const Tensor& x, const std::vector<int64_t>& size, int64_t sorted) {
+  std::vector<int64_t> order = memory_order(x, 0, sorted);
+  for (int64_t d = sorted; d < x.dim(); ++d) order.push_back(d);
+  return empty_strided(x, dtype_code(x), size.size(), size.data(), packed_strides(size, order).data());
 }
 
 // Like x, whose last dimension is innermost.
