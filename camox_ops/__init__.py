@@ -8,6 +8,7 @@ from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
+from .ops.moe import Routing, moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
 from .ops.spatial_gradient import spatial_gradient
@@ -17,6 +18,7 @@ __version__ = _C.build_info()["version"]
 __all__ = [
     "EdgeMaps",
     "FrequencyBands",
+    "Routing",
     "build_info",
     "check_errors",
     "dropout",
@@ -25,6 +27,10 @@ __all__ = [
     "frequency_bands",
     "isa",
     "layer_norm2d",
+    "moe_aux_loss",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_route",
     "nn",
     "reference",
     "rope",

@@ -12,6 +12,7 @@ from .dropout import (
     sparse_gate_backward,
 )
 from .edge import edge_maps, edge_maps_backward
+from .moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .norm2d import layer_norm2d, layer_norm2d_backward
 from .rope import rope, rope_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
@@ -27,6 +28,10 @@ __all__ = [
     "frequency_bands_backward",
     "layer_norm2d",
     "layer_norm2d_backward",
+    "moe_aux_loss",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_route",
     "philox4x32",
     "rope",
     "rope_backward",
