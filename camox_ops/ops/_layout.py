@@ -34,16 +34,14 @@ def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return value if value.is_contiguous() else value.contiguous()
 
 
-def dense_strides(x: torch.Tensor) -> list[int]:
-    """Strides of a tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last
-    innermost. Dimensions of stride 0 or size 1 say nothing about the order."""
-    sizes, strides = x.shape, x.stride()
-    order = list(range(x.dim()))
+def memory_order(sizes, strides) -> list[int]:
+    """Dimensions in the order of their strides, the innermost last. Those of stride 0 or size 1 say nothing about it."""
+    order = list(range(len(sizes)))
 
     def says_nothing(d):
         return strides[d] == 0 or sizes[d] == 1
 
-    for i in range(1, x.dim() - 1):
+    for i in range(1, len(order)):
         place = i
         for j in reversed(range(i)):
             outer, inner = order[j], order[place]
@@ -53,8 +51,29 @@ def dense_strides(x: torch.Tensor) -> list[int]:
                 break
             order[j], order[place] = inner, outer
             place = j
-    dense, step = [0] * x.dim(), 1
+    return order
+
+
+def packed_strides(sizes, order: list[int]) -> list[int]:
+    """Strides of a tensor without gaps whose dimensions lie in memory in this order, the innermost last."""
+    dense, step = [0] * len(sizes), 1
     for d in reversed(order):
         dense[d] = step
         step = step * (sizes[d] if sizes[d] > 1 else 1)
     return dense
+
+
+def dense_strides(x: torch.Tensor) -> list[int]:
+    """Strides of a tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last
+    innermost."""
+    sizes = x.shape
+    return packed_strides(sizes, [*memory_order(sizes[:-1], x.stride()[:-1]), len(sizes) - 1])
+
+
+def empty_rows(x: torch.Tensor, leading: int, outer: tuple[int, ...]) -> torch.Tensor:
+    """An uninitialised tensor in which `outer` stands for the first `leading` dimensions of x: rows without gaps, their
+    dimensions in memory in the order of x's strides."""
+    inner, lead = x.shape[leading:], len(outer)
+    sizes = (*outer, *inner)
+    order = [*range(lead), *(lead + d for d in memory_order(inner, x.stride()[leading:]))]
+    return x.new_empty_strided(sizes, packed_strides(sizes, order))

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import reference
 from . import _check
+from ._layout import as_read, empty_rows
+from ._register import one_by_one, register
 
 SCORES = ("topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
 AUX_LOSSES = ("switch", "importance_cv2", "z", "usage_mse")
@@ -70,6 +71,8 @@ def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> 
     if x.dim() < 1 or x.shape[0] != rows:
         raise ValueError(f"{op}: x must have shape ({rows}, ...), as many rows as were routed, got {tuple(x.shape)}")
     _check.same_device(op, "routing", routing.position, x)
+    if not padded and _is_sorted(routing):
+        return x.view_as(x)
     return _dispatch(x, routing.experts, routing.offsets, routing.position, _capacity(routing) if padded else None)
 
 
@@ -80,7 +83,7 @@ def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None
     _check.tensor(op, "y", y)
     padded = _check_combined(op, y, routing, padded)
     _check.same_device(op, "routing", routing.position, y)
-    weights = routing.weights.to(_check.computed_in(y))
+    weights = as_read(routing.weights, _check.computed_in(y))
     capacity = _capacity(routing) if padded else None
     return _combine(y, weights, routing.experts, routing.offsets, routing.position, capacity)
 
@@ -102,7 +105,7 @@ def moe_aux_loss(
     _check.same_device(op, "routing", routing.counts, logits)
     if kind == "usage_mse":
         logits = logits.detach()
-    return _aux_loss(logits, routing.counts, valid, kind, routing.top_k)
+    return _aux_loss(logits, routing.counts, valid, kind, routing.top_k)[0]
 
 
 def _check_logits(op: str, logits) -> None:
@@ -135,6 +138,16 @@ def _check_routing(op: str, routing) -> None:
         raise TypeError(f"{op}: routing must be a Routing, what moe_route returns, got {type(routing).__name__}")
 
 
+def _is_sorted(routing: Routing) -> bool:
+    """Whether the copies are the rows as they lie, where that can be told without waiting for a device or a graph."""
+    position = routing.position
+    if routing.top_k != 1 or type(position) is not torch.Tensor or position.device.type != "cpu":
+        return False
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return torch.equal(position, torch.arange(position.shape[0]))
+
+
 def _capacity(routing: Routing) -> int:
     """Without a limit an expert gets at most one copy of every row."""
     return routing.experts.shape[0] if routing.capacity is None else routing.capacity
@@ -164,20 +177,146 @@ def _check_combined(op: str, y: torch.Tensor, routing: Routing, padded: bool | N
     return padded
 
 
-def _route(logits, valid, top_k, score, capacity):
-    real = logits.to(_check.computed_in(logits))
-    return reference.moe_route(real, top_k, score=score, capacity=capacity, valid=valid)
+
+def _save_route(ctx, inputs, output):
+    logits, _, _, ctx.score, _ = inputs
+    _, experts, *_, position = output
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(logits, experts, position)
+    ctx.set_materialize_grads(False)
 
 
-def _dispatch(x, experts, offsets, position, capacity):
-    return reference.moe_dispatch(x, experts, offsets, position, capacity=capacity)
+def _route_backward(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 5
+    return _moe_route_backward(grad, *ctx.saved_tensors, ctx.score), *(None,) * 4
 
 
-def _combine(y, weights, experts, offsets, position, capacity):
-    real = y.to(weights.dtype)
-    return reference.moe_combine(real, weights, experts, offsets, position, capacity=capacity).to(y.dtype)
+def _fake_route(logits, valid, top_k, score, capacity):
+    rows, num_experts = logits.shape
+
+    def indices(*shape):
+        return logits.new_empty(shape, dtype=torch.int64)
+
+    weights = logits.new_empty((rows, top_k), dtype=_check.computed_in(logits))
+    slots = rows * top_k
+    experts, counts, offsets = indices(rows, top_k), indices(num_experts), indices(num_experts + 1)
+    return weights, experts, counts, offsets, indices(slots), indices(slots)
 
 
-def _aux_loss(logits, counts, valid, kind, top_k):
-    real = logits.to(_check.computed_in(logits))
-    return reference.moe_aux_loss(real, counts, top_k, kind=kind, valid=valid)
+def _save_dispatch(ctx, inputs, output):
+    _, *routed, ctx.capacity = inputs
+    ctx.save_for_backward(*routed)
+    ctx.set_materialize_grads(False)
+
+
+def _dispatch_backward(ctx, grad):
+    if grad is None:
+        return (None,) * 5
+    return _moe_dispatch_backward(grad, *ctx.saved_tensors, ctx.capacity), *(None,) * 4
+
+
+def _fake_dispatch(x, experts, offsets, position, capacity):
+    return empty_rows(x, 1, _outer(experts, offsets, capacity))
+
+
+def _fake_rows(y, experts, offsets, position, capacity):
+    return empty_rows(y, 1 if capacity is None else 2, (experts.shape[0],))
+
+
+def _outer(experts, offsets, capacity: int | None) -> tuple[int, ...]:
+    """The leading dimensions of what is dispatched."""
+    return (experts.shape[0] * experts.shape[1],) if capacity is None else (offsets.shape[0] - 1, capacity)
+
+
+def _save_combine(ctx, inputs, output):
+    *tensors, ctx.capacity = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _combine_backward(ctx, grad):
+    if grad is None:
+        return (None,) * 6
+    return *_moe_combine_backward(grad, *ctx.saved_tensors, ctx.capacity), *(None,) * 4
+
+
+def _fake_combine_backward(grad, y, weights, experts, offsets, position, capacity):
+    outer = _outer(experts, offsets, capacity)
+    return empty_rows(y, len(outer), outer), torch.empty_like(weights, memory_format=torch.contiguous_format)
+
+
+def _save_aux(ctx, inputs, output):
+    logits, _, valid, ctx.kind, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, output[1], valid)
+    ctx.set_materialize_grads(False)
+
+
+def _aux_backward(ctx, grad, _):
+    if grad is None:
+        return (None,) * 5
+    return _moe_aux_loss_backward(grad, *ctx.saved_tensors, ctx.kind), *(None,) * 4
+
+
+def _fake_aux(logits, counts, valid, kind, top_k):
+    real = _check.computed_in(logits)
+    return logits.new_empty((), dtype=real), logits.new_empty(logits.shape[1], dtype=real)
+
+
+def _first_derivative(name: str, fake):
+    """The backward of moe_`name`, which has none of its own."""
+
+    def refuse(ctx, *grads):
+        raise NotImplementedError(f"moe_{name}: second derivatives are not implemented")
+
+    return register(
+        f"moe_{name}_backward",
+        fake=fake,
+        setup_context=lambda ctx, inputs, output: None,
+        backward=refuse,
+        vmap=_one_by_one(f"moe_{name}_backward"),
+    )
+
+
+def _one_by_one(name: str):
+    """Every sample is routed on its own."""
+    return lambda info, in_dims, *args: one_by_one(getattr(torch.ops.camox_ops, name), info, in_dims, args)
+
+
+def _like_logits(grad, logits, *_):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+_route = register(
+    "moe_route",
+    fake=_fake_route,
+    setup_context=_save_route,
+    backward=_route_backward,
+    vmap=_one_by_one("moe_route"),
+)
+_dispatch = register(
+    "moe_dispatch",
+    fake=_fake_dispatch,
+    setup_context=_save_dispatch,
+    backward=_dispatch_backward,
+    vmap=_one_by_one("moe_dispatch"),
+)
+_combine = register(
+    "moe_combine",
+    fake=lambda y, weights, *routed: _fake_rows(y, *routed),
+    setup_context=_save_combine,
+    backward=_combine_backward,
+    vmap=_one_by_one("moe_combine"),
+)
+_aux_loss = register(
+    "moe_aux_loss",
+    fake=_fake_aux,
+    setup_context=_save_aux,
+    backward=_aux_backward,
+    vmap=_one_by_one("moe_aux_loss"),
+)
+_moe_route_backward = _first_derivative("route", _like_logits)
+_moe_dispatch_backward = _first_derivative("dispatch", _fake_rows)
+_moe_combine_backward = _first_derivative("combine", _fake_combine_backward)
+_moe_aux_loss_backward = _first_derivative("aux_loss", _like_logits)

@@ -139,15 +139,14 @@ inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions
   return Tensor(handle);
 }
 
-// An uninitialised tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last innermost.
-// Dimensions of stride 0 or size 1 say nothing about the order. The same rule as dense_strides in ops/_layout.py.
-inline Tensor empty_in_order(const Tensor& x) {
+// x's dimensions from `begin` up to `end` in the order of their strides, the innermost last. Dimensions of stride 0 or size 1
+// say nothing about the order. The same rule as memory_order in ops/_layout.py.
+inline std::vector<int64_t> memory_order(const Tensor& x, int64_t begin, int64_t end) {
   auto sizes = x.sizes(), strides = x.strides();
-  const int64_t dimensions = x.dim();
-  std::vector<int64_t> order(dimensions), stride(dimensions);
-  for (int64_t d = 0; d < dimensions; ++d) order[d] = d;
+  std::vector<int64_t> order;
+  for (int64_t d = begin; d < end; ++d) order.push_back(d);
   auto says_nothing = [&](int64_t d) { return strides[d] == 0 || sizes[d] == 1; };
-  for (int64_t i = 1; i < dimensions - 1; ++i)
+  for (int64_t i = 1; i < end - begin; ++i)
     for (int64_t place = i, j = i - 1; j >= 0; --j) {
       int64_t outer = order[j], inner = order[place];
       if (says_nothing(outer) || says_nothing(inner)) continue;
@@ -155,6 +154,16 @@ inline Tensor empty_in_order(const Tensor& x) {
       std::swap(order[j], order[place]);
       place = j;
     }
+  return order;
+}
+
+// An uninitialised tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last innermost.
+// The same rule as dense_strides in ops/_layout.py.
+inline Tensor empty_in_order(const Tensor& x) {
+  auto sizes = x.sizes();
+  const int64_t dimensions = x.dim();
+  std::vector<int64_t> order = memory_order(x, 0, dimensions - 1), stride(dimensions);
+  order.push_back(dimensions - 1);
   int64_t step = 1;
   for (int64_t i = dimensions; i-- > 0;) {
     stride[order[i]] = step;
