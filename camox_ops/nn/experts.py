@@ -15,8 +15,8 @@ from .norm2d import LayerNorm2d
 
 
 class TextureExpert(nn.Module):
-    """Texture of (B, dim, H, W) at four scales: 1x1 convolutions to dim/4 channels, 3x3 convolutions of dilation 1 to 4,
-    LayerNorm2d and GELU; the four together through a 1x1 convolution, LayerNorm2d and GELU; plus x.
+    """Texture of (B, dim, H, W) at four scales: 1x1 convolutions to dim/4 channels, 3x3 convolutions of dilation 1 to
+    4, LayerNorm2d and GELU; the four together through a 1x1 convolution, LayerNorm2d and GELU; plus x.
 
     Stands for TextureExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
     dim must be a multiple of 4."""
@@ -57,8 +57,8 @@ class TextureExpert(nn.Module):
 class LinearPixelAttention(nn.Module):
     """Attention over the pixels of (B, dim, H, W) in num_heads heads, with dropout and a residual.
 
-    q and k become elu + 1, each divided by its sum over the head's channels; k^T v is computed before q is multiplied, so
-    that the cost grows with H*W and not with its square."""
+    q and k become elu + 1, each divided by its sum over the head's channels; k^T v is computed before q is multiplied,
+    so that the cost grows with H*W and not with its square."""
 
     def __init__(self, dim: int, num_heads: int = 8, drop_path: float = 0.1):
         super().__init__()
@@ -123,8 +123,8 @@ class HybridExpert(nn.Module):
 
 
 class SemanticContextExpert(nn.Module):
-    """Context of (B, dim, H, W) from adaptive average poolings to 8x8, 4x4, 2x2 and 1: each through a 1x1 convolution to
-    dim/4 channels, LayerNorm2d and GELU, and bilinearly back to HxW; the four together through a 1x1 convolution,
+    """Context of (B, dim, H, W) from adaptive average poolings to 8x8, 4x4, 2x2 and 1: each through a 1x1 convolution
+    to dim/4 channels, LayerNorm2d and GELU, and bilinearly back to HxW; the four together through a 1x1 convolution,
     LayerNorm2d and GELU; plus x.
 
     Stands for SemanticContextExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and

@@ -34,9 +34,9 @@ def _warn_of_usage_mse() -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            "MoELayer's default aux_loss='usage_mse' is made of counts and has no gradient: it reports how unevenly the "
-            "experts are used and does not balance them. aux_loss='switch' does; aux_loss='usage_mse' says that this "
-            "one is meant.",
+            "MoELayer's default aux_loss='usage_mse' is made of counts and has no gradient: it reports how unevenly "
+            "the experts are used and does not balance them. aux_loss='switch' does; aux_loss='usage_mse' says that "
+            "this one is meant.",
             stacklevel=3,
         )
 
@@ -45,35 +45,35 @@ class MoELayer(nn.Module):
     """Each picture of x (B, in_channels, H, W) goes through the top_k experts that its gate chooses, weighted by the
     softmax of their logits.
 
-    Stands for MoELayer of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor, parameters and results.
-    The gate is a global mean and a 1x1 convolution. That module runs expert by expert for every single picture and waits
-    for the device before each; this one sorts the pictures by expert (moe_route, moe_dispatch), calls each expert that
-    was chosen once, on its pictures together, and adds up with moe_combine. A picture's result is what it is alone, so
-    long as no expert mixes the pictures of a batch (BatchNorm in training does: its statistics are then those of the
-    pictures that chose the expert together) and none draws random numbers (dropout draws for the group). Experts that
-    no picture chose are not run: their parameters keep grad=None.
+    Stands for MoELayer of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor, parameters, results.
+    The gate is a global mean and a 1x1 convolution. That module calls an expert for every choice of every picture and
+    waits for the device before each; this one sorts the pictures by expert (moe_route, moe_dispatch), calls each expert
+    that was chosen once, on its pictures together, and adds up with moe_combine. A picture's result is what it is
+    alone, so long as no expert mixes the pictures of a batch (BatchNorm in training does: its statistics are then those
+    of the pictures that chose the expert together) and none draws random numbers (dropout draws for the group).
+    Experts that no picture chose are not run: their parameters keep grad=None.
 
-    Differences: a top_k above num_experts is refused, not lowered; among equal logits the lower expert is chosen; NaN in
-    the gate's logits is an error (moe_route).
+    Differences: a top_k above num_experts is refused, not lowered; among equal logits the lower expert is chosen; NaN
+    in the gate's logits is an error (see moe_route).
 
     Args:
         in_channels: C.
-        num_experts: E; without `experts`, CamoXpert's seven classes in turn: Texture, Attention, Hybrid, Frequency, Edge,
-            SemanticContext, Contrast; in_channels must then be a multiple of 8.
+        num_experts: E; without `experts`, CamoXpert's seven classes in turn: Texture, Attention, Hybrid, Frequency,
+            Edge, SemanticContext, Contrast; in_channels must then be a multiple of 8.
         top_k: experts per picture, 1 to E.
-        experts: num_experts modules to use instead, as unlike as one likes: each maps (n, C, H, W) to that shape and x's
-            dtype (under autocast, float32 or the autocast dtype will do).
+        experts: num_experts modules to use instead, as unlike as one likes: each maps (n, C, H, W) to that shape and
+            x's dtype (under autocast, float32 or the autocast dtype will do).
         aux_loss: the second result. "usage_mse", the default and the users', is 0.01 times the mean squared distance of
             the experts' shares from 1/E: made of counts, it has NO GRADIENT and balances nothing, and who leaves the
             default is warned once. "switch", "importance_cv2" and "z" (camox_ops.moe_aux_loss) have one.
         score: how weights come from logits, as for camox_ops.moe_route.
         capacity_factor: an expert takes at most ceil(capacity_factor * B * top_k / E) pictures; later ones lose that
             expert's share. None: no limit.
-        sync: "counts": the host reads how many pictures each expert has, once per call; on CUDA the copy runs beside the
-            gate's and dispatch's work and is waited for just before the first expert. "none": nothing is read, shapes do
-            not depend on data, so a CUDA graph can capture it; every expert runs on its whole capacity (all B pictures
-            without capacity_factor), filled up with zero pictures that are not used, and gets zero gradients where no
-            picture chose it.
+        sync: "counts": the host reads how many pictures each expert has, once per call; on CUDA the copy runs beside
+            the gate's and dispatch's work and is waited for just before the first expert. "none": nothing is read and
+            no shape depends on data, so a CUDA graph can capture it; every expert runs on its whole capacity (all B
+            pictures without capacity_factor), filled up with pictures of zeros that are not used, and gets zero
+            gradients where no picture chose it.
         streams: on CUDA, run the experts on streams of their own. Off by default: not yet measured on a GPU."""
 
     def __init__(
