@@ -324,7 +324,7 @@ def test_command_line_trains_with_every_option(tmp_path, small_set, capsys):
         f"train --dataset-path builtin --checkpoint-dir {tmp_path} --backbone tiny --num-experts 7 --batch-size 4 "
         "--accumulation-steps 2 --img-size 32 --epochs 2 --stage1-epochs 1 --lr 0.001 --num-workers 0 "
         "--deep-supervision --gradient-checkpointing --use-ema --no-amp --ops torch --seed 3 --device cpu "
-        "--log-interval 1"
+        "--log-interval 1 --aux-loss switch"
     )
     assert cli.main(options.split()) == 0
     history = json.loads((tmp_path / "history.json").read_text())

@@ -12,6 +12,7 @@ from . import distributed
 from .checkpoint import CheckpointError
 from .data import BUILTIN, DatasetError
 from .engine import CHECKPOINTING, Config, Trainer, TrainingError
+from .moe import AUX_LOSSES
 from .ops import OPS
 
 HELP = {
@@ -35,6 +36,7 @@ HELP = {
     "ema_decay": "decay of the average per optimizer step",
     "resume_from": "checkpoint to go on from, to the same numbers as an unbroken run",
     "no_amp": "float32 instead of float16 (CUDA) or bfloat16 (CPU)",
+    "aux_loss": "usage_mse as the users have it, which has no gradient, or switch, which balances the experts",
     "ops": "build the model from camox_ops or from stock PyTorch",
     "seed": "seed of weights, order, augmentation and dropout",
     "device": "cpu, cuda or cuda:N",
@@ -56,7 +58,7 @@ def build_parser():
         else:
             kind = {int: int, float: float, int | None: int}.get(field.type, str)
             default = ("cuda" if torch.cuda.is_available() else "cpu") if field.name == "device" else field.default
-            choices = {"ops": OPS, "gradient_checkpointing": CHECKPOINTING}.get(field.name)
+            choices = {"ops": OPS, "aux_loss": AUX_LOSSES, "gradient_checkpointing": CHECKPOINTING}.get(field.name)
             described = {"type": kind, "default": default, "choices": choices, "help": HELP[field.name]}
             if field.name == "gradient_checkpointing":
                 described |= {"nargs": "?", "const": "on"}  # a mere flag turns it on, as in the users' program

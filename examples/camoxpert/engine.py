@@ -54,6 +54,7 @@ class Config:
     resume_from: str | None = None
     no_amp: bool = False
     ops: str = "camox"
+    aux_loss: str = "usage_mse"
     seed: int = 42
     device: str = "cpu"
     log_interval: int = 20
@@ -126,6 +127,7 @@ class Trainer:
             backbone=config.backbone,
             num_experts=config.num_experts,
             ops=config.ops,
+            aux_loss=config.aux_loss,
         ).to(self.device)
         self.criterion = AdvancedCODLoss().to(self.device)
         self.precision = Precision(self.device, enabled=not config.no_amp)
