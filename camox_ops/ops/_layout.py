@@ -35,7 +35,7 @@ def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def memory_order(sizes, strides) -> list[int]:
-    """Dimensions in the order of their strides, the innermost last. Those of stride 0 or size 1 say nothing about it."""
+    """Dimensions in the order of their strides, the innermost last. Those of stride 0 or size 1 say nothing of it."""
     order = list(range(len(sizes)))
 
     def says_nothing(d):

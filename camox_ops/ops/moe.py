@@ -1,4 +1,4 @@
-"""moe_route, moe_dispatch, moe_combine, moe_aux_loss: a sparse mixture of experts without a loop over rows or a sync."""
+"""moe_route, moe_dispatch, moe_combine, moe_aux_loss: sparse mixture of experts without a loop over rows or a sync."""
 
 from __future__ import annotations
 
@@ -161,7 +161,8 @@ def _check_combined(op: str, y: torch.Tensor, routing: Routing, padded: bool | N
     if padded is None:
         if fits_sorted and fits_padded and routing.capacity is not None:
             raise ValueError(
-                f"{op}: y of shape {tuple(y.shape)} may be ({slots}, ...) or ({places[0]}, {places[1]}, ...): say padded="
+                f"{op}: y of shape {tuple(y.shape)} may be ({slots}, ...) or ({places[0]}, {places[1]}, ...): "
+                "say which with padded="
             )
         padded = fits_padded and not fits_sorted
         if not padded and not fits_sorted:
@@ -175,7 +176,6 @@ def _check_combined(op: str, y: torch.Tensor, routing: Routing, padded: bool | N
         expected = f"({places[0]}, {places[1]}, ...)" if padded else f"({slots}, ...)"
         raise ValueError(f"{op}: y must have shape {expected} with padded={padded}, got {tuple(y.shape)}")
     return padded
-
 
 
 def _save_route(ctx, inputs, output):

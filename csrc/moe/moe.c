@@ -54,9 +54,9 @@ int camox_moe_check_places(const camox_moe_rows_params *p) {
     if (p->position[slot] == -1) continue;
     int64_t place = p->position[slot] < 0 ? -1 : camox_moe_place(p, slot);
     if (place < 0 || place >= places || (p->capacity >= 0 && place / p->capacity != p->experts[slot]))
-      status = camox_fail(CAMOX_INVALID_ARGUMENT,
-                          "moe: routing.position must be -1 or a place among %lld, got %lld in slot %lld", (long long)places,
-                          (long long)p->position[slot], (long long)slot);
+      status =
+          camox_fail(CAMOX_INVALID_ARGUMENT, "moe: routing.position must be -1 or a place among %lld, got %lld in slot %lld",
+                     (long long)places, (long long)p->position[slot], (long long)slot);
   }
   return status;
 }
@@ -124,11 +124,6 @@ void camox_moe_place_slots(const camox_moe_route_params *p, int64_t begin, int64
   }
 }
 
-/* Sums in double, also of float32: there are few. */
-static double partial_at(const camox_moe_route_params *p, int64_t i) {
-  return p->dtype == CAMOX_F64 ? ((const double *)p->partial)[i] : ((const float *)p->partial)[i];
-}
-
 static void store_real(const camox_moe_route_params *p, void *to, int64_t i, double value) {
   if (p->dtype == CAMOX_F64)
     ((double *)to)[i] = value;
@@ -140,7 +135,7 @@ static void store_real(const camox_moe_route_params *p, void *to, int64_t i, dou
 static double sum_blocks(const camox_moe_route_params *p, int64_t column) {
   double sum = 0;
   const int64_t blocks = camox_moe_blocks(p);
-  for (int64_t block = 0; block < blocks; ++block) sum += partial_at(p, block * (p->num_experts + 2) + column);
+  for (int64_t block = 0; block < blocks; ++block) sum += ((const double *)p->partial)[block * (p->num_experts + 2) + column];
   return sum;
 }
 
@@ -206,11 +201,10 @@ CAMOX_DECLARE_KERNELS(camox_moe_dispatch_kernel, camox_moe_rows_kernel)
 CAMOX_DECLARE_KERNELS(camox_moe_combine_kernel, camox_moe_rows_kernel)
 CAMOX_DECLARE_KERNELS(camox_moe_combine_backward_kernel, camox_moe_rows_kernel)
 
-#define MOE_TABLE(name, type)                                               \
-  type *camox_moe_##name(camox_dtype dtype, camox_isa isa) {                \
-    static type *const kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] =        \
-        CAMOX_KERNELS(camox_moe_##name##_kernel);                           \
-    return kernels[dtype][isa];                                             \
+#define MOE_TABLE(name, type)                                                                                  \
+  type *camox_moe_##name(camox_dtype dtype, camox_isa isa) {                                                   \
+    static type *const kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_moe_##name##_kernel); \
+    return kernels[dtype][isa];                                                                                \
   }
 MOE_TABLE(choose, camox_moe_route_kernel)
 MOE_TABLE(route_backward, camox_moe_route_kernel)

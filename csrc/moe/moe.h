@@ -10,23 +10,21 @@
              slots with a copy chose e, -1 without a copy, whose weight is 0; order: the slot of each place, -1 past the last.
    rows      any trailing shape, one dense block a row of `row_size` elements, the same order in all tensors of a call.
              dispatch  place[position[s]] = row[s/K], zeros in the other places
-             combine   row[r] = sum over k, in their order, of weight * place[position[r*K+k]]; without weights dispatch's backward
-             backward  grad_place = weight * grad_row, zeros in the other places; grad_weight = <grad_row, place>, 0 without one
+             combine   row[r] = sum over k, in their order, of weight * place[position[r*K+k]]; without weights dispatch's
+   backward backward  grad_place = weight * grad_row, zeros in the other places; grad_weight = <grad_row, place>, 0 without one
              padded (capacity >= 0): the place of slot s is experts[s]*capacity + position[s] - offsets[experts[s]].
    aux loss  p = softmax(logits), n = valid rows (at least 1), f = counts/(n*K), S[e] = sum of p over valid rows:
              switch  E * sum(f * S/n)    importance_cv2  var(S, biased)/(mean(S)^2 + 1e-10)    z  sum(logsumexp^2)/n
              usage_mse  0.01 * mean((counts/(rows*K + 1e-8) - 1/E)^2), which has no gradient
-             slope[e] = d loss / d S[e], so that d loss / d logit[e] = p[e] * (slope[e] - sum(slope * p)); of z 2/n for each e, and
-             d loss / d logit[e] = slope[e] * logsumexp * p[e].
-   dtypes    float32, bfloat16, float16, computed in float32; float64. Weights, losses, slopes are of the type computed in.
-   order     of every sum is set by the shape alone; the copies of an expert lie in the order of their rows.
-   backward  of route: the logits are read again; of combine: y and the weights are. Nothing else is saved.
-   errors    CAMOX_INVALID_ARGUMENT: unknown dtype or kind, a negative size, E beyond 1024, top_k of 0 or beyond E. Values, on the
-             CPU: NaN among the logits of a valid row; offsets, experts and positions that lie out of bounds. On CUDA such a row's
-             weights, such a slot's elements become NaN and CAMOX_ERROR_MOE_* is set (common/device_errors.h); nothing is
-             written out of bounds.
-   source    Shazeer et al., arXiv 1701.06538 (importance); Switch Transformers, arXiv 2101.03961 (switch, capacity); ST-MoE, arXiv
-             2202.08906 (z); usage_mse: MoELayer of CamoXpert. */
+             slope[e] = d loss / d S[e], so that d loss / d logit[e] = p[e] * (slope[e] - sum(slope * p)); of z 2/n for each e,
+   and d loss / d logit[e] = slope[e] * logsumexp * p[e]. dtypes    float32, bfloat16, float16, computed in float32; float64.
+   Weights, losses, slopes are of the type computed in. order     of every sum is set by the shape alone; the copies of an
+   expert lie in the order of their rows. backward  of route: the logits are read again; of combine: y and the weights are.
+   Nothing else is saved. errors    CAMOX_INVALID_ARGUMENT: unknown dtype or kind, a negative size, E beyond 1024, top_k of 0 or
+   beyond E. Values, on the CPU: NaN among the logits of a valid row; offsets, experts and positions that lie out of bounds. On
+   CUDA such a row's weights, such a slot's elements become NaN and CAMOX_ERROR_MOE_* is set (common/device_errors.h); nothing
+   is written out of bounds. source    Shazeer et al., arXiv 1701.06538 (importance); Switch Transformers, arXiv 2101.03961
+   (switch, capacity); ST-MoE, arXiv 2202.08906 (z); usage_mse: MoELayer of CamoXpert. */
 #ifndef CAMOX_MOE_H
 #define CAMOX_MOE_H
 
@@ -40,12 +38,7 @@ extern "C" {
 #define CAMOX_MOE_MOST_EXPERTS 1024
 
 typedef enum { CAMOX_MOE_TOPK_SOFTMAX = 0, CAMOX_MOE_SOFTMAX_TOPK = 1, CAMOX_MOE_SIGMOID_TOPK = 2 } camox_moe_score;
-typedef enum {
-  CAMOX_MOE_SWITCH = 0,
-  CAMOX_MOE_IMPORTANCE_CV2 = 1,
-  CAMOX_MOE_Z = 2,
-  CAMOX_MOE_USAGE_MSE = 3
-} camox_moe_aux;
+typedef enum { CAMOX_MOE_SWITCH = 0, CAMOX_MOE_IMPORTANCE_CV2 = 1, CAMOX_MOE_Z = 2, CAMOX_MOE_USAGE_MSE = 3 } camox_moe_aux;
 
 /* Of the route, its backward, the losses and their backward. What has no strides is dense; [rows,K] is written [slots]. */
 typedef struct {
@@ -65,7 +58,7 @@ typedef struct {
      scanned, which slot of each expert its first is. CUDA: the same, [blocks, E]. */
   int64_t *block_counts; /* [blocks, E+1] */
   /* Losses. */
-  void *partial;     /* [blocks, E+2]: sums of p, of logsumexp^2, of valid rows */
+  void *partial;     /* [blocks, E+2], double, on CUDA float: sums of p, of logsumexp^2, of valid rows */
   void *loss;        /* [1] */
   void *slope;       /* [E] */
   const void *grad;  /* backward: [slots] to the weights, or [1] to the loss */

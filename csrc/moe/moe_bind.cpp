@@ -17,9 +17,10 @@ int score_of(const std::string& score) {
   if (score == "topk_softmax" || score == "softmax_topk_renorm") return CAMOX_MOE_TOPK_SOFTMAX;
   if (score == "softmax_topk") return CAMOX_MOE_SOFTMAX_TOPK;
   if (score == "sigmoid_topk") return CAMOX_MOE_SIGMOID_TOPK;
-  throw std::invalid_argument("moe_route: score must be 'topk_softmax', 'softmax_topk', 'softmax_topk_renorm' or "
-                              "'sigmoid_topk', got '" +
-                              score + "'");
+  throw std::invalid_argument(
+      "moe_route: score must be 'topk_softmax', 'softmax_topk', 'softmax_topk_renorm' or "
+      "'sigmoid_topk', got '" +
+      score + "'");
 }
 
 int aux_of(const std::string& kind) {
@@ -45,8 +46,7 @@ const int64_t* data_of(const Tensor& value) { return static_cast<const int64_t*>
 
 camox_moe_route_params route_params(const Tensor& logits, int64_t top_k, const char* op) {
   if (logits.dim() != 2)
-    throw std::invalid_argument(std::string(op) + ": logits must have 2 dimensions (rows, experts), got " +
-                                text(logits.dim()));
+    throw std::invalid_argument(std::string(op) + ": logits must have 2 dimensions (rows, experts), got " + text(logits.dim()));
   camox_moe_route_params p{};
   p.dtype = dtype_of(logits, op);
   p.rows = logits.size(0), p.num_experts = logits.size(1), p.top_k = top_k, p.capacity = -1;
@@ -137,8 +137,8 @@ Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const 
   return grad_logits;
 }
 
-std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& given_counts, OptionalTensor valid, std::string kind,
-                                        int64_t top_k) {
+std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& given_counts, OptionalTensor valid,
+                                        std::string kind, int64_t top_k) {
   const char* op = "moe_aux_loss";
   camox_moe_route_params p = route_params(logits, top_k, op);
   p.aux = aux_of(kind);
@@ -146,13 +146,16 @@ std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& give
   check(camox_moe_route_check(&p));
   Tensor counts = indices(given_counts, logits, p.num_experts, op, "counts");
   Tensor loss = empty_real(logits, {}), slope = empty_real(logits, {p.num_experts});
-  Tensor partial = empty_real(logits, {camox_moe_blocks(&p), p.num_experts + 2});
   p.counts = const_cast<int64_t*>(data_of(counts));
-  p.loss = loss.data_ptr(), p.slope = slope.data_ptr(), p.partial = partial.data_ptr();
+  p.loss = loss.data_ptr(), p.slope = slope.data_ptr();
 #ifdef CAMOX_CUDA_PART
+  Tensor partial = empty_real(logits, {camox_moe_blocks(&p), p.num_experts + 2});
+  p.partial = partial.data_ptr();
   launch_told(camox_moe_aux_cuda, p, logits, op);
 #else
   const int64_t blocks = p.aux == CAMOX_MOE_USAGE_MSE ? 0 : camox_moe_blocks(&p);
+  std::vector<double> partial(blocks * (p.num_experts + 2));
+  p.partial = partial.data();
   run(camox_moe_aux_sums(p.dtype, camox_isa_current()), p, blocks, blocks > 0 ? 4 * logits.numel() / blocks : 0);
   camox_moe_aux_finish(&p);
 #endif
