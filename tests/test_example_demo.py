@@ -147,6 +147,11 @@ def test_convolutions_share_of_a_step(pictures, batch):
         both = watch.seconds
         model.backbone(torch.zeros(1, 3, 64, 64))
         assert 0 < forward < both == watch.seconds
+    linear = torch.nn.Linear(3, 5)
+    for other, counted in ((linear.weight, True), (model.final_conv[0].weight, False)):
+        with steptime.Stopwatch([other]) as watch:
+            linear(torch.zeros(2, 3)).sum().backward()
+        assert (watch.seconds > 0) is counted
 
 
 def test_switch_balances_the_experts_and_usage_mse_does_not(pictures):

@@ -55,7 +55,7 @@ def table(result):
     untrained, constant = result["untrained"]["iou"], result["constant_mask_iou"]
     lines.append(f"IoU of the untrained model {untrained:.4f}, of a constant mask {constant:.4f}")
     parity, training = result["parity"], result["training"]
-    lines.append("* time of a step in the convolutions of backbone and decoder, which both op sets leave to PyTorch")
+    lines.append("* of backbone and decoder, pointwise ones (linear layers) too; both op sets leave them to PyTorch")
     header = ("camox-torch", "torch-f64", "camox-f64", "largest value")
     lines += ["", f"{'largest difference of':26}" + "".join(f"{name:>15}" for name in header)]
     for kind, row in parity["kinds"].items():

@@ -10,25 +10,35 @@ from .losses import AdvancedCODLoss
 from .memory import step
 from .steps import build_optimizer
 
-CONVOLUTIONS = {torch.ops.aten.convolution.default: 1, torch.ops.aten.convolution_backward.default: 2}
+aten = torch.ops.aten
+CONVOLUTIONS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+PRODUCTS = {aten.addmm.default, aten.mm.default}
 PARTS = ("backbone", "decoder_blocks", "final_conv", "deep_heads")
 
 
 class Stopwatch(TorchDispatchMode):
-    """Adds up the seconds of the convolutions, forward and backward, whose weight is one of `weights`."""
+    """Adds up the seconds, forward and backward, of the convolutions and linear layers (pointwise convolutions) whose
+    weight is one of `weights`."""
 
     def __init__(self, weights):
         super().__init__()
         self.weights, self.seconds = {weight.data_ptr() for weight in weights}, 0.0
+        self.linear = {weight.shape for weight in weights if weight.dim() == 2}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        place = CONVOLUTIONS.get(function)
-        if place is None or args[place].data_ptr() not in self.weights:
-            return function(*args, **(kwargs or {}))
         start = time.perf_counter()
         result = function(*args, **(kwargs or {}))
-        self.seconds += time.perf_counter() - start
+        if self.counts(function, args, result):
+            self.seconds += time.perf_counter() - start
         return result
+
+    def counts(self, function, args, result):
+        if function in CONVOLUTIONS:
+            return args[CONVOLUTIONS[function]].data_ptr() in self.weights
+        # a linear layer's weight is a factor, or its gradient the result
+        return function in PRODUCTS and (
+            result.shape in self.linear or any(factor.data_ptr() in self.weights for factor in args[-2:])
+        )
 
 
 def convolution_share(model, images, masks, repeats=3):
