@@ -125,9 +125,12 @@ def test_smoke_moe_layer():
 
 
 def test_names_are_the_public_ones():
+    torch.manual_seed(0)
     ours = cx.nn.MoELayer(16, 9, 2)
+    torch.manual_seed(0)
     stock = stock_moe.MoELayer(16, 9, 2)
     assert list(ours.state_dict()) == list(stock.state_dict())
+    assert all(torch.equal(value, stock.state_dict()[name]) for name, value in ours.state_dict().items())
     assert ours.expert_names == [EXPERTS[i % 7] for i in range(9)]
     assert (ours.num_experts, ours.top_k) == (9, 2)
     assert cx.nn.MoELayer(16).num_experts == 5 and cx.nn.MoELayer(16).top_k == 2

@@ -33,9 +33,11 @@ class TextureExpert(nn.Module):
     @staticmethod
     def _branch(dim: int, dilation: int) -> nn.Sequential:
         quarter = dim // 4
-        dilated = nn.Conv2d(quarter, quarter, 3, padding=dilation, dilation=dilation)
         return nn.Sequential(
-            nn.Conv2d(dim, quarter, 1), dilated, LayerNorm2d(quarter, activation="gelu"), nn.Identity()
+            nn.Conv2d(dim, quarter, 1),
+            nn.Conv2d(quarter, quarter, 3, padding=dilation, dilation=dilation),
+            LayerNorm2d(quarter, activation="gelu"),
+            nn.Identity(),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
