@@ -429,9 +429,9 @@ def test_shapes(size, data, score, capacity_factor, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_large_outputs_have_the_same_bits(dtype):
-    """From 8 MiB on stores go past the caches; each channel alone is below that."""
+    """From 32 MiB on stores go past the caches; each channel alone is below that."""
     routing = routed(8, 4, 3)
-    size = (8 << 20) // dtype.itemsize // 8 // 5 + 1
+    size = (32 << 20) // dtype.itemsize // 8 // 5 + 1
     x = picture((8, 5, size, 1), dtype)
     y = cx.moe_dispatch(x, routing)
     out, weights = cx.moe_combine(y, routing), routing.weights.to(real_of(dtype))
