@@ -12,8 +12,8 @@ import pytest
 import torch
 
 one_thread = example_path.one_thread
-MODULES = ("demo_run", "duel", "memory", "parity", "report", "twins")
-demo_run, duel, memory, parity, report, twins = map(example_path.load, MODULES)
+MODULES = ("balance", "demo_run", "duel", "memory", "parity", "report", "steptime", "twins")
+balance, demo_run, duel, memory, parity, report, steptime, twins = map(example_path.load, MODULES)
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = 64
@@ -87,7 +87,11 @@ def test_training_side_by_side_and_its_report(pictures, batch, tmp_path):
         assert len(trained[name]["losses"]) == 8 and np.isfinite(trained[name]["losses"]).all()
         assert trained[name]["images_per_s"] == pytest.approx(4000 / trained[name]["step_ms"])
         assert np.sum(trained[name]["expert_share_per_layer"], 1) == pytest.approx([1] * 4)
+        history = np.array(trained[name]["expert_share_history"])
+        assert history.shape == (8, 4, 7) and history.sum(2) == pytest.approx(np.ones((8, 4)))
+        assert history.mean(0) == pytest.approx(np.array(trained[name]["expert_share_per_layer"]))
         trained[name] |= {"peak_mb": 2.0, "saved_mb": 1.0, "final_loss": 3.0} | dict.fromkeys(report.MEASURES, 0.5)
+        trained[name]["convolution_share"] = 0.625
     assert abs(trained["torch"]["losses"][0] - trained["camox"]["losses"][0]) < 1e-5
     training["early_loss_gaps"] = gaps
     result = {
@@ -99,6 +103,7 @@ def test_training_side_by_side_and_its_report(pictures, batch, tmp_path):
     }
     lines = report.table(result).splitlines()
     assert any(line.startswith("time per step, ms") and line.endswith("x") for line in lines)
+    assert [line.split()[-2:] for line in lines if line.startswith("of it convolutions")] == [["62%", "62%"]]
     assert [line.split()[0] for line in lines if len(line.split()) == 5 and "e-" in line] == list(parity.KINDS)
     picture, mask = pictures.images[0], pictures.masks[0] / 255
     report.draw(tmp_path / "report.png", result, [(picture, mask, {"torch": mask, "camox": mask})] * 3)
@@ -130,6 +135,33 @@ def test_memory_of_known_steps(pictures, batch):
     assert 1.6 < large["saved_mb"] / small["saved_mb"] < 2.1
     assert small["saved_mb"] < small["peak_mb"] < large["peak_mb"]
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+
+
+def test_convolutions_share_of_a_step(pictures, batch):
+    model = build(pictures)["camox"]
+    assert 0 < steptime.convolution_share(model, *batch, repeats=1) < 1
+    with steptime.Stopwatch([model.final_conv[0].weight]) as watch:
+        logits = model.final_conv(torch.zeros(1, 64, 8, 8))
+        forward = watch.seconds
+        logits.sum().backward()
+        both = watch.seconds
+        model.backbone(torch.zeros(1, 3, 64, 64))
+        assert 0 < forward < both == watch.seconds
+    linear = torch.nn.Linear(3, 5)
+    for other, counted in ((linear.weight, True), (model.final_conv[0].weight, False)):
+        with steptime.Stopwatch([other]) as watch:
+            linear(torch.zeros(2, 3)).sum().backward()
+        assert (watch.seconds > 0) is counted
+
+
+def test_switch_balances_the_experts_and_usage_mse_does_not(pictures):
+    """From the same fresh gates; effective experts of 7, the mean of the four layers."""
+    runs = {kind: balance.train(kind, pictures, steps=24, batch_size=6) for kind in ("usage_mse", "switch")}
+    first, last = ({kind: np.mean(run[name]) for kind, run in runs.items()} for name in ("first", "last"))
+    assert first["usage_mse"] == first["switch"] < 5
+    assert last["switch"] > first["switch"] + 1
+    assert last["switch"] > last["usage_mse"] + 1
+    assert np.isfinite(runs["switch"]["losses"]).all()
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 one_thread = example_path.one_thread
-MODULES = ("checkpoint", "cli", "data", "distributed", "ema", "engine", "losses", "progress", "steps")
-checkpoint, cli, data, distributed, ema, engine, losses, progress, steps = map(example_path.load, MODULES)
+MODULES = ("checkpoint", "cli", "data", "distributed", "ema", "engine", "losses", "steps")
+checkpoint, cli, data, distributed, ema, engine, losses, steps = map(example_path.load, MODULES)
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
@@ -22,6 +22,7 @@ SMALL = {
     "batch_size": 4,
     "accumulation_steps": 2,
     "num_workers": 0,
+    "gradient_checkpointing": "off",
     "ops": "torch",
     "no_amp": True,
 }
@@ -114,7 +115,7 @@ def test_the_loss_is_read_only_when_asked(monkeypatch):
         stepper.step()
     monkeypatch.undo()
     assert stepper.take_loss() > 0
-    assert stepper.losses == 0
+    assert stepper.losses.weight == 0
 
 
 def test_learning_rate_rises_then_falls():
@@ -307,21 +308,15 @@ def test_loader_workers_change_no_number(tmp_path, small_set):
     assert runs[0] == runs[1]
 
 
-def test_progress_line(capsys, monkeypatch):
-    line = progress.ProgressLine("epoch 1/2", 10)
-    line.update(5, 40, loss=1.25)
-    assert capsys.readouterr().err.startswith("epoch 1/2 5/10  loss=1.2500  ")
-    monkeypatch.setattr(progress, "gpu_utilisation", lambda: 87)
-    line.update(6, 48, loss=1.0)
-    assert capsys.readouterr().err.endswith("images/s  gpu=87%\n")
-    monkeypatch.undo()
-    assert torch.cuda.is_available() or progress.gpu_utilisation() is None
-
-
-def test_gpu_utilisation_without_bindings(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda: (_ for _ in ()).throw(ModuleNotFoundError("pynvml")))
-    assert progress.gpu_utilisation() is None
+@pytest.mark.parametrize(("batch", "enabled"), [(4, True), (8, False)])
+def test_checkpointing_by_policy(tmp_path, small_set, capsys, batch, enabled):
+    trainer = engine.Trainer(config(tmp_path, batch_size=batch, gradient_checkpointing="auto"))
+    assert trainer.model.gradient_checkpointing is enabled
+    plain = engine.Trainer(config(tmp_path, batch_size=batch)).model.state_dict()
+    assert differing(trainer.model.state_dict(), plain) == []
+    shown = capsys.readouterr().out
+    assert f"gradient checkpointing {'on' if enabled else 'off'}: batch {batch}" in shown
+    assert "loader: num_workers=0 (as asked)" in shown
 
 
 def test_command_line_trains_with_every_option(tmp_path, small_set, capsys):
@@ -329,7 +324,7 @@ def test_command_line_trains_with_every_option(tmp_path, small_set, capsys):
         f"train --dataset-path builtin --checkpoint-dir {tmp_path} --backbone tiny --num-experts 7 --batch-size 4 "
         "--accumulation-steps 2 --img-size 32 --epochs 2 --stage1-epochs 1 --lr 0.001 --num-workers 0 "
         "--deep-supervision --gradient-checkpointing --use-ema --no-amp --ops torch --seed 3 --device cpu "
-        "--log-interval 1"
+        "--log-interval 1 --aux-loss switch"
     )
     assert cli.main(options.split()) == 0
     history = json.loads((tmp_path / "history.json").read_text())

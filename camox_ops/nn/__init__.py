@@ -2,8 +2,22 @@
 
 from .bands import FrequencyExpert
 from .edge import EdgeExpert
+from .experts import AttentionExpert, ContrastExpert, HybridExpert, SemanticContextExpert, TextureExpert
+from .moe import MoELayer
 from .norm2d import LayerNorm2d
 from .rope import RotaryEmbedding
 from .temporal import TemporalEncoder
 
-__all__ = ["EdgeExpert", "FrequencyExpert", "LayerNorm2d", "RotaryEmbedding", "TemporalEncoder"]
+__all__ = [
+    "AttentionExpert",
+    "ContrastExpert",
+    "EdgeExpert",
+    "FrequencyExpert",
+    "HybridExpert",
+    "LayerNorm2d",
+    "MoELayer",
+    "RotaryEmbedding",
+    "SemanticContextExpert",
+    "TemporalEncoder",
+    "TextureExpert",
+]

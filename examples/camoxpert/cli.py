@@ -11,7 +11,8 @@ from camox_ops.train import tune_cpu_allocator
 from . import distributed
 from .checkpoint import CheckpointError
 from .data import BUILTIN, DatasetError
-from .engine import Config, Trainer, TrainingError
+from .engine import CHECKPOINTING, Config, Trainer, TrainingError
+from .moe import AUX_LOSSES
 from .ops import OPS
 
 HELP = {
@@ -28,13 +29,14 @@ HELP = {
     "lr": "highest learning rate",
     "weight_decay": "AdamW's weight decay",
     "backbone_lr_scale": "the backbone's learning rate relative to --lr (0.1 suits pretrained weights)",
-    "num_workers": "loader processes",
+    "num_workers": "loader processes; by the machine when left out",
     "deep_supervision": "add the losses of three coarser predictions",
-    "gradient_checkpointing": "recompute the encoder in the backward pass: less memory, more time",
+    "gradient_checkpointing": "recompute the encoder in the backward pass: on, off, or by batch and free memory",
     "use_ema": "validate with averaged weights",
     "ema_decay": "decay of the average per optimizer step",
     "resume_from": "checkpoint to go on from, to the same numbers as an unbroken run",
     "no_amp": "float32 instead of float16 (CUDA) or bfloat16 (CPU)",
+    "aux_loss": "usage_mse as the users have it, which has no gradient, or switch, which balances the experts",
     "ops": "build the model from camox_ops or from stock PyTorch",
     "seed": "seed of weights, order, augmentation and dropout",
     "device": "cpu, cuda or cuda:N",
@@ -54,10 +56,13 @@ def build_parser():
         elif field.type is bool:
             train.add_argument(option, action="store_true", help=HELP[field.name])
         else:
-            kind = field.type if field.type in (int, float) else str
+            kind = {int: int, float: float, int | None: int}.get(field.type, str)
             default = ("cuda" if torch.cuda.is_available() else "cpu") if field.name == "device" else field.default
-            choices = OPS if field.name == "ops" else None
-            train.add_argument(option, type=kind, default=default, choices=choices, help=HELP[field.name])
+            choices = {"ops": OPS, "aux_loss": AUX_LOSSES, "gradient_checkpointing": CHECKPOINTING}.get(field.name)
+            described = {"type": kind, "default": default, "choices": choices, "help": HELP[field.name]}
+            if field.name == "gradient_checkpointing":
+                described |= {"nargs": "?", "const": "on"}  # a mere flag turns it on, as in the users' program
+            train.add_argument(option, **described)
     return parser
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from camox_ops.train import tune_cpu_allocator
 
-from . import memory, report
+from . import memory, report, steptime
 from .data import BuiltinSet, EpochSampler
 from .duel import batches, early_loss_gaps, train_both, training_set
 from .metrics import constant_mask_iou, evaluate, predict
@@ -46,6 +46,8 @@ def run(mode, folder):
     print("comparing with float64, measuring memory", flush=True)
     parity = compare(models, images[:BATCH], masks[:BATCH])
     used = {name: memory.measure(model, images[:BATCH], masks[:BATCH]) for name, model in models.items()}
+    for name, model in models.items():
+        used[name]["convolution_share"] = steptime.convolution_share(model, images[:BATCH], masks[:BATCH])
 
     def show(step, losses):
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())

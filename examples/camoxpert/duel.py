@@ -14,6 +14,7 @@ from .twins import RoutingRecorder, moved_by_one_rounding, same_routing
 
 WARMUP_STEPS = 5
 EARLY_STEPS = 5
+HISTORY_PARTS = 40
 
 
 def batches(pictures, batch_size, steps, seed=0):
@@ -72,16 +73,23 @@ def summarise(times):
     return {"step_ms": quartiles[1], "step_ms_quartiles": [quartiles[0], quartiles[2]]}
 
 
+def shares(usage):
+    """Counts of pictures, steps of (layers, experts) -> each expert's share of its layer's pictures."""
+    total = sum(usage)
+    return total / total.sum(1, keepdim=True)
+
+
 def train_both(models, pictures, batch_size, steps, lr, seed=0, report=None):
     """Train models {"torch", "camox"} in float32, in alternating order within a step so that drift meets both alike.
 
-    Returns ({name: {"losses", "step_ms", "step_ms_quartiles", "images_per_s", "expert_share_per_layer"}},
-    {"same_routing_share", "first_different_routing"}). report(step, losses) is called now and then.
+    Returns ({name: {"losses", "step_ms", "step_ms_quartiles", "images_per_s", "expert_share_per_layer",
+    "expert_share_history"}}, {"same_routing_share", "first_different_routing"}). The history is the experts' shares per
+    part of the training, at most HISTORY_PARTS of them, and layer. report(step, losses) is called now and then.
     """
     steppers = {name: make_stepper(model, lr) for name, model in models.items()}
     recorders = {name: RoutingRecorder(model) for name, model in models.items()}
     times, losses = {name: [] for name in models}, {name: [] for name in models}
-    usage = dict.fromkeys(models, 0)
+    usage = {name: [] for name in models}
     agreeing, first_split = 0, None
     for index, (images, masks) in enumerate(batches(pictures, batch_size, steps, seed)):
         order = list(models) if index % 2 == 0 else list(models)[::-1]
@@ -94,7 +102,7 @@ def train_both(models, pictures, batch_size, steps, lr, seed=0, report=None):
             times[name].append(time.perf_counter() - start)
             losses[name].append(steppers[name].take_loss())
             chosen[name], counts = recorders[name].take()
-            usage[name] = usage[name] + torch.stack(counts)
+            usage[name].append(torch.stack(counts))
         same = same_routing(chosen["torch"], chosen["camox"])
         agreeing += same
         first_split = index if not same and first_split is None else first_split
@@ -103,11 +111,12 @@ def train_both(models, pictures, batch_size, steps, lr, seed=0, report=None):
     results = {}
     for name in models:
         summary = summarise(times[name])
-        share = usage[name] / usage[name].sum(1, keepdim=True)
+        parts = torch.stack(usage[name]).chunk(HISTORY_PARTS)
         results[name] = {
             **summary,
             "images_per_s": batch_size / summary["step_ms"] * 1000,
             "losses": losses[name],
-            "expert_share_per_layer": share.tolist(),
+            "expert_share_per_layer": shares(usage[name]).tolist(),
+            "expert_share_history": [shares(part).tolist() for part in parts],
         }
     return results, {"same_routing_share": agreeing / steps, "first_different_routing": first_split}

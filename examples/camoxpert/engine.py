@@ -9,18 +9,20 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from camox_ops.train import ProgressBar, gradient_checkpointing_policy, loader_options
+
 from . import checkpoint, distributed
 from .data import BUILTIN, EpochSampler, check_folder, open_split
 from .ema import EMA
 from .losses import AdvancedCODLoss
 from .metrics import evaluate
 from .model import CamoXpert
-from .progress import ProgressLine
 from .steps import Precision, Stepper, build_optimizer, lr_factor
 
 # The coarsest features have 1/32 of the side. At 2x2 or less PyTorch 2.13's AVX-512 bfloat16 convolution leaves weight
 # gradients uninitialised, those of the 7x7 taps that only ever see padding, where they should be 0.
 SMALLEST_BFLOAT16 = 96
+CHECKPOINTING = ("auto", "on", "off")
 
 
 class TrainingError(RuntimeError):
@@ -44,14 +46,15 @@ class Config:
     lr: float = 0.00025
     weight_decay: float = 0.0001
     backbone_lr_scale: float = 1.0
-    num_workers: int = 4
+    num_workers: int | None = None
     deep_supervision: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str = "auto"
     use_ema: bool = False
     ema_decay: float = 0.999
     resume_from: str | None = None
     no_amp: bool = False
     ops: str = "camox"
+    aux_loss: str = "usage_mse"
     seed: int = 42
     device: str = "cpu"
     log_interval: int = 20
@@ -68,11 +71,15 @@ class Config:
             "log_interval": 1,
         }
         for name, least in smallest.items():
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if self.device == "cpu" and not self.no_amp and self.img_size < SMALLEST_BFLOAT16:
             raise ValueError(
                 f"img_size must be >= {SMALLEST_BFLOAT16} in bfloat16 on the CPU, got {self.img_size}; or use --no-amp"
+            )
+        if self.gradient_checkpointing not in CHECKPOINTING:
+            raise ValueError(
+                f"gradient_checkpointing must be one of {CHECKPOINTING}, got {self.gradient_checkpointing!r}"
             )
         if self.lr <= 0:
             raise ValueError(f"lr must be > 0, got {self.lr}")
@@ -120,16 +127,29 @@ class Trainer:
             backbone=config.backbone,
             num_experts=config.num_experts,
             ops=config.ops,
-            gradient_checkpointing=config.gradient_checkpointing,
+            aux_loss=config.aux_loss,
         ).to(self.device)
         self.criterion = AdvancedCODLoss().to(self.device)
         self.precision = Precision(self.device, enabled=not config.no_amp)
+        self.model.gradient_checkpointing = self.checkpointing()
         self.ema = EMA(self.model, config.ema_decay) if config.use_ema else None
         self.history, self.best_iou, self.start_epoch = [], -1.0, 0
         self.resumed = self.resume(config.resume_from) if config.resume_from else None
         if self.resumed is None:
             # dropout differs between ranks, the weights above do not
             torch.manual_seed(config.seed + self.rank)
+
+    def checkpointing(self):
+        """Whether to recompute activations, as the configuration says or as a small batch's memory suggests."""
+        config = self.config
+        if config.gradient_checkpointing != "auto":
+            return config.gradient_checkpointing == "on"
+        sample = torch.randn(2, 3, config.img_size, config.img_size, generator=torch.Generator().manual_seed(0))
+        with self.precision.autocast():
+            policy = gradient_checkpointing_policy(config.batch_size, self.model, sample.to(self.device))
+        if self.rank == 0:
+            print(policy, flush=True)
+        return bool(distributed.on_first_rank(lambda: policy.enabled))
 
     def loader(self, split):
         """Batches of a split; training is shuffled and shared among the ranks, validation is whole."""
@@ -142,14 +162,15 @@ class Trainer:
             world=self.world if training else 1,
             shuffle=training,
         )
+        options = loader_options(config.num_workers, device=self.device)
+        if training and self.rank == 0:
+            print(options, flush=True)
         return DataLoader(
             pictures,
             config.batch_size,
             sampler=sampler,
-            num_workers=config.num_workers,
             drop_last=training,
-            pin_memory=self.device.type == "cuda",
-            persistent_workers=config.num_workers > 0,
+            **options,
             # its own generator: workers that persist would otherwise draw from the global one in the first epoch only
             generator=torch.Generator().manual_seed(config.seed),
         )
@@ -212,7 +233,7 @@ class Trainer:
 
         self.model.train()
         self.train_loader.sampler.epoch = epoch
-        line = ProgressLine(f"epoch {epoch + 1}/{config.epochs}", batches) if self.rank == 0 else None
+        bar = ProgressBar(batches, f"epoch {epoch + 1}/{config.epochs}") if self.rank == 0 else None
         total, seen, read = 0.0, 0, 0
         for index, (images, masks) in enumerate(self.train_loader):
             images = images.to(self.device, non_blocking=True)
@@ -232,10 +253,10 @@ class Trainer:
                         f"and resume from the last checkpoint in {config.checkpoint_dir}"
                     )
                 total, read = total + loss * (index + 1 - read), index + 1
-                if line:
-                    line.update(index + 1, seen * self.world, loss=loss)
-        if line:
-            line.close()
+                if bar:
+                    bar.update(index + 1, seen * self.world, loss=loss)
+        if bar:
+            bar.close()
         return total / batches
 
     def finish_epoch(self, stepper, epoch, stage, loss):

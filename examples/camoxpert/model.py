@@ -63,10 +63,12 @@ class CamoXpert(nn.Module):
     """Images (B,in_channels,H,W) -> (logits (B,num_classes,H,W), aux_loss, deep logits or None).
 
     Logits are clamped to +-15. aux_loss is the sum over the four MoE layers. With return_deep_supervision the third
-    value is a list of logits at 1/16, 1/8 and 1/4 of the size. Every picture takes max(2, num_experts // 2) experts.
+    value is a list of logits at 1/16, 1/8 and 1/4 of the size. Every picture takes max(2, num_experts // 2) experts, or
+    the only one.
 
-    ops: 'camox' or 'torch', see ops.py. gradient_checkpointing recomputes the backbone and each expert layer in the
-    backward pass; the decoder is left out because recomputing a BatchNorm moves its running statistics twice.
+    ops: 'camox' or 'torch', see ops.py. aux_loss: 'usage_mse', the users', which only reports how unevenly the experts
+    are used, or 'switch', which balances them. gradient_checkpointing recomputes the backbone and each expert layer in
+    the backward pass; the decoder is left out because recomputing a BatchNorm moves its running statistics twice.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class CamoXpert(nn.Module):
         num_experts=5,
         *,
         ops="camox",
+        aux_loss="usage_mse",
         gradient_checkpointing=False,
     ):
         super().__init__()
@@ -86,7 +89,8 @@ class CamoXpert(nn.Module):
         dims = self.backbone.feature_dims
         moe_layer = op_sets.moe_class(ops)
         self.sdta_blocks = nn.ModuleList(SDTABlock(dim) for dim in dims)
-        self.moe_layers = nn.ModuleList(moe_layer(dim, num_experts, max(2, num_experts // 2)) for dim in dims)
+        top_k = min(num_experts, max(2, num_experts // 2))
+        self.moe_layers = nn.ModuleList(moe_layer(dim, num_experts, top_k, aux_loss=aux_loss) for dim in dims)
         self.decoder_blocks = nn.ModuleList(
             [
                 DecoderBlock(dims[3], dims[2], skip_channels=dims[2]),

@@ -13,9 +13,11 @@ import torch
 from matplotlib import pyplot as plt
 
 from .duel import EARLY_STEPS
+from .experts import CLASSES
 from .parity import COLUMNS
 
 COLOURS = {"torch": "#888888", "camox": "#d95f02"}
+EXPERT_NAMES = [made.__name__.removesuffix("Expert") for made in CLASSES]
 MEASURES = ("iou", "s_measure", "e_measure", "weighted_f", "mae")
 
 
@@ -45,12 +47,15 @@ def table(result):
     add("images/s", "images_per_s", "{:.1f}", better="higher")
     add("peak memory of a step, MB", "peak_mb", "{:.1f}")
     add("kept for backward, MB", "saved_mb", "{:.1f}")
+    shares = (f"{100 * row['convolution_share']:.0f}%" for row in (torch_row, camox_row))
+    lines.append(f"{'of it convolutions *':26}" + "".join(f"{share:>12}" for share in shares))
     for name in MEASURES:
         lines.append(f"{name + ' (held out)':26}{torch_row[name]:>12.4f}{camox_row[name]:>12.4f}")
     lines.append(f"{'final loss (last 10)':26}{torch_row['final_loss']:>12.4f}{camox_row['final_loss']:>12.4f}")
     untrained, constant = result["untrained"]["iou"], result["constant_mask_iou"]
     lines.append(f"IoU of the untrained model {untrained:.4f}, of a constant mask {constant:.4f}")
     parity, training = result["parity"], result["training"]
+    lines.append("* of backbone and decoder, pointwise ones (linear layers) too; both op sets leave them to PyTorch")
     header = ("camox-torch", "torch-f64", "camox-f64", "largest value")
     lines += ["", f"{'largest difference of':26}" + "".join(f"{name:>15}" for name in header)]
     for kind, row in parity["kinds"].items():
@@ -70,8 +75,8 @@ def table(result):
 
 def draw(path, result, samples):
     """Write the picture: samples is a list of (image (H,W,3) uint8, mask (H,W), {ops: probability (H,W)})."""
-    figure = plt.figure(figsize=(2 * len(samples), 11), constrained_layout=True)
-    grid = figure.add_gridspec(2, 1, height_ratios=[2.4, 1])
+    figure = plt.figure(figsize=(2 * len(samples), 13.5), constrained_layout=True)
+    grid = figure.add_gridspec(3, 1, height_ratios=[2.4, 1, 0.7])
     pictures = grid[0].subgridspec(4, len(samples))
     for column, (image, mask, predictions) in enumerate(samples):
         rows = {"picture": image, "mask": mask, "torch": predictions["torch"], "camox": predictions["camox"]}
@@ -99,8 +104,25 @@ def draw(path, result, samples):
     for position, height in enumerate(heights):
         bars.text(position, height / 2, f"{height:.0f} ms", ha="center", color="white", fontsize=12)
     bars.set(title="time per training step (median, quartiles)", ylabel="ms")
+    history = np.array(result["models"]["camox"]["expert_share_history"])
+    draw_usage(figure, grid[2], history, len(result["models"]["camox"]["losses"]))
     figure.savefig(path, dpi=80)
     plt.close(figure)
+
+
+def draw_usage(figure, place, history, steps):
+    """Expert usage over training: history (parts, layers, experts), one stack of shares for each layer."""
+    places = place.subgridspec(1, history.shape[1])
+    x = (np.arange(len(history)) + 0.5) * steps / len(history)
+    for layer in range(history.shape[1]):
+        axes = figure.add_subplot(places[layer])
+        axes.stackplot(x, history[:, layer].T, labels=EXPERT_NAMES, colors=plt.get_cmap("tab10").colors)
+        axes.set(ylim=(0, 1), xlim=(x[0], x[-1]) if len(x) > 1 else None, title=f"experts of layer {layer + 1}")
+        axes.set(xlabel="step", ylabel="share of the choices" if layer == 0 else None)
+        if layer:
+            axes.set_yticks([])
+    handles = axes.get_legend_handles_labels()[0][::-1]
+    axes.legend(handles, EXPERT_NAMES[::-1], loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=9)
 
 
 def write_json(path, result):

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 
 import torch
 
+from camox_ops.train import LossMeter
+
 WARMUP_SHARE = 0.1
 FINAL_LR_SHARE = 0.01
 SCALER_START = 512.0
@@ -61,14 +63,14 @@ class Stepper:
     """Feeds micro-batches to a model and steps its optimizer once per group of them.
 
     model: CamoXpert or its DistributedDataParallel wrapper. criterion: as losses.AdvancedCODLoss. Gradients are clipped
-    to the norm max_norm. `loss_sum` collects the micro-batches' losses on the device until take_loss() reads them.
+    to the norm max_norm. `losses` collects those of the micro-batches on the device until take_loss() reads them.
     """
 
     def __init__(self, model, criterion, optimizer, precision, ema=None, deep_supervision=False, max_norm=0.5):
         self.model, self.criterion, self.optimizer, self.precision = model, criterion, optimizer, precision
         self.ema, self.deep_supervision, self.max_norm = ema, deep_supervision, max_norm
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.loss_sum, self.losses = 0.0, 0
+        self.losses = LossMeter()
 
     def accumulate(self, images, masks, group_size=1, synchronise=True):
         """Add the gradients of loss / group_size; synchronise=False leaves DDP's exchange to a later micro-batch."""
@@ -78,8 +80,7 @@ class Stepper:
                 logits, aux_loss, deep = self.model(images, return_deep_supervision=self.deep_supervision)
             loss, _ = self.criterion(logits, masks, aux_loss, deep)
             self.precision.scaler.scale(loss / group_size).backward()
-        self.loss_sum = self.loss_sum + loss.detach()
-        self.losses += 1
+        self.losses.update(loss)
 
     def step(self, factor=1.0):
         """Clip, update the parameters at `factor` of their base learning rate, average, and clear the gradients."""
@@ -95,6 +96,4 @@ class Stepper:
 
     def take_loss(self):
         """Mean loss since the last call; this is the one place where the host waits for the device."""
-        mean = float(self.loss_sum) / max(1, self.losses)
-        self.loss_sum, self.losses = 0.0, 0
-        return mean
+        return self.losses.take()

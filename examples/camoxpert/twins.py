@@ -1,6 +1,7 @@
 """The same CamoXpert built from stock PyTorch and from camox_ops, with the same weights."""
 
 import torch
+from torch import nn
 
 from .model import CamoXpert
 
@@ -30,9 +31,16 @@ def spread_gates(model, images):
 
 
 def build_twins(images, backbone="tiny", num_experts=7, seed=0):
-    """{"torch": model, "camox": model}: equal weights drawn from seed, gates spread over images (B,3,H,W)."""
+    """{"torch": model, "camox": model}: equal weights drawn from seed, gates spread over images (B,3,H,W).
+
+    The experts' dropout is off: one draws picture by picture, the other for all pictures of an expert.
+    """
     torch.manual_seed(seed)
     models = {name: CamoXpert(backbone=backbone, num_experts=num_experts, ops=name) for name in ("torch", "camox")}
+    for model in models.values():
+        for module in model.moe_layers.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
     spread_gates(models["torch"], images)
     models["camox"].load_state_dict(models["torch"].state_dict())
     return models

@@ -1,0 +1,181 @@
+"""CamoXpert's other experts on camox_ops' norms; EdgeExpert and FrequencyExpert lie in edge.py and bands.py.
+
+None of them mixes the pictures of a batch: each picture's result is the same alone or among others."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..ops.norm2d import layer_norm2d
+from ._branches import branch, check_dim
+from ._pyramid import LEVELS, from_levels, to_levels
+from .norm2d import LayerNorm2d
+
+
+class TextureExpert(nn.Module):
+    """Texture of (B, dim, H, W) at four scales: 1x1 convolutions to dim/4 channels, 3x3 convolutions of dilation 1 to
+    4, LayerNorm2d and GELU; the four together through a 1x1 convolution, LayerNorm2d and GELU; plus x.
+
+    Stands for TextureExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
+    dim must be a multiple of 4."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        check_dim("TextureExpert", dim)
+        self.branch1 = self._branch(dim, 1)
+        self.branch2 = self._branch(dim, 2)
+        self.branch3 = self._branch(dim, 3)
+        self.branch4 = self._branch(dim, 4)
+        self.fusion = branch(dim, dim)
+
+    @staticmethod
+    def _branch(dim: int, dilation: int) -> nn.Sequential:
+        quarter = dim // 4
+        return nn.Sequential(
+            nn.Conv2d(dim, quarter, 1),
+            nn.Conv2d(quarter, quarter, 3, padding=dilation, dilation=dilation),
+            LayerNorm2d(quarter, activation="gelu"),
+            nn.Identity(),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, dim, H, W) -> (B, dim, H, W)."""
+        branches = (self.branch1, self.branch2, self.branch3, self.branch4)
+        narrow, dilated, norms, _ = zip(*branches, strict=True)
+        # the four 1x1 convolutions read the same x: one product of their stacked weights
+        vectors = [c.bias for c in narrow] + [n.weight for n in norms] + [n.bias for n in norms]
+        bias, norm_weight, norm_bias = torch.cat(vectors).view(3, -1).unbind()
+        stacked = F.conv2d(x, torch.cat([c.weight for c in narrow]), bias)
+        scales = torch.cat([conv(part) for conv, part in zip(dilated, stacked.chunk(4, 1), strict=True)], 1)
+        dtype = torch.promote_types(scales.dtype, norm_weight.dtype)
+        features = layer_norm2d(
+            scales.to(dtype), norm_weight, norm_bias, norms[0].eps, activation=norms[0].activation, groups=4
+        )
+        return self.fusion[1](self.fusion[0](features), x)
+
+
+class LinearPixelAttention(nn.Module):
+    """Attention over the pixels of (B, dim, H, W) in num_heads heads, with dropout and a residual.
+
+    q and k become elu + 1, each divided by its sum over the head's channels; k^T v is computed before q is multiplied,
+    so that the cost grows with H*W and not with its square."""
+
+    def __init__(self, dim: int, num_heads: int = 8, drop_path: float = 0.1):
+        super().__init__()
+        if dim < 1 or dim % num_heads:
+            raise ValueError(f"dim must be a positive multiple of num_heads={num_heads}, got {dim}")
+        self.num_heads = num_heads
+        self.qkv = nn.Conv2d(dim, dim * 3, 1, bias=False)
+        self.proj = nn.Conv2d(dim, dim, 1)
+        self.drop_path = nn.Dropout(drop_path)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, channels, height, width = x.shape
+        # pixels stay the last dimension, so that nothing is transposed
+        heads = self.qkv(x).view(batch, 3, self.num_heads, channels // self.num_heads, height * width)
+        positive = F.elu(heads[:, :2]) + 1
+        q, k = (positive / positive.sum(-2, keepdim=True)).unbind(1)
+        mixed = heads[:, 2] @ k.transpose(-2, -1) @ q
+        return self.drop_path(self.proj(mixed.view(batch, channels, height, width))) + x
+
+
+class AttentionExpert(nn.Module):
+    """Global context of (B, dim, H, W) by linear attention over its pixels.
+
+    Stands for AttentionExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
+    dim must be a multiple of num_heads. In training its dropout draws for the whole batch at once, other numbers than
+    picture by picture."""
+
+    def __init__(self, dim: int, num_heads: int = 8):
+        super().__init__()
+        self.attention = LinearPixelAttention(dim, num_heads, drop_path=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, dim, H, W) -> (B, dim, H, W)."""
+        return self.attention(x)
+
+
+class HybridExpert(nn.Module):
+    """(B, dim, H, W): a 5x5 depthwise convolution, LayerNorm2d, 1x1 convolution and GELU, times a gate for each channel
+    from the picture's mean, through a 1x1 convolution; plus x.
+
+    Stands for HybridExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters. dim
+    must be a multiple of 4."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        check_dim("HybridExpert", dim)
+        self.local_branch = nn.Sequential(
+            nn.Conv2d(dim, dim, 5, padding=2, groups=dim), LayerNorm2d(dim), nn.Conv2d(dim, dim, 1), nn.GELU()
+        )
+        self.global_branch = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(dim, dim // 4, 1),
+            nn.GELU(),
+            nn.Conv2d(dim // 4, dim, 1),
+            nn.Sigmoid(),
+        )
+        self.fusion = nn.Conv2d(dim, dim, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, dim, H, W) -> (B, dim, H, W)."""
+        return self.fusion(self.local_branch(x) * self.global_branch(x)) + x
+
+
+class SemanticContextExpert(nn.Module):
+    """Context of (B, dim, H, W) from adaptive average poolings to 8x8, 4x4, 2x2 and 1: each through a 1x1 convolution
+    to dim/4 channels, LayerNorm2d and GELU, and bilinearly back to HxW; the four together through a 1x1 convolution,
+    LayerNorm2d and GELU; plus x.
+
+    Stands for SemanticContextExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and
+    parameters. dim must be a multiple of 4.
+
+    Interpolation acts on pixels and the last convolution on channels, so they change places: the convolution works on
+    the 85 pooled pixels instead of H*W, and pooling and interpolation are two small matrix products each, in float32
+    under autocast too."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        check_dim("SemanticContextExpert", dim)
+        self.pool_1, self.pool_2, self.pool_3, self.pool_4 = (nn.AdaptiveAvgPool2d(size) for size in LEVELS)
+        self.conv_1 = branch(dim, dim // 4)
+        self.conv_2 = branch(dim, dim // 4)
+        self.conv_3 = branch(dim, dim // 4)
+        self.conv_4 = branch(dim, dim // 4)
+        self.context_fusion = branch(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, dim, H, W) -> (B, dim, H, W)."""
+        convolution, norm, _ = self.context_fusion
+        weights = convolution.weight.chunk(4, 1)
+        branches = (self.conv_1, self.conv_2, self.conv_3, self.conv_4)
+        levels = [
+            F.conv2d(layers(pooled), weight)
+            for layers, pooled, weight in zip(branches, to_levels(x), weights, strict=True)
+        ]
+        context = from_levels(levels, x.shape[2:]) + convolution.bias.view(-1, 1, 1)
+        return norm(context, x)
+
+
+class ContrastExpert(nn.Module):
+    """Local contrast of (B, dim, H, W): a 3x3 depthwise convolution, LayerNorm2d, GELU, 1x1 convolution, LayerNorm2d;
+    then a 1x1 convolution, LayerNorm2d and GELU; plus x.
+
+    Stands for ContrastExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.local_contrast = nn.Sequential(
+            nn.Conv2d(dim, dim, 3, padding=1, groups=dim),
+            LayerNorm2d(dim, activation="gelu"),
+            nn.Identity(),
+            nn.Conv2d(dim, dim, 1),
+            LayerNorm2d(dim),
+        )
+        self.fusion = branch(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, dim, H, W) -> (B, dim, H, W)."""
+        return self.fusion[1](self.fusion[0](self.local_contrast(x)), x)

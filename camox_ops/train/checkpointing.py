@@ -1,0 +1,127 @@
+"""Whether recomputing activations is worth its time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .machine import free_memory, gib
+
+USABLE = 0.8
+
+
+class CheckpointingPolicy(NamedTuple):
+    """Whether to checkpoint (also its truth value), why, and the bytes that were estimated and found (or None)."""
+
+    enabled: bool
+    reason: str
+    needed_bytes: int | None = None
+    available_bytes: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.enabled
+
+    def __str__(self) -> str:
+        return f"gradient checkpointing {'on' if self.enabled else 'off'}: {self.reason}"
+
+
+def gradient_checkpointing_policy(
+    batch_size: int,
+    model: nn.Module | None = None,
+    sample: torch.Tensor | tuple | None = None,
+    *,
+    min_batch: int = 8,
+    optimizer_states: int = 2,
+    available_bytes: int | None = None,
+) -> CheckpointingPolicy:
+    """Off when the batch is at least min_batch and the step fits into memory, else on; with the reason.
+
+    Checkpointing runs the forward pass twice to store less. A batch of 8 or more that fits gains nothing from it; a
+    smaller one usually is small because memory was short, and the reason says how many pictures would fit without.
+
+    Memory is estimated, not guessed from names: one training forward of `sample` counts the bytes that autograd keeps
+    for the backward pass (every storage once; parameters left out), times batch_size / the sample's batch; plus the
+    gradients that the trainable parameters do not have yet, plus optimizer_states times their size (2 for Adam). That
+    must be at most 80% of what is free now; the rest is left to scratch space and fragmentation. Weights, random state
+    and buffers (running statistics) are as before afterwards. Run it under the autocast that training will use.
+
+    Args:
+        batch_size: pictures per forward pass.
+        model, sample: the model on its device, and its positional arguments for a small batch (a tensor, or a tuple
+            whose first is batched). Both or none; without, memory is taken to suffice, and the reason says so.
+        min_batch, optimizer_states: see above.
+        available_bytes: instead of what the device (or the host, within its container's limit) says is free."""
+    if batch_size < 1:
+        raise ValueError(f"gradient_checkpointing_policy: batch_size must be >= 1, got {batch_size}")
+    if (model is None) != (sample is None):
+        raise ValueError("gradient_checkpointing_policy: give model and sample together, or neither")
+    if model is None:
+        known = "; memory was not estimated, which takes model and sample"
+        if batch_size < min_batch:
+            return CheckpointingPolicy(True, f"batch {batch_size} is below {min_batch}: a larger one may fit{known}")
+        return CheckpointingPolicy(False, f"batch {batch_size} is at least {min_batch}{known}")
+
+    inputs = sample if isinstance(sample, tuple) else (sample,)
+    pictures = inputs[0].shape[0]
+    if not pictures:
+        raise ValueError(f"gradient_checkpointing_policy: sample must hold a picture, got {tuple(inputs[0].shape)}")
+    each = _kept_bytes(model, inputs) / pictures
+    fixed = _fixed_bytes(model, optimizer_states)
+    needed = round(fixed + batch_size * each)
+    free = free_memory(inputs[0].device) if available_bytes is None else available_bytes
+    if free is None:
+        return CheckpointingPolicy(
+            batch_size < min_batch, f"batch {batch_size}; {gib(needed)} needed, free memory unknown", needed
+        )
+    fits = max(0, int((USABLE * free - fixed) / each)) if each else batch_size
+    share = f"about {gib(needed)} needed of {gib(free)} free, of which {USABLE:.0%} count"
+    if needed > USABLE * free:
+        reason = f"batch {batch_size} does not fit without: {share}; {fits} would"
+    elif batch_size < min_batch:
+        reason = f"batch {batch_size} is below {min_batch}; {fits} would fit without checkpointing: {share}"
+    else:
+        return CheckpointingPolicy(False, f"batch {batch_size} fits: {share}", needed, free)
+    return CheckpointingPolicy(True, reason, needed, free)
+
+
+def _fixed_bytes(model: nn.Module, optimizer_states: int) -> int:
+    """Gradients still to come and optimizer state, in bytes."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    missing = sum(p.nbytes for p in trained if p.grad is None)
+    return missing + optimizer_states * sum(p.nbytes for p in trained)
+
+
+def _kept_bytes(model: nn.Module, inputs: tuple) -> int:
+    """Bytes that autograd keeps between a training forward of inputs and its backward."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    device = inputs[0].device
+    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    training = [module for module in model.modules() if module.training]
+    model.train()
+    try:
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            output = model(*inputs)
+            total = sum(kept.values())
+            del output
+    finally:
+        model.eval()
+        for module in training:
+            module.training = True
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+    return total

@@ -1,0 +1,63 @@
+"""What this process may use of the machine: CPUs and memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+GIB = 1 << 30
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _cgroup() -> Path:
+    """This process's folder of cgroup v2, or its root where only that is shown."""
+    root = Path("/sys/fs/cgroup")
+    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+        if line.startswith("0::"):
+            folder = root / line[3:].lstrip("/")
+            return folder if folder.is_dir() else root
+    return root
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on: its affinity, and a container's quota where that is less."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = (_read(_cgroup() / "cpu.max") or "max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        cpus = min(cpus, max(1, int(quota[0]) // int(quota[1])))
+    return cpus
+
+
+def _host_memory() -> int | None:
+    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+            break
+    else:
+        return None
+    limit, used = (_read(_cgroup() / name) for name in ("memory.max", "memory.current"))
+    if limit and used and limit.strip() != "max":
+        free = min(free, int(limit) - int(used))
+    return max(0, free)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that a CUDA device, or the host within its container's limit, still has; None where nobody says.
+
+    Memory that PyTorch's CUDA allocator keeps but does not use counts as free."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _host_memory() if device.type == "cpu" else None
