@@ -6,6 +6,7 @@ from . import _C, nn, reference, train
 from ._cuda import check_errors
 from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
+from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.norm2d import layer_norm2d
@@ -17,6 +18,8 @@ __version__ = _C.build_info()["version"]
 __all__ = [
     "EdgeMaps",
     "FrequencyBands",
+    "bdh_attention",
+    "bdh_attention_step",
     "build_info",
     "check_errors",
     "dropout",

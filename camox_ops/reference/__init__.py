@@ -2,6 +2,7 @@
 derivatives differentiate. Slow and memory-hungry on purpose."""
 
 from .bands import frequency_bands, frequency_bands_backward
+from .bdh import bdh_attention, bdh_attention_backward, bdh_attention_step
 from .dropout import (
     dropout,
     dropout_add_layer_norm,
@@ -17,6 +18,9 @@ from .rope import rope, rope_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
 
 __all__ = [
+    "bdh_attention",
+    "bdh_attention_backward",
+    "bdh_attention_step",
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_backward",
