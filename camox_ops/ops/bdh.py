@@ -40,8 +40,8 @@ def bdh_attention(
         scale: > 0; None: 1, or N**-0.5 with softmax.
 
     Returns:
-        (B, H, T, D) in q's dtype, its dimensions in memory in the order of q's strides. Computed in float32 (float64 for
-        float64). Autocast casts q and v to its dtype.
+        (B, H, T, D) in q's dtype, its dimensions in memory in the order of q's strides. Computed in float32 (float64
+        for float64). Autocast casts q and v to its dtype.
 
     First derivatives in q, v, cos and sin; a second one raises NotImplementedError, and so does forward-mode AD.
 
