@@ -3,6 +3,7 @@ derivatives differentiate. Slow and memory-hungry on purpose."""
 
 from .bands import frequency_bands, frequency_bands_backward
 from .bias_gelu import bias_gelu, bias_gelu_backward
+from .bdh import bdh_attention, bdh_attention_backward, bdh_attention_step
 from .dropout import (
     dropout,
     dropout_add_layer_norm,
@@ -23,6 +24,9 @@ from .spatial_gradient import spatial_gradient, spatial_gradient_backward
 __all__ = [
     "bias_gelu",
     "bias_gelu_backward",
+    "bdh_attention",
+    "bdh_attention_backward",
+    "bdh_attention_step",
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_backward",
