@@ -62,6 +62,15 @@ CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
 #endif
 #endif
 
+/* sum + a * b for long sums: rounded once where that is one instruction, else twice. */
+CAMOX_INLINE vf32 vf32_add_product(vf32 sum, vf32 a, vf32 b) {
+#if defined(CAMOX_SIMD_AVX512) || defined(CAMOX_SIMD_AVX2)
+  return vf32_fma(a, b, sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 /* 1/sqrt(v) for positive finite v, one Newton step beyond sqrt and division: within 0.51 ULP instead of 1. */
 CAMOX_INLINE vf32 vf32_rsqrt(vf32 v) {
   vf32 r = vf32_set1(1) / vf32_sqrt(v), product = v * r, rest = vf32_fma(v, r, -product);
@@ -100,6 +109,17 @@ CAMOX_INLINE vf32 vf32_exp(vf32 x) {
   /* 2^n in two factors, so that subnormal results are rounded once and 2^128 does not overflow early */
   vi32 power = (vi32)shifted - (vi32)round, half = power >> 1;
   return vf32_exp_reduced(r) * vf32_power_of_two(half) * vf32_power_of_two(power - half);
+}
+
+/* exp(x) for x <= 0 as a softmax needs it: within 2 ULP (more without fused products), 0 below -87, where it is < 2^-125. */
+CAMOX_INLINE vf32 vf32_exp_weight(vf32 x) {
+  static const float c[] = {0.49999994f, 0.166665196f, 0.0416683927f, 0.00836878084f, 0.00138144707f};
+  const vf32 round = vf32_set1(CAMOX_ROUND_F32), one = vf32_set1(1), near = vf32_at_least(x, -87.0f);
+  vf32 shifted = vf32_add_product(round, near, vf32_set1(1.44269504f)), n = shifted - round, sum = vf32_set1(c[4]);
+  vf32 r = vf32_add_product(vf32_add_product(near, n, vf32_set1(-0.693359375f)), n, vf32_set1(2.12194440e-4f));
+  for (int k = 3; k >= 0; --k) sum = vf32_add_product(vf32_set1(c[k]), sum, r);
+  sum = one + vf32_add_product(r, r * r, sum);
+  return vf32_keep(~(vi32)(x < vf32_set1(-87)), (vf32)((vi32)sum + ((vi32)shifted << 23)));
 }
 
 CAMOX_INLINE vf32 vf32_erf(vf32 x) {
@@ -352,6 +372,8 @@ CAMOX_INLINE vf32 vf32_gelu_slope(vf32 x) {
 CAMOX_INLINE vf64 vf64_at_most(vf64 v, double limit) { return vf64_select((vi64)(v > vf64_set1(limit)), vf64_set1(limit), v); }
 CAMOX_INLINE vf64 vf64_at_least(vf64 v, double limit) { return vf64_select((vi64)(v < vf64_set1(limit)), vf64_set1(limit), v); }
 
+CAMOX_INLINE vf64 vf64_add_product(vf64 sum, vf64 a, vf64 b) { return sum + a * b; }
+
 CAMOX_INLINE vf64 vf64_rsqrt(vf64 v) { return vf64_set1(1) / vf64_sqrt(v); }
 
 CAMOX_INLINE vf64 vf64_power_of_two(vi64 n) { return (vf64)((n + 1023) << 52); }
@@ -368,6 +390,8 @@ CAMOX_INLINE vf64 vf64_exp(vf64 x) {
   vf64 reduced = one + (r + r * r * series * vf64_set1(0.5));
   return reduced * vf64_power_of_two(half) * vf64_power_of_two(power - half);
 }
+
+CAMOX_INLINE vf64 vf64_exp_weight(vf64 x) { return vf64_exp(x); }
 
 #define CAMOX_DEFINE_LIBM(name)                                            \
   CAMOX_INLINE vf64 vf64_##name(vf64 x) {                                  \
