@@ -62,6 +62,15 @@ CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
 #endif
 #endif
 
+/* sum + a * b for long sums: rounded once where that is one instruction, else twice. */
+CAMOX_INLINE vf32 vf32_add_product(vf32 sum, vf32 a, vf32 b) {
+#if defined(CAMOX_SIMD_AVX512) || defined(CAMOX_SIMD_AVX2)
+  return vf32_fma(a, b, sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 /* 1/sqrt(v) for positive finite v, one Newton step beyond sqrt and division: within 0.51 ULP instead of 1. */
 CAMOX_INLINE vf32 vf32_rsqrt(vf32 v) {
   vf32 r = vf32_set1(1) / vf32_sqrt(v), product = v * r, rest = vf32_fma(v, r, -product);
@@ -86,10 +95,12 @@ CAMOX_INLINE vf32 vf32_polynomial(vf32 v, const float *c, int n) {
 
 CAMOX_INLINE vf32 vf32_power_of_two(vi32 n) { return (vf32)((n + 127) << 23); }
 
+/* (exp(r) - 1 - r) / r^2 for |r| <= log(2)/2 */
+static const float camox_exp_tail[] = {0.49999994f, 0.166665196f, 0.0416683927f, 0.00836878084f, 0.00138144707f};
+
 /* exp(r) for |r| <= ln(2)/2 */
 CAMOX_INLINE vf32 vf32_exp_reduced(vf32 r) {
-  static const float c[] = {0.49999994f, 0.166665196f, 0.0416683927f, 0.00836878084f, 0.00138144707f};
-  return vf32_set1(1) + (r + r * r * vf32_polynomial(r, c, 5));
+  return vf32_set1(1) + (r + r * r * vf32_polynomial(r, camox_exp_tail, 5));
 }
 
 CAMOX_INLINE vf32 vf32_exp(vf32 x) {
@@ -105,7 +116,7 @@ CAMOX_INLINE vf32 vf32_exp(vf32 x) {
 /* exp for terms of sums, whose bits differ between instruction sets anyhow: fused where there is an instruction for it. */
 CAMOX_INLINE vf32 vf32_exp_term(vf32 x) {
 #if defined(CAMOX_SIMD_AVX512)
-  static const float c[] = {0.49999994f, 0.166665196f, 0.0416683927f, 0.00836878084f, 0.00138144707f};
+  const float *c = camox_exp_tail;
   x = vf32_at_least(x, -105.0f);
   vf32 n = (vf32)_mm512_roundscale_ps((__m512)(x * vf32_set1(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   vf32 r = vf32_fma(n, vf32_set1(2.12194440e-4f), vf32_fma(n, vf32_set1(-0.693359375f), x)), sum = vf32_set1(c[4]);
@@ -115,6 +126,17 @@ CAMOX_INLINE vf32 vf32_exp_term(vf32 x) {
 #else
   return vf32_exp(x);
 #endif
+}
+
+/* exp(x) for x <= 0 as a softmax needs it: within 2 ULP (more without fused products), 0 below -87, where it is < 2^-125. */
+CAMOX_INLINE vf32 vf32_exp_weight(vf32 x) {
+  const float *c = camox_exp_tail;
+  const vf32 round = vf32_set1(CAMOX_ROUND_F32), one = vf32_set1(1), near = vf32_at_least(x, -87.0f);
+  vf32 shifted = vf32_add_product(round, near, vf32_set1(1.44269504f)), n = shifted - round, sum = vf32_set1(c[4]);
+  vf32 r = vf32_add_product(vf32_add_product(near, n, vf32_set1(-0.693359375f)), n, vf32_set1(2.12194440e-4f));
+  for (int k = 3; k >= 0; --k) sum = vf32_add_product(vf32_set1(c[k]), sum, r);
+  sum = one + vf32_add_product(r, r * r, sum);
+  return vf32_keep(~(vi32)(x < vf32_set1(-87)), (vf32)((vi32)sum + ((vi32)shifted << 23)));
 }
 
 CAMOX_INLINE vf32 vf32_erf(vf32 x) {
@@ -367,6 +389,8 @@ CAMOX_INLINE vf32 vf32_gelu_slope(vf32 x) {
 CAMOX_INLINE vf64 vf64_at_most(vf64 v, double limit) { return vf64_select((vi64)(v > vf64_set1(limit)), vf64_set1(limit), v); }
 CAMOX_INLINE vf64 vf64_at_least(vf64 v, double limit) { return vf64_select((vi64)(v < vf64_set1(limit)), vf64_set1(limit), v); }
 
+CAMOX_INLINE vf64 vf64_add_product(vf64 sum, vf64 a, vf64 b) { return sum + a * b; }
+
 CAMOX_INLINE vf64 vf64_rsqrt(vf64 v) { return vf64_set1(1) / vf64_sqrt(v); }
 
 CAMOX_INLINE vf64 vf64_power_of_two(vi64 n) { return (vf64)((n + 1023) << 52); }
@@ -385,6 +409,7 @@ CAMOX_INLINE vf64 vf64_exp(vf64 x) {
 }
 
 CAMOX_INLINE vf64 vf64_exp_term(vf64 x) { return vf64_exp(x); }
+CAMOX_INLINE vf64 vf64_exp_weight(vf64 x) { return vf64_exp(x); }
 
 #define CAMOX_DEFINE_LIBM(name)                                            \
   CAMOX_INLINE vf64 vf64_##name(vf64 x) {                                  \

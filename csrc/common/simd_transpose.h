@@ -87,15 +87,25 @@ CAMOX_INLINE void vf32_transpose_quads(vf32 *v) { vf32_transpose(v); }
 CAMOX_DEFINE_HALF_QUAD(bf16)
 CAMOX_DEFINE_HALF_QUAD(f16)
 
-#define CAMOX_DEFINE_QUADS(S, T)                                                           \
-  CAMOX_INLINE void vload_quads_##S(vf32 *to, const T *const *row, ptrdiff_t at) {         \
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) to[i] = vload_quad_##S(row + i, at); \
-    vf32_transpose_quads(to);                                                              \
-  }                                                                                        \
-  CAMOX_INLINE void vstore_quads_##S(T *const *row, ptrdiff_t at, const vf32 *from) {      \
-    vf32 v[4] = {from[0], from[1], from[2], from[3]};                                      \
-    vf32_transpose_quads(v);                                                               \
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) vstore_quad_##S(row + i, at, v[i]);  \
+/* count, a constant of at most 3, times four elements. */
+#define CAMOX_DEFINE_QUADS(S, T)                                                                                  \
+  CAMOX_INLINE void vload_quads_##S(vf32 *to, const T *const *row, ptrdiff_t at, int count) {                     \
+    vf32 v[3][4];                                                                                                 \
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k)   \
+        v[k][i] = vload_quad_##S(row + i, at + 4 * k);                                                            \
+    _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k) {                                                     \
+      vf32_transpose_quads(v[k]);                                                                                 \
+      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) to[4 * k + i] = v[k][i];                                \
+    }                                                                                                             \
+  }                                                                                                               \
+  CAMOX_INLINE void vstore_quads_##S(T *const *row, ptrdiff_t at, const vf32 *from, int count) {                  \
+    vf32 v[3][4];                                                                                                 \
+    _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k) {                                                     \
+      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) v[k][i] = from[4 * k + i];                              \
+      vf32_transpose_quads(v[k]);                                                                                 \
+    }                                                                                                             \
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k)   \
+        vstore_quad_##S(row + i, at + 4 * k, v[k][i]);                                                            \
   }
 CAMOX_DEFINE_QUADS(f32, float)
 CAMOX_DEFINE_QUADS(bf16, uint16_t)
