@@ -188,7 +188,7 @@ __device__ __forceinline__ void la_load_vectors(float *to, int pitch, int rows, 
 }
 
 /* `columns` columns of a tile, f of them or themselves; rows that are not kept and columns up to a multiple of 4 are zeros. */
-template <typename T, la_memory MEMORY, bool FEATURE>
+template <typename T, int MEMORY, bool FEATURE>
 __device__ __forceinline__ void la_load(float *to, int pitch, int rows, int columns, const la_rows<const T> &from,
                                         const la_kept &kept, int map) {
   if constexpr (MEMORY != LA_ANY) {
@@ -220,7 +220,7 @@ __device__ __forceinline__ void la_store_vectors(const la_rows<T> &to, const flo
   }
 }
 
-template <typename T, la_memory MEMORY>
+template <typename T, int MEMORY>
 __device__ __forceinline__ void la_store(const la_rows<T> &to, const float *from, int pitch, int rows, int columns, int valid) {
   if constexpr (MEMORY != LA_ANY)
     la_store_vectors<T, camox_lanes<T>::value, MEMORY == LA_COLUMNS>(to, from, pitch, rows, columns, valid);
@@ -400,17 +400,16 @@ __device__ __forceinline__ float la_row_sum(float x) {
   return x;
 }
 
-/* 1 / sum f or 1 / (f . line + eps); a sum that is 0 gives 0. */
-__device__ __forceinline__ float la_weight_of(const la_pass &p, float sum) {
-  if (p.weight == LA_FEATURE) return sum == 0.0f ? 0.0f : 1.0f / sum;
-  return 1.0f / (sum + p.eps);
+/* a / b; for LA_FEATURE what is divided by a sum of 0 is 0. */
+__device__ __forceinline__ float la_divide(const la_pass &p, float a, float b) {
+  return p.weight == LA_FEATURE && b == 0.0f ? 0.0f : a / b;
 }
 
-/* This lane's part of the sum of f, or of f . line, over a row: x holds columns [first, + columns), what lies outside is read
-   from memory. */
+/* What a row of features is divided by, the sum of f or f . line + eps: x holds columns [first, + columns), what lies outside
+   is read from memory. */
 template <typename T>
-__device__ __forceinline__ float la_row_part(const la_pass &p, const float *x, int first, int columns, const float *line,
-                                             const la_rows<const T> &whole, int row, bool kept) {
+__device__ __forceinline__ float la_divisor(const la_pass &p, const float *x, int first, int columns, const float *line,
+                                            const la_rows<const T> &whole, int row, bool kept) {
   float sum = 0.0f;
   for (int n = static_cast<int>(threadIdx.x) % LA_LANES; n < p.n; n += LA_LANES) {
     float f = 0.0f;
@@ -420,12 +419,12 @@ __device__ __forceinline__ float la_row_part(const la_pass &p, const float *x, i
       f = la_feature<T>(camox_to_float(__ldg(whole.base + row * whole.row + n * whole.column)), p.feature_map);
     sum = p.weight == LA_FEATURE ? sum + f : fmaf(f, __ldg(line + n), sum);
   }
-  return la_row_sum(sum);
+  return la_row_sum(sum) + (p.weight == LA_DIVIDE ? p.eps : 0.0f);
 }
 
 /* ---- sums: x, y -> partial ---- */
 
-template <typename T, la_memory MEMORY>
+template <typename T, int MEMORY>
 __global__ void __launch_bounds__(LA_THREADS, 1) la_sum_kernel(const __grid_constant__ la_pass p) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int across = static_cast<int>(camox_ceil_div(p.n, LA_RESIDENT)),
@@ -454,7 +453,7 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_sum_kernel(const __grid_cons
         const la_rows<const T> whole = la_rows_at<const T>(p, p.x, sequence, t);
         for (int r = row; r < p.rows; r += row_step) {
           float *const mine = x + r * x_pitch;
-          const float weight = la_weight_of(p, la_row_part<T>(p, mine, first_n, n, line, whole, r, kept(r)));
+          const float weight = la_divide(p, 1.0f, la_divisor<T>(p, mine, first_n, n, line, whole, r, kept(r)));
           for (int i = static_cast<int>(threadIdx.x) % LA_LANES; i < n; i += LA_LANES) mine[i] *= weight;
         }
         __syncthreads();
@@ -492,7 +491,7 @@ __global__ void __launch_bounds__(LA_THREADS)
 
 /* ---- apply: x, state -> out ---- */
 
-template <typename T, la_memory MEMORY>
+template <typename T, int MEMORY>
 __global__ void __launch_bounds__(LA_THREADS, 1) la_apply_kernel(const __grid_constant__ la_pass p) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int x_pitch = la_pitch(p.n), y_pitch = la_pitch(p.d);
@@ -512,7 +511,7 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_apply_kernel(const __grid_co
       __syncthreads();
       if (p.weight != LA_PLAIN) {
         for (int r = row; r < p.rows; r += row_step) {
-          const float weight = la_weight_of(p, la_row_part<T>(p, x + r * x_pitch, 0, p.n, line, from, r, true));
+          const float weight = la_divide(p, 1.0f, la_divisor<T>(p, x + r * x_pitch, 0, p.n, line, from, r, true));
           if (threadIdx.x % LA_LANES == 0) weights[r] = weight;
         }
       }
@@ -554,9 +553,10 @@ __device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int
     float *const f = x + r * x_pitch, *const g = u + r * x_pitch;
     float weight = 1.0f, dot = 0.0f;
     if (p.weight != LA_PLAIN) {
-      weight = la_weight_of(p, la_row_part<T>(p, f, 0, p.n, line, whole, r, true));
+      const float divisor = la_divisor<T>(p, f, 0, p.n, line, whole, r, true);
+      weight = la_divide(p, 1.0f, divisor);
       for (int n = lane; n < p.n; n += LA_LANES) dot = fmaf(f[n], g[n], dot);
-      dot = la_row_sum(dot) * weight;
+      dot = la_divide(p, la_row_sum(dot), divisor); /* not times weight: where f is the sum, u - dot must be 0 */
       if (lane == 0) dots[r] = dot;
     }
     const bool counts = kept(r) && weight != 0.0f;
@@ -572,7 +572,7 @@ __device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int
   }
 }
 
-template <typename T, la_memory MEMORY, la_fusion FUSION>
+template <typename T, int MEMORY, int FUSION>
 __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid_constant__ la_pass p) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int x_pitch = la_pitch(p.n), y_pitch = la_pitch(p.d), wide = max(x_pitch, y_pitch);
@@ -694,10 +694,10 @@ static int la_threads(const la_pass &pass) {
 
 /* Rows of a tile: a multiple of 16, enough for each thread of a product whose widest side is `columns`; `floats` of each. */
 static int la_rows_of(const la_pass &pass, int columns, int floats, int fixed) {
-  int rows = LA_SIDE * la_threads(pass) / (la_padded(columns) / LA_SIDE);
+  int rows = LA_SIDE * la_threads(pass) / (la_padded(columns) / LA_SIDE) / 16 * 16;
   if (rows > 128) rows = 128;
-  while (rows > 16 && (rows / 2 >= pass.length || rows * floats + fixed > LA_SHARED)) rows /= 2;
-  return rows / 16 * 16;
+  while (rows > 16 && (rows - 16 >= pass.length || rows * floats + fixed > LA_SHARED)) rows -= 16;
+  return rows;
 }
 
 static int la_most(int a, int b) { return a > b ? a : b; }
@@ -705,7 +705,7 @@ static int la_most(int a, int b) { return a > b ? a : b; }
 /* The block that adds up the groups. */
 static int la_sum_floats(const la_pass &pass) { return la_threads(pass) * LA_SIDE * LA_SIDE; }
 
-template <typename T, la_memory MEMORY>
+template <typename T, int MEMORY>
 static void la_launch_sums(la_pass pass, void *stream) {
   const int n = pass.n < LA_RESIDENT ? pass.n : LA_RESIDENT, d = pass.d < LA_RESIDENT ? pass.d : LA_RESIDENT;
   const int floats = la_pitch(n) + la_pitch(d);
@@ -716,7 +716,7 @@ static void la_launch_sums(la_pass pass, void *stream) {
                sizeof(float) * pass.shared, stream, pass);
 }
 
-template <typename T, la_memory MEMORY>
+template <typename T, int MEMORY>
 static void la_launch_apply(la_pass pass, void *stream) {
   const int y_pitch = la_pitch(pass.d), floats = la_most(la_pitch(pass.n), y_pitch) + 1;
   pass.slice = la_large(pass) ? la_most(LA_SLICE / y_pitch / LA_SIDE * LA_SIDE, LA_SIDE) : pass.n;
@@ -728,7 +728,7 @@ static void la_launch_apply(la_pass pass, void *stream) {
                sizeof(float) * pass.shared, stream, pass);
 }
 
-template <typename T, la_memory MEMORY, la_fusion FUSION>
+template <typename T, int MEMORY, int FUSION>
 static void la_launch_gradient(la_pass pass, void *stream) {
   const int x_pitch = la_pitch(pass.n), y_pitch = la_pitch(pass.d);
   const int floats = x_pitch + (FUSION == LA_WITH_SUMS ? y_pitch + x_pitch : la_most(x_pitch, y_pitch)) + 1;

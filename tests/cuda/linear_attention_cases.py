@@ -1,4 +1,4 @@
-"""linear_attention in the rig: calls the launchers of csrc/linear_attention/linear_attention_cuda.cu on guarded tensors."""
+"""linear_attention in the rig: calls the launchers of linear_attention_cuda.cu on guarded tensors."""
 
 from __future__ import annotations
 
