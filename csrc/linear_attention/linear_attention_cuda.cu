@@ -640,6 +640,8 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid
   }
 }
 
+#include "linear_attention_mma.h"
+
 /* ---- launchers ---- */
 
 static bool la_vectors(const camox_linear_attention_params *p, const camox_view4 &view, int axis, int64_t dim, int lanes) {
@@ -683,6 +685,27 @@ static void la_set_queries(la_pass *pass, const camox_linear_attention_params *p
                  : p->normalize == CAMOX_NORMALIZE_SUM   ? LA_DIVIDE
                                                          : LA_PLAIN;
   if (pass->weight == LA_DIVIDE) pass->line = static_cast<const float *>(p->z);
+}
+
+/* The rig runs one architecture; nvcc's host code must not depend on the device's. */
+#if defined(CAMOX_HOST_CUDA)
+static constexpr bool la_may_use_mma = CAMOX_CUDA_ARCH >= 800;
+static bool la_device_has_mma(void) { return true; }
+#else
+static constexpr bool la_may_use_mma = true;
+static bool la_device_has_mma(void) {
+  int device = 0, generation = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  return cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && generation >= 8;
+}
+#endif
+
+/* Steps of 16 columns with which tensor cores serve a pass, or 0. */
+template <int MEMORY>
+static int la_mma_steps(const la_pass &pass) {
+  const int steps = ((pass.n > pass.d ? pass.n : pass.d) + 15) / 16;
+  const bool fits = MEMORY == LA_COLUMNS || (pass.n == 16 * steps && pass.d == 16 * steps);
+  return fits && la_device_has_mma() ? steps : 0;
 }
 
 static bool la_large(const la_pass &pass) { return pass.n > LA_RESIDENT || pass.d > LA_RESIDENT; }
@@ -749,13 +772,53 @@ static void la_launch_state(const la_pass &pass, int64_t stored, const void *ini
                static_cast<float *>(z), sequences, pass.chunks, stored, pass.n, pass.d);
 }
 
-/* Calls launch<MEMORY>(); larger heads are served by the one that takes any strides. */
-#define LA_LAUNCH(launch, pass, ...)                                                        \
-  switch (la_large(pass) ? LA_ANY : la_memory_of(p, pass, static_cast<int>(sizeof(T)))) {   \
-    case LA_ROWS: launch<T, LA_ROWS __VA_OPT__(, ) __VA_ARGS__>(pass, stream); break;       \
-    case LA_COLUMNS: launch<T, LA_COLUMNS __VA_OPT__(, ) __VA_ARGS__>(pass, stream); break; \
-    default: launch<T, LA_ANY __VA_OPT__(, ) __VA_ARGS__>(pass, stream);                    \
+typedef enum { LA_SUMS = 0, LA_APPLY = 1, LA_GRADIENT_OF_QUERIES = 2, LA_GRADIENT_OF_KEYS = 3 } la_work;
+
+template <typename T, int S, bool COLUMNS>
+static void la_launch_mma(const la_pass &pass, la_work work, void *stream) {
+  const unsigned grid = camox_grid(pass.batch * pass.heads * pass.chunks);
+  const size_t fragments = sizeof(uint4) * 2 * S * S * CAMOX_WARP, sums = sizeof(float) * LA_MMA_WARPS * 16 * S * (16 * S + 1);
+  switch (work) {
+    case LA_SUMS: CAMOX_LAUNCH((la_mma_sum_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, sums, stream, pass); break;
+    case LA_APPLY: CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments, stream, pass); break;
+    case LA_GRADIENT_OF_QUERIES:
+      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_SUMS>), grid, LA_MMA_THREADS, sums, stream, pass);
+      break;
+    case LA_GRADIENT_OF_KEYS:
+      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_APPLY>), grid, LA_MMA_THREADS, 2 * fragments, stream, pass);
   }
+}
+
+template <typename T, int MEMORY>
+static void la_launch_fused(const la_pass &pass, la_work work, void *stream) {
+  if constexpr (la_may_use_mma && sizeof(T) == 2 && MEMORY != LA_ANY) {
+    switch (la_mma_steps<MEMORY>(pass)) {
+      case 1: return la_launch_mma<T, 1, MEMORY == LA_COLUMNS>(pass, work, stream);
+      case 2: return la_launch_mma<T, 2, MEMORY == LA_COLUMNS>(pass, work, stream);
+    }
+  }
+  switch (work) {
+    case LA_SUMS: return la_launch_sums<T, MEMORY>(pass, stream);
+    case LA_APPLY: return la_launch_apply<T, MEMORY>(pass, stream);
+    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, MEMORY, LA_WITH_SUMS>(pass, stream);
+    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, MEMORY, LA_WITH_APPLY>(pass, stream);
+  }
+}
+
+template <typename T>
+static void la_launch(const la_pass &pass, la_work work, int memory, void *stream) {
+  if (!la_large(pass)) {
+    if (memory == LA_ROWS) return la_launch_fused<T, LA_ROWS>(pass, work, stream);
+    if (memory == LA_COLUMNS) return la_launch_fused<T, LA_COLUMNS>(pass, work, stream);
+    return la_launch_fused<T, LA_ANY>(pass, work, stream);
+  }
+  /* larger heads take one kernel more backward, each for any strides */
+  if (work >= LA_GRADIENT_OF_QUERIES) la_launch_gradient<T, LA_ANY, LA_ALONE>(pass, stream);
+  if (work == LA_APPLY || work == LA_GRADIENT_OF_KEYS) return la_launch_apply<T, LA_ANY>(pass, stream);
+  la_pass sums = pass;
+  if (work == LA_GRADIENT_OF_QUERIES) sums.sums_line = false; /* the gradient's own kernel has added it up */
+  la_launch_sums<T, LA_ANY>(sums, stream);
+}
 
 template <typename T>
 static void la_forward(const camox_linear_attention_params *p, void *stream) {
@@ -764,13 +827,13 @@ static void la_forward(const camox_linear_attention_params *p, void *stream) {
   if (p->length > 0) {
     la_set_keys(&keys, p);
     keys.y = p->v, keys.sums_line = sum;
-    LA_LAUNCH(la_launch_sums, keys)
+    la_launch<T>(keys, LA_SUMS, la_memory_of(p, keys, sizeof(T)), stream);
   }
   la_launch_state(keys, p->chunks, p->initial_s, p->initial_z, p->s, sum ? p->z : nullptr, stream);
   if (p->length == 0) return;
   la_set_queries(&queries, p);
   queries.out = p->out, queries.state = static_cast<const float *>(p->s);
-  LA_LAUNCH(la_launch_apply, queries)
+  la_launch<T>(queries, LA_APPLY, la_memory_of(p, queries, sizeof(T)), stream);
 }
 
 template <typename T>
@@ -780,25 +843,14 @@ static void la_backward(const camox_linear_attention_params *p, void *stream) {
   if (p->length > 0) {
     la_set_queries(&queries, p);
     queries.y = p->grad, queries.grad_x = p->grad_q, queries.state = static_cast<const float *>(p->s), queries.sums_line = sum;
-    if (la_large(queries)) {
-      la_launch_gradient<T, LA_ANY, LA_ALONE>(queries, stream);
-      queries.sums_line = false;
-      la_launch_sums<T, LA_ANY>(queries, stream);
-    } else {
-      LA_LAUNCH(la_launch_gradient, queries, LA_WITH_SUMS)
-    }
+    la_launch<T>(queries, LA_GRADIENT_OF_QUERIES, la_memory_of(p, queries, sizeof(T)), stream);
   }
   la_launch_state(keys, p->chunks, p->grad_s, p->grad_z, p->sum_s, sum ? p->sum_z : nullptr, stream);
   if (p->length == 0) return;
   la_set_keys(&keys, p);
   keys.y = p->v, keys.grad_x = p->grad_k, keys.out = p->grad_v, keys.state = static_cast<const float *>(p->sum_s);
   if (sum) keys.line = static_cast<const float *>(p->sum_z);
-  if (la_large(keys)) {
-    la_launch_gradient<T, LA_ANY, LA_ALONE>(keys, stream);
-    la_launch_apply<T, LA_ANY>(keys, stream);
-  } else {
-    LA_LAUNCH(la_launch_gradient, keys, LA_WITH_APPLY)
-  }
+  la_launch<T>(keys, LA_GRADIENT_OF_KEYS, la_memory_of(p, keys, sizeof(T)), stream);
 }
 
 extern "C" int camox_linear_attention_cuda(const camox_linear_attention_params *p, void *stream) {

@@ -9,15 +9,18 @@ import torch
 
 SOURCE = rig.CSRC / "linear_attention" / "linear_attention_cuda.cu"
 CHUNK = 64
-# Heads of a picture (B, C, H, W), contiguous and channels_last; (B, H, T, N); every other element; one of them for all.
-MEMORY = ("picture", "channels_last", "dense", "strided", "expanded")
-# (B, H, T, N, D): one element; the models' heads; rows of 16 bytes; a tail of a tile and of a chunk; heads that do not
-# fit in shared memory.
+# Heads of a picture (B, C, H, W), contiguous, a part of the positions of a larger one, and channels_last; (B, H, T, N);
+# every other element; one batch element for all.
+MEMORY = ("picture", "cropped", "channels_last", "dense", "strided", "expanded")
+# (B, H, T, N, D): one position; the models' heads; tails of tiles and of chunks; heads of tensor cores' steps and padded
+# to them; heads whose state does not fit in shared memory.
 SHAPES = [
     (1, 2, 1, 2, 1),
     (2, 2, 20, 10, 6),
-    (1, 2, 150, 8, 16),
-    (2, 1, 72, 32, 32),
+    (1, 2, 152, 8, 16),
+    (1, 3, 72, 16, 16),
+    (2, 1, 104, 32, 32),
+    (1, 2, 88, 12, 20),
     (1, 1, 90, 36, 38),
     (1, 1, 40, 64, 64),
     (1, 1, 70, 73, 40),
@@ -142,6 +145,9 @@ def backward(
 def heads(shape, dtype, memory="dense", seed=0):
     """q, k, v and a gradient of out of (B, H, T, N, D), as they lie in memory."""
     batch, count, length, n, d = shape
+    if memory == "cropped":
+        whole = heads((batch, count, -(-length // 8) * 8 + 8, n, d), dtype, "picture", seed)
+        return [x[:, :, :length] for x in whole]
     generator = torch.Generator().manual_seed(seed)
     found = []
     for dim in (n, n, d, d):
@@ -154,7 +160,7 @@ def heads(shape, dtype, memory="dense", seed=0):
             view.copy_(x)
             found.append(view)
         else:
-            found.append(x[:, :1].expand(x.shape) if memory == "expanded" else x)
+            found.append(x[:1].expand(x.shape) if memory == "expanded" else x)
     if memory not in ("picture", "channels_last"):
         return found
     qkv = torch.cat(found[:3], 1)
@@ -170,7 +176,7 @@ def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, kind of memory and direction."""
     for dtype in rig.DTYPES.values():
         for memory in ("picture", "dense", "strided"):
-            for dim in (16, 65):
+            for dim in (16, 24, 32, 48, 65):
                 q, k, v, grad = heads((1, 1, 8, dim, dim), dtype, memory)
                 state = forward(q, k, v, how={"arch": arch})[1:]
                 backward([grad], q, k, v, state, how={"arch": arch})
