@@ -8,6 +8,7 @@ from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
+from .ops.linear_attention import linear_attention, linear_attention_step
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
 from .ops.spatial_gradient import spatial_gradient
@@ -25,6 +26,8 @@ __all__ = [
     "frequency_bands",
     "isa",
     "layer_norm2d",
+    "linear_attention",
+    "linear_attention_step",
     "nn",
     "reference",
     "rope",

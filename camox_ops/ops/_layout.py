@@ -35,8 +35,8 @@ def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dense_strides(x: torch.Tensor, sizes=None, sort_last: bool = False) -> list[int]:
-    """Strides of a tensor of these sizes, or x's, without gaps, its dimensions in memory in the order of x's strides, the
-    last innermost or in its place too. Dimensions of stride 0 or size 1 say nothing about the order."""
+    """Strides of a tensor of these sizes, or x's, without gaps, its dimensions in memory in the order of x's strides,
+    the last innermost or in its place too. Dimensions of stride 0 or size 1 say nothing about the order."""
     sizes = x.shape if sizes is None else sizes
     strides = x.stride()
     order = list(range(x.dim()))

@@ -34,7 +34,7 @@ def linear_attention(
 
         S = S_0 + sum_t f(k_t) v_t^T    z = z_0 + sum_t f(k_t)
         normalize "sum":      out_t = f(q_t) S / (f(q_t) . z + eps)
-        normalize "feature":  out_t = f(q_t) S with f(q_t) and f(k_t) each divided by its own sum over N; a sum of 0 gives 0
+        normalize "feature":  out_t = f(q_t) S, f(q_t) and f(k_t) each divided by its own sum over N; a sum of 0 gives 0
         normalize "none":     out_t = f(q_t) S
 
     Args:
@@ -60,10 +60,11 @@ def linear_attention(
     NotImplementedError, and so does forward-mode AD.
 
     Raises:
-        TypeError: a tensor is not dense or of another dtype, dtypes differ, initial_state is not a pair, return_state is
-            not a bool, eps is not a number.
-        ValueError: shapes that disagree, N or D outside 1 ... 256, a mask or a state of another shape, a z that is missing
-            or to spare, eps <= 0, tensors on different devices, an unknown feature_map, normalize, causal or layout.
+        TypeError: a tensor is not dense or of another dtype, dtypes differ, initial_state is not a pair, return_state
+            is not a bool, eps is not a number.
+        ValueError: shapes that disagree, N or D outside 1 ... 256, a mask or a state of another shape, a z that is
+            missing or to spare, eps <= 0, tensors on different devices, an unknown feature_map, normalize, causal or
+            layout.
 
     Source: Transformers are RNNs (arXiv 2006.16236, equations 4 to 7); "feature": SDTAEncoder.linear_attention of
     mahi-chan/camoXpert, models/backbone.py at 47e858c."""

@@ -1,0 +1,610 @@
+"""linear_attention."""
+
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture, run_python
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+from torch.library import opcheck
+
+import camox_ops as cx
+from camox_ops import reference
+
+MAPS = ("elu1", "relu", "identity")
+NORMALIZATIONS = ("sum", "feature", "none")
+HALVES = (torch.bfloat16, torch.float16)
+# Sums of identity features come near 0, where no two orders of adding agree.
+MODES = [(f, n) for f in MAPS for n in NORMALIZATIONS if f != "identity" or n == "none"]
+# Positions side by side (a qkv convolution), elements side by side (channels_last, and dense), neither, stride 0.
+MEMORY = ("picture", "channels_last", "contiguous", "strided", "expanded")
+# (B, H, T, N, D): head sizes of the users' models, one tile and a bit, one position, more than a chunk.
+# One position alone has gradients that are 0 but for rounding, and so has N = 1 with "feature".
+SIZES = (
+    (2, 3, 37, 6, 6),
+    (2, 2, 130, 10, 12),
+    (1, 2, 65, 38, 20),
+    (2, 1, 3, 5, 1),
+    (1, 2, 300, 36, 73),
+    (1, 1, 1, 1, 1),
+)
+ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits and threads: on the CPU")
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    """Tensors are made on the device that is tested; the CPU needs no mode for that, which would slow every call."""
+    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
+        yield
+
+
+def heads(shape, dtype=torch.float32, memory="contiguous", seed=0):
+    """A (B, H, T, D) input; "picture" and "channels_last": a third of the channels of a (B, 3C, H, W) picture."""
+    b, h, t, d = shape
+    if memory in ("picture", "channels_last"):
+        layout = "contiguous" if memory == "picture" else memory
+        part = picture((b, 3 * h * d, 1, t), dtype, layout, seed=seed).chunk(3, dim=1)[1]
+        return part.unflatten(1, (h, d)).flatten(3).transpose(2, 3)
+    return picture(shape, dtype, memory, seed=seed)
+
+
+def real_of(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def inputs(size, dtype=torch.float32, memory="contiguous", masked=False, stateful=False, normalize="sum"):
+    """((q, k, v), key_mask, initial state)"""
+    b, h, t, n, d = size
+    tensors = tuple(heads((b, h, t, m), dtype, memory, seed) for seed, m in enumerate((n, n, d)))
+    mask = torch.arange(b * t).view(b, t) % 3 == 1 if masked else None
+    s, z = picture((b, h, n, d), real_of(dtype), seed=5), picture((b, h, n, 1), real_of(dtype), seed=6)[..., 0].abs()
+    return tensors, mask, (s, z if normalize == "sum" else None) if stateful else None
+
+
+def leaves_of(tensors, state):
+    return [t.detach().requires_grad_() for t in (*tensors, *(state or ())) if t is not None]
+
+
+def ours(q, k, v, *state, **options):
+    """Every output as a tuple, as the reference has them."""
+    initial = (state[0], state[1] if len(state) > 1 else None) if state else None
+    out, (s, z) = cx.linear_attention(q, k, v, initial_state=initial, return_state=True, **options)
+    return (out, s) if z is None else (out, s, z)
+
+
+def upstream(outputs):
+    return [picture((1, 1, 1, o.numel()), o.dtype, seed=20 + i).view(o.shape) for i, o in enumerate(outputs)]
+
+
+def numbers(op, leaves, given, real=None, **options):
+    """Outputs and gradients; real: in this dtype, from the same values."""
+    leaves = [t.detach().to(real or t.dtype).requires_grad_() for t in leaves]
+    outputs = op(*leaves, **options)
+    found = torch.autograd.grad(outputs, leaves, [g.to(o.dtype) for g, o in zip(given, outputs, strict=True)])
+    return [*(o.detach() for o in outputs), *found]
+
+
+def assert_right(tensors, mask=None, state=None, **options):
+    """Outputs and gradients under the tolerance rule, states and their gradients too."""
+    leaves, options = leaves_of(tensors, state), {**options, "key_mask": mask}
+    given = upstream(ours(*leaves, **options))
+    mine = numbers(ours, leaves, given, **options)
+    truth = numbers(reference.linear_attention, leaves, given, torch.float64, **options)
+    same = numbers(reference.linear_attention, leaves, given, tensors[0].dtype, **options)
+    for one, other, true in zip(mine, same, truth, strict=True):
+        # Both are sums of terms of either sign; in float64 the reference is no better than they are.
+        scale = 16 * true.abs().max().item() if true.numel() else 0
+        assert_close_to_reference(one, other.to(one.dtype), true, scale64=scale)
+    return mine
+
+
+def test_smoke():
+    q, k, v = (torch.rand(2, 3, 7, d) for d in (4, 4, 5))
+    out = cx.linear_attention(q, k, v)
+    assert out.shape == (2, 3, 7, 5)
+    assert out.dtype == torch.float32
+    out, (s, z) = cx.linear_attention(q, k, v, return_state=True)
+    assert s.shape == (2, 3, 4, 5)
+    assert z.shape == (2, 3, 4)
+    assert cx.linear_attention(q, k, v, normalize="none", return_state=True)[1][1] is None
+
+
+def test_known_values():
+    q, k = (torch.tensor(rows).view(1, 1, 2, 2) for rows in ([[1.0, 3], [2, 0]], [[1.0, 1], [3, 1]]))
+    v = torch.tensor([[10.0], [100.0]]).view(1, 1, 2, 1)
+    # S = k^T v = (310, 110), z = (4, 2)
+
+    def check(expected, **options):
+        out = cx.linear_attention(q, k, v, feature_map="relu", **options)
+        torch.testing.assert_close(out.flatten(), torch.tensor(expected))
+
+    check([640.0, 620], normalize="none")
+    check([640 / 10.5, 620 / 8.5], eps=0.5)
+    # k / sum = (.5, .5), (.75, .25): S = (80, 30); q / sum = (.25, .75), (1, 0)
+    check([42.5, 80.0], normalize="feature")
+    check([300.0 + 300, 600], normalize="none", key_mask=torch.tensor([[True, False]]))
+    out = cx.linear_attention(-q, k, v, normalize="none")  # e^-1, e^-3; k + 1 = (2, 2), (4, 2): S = (420, 220)
+    f = (-q).exp()
+    f[..., 1, 1] = 1.0
+    torch.testing.assert_close(out.flatten(), (f @ torch.tensor([[420.0], [220.0]])).flatten())
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_matches_reference_and_grad(dtype, memory):
+    """Every mode at every size, masks and states at some; eps as large as half precision can hold."""
+    for (i, size), (feature_map, normalize) in itertools.product(enumerate(SIZES), MODES):
+        if size[2:4] == (1, 1) and normalize != "none":
+            continue
+        both = (i + len(feature_map)) % 2 == 1
+        tensors, mask, state = inputs(size, dtype, memory, both, both, normalize)
+        options = {"feature_map": feature_map, "normalize": normalize, "eps": 1e-2}
+        mine = assert_right(tensors, mask, state, **options)
+        if dtype in HALVES:
+            leaves = leaves_of(tensors, state)
+            given = upstream(mine[: 3 if normalize == "sum" else 2])
+            high = numbers(ours, leaves, given, torch.float32, key_mask=mask, **options)
+            assert_one_rounding(mine, high)
+
+
+@pytest.mark.parametrize("size", [(1, 2, 700, 128, 64), (1, 1, 200, 256, 256), (1, 1, 300, 255, 1), (1, 1, 99, 2, 256)])
+def test_matches_reference_of_large_heads(size):
+    for memory, (feature_map, normalize) in itertools.product(("picture", "contiguous"), MODES[:3]):
+        tensors, mask, state = inputs(size, memory=memory, masked=True, normalize=normalize)
+        assert_right(tensors, mask, state, feature_map=feature_map, normalize=normalize)
+
+
+@given(
+    st.tuples(*(st.integers(*range_) for range_ in ((1, 3), (1, 3), (3, 200), (2, 40), (1, 40)))),
+    st.sampled_from(MODES),
+    st.sampled_from(MEMORY),
+    st.sampled_from(FLOATS),
+    st.booleans(),
+)
+def test_shapes(size, mode, memory, dtype, both):
+    tensors, mask, state = inputs(size, dtype, memory, both, both, mode[1])
+    assert_right(tensors, mask, state, feature_map=mode[0], normalize=mode[1], eps=1e-2)
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_shapes_empty(normalize):
+    for shape in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)):
+        q = torch.rand(shape, requires_grad=True)
+        s0 = torch.rand(*shape[:2], 4, 4, requires_grad=True)
+        z0 = torch.rand(*shape[:2], 4) if normalize == "sum" else None
+        out, (s, z) = cx.linear_attention(
+            q,
+            q,
+            q,
+            normalize=normalize,
+            initial_state=(s0, z0),
+            return_state=True,
+            key_mask=torch.zeros(shape[0], shape[2]) > 0,
+        )
+        assert out.shape == shape
+        assert torch.equal(s, s0)
+        assert z is None or torch.equal(z, z0)
+        (out.sum() + s.sum()).backward()
+        assert q.grad.shape == shape
+        assert torch.equal(s0.grad, torch.ones_like(s0))
+
+
+@ON_CPU
+@pytest.mark.parametrize("feature_map, normalize", MODES)
+def test_grad(feature_map, normalize):
+    tensors, mask, state = inputs((2, 2, 5, 3, 4), torch.float64, "contiguous", True, True, normalize)
+    leaves = leaves_of(tensors, state)
+    assert gradcheck(lambda *t: ours(*t, feature_map=feature_map, normalize=normalize, key_mask=mask), leaves)
+    assert gradcheck(lambda *t: ours(*t, feature_map=feature_map, normalize=normalize)[0], leaves[:3])
+    # gradients of the state alone, and of one of its two parts
+    for part in range(1, 3 if normalize == "sum" else 2):
+        assert gradcheck(
+            lambda *t, part=part: ours(*t, feature_map=feature_map, normalize=normalize)[part],
+            leaves[1:2] * 2 + leaves[2:],
+        )
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_state_carries_on(normalize):
+    """Two halves, the second beginning with the state of the first, see all keys; the first only its own."""
+    (q, k, v), _, _ = inputs((2, 2, 90, 6, 5))
+    whole, (s, z) = cx.linear_attention(q, k, v, normalize=normalize, return_state=True)
+    first, later = (tuple(t[:, :, part] for t in (q, k, v)) for part in (slice(0, 40), slice(40, 90)))
+    _, state = cx.linear_attention(*first, normalize=normalize, return_state=True)
+    out, (s2, z2) = cx.linear_attention(*later, normalize=normalize, initial_state=state, return_state=True)
+    torch.testing.assert_close(out, whole[:, :, 40:])
+    torch.testing.assert_close(s2, s)
+    assert (z2 is None) == (normalize != "sum")
+    if z is not None:
+        torch.testing.assert_close(z2, z)
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+@pytest.mark.parametrize("memory", ["picture", "contiguous", "strided"])
+def test_masked_keys_may_hold_anything(normalize, memory):
+    (q, k, v), mask, _ = inputs((2, 2, 70, 5, 6), memory=memory, masked=True)
+    clean = [t.masked_fill(mask[:, None, :, None], 0) for t in (k, v)]
+    rubbish = [heads(t.shape, memory=memory) for t in (k, v)]
+    for one, other in zip(rubbish, (k, v), strict=True):
+        one.copy_(other.masked_fill(mask[:, None, :, None], float("nan")))
+    found = []
+    for keys in (clean, rubbish):
+        leaves = leaves_of((q, *keys), None)
+        given = upstream(ours(*leaves, normalize=normalize))
+        found.append(numbers(ours, leaves, given, normalize=normalize, key_mask=mask))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    for gradient in found[0][-2:]:
+        assert not gradient[mask[:, None, :, None].expand_as(gradient)].any()
+    out = cx.linear_attention(q, k, v, normalize=normalize, key_mask=torch.ones_like(mask))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_zero_sums_are_finite(normalize, dtype):
+    """Rows of relu features that are all 0, and elu1 features that underflow, in q, in k and in both."""
+    for feature_map in ("relu", "elu1"):
+        (q, k, v), _, _ = inputs((1, 2, 40, 6, 5), dtype)
+        q, k = q.clone(), k.clone()
+        q[:, :, 3:9], k[:, :, 5:11], k[:, 1] = -2000, -2000, -2000
+        for tensor in numbers(
+            ours, (q, k, v), upstream(ours(q, k, v, normalize=normalize)), normalize=normalize, feature_map=feature_map
+        ):
+            assert tensor.isfinite().all()
+        out = cx.linear_attention(q, k, v, normalize=normalize, feature_map=feature_map)
+        assert not out[:, :, 3:9].any()
+        assert not out[:, 1].any()
+        assert out[:, 0, 10:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalize", ["sum", "feature"])
+def test_hundred_thousand_positions(normalize, dtype):
+    """bfloat16 sums would stop growing at 256; a mean of many values of one sign shows it."""
+    shape, options = (1, 1, 100_000, 12), {"normalize": normalize}
+    q, k, v = (heads(shape, dtype, "picture", seed) for seed in range(3))
+    leaves = (q, k, (v.float() + 3).to(dtype))
+    given = upstream(ours(*leaves, **options))
+    single = numbers(ours, leaves, given, torch.float32, **options)
+    if dtype == torch.bfloat16:
+        assert_one_rounding(numbers(ours, leaves, given, **options), single)
+    truth = numbers(reference.linear_attention, leaves, given, torch.float64, **options)
+    same = numbers(reference.linear_attention, leaves, given, torch.float32, **options)
+    assert_close_to_reference(single, same, truth)
+
+
+@pytest.mark.parametrize("normalize", ["sum", "feature"])
+def test_heads_of_a_picture_are_views(normalize):
+    """The result and the gradients of heads of a qkv convolution's output are pictures without a copy."""
+    b, heads_, d, height, width = 2, 3, 5, 6, 7
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        qkv = torch.randn(b, 3 * heads_ * d, height, width).to(memory_format=memory_format)
+        q, k, v = (t.unflatten(1, (heads_, d)).flatten(3).transpose(2, 3) for t in qkv.chunk(3, dim=1))
+        assert q.data_ptr() == qkv.data_ptr()
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = cx.linear_attention(*leaves, normalize=normalize)
+        dense = cx.linear_attention(*(t.contiguous() for t in (q, k, v)), normalize=normalize)
+        torch.testing.assert_close(out, dense)
+        for tensor in (out, *torch.autograd.grad(out.square().sum(), leaves)):
+            # view, unlike reshape, refuses to copy
+            image = tensor.detach().transpose(2, 3)
+            image = image.view(b, heads_, d, height, width).view(b, heads_ * d, height, width)
+            assert image.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_layout(normalize):
+    tensors, mask, state = inputs((2, 3, 20, 6, 5), masked=True, stateful=True, normalize=normalize)
+    swapped = tuple(t.transpose(1, 2).contiguous() for t in tensors)
+    options = {"normalize": normalize, "key_mask": mask, "initial_state": state, "return_state": True}
+    out, (s, z) = cx.linear_attention(*tensors, **options)
+    other, (s2, z2) = cx.linear_attention(*swapped, **options, layout="bthd")
+    assert other.is_contiguous()
+    torch.testing.assert_close(other, out.transpose(1, 2), rtol=0, atol=0)
+    assert torch.equal(s, s2)
+    assert z is None or torch.equal(z, z2)
+    assert_right(swapped, mask, state, normalize=normalize, layout="bthd")
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_noncontiguous(memory):
+    """The same bits for every layout of q, k, v, the mask, the state and the gradient that flows in."""
+    tensors, mask, state = inputs((2, 3, 150, 10, 7), memory=memory, masked=True, stateful=True)
+    dense = [t.contiguous() for t in tensors]
+    wide = mask[:, None].expand(2, 4, 150).movedim(1, 2)[..., 1]
+    gaps = (heads(state[0].shape, seed=5), torch.stack([state[1], state[1]], -1)[..., 1])
+    results = []
+    for arguments, m, s in ((tensors, wide, gaps), (dense, mask, state)):
+        leaves = leaves_of(arguments, s)
+        results.append(numbers(ours, leaves, upstream(ours(*leaves)), key_mask=m))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    leaves = leaves_of(tensors, None)
+    summed = torch.autograd.grad(cx.linear_attention(*leaves).sum(), leaves)  # a gradient whose strides are all 0
+    given = torch.autograd.grad(cx.linear_attention(*leaves), leaves, torch.ones(2, 3, 150, 7))
+    assert all(torch.equal(one, other) for one, other in zip(summed, given, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_camoxpert_parity(dtype):
+    """SDTAEncoder.linear_attention of mahi-chan/camoXpert, models/backbone.py at 47e858c, in our own words."""
+
+    def plain(q, k, v):
+        q, k = (F.elu(x) + 1 for x in (q, k))
+        q, k = (x / x.sum(dim=-1, keepdim=True) for x in (q, k))
+        return torch.einsum("bhtn,bhnd->bhtd", q, torch.einsum("bhtn,bhtd->bhnd", k, v))
+
+    tensors, _, _ = inputs((2, 8, 144, 10, 10), dtype, "picture")
+    out = cx.linear_attention(*tensors, normalize="feature")
+    assert_close_to_reference(out, plain(*tensors), plain(*(t.double() for t in tensors)))
+
+
+def test_saved_for_backward():
+    tensors, mask, _ = inputs((2, 3, 50, 6, 5), memory="picture", masked=True)
+    leaves, saved = leaves_of(tensors, None), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _, (s, z) = cx.linear_attention(*leaves, key_mask=mask, return_state=True)
+    expected = [t.data_ptr() for t in (*leaves, mask, s, z)]
+    assert [t.data_ptr() for t in saved] == expected
+
+
+def test_second_derivative_is_refused():
+    leaves = leaves_of(inputs((1, 2, 5, 3, 4))[0], None)
+    grads = torch.autograd.grad(cx.linear_attention(*leaves).sum(), leaves, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_attention: second derivatives"):
+        grads[0].sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(leaves[0].detach(), torch.ones_like(leaves[0]))
+        with pytest.raises(NotImplementedError, match="linear_attention: forward-mode AD"):
+            cx.linear_attention(dual, leaves[1], leaves[2])
+
+
+def test_causal_comes_later():
+    q = torch.rand(1, 1, 3, 4)
+    for causal in (True, "strict"):
+        with pytest.raises(NotImplementedError, match="causal linear attention"):
+            cx.linear_attention(q, q, q, causal=causal)
+    with pytest.raises(NotImplementedError, match="causal linear attention"):
+        cx.linear_attention_step(q, q, q, (torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)))
+
+
+@ON_CPU
+def test_threads_do_not_change_bits():
+    for memory, size in (("picture", (2, 3, 600, 20, 12)), ("channels_last", (1, 1, 5000, 8, 8))):
+        tensors, mask, state = inputs(size, memory=memory, masked=True, stateful=True)
+        leaves = leaves_of(tensors, state)
+        given = upstream(ours(*leaves))
+        expected = numbers(ours, leaves, given, key_mask=mask)
+        for threads in (1, 3, 8):
+            torch.set_num_threads(threads)
+            found = numbers(ours, leaves, given, key_mask=mask)
+            torch.set_num_threads(2)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+ISA_CODE = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+import camox_ops as cx
+from test_linear_attention import FLOATS, MEMORY, MODES, assert_right, inputs
+for dtype in FLOATS:
+    for memory in MEMORY[:4]:
+        for i, (feature_map, normalize) in enumerate(MODES):
+            tensors, mask, state = inputs((2, 2, 150, 21, 35), dtype, memory, i % 2, i % 2, normalize)
+            assert_right(tensors, mask, state, feature_map=feature_map, normalize=normalize, eps=1e-2)
+print(cx.isa())
+"""
+
+
+@ON_CPU
+def test_isa_agree(pytestconfig):
+    """Sums differ between instruction sets, so each is held to the truth."""
+    code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"))
+    assert [run_python(code, CAMOX_FORCE_ISA=isa).strip() for isa in cx.supported_isas()] == cx.supported_isas()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype):
+    op = torch.ops.camox_ops
+    for normalize in ("sum", "none"):
+        tensors, mask, state = inputs((2, 2, 5, 3, 4), dtype, "picture", True, True, normalize)
+        q, k, v, s0, *z0 = leaves_of(tensors, state)
+        z0 = z0[0] if z0 else None
+        opcheck(op.linear_attention.default, (q, k, v, mask, s0, z0, "elu1", normalize, 1e-3))
+        out, s, z = op.linear_attention(q, k, v, None, None, None, "relu", normalize, 1e-3)
+        grad, *state = (t.detach() for t in (torch.ones_like(out), s, z))
+        opcheck(
+            op.linear_attention_backward.default,
+            (grad, None, None, q.detach(), k.detach(), v.detach(), mask, *state, "relu", normalize, 1e-3),
+        )
+
+
+def test_compile():
+    def step(q, k, v, mask):
+        a, state = cx.linear_attention(q, k, v, normalize="sum", return_state=True)
+        b = cx.linear_attention(a, k, v, normalize="feature", key_mask=mask)
+        c = cx.linear_attention(b, k, v, initial_state=state)
+        return (c * b).square().mean() + state[1].sum()
+
+    tensors, mask, _ = inputs((2, 3, 20, 4, 4), memory="picture", masked=True)
+    leaves = leaves_of(tensors, None)
+    expected = step(*leaves, mask)
+    result = torch.compile(step, fullgraph=True, dynamic=False)(*leaves, mask)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(torch.autograd.grad(result, leaves), torch.autograd.grad(expected, leaves))
+
+
+@ON_CPU
+def test_func_transforms():
+    xs = torch.randn(3, 3, 2, 2, 7, 4, dtype=torch.float64)  # (mapped, q k v, B, H, T, D)
+    mask = torch.arange(14).view(2, 7) % 4 == 0
+    first, every = tuple(xs[0]), (0, 1, 2)
+    for normalize in NORMALIZATIONS:
+        options = {"normalize": normalize, "key_mask": mask}
+
+        def loss(q, k, v, op, options=options):
+            return sum(t.square().sum() for t in op(q, k, v, **options))
+
+        got, expected = (torch.func.grad(loss, every)(*first, op) for op in (ours, reference.linear_attention))
+        torch.testing.assert_close(got, expected)
+        for in_dims, arguments in (
+            ((0, 0, 0), xs.unbind(1)),
+            ((0, None, 1), (xs[:, 0], xs[0, 1], xs[:, 2].movedim(0, 1))),
+        ):
+            got, expected = (
+                torch.vmap(lambda q, k, v, op=op, f=loss: torch.func.grad(f, every)(q, k, v, op), in_dims)(*arguments)
+                for op in (ours, reference.linear_attention)
+            )
+            torch.testing.assert_close(got, expected)
+        out, pullback = torch.func.vjp(lambda q, options=options: ours(q, *first[1:], **options)[0], first[0])
+        torch.testing.assert_close(out, reference.linear_attention(*first, **options)[0])
+        assert pullback(out)[0].shape == first[0].shape
+
+
+@ON_CPU
+def test_autocast_casts():
+    (q, k, v), _, state = inputs((1, 2, 9, 4, 5), stateful=True)
+    expected = cx.linear_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), initial_state=state)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, (s, z) = cx.linear_attention(q, k.bfloat16(), v, initial_state=state, return_state=True)
+        assert cx.linear_attention(*(t.double() for t in (q, k, v))).dtype == torch.float64
+    assert torch.equal(out, expected)
+    assert s.dtype == z.dtype == torch.float32
+    q.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        cx.linear_attention(q, k, v).sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+def test_checkpointing():
+    leaves = leaves_of(inputs((1, 2, 30, 6, 6))[0], None)
+    expected = torch.autograd.grad(cx.linear_attention(*leaves).square().sum(), leaves)
+    y = torch.utils.checkpoint.checkpoint(
+        lambda *t: cx.linear_attention(*t).square().sum(), *leaves, use_reentrant=False
+    )
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, leaves), expected, strict=True))
+
+
+@ON_CPU
+@pytest.mark.big
+@pytest.mark.slow
+def test_offsets_past_32_bits():
+    """Heads that lie further apart than 2^31 elements, in memory that is never touched elsewhere."""
+    apart = 2**31 + 6
+    storage = torch.empty(apart + 12, dtype=torch.bfloat16)
+    x = storage.as_strided((1, 2, 3, 4), (1, apart, 4, 1))
+    x.copy_(heads((1, 2, 3, 4), torch.bfloat16))
+    dense = x.clone()
+    assert torch.equal(cx.linear_attention(x, x, x), cx.linear_attention(dense, dense, dense))
+
+
+# ---- errors ----
+
+Q = torch.zeros(2, 3, 5, 4)
+STATE = (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"q": None}, TypeError, "q must be a torch.Tensor, got NoneType"),
+        ({"k": Q.to_sparse()}, TypeError, "k must be a dense tensor"),
+        ({"v": Q.int()}, TypeError, "v must have dtype .* got int32"),
+        ({"k": Q.bfloat16()}, TypeError, "k must have the dtype of q, float32, got bfloat16"),
+        ({"v": Q.double()}, TypeError, "v must have the dtype of q"),
+        ({"q": Q[0]}, ValueError, r"q must have 4 dimensions \(B, H, T, N\), got shape \(3, 5, 4\)"),
+        ({"q": Q[0], "layout": "bthd"}, ValueError, r"\(B, T, H, N\)"),
+        ({"k": Q[:, :, :4]}, ValueError, r"k must have the shape of q, \(2, 3, 5, 4\), got \(2, 3, 4, 4\)"),
+        ({"k": Q[..., :3]}, ValueError, "k must have the shape of q"),
+        (
+            {"v": Q[:, :2]},
+            ValueError,
+            r"v must have shape \(B, H, T, D\) beside q of \(2, 3, 5, 4\), got \(2, 2, 5, 4\)",
+        ),
+        ({"v": Q[0]}, ValueError, "v must have shape"),
+        ({"v": Q[..., :0]}, ValueError, "the head size of v must be from 1 to 256, got 0"),
+        ({"q": torch.zeros(2, 3, 5, 257), "k": torch.zeros(2, 3, 5, 257)}, ValueError, "q and k .* got 257"),
+        ({"v": Q.to("meta")}, ValueError, "v must be on the device of q"),
+        (
+            {"feature_map": "softmax"},
+            ValueError,
+            "feature_map must be one of 'elu1', 'relu', 'identity', got 'softmax'",
+        ),
+        ({"normalize": "l1"}, ValueError, "normalize must be one of"),
+        ({"causal": "yes"}, ValueError, "causal must be one of False, True, 'strict', got 'yes'"),
+        ({"layout": "tbhd"}, ValueError, "layout must be one of"),
+        ({"return_state": 1}, TypeError, "return_state must be a bool"),
+        ({"eps": 0.0}, ValueError, "eps must be > 0 and finite, got 0.0"),
+        ({"eps": float("nan")}, ValueError, "eps must be > 0"),
+        ({"eps": "1"}, TypeError, "eps must be a number"),
+        ({"key_mask": torch.zeros(2, 5)}, TypeError, "key_mask must have dtype bool, got float32"),
+        ({"key_mask": torch.zeros(2, 4) > 0}, ValueError, r"key_mask must have shape \(2, 5\), got \(2, 4\)"),
+        ({"key_mask": torch.zeros(2, 3, 5) > 0}, ValueError, "key_mask must have shape"),
+        ({"initial_state": STATE[0]}, TypeError, "initial_state must be a pair"),
+        ({"initial_state": (STATE[0], None)}, ValueError, "z of initial_state must be a tensor with normalize='sum'"),
+        (
+            {"initial_state": STATE, "normalize": "none"},
+            ValueError,
+            "z of initial_state must be None with normalize='none'",
+        ),
+        (
+            {"initial_state": (STATE[0][:1], STATE[1])},
+            ValueError,
+            r"S must have shape \(2, 3, 4, 4\), got \(1, 3, 4, 4\)",
+        ),
+        (
+            {"initial_state": (STATE[0], STATE[1][..., :3])},
+            ValueError,
+            r"z must have shape \(2, 3, 4\), got \(2, 3, 3\)",
+        ),
+        ({"initial_state": (STATE[0].bfloat16(), STATE[1])}, TypeError, "S must have dtype float32, got bfloat16"),
+    ],
+)
+def test_errors(changes, error, message):
+    arguments = {"q": Q, "k": Q, "v": Q, **changes}
+    arguments = {
+        name: v.to(DEVICE) if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v
+        for name, v in arguments.items()
+    }
+    tensors = [arguments.pop(name) for name in "qkv"]
+    with pytest.raises(error, match=message) as caught:
+        cx.linear_attention(*tensors, **arguments)
+    assert str(caught.value).startswith("linear_attention: ")
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"q": Q[0]}, "q must have 4 dimensions"),
+        ({"k": Q[:1]}, r"k must have shape \(2, 3, 5, 4\)"),
+        ({"v": Q[:, :, :2]}, r"v must have shape \(2, 3, 5, 4\)"),
+        ({"v": Q.bfloat16()}, "v must have the dtype of x"),
+        ({"q": Q.int()}, "dtype must be float32"),
+        ({"v": Q[..., :0]}, "the head size of v must be from 1 to 256, got 0"),
+        ({"key_mask": torch.zeros(2, 5)}, "key_mask must have dtype bool"),
+        ({"key_mask": torch.zeros(5, 2) > 0}, r"key_mask must have shape \(2, 5\)"),
+        ({"initial_s": STATE[1]}, "initial_s must have 4 dimensions"),
+        ({"initial_s": STATE[0].transpose(0, 1).contiguous().transpose(0, 1)}, "initial_s must be contiguous"),
+        ({"initial_z": STATE[1].double()}, "initial_z must have dtype float32"),
+        ({"initial_z": STATE[1], "normalize": "none"}, "z belongs to the normalization 'sum' only"),
+        ({"feature_map": "gelu"}, "feature_map must be 'elu1', 'relu' or 'identity', got 'gelu'"),
+        ({"normalize": "l2"}, "normalize must be 'sum', 'feature' or 'none', got 'l2'"),
+        ({"eps": -1.0}, "eps must be > 0 and finite, got -1"),
+    ],
+)
+def test_errors_of_the_operator(changes, message):
+    arguments = {
+        **dict.fromkeys("qkv", Q),
+        **dict.fromkeys(("key_mask", "initial_s", "initial_z")),
+        "feature_map": "elu1",
+        "normalize": "sum",
+        "eps": 1e-6,
+    }
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        torch.ops.camox_ops.linear_attention(**{**arguments, **changes})
