@@ -20,6 +20,7 @@ import bands_cases
 import dropout_cases
 import edge_cases
 import moe_cases
+import linear_attention_cases
 import norm2d_cases
 import rig
 import rope_cases
@@ -33,6 +34,7 @@ EVERY_KERNEL = {
     "dropout_cuda": dropout_cases.every_kernel,
     "edge_cuda": edge_cases.every_kernel,
     "moe_cuda": moe_cases.every_kernel,
+    "linear_attention_cuda": linear_attention_cases.every_kernel,
     "norm2d_cuda": norm2d_cases.every_kernel,
     "rope_cuda": rope_cases.every_kernel,
     "spatial_gradient_cuda": spatial_gradient_cases.every_kernel,
@@ -1022,6 +1024,147 @@ def test_moe_broken_build_is_noticed():
         op = getattr(moe_cases, name)
         wrong, right = (op(*arguments, experts, offsets, position, define=d) for d in ("CAMOX_BREAK_MOE", ""))
         assert not torch.allclose(wrong[0], right[0], atol=1e-4)
+# ---- linear_attention ----
+def attention_inputs(shape, dtype, memory="dense", normalize="sum", masked=False, state=False):
+    """(q, k, v), options of both directions, (S_0, z_0) or (), gradients of the forward's results."""
+    batch, heads, length, n, d = shape
+    *qkv, grad = linear_attention_cases.heads(shape, dtype, memory)
+    generator = torch.Generator().manual_seed(5)
+    sizes = [(batch, heads, n, d), (batch, heads, n)][: 2 if normalize == "sum" else 1]
+    initial = [torch.rand(size, generator=generator) for size in sizes]
+    grads = [grad, *(torch.randn(size, generator=generator) for size in sizes)]
+    mask = torch.rand(batch, length, generator=generator) < 0.3 if masked else None
+    options = {"normalize": normalize, "key_mask": mask}
+    return qkv, options, initial if state else [], grads if state else grads[:1]
+
+
+def attention_truth(dtype, qkv, initial, grads, options):
+    """Results of the reference and gradients of its inputs, computed in a dtype."""
+    inputs = [tensor.to(dtype) for tensor in (*qkv, *initial)]
+    results, pullback = torch.func.vjp(lambda *inputs: reference.linear_attention(*inputs, **options), *inputs)
+    flowing = [*grads, *map(torch.zeros_like, results[len(grads) :])]
+    return [*results, *pullback(tuple(grad.to(y.dtype) for grad, y in zip(flowing, results, strict=True)))]
+
+
+def assert_attention_right(inputs, feature_map="elu1", arch=900, order="forward", **how):
+    qkv, options, initial, grads = inputs
+    options = {**options, "feature_map": feature_map}
+    truth = attention_truth(torch.float64, qkv, initial, grads, options)
+    same = attention_truth(qkv[0].dtype, qkv, initial, grads, options)
+    results = linear_attention_cases.forward(*qkv, *initial, **options, how={"arch": arch, "order": order}, **how)
+    state = [tensor.float() for tensor in truth[1 : len(results)]]
+    gradients = linear_attention_cases.backward(
+        grads, *qkv, state, **options, how={"arch": arch, "order": order}, **how
+    )
+    ours = [*results, *gradients[: 3 + len(initial)]]
+    assert_close_to_reference(ours, [x.to(y.dtype) for x, y in zip(same, ours, strict=True)], truth)
+    return ours
+
+
+@pytest.mark.parametrize("memory", linear_attention_cases.MEMORY)
+def test_linear_attention_matches_reference(dtype, memory, arch):
+    """Every shape by one of both architectures, in turn with modes, masks, states and orders."""
+    first = (arch > 800) + linear_attention_cases.MEMORY.index(memory)
+    for turn, shape in enumerate(linear_attention_cases.SHAPES):
+        if (turn + first) % 2:
+            continue
+        normalize = linear_attention_cases.NORMALIZATIONS[(turn + first // 2) % 3]
+        inputs = attention_inputs(shape, dtype, memory, normalize, turn % 3 == 1, turn % 4 < 2)
+        assert_attention_right(inputs, "relu" if turn % 5 == 2 else "elu1", arch, list(rig.ORDERS)[turn % 4])
+
+
+@pytest.mark.parametrize("normalize", linear_attention_cases.NORMALIZATIONS)
+@pytest.mark.parametrize("feature_map", linear_attention_cases.FEATURE_MAPS)
+def test_linear_attention_modes(feature_map, normalize, arch):
+    dtypes = list(rig.DTYPES.values())
+    for turn in range(4):
+        dtype = dtypes[turn % len(dtypes)]
+        n = (16, 32, 10, 1 if normalize == "none" else 3)[turn]  # of one feature no division leaves a gradient
+        qkv, *rest = attention_inputs((1, 2, 20, n, 16), dtype, "dense", normalize, turn & 1, turn & 2)
+        if feature_map == "identity":  # sums that stay off 0
+            qkv[:2] = (tensor.abs() for tensor in qkv[:2])
+        assert_attention_right((qkv, *rest), feature_map, arch, list(rig.ORDERS)[turn])
+
+
+@pytest.mark.parametrize("memory", ["picture", "dense", "strided"])
+def test_linear_attention_stays_inside_at_both_ends(dtype, memory, order):
+    """Flush against a guard page at the end in the tests above, at the start here; the bits are the same."""
+    for shape in ((1, 2, 21, 16, 16), (1, 2, 40, 32, 32), (1, 1, 19, 10, 6)):
+        inputs = attention_inputs(shape, dtype, memory, masked=True, state=True)
+        for ours, other in zip(*attention_runs(inputs, {"flush": "start", "how": {"order": order}}, {}), strict=True):
+            assert torch.equal(ours, other)
+
+
+def attention_runs(inputs, *ways):
+    """The results of both directions for each of these keyword arguments; the state is the first one's."""
+    qkv, options, initial, grads = inputs
+    found = []
+    for way in ways:
+        results = linear_attention_cases.forward(*qkv, *initial, **options, **way)
+        state = found[0][1:3] if found else results[1:]
+        found.append([*results, *linear_attention_cases.backward(grads, *qkv, state, **options, **way)])
+    return found
+
+
+def test_linear_attention_small_grid_strides_over_the_rest(dtype):
+    for dim in (16, 12, 70):
+        inputs = attention_inputs((2, 2, 130, dim, dim), dtype, "picture")
+        capped = {"how": {"grid_cap": 2, "order": "random"}}
+        for ours, other in zip(*attention_runs(inputs, capped, {}), strict=True):
+            assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("normalize", ["sum", "feature"])
+def test_linear_attention_chunks(dtype, normalize, order):
+    """One chunk, several, and one that ends with the last position."""
+    for chunk in (64, 128, 192):
+        inputs = attention_inputs((1, 1, 192, 16, 16), dtype, "picture", normalize)
+        assert_attention_right(inputs, order=order, chunk=chunk)
+
+
+@pytest.mark.parametrize("normalize", linear_attention_cases.NORMALIZATIONS)
+@pytest.mark.parametrize("dim", [16, 7, 66])
+def test_linear_attention_ignored_keys_may_hold_anything(dtype, normalize, dim):
+    inputs = attention_inputs((2, 1, 20, dim, dim), dtype, "dense", normalize, masked=True)
+    qkv, options, *rest = inputs
+    spoilt = [tensor.clone() for tensor in qkv]
+    for tensor in spoilt[1:]:
+        tensor[options["key_mask"][:, None]] = float("nan")
+    (right,), (ours,) = attention_runs(inputs, {}), attention_runs((spoilt, options, *rest), {})
+    for mine, expected in zip(ours, right, strict=True):
+        assert torch.equal(mine, expected)
+    for grad in ours[-4:-2] if normalize == "sum" else ours[-3:-1]:
+        assert (grad[options["key_mask"][:, None]] == 0).all()
+
+
+def test_linear_attention_rows_whose_sum_is_zero(dtype):
+    for dim in (16, 6):
+        qkv, options, *rest = attention_inputs((1, 1, 20, dim, dim), dtype, "dense", "feature")
+        for tensor in qkv[:2]:
+            tensor[:, :, 3:5] = -1
+        options["feature_map"] = "relu"
+        (ours,) = attention_runs((qkv, options, *rest), {})
+        assert all(tensor.isfinite().all() for tensor in ours)
+        assert all((ours[i][:, :, 3:5] == 0).all() for i in (0, 2, 3, 4))
+
+
+def test_linear_attention_empty():
+    for shape in ((0, 2, 4, 3, 5), (2, 0, 4, 3, 5), (2, 2, 0, 3, 5)):
+        inputs = attention_inputs(shape, torch.float32, state=True)
+        (ours,) = attention_runs(inputs, {})
+        assert torch.equal(ours[1], inputs[2][0])
+        assert torch.equal(ours[2], inputs[2][1])
+        assert torch.equal(ours[-2], inputs[3][1])
+        assert torch.equal(ours[-1], inputs[3][2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [16, 12, 72])
+def test_linear_attention_broken_build_is_noticed(dtype, dim):
+    inputs = attention_inputs((1, 1, 20, dim, dim), dtype)
+    right, wrong = attention_runs(inputs, {}, {"how": {"define": "CAMOX_BREAK_LINEAR_ATTENTION"}})
+    for index in (0, 3):
+        assert not torch.allclose(right[index], wrong[index], atol=1e-4)
 
 
 # ---- every kernel ----

@@ -1,0 +1,876 @@
+/* linear_attention on CUDA, forward: sums (k, v -> partial), state (partial -> s, z), apply (q, s, z -> out); backward:
+   gradient of q with the sums of dS and dz, state, gradient of k with that of v. Blocks walk over the tiles of a chunk: rows of
+   f(q) or f(k) ("x", N columns) and of v, out or its gradient ("y", D columns) lie in shared memory as floats, and each thread
+   holds 4 x 4 elements of a product. The state of heads up to LA_RESIDENT lies there too; that of larger ones passes through in
+   slices, and backward takes one kernel more for each direction. Sums over T are of fixed order: no atomics. */
+#include "../common/cuda_util.cuh"
+#include "linear_attention.h"
+
+#define LA_THREADS 256  /* at most */
+#define LA_SIDE 4       /* rows and columns of a thread's elements */
+#define LA_RESIDENT 64  /* head size up to which the state stays in shared memory, and columns of a block of the sums */
+#define LA_LANES 8      /* that share a row */
+#define LA_SLICE 3072   /* floats of a slice of a larger state */
+#define LA_SHARED 12000 /* floats of shared memory of a block */
+
+typedef enum { LA_PLAIN = 0, LA_FEATURE = 1, LA_DIVIDE = 2 } la_weight; /* 1, 1 / sum f, 1 / (f . line + eps) */
+typedef enum { LA_ALONE = 0, LA_WITH_SUMS = 1, LA_WITH_APPLY = 2 } la_fusion;
+typedef enum { LA_ANY = 0, LA_ROWS = 1, LA_COLUMNS = 2 } la_memory; /* any strides; 16-byte vectors of a row; of a column */
+
+/* One pass over x and y. */
+struct la_pass {
+  int64_t batch, heads, length, chunk, chunks;
+  int n, d; /* columns of x and y */
+  int feature_map;
+  la_weight weight;
+  float eps;
+  camox_view4 x, y, grad_x, out; /* out: what is written like y */
+  const uint8_t *mask;           /* of the rows of x */
+  int64_t mask_stride[2];
+  const float *state, *line; /* [B*H,N,D], [B*H,N] or NULL */
+  float *partial;
+  bool sums_line; /* z or dz too */
+  int rows;       /* of a tile */
+  int slice;      /* rows (apply) or columns (gradient) of the state in shared memory at a time */
+  int shared;     /* floats */
+};
+
+__host__ __device__ static inline int la_padded(int columns) { return (columns + LA_SIDE - 1) / LA_SIDE * LA_SIDE; }
+/* Rows 4 banks apart: 8 of them give 16 bytes each without conflict. */
+__host__ __device__ static inline int la_pitch(int columns) { return la_padded(columns) + 4; }
+
+__device__ __forceinline__ float la_exp(float x, float) { return expf(x); }
+template <typename T>
+__device__ __forceinline__ float la_exp(float x, T) {
+  return camox_exp2(x * 1.44269504f);
+}
+
+template <typename T>
+__device__ __forceinline__ float la_feature(float x, int map) {
+  if (map == CAMOX_FEATURE_ELU1) return x > 0.0f ? x + 1.0f : la_exp(x, T());
+  return map == CAMOX_FEATURE_RELU ? (x < 0.0f ? 0.0f : x) : x;
+}
+
+/* f'(x) of f(x) */
+__device__ __forceinline__ float la_slope(float f, int map) {
+  if (map == CAMOX_FEATURE_ELU1) return f > 1.0f ? 1.0f : f;
+  return map == CAMOX_FEATURE_RELU ? (f > 0.0f ? 1.0f : 0.0f) : 1.0f;
+}
+
+/* ---- tiles ---- */
+
+/* Item i of a walk in steps of the block's threads: its row and its place in it, without a division at every step. */
+struct la_walk {
+  int outer, inner, outer_step, inner_step, width;
+};
+
+__device__ __forceinline__ la_walk la_walk_of(int width) {
+  const unsigned thread = threadIdx.x, threads = blockDim.x, w = static_cast<unsigned>(width);
+  return {static_cast<int>(thread / w), static_cast<int>(thread % w), static_cast<int>(threads / w),
+          static_cast<int>(threads % w), width};
+}
+
+__device__ __forceinline__ void la_step(la_walk &walk) {
+  walk.outer += walk.outer_step, walk.inner += walk.inner_step;
+  if (walk.inner >= walk.width) walk.inner -= walk.width, walk.outer += 1;
+}
+
+/* Where item (outer, inner) begins. Columns as vectors: 16 columns beside each other for the banks of shared memory, two
+   vectors under each other for whole sectors of global memory. */
+template <int V, bool COLUMNS>
+struct la_place {
+  int row, column;
+  __device__ __forceinline__ la_place(const la_walk &walk) {
+    if (!COLUMNS)
+      row = walk.outer, column = walk.inner * V;
+    else if (V == 1)
+      row = walk.inner, column = walk.outer;
+    else
+      row = (walk.outer * 2 + (walk.inner & 1)) * V, column = walk.inner >> 1;
+  }
+};
+
+template <int V, bool COLUMNS>
+__device__ __forceinline__ la_walk la_walk_over(int rows, int columns) {
+  if (!COLUMNS) return la_walk_of(columns / V);
+  return la_walk_of(V == 1 ? rows : 2 * columns);
+}
+
+template <int V, bool COLUMNS>
+__device__ __forceinline__ int la_outer(int rows, int columns) {
+  if (!COLUMNS) return rows;
+  return V == 1 ? columns : rows / (2 * V);
+}
+
+/* Rows [0, valid) of a view: base, and steps of a row and of a column. */
+template <typename T>
+struct la_rows {
+  T *base;
+  int64_t row, column;
+};
+
+template <typename T>
+__device__ __forceinline__ la_rows<T> la_rows_at(const la_pass &p, const camox_view4 &view, int64_t sequence, int64_t t,
+                                                 int column = 0) {
+  int64_t h;
+  const int64_t b = camox_divide(sequence, p.heads, &h);
+  return {static_cast<T *>(view.data) + b * view.stride[0] + h * view.stride[1] + t * view.stride[2] + column * view.stride[3],
+          view.stride[2], view.stride[3]};
+}
+
+/* Which rows of a tile are read; the others become zeros. */
+struct la_kept {
+  int valid;
+  const uint8_t *mask;
+  int64_t step;
+  __device__ __forceinline__ bool operator()(int row) const { return row < valid && (!mask || !mask[row * step]); }
+};
+
+__device__ __forceinline__ la_kept la_kept_at(const la_pass &p, int64_t sequence, int64_t t, int valid) {
+  int64_t h;
+  const int64_t b = camox_divide(sequence, p.heads, &h);
+  return {valid, p.mask ? p.mask + b * p.mask_stride[0] + t * p.mask_stride[1] : nullptr, p.mask_stride[1]};
+}
+
+template <typename T, int V, bool COLUMNS, bool FEATURE>
+__device__ __forceinline__ void la_load_vectors(float *to, int pitch, int rows, int columns, const la_rows<const T> &from,
+                                                const la_kept &kept, int map) {
+  constexpr int unroll = COLUMNS && V > 1 ? 2 : 4; /* loads under way, as far as registers last */
+  const int padded = la_padded(columns), end = la_outer<V, COLUMNS>(rows, padded);
+  la_walk walk = la_walk_over<V, COLUMNS>(rows, padded);
+  while (walk.outer < end) {
+    T raw[unroll][V];
+    unsigned present[unroll]; /* bits of the elements that count */
+    la_walk ahead = walk;
+#pragma unroll
+    for (int k = 0; k < unroll; ++k, la_step(ahead)) {
+      const la_place<V, COLUMNS> at(ahead);
+      present[k] = 0;
+#pragma unroll
+      for (int i = 0; i < V; ++i) raw[k][i] = camox_from_float<T>(0.0f);
+      if (ahead.outer >= end || at.column >= columns) continue;
+      const T *p = from.base + at.row * from.row + at.column * from.column;
+      if (!COLUMNS || V == 1) {
+        if (kept(at.row)) present[k] = ~0u;
+        if (present[k]) camox_load<V>(raw[k], p);
+      } else {
+#pragma unroll
+        for (int i = 0; i < V; ++i)
+          if (kept(at.row + i)) present[k] |= 1u << i;
+        if (at.row + V <= kept.valid) {
+          camox_load<V>(raw[k], p);
+        } else {
+#pragma unroll
+          for (int i = 0; i < V; ++i)
+            if (at.row + i < kept.valid) raw[k][i] = __ldg(p + i);
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < unroll; ++k, la_step(walk)) {
+      if (walk.outer >= end) break;
+      const la_place<V, COLUMNS> at(walk);
+      float value[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        value[i] = camox_to_float(raw[k][i]);
+        if (FEATURE) value[i] = la_feature<T>(value[i], map);
+        if (!(present[k] >> i & 1)) value[i] = 0.0f;
+      }
+      if constexpr (!COLUMNS || V == 1) {
+        camox_put_floats(to + at.row * pitch + at.column, value);
+      } else {
+#pragma unroll
+        for (int i = 0; i < V; ++i) to[(at.row + i) * pitch + at.column] = value[i];
+      }
+    }
+  }
+}
+
+/* `columns` columns of a tile, f of them or themselves; rows that are not kept and columns up to a multiple of 4 are zeros. */
+template <typename T, int MEMORY, bool FEATURE>
+__device__ __forceinline__ void la_load(float *to, int pitch, int rows, int columns, const la_rows<const T> &from,
+                                        const la_kept &kept, int map) {
+  if constexpr (MEMORY != LA_ANY) {
+    la_load_vectors<T, camox_lanes<T>::value, MEMORY == LA_COLUMNS, FEATURE>(to, pitch, rows, columns, from, kept, map);
+  } else if (from.row < from.column) {
+    la_load_vectors<T, 1, true, FEATURE>(to, pitch, rows, columns, from, kept, map);
+  } else {
+    la_load_vectors<T, 1, false, FEATURE>(to, pitch, rows, columns, from, kept, map);
+  }
+}
+
+template <typename T, int V, bool COLUMNS>
+__device__ __forceinline__ void la_store_vectors(const la_rows<T> &to, const float *from, int pitch, int rows, int columns,
+                                                 int valid) {
+  const int end = la_outer<V, COLUMNS>(rows, columns);
+  for (la_walk walk = la_walk_over<V, COLUMNS>(rows, columns); walk.outer < end; la_step(walk)) {
+    const la_place<V, COLUMNS> at(walk);
+    if (at.row >= valid) continue;
+    T *p = to.base + at.row * to.row + at.column * to.column;
+    float value[V];
+    if constexpr (!COLUMNS || V == 1) {
+      camox_get_floats(value, from + at.row * pitch + at.column);
+      camox_store_float(p, value);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; ++i) value[i] = from[(at.row + i) * pitch + at.column];
+      camox_store_float(p, value, valid - at.row);
+    }
+  }
+}
+
+template <typename T, int MEMORY>
+__device__ __forceinline__ void la_store(const la_rows<T> &to, const float *from, int pitch, int rows, int columns, int valid) {
+  if constexpr (MEMORY != LA_ANY)
+    la_store_vectors<T, camox_lanes<T>::value, MEMORY == LA_COLUMNS>(to, from, pitch, rows, columns, valid);
+  else if (to.row < to.column)
+    la_store_vectors<T, 1, true>(to, from, pitch, rows, columns, valid);
+  else
+    la_store_vectors<T, 1, false>(to, from, pitch, rows, columns, valid);
+}
+
+/* Rows [first_row, + rows) and columns [first_column, + columns) of the state, up to multiples of 4 with zeros. */
+__device__ __forceinline__ void la_load_state(float *to, int pitch, const la_pass &p, int64_t sequence, int first_row, int rows,
+                                              int first_column, int columns) {
+  const float *from = p.state + sequence * p.n * p.d;
+  const int end = la_padded(rows);
+  for (la_walk walk = la_walk_of(la_padded(columns)); walk.outer < end; la_step(walk)) {
+    const int row = first_row + walk.outer, column = first_column + walk.inner;
+    to[walk.outer * pitch + walk.inner] = row < p.n && column < p.d ? __ldg(from + row * p.d + column) : 0.0f;
+  }
+}
+
+/* ---- products ---- */
+
+/* Sums of a thread's elements: of x^T y over its group's rows, of the line over its part's. */
+struct la_sums {
+  float s[LA_SIDE][LA_SIDE], line;
+};
+
+/* Groups of threads take rows in turn; in a group each thread has its 4 rows and columns of the state. */
+struct la_sum_place {
+  int row, column, group, groups;
+  __device__ __forceinline__ la_sum_place(int n, int d) {
+    const unsigned wide = static_cast<unsigned>(la_padded(d) / LA_SIDE),
+                   tiles = static_cast<unsigned>(la_padded(n) / LA_SIDE) * wide;
+    const unsigned tile = threadIdx.x % tiles;
+    group = static_cast<int>(threadIdx.x / tiles), groups = static_cast<int>(blockDim.x / tiles);
+    row = static_cast<int>(tile / wide) * LA_SIDE, column = static_cast<int>(tile % wide) * LA_SIDE;
+  }
+};
+
+__device__ __forceinline__ void la_add_products(la_sums &sums, const la_sum_place &at, const float *x, int x_pitch,
+                                                const float *y, int y_pitch, int valid) {
+  if (at.group >= at.groups) return;
+#pragma unroll 4
+  for (int t = at.group; t < valid; t += at.groups) {
+    float a[LA_SIDE], b[LA_SIDE];
+    camox_load_shared(a, x + t * x_pitch + at.row);
+    camox_load_shared(b, y + t * y_pitch + at.column);
+#pragma unroll
+    for (int i = 0; i < LA_SIDE; ++i)
+#pragma unroll
+      for (int j = 0; j < LA_SIDE; ++j) sums.s[i][j] = fmaf(a[i], b[j], sums.s[i][j]);
+  }
+}
+
+/* dot: NULL, or the factor of each row, negative. */
+__device__ __forceinline__ void la_add_line(la_sums &sums, int n, const float *x, int x_pitch, const float *dot, int valid) {
+  const int columns = la_padded(n), part = static_cast<int>(threadIdx.x) / columns,
+            parts = static_cast<int>(blockDim.x) / columns;
+  const int column = static_cast<int>(threadIdx.x) - part * columns;
+  if (part >= parts) return;
+  for (int t = part; t < valid; t += parts) sums.line = fmaf(x[t * x_pitch + column], dot ? -dot[t] : 1.0f, sums.line);
+}
+
+/* Adds up what the groups have, and writes rows [first_row, + n) and columns [first_column, + d) of the chunk's part. All of
+   the block's shared memory is free. */
+__device__ __forceinline__ void la_finish_products(const la_sums &sums, const la_sum_place &at, const la_pass &p,
+                                                   float *scratch, float *partial, int first_row, int n, int first_column,
+                                                   int d) {
+  const int pitch = la_padded(d), size = la_padded(n) * pitch;
+  if (at.group < at.groups) {
+#pragma unroll
+    for (int i = 0; i < LA_SIDE; ++i)
+      camox_store_shared(scratch + at.group * size + (at.row + i) * pitch + at.column, sums.s[i]);
+  }
+  __syncthreads();
+  for (la_walk walk = la_walk_of(d); walk.outer < n; la_step(walk)) {
+    const float *from = scratch + walk.outer * pitch + walk.inner;
+    float sum = from[0];
+    for (int group = 1; group < at.groups; ++group) sum += from[group * size];
+    partial[static_cast<int64_t>(first_row + walk.outer) * p.d + first_column + walk.inner] = sum;
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ void la_finish_line(const la_sums &sums, const la_pass &p, float *scratch, float *partial,
+                                               int first_row, int n) {
+  const int columns = la_padded(n), parts = static_cast<int>(blockDim.x) / columns, thread = static_cast<int>(threadIdx.x);
+  scratch[thread] = sums.line;
+  __syncthreads();
+  for (int i = thread; i < n; i += static_cast<int>(blockDim.x)) {
+    float sum = scratch[i];
+    for (int part = 1; part < parts; ++part) sum += scratch[part * columns + i];
+    partial[static_cast<int64_t>(p.n) * p.d + first_row + i] = sum;
+  }
+  __syncthreads();
+}
+
+/* x S: a thread has 4 rows of a tile, a quarter of the tile apart, and 4 columns side by side. x begins with the first of the
+   state's `terms` rows. */
+struct la_product {
+  float s[LA_SIDE][LA_SIDE];
+  int row, column, quarter;
+  bool works;
+  __device__ __forceinline__ la_product(int rows, int columns) {
+    const unsigned wide = static_cast<unsigned>(la_padded(columns) / LA_SIDE);
+    quarter = rows / LA_SIDE;
+    row = static_cast<int>(threadIdx.x / wide), column = static_cast<int>(threadIdx.x % wide);
+    works = row < quarter;
+#pragma unroll
+    for (int i = 0; i < LA_SIDE; ++i)
+#pragma unroll
+      for (int j = 0; j < LA_SIDE; ++j) s[i][j] = 0.0f;
+  }
+};
+
+__device__ __forceinline__ void la_apply_state(la_product &product, const float *x, int x_pitch, const float *state,
+                                               int state_pitch, int terms) {
+  if (!product.works) return;
+#pragma unroll 2
+  for (int n = 0; n < terms; n += LA_SIDE) {
+    float a[LA_SIDE][LA_SIDE], b[LA_SIDE][LA_SIDE];
+#pragma unroll
+    for (int i = 0; i < LA_SIDE; ++i) {
+      camox_load_shared(a[i], x + (product.row + i * product.quarter) * x_pitch + n);
+      camox_load_shared(b[i], state + (n + i) * state_pitch + product.column * LA_SIDE);
+    }
+#pragma unroll
+    for (int k = 0; k < LA_SIDE; ++k)
+#pragma unroll
+      for (int i = 0; i < LA_SIDE; ++i)
+#pragma unroll
+        for (int j = 0; j < LA_SIDE; ++j) product.s[i][j] = fmaf(a[i][k], b[k][j], product.s[i][j]);
+  }
+}
+
+/* y S^T: the 4 columns are a quarter of `columns` apart. */
+__device__ __forceinline__ void la_apply_transposed(la_product &product, const float *y, int y_pitch, const float *state,
+                                                    int state_pitch, int columns, int terms) {
+  if (!product.works) return;
+  const int apart = la_padded(columns) / LA_SIDE;
+#pragma unroll 2
+  for (int d = 0; d < terms; d += LA_SIDE) {
+    float a[LA_SIDE][LA_SIDE], b[LA_SIDE][LA_SIDE];
+#pragma unroll
+    for (int i = 0; i < LA_SIDE; ++i) {
+      camox_load_shared(a[i], y + (product.row + i * product.quarter) * y_pitch + d);
+      camox_load_shared(b[i], state + (product.column + i * apart) * state_pitch + d);
+    }
+#pragma unroll
+    for (int k = 0; k < LA_SIDE; ++k)
+#pragma unroll
+      for (int i = 0; i < LA_SIDE; ++i)
+#pragma unroll
+        for (int j = 0; j < LA_SIDE; ++j) product.s[i][j] = fmaf(a[i][k], b[j][k], product.s[i][j]);
+  }
+}
+
+__device__ __forceinline__ void la_put_product(const la_product &product, float *to, int pitch, const float *weights) {
+  if (!product.works) return;
+#pragma unroll
+  for (int i = 0; i < LA_SIDE; ++i) {
+    const int row = product.row + i * product.quarter;
+    const float weight = weights ? weights[row] : 1.0f;
+    float values[LA_SIDE];
+#pragma unroll
+    for (int j = 0; j < LA_SIDE; ++j) values[j] = product.s[i][j] * weight;
+    camox_store_shared(to + row * pitch + product.column * LA_SIDE, values);
+  }
+}
+
+/* ---- rows ---- */
+
+/* Sum over the lanes of a row; all lanes of a warp have the same number of rows. */
+__device__ __forceinline__ float la_row_sum(float x) {
+#pragma unroll
+  for (int other = LA_LANES / 2; other > 0; other /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, other);
+  return x;
+}
+
+/* a / b; for LA_FEATURE what is divided by a sum of 0 is 0. */
+__device__ __forceinline__ float la_divide(const la_pass &p, float a, float b) {
+  return p.weight == LA_FEATURE && b == 0.0f ? 0.0f : a / b;
+}
+
+/* What a row of features is divided by, the sum of f or f . line + eps: x holds columns [first, + columns), what lies outside
+   is read from memory. */
+template <typename T>
+__device__ __forceinline__ float la_divisor(const la_pass &p, const float *x, int first, int columns, const float *line,
+                                            const la_rows<const T> &whole, int row, bool kept) {
+  float sum = 0.0f;
+  for (int n = static_cast<int>(threadIdx.x) % LA_LANES; n < p.n; n += LA_LANES) {
+    float f = 0.0f;
+    if (n >= first && n < first + columns)
+      f = x[n - first];
+    else if (kept)
+      f = la_feature<T>(camox_to_float(__ldg(whole.base + row * whole.row + n * whole.column)), p.feature_map);
+    sum = p.weight == LA_FEATURE ? sum + f : fmaf(f, __ldg(line + n), sum);
+  }
+  return la_row_sum(sum) + (p.weight == LA_DIVIDE ? p.eps : 0.0f);
+}
+
+/* ---- sums: x, y -> partial ---- */
+
+template <typename T, int MEMORY>
+__global__ void __launch_bounds__(LA_THREADS, 1) la_sum_kernel(const __grid_constant__ la_pass p) {
+  CAMOX_DYNAMIC_SHARED(float, shared);
+  const int across = static_cast<int>(camox_ceil_div(p.n, LA_RESIDENT)),
+            along = static_cast<int>(camox_ceil_div(p.d, LA_RESIDENT));
+  const int row = static_cast<int>(threadIdx.x) / LA_LANES, row_step = static_cast<int>(blockDim.x) / LA_LANES;
+  for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks * across * along; unit += gridDim.x) {
+    int64_t y_block, x_block, chunk;
+    int64_t sequence = camox_divide(unit, along, &y_block);
+    sequence = camox_divide(sequence, across, &x_block);
+    sequence = camox_divide(sequence, p.chunks, &chunk);
+    const int first_n = static_cast<int>(x_block) * LA_RESIDENT, n = min(LA_RESIDENT, p.n - first_n);
+    const int first_d = static_cast<int>(y_block) * LA_RESIDENT, d = min(LA_RESIDENT, p.d - first_d);
+    const int x_pitch = la_pitch(n), y_pitch = la_pitch(d);
+    float *const x = shared, *const y = x + p.rows * x_pitch;
+    const int64_t end = min(p.length, (chunk + 1) * p.chunk);
+    const float *const line = p.line + sequence * p.n;
+    const la_sum_place at(n, d);
+    la_sums sums = {};
+    for (int64_t t = chunk * p.chunk; t < end; t += p.rows) {
+      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(p.rows)));
+      const la_kept kept = la_kept_at(p, sequence, t, valid);
+      la_load<T, MEMORY, true>(x, x_pitch, p.rows, n, la_rows_at<const T>(p, p.x, sequence, t, first_n), kept, p.feature_map);
+      la_load<T, MEMORY, false>(y, y_pitch, p.rows, d, la_rows_at<const T>(p, p.y, sequence, t, first_d), kept, 0);
+      __syncthreads();
+      if (p.weight != LA_PLAIN) {
+        const la_rows<const T> whole = la_rows_at<const T>(p, p.x, sequence, t);
+        for (int r = row; r < p.rows; r += row_step) {
+          float *const mine = x + r * x_pitch;
+          const float weight = la_divide(p, 1.0f, la_divisor<T>(p, mine, first_n, n, line, whole, r, kept(r)));
+          for (int i = static_cast<int>(threadIdx.x) % LA_LANES; i < n; i += LA_LANES) mine[i] *= weight;
+        }
+        __syncthreads();
+      }
+      la_add_products(sums, at, x, x_pitch, y, y_pitch, valid);
+      if (p.sums_line) la_add_line(sums, n, x, x_pitch, nullptr, valid);
+      __syncthreads();
+    }
+    float *const partial = p.partial + (sequence * p.chunks + chunk) * p.n * (p.d + 1);
+    la_finish_products(sums, at, p, shared, partial, first_n, n, first_d, d);
+    if (p.sums_line && first_d == 0) la_finish_line(sums, p, shared, partial, first_n, n);
+  }
+}
+
+/* ---- state: partial -> s, z ---- */
+
+__global__ void __launch_bounds__(LA_THREADS)
+    la_state_kernel(const float *partial, const float *initial_s, const float *initial_z, float *s, float *z, int64_t sequences,
+                    int64_t chunks, int64_t stored, int n, int d) {
+  const int64_t size = static_cast<int64_t>(n) * d, row = size + n, elements = z ? row : size;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * LA_THREADS + threadIdx.x; i < sequences * elements;
+       i += static_cast<int64_t>(gridDim.x) * LA_THREADS) {
+    int64_t element;
+    const int64_t sequence = camox_divide(i, elements, &element);
+    const bool of_s = element < size;
+    const int64_t place = of_s ? sequence * size + element : sequence * n + element - size;
+    const float *const initial = of_s ? initial_s : initial_z;
+    const float *from = partial + sequence * stored * row + element;
+    float sum = initial ? initial[place] : 0.0f;
+#pragma unroll 8
+    for (int64_t chunk = 0; chunk < chunks; ++chunk, from += row) sum += __ldg(from);
+    (of_s ? s : z)[place] = sum;
+  }
+}
+
+/* ---- apply: x, state -> out ---- */
+
+template <typename T, int MEMORY>
+__global__ void __launch_bounds__(LA_THREADS, 1) la_apply_kernel(const __grid_constant__ la_pass p) {
+  CAMOX_DYNAMIC_SHARED(float, shared);
+  const int x_pitch = la_pitch(p.n), y_pitch = la_pitch(p.d);
+  float *const x = shared, *const weights = x + p.rows * max(x_pitch, y_pitch), *const state = weights + p.rows;
+  const int row = static_cast<int>(threadIdx.x) / LA_LANES, row_step = static_cast<int>(blockDim.x) / LA_LANES;
+  const bool resident = p.slice >= p.n;
+  for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
+    int64_t chunk;
+    const int64_t sequence = camox_divide(unit, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const float *const line = p.line + sequence * p.n;
+    if (resident) la_load_state(state, y_pitch, p, sequence, 0, p.n, 0, p.d);
+    for (int64_t t = chunk * p.chunk; t < end; t += p.rows) {
+      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(p.rows)));
+      const la_kept kept = la_kept_at(p, sequence, t, valid);
+      const la_rows<const T> from = la_rows_at<const T>(p, p.x, sequence, t);
+      la_load<T, MEMORY, true>(x, x_pitch, p.rows, p.n, from, kept, p.feature_map);
+      __syncthreads();
+      if (p.weight != LA_PLAIN) {
+        for (int r = row; r < p.rows; r += row_step) {
+          const float weight = la_divide(p, 1.0f, la_divisor<T>(p, x + r * x_pitch, 0, p.n, line, from, r, true));
+          if (threadIdx.x % LA_LANES == 0) weights[r] = weight;
+        }
+      }
+      la_product product(p.rows, p.d);
+      for (int n = 0; n < p.n; n += p.slice) {
+        if (!resident) {
+          if (n > 0) __syncthreads();
+          la_load_state(state, y_pitch, p, sequence, n, min(p.slice, p.n - n), 0, p.d);
+          __syncthreads();
+        }
+        la_apply_state(product, x + n, x_pitch, state, y_pitch, la_padded(min(p.slice, p.n - n)));
+      }
+      __syncthreads();
+      la_put_product(product, x, y_pitch, p.weight != LA_PLAIN ? weights : nullptr);
+      __syncthreads();
+      la_rows<T> to = la_rows_at<T>(p, p.out, sequence, t);
+#ifdef CAMOX_BREAK_LINEAR_ATTENTION
+      if (threadIdx.x == 0) x[0] += 1e-3f;
+      __syncthreads();
+#endif
+      la_store<T, MEMORY>(to, x, y_pitch, p.rows, p.d, valid);
+      __syncthreads();
+    }
+  }
+}
+
+/* ---- gradient: x, y, state, line -> grad_x, and partial (LA_WITH_SUMS) or out (LA_WITH_APPLY) ---- */
+
+/* With u = y S^T, row by row, f = f(x), w = 1, 1 / sum f or 1 / (f . line + eps), dot = w f . u:
+     LA_PLAIN    grad_x = f' (u + line)           x becomes f
+     LA_FEATURE  grad_x = f' w (u - dot)          x becomes w f
+     LA_DIVIDE   grad_x = f' w (u - dot line)     x becomes w f; the line's part is -dot w f
+   u becomes grad_x. */
+template <typename T>
+__device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int x_pitch, float *u, float *dots,
+                                                 const float *line, const la_rows<const T> &whole, const la_kept &kept) {
+  const int lane = static_cast<int>(threadIdx.x) % LA_LANES;
+  for (int r = static_cast<int>(threadIdx.x) / LA_LANES; r < p.rows; r += static_cast<int>(blockDim.x) / LA_LANES) {
+    float *const f = x + r * x_pitch, *const g = u + r * x_pitch;
+    float weight = 1.0f, dot = 0.0f;
+    if (p.weight != LA_PLAIN) {
+      const float divisor = la_divisor<T>(p, f, 0, p.n, line, whole, r, true);
+      weight = la_divide(p, 1.0f, divisor);
+      for (int n = lane; n < p.n; n += LA_LANES) dot = fmaf(f[n], g[n], dot);
+      dot = la_divide(p, la_row_sum(dot), divisor); /* not times weight: where f is the sum, u - dot must be 0 */
+      if (lane == 0) dots[r] = dot;
+    }
+    const bool counts = kept(r) && weight != 0.0f;
+    for (int n = lane; n < p.n; n += LA_LANES) {
+      float more = 0.0f;
+      if (p.weight == LA_PLAIN)
+        more = p.line ? __ldg(line + n) : 0.0f;
+      else
+        more = p.weight == LA_FEATURE ? -dot : -dot * __ldg(line + n);
+      g[n] = counts ? la_slope(f[n], p.feature_map) * (weight * (g[n] + more)) : 0.0f;
+      f[n] *= weight;
+    }
+  }
+}
+
+template <typename T, int MEMORY, int FUSION>
+__global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid_constant__ la_pass p) {
+  CAMOX_DYNAMIC_SHARED(float, shared);
+  const int x_pitch = la_pitch(p.n), y_pitch = la_pitch(p.d), wide = max(x_pitch, y_pitch);
+  float *const x = shared, *const y = x + p.rows * x_pitch, *const u = FUSION == LA_WITH_SUMS ? y + p.rows * y_pitch : y;
+  float *const dots = u + p.rows * (FUSION == LA_WITH_SUMS ? x_pitch : wide), *const state = dots + p.rows;
+  const bool resident = p.slice >= p.d;
+  const int state_pitch = resident ? y_pitch : la_pitch(p.slice);
+  const la_sum_place at(p.n, p.d);
+  for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
+    int64_t chunk;
+    const int64_t sequence = camox_divide(unit, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const float *const line = p.line + sequence * p.n;
+    if (resident) la_load_state(state, y_pitch, p, sequence, 0, p.n, 0, p.d);
+    la_sums sums = {};
+    for (int64_t t = chunk * p.chunk; t < end; t += p.rows) {
+      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(p.rows)));
+      const la_kept kept = la_kept_at(p, sequence, t, valid);
+      const la_rows<const T> from = la_rows_at<const T>(p, p.x, sequence, t);
+      la_load<T, MEMORY, true>(x, x_pitch, p.rows, p.n, from, kept, p.feature_map);
+      la_load<T, MEMORY, false>(y, y_pitch, p.rows, p.d, la_rows_at<const T>(p, p.y, sequence, t), kept, 0);
+      __syncthreads();
+      {
+        la_product product(p.rows, p.n);
+        for (int d = 0; d < p.d; d += p.slice) {
+          if (!resident) {
+            if (d > 0) __syncthreads();
+            la_load_state(state, state_pitch, p, sequence, 0, p.n, d, min(p.slice, p.d - d));
+            __syncthreads();
+          }
+          la_apply_transposed(product, y + d, y_pitch, state, state_pitch, p.n, la_padded(min(p.slice, p.d - d)));
+        }
+        if (FUSION != LA_WITH_SUMS) __syncthreads();
+        if (product.works) {
+          const int apart = la_padded(p.n) / LA_SIDE;
+#pragma unroll
+          for (int i = 0; i < LA_SIDE; ++i)
+#pragma unroll
+            for (int j = 0; j < LA_SIDE; ++j)
+              u[(product.row + i * product.quarter) * x_pitch + product.column + j * apart] = product.s[i][j];
+        }
+      }
+      __syncthreads();
+      la_gradient_rows<T>(p, x, x_pitch, u, dots, line, from, kept);
+      __syncthreads();
+#ifdef CAMOX_BREAK_LINEAR_ATTENTION
+      if (threadIdx.x == 0) u[0] += 1e-3f;
+      __syncthreads();
+#endif
+      la_store<T, MEMORY>(la_rows_at<T>(p, p.grad_x, sequence, t), u, x_pitch, p.rows, p.n, valid);
+      if (FUSION == LA_WITH_SUMS) la_add_products(sums, at, x, x_pitch, y, y_pitch, valid);
+      if (FUSION != LA_WITH_APPLY && p.sums_line) la_add_line(sums, p.n, x, x_pitch, dots, valid);
+      if constexpr (FUSION == LA_WITH_APPLY) {
+        la_product product(p.rows, p.d);
+        la_apply_state(product, x, x_pitch, state, y_pitch, la_padded(p.n));
+        __syncthreads();
+        la_put_product(product, u, y_pitch, nullptr);
+        __syncthreads();
+        la_store<T, MEMORY>(la_rows_at<T>(p, p.out, sequence, t), u, y_pitch, p.rows, p.d, valid);
+      }
+      __syncthreads();
+    }
+    float *const partial = p.partial + (sequence * p.chunks + chunk) * p.n * (p.d + 1);
+    if (FUSION == LA_WITH_SUMS) la_finish_products(sums, at, p, shared, partial, 0, p.n, 0, p.d);
+    if (FUSION != LA_WITH_APPLY && p.sums_line) la_finish_line(sums, p, shared, partial, 0, p.n);
+  }
+}
+
+#include "linear_attention_mma.h"
+
+/* ---- launchers ---- */
+
+static bool la_vectors(const camox_linear_attention_params *p, const camox_view4 &view, int axis, int64_t dim, int lanes) {
+  const int64_t sizes[4] = {p->batch, p->heads, p->length, dim};
+  if (view.data == nullptr) return true;
+  if (view.stride[axis] != 1 || !camox_aligned(view.data, 16)) return false;
+  for (int i = 0; i < 4; ++i)
+    if (i != axis && sizes[i] > 1 && view.stride[i] % lanes != 0) return false;
+  return axis == 2 || dim % lanes == 0;
+}
+
+/* How all tensors of a pass can be read and written. */
+static la_memory la_memory_of(const camox_linear_attention_params *p, const la_pass &pass, int element) {
+  const int lanes = 16 / element;
+  for (int axis = 3; axis >= 2; --axis)
+    if (la_vectors(p, pass.x, axis, pass.n, lanes) && la_vectors(p, pass.grad_x, axis, pass.n, lanes) &&
+        la_vectors(p, pass.y, axis, pass.d, lanes) && la_vectors(p, pass.out, axis, pass.d, lanes))
+      return axis == 3 ? LA_ROWS : LA_COLUMNS;
+  return LA_ANY;
+}
+
+static la_pass la_pass_of(const camox_linear_attention_params *p) {
+  la_pass pass = {};
+  pass.batch = p->batch, pass.heads = p->heads, pass.length = p->length;
+  pass.chunk = p->chunk, pass.chunks = camox_ceil_div(p->length, p->chunk);
+  pass.n = static_cast<int>(p->key_dim), pass.d = static_cast<int>(p->value_dim);
+  pass.feature_map = p->feature_map, pass.eps = static_cast<float>(p->eps);
+  pass.partial = static_cast<float *>(p->partial);
+  return pass;
+}
+
+static void la_set_keys(la_pass *pass, const camox_linear_attention_params *p) {
+  pass->x = p->k, pass->mask = p->key_mask;
+  pass->mask_stride[0] = p->mask_stride[0], pass->mask_stride[1] = p->mask_stride[1];
+  pass->weight = p->normalize == CAMOX_NORMALIZE_FEATURE ? LA_FEATURE : LA_PLAIN;
+}
+
+static void la_set_queries(la_pass *pass, const camox_linear_attention_params *p) {
+  pass->x = p->q;
+  pass->weight = p->normalize == CAMOX_NORMALIZE_FEATURE ? LA_FEATURE
+                 : p->normalize == CAMOX_NORMALIZE_SUM   ? LA_DIVIDE
+                                                         : LA_PLAIN;
+  if (pass->weight == LA_DIVIDE) pass->line = static_cast<const float *>(p->z);
+}
+
+/* The rig runs one architecture; nvcc's host code must not depend on the device's. */
+#if defined(CAMOX_HOST_CUDA)
+static constexpr bool la_may_use_mma = CAMOX_CUDA_ARCH >= 800;
+static bool la_device_has_mma(void) { return true; }
+#else
+static constexpr bool la_may_use_mma = true;
+static bool la_device_has_mma(void) {
+  int device = 0, generation = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  return cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && generation >= 8;
+}
+#endif
+
+/* Steps of 16 columns with which tensor cores serve a pass, or 0. */
+template <int MEMORY>
+static int la_mma_steps(const la_pass &pass) {
+  const int steps = ((pass.n > pass.d ? pass.n : pass.d) + 15) / 16;
+  const bool fits = MEMORY == LA_COLUMNS || (pass.n == 16 * steps && pass.d == 16 * steps);
+  return fits && la_device_has_mma() ? steps : 0;
+}
+
+static bool la_large(const la_pass &pass) { return pass.n > LA_RESIDENT || pass.d > LA_RESIDENT; }
+
+static int la_threads(const la_pass &pass) {
+  return la_large(pass) || la_padded(pass.n) * la_padded(pass.d) > LA_THREADS / 2 * LA_SIDE * LA_SIDE ? LA_THREADS
+                                                                                                      : LA_THREADS / 2;
+}
+
+/* Rows of a tile: a multiple of 16, enough for each thread of a product whose widest side is `columns`; `floats` of each. */
+static int la_rows_of(const la_pass &pass, int columns, int floats, int fixed) {
+  int rows = LA_SIDE * la_threads(pass) / (la_padded(columns) / LA_SIDE) / 16 * 16;
+  if (rows > 128) rows = 128;
+  while (rows > 16 && (rows - 16 >= pass.length || rows * floats + fixed > LA_SHARED)) rows -= 16;
+  return rows;
+}
+
+static int la_most(int a, int b) { return a > b ? a : b; }
+
+/* The block that adds up the groups. */
+static int la_sum_floats(const la_pass &pass) { return la_threads(pass) * LA_SIDE * LA_SIDE; }
+
+template <typename T, int MEMORY>
+static void la_launch_sums(la_pass pass, void *stream) {
+  const int n = pass.n < LA_RESIDENT ? pass.n : LA_RESIDENT, d = pass.d < LA_RESIDENT ? pass.d : LA_RESIDENT;
+  const int floats = la_pitch(n) + la_pitch(d);
+  pass.rows = la_rows_of(pass, la_most(n, d), floats, 0);
+  pass.shared = la_most(pass.rows * floats, la_sum_floats(pass));
+  const int64_t blocks = camox_ceil_div(pass.n, LA_RESIDENT) * camox_ceil_div(pass.d, LA_RESIDENT);
+  CAMOX_LAUNCH((la_sum_kernel<T, MEMORY>), camox_grid(pass.batch * pass.heads * pass.chunks * blocks), la_threads(pass),
+               sizeof(float) * pass.shared, stream, pass);
+}
+
+template <typename T, int MEMORY>
+static void la_launch_apply(la_pass pass, void *stream) {
+  const int y_pitch = la_pitch(pass.d), floats = la_most(la_pitch(pass.n), y_pitch) + 1;
+  pass.slice = la_large(pass) ? la_most(LA_SLICE / y_pitch / LA_SIDE * LA_SIDE, LA_SIDE) : pass.n;
+  if (pass.slice > pass.n) pass.slice = pass.n;
+  const int state = la_padded(pass.slice) * y_pitch;
+  pass.rows = la_rows_of(pass, pass.d, floats, state);
+  pass.shared = pass.rows * floats + state;
+  CAMOX_LAUNCH((la_apply_kernel<T, MEMORY>), camox_grid(pass.batch * pass.heads * pass.chunks), la_threads(pass),
+               sizeof(float) * pass.shared, stream, pass);
+}
+
+template <typename T, int MEMORY, int FUSION>
+static void la_launch_gradient(la_pass pass, void *stream) {
+  const int x_pitch = la_pitch(pass.n), y_pitch = la_pitch(pass.d);
+  const int floats = x_pitch + (FUSION == LA_WITH_SUMS ? y_pitch + x_pitch : la_most(x_pitch, y_pitch)) + 1;
+  pass.slice = la_large(pass) ? la_most((LA_SLICE / la_padded(pass.n) - 4) / LA_SIDE * LA_SIDE, LA_SIDE) : pass.d;
+  if (pass.slice > pass.d) pass.slice = pass.d;
+  const int state = la_padded(pass.n) * la_pitch(pass.slice);
+  pass.rows = la_rows_of(pass, la_most(pass.n, FUSION == LA_WITH_APPLY ? pass.d : 1), floats, state);
+  pass.shared = la_most(pass.rows * floats + state, FUSION == LA_WITH_SUMS ? la_sum_floats(pass) : LA_THREADS);
+  CAMOX_LAUNCH((la_gradient_kernel<T, MEMORY, FUSION>), camox_grid(pass.batch * pass.heads * pass.chunks), la_threads(pass),
+               sizeof(float) * pass.shared, stream, pass);
+}
+
+static void la_launch_state(const la_pass &pass, int64_t stored, const void *initial_s, const void *initial_z, void *s, void *z,
+                            void *stream) {
+  const int64_t sequences = pass.batch * pass.heads, elements = sequences * pass.n * (pass.d + (z ? 1 : 0));
+  CAMOX_LAUNCH(la_state_kernel, camox_grid(camox_ceil_div(elements, LA_THREADS)), LA_THREADS, 0, stream, pass.partial,
+               static_cast<const float *>(initial_s), static_cast<const float *>(initial_z), static_cast<float *>(s),
+               static_cast<float *>(z), sequences, pass.chunks, stored, pass.n, pass.d);
+}
+
+typedef enum { LA_SUMS = 0, LA_APPLY = 1, LA_GRADIENT_OF_QUERIES = 2, LA_GRADIENT_OF_KEYS = 3 } la_work;
+
+template <typename T, int S, bool COLUMNS>
+static void la_launch_mma(const la_pass &pass, la_work work, void *stream) {
+  const unsigned grid = camox_grid(pass.batch * pass.heads * pass.chunks);
+  const size_t fragments = sizeof(uint4) * 2 * S * S * CAMOX_WARP, sums = sizeof(float) * LA_MMA_WARPS * 16 * S * (16 * S + 1);
+  switch (work) {
+    case LA_SUMS: CAMOX_LAUNCH((la_mma_sum_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, sums, stream, pass); break;
+    case LA_APPLY: CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments, stream, pass); break;
+    case LA_GRADIENT_OF_QUERIES:
+      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_SUMS>), grid, LA_MMA_THREADS, sums, stream, pass);
+      break;
+    case LA_GRADIENT_OF_KEYS:
+      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_APPLY>), grid, LA_MMA_THREADS, 2 * fragments, stream, pass);
+  }
+}
+
+template <typename T, int MEMORY>
+static void la_launch_fused(const la_pass &pass, la_work work, void *stream) {
+  if constexpr (la_may_use_mma && sizeof(T) == 2 && MEMORY != LA_ANY) {
+    switch (la_mma_steps<MEMORY>(pass)) {
+      case 1: return la_launch_mma<T, 1, MEMORY == LA_COLUMNS>(pass, work, stream);
+      case 2: return la_launch_mma<T, 2, MEMORY == LA_COLUMNS>(pass, work, stream);
+    }
+  }
+  switch (work) {
+    case LA_SUMS: return la_launch_sums<T, MEMORY>(pass, stream);
+    case LA_APPLY: return la_launch_apply<T, MEMORY>(pass, stream);
+    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, MEMORY, LA_WITH_SUMS>(pass, stream);
+    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, MEMORY, LA_WITH_APPLY>(pass, stream);
+  }
+}
+
+template <typename T>
+static void la_launch(const la_pass &pass, la_work work, int memory, void *stream) {
+  if (!la_large(pass)) {
+    if (memory == LA_ROWS) return la_launch_fused<T, LA_ROWS>(pass, work, stream);
+    if (memory == LA_COLUMNS) return la_launch_fused<T, LA_COLUMNS>(pass, work, stream);
+    return la_launch_fused<T, LA_ANY>(pass, work, stream);
+  }
+  /* larger heads take one kernel more backward, each for any strides */
+  if (work >= LA_GRADIENT_OF_QUERIES) la_launch_gradient<T, LA_ANY, LA_ALONE>(pass, stream);
+  if (work == LA_APPLY || work == LA_GRADIENT_OF_KEYS) return la_launch_apply<T, LA_ANY>(pass, stream);
+  la_pass sums = pass;
+  if (work == LA_GRADIENT_OF_QUERIES) sums.sums_line = false; /* the gradient's own kernel has added it up */
+  la_launch_sums<T, LA_ANY>(sums, stream);
+}
+
+template <typename T>
+static void la_forward(const camox_linear_attention_params *p, void *stream) {
+  la_pass keys = la_pass_of(p), queries = la_pass_of(p);
+  const bool sum = p->normalize == CAMOX_NORMALIZE_SUM;
+  if (p->length > 0) {
+    la_set_keys(&keys, p);
+    keys.y = p->v, keys.sums_line = sum;
+    la_launch<T>(keys, LA_SUMS, la_memory_of(p, keys, sizeof(T)), stream);
+  }
+  la_launch_state(keys, p->chunks, p->initial_s, p->initial_z, p->s, sum ? p->z : nullptr, stream);
+  if (p->length == 0) return;
+  la_set_queries(&queries, p);
+  queries.out = p->out, queries.state = static_cast<const float *>(p->s);
+  la_launch<T>(queries, LA_APPLY, la_memory_of(p, queries, sizeof(T)), stream);
+}
+
+template <typename T>
+static void la_backward(const camox_linear_attention_params *p, void *stream) {
+  la_pass keys = la_pass_of(p), queries = la_pass_of(p);
+  const bool sum = p->normalize == CAMOX_NORMALIZE_SUM;
+  if (p->length > 0) {
+    la_set_queries(&queries, p);
+    queries.y = p->grad, queries.grad_x = p->grad_q, queries.state = static_cast<const float *>(p->s), queries.sums_line = sum;
+    la_launch<T>(queries, LA_GRADIENT_OF_QUERIES, la_memory_of(p, queries, sizeof(T)), stream);
+  }
+  la_launch_state(keys, p->chunks, p->grad_s, p->grad_z, p->sum_s, sum ? p->sum_z : nullptr, stream);
+  if (p->length == 0) return;
+  la_set_keys(&keys, p);
+  keys.y = p->v, keys.grad_x = p->grad_k, keys.out = p->grad_v, keys.state = static_cast<const float *>(p->sum_s);
+  if (sum) keys.line = static_cast<const float *>(p->sum_z);
+  la_launch<T>(keys, LA_GRADIENT_OF_KEYS, la_memory_of(p, keys, sizeof(T)), stream);
+}
+
+extern "C" int camox_linear_attention_cuda(const camox_linear_attention_params *p, void *stream) {
+  if (p->batch * p->heads == 0) return cudaSuccess;
+  switch (p->dtype) {
+    case CAMOX_F32: la_forward<float>(p, stream); break;
+    case CAMOX_BF16: la_forward<__nv_bfloat16>(p, stream); break;
+    case CAMOX_F16: la_forward<__half>(p, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
+
+extern "C" int camox_linear_attention_backward_cuda(const camox_linear_attention_params *p, void *stream) {
+  if (p->batch * p->heads == 0) return cudaSuccess;
+  switch (p->dtype) {
+    case CAMOX_F32: la_backward<float>(p, stream); break;
+    case CAMOX_BF16: la_backward<__nv_bfloat16>(p, stream); break;
+    case CAMOX_F16: la_backward<__half>(p, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
