@@ -17,6 +17,7 @@ from camox_ops.reference.norm2d import ACTIVATIONS
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 import bands_cases
+import bdh_cases
 import dropout_cases
 import edge_cases
 import norm2d_cases
@@ -29,6 +30,7 @@ PLANTED = sorted((Path(__file__).parent / "cuda").glob("*.cu"))
 
 EVERY_KERNEL = {
     "bands_cuda": bands_cases.every_kernel,
+    "bdh_cuda": bdh_cases.every_kernel,
     "dropout_cuda": dropout_cases.every_kernel,
     "edge_cuda": edge_cases.every_kernel,
     "norm2d_cuda": norm2d_cases.every_kernel,
