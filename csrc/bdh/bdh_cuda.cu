@@ -11,6 +11,7 @@
 #include "bdh.h"
 
 #define BDH_THREADS 128
+#define BDH_BLOCKS 4           /* of which a multiprocessor must hold so many: at most 128 registers a thread */
 #define BDH_TILE 64            /* rows and columns of a block's tile: 2 x 2 warps of 32 x 32 */
 #define BDH_TILES_AT_ONCE 2048 /* of scores and of pairs in scratch, or one strip of BDH_TILE rows: enough to fill a GPU */
 #define BDH_STEP_THREADS 256
@@ -41,11 +42,12 @@ struct bdh_plan {
   camox_bdh_params p;
   float scale;
   bdh_strip strip;
-  float *scores; /* [units, rows, T] from the strip's first unit and row on, of all rows where p.scores holds them */
-  void *pairs;   /* [units, rows, T] in the element type */
+  float *scores; /* [units, rows, T] of the strip, or p.scores */
+  void *pairs;   /* [units, rows, T] of the strip, in the element type */
   float *delta;  /* [B*H, T] */
-  bool weights;  /* scores are w already, of all rows: the forward's; else s, and w follows from it */
-  bool wide_q, wide_v, wide_grad, wide_tables, wide_scores, wide_pairs; /* 16-byte accesses */
+  bool masked;   /* the forward's scores: only keys that count */
+  bool weights;  /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
+  bool wide_q, wide_v, wide_out, wide_grad, wide_grad_q, wide_grad_v, wide_tables, wide_scores, wide_pairs, wide_partial;
 };
 
 __device__ __forceinline__ float *bdh_scores_of(const bdh_plan &plan, int64_t unit) {
@@ -54,6 +56,17 @@ __device__ __forceinline__ float *bdh_scores_of(const bdh_plan &plan, int64_t un
 }
 
 /* ---- operands: V neighbouring elements of a row in memory, 0 beyond the ends ---- */
+
+template <typename E, int V>
+__device__ __forceinline__ void bdh_store(E *to, int64_t step, const float (&values)[V], int count, bool wide) {
+  if (wide && count >= V) {
+    camox_store_float(to, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      if (i < count) to[i * step] = camox_from_float<E>(values[i]);
+  }
+}
 
 template <typename T>
 struct bdh_matrix {
@@ -113,14 +126,19 @@ struct bdh_turned {
   int64_t table_columns;
   bool relu, wide_tables;
 
+  __device__ __forceinline__ void angles(float (&cosines)[bdh_lanes<T>], float (&sines)[bdh_lanes<T>], int64_t r,
+                                         int64_t c) const {
+    const bool each = table_columns == q.columns;
+    bdh_angles(cosines, cos + r * table_columns, each, wide_tables, c, q.columns);
+    bdh_angles(sines, sin + r * table_columns, each, wide_tables, c, q.columns);
+  }
+
   __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = bdh_lanes<T>;
     q.piece(to, r, c);
     if (r >= q.rows) return;
-    const bool each = table_columns == q.columns;
     float x[V], y[V], cosines[V], sines[V];
-    bdh_angles<V>(cosines, cos + r * table_columns, each, wide_tables, c, q.columns);
-    bdh_angles<V>(sines, sin + r * table_columns, each, wide_tables, c, q.columns);
+    angles(cosines, sines, r, c);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       x[i] = camox_to_float(to[i]);
@@ -132,6 +150,25 @@ struct bdh_turned {
       y[i + 1] = fmaf(x[i + 1], cosines[i + 1], x[i] * sines[i + 1]);
     }
     camox_round(to, y);
+  }
+
+  /* d q from d r. */
+  __device__ __forceinline__ void turn_back(float (&grad)[bdh_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = bdh_lanes<T>;
+    float cosines[V], sines[V];
+    angles(cosines, sines, r, c);
+#pragma unroll
+    for (int i = 0; i < V; i += 2) {
+      const float first = grad[i];
+      grad[i] = fmaf(first, cosines[i], grad[i + 1] * sines[i + 1]);
+      grad[i + 1] = fmaf(grad[i + 1], cosines[i + 1], -first * sines[i]);
+    }
+    if (!relu) return;
+    T x[V];
+    q.piece(x, r, c);
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      if (!(camox_to_float(x[i]) > 0.0f)) grad[i] = 0.0f;
   }
 };
 
@@ -184,7 +221,7 @@ struct bdh_weights {
 /* Rows [first, first + BDH_TILE) of the operand are rows in memory, k its columns. */
 template <typename T, typename Operand>
 __device__ __forceinline__ void bdh_load_along(uint32_t *tile, const Operand &operand, int64_t first, int64_t k) {
-#pragma unroll
+#pragma unroll 2
   for (int u = 0; u < BDH_TILE * 8 / BDH_THREADS; ++u) {
     const int item = static_cast<int>(threadIdx.x) + u * BDH_THREADS, row = item / 8, piece = item % 8;
     T values[bdh_lanes<T>];
@@ -200,7 +237,7 @@ __device__ __forceinline__ void bdh_load_across(uint32_t *tile, const Operand &o
   constexpr int V = bdh_lanes<T>, of_word = 4 / static_cast<int>(sizeof(T));
   const int word = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
   uint32_t *const to = tile + word / 16 * bdh_tile<T>::half + word % 16;
-#pragma unroll
+#pragma unroll 1
   for (int u = 0; u < BDH_TILE / V / (BDH_THREADS / CAMOX_WARP); ++u) {
     const int row = (warp + u * (BDH_THREADS / CAMOX_WARP)) * V;
     T values[of_word][V];
@@ -325,11 +362,62 @@ __device__ __forceinline__ void bdh_multiply(bdh_sums &sums, uint32_t *tiles, co
   }
 }
 
-#define BDH_TILES(T, tiles) __shared__ __align__(16) uint32_t tiles[2 * bdh_tile<T>::words]
+/* Shared memory of a block: the tiles of both operands, and in their place, once they are multiplied, what they make. */
+#define BDH_STAGE_PITCH (BDH_TILE + 4)
+#define BDH_STAGE (BDH_TILE * BDH_STAGE_PITCH)
+
+template <typename T>
+constexpr int bdh_words = 2 * bdh_tile<T>::words > BDH_STAGE ? 2 * bdh_tile<T>::words : BDH_STAGE;
+
+#define BDH_SHARED(T, tiles, stage)                      \
+  __shared__ __align__(16) uint32_t tiles[bdh_words<T>]; \
+  float *const stage = reinterpret_cast<float *>(tiles)
+
+__device__ __forceinline__ void bdh_stage(float *stage, const bdh_sums &sums) {
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 32; i += 2) {
+    const float pair[2] = {sums[i / 16][i / 4 % 4][i % 4], sums[i / 16][i / 4 % 4][i % 4 + 1]};
+    camox_store_shared(stage + bdh_row(i / 16, i % 4) * BDH_STAGE_PITCH + bdh_column(i / 4 % 4, 0), pair);
+  }
+  __syncthreads();
+}
+
+/* The first `rows` and `columns` of the stage to `to`. wide: to and its rows are aligned to 16 bytes, and elements neighbours.
+ */
+template <typename E>
+__device__ __forceinline__ void bdh_put(const float *stage, E *to, int64_t row_stride, int64_t column_stride, int rows,
+                                        int columns, bool wide) {
+  constexpr int V = bdh_lanes<E>, across = BDH_TILE / V;
+#pragma unroll 2
+  for (int item = static_cast<int>(threadIdx.x); item < BDH_TILE * across; item += BDH_THREADS) {
+    const int row = item / across, column = item % across * V;
+    if (row >= rows || column >= columns) continue;
+    float values[V];
+    camox_get_floats<V>(values, stage + row * BDH_STAGE_PITCH + column);
+    bdh_store(to + row * row_stride + column * column_stride, column_stride, values, columns - column, wide);
+  }
+}
+
+/* The same to the other side of the diagonal of a dense matrix. */
+template <typename E>
+__device__ __forceinline__ void bdh_put_mirrored(const float *stage, E *to, int64_t pitch, int rows, int columns, bool wide) {
+  constexpr int V = bdh_lanes<E>;
+#pragma unroll 2
+  for (int item = static_cast<int>(threadIdx.x); item < BDH_TILE * BDH_TILE / V; item += BDH_THREADS) {
+    const int row = item / BDH_TILE * V, column = item % BDH_TILE;
+    if (row >= rows || column >= columns) continue;
+    float values[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[i] = stage[(row + i) * BDH_STAGE_PITCH + column];
+    bdh_store(to + column * pitch + row, 1, values, rows - row, wide);
+  }
+}
 
 /* Which tile `item` is: of `across` tiles in a row of them, and the strip's rows. */
 struct bdh_place {
   int64_t unit, b, h, row, column; /* the tile's first */
+  int rows;
 };
 
 __device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t across) {
@@ -340,41 +428,56 @@ __device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t 
   place.b = camox_divide(place.unit, plan.p.heads, &place.h);
   place.row = plan.strip.first_row + place.row * BDH_TILE;
   place.column *= BDH_TILE;
+  place.rows = static_cast<int>(min(plan.strip.first_row + plan.strip.rows - place.row, static_cast<int64_t>(BDH_TILE)));
   return place;
+}
+
+/* The tile's first element in a tensor of [B,H,rows,columns]. */
+template <typename E>
+__device__ __forceinline__ E *bdh_at(const camox_view4 &view, const bdh_place &at) {
+  return static_cast<E *>(view.data) + at.b * view.stride[0] + at.h * view.stride[1] + at.row * view.stride[2] +
+         at.column * view.stride[3];
+}
+
+__device__ __forceinline__ int bdh_columns_of(const bdh_place &at, int64_t columns) {
+  return static_cast<int>(min(columns - at.column, static_cast<int64_t>(BDH_TILE)));
 }
 
 #define BDH_FOR_TILES(item, items) for (int64_t item = blockIdx.x; item < (items); item += gridDim.x)
 
 /* ---- forward ---- */
 
-/* The strip's scores. MASKED: w of the forward but for softmax; else s as it is, on both sides of the diagonal. Where the strip
-   is all rows, only tiles up to the diagonal are computed. */
-template <typename T, bool MASKED>
-__global__ void __launch_bounds__(BDH_THREADS) bdh_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_TILES(T, tiles);
+/* The strip's scores: for the forward (masked) w but for softmax, for the backward s as it is. Where the strip is all rows and
+   both sides of the diagonal are asked for, only one of them is computed. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
-  const int64_t length = p.length;
-  const bool mirrored = plan.strip.rows == length && !(MASKED && p.causal);
+  const bool masked = plan.masked && p.causal, mirrored = plan.strip.rows == p.length && !masked;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(length, BDH_TILE));
+    const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.length, BDH_TILE));
     const bool above = at.column > at.row;
-    if (above && (mirrored || (MASKED && p.causal && !p.scores))) continue;
-    float *const scores = bdh_scores_of(plan, at.unit);
+    if (above && (mirrored || (masked && !p.scores))) continue;
     bdh_sums sums;
     bdh_clear(sums);
-    if (!(above && MASKED && p.causal)) {
+    if (!above || !masked) {
       const bdh_turned<T> r = bdh_turned_of<T>(plan, at.b, at.h);
       bdh_multiply<T, false, false>(sums, tiles, r, at.row, r, at.column, 0, p.dim, at.row == at.column);
     }
+    const bool on_diagonal = masked && at.row == at.column;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      const int m = i / 16, n = i / 4 % 4, e = i % 4;
-      const int64_t row = at.row + bdh_row(m, e), column = at.column + bdh_column(n, e);
-      if (row >= length || column >= length || row >= plan.strip.first_row + plan.strip.rows) continue;
-      const float score = MASKED && p.causal && column >= row ? 0.0f : sums[m][n][e] * plan.scale;
-      scores[(row - plan.strip.first_row) * length + column] = score;
-      if (mirrored && at.column < at.row) scores[column * length + row] = score;
+      float &sum = sums[i / 16][i / 4 % 4][i % 4];
+      sum = on_diagonal && bdh_column(i / 4 % 4, i) >= bdh_row(i / 16, i % 4) ? 0.0f : sum * plan.scale;
     }
+    bdh_stage(stage, sums);
+    float *const scores = bdh_scores_of(plan, at.unit);
+    const int columns = bdh_columns_of(at, p.length);
+    bdh_put(stage, scores + (at.row - plan.strip.first_row) * p.length + at.column, p.length, 1, at.rows, columns,
+            plan.wide_scores);
+    if (mirrored && at.column < at.row)
+      bdh_put_mirrored(stage, scores + at.column * p.length + at.row, p.length, at.rows, columns, plan.wide_scores);
   }
 }
 
@@ -404,8 +507,9 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_softmax_kernel(const __grid_c
 }
 
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS) bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_TILES(T, tiles);
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.value_dim, BDH_TILE));
@@ -421,17 +525,12 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_values_kernel(const __grid_co
     bdh_clear(sums);
     const int64_t end = p.causal ? min(p.length, at.row + BDH_TILE) : p.length;
     bdh_multiply<T, false, true>(sums, tiles, w, at.row, v, at.column, 0, end);
-    T *const out = static_cast<T *>(p.out.data) + at.b * p.out.stride[0] + at.h * p.out.stride[1];
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int m = i / 16, n = i / 4 % 4, e = i % 4;
-      const int64_t row = at.row + bdh_row(m, e), column = at.column + bdh_column(n, e);
-      if (row >= plan.strip.first_row + plan.strip.rows || column >= p.value_dim) continue;
 #ifdef CAMOX_BREAK_BDH
-      sums[m][n][e] += 1e-3f;
+    sums[0][0][0] += 1e-3f;
 #endif
-      out[row * p.out.stride[2] + column * p.out.stride[3]] = camox_from_float<T>(sums[m][n][e]);
-    }
+    bdh_stage(stage, sums);
+    bdh_put(stage, bdh_at<T>(p.out, at), p.out.stride[2], p.out.stride[3], at.rows, bdh_columns_of(at, p.value_dim),
+            plan.wide_out);
   }
 }
 
@@ -457,69 +556,80 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_delta_kernel(const __grid_con
   }
 }
 
-/* e[j,i] = d s[j,i] + d s[i,j] of the strip's rows j. */
-template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS) bdh_pairs_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_TILES(T, tiles);
+/* The stage's d w become d s of a softmax. other: its rows are keys, its columns queries. `added` may be NULL. */
+__device__ __forceinline__ void bdh_through_softmax(float *stage, const float *added, const bdh_plan &plan, const bdh_place &at,
+                                                    bool other) {
   const camox_bdh_params &p = plan.p;
-  const int64_t length = p.length;
-  const bool mirrored = plan.strip.rows == length;
+  const int64_t first = at.unit * p.length;
+  const float *const scores = bdh_scores_of(plan, at.unit);
+  const int columns = bdh_columns_of(at, p.length);
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
+    const int row = i / BDH_TILE, column = i % BDH_TILE;
+    if (row >= at.rows || column >= columns) continue;
+    const int64_t query = other ? at.column + column : at.row + row, key = other ? at.row + row : at.column + column;
+    float w;
+    if (plan.weights) {
+      w = __ldg(scores + query * p.length + key);
+    } else {
+      const float score = __ldg(scores + (at.row - plan.strip.first_row + row) * p.length + at.column + column);
+      w = p.causal && key >= query ? 0.0f : expf(score - __ldg(static_cast<const float *>(p.logsumexp) + first + query));
+    }
+    float &value = stage[row * BDH_STAGE_PITCH + column];
+    value = w * (value - __ldg(plan.delta + first + query));
+    if (added) value += added[row * BDH_STAGE_PITCH + column];
+  }
+  __syncthreads();
+}
+
+/* e[j,i] = d s[j,i] + d s[i,j] of the strip's rows j. Of the two one is 0 where causal. */
+template <typename T, bool SOFTMAX>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_pairs_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
+  __shared__ __align__(16) float held[SOFTMAX ? BDH_STAGE : 1];
+  const camox_bdh_params &p = plan.p;
+  const bool mirrored = plan.strip.rows == p.length;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(length, BDH_TILE));
-    if (mirrored && at.column > at.row) continue;
-    const bdh_matrix<T> g = bdh_view<T>(p.grad, at.b, at.h, length, p.value_dim, plan.wide_grad);
-    const bdh_matrix<T> v = bdh_view<T>(p.v, at.b, at.h, length, p.value_dim, plan.wide_v);
-    const float *const delta = plan.delta + at.unit * length;
-    const float *const logsumexp = static_cast<const float *>(p.logsumexp) + at.unit * length;
-    const float *const scores = bdh_scores_of(plan, at.unit);
-    bdh_sums sums, pairs;
-    bdh_clear(pairs);
-    /* d w[j,i], then d w[i,j] */
-#pragma unroll 1
-    for (int other = 0; other < 2; ++other) {
-      if (p.causal && (other ? at.column < at.row : at.column > at.row)) continue;
+    const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.length, BDH_TILE));
+    const bool above = at.column > at.row;
+    if (mirrored && above) continue;
+    const bdh_matrix<T> g = bdh_view<T>(p.grad, at.b, at.h, p.length, p.value_dim, plan.wide_grad);
+    const bdh_matrix<T> v = bdh_view<T>(p.v, at.b, at.h, p.length, p.value_dim, plan.wide_v);
+    bdh_sums sums;
+    bdh_clear(sums);
+    if (!(p.causal && above)) bdh_multiply<T, false, false>(sums, tiles, g, at.row, v, at.column, 0, p.value_dim);
+    if (SOFTMAX && !p.causal) {
+      bdh_stage(held, sums);
+      bdh_through_softmax(held, nullptr, plan, at, false);
       bdh_clear(sums);
-      if (other) {
-        bdh_multiply<T, false, false>(sums, tiles, v, at.row, g, at.column, 0, p.value_dim);
-      } else {
-        bdh_multiply<T, false, false>(sums, tiles, g, at.row, v, at.column, 0, p.value_dim);
-      }
-#pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int m = i / 16, n = i / 4 % 4, e = i % 4;
-        const int64_t row = at.row + bdh_row(m, e), column = at.column + bdh_column(n, e);
-        const int64_t query = other ? column : row, key = other ? row : column;
-        if (row >= length || column >= length || row >= plan.strip.first_row + plan.strip.rows || (p.causal && key >= query))
-          continue;
-        float grad = sums[m][n][e];
-        if (p.softmax) {
-          const float w = plan.weights
-                              ? __ldg(scores + query * length + key)
-                              : expf(__ldg(scores + (row - plan.strip.first_row) * length + column) - __ldg(logsumexp + query));
-          grad = w * (grad - __ldg(delta + query));
-        }
-        pairs[m][n][e] += grad;
-      }
     }
-    T *const to = static_cast<T *>(plan.pairs) + (at.unit - plan.strip.first_unit) * plan.strip.rows * length;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int m = i / 16, n = i / 4 % 4, e = i % 4;
-      const int64_t row = at.row + bdh_row(m, e), column = at.column + bdh_column(n, e);
-      if (row >= length || column >= length || row >= plan.strip.first_row + plan.strip.rows) continue;
-      const T pair = camox_from_float<T>(pairs[m][n][e]);
-      to[(row - plan.strip.first_row) * length + column] = pair;
-      if (mirrored && at.column < at.row) to[column * length + row] = pair;
+    if (!p.causal || above) bdh_multiply<T, false, false>(sums, tiles, v, at.row, g, at.column, 0, p.value_dim);
+    bdh_stage(stage, sums);
+    if (SOFTMAX) bdh_through_softmax(stage, p.causal ? nullptr : held, plan, at, !p.causal || above);
+    if (p.causal && at.row == at.column) {
+#pragma unroll 4
+      for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
+        const int row = i / BDH_TILE, column = i % BDH_TILE;
+        if (column >= row) stage[row * BDH_STAGE_PITCH + column] = column == row ? 0.0f : stage[column * BDH_STAGE_PITCH + row];
+      }
+      __syncthreads();
     }
+    T *const to = static_cast<T *>(plan.pairs) + (at.unit - plan.strip.first_unit) * plan.strip.rows * p.length;
+    const int columns = bdh_columns_of(at, p.length);
+    bdh_put(stage, to + (at.row - plan.strip.first_row) * p.length + at.column, p.length, 1, at.rows, columns, plan.wide_pairs);
+    if (mirrored && at.column < at.row)
+      bdh_put_mirrored(stage, to + at.column * p.length + at.row, p.length, at.rows, columns, plan.wide_pairs);
   }
 }
 
 /* d r = scale e r of the strip's rows, turned back and cut where relu cut, unless `unturned`. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS) bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_TILES(T, tiles);
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  constexpr int V = bdh_lanes<T>, across = BDH_TILE / V;
+  BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
-  const bool each = p.table_columns == p.dim;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.dim, BDH_TILE));
     const bdh_turned<T> r = bdh_turned_of<T>(plan, at.b, at.h);
@@ -533,37 +643,32 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_grad_q_kernel(const __grid_co
     bdh_sums sums;
     bdh_clear(sums);
     bdh_multiply<T, false, true>(sums, tiles, pairs, at.row - plan.strip.first_row, r, at.column, 0, p.length);
-    T *const to = static_cast<T *>(p.grad_q.data) + at.b * p.grad_q.stride[0] + at.h * p.grad_q.stride[1];
+    bdh_stage(stage, sums);
+    T *const to = bdh_at<T>(p.grad_q, at);
+    const int columns = bdh_columns_of(at, p.dim);
+#pragma unroll 1
+    for (int place = static_cast<int>(threadIdx.x); place < BDH_TILE * across; place += BDH_THREADS) {
+      const int row = place / across, column = place % across * V;
+      if (row >= at.rows || column >= columns) continue;
+      float grad[V];
+      camox_get_floats<V>(grad, stage + row * BDH_STAGE_PITCH + column);
 #pragma unroll
-    for (int i = 0; i < 32; i += 2) {
-      const int m = i / 16, n = i / 4 % 4, e = i % 4;
-      const int64_t row = at.row + bdh_row(m, e), column = at.column + bdh_column(n, e);
-      if (row >= plan.strip.first_row + plan.strip.rows || column >= p.dim) continue;
-      float grad[2] = {sums[m][n][e] * plan.scale, sums[m][n][e + 1] * plan.scale};
+      for (int i = 0; i < V; ++i) grad[i] *= plan.scale;
 #ifdef CAMOX_BREAK_BDH
       grad[0] += 1e-3f;
 #endif
-      if (!p.unturned) {
-        const int64_t angle = row * p.table_columns + (each ? column : column / 2);
-        const float c0 = __ldg(r.cos + angle), c1 = __ldg(r.cos + angle + each);
-        const float s0 = __ldg(r.sin + angle), s1 = __ldg(r.sin + angle + each);
-        const float turned = grad[0];
-        grad[0] = fmaf(turned, c0, grad[1] * s1);
-        grad[1] = fmaf(grad[1], c1, -turned * s0);
-        const T *const q = r.q.data + row * r.q.row + column * r.q.column;
-        if (p.relu && !(camox_to_float(__ldg(q)) > 0.0f)) grad[0] = 0.0f;
-        if (p.relu && !(camox_to_float(__ldg(q + r.q.column)) > 0.0f)) grad[1] = 0.0f;
-      }
-      to[row * p.grad_q.stride[2] + column * p.grad_q.stride[3]] = camox_from_float<T>(grad[0]);
-      to[row * p.grad_q.stride[2] + (column + 1) * p.grad_q.stride[3]] = camox_from_float<T>(grad[1]);
+      if (!p.unturned) r.turn_back(grad, at.row + row, at.column + column);
+      bdh_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, columns - column,
+                plan.wide_grad_q);
     }
   }
 }
 
 /* w^T g of the strip's rows, of each head. WEIGHTS: plan.weights. */
 template <typename T, bool WEIGHTS>
-__global__ void __launch_bounds__(BDH_THREADS) bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_TILES(T, tiles);
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.value_dim, BDH_TILE));
@@ -580,18 +685,13 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_grad_v_kernel(const __grid_co
     bdh_sums sums;
     bdh_clear(sums);
     bdh_multiply<T, WEIGHTS, true>(sums, tiles, w, at.row, g, at.column, p.causal ? at.row : 0, p.length);
-    T *const to = static_cast<T *>(p.grad_v.data) + at.b * p.grad_v.stride[0] + at.h * p.grad_v.stride[1];
-    float *const partial = static_cast<float *>(p.partial) + at.unit * p.length * p.value_dim;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int m = i / 16, n = i / 4 % 4, e = i % 4;
-      const int64_t row = at.row + bdh_row(m, e), column = at.column + bdh_column(n, e);
-      if (row >= plan.strip.first_row + plan.strip.rows || column >= p.value_dim) continue;
-      if (p.partial) {
-        partial[row * p.value_dim + column] = sums[m][n][e];
-      } else {
-        to[row * p.grad_v.stride[2] + column * p.grad_v.stride[3]] = camox_from_float<T>(sums[m][n][e]);
-      }
+    bdh_stage(stage, sums);
+    const int columns = bdh_columns_of(at, p.value_dim);
+    if (p.partial) {
+      float *const partial = static_cast<float *>(p.partial) + (at.unit * p.length + at.row) * p.value_dim + at.column;
+      bdh_put(stage, partial, p.value_dim, 1, at.rows, columns, plan.wide_partial);
+    } else {
+      bdh_put(stage, bdh_at<T>(p.grad_v, at), p.grad_v.stride[2], p.grad_v.stride[3], at.rows, columns, plan.wide_grad_v);
     }
   }
 }
@@ -718,7 +818,7 @@ static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
   return s;
 }
 
-static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s) {
+static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, bool backward) {
   bdh_plan plan = {};
   plan.p = *p;
   plan.scale = static_cast<float>(p->scale);
@@ -726,10 +826,12 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s) {
   plan.delta = reinterpret_cast<float *>(scratch);
   plan.scores = static_cast<float *>(p->scores ? p->scores : scratch + s.delta);
   plan.pairs = scratch + s.delta + s.scores;
-  plan.weights = p->scores != nullptr;
+  plan.masked = !backward, plan.weights = backward && p->scores;
   const int64_t bytes = bdh_element_bytes(p);
-  plan.wide_q = bdh_is_wide(p->q, bytes), plan.wide_v = bdh_is_wide(p->v, bytes);
-  plan.wide_grad = p->grad.data && bdh_is_wide(p->grad, bytes);
+  plan.wide_q = bdh_is_wide(p->q, bytes), plan.wide_v = bdh_is_wide(p->v, bytes), plan.wide_out = bdh_is_wide(p->out, bytes);
+  plan.wide_grad = bdh_is_wide(p->grad, bytes);
+  plan.wide_grad_q = bdh_is_wide(p->grad_q, bytes), plan.wide_grad_v = bdh_is_wide(p->grad_v, bytes);
+  plan.wide_partial = camox_aligned(p->partial, 16) && p->value_dim % 4 == 0;
   plan.wide_tables = camox_aligned(p->cos, 16) && camox_aligned(p->sin, 16) && p->table_columns % 4 == 0;
   plan.wide_scores = camox_aligned(plan.scores, 16) && p->length % 4 == 0;
   plan.wide_pairs = camox_aligned(plan.pairs, 16) && p->length * bytes % 16 == 0;
@@ -764,9 +866,9 @@ static int64_t bdh_tiles(const bdh_plan &plan, int64_t columns) {
 template <typename T>
 static int bdh_run(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, false);
-  bdh_plan plan = bdh_plan_of(p, s);
+  bdh_plan plan = bdh_plan_of(p, s, false);
   bdh_for_strips(plan, s, [&] {
-    BDH_LAUNCH((bdh_scores_kernel<T, true>), bdh_tiles(plan, p->length), 1, plan);
+    BDH_LAUNCH((bdh_scores_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
     if (p->softmax) BDH_LAUNCH(bdh_softmax_kernel, plan.strip.units * plan.strip.rows, BDH_WARPS, plan);
     BDH_LAUNCH((bdh_values_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan);
   });
@@ -776,15 +878,18 @@ static int bdh_run(const camox_bdh_params *p, void *stream) {
 template <typename T>
 static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, true);
-  bdh_plan plan = bdh_plan_of(p, s);
+  bdh_plan plan = bdh_plan_of(p, s, true);
   if (p->softmax) BDH_LAUNCH((bdh_delta_kernel<T>), bdh_heads(p) * p->length, BDH_WARPS, plan);
   bdh_for_strips(plan, s, [&] {
-    if (!plan.weights) BDH_LAUNCH((bdh_scores_kernel<T, false>), bdh_tiles(plan, p->length), 1, plan);
+    if (!plan.weights) BDH_LAUNCH((bdh_scores_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
     if (plan.weights)
       BDH_LAUNCH((bdh_grad_v_kernel<T, true>), bdh_tiles(plan, p->value_dim), 1, plan);
     else
       BDH_LAUNCH((bdh_grad_v_kernel<T, false>), bdh_tiles(plan, p->value_dim), 1, plan);
-    BDH_LAUNCH((bdh_pairs_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
+    if (p->softmax)
+      BDH_LAUNCH((bdh_pairs_kernel<T, true>), bdh_tiles(plan, p->length), 1, plan);
+    else
+      BDH_LAUNCH((bdh_pairs_kernel<T, false>), bdh_tiles(plan, p->length), 1, plan);
     BDH_LAUNCH((bdh_grad_q_kernel<T>), bdh_tiles(plan, p->dim), 1, plan);
   });
   if (p->partial) BDH_LAUNCH((bdh_sum_kernel<T>), p->batch * p->length * p->value_dim, BDH_THREADS, *p);
