@@ -304,10 +304,10 @@ __device__ __forceinline__ void bdh_product_mma(bdh_sums &sums, const uint32_t *
 
 template <typename T>
 __device__ __forceinline__ void bdh_product_fma(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
-  constexpr int V = bdh_lanes<T>;
+  constexpr int V = 4, words = V * static_cast<int>(sizeof(T)) / 4;
 #pragma unroll 1
-  for (int piece = 0; piece < 8; ++piece) {
-    const int place = piece / 4 * bdh_tile<T>::half + piece % 4 * 4;
+  for (int word = 0; word < 32; word += words) {
+    const int place = word / 16 * bdh_tile<T>::half + word % 16;
     T rows[4][V];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
