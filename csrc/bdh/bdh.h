@@ -103,8 +103,8 @@ typedef struct {
 
 int camox_bdh_step_check(const camox_bdh_step_params *p);
 int64_t camox_bdh_step_units(const camox_bdh_step_params *p); /* heads */
-typedef void camox_bdh_step_kernel(const camox_bdh_step_params *p, int64_t begin, int64_t end);
-camox_bdh_step_kernel *camox_bdh_step(camox_dtype dtype, camox_isa isa);
+typedef void camox_bdh_step_fn(const camox_bdh_step_params *p, int64_t begin, int64_t end);
+camox_bdh_step_fn *camox_bdh_step(camox_dtype dtype, camox_isa isa);
 
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
 int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward); /* bytes */
