@@ -3,10 +3,11 @@
      scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp a row
      values   out = w v                                                 grad_v   w^T g
      pairs    e = d s + d s^T                                           grad_q   scale e r, turned back
-   Scores and pairs of some heads, or of a strip of rows of one head, lie in scratch at a time: the strips of the backward
-   need nothing of each other, because s is symmetric. Every length goes this way, also those whose state form has
-   fewer products. No atomics: fixed bits.
-   Half types: r, w and e are rounded to the type as the tensor cores take them. */
+     state    z = r^T v             from_state  out = scale r z, d v = scale r (r^T g)
+   The state form has these two and grad_q from both states, where it has fewer products and is not causal; all else is
+   quadratic. Scores and pairs, or states, of some heads, or of a strip of rows of one head, lie in scratch at a time: the
+   strips of the backward need nothing of each other, because s is symmetric.  No atomics: fixed bits. Half types: r, w and e
+   are rounded to the type as the tensor cores take them. */
 #include "../common/cuda_util.cuh"
 #include "bdh.h"
 
@@ -14,6 +15,8 @@
 #define BDH_BLOCKS 4           /* of which a multiprocessor must hold so many: at most 128 registers a thread */
 #define BDH_TILE 64            /* rows and columns of a block's tile: 2 x 2 warps of 32 x 32 */
 #define BDH_TILES_AT_ONCE 2048 /* of scores and of pairs in scratch, or one strip of BDH_TILE rows: enough to fill a GPU */
+#define BDH_FILL 256           /* blocks that fill a large GPU */
+#define BDH_TURNS 8            /* of a block of grad_q, at most */
 #define BDH_STEP_THREADS 256
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
@@ -42,17 +45,28 @@ struct bdh_plan {
   camox_bdh_params p;
   float scale;
   bdh_strip strip;
-  float *scores; /* [units, rows, T] of the strip, or p.scores */
-  void *pairs;   /* [units, rows, T] of the strip, in the element type */
-  float *delta;  /* [B*H, T] */
-  bool masked;   /* the forward's scores: only keys that count */
-  bool weights;  /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
-  bool wide_q, wide_v, wide_out, wide_grad, wide_grad_q, wide_grad_v, wide_tables, wide_scores, wide_pairs, wide_partial;
+  float *scores;    /* [units, rows, T] of the strip, or p.scores */
+  void *pairs;      /* [units, rows, T] of the strip, in the element type */
+  float *delta;     /* [B*H, T] */
+  void *state;      /* [units, N, D] in the element type: r^T v, */
+  void *grad_state; /* and r^T g */
+  int64_t turns;    /* heads of a block of grad_q, one after the other: their angles are the same */
+  bool together;    /* a block of grad_v adds up the heads that share a v */
+  bool masked;      /* the forward's scores: only keys that count */
+  bool weights;     /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
+  bool wide_state, wide_q, wide_v, wide_out, wide_grad, wide_grad_q, wide_grad_v, wide_tables, wide_scores, wide_pairs,
+      wide_partial;
 };
 
 __device__ __forceinline__ float *bdh_scores_of(const bdh_plan &plan, int64_t unit) {
   const int64_t before = plan.p.scores ? unit * plan.p.length : (unit - plan.strip.first_unit) * plan.strip.rows;
   return plan.scores + before * plan.p.length;
+}
+
+template <typename T>
+__device__ __forceinline__ T *bdh_state_of(const bdh_plan &plan, int64_t unit, bool of_grad) {
+  return static_cast<T *>(of_grad ? plan.grad_state : plan.state) +
+         (unit - plan.strip.first_unit) * plan.p.dim * plan.p.value_dim;
 }
 
 /* ---- operands: V neighbouring elements of a row in memory, 0 beyond the ends ---- */
@@ -414,22 +428,27 @@ __device__ __forceinline__ void bdh_put_mirrored(const float *stage, E *to, int6
   }
 }
 
-/* Which tile `item` is: of `across` tiles in a row of them, and the strip's rows. */
+/* Which tile an item is. */
 struct bdh_place {
   int64_t unit, b, h, row, column; /* the tile's first */
   int rows;
 };
 
-__device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t across) {
-  bdh_place place;
-  place.unit = camox_divide(item, across, &place.column);
-  place.unit = camox_divide(place.unit, camox_ceil_div(plan.strip.rows, BDH_TILE), &place.row);
-  place.unit += plan.strip.first_unit;
-  place.b = camox_divide(place.unit, plan.p.heads, &place.h);
-  place.row = plan.strip.first_row + place.row * BDH_TILE;
-  place.column *= BDH_TILE;
-  place.rows = static_cast<int>(min(plan.strip.first_row + plan.strip.rows - place.row, static_cast<int64_t>(BDH_TILE)));
-  return place;
+/* Of the launch's heads, in each of which tiles begin at row `first` and there are `rows`. */
+__device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns, int64_t first,
+                                                  int64_t rows) {
+  bdh_place at;
+  at.unit = camox_divide(item, camox_ceil_div(columns, BDH_TILE), &at.column);
+  at.unit = plan.strip.first_unit + camox_divide(at.unit, camox_ceil_div(rows, BDH_TILE), &at.row);
+  at.b = camox_divide(at.unit, plan.p.heads, &at.h);
+  at.rows = static_cast<int>(min(rows - at.row * BDH_TILE, static_cast<int64_t>(BDH_TILE)));
+  at.row = first + at.row * BDH_TILE;
+  at.column *= BDH_TILE;
+  return at;
+}
+
+__device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns) {
+  return bdh_place_of(plan, item, columns, plan.strip.first_row, plan.strip.rows);
 }
 
 /* The tile's first element in a tensor of [B,H,rows,columns]. */
@@ -456,7 +475,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
   const camox_bdh_params &p = plan.p;
   const bool masked = plan.masked && p.causal, mirrored = plan.strip.rows == p.length && !masked;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.length, BDH_TILE));
+    const bdh_place at = bdh_place_of(plan, item, p.length);
     const bool above = at.column > at.row;
     if (above && (mirrored || (masked && !p.scores))) continue;
     bdh_sums sums;
@@ -507,12 +526,37 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_softmax_kernel(const __grid_c
 }
 
 template <typename T>
+__device__ __forceinline__ void bdh_put_out(float *stage, bdh_sums &sums, const bdh_plan &plan, const bdh_place &at) {
+  const camox_view4 &out = plan.p.out;
+#ifdef CAMOX_BREAK_BDH
+  sums[0][0][0] += 1e-3f;
+#endif
+  bdh_stage(stage, sums);
+  bdh_put(stage, bdh_at<T>(out, at), out.stride[2], out.stride[3], at.rows, bdh_columns_of(at, plan.p.value_dim),
+          plan.wide_out);
+}
+
+/* Of one head among several that share v: to p.partial. */
+template <typename T>
+__device__ __forceinline__ void bdh_put_grad_v(float *stage, const bdh_sums &sums, const bdh_plan &plan, const bdh_place &at) {
+  const camox_bdh_params &p = plan.p;
+  bdh_stage(stage, sums);
+  const int columns = bdh_columns_of(at, p.value_dim);
+  if (p.value_heads != p.heads && !plan.together) {
+    float *const partial = static_cast<float *>(p.partial) + (at.unit * p.length + at.row) * p.value_dim + at.column;
+    bdh_put(stage, partial, p.value_dim, 1, at.rows, columns, plan.wide_partial);
+  } else {
+    bdh_put(stage, bdh_at<T>(p.grad_v, at), p.grad_v.stride[2], p.grad_v.stride[3], at.rows, columns, plan.wide_grad_v);
+  }
+}
+
+template <typename T>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.value_dim, BDH_TILE));
+    const bdh_place at = bdh_place_of(plan, item, p.value_dim);
     const bdh_weights<T, false> w = {bdh_scores_of(plan, at.unit),
                                      plan.strip.first_row,
                                      plan.strip.rows,
@@ -525,12 +569,49 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_clear(sums);
     const int64_t end = p.causal ? min(p.length, at.row + BDH_TILE) : p.length;
     bdh_multiply<T, false, true>(sums, tiles, w, at.row, v, at.column, 0, end);
-#ifdef CAMOX_BREAK_BDH
-    sums[0][0][0] += 1e-3f;
-#endif
+    bdh_put_out<T>(stage, sums, plan, at);
+  }
+}
+
+/* r^T v of the launch's heads, or r^T g. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, p.value_dim, 0, p.dim);
+    const bdh_matrix<T> v =
+        bdh_view<T>(of_grad ? p.grad : p.v, at.b, at.h, p.length, p.value_dim, of_grad ? plan.wide_grad : plan.wide_v);
+    bdh_sums sums;
+    bdh_clear(sums);
+    bdh_multiply<T, true, true>(sums, tiles, bdh_turned_of<T>(plan, at.b, at.h), at.row, v, at.column, 0, p.length);
     bdh_stage(stage, sums);
-    bdh_put(stage, bdh_at<T>(p.out, at), p.out.stride[2], p.out.stride[3], at.rows, bdh_columns_of(at, p.value_dim),
-            plan.wide_out);
+    T *const state = bdh_state_of<T>(plan, at.unit, of_grad);
+    bdh_put(stage, state + at.row * p.value_dim + at.column, p.value_dim, 1, at.rows, bdh_columns_of(at, p.value_dim),
+            plan.wide_state);
+  }
+}
+
+/* scale r (r^T v): out; or scale r (r^T g): the gradient of v. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_from_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, p.value_dim);
+    const bdh_matrix<T> state = {bdh_state_of<T>(plan, at.unit, of_grad), p.value_dim, 1, p.dim, p.value_dim, plan.wide_state};
+    bdh_sums sums;
+    bdh_clear(sums);
+    bdh_multiply<T, false, true>(sums, tiles, bdh_turned_of<T>(plan, at.b, at.h), at.row, state, at.column, 0, p.dim);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= plan.scale;
+    if (of_grad) {
+      bdh_put_grad_v<T>(stage, sums, plan, at);
+    } else {
+      bdh_put_out<T>(stage, sums, plan, at);
+    }
   }
 }
 
@@ -591,7 +672,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
   const camox_bdh_params &p = plan.p;
   const bool mirrored = plan.strip.rows == p.length;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.length, BDH_TILE));
+    const bdh_place at = bdh_place_of(plan, item, p.length);
     const bool above = at.column > at.row;
     if (mirrored && above) continue;
     const bdh_matrix<T> g = bdh_view<T>(p.grad, at.b, at.h, p.length, p.value_dim, plan.wide_grad);
@@ -623,76 +704,94 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
   }
 }
 
-/* d r = scale e r of the strip's rows, turned back and cut where relu cut, unless `unturned`. */
-template <typename T>
+/* d r = scale e r of the strip's rows, or of the state form scale (g (r^T v)^T + v (r^T g)^T); turned back and cut where relu
+   cut, unless `unturned`. A block has the same tile of plan.turns heads, and so have the blocks beside it: angles come from
+   the caches. */
+template <typename T, bool STATE>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   constexpr int V = bdh_lanes<T>, across = BDH_TILE / V;
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
+  const int64_t groups = camox_ceil_div(plan.strip.units, plan.turns);
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.dim, BDH_TILE));
-    const bdh_turned<T> r = bdh_turned_of<T>(plan, at.b, at.h);
-    const bdh_matrix<T> pairs = {
-        static_cast<const T *>(plan.pairs) + (at.unit - plan.strip.first_unit) * plan.strip.rows * p.length,
-        p.length,
-        1,
-        plan.strip.rows,
-        p.length,
-        plan.wide_pairs};
-    bdh_sums sums;
-    bdh_clear(sums);
-    bdh_multiply<T, false, true>(sums, tiles, pairs, at.row - plan.strip.first_row, r, at.column, 0, p.length);
-    bdh_stage(stage, sums);
-    T *const to = bdh_at<T>(p.grad_q, at);
-    const int columns = bdh_columns_of(at, p.dim);
+    int64_t group;
+    const int64_t tile = camox_divide(item, groups, &group);
+    const int64_t end = min(plan.strip.units, (group + 1) * plan.turns);
+    for (int64_t unit = group * plan.turns; unit < end; ++unit) {
+      const bdh_place at = bdh_place_of(plan, unit * (items / groups) + tile, p.dim);
+      const bdh_turned<T> r = bdh_turned_of<T>(plan, at.b, at.h);
+      bdh_sums sums;
+      bdh_clear(sums);
+      if constexpr (STATE) {
 #pragma unroll 1
-    for (int place = static_cast<int>(threadIdx.x); place < BDH_TILE * across; place += BDH_THREADS) {
-      const int row = place / across, column = place % across * V;
-      if (row >= at.rows || column >= columns) continue;
-      float grad[V];
-      camox_get_floats<V>(grad, stage + row * BDH_STAGE_PITCH + column);
+        for (int other = 0; other < 2; ++other) {
+          const bdh_matrix<T> rows =
+              bdh_view<T>(other ? p.v : p.grad, at.b, at.h, p.length, p.value_dim, other ? plan.wide_v : plan.wide_grad);
+          const bdh_matrix<T> state = {
+              bdh_state_of<T>(plan, at.unit, other != 0), p.value_dim, 1, p.dim, p.value_dim, plan.wide_state};
+          bdh_multiply<T, false, false>(sums, tiles, rows, at.row, state, at.column, 0, p.value_dim);
+        }
+      } else {
+        const bdh_matrix<T> pairs = {
+            static_cast<const T *>(plan.pairs) + (at.unit - plan.strip.first_unit) * plan.strip.rows * p.length,
+            p.length,
+            1,
+            plan.strip.rows,
+            p.length,
+            plan.wide_pairs};
+        bdh_multiply<T, false, true>(sums, tiles, pairs, at.row - plan.strip.first_row, r, at.column, 0, p.length);
+      }
+      bdh_stage(stage, sums);
+      T *const to = bdh_at<T>(p.grad_q, at);
+      const int columns = bdh_columns_of(at, p.dim);
+#pragma unroll 1
+      for (int place = static_cast<int>(threadIdx.x); place < BDH_TILE * across; place += BDH_THREADS) {
+        const int row = place / across, column = place % across * V;
+        if (row >= at.rows || column >= columns) continue;
+        float grad[V];
+        camox_get_floats<V>(grad, stage + row * BDH_STAGE_PITCH + column);
 #pragma unroll
-      for (int i = 0; i < V; ++i) grad[i] *= plan.scale;
+        for (int i = 0; i < V; ++i) grad[i] *= plan.scale;
 #ifdef CAMOX_BREAK_BDH
-      grad[0] += 1e-3f;
+        grad[0] += 1e-3f;
 #endif
-      if (!p.unturned) r.turn_back(grad, at.row + row, at.column + column);
-      bdh_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, columns - column,
-                plan.wide_grad_q);
+        if (!p.unturned) r.turn_back(grad, at.row + row, at.column + column);
+        bdh_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, columns - column,
+                  plan.wide_grad_q);
+      }
     }
   }
 }
 
-/* w^T g of the strip's rows, of each head. WEIGHTS: plan.weights. */
+/* w^T g of the strip's rows, of each head; together: of all heads of a batch element, in their order. WEIGHTS: plan.weights. */
 template <typename T, bool WEIGHTS>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, camox_ceil_div(p.value_dim, BDH_TILE));
-    const bdh_matrix<T> g = bdh_view<T>(p.grad, at.b, at.h, p.length, p.value_dim, plan.wide_grad);
-    const float *const logsumexp =
-        p.softmax && !WEIGHTS ? static_cast<const float *>(p.logsumexp) + at.unit * p.length : nullptr;
-    const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.unit),
-                                        WEIGHTS ? 0 : plan.strip.first_row,
-                                        WEIGHTS ? p.length : plan.strip.rows,
-                                        p.length,
-                                        logsumexp,
-                                        p.causal != 0,
-                                        plan.wide_scores};
+    bdh_place at = bdh_place_of(plan, item, p.value_dim);
+    const bool together = WEIGHTS && plan.together;
+    if (together) at.b = at.unit, at.h = 0, at.unit *= p.heads;
+    const int heads = together ? static_cast<int>(p.heads) : 1;
     bdh_sums sums;
     bdh_clear(sums);
-    bdh_multiply<T, WEIGHTS, true>(sums, tiles, w, at.row, g, at.column, p.causal ? at.row : 0, p.length);
-    bdh_stage(stage, sums);
-    const int columns = bdh_columns_of(at, p.value_dim);
-    if (p.partial) {
-      float *const partial = static_cast<float *>(p.partial) + (at.unit * p.length + at.row) * p.value_dim + at.column;
-      bdh_put(stage, partial, p.value_dim, 1, at.rows, columns, plan.wide_partial);
-    } else {
-      bdh_put(stage, bdh_at<T>(p.grad_v, at), p.grad_v.stride[2], p.grad_v.stride[3], at.rows, columns, plan.wide_grad_v);
+#pragma unroll 1
+    for (int h = 0; h < heads; ++h) {
+      const bdh_matrix<T> g = bdh_view<T>(p.grad, at.b, at.h + h, p.length, p.value_dim, plan.wide_grad);
+      const float *const logsumexp =
+          p.softmax && !WEIGHTS ? static_cast<const float *>(p.logsumexp) + at.unit * p.length : nullptr;
+      const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.unit + h),
+                                          WEIGHTS ? 0 : plan.strip.first_row,
+                                          WEIGHTS ? p.length : plan.strip.rows,
+                                          p.length,
+                                          logsumexp,
+                                          p.causal != 0,
+                                          plan.wide_scores};
+      bdh_multiply<T, WEIGHTS, true>(sums, tiles, w, at.row, g, at.column, p.causal ? at.row : 0, p.length);
     }
+    bdh_put_grad_v<T>(stage, sums, plan, at);
   }
 }
 
@@ -791,26 +890,37 @@ static int64_t bdh_heads(const camox_bdh_params *p) { return p->length == 0 ? 0 
 
 static int64_t bdh_element_bytes(const camox_bdh_params *p) { return p->dtype == CAMOX_F32 ? 4 : 2; }
 
+/* The forward without scores, and a backward that finds none, of heads whose state is less work than their scores. */
+static bool bdh_by_state(const camox_bdh_params *p) { return !p->causal && !p->scores && camox_bdh_state_form(p); }
+
 /* The parts of scratch, in bytes; strips are all of one size, the last one may be shorter. */
 struct bdh_scratch {
   int64_t units, rows; /* of a strip */
-  int64_t delta, scores, pairs;
+  int64_t delta, scores, pairs, state;
 };
 
 static int64_t bdh_rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
+static int64_t bdh_tiles_of(int64_t rows, int64_t columns) {
+  return camox_ceil_div(rows, BDH_TILE) * camox_ceil_div(columns, BDH_TILE);
+}
+
 static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
-  bdh_scratch s = {bdh_heads(p), p->length, 0, 0, 0};
+  bdh_scratch s = {bdh_heads(p), p->length, 0, 0, 0, 0};
   if (s.units == 0) return s;
   if (backward && p->softmax) s.delta = bdh_rounded(s.units * p->length * 4);
   if (p->scores && !backward) return s;
-  const int64_t tiles = camox_ceil_div(p->length, BDH_TILE), most = camox_grid(BDH_TILES_AT_ONCE);
-  if (tiles * tiles > most) {
-    s.units = 1;
-    const int64_t rows = (most > tiles ? most / tiles : 1) * BDH_TILE;
+  const bool by_state = bdh_by_state(p);
+  const int64_t most = camox_grid(BDH_TILES_AT_ONCE), length_tiles = camox_ceil_div(p->length, BDH_TILE);
+  const int64_t tiles = by_state ? bdh_tiles_of(p->dim, p->value_dim) : length_tiles * length_tiles;
+  if (tiles > 0 && s.units > most / tiles) s.units = most > tiles ? most / tiles : 1;
+  if (by_state) {
+    s.state = bdh_rounded(s.units * p->dim * p->value_dim * bdh_element_bytes(p));
+    return s;
+  }
+  if (tiles > most) {
+    const int64_t rows = (most > length_tiles ? most / length_tiles : 1) * BDH_TILE;
     if (rows < s.rows) s.rows = rows;
-  } else if (s.units * tiles * tiles > most) {
-    s.units = most / (tiles * tiles);
   }
   const int64_t elements = s.units * s.rows * p->length;
   if (!p->scores) s.scores = bdh_rounded(elements * 4);
@@ -822,11 +932,15 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   bdh_plan plan = {};
   plan.p = *p;
   plan.scale = static_cast<float>(p->scale);
-  char *const scratch = static_cast<char *>(p->scratch);
-  plan.delta = reinterpret_cast<float *>(scratch);
-  plan.scores = static_cast<float *>(p->scores ? p->scores : scratch + s.delta);
-  plan.pairs = scratch + s.delta + s.scores;
+  char *scratch = static_cast<char *>(p->scratch);
+  plan.delta = reinterpret_cast<float *>(scratch), scratch += s.delta;
+  plan.scores = static_cast<float *>(p->scores ? p->scores : scratch), scratch += s.scores;
+  plan.pairs = scratch, scratch += s.pairs;
+  plan.state = scratch, plan.grad_state = scratch + s.state;
   plan.masked = !backward, plan.weights = backward && p->scores;
+  /* where the GPU is full without the heads side by side */
+  plan.together =
+      plan.weights && p->value_heads != p->heads && p->batch * bdh_tiles_of(p->length, p->value_dim) >= camox_grid(BDH_FILL);
   const int64_t bytes = bdh_element_bytes(p);
   plan.wide_q = bdh_is_wide(p->q, bytes), plan.wide_v = bdh_is_wide(p->v, bytes), plan.wide_out = bdh_is_wide(p->out, bytes);
   plan.wide_grad = bdh_is_wide(p->grad, bytes);
@@ -835,10 +949,11 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   plan.wide_tables = camox_aligned(p->cos, 16) && camox_aligned(p->sin, 16) && p->table_columns % 4 == 0;
   plan.wide_scores = camox_aligned(plan.scores, 16) && p->length % 4 == 0;
   plan.wide_pairs = camox_aligned(plan.pairs, 16) && p->length * bytes % 16 == 0;
+  plan.wide_state = camox_aligned(plan.state, 16) && p->value_dim * bytes % 16 == 0;
   return plan;
 }
 
-/* Calls launch(plan, tiles) for every strip; tiles of `columns` columns are tiles(columns). */
+/* Calls launch() for every strip. */
 template <typename Launch>
 static void bdh_for_strips(bdh_plan &plan, const bdh_scratch &s, const Launch &launch) {
   const int64_t units = bdh_heads(&plan.p);
@@ -851,7 +966,7 @@ static void bdh_for_strips(bdh_plan &plan, const bdh_scratch &s, const Launch &l
 }
 
 static int64_t bdh_tiles(const bdh_plan &plan, int64_t columns) {
-  return plan.strip.units * camox_ceil_div(plan.strip.rows, BDH_TILE) * camox_ceil_div(columns, BDH_TILE);
+  return plan.strip.units * bdh_tiles_of(plan.strip.rows, columns);
 }
 
 #define BDH_LAUNCH(kernel, items, per_block, ...)                                                                     \
@@ -868,6 +983,11 @@ static int bdh_run(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, false);
   bdh_plan plan = bdh_plan_of(p, s, false);
   bdh_for_strips(plan, s, [&] {
+    if (bdh_by_state(p)) {
+      BDH_LAUNCH((bdh_state_kernel<T>), plan.strip.units * bdh_tiles_of(p->dim, p->value_dim), 1, plan, false);
+      BDH_LAUNCH((bdh_from_state_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan, false);
+      return;
+    }
     BDH_LAUNCH((bdh_scores_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
     if (p->softmax) BDH_LAUNCH(bdh_softmax_kernel, plan.strip.units * plan.strip.rows, BDH_WARPS, plan);
     BDH_LAUNCH((bdh_values_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan);
@@ -875,24 +995,43 @@ static int bdh_run(const camox_bdh_params *p, void *stream) {
   return camox_launch_status();
 }
 
+template <typename T, bool STATE>
+static void bdh_launch_grad_q(bdh_plan &plan, void *stream) {
+  plan.turns = bdh_tiles(plan, plan.p.dim) / camox_grid(BDH_TILES_AT_ONCE);
+  plan.turns = plan.turns < 1 ? 1 : plan.turns < BDH_TURNS ? plan.turns : BDH_TURNS;
+  const int64_t groups = camox_ceil_div(plan.strip.units, plan.turns);
+  BDH_LAUNCH((bdh_grad_q_kernel<T, STATE>), groups * bdh_tiles_of(plan.strip.rows, plan.p.dim), 1, plan);
+}
+
 template <typename T>
 static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, true);
   bdh_plan plan = bdh_plan_of(p, s, true);
   if (p->softmax) BDH_LAUNCH((bdh_delta_kernel<T>), bdh_heads(p) * p->length, BDH_WARPS, plan);
+  if (plan.weights) {
+    plan.strip = {0, plan.together ? p->batch : bdh_heads(p), 0, p->length};
+    BDH_LAUNCH((bdh_grad_v_kernel<T, true>), bdh_tiles(plan, p->value_dim), 1, plan);
+  }
   bdh_for_strips(plan, s, [&] {
-    if (!plan.weights) BDH_LAUNCH((bdh_scores_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
-    if (plan.weights)
-      BDH_LAUNCH((bdh_grad_v_kernel<T, true>), bdh_tiles(plan, p->value_dim), 1, plan);
-    else
+    if (bdh_by_state(p)) {
+      for (const bool of_grad : {false, true})
+        BDH_LAUNCH((bdh_state_kernel<T>), plan.strip.units * bdh_tiles_of(p->dim, p->value_dim), 1, plan, of_grad);
+      BDH_LAUNCH((bdh_from_state_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan, true);
+      bdh_launch_grad_q<T, true>(plan, stream);
+      return;
+    }
+    if (!plan.weights) {
+      BDH_LAUNCH((bdh_scores_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
       BDH_LAUNCH((bdh_grad_v_kernel<T, false>), bdh_tiles(plan, p->value_dim), 1, plan);
+    }
     if (p->softmax)
       BDH_LAUNCH((bdh_pairs_kernel<T, true>), bdh_tiles(plan, p->length), 1, plan);
     else
       BDH_LAUNCH((bdh_pairs_kernel<T, false>), bdh_tiles(plan, p->length), 1, plan);
-    BDH_LAUNCH((bdh_grad_q_kernel<T>), bdh_tiles(plan, p->dim), 1, plan);
+    bdh_launch_grad_q<T, false>(plan, stream);
   });
-  if (p->partial) BDH_LAUNCH((bdh_sum_kernel<T>), p->batch * p->length * p->value_dim, BDH_THREADS, *p);
+  if (p->value_heads != p->heads && !plan.together)
+    BDH_LAUNCH((bdh_sum_kernel<T>), p->batch * p->length * p->value_dim, BDH_THREADS, *p);
   return camox_launch_status();
 }
 
@@ -906,7 +1045,7 @@ static int bdh_run_step(const camox_bdh_step_params *p, void *stream) {
 
 extern "C" int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward) {
   const bdh_scratch s = bdh_scratch_of(p, backward != 0);
-  return s.delta + s.scores + s.pairs;
+  return s.delta + s.scores + s.pairs + 2 * s.state;
 }
 
 #define BDH_BY_TYPE(run)                                   \

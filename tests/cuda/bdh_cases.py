@@ -58,7 +58,7 @@ def _scale(q, options):
 def _attention(memory, q, v, cos, sin, options):
     p, structs = _params(memory, "camox_bdh_params", q, v, cos, sin, options.get("relu", True), _scale(q, options))
     p.causal, p.softmax = options.get("causal", False), options.get("softmax", False)
-    p.length, p.table_length = q.shape[2], cos.shape[0]
+    p.length, p.table_length, p.form = q.shape[2], cos.shape[0], options.get("form", 1)
     return p, structs
 
 
