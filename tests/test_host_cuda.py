@@ -17,10 +17,11 @@ from camox_ops.reference.norm2d import ACTIVATIONS
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 import bands_cases
+import bdh_cases
 import dropout_cases
 import edge_cases
-import moe_cases
 import linear_attention_cases
+import moe_cases
 import norm2d_cases
 import rig
 import rope_cases
@@ -31,6 +32,7 @@ PLANTED = sorted((Path(__file__).parent / "cuda").glob("*.cu"))
 
 EVERY_KERNEL = {
     "bands_cuda": bands_cases.every_kernel,
+    "bdh_cuda": bdh_cases.every_kernel,
     "dropout_cuda": dropout_cases.every_kernel,
     "edge_cuda": edge_cases.every_kernel,
     "moe_cuda": moe_cases.every_kernel,
@@ -1165,6 +1167,149 @@ def test_linear_attention_broken_build_is_noticed(dtype, dim):
     right, wrong = attention_runs(inputs, {}, {"how": {"define": "CAMOX_BREAK_LINEAR_ATTENTION"}})
     for index in (0, 3):
         assert not torch.allclose(right[index], wrong[index], atol=1e-4)
+# ---- bdh ----
+BDH_OPTIONS = [
+    {"causal": causal, "softmax": softmax, "relu": relu}
+    for causal, softmax, relu in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 0), (0, 0, 0))
+]
+
+
+def bdh_inputs(shape, value_dim, dtype, memory="contiguous", shared=True, each=False):
+    """(grad, q, v, cos, sin); v shared by the heads or not, tables of an angle a pair or one an element."""
+    batch, heads, length, n = shape
+    grad = rope_input((batch, heads, length, value_dim), dtype, memory, seed=1)
+    v = rope_input((batch, 1 if shared else heads, length, value_dim), dtype, memory, seed=2)
+    angles = torch.randn(length + 1, n if each else n // 2, generator=torch.Generator().manual_seed(3)) * 3
+    return grad, rope_input(shape, dtype, memory), v, angles.cos(), angles.sin()
+
+
+def bdh_reference(grad, q, v, cos, sin, **options):
+    options = {name: bool(value) if name != "scale" else value for name, value in options.items()}
+    grads = reference.bdh_attention_backward(grad, q, v, cos, sin, **options)
+    return reference.bdh_attention(q, v, cos, sin, **options).to(q.dtype), *grads[:2]
+
+
+def bdh_kernels(grad, q, v, cos, sin, flush="end", save=None, how=None, **options):
+    grads = bdh_cases.backward(grad, q, v, cos, sin, flush=flush, save=save, how=how, **options)
+    return bdh_cases.forward(q, v, cos, sin, flush=flush, save=save, how=how, **options)[0], *grads
+
+
+@pytest.mark.parametrize("memory", bdh_cases.MEMORY)
+def test_bdh_attention(dtype, memory, arch):
+    turn = bdh_cases.MEMORY.index(memory)
+    for shape, value_dim in bdh_cases.SHAPES:
+        for options in BDH_OPTIONS[turn % 2 :: 2]:
+            inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 2 == 0, each=turn % 3 == 0)
+            save = ("logsumexp", None, "scores")[turn % 3]
+            order = list(rig.ORDERS)[turn % 4]
+            ours = bdh_kernels(*inputs, save=save, how={"arch": arch, "order": order}, **options)
+            truth = bdh_reference(*doubled(*inputs), **options)
+            assert_close_to_reference(ours, bdh_reference(*inputs, **options), truth)
+            turn += 1
+
+
+@pytest.mark.parametrize("options", BDH_OPTIONS, ids=str)
+def test_bdh_strips_and_small_grids(options, dtype):
+    """The scores of one head at a time, or of a strip of its rows."""
+    inputs = bdh_inputs((1, 2, 130, 4), 3, dtype)
+    truth, same = bdh_reference(*doubled(*inputs), **options), bdh_reference(*inputs, **options)
+    for save in ("logsumexp", "scores"):
+        whole = bdh_kernels(*inputs, save=save, **options)
+        assert_close_to_reference(whole, same, truth)
+        for cap in (2, 7, 10):
+            capped = bdh_kernels(*inputs, save=save, how={"grid_cap": cap, "order": "random"}, **options)
+            assert_close_to_reference(capped, same, truth)
+            assert torch.equal(capped[0], whole[0]) and torch.equal(capped[2], whole[2])
+
+
+@pytest.mark.parametrize("memory", ("contiguous", "strided"))
+def test_bdh_stays_inside_at_both_ends(dtype, memory, order):
+    for (shape, value_dim), options in zip((((1, 2, 7, 34), 5), ((1, 1, 8, 16), 8)), BDH_OPTIONS[1:3], strict=True):
+        inputs = bdh_inputs(shape, value_dim, dtype, memory, each=True)
+        starts = bdh_kernels(*inputs, flush="start", how={"order": order}, **options)
+        assert all(map(torch.equal, starts, bdh_kernels(*inputs, **options)))
+
+
+def test_bdh_scores_that_are_saved(dtype, arch):
+    """w as the header has it: what does not count is 0, rows of a softmax add up to 1, but for a causal one's first."""
+    _, q, v, cos, sin = bdh_inputs((2, 2, 70, 8), 3, dtype)
+    for causal in (False, True):
+        scores = bdh_cases.forward(q, v, cos, sin, save="scores", causal=causal, how={"arch": arch})[1]
+        masked = torch.ones(70, 70).triu().bool() if causal else torch.zeros(70, 70).bool()
+        assert torch.equal(scores[..., masked], torch.zeros_like(scores[..., masked]))
+        if not causal:
+            assert torch.equal(scores, scores.mT)
+        options = {"causal": causal, "softmax": True, "how": {"arch": arch}}
+        w = bdh_cases.forward(q, v, cos, sin, save="scores", **options)[1]
+        logsumexp = bdh_cases.forward(q, v, cos, sin, save="logsumexp", **options)[2]
+        assert torch.equal(w[..., masked], torch.zeros_like(w[..., masked]))
+        sums = torch.ones(2, 2, 70)
+        sums[..., 0] -= float(causal)
+        torch.testing.assert_close(w.sum(-1), sums)
+        expected = (scores * 8**-0.5).masked_fill(masked, -torch.inf).logsumexp(-1)
+        torch.testing.assert_close(logsumexp, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_bdh_unturned_gradient(softmax, dtype, arch):
+    grad, q, v, cos, sin = bdh_inputs((1, 2, 9, 36), 5, dtype, each=True)
+    options = {"softmax": softmax, "scale": 0.25}
+    ours = bdh_cases.backward(grad, q, v, cos, sin, unturned=True, how={"arch": arch}, **options)[0]
+
+    def of_turned(grad, q, v, cos, sin):
+        turned = reference.rope(q.relu(), cos, sin, interleaved=True)
+        straight, crooked = torch.ones_like(cos), torch.zeros_like(sin)
+        return reference.bdh_attention_backward(grad, turned, v, straight, crooked, relu=False, **options)[0]
+
+    inputs = (grad, q, v, cos, sin)
+    assert_close_to_reference(ours, of_turned(*inputs), of_turned(*doubled(*inputs)))
+
+
+def test_bdh_step(dtype, arch, order):
+    """Shares of rows and columns; a state with strides, or none yet."""
+    for shape, value_dim, shared in (((1, 1, 2), 1, True), ((2, 3, 34), 33, True), ((1, 2, 518), 5, False)):
+        _, q, v, cos, sin = bdh_inputs((*shape[:2], 1, shape[2]), value_dim, dtype, "strided", shared, each=shared)
+        inputs = (q[:, :, 0], v[:, :, 0], cos[0], sin[0])
+        for state in (None, rope_input((*shape, value_dim), torch.float32, "strided", seed=4)):
+            options = {"relu": shared, "scale": None if shared else 0.5}
+            ours = bdh_cases.step(*inputs, state, **options, how={"arch": arch, "order": order})
+            truth = reference.bdh_attention_step(
+                *doubled(*inputs), None if state is None else state.double(), **options
+            )
+            assert_close_to_reference(ours, reference.bdh_attention_step(*inputs, state, **options), truth)
+            for how in ({"grid_cap": 1}, {"order": "reverse"}):
+                again = bdh_cases.step(*inputs, state, **options, flush="start", how={"arch": arch, **how})
+                assert all(map(torch.equal, again, ours))
+
+
+def test_bdh_steps_are_the_causal_attention(arch):
+    _, q, v, cos, sin = bdh_inputs((1, 2, 6, 8), 3, torch.float32)
+    state, rows = None, []
+    for t in range(6):
+        row, state = bdh_cases.step(q[:, :, t], v[:, :, t], cos[t], sin[t], state, how={"arch": arch})
+        rows.append(row)
+    ours = bdh_cases.forward(q, v, cos, sin, causal=True, how={"arch": arch})[0]
+    torch.testing.assert_close(torch.stack(rows, 2), ours)
+
+
+def test_bdh_empty():
+    for shape, value_dim in (((0, 2, 3, 4), 5), ((1, 0, 3, 4), 5), ((1, 2, 0, 4), 5), ((1, 2, 3, 4), 0)):
+        inputs = bdh_inputs(shape, value_dim, torch.float32, shared=False)
+        for softmax in (False, True):
+            out, grad_q, grad_v = bdh_kernels(*inputs, softmax=softmax)
+            assert out.shape == grad_v.shape == (*shape[:3], value_dim)
+            assert torch.equal(grad_q, torch.zeros(shape))
+        out, state = bdh_cases.step(inputs[1].sum(2), inputs[2].sum(2), *(table[0] for table in inputs[3:]), None)
+        assert out.numel() == state.numel() == 0 or value_dim
+    inputs = bdh_inputs((2, 0, 3, 4), 5, torch.float32)
+    assert torch.equal(bdh_kernels(*inputs)[2], torch.zeros(2, 1, 3, 5))
+
+
+@pytest.mark.slow
+def test_bdh_broken_build_is_noticed():
+    inputs = bdh_inputs((1, 2, 5, 8), 3, torch.float32)
+    right, wrong = (bdh_kernels(*inputs, how={"define": define}) for define in ("", "CAMOX_BREAK_BDH"))
+    assert not any(torch.allclose(*pair, atol=1e-4, rtol=0) for pair in zip(right[:2], wrong[:2], strict=True))
 
 
 # ---- every kernel ----

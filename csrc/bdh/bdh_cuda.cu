@@ -1,0 +1,1067 @@
+/* bdh_attention on CUDA: products of 64 x 64 tiles, whose operands are turned, masked or weighed on their way into shared
+   memory; float16 and bfloat16 on tensor cores, float32 (and bfloat16 on sm_75) by FMA, sums in float32.
+     scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp a row
+     values   out = w v                                                 grad_v   w^T g
+     pairs    e = d s + d s^T                                           grad_q   scale e r, turned back
+     state    z = r^T v             from_state  out = scale r z, d v = scale r (r^T g)
+   The state form has these two and grad_q from both states, where it has fewer products and is not causal; all else is
+   quadratic. Scores and pairs, or states, of some heads, or of a strip of rows of one head, lie in scratch at a time: the
+   strips of the backward need nothing of each other, because s is symmetric.  No atomics: fixed bits. Half types: r, w and e
+   are rounded to the type as the tensor cores take them. */
+#include "../common/cuda_util.cuh"
+#include "bdh.h"
+
+#define BDH_THREADS 128
+#define BDH_BLOCKS 4           /* of which a multiprocessor must hold so many: at most 128 registers a thread */
+#define BDH_TILE 64            /* rows and columns of a block's tile: 2 x 2 warps of 32 x 32 */
+#define BDH_TILES_AT_ONCE 2048 /* of scores and of pairs in scratch, or one strip of BDH_TILE rows: enough to fill a GPU */
+#define BDH_FILL 256           /* blocks that fill a large GPU */
+#define BDH_TURNS 8            /* of a block of grad_q, at most */
+#define BDH_STEP_THREADS 256
+#define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
+#define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
+
+/* 16 bytes, the widest access; elements of an operand along k in one turn of the loop, 32 words. */
+template <typename T>
+constexpr int bdh_lanes = 16 / static_cast<int>(sizeof(T));
+template <typename T>
+constexpr int bdh_depth = 128 / static_cast<int>(sizeof(T));
+
+/* An operand in shared memory: two halves along k, each [BDH_TILE] rows of 16 words. The padding keeps the four rows, or two,
+   that eight lanes read at once in different banks. */
+template <typename T>
+struct bdh_tile {
+  static constexpr int row = sizeof(T) == 4 ? 20 : 16; /* words from row to row */
+  static constexpr int half = BDH_TILE * row + 16;
+  static constexpr int words = 2 * half;
+};
+
+/* Rows [unit * height + row - first_row], unit and row counted from the first of the launch. */
+struct bdh_strip {
+  int64_t first_unit, units, first_row, rows;
+};
+
+struct bdh_plan {
+  camox_bdh_params p;
+  float scale;
+  bdh_strip strip;
+  float *scores;    /* [units, rows, T] of the strip, or p.scores */
+  void *pairs;      /* [units, rows, T] of the strip, in the element type */
+  float *delta;     /* [B*H, T] */
+  void *state;      /* [units, N, D] in the element type: r^T v, */
+  void *grad_state; /* and r^T g */
+  int64_t turns;    /* heads of a block of grad_q, one after the other: their angles are the same */
+  bool together;    /* a block of grad_v adds up the heads that share a v */
+  bool masked;      /* the forward's scores: only keys that count */
+  bool weights;     /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
+  bool wide_state, wide_q, wide_v, wide_out, wide_grad, wide_grad_q, wide_grad_v, wide_tables, wide_scores, wide_pairs,
+      wide_partial;
+};
+
+__device__ __forceinline__ float *bdh_scores_of(const bdh_plan &plan, int64_t unit) {
+  const int64_t before = plan.p.scores ? unit * plan.p.length : (unit - plan.strip.first_unit) * plan.strip.rows;
+  return plan.scores + before * plan.p.length;
+}
+
+template <typename T>
+__device__ __forceinline__ T *bdh_state_of(const bdh_plan &plan, int64_t unit, bool of_grad) {
+  return static_cast<T *>(of_grad ? plan.grad_state : plan.state) +
+         (unit - plan.strip.first_unit) * plan.p.dim * plan.p.value_dim;
+}
+
+/* ---- operands: V neighbouring elements of a row in memory, 0 beyond the ends ---- */
+
+template <typename E, int V>
+__device__ __forceinline__ void bdh_store(E *to, int64_t step, const float (&values)[V], int count, bool wide) {
+  if (wide && count >= V) {
+    camox_store_float(to, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      if (i < count) to[i * step] = camox_from_float<E>(values[i]);
+  }
+}
+
+template <typename T>
+struct bdh_matrix {
+  const T *data;
+  int64_t row, column; /* strides */
+  int64_t rows, columns;
+  bool wide;
+
+  __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = bdh_lanes<T>;
+    if (wide && r < rows && c + V <= columns) {
+      camox_load<V>(to, data + r * row + c);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; ++i)
+        to[i] = r < rows && c + i < columns ? __ldg(data + r * row + (c + i) * column) : camox_from_float<T>(0.0f);
+    }
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ bdh_matrix<T> bdh_view(const camox_view4 &view, int64_t b, int64_t h, int64_t rows, int64_t columns,
+                                                  bool wide) {
+  return {static_cast<const T *>(view.data) + b * view.stride[0] + h * view.stride[1],
+          view.stride[2],
+          view.stride[3],
+          rows,
+          columns,
+          wide};
+}
+
+/* N angles from column c of a row of a table that holds one a pair, or one an element (each); c is even. */
+template <int N>
+__device__ __forceinline__ void bdh_angles(float (&to)[N], const float *row, bool each, bool wide, int64_t c, int64_t columns) {
+  if (wide && c + N <= columns) {
+    if (each) {
+      camox_load_floats<N>(to, row + c);
+    } else {
+      float of_pairs[N / 2];
+      camox_load_floats<N / 2>(of_pairs, row + c / 2);
+#pragma unroll
+      for (int i = 0; i < N; ++i) to[i] = of_pairs[i / 2];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = c + i < columns ? __ldg(row + (each ? c + i : (c + i) / 2)) : 0.0f;
+  }
+}
+
+__device__ __forceinline__ float bdh_relu(float x) { return x < 0.0f ? 0.0f : x; }
+
+/* r of one head. */
+template <typename T>
+struct bdh_turned {
+  bdh_matrix<T> q;
+  const float *cos, *sin;
+  int64_t table_columns;
+  bool relu, wide_tables;
+
+  __device__ __forceinline__ void angles(float (&cosines)[bdh_lanes<T>], float (&sines)[bdh_lanes<T>], int64_t r,
+                                         int64_t c) const {
+    const bool each = table_columns == q.columns;
+    bdh_angles(cosines, cos + r * table_columns, each, wide_tables, c, q.columns);
+    bdh_angles(sines, sin + r * table_columns, each, wide_tables, c, q.columns);
+  }
+
+  __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = bdh_lanes<T>;
+    q.piece(to, r, c);
+    if (r >= q.rows) return;
+    float x[V], y[V], cosines[V], sines[V];
+    angles(cosines, sines, r, c);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      x[i] = camox_to_float(to[i]);
+      if (relu) x[i] = bdh_relu(x[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < V; i += 2) {
+      y[i] = fmaf(x[i], cosines[i], -x[i + 1] * sines[i]);
+      y[i + 1] = fmaf(x[i + 1], cosines[i + 1], x[i] * sines[i + 1]);
+    }
+    camox_round(to, y);
+  }
+
+  /* d q from d r. */
+  __device__ __forceinline__ void turn_back(float (&grad)[bdh_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = bdh_lanes<T>;
+    float cosines[V], sines[V];
+    angles(cosines, sines, r, c);
+#pragma unroll
+    for (int i = 0; i < V; i += 2) {
+      const float first = grad[i];
+      grad[i] = fmaf(first, cosines[i], grad[i + 1] * sines[i + 1]);
+      grad[i + 1] = fmaf(grad[i + 1], cosines[i + 1], -first * sines[i]);
+    }
+    if (!relu) return;
+    T x[V];
+    q.piece(x, r, c);
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      if (!(camox_to_float(x[i]) > 0.0f)) grad[i] = 0.0f;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ bdh_turned<T> bdh_turned_of(const bdh_plan &plan, int64_t b, int64_t h) {
+  const camox_bdh_params &p = plan.p;
+  return {bdh_view<T>(p.q, b, h, p.length, p.dim, plan.wide_q),
+          static_cast<const float *>(p.cos),
+          static_cast<const float *>(p.sin),
+          p.table_columns,
+          p.relu != 0,
+          plan.wide_tables};
+}
+
+/* Scores of one head as the element type: the strip's rows; or, where they are s of the backward, TRANSPOSED weights:
+   row j has w[i,j] for all i, from s[j,i]. */
+template <typename T, bool TRANSPOSED>
+struct bdh_weights {
+  const float *data;
+  int64_t first_row, rows, length;
+  const float *logsumexp; /* of the head's rows, NULL without softmax */
+  bool causal, wide;
+
+  __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = bdh_lanes<T>;
+    const float *const row = data + (r - first_row) * length;
+    float x[V];
+    if (wide && r < first_row + rows && c + V <= length) {
+      camox_load_floats<V>(x, row + c);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; ++i) x[i] = r < first_row + rows && c + i < length ? __ldg(row + c + i) : 0.0f;
+    }
+    if constexpr (TRANSPOSED) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        if (c + i >= length || (causal && r >= c + i)) {
+          x[i] = 0.0f;
+        } else if (logsumexp) {
+          x[i] = expf(x[i] - __ldg(logsumexp + c + i));
+        }
+      }
+    }
+    camox_round(to, x);
+  }
+};
+
+/* ---- tiles in shared memory ---- */
+
+/* Rows [first, first + BDH_TILE) of the operand are rows in memory, k its columns. */
+template <typename T, typename Operand>
+__device__ __forceinline__ void bdh_load_along(uint32_t *tile, const Operand &operand, int64_t first, int64_t k) {
+#pragma unroll 2
+  for (int u = 0; u < BDH_TILE * 8 / BDH_THREADS; ++u) {
+    const int item = static_cast<int>(threadIdx.x) + u * BDH_THREADS, row = item / 8, piece = item % 8;
+    T values[bdh_lanes<T>];
+    operand.piece(values, first + row, k + piece * bdh_lanes<T>);
+    camox_store_shared(reinterpret_cast<T *>(tile + piece / 4 * bdh_tile<T>::half + row * bdh_tile<T>::row + piece % 4 * 4),
+                       values);
+  }
+}
+
+/* k are rows in memory, and the operand's rows its columns: a thread makes words of what neighbouring k have. */
+template <typename T, typename Operand>
+__device__ __forceinline__ void bdh_load_across(uint32_t *tile, const Operand &operand, int64_t first, int64_t k) {
+  constexpr int V = bdh_lanes<T>, of_word = 4 / static_cast<int>(sizeof(T));
+  const int word = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  uint32_t *const to = tile + word / 16 * bdh_tile<T>::half + word % 16;
+#pragma unroll 1
+  for (int u = 0; u < BDH_TILE / V / (BDH_THREADS / CAMOX_WARP); ++u) {
+    const int row = (warp + u * (BDH_THREADS / CAMOX_WARP)) * V;
+    T values[of_word][V];
+#pragma unroll
+    for (int i = 0; i < of_word; ++i) operand.piece(values[i], k + word * of_word + i, first + row);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      T pair[of_word];
+#pragma unroll
+      for (int i = 0; i < of_word; ++i) pair[i] = values[i][j];
+      camox_store_shared(reinterpret_cast<T *>(to + (row + j) * bdh_tile<T>::row), pair);
+    }
+  }
+}
+
+/* ---- the product of two tiles ----
+   A warp has 32 x 32 of it; element [m][n][e] of a lane is, in both ways to compute it, at row bdh_row and column bdh_column,
+   so that columns of even and odd e are neighbours. */
+typedef float bdh_sums[2][4][4];
+
+__device__ __forceinline__ int bdh_row(int m, int e) {
+  const int thread = static_cast<int>(threadIdx.x);
+  return thread / (2 * CAMOX_WARP) * 32 + m * 16 + e / 2 * 8 + thread % CAMOX_WARP / 4;
+}
+__device__ __forceinline__ int bdh_column(int n, int e) {
+  const int thread = static_cast<int>(threadIdx.x);
+  return thread / CAMOX_WARP % 2 * 32 + n * 8 + thread % 4 * 2 + e % 2;
+}
+
+__device__ __forceinline__ void bdh_clear(bdh_sums &sums) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0.0f;
+}
+
+/* A lane takes 8 neighbouring k of each row in one access: the order of k within a step is the same for both operands, and no
+   matter. */
+template <typename T>
+__device__ __forceinline__ void bdh_product_mma(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
+  const int k = static_cast<int>(threadIdx.x) % 4 * 4,
+            column = bdh_column(0, 0) - k / 2 + static_cast<int>(threadIdx.x) % CAMOX_WARP / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t rows[4][4], columns[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      camox_load_shared(rows[i], a + half * bdh_tile<T>::half + bdh_row(i / 2, i % 2 * 2) * bdh_tile<T>::row + k);
+      camox_load_shared(columns[i], b + half * bdh_tile<T>::half + (column + i * 8) * bdh_tile<T>::row + k);
+    }
+#pragma unroll
+    for (int step = 0; step < 4; step += 2) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const uint32_t fragment[4] = {rows[2 * m][step], rows[2 * m + 1][step], rows[2 * m][step + 1],
+                                      rows[2 * m + 1][step + 1]};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const uint32_t other[2] = {columns[n][step], columns[n][step + 1]};
+          camox_mma_m16n8k16<T>(sums[m][n], fragment, other);
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void bdh_product_fma(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
+  constexpr int V = 4, words = V * static_cast<int>(sizeof(T)) / 4;
+#pragma unroll 1
+  for (int word = 0; word < 32; word += words) {
+    const int place = word / 16 * bdh_tile<T>::half + word % 16;
+    T rows[4][V];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      camox_load_shared(rows[i], reinterpret_cast<const T *>(a + place + bdh_row(i / 2, i % 2 * 2) * bdh_tile<T>::row));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      T column[V];
+      camox_load_shared(column, reinterpret_cast<const T *>(b + place + bdh_column(j / 2, j % 2) * bdh_tile<T>::row));
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float &sum = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
+          sum = fmaf(camox_to_float(rows[i][v]), camox_to_float(column[v]), sum);
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void bdh_product(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
+  if constexpr (sizeof(T) == 4 || (CAMOX_CUDA_ARCH < 800 && camox_is_bfloat16<T>::value)) {
+    bdh_product_fma<T>(sums, a, b);
+  } else {
+    bdh_product_mma<T>(sums, a, b);
+  }
+}
+
+/* sums += a b^T over k of [begin, end), rows of a from `a_first`, of b from `b_first` on. ACROSS: k are the rows in memory.
+   same: a and b are the same tile. */
+template <typename T, bool A_ACROSS, bool B_ACROSS, typename A, typename B>
+__device__ __forceinline__ void bdh_multiply(bdh_sums &sums, uint32_t *tiles, const A &a, int64_t a_first, const B &b,
+                                             int64_t b_first, int64_t begin, int64_t end, bool same = false) {
+  uint32_t *const b_tile = same ? tiles : tiles + bdh_tile<T>::words;
+  for (int64_t k = begin; k < end; k += bdh_depth<T>) {
+    __syncthreads();
+    if constexpr (A_ACROSS) {
+      bdh_load_across<T>(tiles, a, a_first, k);
+    } else {
+      bdh_load_along<T>(tiles, a, a_first, k);
+    }
+    if (!same) {
+      if constexpr (B_ACROSS) {
+        bdh_load_across<T>(b_tile, b, b_first, k);
+      } else {
+        bdh_load_along<T>(b_tile, b, b_first, k);
+      }
+    }
+    __syncthreads();
+    bdh_product<T>(sums, tiles, b_tile);
+  }
+}
+
+/* Shared memory of a block: the tiles of both operands, and in their place, once they are multiplied, what they make. */
+#define BDH_STAGE_PITCH (BDH_TILE + 4)
+#define BDH_STAGE (BDH_TILE * BDH_STAGE_PITCH)
+
+template <typename T>
+constexpr int bdh_words = 2 * bdh_tile<T>::words > BDH_STAGE ? 2 * bdh_tile<T>::words : BDH_STAGE;
+
+#define BDH_SHARED(T, tiles, stage)                      \
+  __shared__ __align__(16) uint32_t tiles[bdh_words<T>]; \
+  float *const stage = reinterpret_cast<float *>(tiles)
+
+__device__ __forceinline__ void bdh_stage(float *stage, const bdh_sums &sums) {
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 32; i += 2) {
+    const float pair[2] = {sums[i / 16][i / 4 % 4][i % 4], sums[i / 16][i / 4 % 4][i % 4 + 1]};
+    camox_store_shared(stage + bdh_row(i / 16, i % 4) * BDH_STAGE_PITCH + bdh_column(i / 4 % 4, 0), pair);
+  }
+  __syncthreads();
+}
+
+/* The first `rows` and `columns` of the stage to `to`. wide: to and its rows are aligned to 16 bytes, and elements neighbours.
+ */
+template <typename E>
+__device__ __forceinline__ void bdh_put(const float *stage, E *to, int64_t row_stride, int64_t column_stride, int rows,
+                                        int columns, bool wide) {
+  constexpr int V = bdh_lanes<E>, across = BDH_TILE / V;
+#pragma unroll 2
+  for (int item = static_cast<int>(threadIdx.x); item < BDH_TILE * across; item += BDH_THREADS) {
+    const int row = item / across, column = item % across * V;
+    if (row >= rows || column >= columns) continue;
+    float values[V];
+    camox_get_floats<V>(values, stage + row * BDH_STAGE_PITCH + column);
+    bdh_store(to + row * row_stride + column * column_stride, column_stride, values, columns - column, wide);
+  }
+}
+
+/* The same to the other side of the diagonal of a dense matrix. */
+template <typename E>
+__device__ __forceinline__ void bdh_put_mirrored(const float *stage, E *to, int64_t pitch, int rows, int columns, bool wide) {
+  constexpr int V = bdh_lanes<E>;
+#pragma unroll 2
+  for (int item = static_cast<int>(threadIdx.x); item < BDH_TILE * BDH_TILE / V; item += BDH_THREADS) {
+    const int row = item / BDH_TILE * V, column = item % BDH_TILE;
+    if (row >= rows || column >= columns) continue;
+    float values[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[i] = stage[(row + i) * BDH_STAGE_PITCH + column];
+    bdh_store(to + column * pitch + row, 1, values, rows - row, wide);
+  }
+}
+
+/* Which tile an item is. */
+struct bdh_place {
+  int64_t unit, b, h, row, column; /* the tile's first */
+  int rows;
+};
+
+/* Of the launch's heads, in each of which tiles begin at row `first` and there are `rows`. */
+__device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns, int64_t first,
+                                                  int64_t rows) {
+  bdh_place at;
+  at.unit = camox_divide(item, camox_ceil_div(columns, BDH_TILE), &at.column);
+  at.unit = plan.strip.first_unit + camox_divide(at.unit, camox_ceil_div(rows, BDH_TILE), &at.row);
+  at.b = camox_divide(at.unit, plan.p.heads, &at.h);
+  at.rows = static_cast<int>(min(rows - at.row * BDH_TILE, static_cast<int64_t>(BDH_TILE)));
+  at.row = first + at.row * BDH_TILE;
+  at.column *= BDH_TILE;
+  return at;
+}
+
+__device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns) {
+  return bdh_place_of(plan, item, columns, plan.strip.first_row, plan.strip.rows);
+}
+
+/* The tile's first element in a tensor of [B,H,rows,columns]. */
+template <typename E>
+__device__ __forceinline__ E *bdh_at(const camox_view4 &view, const bdh_place &at) {
+  return static_cast<E *>(view.data) + at.b * view.stride[0] + at.h * view.stride[1] + at.row * view.stride[2] +
+         at.column * view.stride[3];
+}
+
+__device__ __forceinline__ int bdh_columns_of(const bdh_place &at, int64_t columns) {
+  return static_cast<int>(min(columns - at.column, static_cast<int64_t>(BDH_TILE)));
+}
+
+#define BDH_FOR_TILES(item, items) for (int64_t item = blockIdx.x; item < (items); item += gridDim.x)
+
+/* ---- forward ---- */
+
+/* The strip's scores: for the forward (masked) w but for softmax, for the backward s as it is. Where the strip is all rows and
+   both sides of the diagonal are asked for, only one of them is computed. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  const bool masked = plan.masked && p.causal, mirrored = plan.strip.rows == p.length && !masked;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, p.length);
+    const bool above = at.column > at.row;
+    if (above && (mirrored || (masked && !p.scores))) continue;
+    bdh_sums sums;
+    bdh_clear(sums);
+    if (!above || !masked) {
+      const bdh_turned<T> r = bdh_turned_of<T>(plan, at.b, at.h);
+      bdh_multiply<T, false, false>(sums, tiles, r, at.row, r, at.column, 0, p.dim, at.row == at.column);
+    }
+    const bool on_diagonal = masked && at.row == at.column;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      float &sum = sums[i / 16][i / 4 % 4][i % 4];
+      sum = on_diagonal && bdh_column(i / 4 % 4, i) >= bdh_row(i / 16, i % 4) ? 0.0f : sum * plan.scale;
+    }
+    bdh_stage(stage, sums);
+    float *const scores = bdh_scores_of(plan, at.unit);
+    const int columns = bdh_columns_of(at, p.length);
+    bdh_put(stage, scores + (at.row - plan.strip.first_row) * p.length + at.column, p.length, 1, at.rows, columns,
+            plan.wide_scores);
+    if (mirrored && at.column < at.row)
+      bdh_put_mirrored(stage, scores + at.column * p.length + at.row, p.length, at.rows, columns, plan.wide_scores);
+  }
+}
+
+/* The strip's scores become their softmax, a warp a row. */
+__global__ void __launch_bounds__(BDH_THREADS) bdh_softmax_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  const camox_bdh_params &p = plan.p;
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * (BDH_THREADS / CAMOX_WARP) + warp; item < items;
+       item += static_cast<int64_t>(gridDim.x) * (BDH_THREADS / CAMOX_WARP)) {
+    int64_t row;
+    const int64_t unit = camox_divide(item, plan.strip.rows, &row);
+    float *const scores = plan.scores + item * p.length;
+    row += plan.strip.first_row;
+    const int64_t keys = p.causal ? row : p.length;
+    float most = -INFINITY;
+    for (int64_t j = lane; j < keys; j += CAMOX_WARP) most = fmaxf(most, scores[j]);
+    most = camox_warp_max(most);
+    float sum = 0.0f;
+    for (int64_t j = lane; j < keys; j += CAMOX_WARP) sum += expf(scores[j] - most);
+    sum = camox_warp_sum(sum);
+    const float factor = 1.0f / sum;
+    for (int64_t j = lane; j < keys; j += CAMOX_WARP) scores[j] = expf(scores[j] - most) * factor;
+    if (p.logsumexp && lane == 0)
+      static_cast<float *>(p.logsumexp)[(plan.strip.first_unit + unit) * p.length + row] =
+          keys > 0 ? most + logf(sum) : -INFINITY;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void bdh_put_out(float *stage, bdh_sums &sums, const bdh_plan &plan, const bdh_place &at) {
+  const camox_view4 &out = plan.p.out;
+#ifdef CAMOX_BREAK_BDH
+  sums[0][0][0] += 1e-3f;
+#endif
+  bdh_stage(stage, sums);
+  bdh_put(stage, bdh_at<T>(out, at), out.stride[2], out.stride[3], at.rows, bdh_columns_of(at, plan.p.value_dim),
+          plan.wide_out);
+}
+
+/* Of one head among several that share v: to p.partial. */
+template <typename T>
+__device__ __forceinline__ void bdh_put_grad_v(float *stage, const bdh_sums &sums, const bdh_plan &plan, const bdh_place &at) {
+  const camox_bdh_params &p = plan.p;
+  bdh_stage(stage, sums);
+  const int columns = bdh_columns_of(at, p.value_dim);
+  if (p.value_heads != p.heads && !plan.together) {
+    float *const partial = static_cast<float *>(p.partial) + (at.unit * p.length + at.row) * p.value_dim + at.column;
+    bdh_put(stage, partial, p.value_dim, 1, at.rows, columns, plan.wide_partial);
+  } else {
+    bdh_put(stage, bdh_at<T>(p.grad_v, at), p.grad_v.stride[2], p.grad_v.stride[3], at.rows, columns, plan.wide_grad_v);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, p.value_dim);
+    const bdh_weights<T, false> w = {bdh_scores_of(plan, at.unit),
+                                     plan.strip.first_row,
+                                     plan.strip.rows,
+                                     p.length,
+                                     nullptr,
+                                     p.causal != 0,
+                                     plan.wide_scores};
+    const bdh_matrix<T> v = bdh_view<T>(p.v, at.b, at.h, p.length, p.value_dim, plan.wide_v);
+    bdh_sums sums;
+    bdh_clear(sums);
+    const int64_t end = p.causal ? min(p.length, at.row + BDH_TILE) : p.length;
+    bdh_multiply<T, false, true>(sums, tiles, w, at.row, v, at.column, 0, end);
+    bdh_put_out<T>(stage, sums, plan, at);
+  }
+}
+
+/* r^T v of the launch's heads, or r^T g. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, p.value_dim, 0, p.dim);
+    const bdh_matrix<T> v =
+        bdh_view<T>(of_grad ? p.grad : p.v, at.b, at.h, p.length, p.value_dim, of_grad ? plan.wide_grad : plan.wide_v);
+    bdh_sums sums;
+    bdh_clear(sums);
+    bdh_multiply<T, true, true>(sums, tiles, bdh_turned_of<T>(plan, at.b, at.h), at.row, v, at.column, 0, p.length);
+    bdh_stage(stage, sums);
+    T *const state = bdh_state_of<T>(plan, at.unit, of_grad);
+    bdh_put(stage, state + at.row * p.value_dim + at.column, p.value_dim, 1, at.rows, bdh_columns_of(at, p.value_dim),
+            plan.wide_state);
+  }
+}
+
+/* scale r (r^T v): out; or scale r (r^T g): the gradient of v. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_from_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, p.value_dim);
+    const bdh_matrix<T> state = {bdh_state_of<T>(plan, at.unit, of_grad), p.value_dim, 1, p.dim, p.value_dim, plan.wide_state};
+    bdh_sums sums;
+    bdh_clear(sums);
+    bdh_multiply<T, false, true>(sums, tiles, bdh_turned_of<T>(plan, at.b, at.h), at.row, state, at.column, 0, p.dim);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= plan.scale;
+    if (of_grad) {
+      bdh_put_grad_v<T>(stage, sums, plan, at);
+    } else {
+      bdh_put_out<T>(stage, sums, plan, at);
+    }
+  }
+}
+
+/* ---- backward ---- */
+
+/* delta[i] = sum_d g[i,d] out[i,d] of every head, a warp a row. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_THREADS) bdh_delta_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  const camox_bdh_params &p = plan.p;
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * (BDH_THREADS / CAMOX_WARP) + warp; item < items;
+       item += static_cast<int64_t>(gridDim.x) * (BDH_THREADS / CAMOX_WARP)) {
+    int64_t row, h;
+    const int64_t b = camox_divide(camox_divide(item, p.length, &row), p.heads, &h);
+    const bdh_matrix<T> grad = bdh_view<T>(p.grad, b, h, p.length, p.value_dim, false);
+    const bdh_matrix<T> out = bdh_view<T>(p.out, b, h, p.length, p.value_dim, false);
+    float sum = 0.0f;
+    for (int64_t d = lane; d < p.value_dim; d += CAMOX_WARP)
+      sum = fmaf(camox_to_float(__ldg(grad.data + row * grad.row + d * grad.column)),
+                 camox_to_float(__ldg(out.data + row * out.row + d * out.column)), sum);
+    sum = camox_warp_sum(sum);
+    if (lane == 0) plan.delta[item] = sum;
+  }
+}
+
+/* The stage's d w become d s of a softmax. other: its rows are keys, its columns queries. `added` may be NULL. */
+__device__ __forceinline__ void bdh_through_softmax(float *stage, const float *added, const bdh_plan &plan, const bdh_place &at,
+                                                    bool other) {
+  const camox_bdh_params &p = plan.p;
+  const int64_t first = at.unit * p.length;
+  const float *const scores = bdh_scores_of(plan, at.unit);
+  const int columns = bdh_columns_of(at, p.length);
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
+    const int row = i / BDH_TILE, column = i % BDH_TILE;
+    if (row >= at.rows || column >= columns) continue;
+    const int64_t query = other ? at.column + column : at.row + row, key = other ? at.row + row : at.column + column;
+    float w;
+    if (plan.weights) {
+      w = __ldg(scores + query * p.length + key);
+    } else {
+      const float score = __ldg(scores + (at.row - plan.strip.first_row + row) * p.length + at.column + column);
+      w = p.causal && key >= query ? 0.0f : expf(score - __ldg(static_cast<const float *>(p.logsumexp) + first + query));
+    }
+    float &value = stage[row * BDH_STAGE_PITCH + column];
+    value = w * (value - __ldg(plan.delta + first + query));
+    if (added) value += added[row * BDH_STAGE_PITCH + column];
+  }
+  __syncthreads();
+}
+
+/* e[j,i] = d s[j,i] + d s[i,j] of the strip's rows j. Of the two one is 0 where causal. */
+template <typename T, bool SOFTMAX>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_pairs_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
+  __shared__ __align__(16) float held[SOFTMAX ? BDH_STAGE : 1];
+  const camox_bdh_params &p = plan.p;
+  const bool mirrored = plan.strip.rows == p.length;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, p.length);
+    const bool above = at.column > at.row;
+    if (mirrored && above) continue;
+    const bdh_matrix<T> g = bdh_view<T>(p.grad, at.b, at.h, p.length, p.value_dim, plan.wide_grad);
+    const bdh_matrix<T> v = bdh_view<T>(p.v, at.b, at.h, p.length, p.value_dim, plan.wide_v);
+    bdh_sums sums;
+    bdh_clear(sums);
+    if (!(p.causal && above)) bdh_multiply<T, false, false>(sums, tiles, g, at.row, v, at.column, 0, p.value_dim);
+    if (SOFTMAX && !p.causal) {
+      bdh_stage(held, sums);
+      bdh_through_softmax(held, nullptr, plan, at, false);
+      bdh_clear(sums);
+    }
+    if (!p.causal || above) bdh_multiply<T, false, false>(sums, tiles, v, at.row, g, at.column, 0, p.value_dim);
+    bdh_stage(stage, sums);
+    if (SOFTMAX) bdh_through_softmax(stage, p.causal ? nullptr : held, plan, at, !p.causal || above);
+    if (p.causal && at.row == at.column) {
+#pragma unroll 4
+      for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
+        const int row = i / BDH_TILE, column = i % BDH_TILE;
+        if (column >= row) stage[row * BDH_STAGE_PITCH + column] = column == row ? 0.0f : stage[column * BDH_STAGE_PITCH + row];
+      }
+      __syncthreads();
+    }
+    T *const to = static_cast<T *>(plan.pairs) + (at.unit - plan.strip.first_unit) * plan.strip.rows * p.length;
+    const int columns = bdh_columns_of(at, p.length);
+    bdh_put(stage, to + (at.row - plan.strip.first_row) * p.length + at.column, p.length, 1, at.rows, columns, plan.wide_pairs);
+    if (mirrored && at.column < at.row)
+      bdh_put_mirrored(stage, to + at.column * p.length + at.row, p.length, at.rows, columns, plan.wide_pairs);
+  }
+}
+
+/* d r = scale e r of the strip's rows, or of the state form scale (g (r^T v)^T + v (r^T g)^T); turned back and cut where relu
+   cut, unless `unturned`. A block has the same tile of plan.turns heads, and so have the blocks beside it: angles come from
+   the caches. */
+template <typename T, bool STATE>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  constexpr int V = bdh_lanes<T>, across = BDH_TILE / V;
+  BDH_SHARED(T, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  const int64_t groups = camox_ceil_div(plan.strip.units, plan.turns);
+  BDH_FOR_TILES(item, items) {
+    int64_t group;
+    const int64_t tile = camox_divide(item, groups, &group);
+    const int64_t end = min(plan.strip.units, (group + 1) * plan.turns);
+    for (int64_t unit = group * plan.turns; unit < end; ++unit) {
+      const bdh_place at = bdh_place_of(plan, unit * (items / groups) + tile, p.dim);
+      const bdh_turned<T> r = bdh_turned_of<T>(plan, at.b, at.h);
+      bdh_sums sums;
+      bdh_clear(sums);
+      if constexpr (STATE) {
+#pragma unroll 1
+        for (int other = 0; other < 2; ++other) {
+          const bdh_matrix<T> rows =
+              bdh_view<T>(other ? p.v : p.grad, at.b, at.h, p.length, p.value_dim, other ? plan.wide_v : plan.wide_grad);
+          const bdh_matrix<T> state = {
+              bdh_state_of<T>(plan, at.unit, other != 0), p.value_dim, 1, p.dim, p.value_dim, plan.wide_state};
+          bdh_multiply<T, false, false>(sums, tiles, rows, at.row, state, at.column, 0, p.value_dim);
+        }
+      } else {
+        const bdh_matrix<T> pairs = {
+            static_cast<const T *>(plan.pairs) + (at.unit - plan.strip.first_unit) * plan.strip.rows * p.length,
+            p.length,
+            1,
+            plan.strip.rows,
+            p.length,
+            plan.wide_pairs};
+        bdh_multiply<T, false, true>(sums, tiles, pairs, at.row - plan.strip.first_row, r, at.column, 0, p.length);
+      }
+      bdh_stage(stage, sums);
+      T *const to = bdh_at<T>(p.grad_q, at);
+      const int columns = bdh_columns_of(at, p.dim);
+#pragma unroll 1
+      for (int place = static_cast<int>(threadIdx.x); place < BDH_TILE * across; place += BDH_THREADS) {
+        const int row = place / across, column = place % across * V;
+        if (row >= at.rows || column >= columns) continue;
+        float grad[V];
+        camox_get_floats<V>(grad, stage + row * BDH_STAGE_PITCH + column);
+#pragma unroll
+        for (int i = 0; i < V; ++i) grad[i] *= plan.scale;
+#ifdef CAMOX_BREAK_BDH
+        grad[0] += 1e-3f;
+#endif
+        if (!p.unturned) r.turn_back(grad, at.row + row, at.column + column);
+        bdh_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, columns - column,
+                  plan.wide_grad_q);
+      }
+    }
+  }
+}
+
+/* w^T g of the strip's rows, of each head; together: of all heads of a batch element, in their order. WEIGHTS: plan.weights. */
+template <typename T, bool WEIGHTS>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  BDH_SHARED(T, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  BDH_FOR_TILES(item, items) {
+    bdh_place at = bdh_place_of(plan, item, p.value_dim);
+    const bool together = WEIGHTS && plan.together;
+    if (together) at.b = at.unit, at.h = 0, at.unit *= p.heads;
+    const int heads = together ? static_cast<int>(p.heads) : 1;
+    bdh_sums sums;
+    bdh_clear(sums);
+#pragma unroll 1
+    for (int h = 0; h < heads; ++h) {
+      const bdh_matrix<T> g = bdh_view<T>(p.grad, at.b, at.h + h, p.length, p.value_dim, plan.wide_grad);
+      const float *const logsumexp =
+          p.softmax && !WEIGHTS ? static_cast<const float *>(p.logsumexp) + at.unit * p.length : nullptr;
+      const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.unit + h),
+                                          WEIGHTS ? 0 : plan.strip.first_row,
+                                          WEIGHTS ? p.length : plan.strip.rows,
+                                          p.length,
+                                          logsumexp,
+                                          p.causal != 0,
+                                          plan.wide_scores};
+      bdh_multiply<T, WEIGHTS, true>(sums, tiles, w, at.row, g, at.column, p.causal ? at.row : 0, p.length);
+    }
+    bdh_put_grad_v<T>(stage, sums, plan, at);
+  }
+}
+
+/* The gradient of a v that the heads share: theirs added up in order. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_THREADS) bdh_sum_kernel(const __grid_constant__ camox_bdh_params p, int64_t items) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * BDH_THREADS + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * BDH_THREADS) {
+    int64_t row, column;
+    const int64_t b = camox_divide(camox_divide(item, p.value_dim, &column), p.length, &row);
+    const int64_t head = p.length * p.value_dim;
+    const float *from = static_cast<const float *>(p.partial) + b * p.heads * head + row * p.value_dim + column;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int64_t h = 0; h < p.heads; ++h, from += head) sum += __ldg(from);
+    static_cast<T *>(p.grad_v.data)[b * p.grad_v.stride[0] + row * p.grad_v.stride[2] + column * p.grad_v.stride[3]] =
+        camox_from_float<T>(sum);
+  }
+}
+
+/* ---- one token ---- */
+
+/* A block has BDH_STEP_COLUMNS columns of one head's state; its warps take turns with the rows. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_STEP_THREADS)
+    bdh_step_kernel(const __grid_constant__ camox_bdh_step_params p, float scale, int64_t items) {
+  constexpr int WARPS = BDH_STEP_THREADS / CAMOX_WARP;
+  __shared__ float r[BDH_STEP_CHUNK];
+  __shared__ float shares[WARPS][BDH_STEP_COLUMNS];
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  const bool each = p.table_columns == p.dim;
+  BDH_FOR_TILES(item, items) {
+    int64_t tile, h;
+    const int64_t unit = camox_divide(item, camox_ceil_div(p.value_dim, BDH_STEP_COLUMNS), &tile);
+    const int64_t b = camox_divide(unit, p.heads, &h), column = tile * BDH_STEP_COLUMNS + lane;
+    const T *const q = static_cast<const T *>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
+    const bool exists = column < p.value_dim;
+    float value = 0.0f;
+    if (exists)
+      value = camox_to_float(
+          __ldg(static_cast<const T *>(p.v.data) + b * p.v.stride[0] + h * p.v.stride[1] + column * p.v.stride[3]));
+    const float *const state = static_cast<const float *>(p.state.data);
+    const int64_t place = b * p.state.stride[0] + h * p.state.stride[1] + column * p.state.stride[3];
+    float *const next = static_cast<float *>(p.next) + unit * p.dim * p.value_dim + column;
+    float sum = 0.0f;
+    for (int64_t first = 0; first < p.dim; first += BDH_STEP_CHUNK) {
+      const int rows = static_cast<int>(min(p.dim - first, static_cast<int64_t>(BDH_STEP_CHUNK)));
+      __syncthreads();
+      for (int i = 2 * static_cast<int>(threadIdx.x); i < rows; i += 2 * BDH_STEP_THREADS) {
+        float x0 = camox_to_float(__ldg(q + (first + i) * p.q.stride[3]));
+        float x1 = camox_to_float(__ldg(q + (first + i + 1) * p.q.stride[3]));
+        if (p.relu) x0 = bdh_relu(x0), x1 = bdh_relu(x1);
+        const int64_t angle = each ? first + i : (first + i) / 2;
+        const float *const cosines = static_cast<const float *>(p.cos) + angle, *const sines =
+                                                                                    static_cast<const float *>(p.sin) + angle;
+        r[i] = fmaf(x0, __ldg(cosines), -x1 * __ldg(sines));
+        r[i + 1] = fmaf(x1, __ldg(cosines + each), x0 * __ldg(sines + each));
+      }
+      __syncthreads();
+      if (exists) {
+#pragma unroll 4
+        for (int i = warp; i < rows; i += WARPS) {
+          const float before = state ? __ldg(state + place + (first + i) * p.state.stride[2]) : 0.0f;
+          sum = fmaf(r[i], before, sum);
+          next[(first + i) * p.value_dim] = fmaf(r[i], value, before);
+        }
+      }
+    }
+    shares[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && exists) {
+      sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < WARPS; ++i) sum += shares[i][lane];
+      sum *= scale;
+#ifdef CAMOX_BREAK_BDH
+      sum += 1e-3f;
+#endif
+      static_cast<T *>(p.out.data)[b * p.out.stride[0] + h * p.out.stride[1] + column * p.out.stride[3]] =
+          camox_from_float<T>(sum);
+    }
+  }
+}
+
+/* ---- launchers ---- */
+
+/* Whether rows of this view can be read 16 bytes at a time. */
+static bool bdh_is_wide(const camox_view4 &view, int64_t element_bytes) {
+  if (!camox_aligned(view.data, 16) || view.stride[3] != 1) return false;
+  for (int d = 0; d < 3; ++d)
+    if (view.stride[d] * element_bytes % 16 != 0) return false;
+  return true;
+}
+
+static int64_t bdh_heads(const camox_bdh_params *p) { return p->length == 0 ? 0 : p->batch * p->heads; }
+
+static int64_t bdh_element_bytes(const camox_bdh_params *p) { return p->dtype == CAMOX_F32 ? 4 : 2; }
+
+/* The forward without scores, and a backward that finds none, of heads whose state is less work than their scores. */
+static bool bdh_by_state(const camox_bdh_params *p) { return !p->causal && !p->scores && camox_bdh_state_form(p); }
+
+/* The parts of scratch, in bytes; strips are all of one size, the last one may be shorter. */
+struct bdh_scratch {
+  int64_t units, rows; /* of a strip */
+  int64_t delta, scores, pairs, state;
+};
+
+static int64_t bdh_rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+static int64_t bdh_tiles_of(int64_t rows, int64_t columns) {
+  return camox_ceil_div(rows, BDH_TILE) * camox_ceil_div(columns, BDH_TILE);
+}
+
+static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
+  bdh_scratch s = {bdh_heads(p), p->length, 0, 0, 0, 0};
+  if (s.units == 0) return s;
+  if (backward && p->softmax) s.delta = bdh_rounded(s.units * p->length * 4);
+  if (p->scores && !backward) return s;
+  const bool by_state = bdh_by_state(p);
+  const int64_t most = camox_grid(BDH_TILES_AT_ONCE), length_tiles = camox_ceil_div(p->length, BDH_TILE);
+  const int64_t tiles = by_state ? bdh_tiles_of(p->dim, p->value_dim) : length_tiles * length_tiles;
+  if (tiles > 0 && s.units > most / tiles) s.units = most > tiles ? most / tiles : 1;
+  if (by_state) {
+    s.state = bdh_rounded(s.units * p->dim * p->value_dim * bdh_element_bytes(p));
+    return s;
+  }
+  if (tiles > most) {
+    const int64_t rows = (most > length_tiles ? most / length_tiles : 1) * BDH_TILE;
+    if (rows < s.rows) s.rows = rows;
+  }
+  const int64_t elements = s.units * s.rows * p->length;
+  if (!p->scores) s.scores = bdh_rounded(elements * 4);
+  if (backward) s.pairs = bdh_rounded(elements * bdh_element_bytes(p));
+  return s;
+}
+
+static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, bool backward) {
+  bdh_plan plan = {};
+  plan.p = *p;
+  plan.scale = static_cast<float>(p->scale);
+  char *scratch = static_cast<char *>(p->scratch);
+  plan.delta = reinterpret_cast<float *>(scratch), scratch += s.delta;
+  plan.scores = static_cast<float *>(p->scores ? p->scores : scratch), scratch += s.scores;
+  plan.pairs = scratch, scratch += s.pairs;
+  plan.state = scratch, plan.grad_state = scratch + s.state;
+  plan.masked = !backward, plan.weights = backward && p->scores;
+  /* where the GPU is full without the heads side by side */
+  plan.together =
+      plan.weights && p->value_heads != p->heads && p->batch * bdh_tiles_of(p->length, p->value_dim) >= camox_grid(BDH_FILL);
+  const int64_t bytes = bdh_element_bytes(p);
+  plan.wide_q = bdh_is_wide(p->q, bytes), plan.wide_v = bdh_is_wide(p->v, bytes), plan.wide_out = bdh_is_wide(p->out, bytes);
+  plan.wide_grad = bdh_is_wide(p->grad, bytes);
+  plan.wide_grad_q = bdh_is_wide(p->grad_q, bytes), plan.wide_grad_v = bdh_is_wide(p->grad_v, bytes);
+  plan.wide_partial = camox_aligned(p->partial, 16) && p->value_dim % 4 == 0;
+  plan.wide_tables = camox_aligned(p->cos, 16) && camox_aligned(p->sin, 16) && p->table_columns % 4 == 0;
+  plan.wide_scores = camox_aligned(plan.scores, 16) && p->length % 4 == 0;
+  plan.wide_pairs = camox_aligned(plan.pairs, 16) && p->length * bytes % 16 == 0;
+  plan.wide_state = camox_aligned(plan.state, 16) && p->value_dim * bytes % 16 == 0;
+  return plan;
+}
+
+/* Calls launch() for every strip. */
+template <typename Launch>
+static void bdh_for_strips(bdh_plan &plan, const bdh_scratch &s, const Launch &launch) {
+  const int64_t units = bdh_heads(&plan.p);
+  for (int64_t unit = 0; unit < units; unit += s.units)
+    for (int64_t row = 0; row < plan.p.length; row += s.rows) {
+      plan.strip = {unit, s.units < units - unit ? s.units : units - unit, row,
+                    s.rows < plan.p.length - row ? s.rows : plan.p.length - row};
+      launch();
+    }
+}
+
+static int64_t bdh_tiles(const bdh_plan &plan, int64_t columns) {
+  return plan.strip.units * bdh_tiles_of(plan.strip.rows, columns);
+}
+
+#define BDH_LAUNCH(kernel, items, per_block, ...)                                                                     \
+  do {                                                                                                                \
+    const int64_t count = (items);                                                                                    \
+    if (count > 0)                                                                                                    \
+      CAMOX_LAUNCH(kernel, camox_grid(camox_ceil_div(count, per_block)), BDH_THREADS, 0, stream, __VA_ARGS__, count); \
+  } while (0)
+
+#define BDH_WARPS (BDH_THREADS / CAMOX_WARP)
+
+template <typename T>
+static int bdh_run(const camox_bdh_params *p, void *stream) {
+  const bdh_scratch s = bdh_scratch_of(p, false);
+  bdh_plan plan = bdh_plan_of(p, s, false);
+  bdh_for_strips(plan, s, [&] {
+    if (bdh_by_state(p)) {
+      BDH_LAUNCH((bdh_state_kernel<T>), plan.strip.units * bdh_tiles_of(p->dim, p->value_dim), 1, plan, false);
+      BDH_LAUNCH((bdh_from_state_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan, false);
+      return;
+    }
+    BDH_LAUNCH((bdh_scores_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
+    if (p->softmax) BDH_LAUNCH(bdh_softmax_kernel, plan.strip.units * plan.strip.rows, BDH_WARPS, plan);
+    BDH_LAUNCH((bdh_values_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan);
+  });
+  return camox_launch_status();
+}
+
+template <typename T, bool STATE>
+static void bdh_launch_grad_q(bdh_plan &plan, void *stream) {
+  plan.turns = bdh_tiles(plan, plan.p.dim) / camox_grid(BDH_TILES_AT_ONCE);
+  plan.turns = plan.turns < 1 ? 1 : plan.turns < BDH_TURNS ? plan.turns : BDH_TURNS;
+  const int64_t groups = camox_ceil_div(plan.strip.units, plan.turns);
+  BDH_LAUNCH((bdh_grad_q_kernel<T, STATE>), groups * bdh_tiles_of(plan.strip.rows, plan.p.dim), 1, plan);
+}
+
+template <typename T>
+static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
+  const bdh_scratch s = bdh_scratch_of(p, true);
+  bdh_plan plan = bdh_plan_of(p, s, true);
+  if (p->softmax) BDH_LAUNCH((bdh_delta_kernel<T>), bdh_heads(p) * p->length, BDH_WARPS, plan);
+  if (plan.weights) {
+    plan.strip = {0, plan.together ? p->batch : bdh_heads(p), 0, p->length};
+    BDH_LAUNCH((bdh_grad_v_kernel<T, true>), bdh_tiles(plan, p->value_dim), 1, plan);
+  }
+  bdh_for_strips(plan, s, [&] {
+    if (bdh_by_state(p)) {
+      for (const bool of_grad : {false, true})
+        BDH_LAUNCH((bdh_state_kernel<T>), plan.strip.units * bdh_tiles_of(p->dim, p->value_dim), 1, plan, of_grad);
+      BDH_LAUNCH((bdh_from_state_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan, true);
+      bdh_launch_grad_q<T, true>(plan, stream);
+      return;
+    }
+    if (!plan.weights) {
+      BDH_LAUNCH((bdh_scores_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
+      BDH_LAUNCH((bdh_grad_v_kernel<T, false>), bdh_tiles(plan, p->value_dim), 1, plan);
+    }
+    if (p->softmax)
+      BDH_LAUNCH((bdh_pairs_kernel<T, true>), bdh_tiles(plan, p->length), 1, plan);
+    else
+      BDH_LAUNCH((bdh_pairs_kernel<T, false>), bdh_tiles(plan, p->length), 1, plan);
+    bdh_launch_grad_q<T, false>(plan, stream);
+  });
+  if (p->value_heads != p->heads && !plan.together)
+    BDH_LAUNCH((bdh_sum_kernel<T>), p->batch * p->length * p->value_dim, BDH_THREADS, *p);
+  return camox_launch_status();
+}
+
+template <typename T>
+static int bdh_run_step(const camox_bdh_step_params *p, void *stream) {
+  const int64_t items = p->batch * p->heads * camox_ceil_div(p->value_dim, BDH_STEP_COLUMNS);
+  if (items == 0) return cudaSuccess;
+  CAMOX_LAUNCH((bdh_step_kernel<T>), camox_grid(items), BDH_STEP_THREADS, 0, stream, *p, static_cast<float>(p->scale), items);
+  return camox_launch_status();
+}
+
+extern "C" int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward) {
+  const bdh_scratch s = bdh_scratch_of(p, backward != 0);
+  return s.delta + s.scores + s.pairs + 2 * s.state;
+}
+
+#define BDH_BY_TYPE(run)                                   \
+  switch (p->dtype) {                                      \
+    case CAMOX_F32: return run<float>(p, stream);          \
+    case CAMOX_BF16: return run<__nv_bfloat16>(p, stream); \
+    case CAMOX_F16: return run<__half>(p, stream);         \
+    default: return cudaErrorInvalidValue;                 \
+  }
+
+extern "C" int camox_bdh_cuda(const camox_bdh_params *p, void *stream) { BDH_BY_TYPE(bdh_run) }
+
+extern "C" int camox_bdh_backward_cuda(const camox_bdh_params *p, void *stream) {
+  /* w of a softmax needs what the forward saved of it */
+  if (p->softmax && !p->scores && !p->logsumexp && bdh_heads(p) > 0) return cudaErrorInvalidValue;
+  BDH_BY_TYPE(bdh_run_backward)
+}
+
+extern "C" int camox_bdh_step_cuda(const camox_bdh_step_params *p, void *stream) { BDH_BY_TYPE(bdh_run_step) }

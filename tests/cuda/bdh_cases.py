@@ -1,0 +1,153 @@
+"""bdh_attention and its step in the rig: calls the launchers of csrc/bdh/bdh_cuda.cu on guarded tensors."""
+
+from __future__ import annotations
+
+import ctypes
+
+import rig
+import torch
+
+SOURCE = rig.CSRC / "bdh" / "bdh_cuda.cu"
+MEMORY = ("contiguous", "swapped", "strided", "expanded")
+# (B, H, T, N), D: one row; around a tile of 64 and a turn of the loop over N; scores saved where 4 T <= N; accesses of
+# 16 bytes and of one element.
+SHAPES = [
+    ((1, 1, 1, 2), 1),
+    ((1, 2, 5, 32), 8),
+    ((2, 2, 9, 34), 3),
+    ((1, 1, 65, 6), 70),
+    ((1, 2, 16, 68), 16),
+]
+
+
+def _view(structs, tensor):
+    view = structs["camox_view4"](data=tensor.data_ptr())
+    view.stride[:] = tensor.stride()
+    return view
+
+
+def _values(structs, v, heads):
+    view = _view(structs, v)
+    if v.shape[1] == 1:
+        view.stride[1] = 0
+    return view
+
+
+def _params(memory, name, q, v, cos, sin, relu, scale):
+    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "bdh/bdh.h")
+    p = structs[name]()
+    p.dtype = {torch.float32: constants["CAMOX_F32"], torch.bfloat16: constants["CAMOX_BF16"]}.get(
+        q.dtype, constants["CAMOX_F16"]
+    )
+    p.relu, p.scale, p.table_columns = relu, scale, cos.shape[-1]
+    p.batch, p.heads, p.dim, p.value_heads, p.value_dim = q.shape[0], q.shape[1], q.shape[-1], v.shape[1], v.shape[-1]
+    p.cos, p.sin = memory.copy(cos, "cos").data_ptr(), memory.copy(sin, "sin").data_ptr()
+    p.q, p.v = _view(structs, memory.copy(q, "q")), _values(structs, memory.copy(v, "v"), q.shape[1])
+    return p, structs
+
+
+def _dense(memory, name, *shape, dtype=torch.float32):
+    return memory.empty_strided(shape, torch.empty(shape, device="meta").stride(), dtype, name)
+
+
+def _scale(q, options):
+    scale = options.get("scale")
+    return scale if scale is not None else q.shape[-1] ** -0.5 if options.get("softmax") else 1.0
+
+
+def _attention(memory, q, v, cos, sin, options):
+    p, structs = _params(memory, "camox_bdh_params", q, v, cos, sin, options.get("relu", True), _scale(q, options))
+    p.causal, p.softmax = options.get("causal", False), options.get("softmax", False)
+    p.length, p.table_length, p.form = q.shape[2], cos.shape[0], options.get("form", 1)
+    return p, structs
+
+
+def _saved(memory, q, options, save):
+    """(scores, logsumexp) as the binding allocates them: 4 T <= N decides, but for "scores" and "logsumexp"."""
+    b, h, length, n = q.shape
+    if save == "nothing":
+        return None, None
+    if save == "scores" or (save is None and 4 * length <= n):
+        return _dense(memory, "scores", b, h, length, length), None
+    return None, _dense(memory, "logsumexp", b, h, length) if options.get("softmax") else None
+
+
+def forward(q, v, cos, sin, *, save=None, flush="end", how=None, **options):
+    """(out, scores or None, logsumexp or None). how: keyword arguments of the rig."""
+    with rig.guarded(flush) as memory:
+        p, structs = _attention(memory, q, v, cos, sin, options)
+        out = _dense(memory, "out", *q.shape[:3], v.shape[-1], dtype=q.dtype)
+        p.out = _view(structs, out)
+        scores, logsumexp = _saved(memory, q, options, save)
+        p.scores = scores.data_ptr() if scores is not None else None
+        p.logsumexp = logsumexp.data_ptr() if logsumexp is not None else None
+        _call("camox_bdh_cuda", p, q, "forward", memory, 0, **(how or {}))
+        return out.clone(), *(None if t is None else t.clone() for t in (scores, logsumexp))
+
+
+def backward(grad, q, v, cos, sin, *, save=None, unturned=False, flush="end", how=None, **options):
+    """(grad_q, grad_v) of a forward with these options, whose saved tensors come from the kernels too."""
+    out, *saved = forward(q, v, cos, sin, save=save, how=how, **options)
+    with rig.guarded(flush) as memory:
+        p, structs = _attention(memory, q, v, cos, sin, options)
+        scores, logsumexp = (None if t is None else memory.copy(t, "saved") for t in saved)
+        p.scores = scores.data_ptr() if scores is not None else None
+        p.logsumexp = logsumexp.data_ptr() if logsumexp is not None else None
+        p.out, p.grad = _view(structs, memory.copy(out, "out")), _view(structs, memory.copy(grad, "grad"))
+        grad_q = _dense(memory, "grad_q", *q.shape, dtype=q.dtype)
+        grad_v = _dense(memory, "grad_v", *v.shape, dtype=v.dtype)
+        p.grad_q, p.grad_v = _view(structs, grad_q), _view(structs, grad_v)
+        if p.value_heads != p.heads:
+            p.partial = _dense(memory, "partial", *q.shape[:3], v.shape[-1]).data_ptr()
+        p.unturned = unturned
+        _call("camox_bdh_backward_cuda", p, q, "backward", memory, 1, **(how or {}))
+        return grad_q.clone(), grad_v.clone()
+
+
+def step(q, v, cos, sin, state, *, relu=True, scale=None, flush="end", how=None):
+    """(out, the next state) of one token, q (B, H, N), v (B, 1 or H, D)."""
+    with rig.guarded(flush) as memory:
+        p, structs = _params(
+            memory,
+            "camox_bdh_step_params",
+            q.unsqueeze(2),
+            v.unsqueeze(2),
+            cos,
+            sin,
+            relu,
+            1.0 if scale is None else scale,
+        )
+        shape = (*q.shape, v.shape[-1])
+        if state is not None:
+            p.state = _view(structs, memory.copy(state, "state"))
+        out, following = (
+            _dense(memory, "out", *q.shape[:2], 1, v.shape[-1], dtype=q.dtype),
+            _dense(memory, "next", *shape),
+        )
+        p.out, p.next = _view(structs, out), following.data_ptr()
+        _call("camox_bdh_step_cuda", p, q, "forward", memory, None, **(how or {}))
+        return out.squeeze(2).clone(), following.clone()
+
+
+def _call(name, p, q, direction, memory, backward, arch=900, define="", **how):
+    library = rig.load(SOURCE, arch, define)
+
+    def launch():
+        if backward is not None:
+            size = library.camox_bdh_cuda_scratch
+            size.restype = ctypes.c_int64
+            p.scratch = _dense(memory, "scratch", size(ctypes.byref(p), backward), dtype=torch.uint8).data_ptr()
+        return getattr(library, name)(ctypes.byref(p), None)
+
+    layout = "contiguous" if q.is_contiguous() else "strided"
+    rig.call(launch, dtype=str(q.dtype).removeprefix("torch."), layout=layout, direction=direction, **how)
+
+
+def every_kernel(arch) -> None:
+    """Runs each kernel at its smallest."""
+    how = {"arch": arch}
+    for dtype in rig.DTYPES.values():
+        q, v, table = torch.ones(1, 2, 1, 4).to(dtype), torch.ones(1, 1, 1, 2).to(dtype), torch.ones(1, 2)
+        for save in ("scores", "logsumexp"):
+            backward(v.expand(1, 2, 1, 2), q, v, table, table, softmax=True, save=save, how=how)
+        step(q[:, :, 0], v[:, :, 0], table[0], table[0], None, how=how)
