@@ -27,8 +27,8 @@ class BidirectionalBDHAttention(nn.Module):
 
     `freqs`, (1, 1, 1, N), is a frozen parameter: turns per position of each element. The angles' cosines and sines are
     made from it in its own precision (float32 at least) and kept while it stays what it is; they are not part of the
-    state_dict, of copies and of pickles. A freqs that requires a gradient gets one, its tables made anew each time. A
-    model cast to bfloat16 as a whole rounds freqs too, as the class it stands for does; autocast leaves them float32."""
+    state_dict, of copies and of pickles. A freqs that requires a gradient gets one. A model
+    cast to bfloat16 as a whole rounds freqs too, as the class it stands for does; autocast leaves them float32."""
 
     def __init__(self, config, use_softmax: bool = True):
         super().__init__()

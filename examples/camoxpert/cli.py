@@ -8,8 +8,8 @@ import torch
 
 from camox_ops.train import tune_cpu_allocator
 
+from ..common.checkpoint import CheckpointError
 from . import distributed
-from .checkpoint import CheckpointError
 from .data import BUILTIN, DatasetError
 from .engine import Config, Trainer, TrainingError
 from .ops import OPS

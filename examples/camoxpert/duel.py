@@ -1,18 +1,18 @@
 """Training of the two models of twins.py side by side: same batches, same dropout, alternating steps."""
 
 import copy
-import statistics
 import time
 
 import torch
 from torch.utils.data import DataLoader
 
+from ..common.parity import moved_by_one_rounding
+from ..common.report import summarise
 from .data import BuiltinSet, EpochSampler
 from .losses import AdvancedCODLoss
 from .steps import Precision, Stepper, build_optimizer, lr_factor
-from .twins import RoutingRecorder, moved_by_one_rounding, same_routing
+from .twins import RoutingRecorder, same_routing
 
-WARMUP_STEPS = 5
 EARLY_STEPS = 5
 
 
@@ -64,12 +64,6 @@ def make_stepper(model, lr):
     """Float32 training of one of the models."""
     precision = Precision("cpu", enabled=False)
     return Stepper(model.train(), AdvancedCODLoss(), build_optimizer(model, lr), precision, deep_supervision=True)
-
-
-def summarise(times):
-    """Median and quartiles in milliseconds of step times in seconds, the warm-up left out."""
-    quartiles = statistics.quantiles([1000 * seconds for seconds in times[WARMUP_STEPS:]], n=4)
-    return {"step_ms": quartiles[1], "step_ms_quartiles": [quartiles[0], quartiles[2]]}
 
 
 def train_both(models, pictures, batch_size, steps, lr, seed=0, report=None):

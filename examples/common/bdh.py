@@ -74,7 +74,10 @@ class PlainAttention(nn.Module):
         assert K is Q, "the keys are the queries"
         cos, sin = self.tables(Q.shape[-2])
         quarter_turn = torch.stack((-Q[..., 1::2], Q[..., ::2]), dim=-1).flatten(-2)
-        turned = (Q * cos).to(Q.dtype) + (quarter_turn * sin).to(Q.dtype) if self.causal else Q * cos + quarter_turn * sin
+        along, across = Q * cos, quarter_turn * sin
+        if self.causal:  # under autocast the language model rounds here, the vision models do not
+            along, across = along.to(Q.dtype), across.to(Q.dtype)
+        turned = along + across
         if self.use_softmax and self.cached:
             return F.scaled_dot_product_attention(turned, turned, V.expand(-1, Q.shape[1], -1, -1))
         scores = turned @ turned.mT
