@@ -2,13 +2,11 @@
 
 import argparse
 import sys
-from dataclasses import fields
-
-import torch
 
 from camox_ops.train import tune_cpu_allocator
 
 from ..common.checkpoint import CheckpointError
+from ..common.options import add_options
 from . import distributed
 from .data import BUILTIN, DatasetError
 from .engine import Config, Trainer, TrainingError
@@ -47,17 +45,7 @@ def build_parser():
     parser = argparse.ArgumentParser(prog="train_ultimate.py", description="Train CamoXpert.")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for field in fields(Config):
-        option = "--" + field.name.replace("_", "-")
-        if field.name == "dataset_path":
-            train.add_argument(option, required=True, help=HELP[field.name])
-        elif field.type is bool:
-            train.add_argument(option, action="store_true", help=HELP[field.name])
-        else:
-            kind = field.type if field.type in (int, float) else str
-            default = ("cuda" if torch.cuda.is_available() else "cpu") if field.name == "device" else field.default
-            choices = OPS if field.name == "ops" else None
-            train.add_argument(option, type=kind, default=default, choices=choices, help=HELP[field.name])
+    add_options(train, Config, HELP, {"ops": OPS})
     return parser
 
 

@@ -104,3 +104,24 @@ MODELS = {"v2": VisionBDHv2, "cls": VisionBDHv2CLS}
 def without_compile_prefix(state):
     """The state_dict of a model that was saved out of torch.compile, as the public training scripts do."""
     return {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+
+
+@torch.no_grad()
+def attention_maps(model, images):
+    """The scores of each pass, after the softmax where there is one: a list of (B, n_head, T, T).
+
+    They are the attention's own result for values that are the identity matrix.
+    """
+    calls = []
+    hook = model.attn.register_forward_pre_hook(lambda _, args, named: calls.append((args, named)), with_kwargs=True)
+    was_training = model.training
+    model.eval()(images)
+    model.train(was_training)
+    hook.remove()
+    maps = []
+    for args, named in calls:
+        query = named["Q"] if "Q" in named else args[0]
+        unit = torch.eye(query.shape[2], dtype=query.dtype, device=query.device).expand(len(query), 1, -1, -1)
+        rest = {name: value for name, value in named.items() if name not in ("Q", "K", "V")}
+        maps.append(model.attn(Q=query, K=query, V=unit, **rest))
+    return maps
