@@ -121,11 +121,9 @@ class Trainer:
             self.validation = self.training
         self.batches = len(self.training) // config.batch_size
         if not self.batches:
-            raise TrainingError(
-                f"batch_size={config.batch_size} is more than the {len(self.training)} training pictures"
-            )
+            count = len(self.training)
+            raise TrainingError(f"batch_size={config.batch_size} is more than the {count} training pictures")
         self.steps_per_epoch = math.ceil(self.batches / config.accumulation_steps)
-        options = {"cached": config.cached} if config.ops == "torch" else {}
         self.model = MODELS[config.model](
             config.sizes(),
             patch_size=config.patch_size,
@@ -133,7 +131,7 @@ class Trainer:
             in_channels=training.images.shape[1],
             use_softmax_attn=config.softmax,
             ops=config.ops,
-            **options,
+            cached=config.cached,
         ).to(self.device)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay, fused=True)
@@ -212,10 +210,8 @@ class Trainer:
         """Print, write the checkpoints and the metrics of all epochs so far."""
         rate = self.optimizer.param_groups[0]["lr"]
         self.history.append(dict(zip(COLUMNS, (epoch + 1, loss, 100 * correct, seconds, rate), strict=True)))
-        print(
-            f"epoch {epoch + 1}/{self.config.epochs}  loss={loss:.4f}  val_accuracy={100 * correct:.2f}%  {seconds:.1f} s",
-            flush=True,
-        )
+        shown = f"loss={loss:.4f}  val_accuracy={100 * correct:.2f}%  {seconds:.1f} s"
+        print(f"epoch {epoch + 1}/{self.config.epochs}  {shown}", flush=True)
         improved = correct > self.best
         self.best = max(self.best, correct)
         state = {
