@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from ..common import parity, report
-from .duel import EARLY_STEPS
+from ..common.duel import gap_line
 
 MEASURES = ("iou", "s_measure", "e_measure", "weighted_f", "mae")
 
@@ -27,11 +27,7 @@ def table(result):
     lines += ["", *parity.lines(held)]
     edge = f"pictures through the edge expert, per layer: {held['edge_pictures']}"
     lines.append(f"routing_same {held['routing_same']}; {edge}")
-    gaps = training["early_loss_gaps"]
-    lines.append(
-        f"loss gap to torch over the first {EARLY_STEPS} steps: camox {gaps['camox']:.1e}, "
-        f"torch from weights moved by one rounding {gaps['torch_one_rounding_away']:.1e}"
-    )
+    lines.append(gap_line(training["early_loss_gaps"]))
     lines.append(f"both chose the same experts in {100 * training['same_routing_share']:.0f}% of the training steps")
     return "\n".join(lines)
 

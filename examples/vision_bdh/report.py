@@ -16,28 +16,29 @@ def choose(pictures, count=SHOWN):
     return pictures.part(np.array(found))
 
 
-def maps_of_centre(model, images):
-    """What the patch in the middle attends to: [(B, side, side)] of the first, the middle and the last pass.
+def maps_of_centre(model, images, passes=None):
+    """What the patch in the middle attends to: {number of the pass: (B, side, side)}; None: first, middle, last.
 
     The mean over the heads; a token before the patches is left out.
     """
     every = attention_maps(model, images)
     side = round(model.num_patches**0.5)
     centre = side // 2 * side + side // 2
-    chosen = sorted({0, len(every) // 2, len(every) - 1})
+    passes = (0, len(every) // 2, len(every) - 1) if passes is None else passes
+    chosen = sorted({number % len(every) for number in passes})
     first = model.extra_tokens
     rows = {number: every[number].mean(1)[:, first + centre, first:] for number in chosen}
     return {number: row.reshape(-1, side, side).float().cpu().numpy() for number, row in rows.items()}
 
 
-def draw_attention(figure, models, pictures):
+def draw_attention(figure, models, pictures, passes=None):
     """Into a (sub)figure, a column per picture: the picture, then one row per model and pass, with their names.
 
-    models: {name: model}.
+    models: {name: model}; passes as for maps_of_centre.
     """
     images = normalise(pictures.images)
     device = next(next(iter(models.values())).parameters()).device
-    found = {name: maps_of_centre(model, images.to(device)) for name, model in models.items()}
+    found = {name: maps_of_centre(model, images.to(device), passes) for name, model in models.items()}
     rows = [(name, number) for number in next(iter(found.values())) for name in found]
     axes = figure.subplots(1 + len(rows), len(pictures), squeeze=False)
     for column, image in enumerate(pictures.images):
