@@ -34,10 +34,13 @@ def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return value if value.is_contiguous() else value.contiguous()
 
 
-def dense_strides(x: torch.Tensor) -> list[int]:
+def dense_strides(x: torch.Tensor, last: int | None = None) -> list[int]:
     """Strides of a tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last
-    innermost. Dimensions of stride 0 or size 1 say nothing about the order."""
-    sizes, strides = x.shape, x.stride()
+    innermost. Dimensions of stride 0 or size 1 say nothing about the order. With `last` the last dimension has that
+    size."""
+    sizes, strides = list(x.shape), x.stride()
+    if last is not None:
+        sizes[-1] = last
     order = list(range(x.dim()))
 
     def says_nothing(d):

@@ -10,7 +10,12 @@ import torch
 from .. import reference
 from . import _check
 from ._check import dtype_names
-from ._layout import as_read
+from ._layout import as_read, dense_strides
+from ._register import fold_batch, one_by_one, register, unfold_batch
+from .rope import _rope_backward
+
+# How the scores are computed (csrc/bdh/bdh.h); tests and benchmarks choose, users get BY_COST.
+BY_COST, QUADRATIC, STATE = 0, 1, 2
 
 
 def bdh_attention(
@@ -40,8 +45,8 @@ def bdh_attention(
         scale: > 0; None: 1, or N**-0.5 with softmax.
 
     Returns:
-        (B, H, T, D) in q's dtype, its dimensions in memory in the order of q's strides. Computed in float32 (float64 for
-        float64). Autocast casts q and v to its dtype.
+        (B, H, T, D) in q's dtype, its dimensions in memory in the order of q's strides. Computed in float32 (float64
+        for float64). Autocast casts q and v to its dtype.
 
     First derivatives in q, v, cos and sin; a second one raises NotImplementedError, and so does forward-mode AD.
 
@@ -68,8 +73,8 @@ def bdh_attention(
         )
     scale = _scale(op, scale, q.shape[-1] ** -0.5 if softmax else 1.0)
     cos, sin = (as_read(table, _check.computed_in(q)) for table in (cos, sin))
-    out = reference.bdh_attention(q, v, cos, sin, relu=relu, causal=causal, softmax=softmax, scale=scale)
-    return out
+    save = _differentiated(q, v, cos, sin)
+    return _bdh_attention(q, v, cos, sin, relu, causal, softmax, scale, save, BY_COST)[0]
 
 
 def bdh_attention_step(
@@ -116,7 +121,16 @@ def bdh_attention_step(
         _check.same_device(op, "state", state, q)
     scale = _scale(op, scale, 1.0)
     cos, sin = (as_read(table, real) for table in (cos, sin))
-    return reference.bdh_attention_step(q, v, cos, sin, state, relu=relu, scale=scale)
+    if _differentiated(q, v, cos, sin, *(() if state is None else (state,))):
+        return reference.bdh_attention_step(q, v, cos, sin, state, relu=relu, scale=scale)
+    state = None if state is None else state.contiguous()
+    return torch.ops.camox_ops.bdh_attention_step(q, v, cos, sin, state, relu, scale)
+
+
+def _differentiated(*tensors: torch.Tensor) -> bool:
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _autocast(op: str, *tensors) -> tuple[torch.Tensor, ...]:
@@ -176,3 +190,82 @@ def _scale(op: str, scale, default: float) -> float:
     if not 0 < scale < math.inf:
         raise ValueError(f"{op}: scale must be > 0 and finite, got {scale!r}")
     return float(scale)
+
+
+def _saved_shape(q: torch.Tensor, v: torch.Tensor, causal: bool, softmax: bool, save: bool, form: int) -> tuple:
+    """The same rule as camox_bdh_saves_scores in csrc/bdh/bdh.h."""
+    b, h, length, n = q.shape
+    d = v.shape[-1]
+    if not save:
+        return (0,)
+    costly = length * (n + (1 if causal else 2) * d) > 4 * n * d
+    in_state = not softmax and (form == STATE or (form == BY_COST and costly))
+    if not in_state and 4 * length <= n:
+        return b, h, length, length
+    return (b, h, length) if softmax else (0,)
+
+
+def _fake(q, v, cos, sin, relu, causal, softmax, scale, save, form):
+    out = q.new_empty_strided((*q.shape[:3], v.shape[-1]), dense_strides(q, v.shape[-1]))
+    return out, cos.new_empty(_saved_shape(q, v, causal, softmax, save, form))
+
+
+def _save(ctx, inputs, output):
+    q, v, cos, sin, *ctx.flags, _, ctx.form = inputs
+    out, saved = output
+    softmax = ctx.flags[2]
+    ctx.mark_non_differentiable(saved)
+    ctx.save_for_backward(q, v, cos, sin, out if softmax else None, saved)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, _):
+    if grad is None:
+        return (None,) * 10
+    q, v, cos, sin, out, saved = ctx.saved_tensors
+    relu = ctx.flags[0]
+    learned = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+    grad_q, grad_v = _bdh_attention_backward(grad, q, v, cos, sin, out, saved, *ctx.flags, ctx.form, learned)
+    if not learned:
+        return grad_q, grad_v, *(None,) * 8
+    x = q.relu() if relu else q
+    grad_x, *grad_tables = _rope_backward(grad_q, x, cos, sin, None, None, True, "bhtd", None, False)
+    grad_q = grad_x.masked_fill(q <= 0, 0) if relu else grad_x
+    return grad_q, grad_v, *grad_tables, *(None,) * 6
+
+
+def _fake_backward(grad, q, v, *_):
+    return tuple(x.new_empty_strided(x.shape, dense_strides(x)) for x in (q, v))
+
+
+def _no_second_derivative(ctx, *grads):
+    raise NotImplementedError("bdh_attention: second derivatives are not implemented")
+
+
+def _vmap(info, in_dims, q, v, cos, sin, *arguments):
+    op = torch.ops.camox_ops.bdh_attention
+    if in_dims[2] is not None or in_dims[3] is not None:
+        return one_by_one(op, info, in_dims, (q, v, cos, sin, *arguments))
+    out, saved = op(*fold_batch(info, in_dims, (q, v, cos, sin, *arguments), 2))
+    if saved.dim() == 1:
+        return (unfold_batch(info, out), saved), (0, None)
+    return (unfold_batch(info, out), unfold_batch(info, saved)), (0, 0)
+
+
+def _vmap_backward(info, in_dims, *args):
+    return one_by_one(torch.ops.camox_ops.bdh_attention_backward, info, in_dims, args)
+
+
+def _fake_step(q, v, cos, sin, state, relu, scale):
+    return q.new_empty((*q.shape[:2], v.shape[-1])), cos.new_empty((*q.shape, v.shape[-1]))
+
+
+_bdh_attention = register("bdh_attention", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)
+_bdh_attention_backward = register(
+    "bdh_attention_backward",
+    fake=_fake_backward,
+    setup_context=lambda ctx, inputs, output: None,
+    backward=_no_second_derivative,
+    vmap=_vmap_backward,
+)
+torch.library.register_fake("camox_ops::bdh_attention_step", _fake_step)

@@ -53,7 +53,7 @@ def bdh_attention_step(
     relu: bool = True,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, H, N), v (B, 1 or H, D), cos and sin (N/2,) or (N,), state (B, H, N, D) or None -> (out (B, H, D), state)."""
+    """q (B, H, N), v (B, 1 or H, D), tables (N/2,) or (N,), state (B, H, N, D) or None -> (out (B, H, D), state)."""
     q, v = q.unsqueeze(2), v.unsqueeze(2)
     turned = rope(q.relu() if relu else q, cos[None], sin[None], interleaved=True)
     if state is None:

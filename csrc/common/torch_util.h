@@ -140,10 +140,13 @@ inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions
 }
 
 // An uninitialised tensor of x's shape without gaps, its dimensions in memory in the order of x's strides, the last innermost.
-// Dimensions of stride 0 or size 1 say nothing about the order. The same rule as dense_strides in ops/_layout.py.
-inline Tensor empty_in_order(const Tensor& x) {
-  auto sizes = x.sizes(), strides = x.strides();
+// Dimensions of stride 0 or size 1 say nothing about the order. The same rule as dense_strides in ops/_layout.py. With `last`
+// the last dimension has that size.
+inline Tensor empty_in_order(const Tensor& x, std::optional<int64_t> last = std::nullopt) {
+  auto strides = x.strides();
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   const int64_t dimensions = x.dim();
+  if (last.has_value()) sizes[dimensions - 1] = *last;
   std::vector<int64_t> order(dimensions), stride(dimensions);
   for (int64_t d = 0; d < dimensions; ++d) order[d] = d;
   auto says_nothing = [&](int64_t d) { return strides[d] == 0 || sizes[d] == 1; };

@@ -1,0 +1,88 @@
+/* Checks, sizes and the table of variants. */
+#include "bdh.h"
+
+#include <math.h>
+
+#include "../common/kernel_table.h"
+#include "../common/status.h"
+#include "bdh_plan.h"
+
+static int check_sizes(const char *op, camox_dtype dtype, int64_t batch, int64_t heads, int64_t value_heads, int64_t length,
+                       int64_t dim, int64_t value_dim, int64_t table_columns, double scale) {
+  if ((int)dtype < 0 || dtype >= CAMOX_DTYPE_COUNT)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: unknown dtype code %d", op, (int)dtype);
+  if (batch < 0 || heads < 0 || value_heads < 0 || length < 0 || dim < 0 || value_dim < 0)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: q or v has a negative size", op);
+  if (dim == 0 || dim % 2 != 0)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: the last dimension of q must be even and > 0, got %lld", op, (long long)dim);
+  if (value_heads != 1 && value_heads != heads)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: v must have 1 or %lld heads, got %lld", op, (long long)heads,
+                      (long long)value_heads);
+  if (table_columns != dim / 2 && table_columns != dim)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: cos and sin must have %lld or %lld columns, got %lld", op,
+                      (long long)(dim / 2), (long long)dim, (long long)table_columns);
+  if (!(scale > 0) || !isfinite(scale))
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: scale must be > 0 and finite, got %g", op, scale);
+  return CAMOX_OK;
+}
+
+/* Whether elements of a tensor of this shape share memory. */
+static int overlaps(const camox_view4 *view, int64_t batch, int64_t heads, int64_t length, int64_t dim) {
+  const int64_t size[4] = {batch, heads, length, dim};
+  if (batch == 0 || heads == 0 || length == 0 || dim == 0) return 0;
+  for (int d = 0; d < 4; ++d)
+    if (size[d] > 1 && view->stride[d] == 0) return 1;
+  return 0;
+}
+
+int camox_bdh_check(const camox_bdh_params *p, int backward) {
+  int status = check_sizes("bdh_attention", p->dtype, p->batch, p->heads, p->value_heads, p->length, p->dim, p->value_dim,
+                           p->table_columns, p->scale);
+  if (status != CAMOX_OK) return status;
+  if (p->table_length < p->length)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention: cos and sin have %lld rows, fewer than the %lld positions of q",
+                      (long long)p->table_length, (long long)p->length);
+  if ((int)p->form < 0 || p->form > CAMOX_BDH_STATE || (p->form == CAMOX_BDH_STATE && p->softmax))
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention: form must be 0, 1 or, without softmax, 2, got %d", (int)p->form);
+  const int shared = backward ? overlaps(&p->grad_q, p->batch, p->heads, p->length, p->dim) ||
+                                    overlaps(&p->grad_v, p->batch, p->value_heads, p->length, p->value_dim)
+                              : overlaps(&p->out, p->batch, p->heads, p->length, p->value_dim);
+  if (shared) return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention: elements of what is written share memory");
+  if (backward && p->softmax && (!p->out.data || !(p->scores || p->logsumexp)))
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention: the backward of softmax needs out and what was saved");
+  if (backward && p->value_heads != p->heads && !p->partial)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention: the gradients of v of each head have no memory");
+  return CAMOX_OK;
+}
+
+int camox_bdh_step_check(const camox_bdh_step_params *p) {
+  int status = check_sizes("bdh_attention_step", p->dtype, p->batch, p->heads, p->value_heads, 1, p->dim, p->value_dim,
+                           p->table_columns, p->scale);
+  if (status != CAMOX_OK) return status;
+  if (overlaps(&p->out, p->batch, p->heads, 1, p->value_dim))
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention_step: elements of what is written share memory");
+  return CAMOX_OK;
+}
+
+int64_t camox_bdh_units(const camox_bdh_params *p) { return p->length == 0 ? 0 : p->batch * p->heads; }
+int64_t camox_bdh_sum_units(const camox_bdh_params *p) { return p->batch * p->length; }
+int64_t camox_bdh_step_units(const camox_bdh_step_params *p) { return p->batch * p->heads; }
+
+#ifndef CAMOX_CUDA_PART
+int64_t camox_bdh_scratch(const camox_bdh_params *p, int backward) { return camox_bdh_plan_of(p, backward).total; }
+
+CAMOX_DECLARE_KERNELS(camox_bdh_forward_kernel, camox_bdh_kernel)
+CAMOX_DECLARE_KERNELS(camox_bdh_backward_kernel, camox_bdh_kernel)
+CAMOX_DECLARE_KERNELS(camox_bdh_sum_kernel, camox_bdh_kernel)
+CAMOX_DECLARE_KERNELS(camox_bdh_step_kernel, camox_bdh_step_fn)
+
+static camox_bdh_kernel *const forward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_bdh_forward_kernel);
+static camox_bdh_kernel *const backward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_bdh_backward_kernel);
+static camox_bdh_kernel *const sum_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_bdh_sum_kernel);
+static camox_bdh_step_fn *const step_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_bdh_step_kernel);
+
+camox_bdh_kernel *camox_bdh_forward(camox_dtype dtype, camox_isa isa) { return forward_kernels[dtype][isa]; }
+camox_bdh_kernel *camox_bdh_backward(camox_dtype dtype, camox_isa isa) { return backward_kernels[dtype][isa]; }
+camox_bdh_kernel *camox_bdh_sum(camox_dtype dtype, camox_isa isa) { return sum_kernels[dtype][isa]; }
+camox_bdh_step_fn *camox_bdh_step(camox_dtype dtype, camox_isa isa) { return step_kernels[dtype][isa]; }
+#endif

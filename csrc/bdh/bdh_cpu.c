@@ -1,0 +1,7 @@
+/* Compiled once per instruction set; the body once per element type. */
+#include "bdh.h"
+
+#include "bdh_plan.h"
+
+#define CAMOX_BODY "../bdh/bdh_cpu.inc"
+#include "../common/simd_foreach.h"
