@@ -111,8 +111,7 @@ class BDHLayers(nn.Module):
         """x (B, T, D) through all layers; normalise_first applies the LayerNorm to the input of each, too."""
         step = self.plain_pass
         if self.ops == "camox":
-            # (H, D, N) -> (D, H*N), once for all layers: one product projects to all heads
-            encoder = self.encoder.transpose(0, 1).flatten(1)
+            encoder = self.encoder_of_all_heads()  # once for all passes
             if torch.is_autocast_enabled(x.device.type):
                 encoder = encoder.to(torch.get_autocast_dtype(x.device.type))
 
@@ -122,6 +121,10 @@ class BDHLayers(nn.Module):
         for _ in range(self.config.n_layer):
             x = step(self.ln(x) if normalise_first else x)
         return x
+
+    def encoder_of_all_heads(self):
+        """(H, D, N) -> (D, H*N): one product projects to all heads."""
+        return self.encoder.transpose(0, 1).flatten(1)
 
     def plain_pass(self, x):
         x = x[:, None]

@@ -19,16 +19,16 @@ def gpu_utilisation():
 class ProgressLine:
     """Rewrites one line on a terminal, prints one line per update elsewhere."""
 
-    def __init__(self, title, steps, stream=None):
-        self.title, self.steps = title, steps
+    def __init__(self, title, steps, stream=None, unit="images"):
+        self.title, self.steps, self.unit = title, steps, unit
         self.stream = stream or sys.stderr
         self.start = time.perf_counter()
 
-    def update(self, step, pictures, **values):
-        """Show step of steps and the mean speed; pictures counts those seen since the start."""
+    def update(self, step, seen, **values):
+        """Show step of steps and the mean speed; seen counts the units since the start."""
         elapsed = max(time.perf_counter() - self.start, 1e-9)
         shown = [f"{self.title} {step}/{self.steps}", *(f"{name}={value:.4f}" for name, value in values.items())]
-        shown.append(f"{pictures / elapsed:.1f} images/s")
+        shown.append(f"{seen / elapsed:.1f} {self.unit}/s")
         busy = gpu_utilisation()
         if busy is not None:
             shown.append(f"gpu={busy}%")
