@@ -1,0 +1,95 @@
+"""bdh_attention: BDH's attention of 6 heads of 1024 columns whose values, 192 columns, the heads share.
+
+The eager side is the formula of takzen/vision-bdh, models/bdh.py (Attention, causal) and models/vision_bdh_v2.py
+(BidirectionalAttentionV2) at 71cb8ab, but with its tables ready, which it computes anew on every call. The peers
+``quadratic`` and ``state`` are our two forms, one of which camox picks by its count of products: where the other is
+faster, the rule is wrong.
+
+Ideal FLOP: of the cheaper form, the symmetric product counted once; the backward has the scores of the forward.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from benchmarks.common import Case, camox_attr, random_tensor
+from benchmarks.shapes import DIRECTIONS
+
+HEADS, COLUMNS, VALUES = 6, 1024, 192
+
+
+def eager(q, v, cos, sin, wide_cos, wide_sin, causal):
+    q = torch.relu(q)
+    partners = torch.stack((-q[..., 1::2], q[..., ::2]), dim=-1).view(q.shape)
+    turned = (q * wide_cos).to(q.dtype) + (partners * wide_sin).to(q.dtype)
+    scores = turned @ turned.mT
+    return (scores.tril(diagonal=-1) if causal else scores) @ v
+
+
+def of_form(form, causal):
+    """Our op in one of its forms, whatever is cheaper; the scores saved as in training."""
+    camox_attr("bdh_attention")
+
+    def attention(q, v, cos, sin, *_):
+        save = torch.is_grad_enabled() and q.requires_grad
+        return torch.ops.camox_ops.bdh_attention(q, v, cos, sin, True, causal, False, 1.0, save, form)[0]
+
+    return attention
+
+
+def products(length, causal, backward):
+    """Multiply-adds of the cheaper form, a head."""
+    triangle = 0.5 if causal else 1
+    quadratic = length * length * (COLUMNS / 2 + triangle * VALUES)
+    state = 2 * length * COLUMNS * VALUES
+    if backward:
+        quadratic += length * length * (COLUMNS + 2 * triangle * VALUES)
+        state += 4 * length * COLUMNS * VALUES
+    return min(quadratic, state)
+
+
+def make_case(batch, length, direction, dtype, causal=False, forms=False) -> Case:
+    def inputs():
+        frequencies = (2.0**16) ** -torch.linspace(0, 1, COLUMNS // 2)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+        narrow = (angles.cos(), angles.sin())
+        q = random_tensor((batch, HEADS, length, COLUMNS), dtype=dtype, seed=1, scale=COLUMNS**-0.5)
+        v = random_tensor((batch, 1, length, VALUES), dtype=dtype, seed=2)
+        return q, v, *narrow, *(table.repeat_interleave(2, -1) for table in narrow)
+
+    def candidates():
+        attention = camox_attr("bdh_attention")
+        found = {
+            "camox": lambda q, v, cos, sin, *_: attention(q, v, cos, sin, causal=causal),
+            "eager": lambda *tensors: eager(*tensors, causal),
+        }
+        return {**found, "quadratic": of_form(1, causal), "state": of_form(2, causal), "compile": None} if forms else found
+
+    both = direction == "forward_backward"
+    group = "bdh_attention_forms" if forms else "bdh_attention"
+    return Case(
+        group=group + ("_causal" if causal else ""),
+        shape=(batch, HEADS, length, COLUMNS),
+        make_inputs=inputs,
+        candidates=candidates,
+        direction=direction,
+        dtype=dtype,
+        floor_flops=int(2 * batch * HEADS * products(length, causal, both)),
+        grad_inputs=(0, 1),
+        default_allocator=not forms,
+        quick=dtype is torch.float32 and not forms and length == 64,
+    )
+
+
+def cases() -> list[Case]:
+    found = []
+    for batch, length in ((8, 64), (2, 1024)):
+        for direction in DIRECTIONS:
+            plain = make_case(batch, length, direction, torch.float32)
+            half = make_case(batch, length, direction, torch.bfloat16)
+            found += [plain, replace(half, companions={"float32": plain}, default_allocator=False)]
+    found.append(make_case(2, 1024, "forward_backward", torch.float32, causal=True))
+    for length in (256, 512, 768, 1024):
+        for causal in (False, True):
+            found.append(make_case(1, length, "forward_backward", torch.float32, causal, forms=True))
+    return found
