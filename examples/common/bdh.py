@@ -138,14 +138,13 @@ class BDHLayers(nn.Module):
     def camox_pass(self, x, encoder):
         # imported here so that --ops torch runs where camox_ops is not built
         from camox_ops import sparse_gate
+        from camox_ops.nn.projections import project, project_heads
 
-        batch, length, _ = x.shape
-        latent = (x @ encoder).unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)  # (B, H, T, N) of (B, T, H, N)
-        y = self.ln(self.attend(latent, x).transpose(0, 1)).flatten(1, 2)  # (H, B*T, D)
-        y = torch.bmm(y, self.encoder_v).unflatten(1, (batch, length)).transpose(0, 1)
-        gated = sparse_gate(latent, y, p=self.drop.p, training=self.training)  # in memory as latent
-        y = self.ln(gated.transpose(1, 2).flatten(2) @ self.decoder)
-        return self.ln(x + y)
+        latent = project(x, encoder).unflatten(-1, (self.config.n_head, -1))  # (B, T, H, N)
+        y = self.ln(self.attend(latent.transpose(1, 2), x).transpose(1, 2))  # (B, T, H, D)
+        y = project_heads(y.flatten(0, 1), self.encoder_v).view_as(latent)
+        gated = sparse_gate(latent, y, p=self.drop.p, training=self.training)
+        return self.ln(x + self.ln(project(gated.flatten(2), self.decoder)))
 
     def attend(self, latent, x):
         """Attention of camox_pass: latent (B, H, T, N) before its ReLU, x (B, T, D) -> (B, H, T, D)."""
