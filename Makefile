@@ -2,8 +2,11 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 OP ?= edge
+MODEL ?= camoxpert
 DEMO ?= full
 PYTEST_ARGS ?=
+# camoxpert's report lies in demo/, every other one in a folder of its own in there.
+REPORTS = $(patsubst demo/camoxpert,demo,demo/$(MODEL))
 # One GPU architecture is enough for the tests; a wheel has all.
 CAMOX_CUDA_ARCHS ?= sm_80
 
@@ -12,6 +15,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check --no-input
 # One stamp for each choice of torch, so that another choice is installed.
 INSTALLED := $(VENV)/installed-$(shell printf %s "$(TORCH)" | tr -c "A-Za-z0-9." _)
+OF_EXAMPLES := $(wildcard examples/*/requirements.txt)
 BUILT := $(VENV)/built
 AUDITORS := $(VENV)/installed-auditors
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
@@ -24,11 +28,11 @@ export CAMOX_CUDA_ARCHS
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-$(INSTALLED): requirements/dev.txt examples/camoxpert/requirements.txt scripts/check_machine.sh
+$(INSTALLED): requirements/dev.txt $(OF_EXAMPLES) scripts/check_machine.sh
 	@sh scripts/check_machine.sh "$(PYTHON)"
 	@$(PY) -c pass 2>/dev/null || { echo "creating $(VENV)"; "$(PYTHON)" -m venv --clear $(VENV); }
-	@echo "installing $(TORCH) and what requirements/dev.txt and examples/camoxpert/requirements.txt list"
-	@$(PIP) install "$(TORCH)" -r requirements/dev.txt -r examples/camoxpert/requirements.txt
+	@echo "installing $(TORCH) and what requirements/dev.txt and the examples list"
+	@$(PIP) install "$(TORCH)" -r requirements/dev.txt $(OF_EXAMPLES:%=-r %)
 	@rm -rf $(VENV)/installed-* $(BUILT) build
 	@touch $@
 
@@ -47,8 +51,8 @@ test: $(BUILT) ## the tests but the slow ones (PYTEST_ARGS="-k edge")
 	@command -v nvcc >/dev/null && echo "nvcc: $$(command -v nvcc)" || echo "nvcc: not found, the CUDA sources are not compiled"
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-demo: $(BUILT) ## trains the example with stock PyTorch and with camox_ops -> demo/report.png (DEMO=full|quick)
-	$(PY) examples/camoxpert/demo.py --mode $(DEMO) --out demo
+demo: $(BUILT) ## trains an example with stock PyTorch and with camox_ops, writes a report (DEMO=full|quick, MODEL=camoxpert|vision_bdh)
+	$(PY) examples/$(MODEL)/demo.py --mode $(DEMO) --out $(REPORTS)
 
 bench: $(BUILT) ## measures one op on a quiet machine (OP=edge, or OP=all)
 	$(PY) benchmarks/run.py --op $(OP)

@@ -6,8 +6,8 @@ from . import _C, nn, reference, train
 from ._cuda import check_errors
 from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
-from .ops.bias_gelu import bias_gelu
 from .ops.bdh import bdh_attention, bdh_attention_step
+from .ops.bias_gelu import bias_gelu
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.linear_attention import linear_attention, linear_attention_step
@@ -23,9 +23,9 @@ __all__ = [
     "EdgeMaps",
     "FrequencyBands",
     "Routing",
-    "bias_gelu",
     "bdh_attention",
     "bdh_attention_step",
+    "bias_gelu",
     "build_info",
     "check_errors",
     "dropout",

@@ -1,4 +1,4 @@
-"""Where the tests of examples/camoxpert find it, and what they share."""
+"""Where the tests of the examples find them, and what they share."""
 
 import importlib
 import sys
@@ -11,11 +11,11 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FOLDER = EXAMPLES / "camoxpert"
 
 
-def load(name):
-    """The module camoxpert.<name> of the example."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module(f"camoxpert.{name}")
+def load(name, example="camoxpert"):
+    """The module <name> of an example, or of "common", what they share."""
+    if str(EXAMPLES.parent) not in sys.path:
+        sys.path.append(str(EXAMPLES.parent))
+    return importlib.import_module(f"examples.{example}.{name}")
 
 
 @pytest.fixture(autouse=True)

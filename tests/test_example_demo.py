@@ -14,6 +14,9 @@ import torch
 one_thread = example_path.one_thread
 MODULES = ("balance", "demo_run", "duel", "memory", "parity", "report", "steptime", "twins")
 balance, demo_run, duel, memory, parity, report, steptime, twins = map(example_path.load, MODULES)
+common_memory, common_parity, common_report = (
+    example_path.load(name, "common") for name in ("memory", "parity", "report")
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = 64
@@ -104,11 +107,11 @@ def test_training_side_by_side_and_its_report(pictures, batch, tmp_path):
     lines = report.table(result).splitlines()
     assert any(line.startswith("time per step, ms") and line.endswith("x") for line in lines)
     assert [line.split()[-2:] for line in lines if line.startswith("of it convolutions")] == [["62%", "62%"]]
-    assert [line.split()[0] for line in lines if len(line.split()) == 5 and "e-" in line] == list(parity.KINDS)
+    assert [line.split()[0] for line in lines if len(line.split()) == 5 and "e-" in line] == list(common_parity.KINDS)
     picture, mask = pictures.images[0], pictures.masks[0] / 255
     report.draw(tmp_path / "report.png", result, [(picture, mask, {"torch": mask, "camox": mask})] * 3)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    report.write_json(tmp_path / "report.json", result)
+    common_report.write_json(tmp_path / "report.json", result)
     assert json.loads((tmp_path / "report.json").read_text())["models"].keys() == {"torch", "camox"}
 
 
@@ -127,7 +130,8 @@ def test_failures_are_said_and_success_is_silent():
 
 
 def test_memory_of_known_steps(pictures, batch):
-    assert memory.peak_bytes(lambda: torch.ones(1000, 1000) + torch.ones(1000, 1000)) == pytest.approx(12e6, rel=1e-3)
+    peak = common_memory.peak_bytes(lambda: torch.ones(1000, 1000) + torch.ones(1000, 1000))
+    assert peak == pytest.approx(12e6, rel=1e-3)
     model = build(pictures)["torch"]
     state = {name: value.clone() for name, value in model.state_dict().items()}
     images, masks = batch

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 one_thread = example_path.one_thread
-MODULES = ("checkpoint", "cli", "data", "distributed", "ema", "engine", "losses", "steps")
-checkpoint, cli, data, distributed, ema, engine, losses, steps = map(example_path.load, MODULES)
+MODULES = ("cli", "data", "distributed", "ema", "engine", "losses", "steps")
+cli, data, distributed, ema, engine, losses, steps = map(example_path.load, MODULES)
+checkpoint = example_path.load("checkpoint", "common")
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
@@ -365,10 +366,10 @@ def test_two_processes_agree(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(
         "import sys\n"
-        f"sys.path.insert(0, {str(example_path.EXAMPLES)!r})\n"
-        "from camoxpert import synthetic\n"
+        f"sys.path.append({str(example_path.EXAMPLES.parent)!r})\n"
+        "from examples.camoxpert import synthetic\n"
         "synthetic.COUNTS = {'train': 16, 'val': 4}\n"
-        "from camoxpert.cli import main\n"
+        "from examples.camoxpert.cli import main\n"
         "sys.exit(main())\n"
     )
     shared = "train --dataset-path builtin --backbone tiny --batch-size 2 --accumulation-steps 2 --img-size 32"

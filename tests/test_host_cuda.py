@@ -1026,6 +1026,8 @@ def test_moe_broken_build_is_noticed():
         op = getattr(moe_cases, name)
         wrong, right = (op(*arguments, experts, offsets, position, define=d) for d in ("CAMOX_BREAK_MOE", ""))
         assert not torch.allclose(wrong[0], right[0], atol=1e-4)
+
+
 # ---- linear_attention ----
 def attention_inputs(shape, dtype, memory="dense", normalize="sum", masked=False, state=False):
     """(q, k, v), options of both directions, (S_0, z_0) or (), gradients of the forward's results."""
@@ -1167,6 +1169,8 @@ def test_linear_attention_broken_build_is_noticed(dtype, dim):
     right, wrong = attention_runs(inputs, {}, {"how": {"define": "CAMOX_BREAK_LINEAR_ATTENTION"}})
     for index in (0, 3):
         assert not torch.allclose(right[index], wrong[index], atol=1e-4)
+
+
 # ---- bdh ----
 BDH_OPTIONS = [
     {"causal": causal, "softmax": softmax, "relu": relu}

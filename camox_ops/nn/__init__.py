@@ -1,6 +1,8 @@
 """Modules with the constructors, parameters and buffers of the modules they replace."""
 
+from . import projections
 from .bands import FrequencyExpert
+from .bdh import BidirectionalBDHAttention
 from .edge import EdgeExpert
 from .experts import AttentionExpert, ContrastExpert, HybridExpert, SemanticContextExpert, TextureExpert
 from .moe import MoELayer
@@ -10,6 +12,7 @@ from .temporal import TemporalEncoder
 
 __all__ = [
     "AttentionExpert",
+    "BidirectionalBDHAttention",
     "ContrastExpert",
     "EdgeExpert",
     "FrequencyExpert",

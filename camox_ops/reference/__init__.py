@@ -2,8 +2,8 @@
 derivatives differentiate. Slow and memory-hungry on purpose."""
 
 from .bands import frequency_bands, frequency_bands_backward
-from .bias_gelu import bias_gelu, bias_gelu_backward
 from .bdh import bdh_attention, bdh_attention_backward, bdh_attention_step
+from .bias_gelu import bias_gelu, bias_gelu_backward
 from .dropout import (
     dropout,
     dropout_add_layer_norm,
@@ -22,11 +22,11 @@ from .short_attention import short_attention, short_attention_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
 
 __all__ = [
-    "bias_gelu",
-    "bias_gelu_backward",
     "bdh_attention",
     "bdh_attention_backward",
     "bdh_attention_step",
+    "bias_gelu",
+    "bias_gelu_backward",
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_backward",

@@ -10,18 +10,20 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
 from matplotlib import pyplot as plt
 
 from camox_ops.train import tune_cpu_allocator
-from camoxpert import duel, report
-from camoxpert.losses import AdvancedCODLoss
-from camoxpert.model import CamoXpert
-from camoxpert.moe import AUX_LOSSES
-from camoxpert.steps import lr_factor
-from camoxpert.twins import RoutingRecorder
+from examples.camoxpert import duel
+from examples.camoxpert.losses import AdvancedCODLoss
+from examples.camoxpert.model import CamoXpert
+from examples.camoxpert.moe import AUX_LOSSES
+from examples.camoxpert.report import draw_usage
+from examples.camoxpert.steps import lr_factor
+from examples.camoxpert.twins import RoutingRecorder
+from examples.common.report import machine, write_json
 
 LEARNING_RATE = 2e-3
 NUM_EXPERTS = 7
@@ -83,10 +85,10 @@ def main(arguments=None):
     rows = figure.subfigures(len(AUX_LOSSES), 1)
     for place, (aux_loss, row) in zip(rows, results.items(), strict=True):
         place.suptitle(f"--aux-loss {aux_loss}")
-        report.draw_usage(place, place.add_gridspec(1, 1)[0], torch.tensor(row["history"]).numpy(), options.steps)
+        draw_usage(place, place.add_gridspec(1, 1)[0], torch.tensor(row["history"]).numpy(), options.steps)
     figure.savefig(folder / "balance.png", dpi=80)
     plt.close(figure)
-    report.write_json(folder / "balance.json", {"machine": report.machine(), "steps": options.steps, "runs": results})
+    write_json(folder / "balance.json", {"machine": machine(), "steps": options.steps, "runs": results})
     print(f"wrote {folder / 'balance.png'} and {folder / 'balance.json'}")
     return 0
 

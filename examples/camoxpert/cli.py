@@ -2,14 +2,12 @@
 
 import argparse
 import sys
-from dataclasses import fields
-
-import torch
 
 from camox_ops.train import tune_cpu_allocator
 
+from ..common.checkpoint import CheckpointError
+from ..common.options import add_options
 from . import distributed
-from .checkpoint import CheckpointError
 from .data import BUILTIN, DatasetError
 from .engine import CHECKPOINTING, Config, Trainer, TrainingError
 from .moe import AUX_LOSSES
@@ -49,20 +47,10 @@ def build_parser():
     parser = argparse.ArgumentParser(prog="train_ultimate.py", description="Train CamoXpert.")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for field in fields(Config):
-        option = "--" + field.name.replace("_", "-")
-        if field.name == "dataset_path":
-            train.add_argument(option, required=True, help=HELP[field.name])
-        elif field.type is bool:
-            train.add_argument(option, action="store_true", help=HELP[field.name])
-        else:
-            kind = {int: int, float: float, int | None: int}.get(field.type, str)
-            default = ("cuda" if torch.cuda.is_available() else "cpu") if field.name == "device" else field.default
-            choices = {"ops": OPS, "aux_loss": AUX_LOSSES, "gradient_checkpointing": CHECKPOINTING}.get(field.name)
-            described = {"type": kind, "default": default, "choices": choices, "help": HELP[field.name]}
-            if field.name == "gradient_checkpointing":
-                described |= {"nargs": "?", "const": "on"}  # a mere flag turns it on, as in the users' program
-            train.add_argument(option, **described)
+    chosen = {"ops": OPS, "aux_loss": AUX_LOSSES, "gradient_checkpointing": CHECKPOINTING}
+    more = {name: {"choices": choices} for name, choices in chosen.items()}
+    more["gradient_checkpointing"] |= {"nargs": "?", "const": "on"}  # a mere flag turns it on, as in the users' program
+    add_options(train, Config, HELP, more)
     return parser
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from camox_ops.train import tune_cpu_allocator
 
+from ..common.report import machine, write_json
 from . import memory, report, steptime
 from .data import BuiltinSet, EpochSampler
 from .duel import batches, early_loss_gaps, train_both, training_set
@@ -61,7 +62,7 @@ def run(mode, folder):
         trained[name]["final_loss"] = statistics.mean(trained[name]["losses"][-10:])
     result = {
         "mode": mode,
-        "machine": report.machine(),
+        "machine": machine(),
         "allocator": str(allocator),
         "settings": {"size": SIZE, "batch": BATCH, "steps": STEPS[mode], "lr": LEARNING_RATE, "backbone": "tiny"},
         "models": trained,
@@ -74,7 +75,7 @@ def run(mode, folder):
     folder.mkdir(parents=True, exist_ok=True)
     report.draw(folder / "report.png", result, sample_predictions(models, held_out))
     result["seconds"] = time.perf_counter() - started
-    report.write_json(folder / "report.json", result)
+    write_json(folder / "report.json", result)
     print(report.table(result))
     print(f"wrote {folder / 'report.png'} and {folder / 'report.json'} in {result['seconds']:.0f} s")
     return result

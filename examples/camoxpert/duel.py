@@ -1,19 +1,14 @@
-"""Training of the two models of twins.py side by side: same batches, same dropout, alternating steps."""
-
-import copy
-import statistics
-import time
+"""Training of the two models of twins.py side by side, with a look at which experts each chose."""
 
 import torch
 from torch.utils.data import DataLoader
 
+from ..common import duel
 from .data import BuiltinSet, EpochSampler
 from .losses import AdvancedCODLoss
 from .steps import Precision, Stepper, build_optimizer, lr_factor
-from .twins import RoutingRecorder, moved_by_one_rounding, same_routing
+from .twins import RoutingRecorder, same_routing
 
-WARMUP_STEPS = 5
-EARLY_STEPS = 5
 HISTORY_PARTS = 40
 
 
@@ -37,40 +32,32 @@ def training_set(size, seed=0):
     return BuiltinSet("train", size, seed, augmented=True)
 
 
-def early_loss_gaps(models, pictures, batch_size, lr, warmup, seed=0):
-    """How fast training amplifies rounding: the largest loss differences from the stock model over EARLY_STEPS steps.
-
-    Returns {"camox", "torch_one_rounding_away"}; the second is the stock model with weights moved by one rounding.
-    The models are left as they are. warmup is the number of steps in which the rate rises to lr.
-    """
-    stock = copy.deepcopy(models["torch"])
-    moved = copy.deepcopy(models["torch"])
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in moved.parameters():
-        parameter.data = moved_by_one_rounding(parameter.data, generator)
-    losses = []
-    for model in (stock, copy.deepcopy(models["camox"]), moved):
-        stepper = make_stepper(model, lr)
-        losses.append([])
-        for index, batch in enumerate(batches(pictures, batch_size, EARLY_STEPS, seed)):
-            torch.manual_seed(seed + index)
-            stepper.accumulate(*batch)
-            stepper.step((index + 1) / warmup)
-            losses[-1].append(stepper.take_loss())
-    gaps = [max(abs(a - b) for a, b in zip(losses[0], other, strict=True)) for other in losses[1:]]
-    return {"camox": gaps[0], "torch_one_rounding_away": gaps[1]}
-
-
 def make_stepper(model, lr):
-    """Float32 training of one of the models."""
+    """Float32 training of one model."""
     precision = Precision("cpu", enabled=False)
     return Stepper(model.train(), AdvancedCODLoss(), build_optimizer(model, lr), precision, deep_supervision=True)
 
 
-def summarise(times):
-    """Median and quartiles in milliseconds of step times in seconds, the warm-up left out."""
-    quartiles = statistics.quantiles([1000 * seconds for seconds in times[WARMUP_STEPS:]], n=4)
-    return {"step_ms": quartiles[1], "step_ms_quartiles": [quartiles[0], quartiles[2]]}
+def make_step(model, lr, factor):
+    """A step for common/duel.py at factor(index) of the rate lr."""
+    stepper = make_stepper(model, lr)
+
+    def step(index, images, masks):
+        stepper.accumulate(images, masks)
+        stepper.step(factor(index))
+        return stepper.take_loss()
+
+    return step
+
+
+def early_loss_gaps(models, pictures, batch_size, lr, warmup, seed=0):
+    """common/duel.py's early_loss_gaps over EARLY_STEPS steps; in `warmup` steps the rate rises to lr."""
+    return duel.early_loss_gaps(
+        models,
+        lambda model: make_step(model, lr, lambda index: (index + 1) / warmup),
+        lambda: batches(pictures, batch_size, duel.EARLY_STEPS, seed),
+        seed,
+    )
 
 
 def shares(usage):
@@ -80,43 +67,35 @@ def shares(usage):
 
 
 def train_both(models, pictures, batch_size, steps, lr, seed=0, report=None):
-    """Train models {"torch", "camox"} in float32, in alternating order within a step so that drift meets both alike.
+    """Train models {"torch", "camox"} in float32, step by step in turn.
 
     Returns ({name: {"losses", "step_ms", "step_ms_quartiles", "images_per_s", "expert_share_per_layer",
     "expert_share_history"}}, {"same_routing_share", "first_different_routing"}). The history is the experts' shares per
     part of the training, at most HISTORY_PARTS of them, and layer. report(step, losses) is called now and then.
     """
-    steppers = {name: make_stepper(model, lr) for name, model in models.items()}
     recorders = {name: RoutingRecorder(model) for name, model in models.items()}
-    times, losses = {name: [] for name in models}, {name: [] for name in models}
     usage = {name: [] for name in models}
-    agreeing, first_split = 0, None
-    for index, (images, masks) in enumerate(batches(pictures, batch_size, steps, seed)):
-        order = list(models) if index % 2 == 0 else list(models)[::-1]
+    agreements = []
+
+    def seen(index, losses):
         chosen = {}
-        for name in order:
-            torch.manual_seed(seed + index)  # the same dropout in both
-            start = time.perf_counter()
-            steppers[name].accumulate(images, masks)
-            steppers[name].step(lr_factor(index, steps))
-            times[name].append(time.perf_counter() - start)
-            losses[name].append(steppers[name].take_loss())
-            chosen[name], counts = recorders[name].take()
+        for name, recorder in recorders.items():
+            chosen[name], counts = recorder.take()
             usage[name].append(torch.stack(counts))
-        same = same_routing(chosen["torch"], chosen["camox"])
-        agreeing += same
-        first_split = index if not same and first_split is None else first_split
+        agreements.append(same_routing(chosen["torch"], chosen["camox"]))
         if report and (index + 1) % max(1, steps // 10) == 0:
-            report(index + 1, {name: values[-1] for name, values in losses.items()})
-    results = {}
-    for name in models:
-        summary = summarise(times[name])
+            report(index + 1, losses)
+
+    trained = duel.alternate(
+        {name: make_step(model, lr, lambda index: lr_factor(index, steps)) for name, model in models.items()},
+        batches(pictures, batch_size, steps, seed),
+        seed,
+        seen,
+    )
+    for name, row in trained.items():
+        row["images_per_s"] = batch_size / row["step_ms"] * 1000
         parts = torch.stack(usage[name]).chunk(HISTORY_PARTS)
-        results[name] = {
-            **summary,
-            "images_per_s": batch_size / summary["step_ms"] * 1000,
-            "losses": losses[name],
-            "expert_share_per_layer": shares(usage[name]).tolist(),
-            "expert_share_history": [shares(part).tolist() for part in parts],
-        }
-    return results, {"same_routing_share": agreeing / steps, "first_different_routing": first_split}
+        row["expert_share_per_layer"] = shares(usage[name]).tolist()
+        row["expert_share_history"] = [shares(part).tolist() for part in parts]
+    split = agreements.index(False) if False in agreements else None
+    return trained, {"same_routing_share": sum(agreements) / steps, "first_different_routing": split}

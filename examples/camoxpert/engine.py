@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader
 
 from camox_ops.train import ProgressBar, gradient_checkpointing_policy, loader_options
 
-from . import checkpoint, distributed
+from ..common import checkpoint
+from ..common.checkpoint import rng_state, set_rng_state
+from . import distributed
 from .data import BUILTIN, EpochSampler, check_folder, open_split
 from .ema import EMA
 from .losses import AdvancedCODLoss
@@ -87,20 +89,6 @@ class Config:
     def stage(self, epoch):
         """1 while the backbone is frozen, then 2."""
         return 1 if epoch < self.stage1_epochs else 2
-
-
-def rng_state(device):
-    """The random state of this process, as tensors."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_rng_state(state, device):
-    torch.set_rng_state(state["cpu"].cpu())
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
 
 
 class Trainer:

@@ -1,30 +1,20 @@
-"""How far the camox model is from float64, beside how far stock PyTorch itself is.
+"""How far the camox model is from float64, beside how far stock PyTorch itself is, by the rule of common/parity.py.
 
-Rule, per tensor: max|camox - ref64| <= NETWORK_FACTOR * max|torch - ref64| + 4 * eps * max|ref64|, where ref64 is the
-stock model in float64. What would make two correct float32 runs differ by chance is kept out:
-
-- Dropout is off, and ReLU is GELU in all copies: an activation at zero to rounding switches a whole gradient path on in
-  one run and off in the other, which says nothing about either.
-- One float32 run is one sample of its rounding, so PyTorch's own error is the largest of SAMPLES runs, on the batch in
-  another order and on images moved by one rounding.
-- With that, a run of stock PyTorch held to 2 times the error of four to seven others reaches 1.1 to 1.3 of the limit in
-  the worst of some 500 tensors, so the factor is 3 where single ops are held to 2.
+What would make two correct float32 runs differ by chance is kept out: dropout is off, and ReLU is GELU in all copies.
+An activation at zero to rounding switches a whole gradient path on in one run and off in the other, which says nothing
+about either.
 """
 
 import copy
-import math
 
 import torch
 from torch import nn
 
+from ..common.parity import hold, shifted_samples
 from .losses import AdvancedCODLoss
-from .twins import RoutingRecorder, moved_by_one_rounding, same_routing
+from .twins import RoutingRecorder, same_routing
 
-NETWORK_FACTOR = 3
-SAMPLES = 6
 EDGE_EXPERT = 4
-KINDS = ("output", "loss", "gradient")
-COLUMNS = ("camox_vs_torch", "torch_vs_float64", "camox_vs_float64", "scale")
 
 
 @torch.no_grad()
@@ -71,42 +61,14 @@ def compare(models, images, masks):
     stock, camox = comparable(models["torch"]), comparable(models["camox"])
     exact, exact_chosen, usage = run_once(copy.deepcopy(stock).double(), images.double(), masks.double())
     found, chosen, _ = run_once(camox, images, masks)
-    generator = torch.Generator().manual_seed(0)
-    samples = [run_once(stock, images, masks)]
-    for shift in range(1, SAMPLES):
-        samples.append(run_once(stock, moved_by_one_rounding(images, generator), masks, shift))
+    samples = shifted_samples(lambda moved, shift: run_once(stock, moved, masks, shift), images)
     routing_same = all(same_routing(run, exact_chosen) for run in [chosen, *(sample[1] for sample in samples)])
-
-    kinds = {kind: dict.fromkeys(COLUMNS, 0.0) for kind in KINDS}
-    worst = {"tensor": None, "share_of_limit": 0.0}
-    for name in sorted(exact.keys() & found.keys()):
-        reference, stock_value = exact[name], samples[0][0].get(name)
-        scale = reference.abs().max().item()
-        own = max(difference(sample[0].get(name), reference) for sample in samples)
-        ours = difference(found[name], reference)
-        limit = NETWORK_FACTOR * own + 4 * torch.finfo(found[name].dtype).eps * scale
-        share = ours / limit if limit and math.isfinite(ours) else ours
-        if share > worst["share_of_limit"]:
-            worst = {"tensor": name, "share_of_limit": share}
-        row = kinds[name.split()[0]]
-        seen = (difference(found[name], stock_value), difference(stock_value, reference), ours, scale)
-        for column, value in zip(COLUMNS, seen, strict=True):
-            row[column] = max(row[column], value)
-    missing = sorted(exact.keys() ^ found.keys())
+    held = hold(exact, found, [sample[0] for sample in samples])
     edge_pictures = [int(layer[EDGE_EXPERT]) for layer in usage]
+    right = not held["missing"] and held["worst"]["share_of_limit"] <= 1
     return {
-        "passed": routing_same and not missing and min(edge_pictures) > 0 and worst["share_of_limit"] <= 1,
+        "passed": routing_same and right and min(edge_pictures) > 0,
         "routing_same": routing_same,
-        "missing": missing,
         "edge_pictures": edge_pictures,
-        "kinds": kinds,
-        "worst": worst,
+        **held,
     }
-
-
-def difference(first, second):
-    """max|first - second| in float64; infinite where one of them is missing or they are not finite."""
-    if first is None or second is None:
-        return math.inf
-    largest = (first.double() - second.double()).abs().max().item()
-    return largest if math.isfinite(largest) else math.inf

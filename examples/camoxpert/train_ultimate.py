@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from camoxpert.cli import main
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from examples.camoxpert.cli import main
 
     sys.exit(main())

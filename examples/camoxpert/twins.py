@@ -46,13 +46,6 @@ def build_twins(images, backbone="tiny", num_experts=7, seed=0):
     return models
 
 
-@torch.no_grad()
-def moved_by_one_rounding(tensor, generator):
-    """The tensor, its elements multiplied by 1 - eps, 1 or 1 + eps at random."""
-    signs = torch.randint(-1, 2, tensor.shape, generator=generator)
-    return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
-
-
 class RoutingRecorder:
     """Collects the expert numbers (B,K) that each MoE layer of a model chose, and their usage (E,), pass by pass."""
 

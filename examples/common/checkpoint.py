@@ -73,3 +73,17 @@ def older(path):
     """A hint at the previous checkpoint, where there is one."""
     previous = path.with_name(PREVIOUS)
     return f"; the one before it is {previous}" if previous.is_file() and previous != path else ""
+
+
+def rng_state(device):
+    """The random state of this process, as tensors."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state, device):
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)

@@ -1,0 +1,120 @@
+"""Products with weights, for models whose time goes there: BDH's projections to and from all heads.
+
+On the CPU, float32 products go to oneDNN, which PyTorch carries and whose kernels use AVX-512 on every processor that
+has it; torch.mm asks MKL, which takes AVX2 on AMD's: half the speed. Everything else is torch.mm and torch.bmm.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x (..., K) times weight (K, N) -> (..., N). Any strides; autocast casts both; derivatives of any order."""
+    x, weight = _autocast(x, weight)
+    return _Project.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+
+def project_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x (M, H, K), each head times its own weight (H, K, N) -> (M, H, N), contiguous: no copy of weight, none of x.
+
+    Any strides; autocast casts both. First derivatives."""
+    return _ProjectHeads.apply(*_autocast(x, weight))
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(value if value.dtype == torch.float64 else value.to(dtype) for value in tensors)
+
+
+def _by_onednn(x: torch.Tensor) -> bool:
+    mkldnn = torch.backends.mkldnn
+    return x.device.type == "cpu" and x.dtype == torch.float32 and mkldnn.is_available() and mkldnn.enabled
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a (M, K) times b (K, N), as a b or as (b^T a^T)^T: whichever copies less of its operands."""
+    if not _by_onednn(a):
+        return torch.mm(a, b)
+    if _copied(a, b) <= _copied(b.t(), a):
+        return _linear(a, b.t())
+    return _linear(b.t(), a).t()
+
+
+def _dense(matrix: torch.Tensor) -> bool:
+    return matrix.is_contiguous() or matrix.t().is_contiguous()
+
+
+def _copied(first: torch.Tensor, second: torch.Tensor) -> int:
+    return (0 if first.is_contiguous() else first.numel()) + (0 if _dense(second) else second.numel())
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x (M, K) times the transpose of weight (N, K). For a weight that is not dense oneDNN has only a slow loop."""
+    return torch.ops.mkldnn._linear_pointwise(
+        x, weight if _dense(weight) else weight.contiguous(), None, "none", [], ""
+    )
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(x, weight):
+        return _mm(x, weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        return (
+            _Project.apply(grad, weight.t()) if needs_x else None,
+            _Project.apply(x.t(), grad) if needs_weight else None,
+        )
+
+
+class _ProjectHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(x, weight):
+        return _heads(x, weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        if grad.device.type != "cpu":
+            by_head = x.permute(1, 2, 0)
+            return (
+                _heads(grad, weight.mT) if needs_x else None,
+                torch.bmm(by_head, grad.transpose(0, 1)) if needs_weight else None,
+            )
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+        for head in range(x.shape[1]):
+            of_head = grad[:, head].contiguous()  # once for both products
+            if needs_x:
+                grad_x[:, head] = _mm(of_head, weight[head].t())
+            if needs_weight:
+                grad_weight[head] = _mm(x[:, head].t(), of_head)
+        return grad_x, grad_weight
+
+
+def _heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """(M, H, K), (H, K, N) -> (M, H, N). cuBLAS writes through strides; the CPU copies a head's result while hot."""
+    out = x.new_empty((*x.shape[:2], weight.shape[-1]))
+    if x.device.type != "cpu":
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+        return out
+    for head in range(x.shape[1]):
+        out[:, head] = _mm(x[:, head], weight[head])
+    return out

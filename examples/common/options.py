@@ -1,0 +1,27 @@
+"""Command lines whose options are the fields of a dataclass."""
+
+import argparse
+from dataclasses import MISSING, fields
+
+import torch
+
+
+def add_options(parser, config, texts, more=None):
+    """One option per field of the dataclass config: switches for bools, required where there is no default.
+
+    texts and more, further arguments of add_argument, are by field name. The default of a field `device` is CUDA where there is one.
+    """
+    for field in fields(config):
+        option = "--" + field.name.replace("_", "-")
+        if field.type is bool:
+            parser.add_argument(option, action="store_true", help=texts[field.name])
+            continue
+        default = ("cuda" if torch.cuda.is_available() else "cpu") if field.name == "device" else field.default
+        parser.add_argument(
+            option,
+            type={int: int, float: float, int | None: int}.get(field.type, str),
+            required=default is MISSING,
+            default=argparse.SUPPRESS if default is MISSING else default,
+            help=texts[field.name],
+            **(more or {}).get(field.name, {}),
+        )
