@@ -9,7 +9,8 @@ import torch
 def add_options(parser, config, texts, more=None):
     """One option per field of the dataclass config: switches for bools, required where there is no default.
 
-    texts and more, further arguments of add_argument, are by field name. The default of a field `device` is CUDA where there is one.
+    texts and more, further arguments of add_argument, are by field name. The default of a field `device` is CUDA where
+    there is one.
     """
     for field in fields(config):
         option = "--" + field.name.replace("_", "-")
