@@ -16,17 +16,19 @@ def forward(model, criterion, images, masks):
     return criterion(logits, masks, aux_loss, deep)[0]
 
 
+def step(model, criterion, optimizer, images, masks):
+    """One whole training step."""
+    forward(model, criterion, images, masks).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
 def measure(model, images, masks):
     """{"peak_mb", "saved_mb"} of a training step on a batch; the model is left as it is."""
     model = copy.deepcopy(model).train()
     criterion, optimizer = AdvancedCODLoss(), build_optimizer(model, 1e-4)
-
-    def loss():
-        return forward(model, criterion, images, masks)
-
-    def step():
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return memory.measure(model, loss, step)
+    return memory.measure(
+        model,
+        lambda: forward(model, criterion, images, masks),
+        lambda: step(model, criterion, optimizer, images, masks),
+    )
