@@ -226,7 +226,7 @@ static void test_plan(void) {
 
 int main(void) {
   static const int64_t sizes[][5] = {{2, 2, 5, 3, 2},    {1, 2, 33, 6, 7},  {2, 1, 70, 17, 16}, {1, 1, 65, 5, 40},
-                                     {1, 1, 130, 73, 9}, {1, 1, 300, 2, 1}, {0, 2, 4, 3, 3},    {2, 2, 0, 3, 3}};
+                                     {1, 1, 130, 73, 9}, {1, 1, 300, 6, 5}, {0, 2, 4, 3, 3},    {2, 2, 0, 3, 3}};
   test_checks_refuse();
   test_plan();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
