@@ -78,7 +78,9 @@ def test_grad_matches_reference(dtype, p):
         ours = torch.autograd.grad(op.bias_gelu(leaves[0], leaves[1].to(real), seed, p), leaves, grad)
         plain = [leaf.detach() for leaf in leaves]
         same = reference.bias_gelu_backward(grad, *plain, seed, p)
-        assert_close_to_reference(ours, same, reference.bias_gelu_backward(*doubles([grad, *plain]), seed, p), scale64=9.0)
+        assert_close_to_reference(
+            ours, same, reference.bias_gelu_backward(*doubles([grad, *plain]), seed, p), scale64=9.0
+        )
 
 
 @ON_CPU
@@ -93,9 +95,7 @@ def test_grad(p):
 def test_mask_is_that_of_dropout():
     for shape in ((9, 40), (3, 5, 1300)):
         x, bias = normal(shape), bias_of(shape[-1])
-        torch.testing.assert_close(
-            op.bias_gelu(x, bias, seed_of(), 0.3), op.dropout(F.gelu(x + bias), seed_of(), 0.3)
-        )
+        torch.testing.assert_close(op.bias_gelu(x, bias, seed_of(), 0.3), op.dropout(F.gelu(x + bias), seed_of(), 0.3))
     mask = reference.dropout_mask((1000,), seed_of(), 0.5)
     x = torch.full((1000,), float("nan"), device=DEVICE)
     y = op.bias_gelu(x, torch.zeros_like(x), seed_of(), 0.5)
@@ -115,7 +115,10 @@ def test_noncontiguous(layout):
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4)])
 def test_shapes_empty(shape):
-    leaves = torch.rand(shape, device=DEVICE, requires_grad=True), torch.rand(shape[-1:], device=DEVICE).requires_grad_()
+    leaves = (
+        torch.rand(shape, device=DEVICE, requires_grad=True),
+        torch.rand(shape[-1:], device=DEVICE).requires_grad_(),
+    )
     y = cx.bias_gelu(*leaves, p=0.5, training=True)
     assert y.shape == shape
     y.sum().backward()

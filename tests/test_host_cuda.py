@@ -886,7 +886,7 @@ def test_short_attention_strides_over_a_small_grid(dtype, order):
 
 
 def test_short_attention_masks_are_those_of_the_cpu():
-    q, k, v = picture((3, 6, 4, 3 * 6)).unflatten(3, (3, 6)).unbind(3)
+    q, k = picture((3, 6, 4, 2 * 6)).unflatten(3, (2, 6)).unbind(3)
     options = (None, torch.tensor(-5), False, 1.0, 0.4)
     eye = torch.eye(6).view(1, 6, 1, 6).expand(3, 6, 4, 6)
     cpu = torch.ops.camox_ops.short_attention(q, k, eye, *options)

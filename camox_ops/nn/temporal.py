@@ -76,7 +76,9 @@ def _attention(layer: nn.TransformerEncoderLayer, x: torch.Tensor, padding: torc
 def _feed_forward(layer: nn.TransformerEncoderLayer, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The rest of the layer."""
     x = _add_norm(layer.norm1, layer.self_attn.out_proj(heads), x, layer.dropout1)
-    hidden = bias_gelu(F.linear(x, layer.linear1.weight), layer.linear1.bias, p=layer.dropout.p, training=layer.training)
+    hidden = bias_gelu(
+        F.linear(x, layer.linear1.weight), layer.linear1.bias, p=layer.dropout.p, training=layer.training
+    )
     return _add_norm(layer.norm2, layer.linear2(hidden), x, layer.dropout2)
 
 

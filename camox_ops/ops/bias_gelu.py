@@ -92,9 +92,7 @@ def _one_by_one(name: str):
     return lambda info, in_dims, *args: one_by_one(getattr(torch.ops.camox_ops, name), info, in_dims, args)
 
 
-_bias_gelu = register(
-    "bias_gelu", fake=_fake, setup_context=_save, backward=_backward, vmap=_one_by_one("bias_gelu")
-)
+_bias_gelu = register("bias_gelu", fake=_fake, setup_context=_save, backward=_backward, vmap=_one_by_one("bias_gelu"))
 _bias_gelu_backward = register(
     "bias_gelu_backward",
     fake=lambda grad, x, bias, seed, p: (_fake(x), torch.empty_like(bias)),

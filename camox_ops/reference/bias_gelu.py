@@ -7,9 +7,7 @@ import torch
 from .dropout import dropout
 
 
-def bias_gelu(
-    x: torch.Tensor, bias: torch.Tensor, seed: torch.Tensor | None = None, p: float = 0.0
-) -> torch.Tensor:
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor, seed: torch.Tensor | None = None, p: float = 0.0) -> torch.Tensor:
     """x (..., D), bias (D,), seed one int64 number -> (..., D) in x's dtype."""
     u = x + bias
     return dropout(u * 0.5 * (1 + torch.erf(u * 0.5**0.5)), seed, p).to(x.dtype)

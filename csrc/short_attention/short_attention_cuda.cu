@@ -1,10 +1,10 @@
-/* short_attention on CUDA: a block has some consecutive (s,h), its items, and a thread a token of one, neighbours in a warp being
-   neighbouring items, whose heads lie side by side in memory.
+/* short_attention on CUDA: a block has some consecutive (s,h), its items, and a thread a token of one, neighbours in a warp
+   being neighbouring items, whose heads lie side by side in memory.
 
    Forward: the token's scores become its weights in shared memory, then its output, SA_CHUNK columns in registers at a time.
-   Backward: the same for weights and slopes, then its grad_q; after a barrier the thread sums grad_k and grad_v of its token over
-   the tokens that look at it. q, k, v and grad are staged in shared memory as float where they fit (rows filled up with zeros),
-   else read where they lie. No atomics: fixed bits. */
+   Backward: the same for weights and slopes, then its grad_q; after a barrier the thread sums grad_k and grad_v of its token
+   over the tokens that look at it. q, k, v and grad are staged in shared memory as float where they fit (rows filled up with
+   zeros), else read where they lie. No atomics: fixed bits. */
 #include "../common/cuda_util.cuh"
 #include "../common/philox.cuh"
 #include "short_attention.h"
@@ -69,7 +69,7 @@ __device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camo
 
 template <typename T, bool STAGED>
 __device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const float *staged, const camox_view4 &view,
-                                                        int64_t first, int item) {
+                                                         int64_t first, int item) {
   sa_rows<T, STAGED> rows = {};
   rows.pitch = a.pitch, rows.dim = static_cast<int>(a.p.dim);
   if constexpr (STAGED) {
