@@ -92,6 +92,31 @@ def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
 def heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q, k and v as (B, H, T, D)."""
     return tuple(torch.randn((3, *shape), generator=torch.Generator().manual_seed(0)).to(dtype))
+def attention_with_padding(q, k, v, function) -> torch.Tensor:
+    """(S, T, H, D) with dropout; every third key of every second sequence is padding."""
+    padding = torch.arange(q.shape[0])[:, None] % 2 * (torch.arange(q.shape[1]) % 3) == 1
+    return function(q, k, v, padding.to(q.device), seed_on(q.device), False, 0.5, 0.25)
+
+
+def attention_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k and v of sequences of six tokens and heads of twelve."""
+    sequences = max(2, torch.Size(shape).numel() // (6 * 4 * 12))
+    return tuple(picture((sequences, 6, 3, 4, 12), dtype)[0].unbind(2))
+
+
+def rows_and_bias(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x, and a bias of the last dimension."""
+    return *picture(shape, dtype), torch.linspace(-1, 1, shape[-1]).to(dtype)
+
+
+def bias_gelu_with_seed(x, bias) -> torch.Tensor:
+    real = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.ops.camox_ops.bias_gelu(x, bias.to(real), seed_on(x.device), 0.25)
+
+
+def stock_attention(q, k, v) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2)
 
 
 OPS = (
@@ -101,6 +126,13 @@ OPS = (
         lambda x: edge_maps(x, border="reflect"),
         lambda x: reference.edge_maps(x, border="reflect"),
         picture,
+    ),
+    Op(
+        "bias_gelu",
+        bias_gelu_with_seed,
+        lambda x, bias: reference.bias_gelu(x, bias, seed_on(x.device), 0.25),
+        rows_and_bias,
+        lambda x, bias: F.dropout(F.gelu(x + bias), 0.25),
     ),
     Op(
         "dropout",
@@ -134,6 +166,13 @@ OPS = (
         lambda x, cos, sin: rope(x, cos, sin, rotary_dim=2 * cos.shape[1]),
         lambda x, cos, sin: reference.rope(x, cos, sin, rotary_dim=2 * cos.shape[1]),
         heads_and_tables,
+    ),
+    Op(
+        "short_attention",
+        lambda q, k, v: attention_with_padding(q, k, v, torch.ops.camox_ops.short_attention),
+        lambda q, k, v: attention_with_padding(q, k, v, reference.short_attention),
+        attention_inputs,
+        stock_attention,
     ),
     Op(
         "sparse_gate",

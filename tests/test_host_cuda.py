@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from camox_ops.reference.norm2d import ACTIVATIONS
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 import bands_cases
 import bdh_cases
+import bias_gelu_cases
 import dropout_cases
 import edge_cases
 import linear_attention_cases
@@ -25,6 +27,7 @@ import moe_cases
 import norm2d_cases
 import rig
 import rope_cases
+import short_attention_cases
 import spatial_gradient_cases
 
 OPS = sorted(rig.CSRC.glob("*/*_cuda.cu"))
@@ -33,12 +36,14 @@ PLANTED = sorted((Path(__file__).parent / "cuda").glob("*.cu"))
 EVERY_KERNEL = {
     "bands_cuda": bands_cases.every_kernel,
     "bdh_cuda": bdh_cases.every_kernel,
+    "bias_gelu_cuda": bias_gelu_cases.every_kernel,
     "dropout_cuda": dropout_cases.every_kernel,
     "edge_cuda": edge_cases.every_kernel,
     "moe_cuda": moe_cases.every_kernel,
     "linear_attention_cuda": linear_attention_cases.every_kernel,
     "norm2d_cuda": norm2d_cases.every_kernel,
     "rope_cuda": rope_cases.every_kernel,
+    "short_attention_cuda": short_attention_cases.every_kernel,
     "spatial_gradient_cuda": spatial_gradient_cases.every_kernel,
 }
 PICTURE_OPS = [cases.OP for cases in (bands_cases, edge_cases, spatial_gradient_cases)]
@@ -1314,6 +1319,115 @@ def test_bdh_broken_build_is_noticed():
     inputs = bdh_inputs((1, 2, 5, 8), 3, torch.float32)
     right, wrong = (bdh_kernels(*inputs, how={"define": define}) for define in ("", "CAMOX_BREAK_BDH"))
     assert not any(torch.allclose(*pair, atol=1e-4, rtol=0) for pair in zip(right[:2], wrong[:2], strict=True))
+# ---- short_attention ----
+def short_attention_inputs(dtype, memory):
+    """(grad, q, k, v, options, order): padding, dropout and causal in turn."""
+    cases, orders = [], list(rig.ORDERS)
+    for i, shape in enumerate(short_attention_cases.SHAPES):
+        s, t, h, d = shape
+        x = picture((s, t, 3 * h, d), dtype).view(s, t, 3, h, d).unbind(2)
+        if memory == "strided":
+            x = torch.stack([torch.stack(x, 2), torch.full((s, t, 3, h, d), math.nan, dtype=dtype)], -1)
+            x = x[..., 0].unbind(2)
+        elif memory == "expanded":
+            x = [part[:1].expand(shape) for part in x]
+        elif memory == "contiguous":
+            x = [part.contiguous() for part in x]
+        padding = picture((1, 1, s, t), seed=3)[0, 0] > 0.7
+        padding[0] = True
+        for which in (i % 2, 2 + i % 2, 7):
+            seed = torch.tensor(0x0123456789ABCDEF) if which & 2 else None
+            options = (padding if which & 1 else None, seed, bool(which & 4), d**-0.5, 0.3)
+            cases.append((picture(shape, dtype, seed=1), *x, options, orders[len(cases) % len(orders)]))
+    return cases
+
+
+@pytest.mark.parametrize("memory", short_attention_cases.MEMORY)
+def test_short_attention(dtype, memory, arch):
+    for grad, *qkv, options, order in short_attention_inputs(dtype, memory):
+        ours = short_attention_cases.forward(*qkv, *options, arch=arch, order=order)
+        same, truth = (reference.short_attention(*x, *options) for x in (qkv, doubled(*qkv)))
+        assert_close_to_reference(ours, same, truth)
+        ours = short_attention_cases.backward(grad, *qkv, *options, arch=arch, order=order)
+        same = reference.short_attention_backward(grad, *qkv, *options)
+        # A lone key's gradients are 0 but for rounding.
+        truth = reference.short_attention_backward(*doubled(grad, *qkv), *options)
+        truth = [t if t.any() else t + 8 * torch.finfo(torch.float32).eps for t in truth]
+        assert_close_to_reference(ours, same, truth)
+
+
+def test_short_attention_strides_over_a_small_grid(dtype, order):
+    q, k, v, grad = picture((4, 50, 6, 4 * 12), dtype).unflatten(3, (4, 12)).transpose(1, 2)[:, :, :20].unbind(3)
+    options = (None, torch.tensor(7), False, 0.3, 0.2)
+    capped = {"grid_cap": 2, "order": order}
+    out = short_attention_cases.forward(q, k, v, *options)
+    assert torch.equal(short_attention_cases.forward(q, k, v, *options, **capped), out)
+    grads = short_attention_cases.backward(grad, q, k, v, *options)
+    for mine, theirs in zip(short_attention_cases.backward(grad, q, k, v, *options, **capped), grads, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_short_attention_masks_are_those_of_the_cpu():
+    q, k = picture((3, 6, 4, 2 * 6)).unflatten(3, (2, 6)).unbind(3)
+    options = (None, torch.tensor(-5), False, 1.0, 0.4)
+    eye = torch.eye(6).view(1, 6, 1, 6).expand(3, 6, 4, 6)
+    cpu = torch.ops.camox_ops.short_attention(q, k, eye, *options)
+    assert torch.equal(short_attention_cases.forward(q, k, eye, *options) == 0, cpu == 0)
+
+
+def test_short_attention_empty():
+    for shape in ((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)):
+        x = torch.empty(shape)
+        assert short_attention_cases.forward(x, x, x, None, None, False, 1.0, 0.0).shape == shape
+        assert short_attention_cases.backward(x, x, x, x, None, None, False, 1.0, 0.0)[0].shape == shape
+
+
+@pytest.mark.slow
+def test_short_attention_broken_build_is_noticed():
+    x = picture((2, 3, 2, 4))
+    options = (None, None, False, 0.5, 0.0)
+    wrong = short_attention_cases.forward(x, x, x, *options, define="CAMOX_BREAK_SHORT_ATTENTION")
+    assert not torch.allclose(wrong, short_attention_cases.forward(x, x, x, *options), atol=1e-4)
+    wrong = short_attention_cases.backward(x, x, x, x, *options, define="CAMOX_BREAK_SHORT_ATTENTION")[0]
+    assert not torch.allclose(wrong, short_attention_cases.backward(x, x, x, x, *options)[0], atol=1e-4)
+
+
+# ---- bias_gelu ----
+@pytest.mark.parametrize("dropped", [False, True])
+def test_bias_gelu(dtype, dropped, arch):
+    seed, orders = torch.tensor(99) if dropped else None, list(rig.ORDERS)
+    for i, shape in enumerate(bias_gelu_cases.SHAPES):
+        x, grad = (picture((1, 1, *shape), dtype, seed=k)[0, 0] for k in (0, 1))
+        bias = picture((1, 1, 1, shape[1]), seed=2).flatten()
+        ours = bias_gelu_cases.run(x, bias, grad, seed, 0.3, arch=arch, order=orders[i % len(orders)])
+        inputs, doubles = (x, bias), list(doubled(x, bias))
+        same = [reference.bias_gelu(*inputs, seed, 0.3)]
+        truth = [reference.bias_gelu(*doubles, seed, 0.3)]
+        same += reference.bias_gelu_backward(grad, *inputs, seed, 0.3)
+        truth += reference.bias_gelu_backward(grad.double(), *doubles, seed, 0.3)
+        assert_close_to_reference(ours, same, truth)
+
+
+def test_bias_gelu_strides_over_a_small_grid(dtype, order):
+    x, grad = (picture((1, 1, 90, 640), dtype, seed=k)[0, 0] for k in (0, 1))
+    bias = picture((1, 1, 1, 640), seed=2).flatten()
+    expected = bias_gelu_cases.run(x, bias, grad, torch.tensor(5), 0.3)
+    ours = bias_gelu_cases.run(x, bias, grad, torch.tensor(5), 0.3, grid_cap=2, order=order)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_bias_gelu_empty():
+    assert bias_gelu_cases.run(torch.empty(0, 3), torch.ones(3), torch.empty(0, 3), None, 0.0)[2].eq(0).all()
+    assert bias_gelu_cases.run(torch.empty(3, 0), torch.ones(0), torch.empty(3, 0), None, 0.0)[0].shape == (3, 0)
+
+
+@pytest.mark.slow
+def test_bias_gelu_broken_build_is_noticed():
+    x, bias = picture((1, 1, 2, 8))[0, 0], torch.ones(8)
+    wrong, right = (bias_gelu_cases.run(x, bias, x, None, 0.0, define=d) for d in ("CAMOX_BREAK_BIAS_GELU", ""))
+    for mine, theirs in zip(wrong, right, strict=True):
+        assert not torch.allclose(mine, theirs, atol=1e-4)
 
 
 # ---- every kernel ----

@@ -140,15 +140,15 @@ CAMOX_INLINE camox_keep camox_keep_all(void) {
 
 /* What elements [first, first + count) are multiplied by, scale or 0 -> where the first of them lies in the buffer, which must
    hold 2 CAMOX_KEEP_ELEMENTS more: whole blocks are written. */
-#define CAMOX_DEFINE_FACTORS(V, T)                                                                                         \
-  CAMOX_INLINE const T *V##_keep_factors(const camox_keep_key *keys, T scale, int64_t first, int64_t count, T *buffer) {   \
-    const int64_t begin = first - first % CAMOX_KEEP_ELEMENTS, lanes = (int64_t)(sizeof(V) / sizeof(T));                   \
-    for (int64_t block = begin; block < first + count; block += CAMOX_KEEP_ELEMENTS) {                                     \
-      const camox_keep keep = camox_keep_of(keys, (uint64_t)block);                                                        \
-      for (int part = 0; part < CAMOX_KEEP_ELEMENTS / lanes; ++part)                                                       \
-        V##_store(buffer + (block - begin) + part * lanes, V##_kept(&keep, part, V##_set1(scale)));                        \
-    }                                                                                                                      \
-    return buffer + (first - begin);                                                                                       \
+#define CAMOX_DEFINE_FACTORS(V, T)                                                                                       \
+  CAMOX_INLINE const T *V##_keep_factors(const camox_keep_key *keys, T scale, int64_t first, int64_t count, T *buffer) { \
+    const int64_t begin = first - first % CAMOX_KEEP_ELEMENTS, lanes = (int64_t)(sizeof(V) / sizeof(T));                 \
+    for (int64_t block = begin; block < first + count; block += CAMOX_KEEP_ELEMENTS) {                                   \
+      const camox_keep keep = camox_keep_of(keys, (uint64_t)block);                                                      \
+      for (int part = 0; part < CAMOX_KEEP_ELEMENTS / lanes; ++part)                                                     \
+        V##_store(buffer + (block - begin) + part * lanes, V##_kept(&keep, part, V##_set1(scale)));                      \
+    }                                                                                                                    \
+    return buffer + (first - begin);                                                                                     \
   }
 
 CAMOX_DEFINE_FACTORS(vf32, float)

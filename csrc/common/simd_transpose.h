@@ -71,41 +71,41 @@ CAMOX_INLINE void vf32_transpose_quads(vf32 *v) {
 CAMOX_INLINE void vf32_transpose_quads(vf32 *v) { vf32_transpose(v); }
 #endif
 
-#define CAMOX_DEFINE_HALF_QUAD(S)                                                      \
-  CAMOX_INLINE vf32 vload_quad_##S(const uint16_t *const *row, ptrdiff_t at) {         \
-    uint64_t quad[VF32_LANES / 4];                                                     \
-    for (int i = 0; i < VF32_LANES / 4; ++i) memcpy(quad + i, row[4 * i] + at, 8);     \
-    uint16_t halves[VF32_LANES];                                                       \
-    memcpy(halves, quad, sizeof halves);                                               \
-    return vload_##S(halves);                                                          \
-  }                                                                                    \
-  CAMOX_INLINE void vstore_quad_##S(uint16_t *const *row, ptrdiff_t at, vf32 v) {      \
-    uint16_t halves[VF32_LANES];                                                       \
-    vstore_##S(halves, v);                                                             \
+#define CAMOX_DEFINE_HALF_QUAD(S)                                                        \
+  CAMOX_INLINE vf32 vload_quad_##S(const uint16_t *const *row, ptrdiff_t at) {           \
+    uint64_t quad[VF32_LANES / 4];                                                       \
+    for (int i = 0; i < VF32_LANES / 4; ++i) memcpy(quad + i, row[4 * i] + at, 8);       \
+    uint16_t halves[VF32_LANES];                                                         \
+    memcpy(halves, quad, sizeof halves);                                                 \
+    return vload_##S(halves);                                                            \
+  }                                                                                      \
+  CAMOX_INLINE void vstore_quad_##S(uint16_t *const *row, ptrdiff_t at, vf32 v) {        \
+    uint16_t halves[VF32_LANES];                                                         \
+    vstore_##S(halves, v);                                                               \
     for (int i = 0; i < VF32_LANES / 4; ++i) memcpy(row[4 * i] + at, halves + 4 * i, 8); \
   }
 CAMOX_DEFINE_HALF_QUAD(bf16)
 CAMOX_DEFINE_HALF_QUAD(f16)
 
 /* count, a constant of at most 3, times four elements. */
-#define CAMOX_DEFINE_QUADS(S, T)                                                                                  \
-  CAMOX_INLINE void vload_quads_##S(vf32 *to, const T *const *row, ptrdiff_t at, int count) {                     \
-    vf32 v[3][4];                                                                                                 \
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k)   \
-        v[k][i] = vload_quad_##S(row + i, at + 4 * k);                                                            \
-    _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k) {                                                     \
-      vf32_transpose_quads(v[k]);                                                                                 \
-      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) to[4 * k + i] = v[k][i];                                \
-    }                                                                                                             \
-  }                                                                                                               \
-  CAMOX_INLINE void vstore_quads_##S(T *const *row, ptrdiff_t at, const vf32 *from, int count) {                  \
-    vf32 v[3][4];                                                                                                 \
-    _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k) {                                                     \
-      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) v[k][i] = from[4 * k + i];                              \
-      vf32_transpose_quads(v[k]);                                                                                 \
-    }                                                                                                             \
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k)   \
-        vstore_quad_##S(row + i, at + 4 * k, v[k][i]);                                                            \
+#define CAMOX_DEFINE_QUADS(S, T)                                                                                          \
+  CAMOX_INLINE void vload_quads_##S(vf32 *to, const T *const *row, ptrdiff_t at, int count) {                             \
+    vf32 v[3][4];                                                                                                         \
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k) v[k][i] = \
+        vload_quad_##S(row + i, at + 4 * k);                                                                              \
+    _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k) {                                                             \
+      vf32_transpose_quads(v[k]);                                                                                         \
+      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) to[4 * k + i] = v[k][i];                                        \
+    }                                                                                                                     \
+  }                                                                                                                       \
+  CAMOX_INLINE void vstore_quads_##S(T *const *row, ptrdiff_t at, const vf32 *from, int count) {                          \
+    vf32 v[3][4];                                                                                                         \
+    _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k) {                                                             \
+      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) v[k][i] = from[4 * k + i];                                      \
+      vf32_transpose_quads(v[k]);                                                                                         \
+    }                                                                                                                     \
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) _Pragma("GCC unroll 3") for (int k = 0; k < count; ++k)           \
+        vstore_quad_##S(row + i, at + 4 * k, v[k][i]);                                                                    \
   }
 CAMOX_DEFINE_QUADS(f32, float)
 CAMOX_DEFINE_QUADS(bf16, uint16_t)

@@ -7,7 +7,7 @@
    in shared memory, without barriers, or computes it again where a row is too long for that. Gradients of weight and bias are
    summed per unit of rows in shared memory, then over units. No atomics: fixed bits. */
 #include "../common/cuda_util.cuh"
-#include "../common/philox.h"
+#include "../common/philox.cuh"
 #include "dropout.h"
 #include "dropout_plan.h"
 
@@ -32,31 +32,6 @@ struct dropout_args {
   int64_t logical[CAMOX_DROPOUT_DIMS]; /* distance in the row-major order */
   camox_dropout_view view[CAMOX_DROPOUT_VIEWS];
 };
-
-/* Whether element `index` is kept. */
-__device__ __forceinline__ bool dropout_keeps(uint64_t seed, int64_t index, uint32_t threshold) {
-  const camox_philox_words words = camox_philox_group(seed, static_cast<uint64_t>(index) / CAMOX_PHILOX_ELEMENTS);
-  const int place = static_cast<int>(index % CAMOX_PHILOX_ELEMENTS);
-  const uint32_t low = place & 2 ? words.word[1] : words.word[0], high = place & 2 ? words.word[3] : words.word[2];
-  const uint32_t word = place & 4 ? high : low;
-  return (word >> (16 * (place & 1)) & 0xffffu) >= threshold;
-}
-
-/* Whether elements index ... index + V - 1 are kept; index is a multiple of V, which divides the elements of a call. */
-template <int V>
-__device__ __forceinline__ void dropout_keeps_all(bool (&keep)[V], uint64_t seed, int64_t index, uint32_t threshold) {
-  if constexpr (V == 1) {
-    keep[0] = dropout_keeps(seed, index, threshold);
-  } else {
-    const camox_philox_words words = camox_philox_group(seed, static_cast<uint64_t>(index) / CAMOX_PHILOX_ELEMENTS);
-    const bool later = V == 4 && (index & 4) != 0;
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const uint32_t word = V == 4 && later ? words.word[(i / 2 + 2) % 4] : words.word[i / 2];
-      keep[i] = (word >> (16 * (i % 2)) & 0xffffu) >= threshold;
-    }
-  }
-}
 
 __device__ __forceinline__ float dropout_broken(float x) {
 #ifdef CAMOX_BREAK_DROPOUT
@@ -114,10 +89,10 @@ __device__ __forceinline__ void dropout_finish(const dropout_item<V, FLAT> &item
 #pragma unroll
     for (int i = 0; i < V; ++i) keep[i] = true;
   } else if (FLAT || a.neighbours) {
-    dropout_keeps_all(keep, seed, item.index, a.threshold);
+    camox_keeps_all(keep, seed, item.index, a.threshold);
   } else {
 #pragma unroll
-    for (int i = 0; i < V; ++i) keep[i] = dropout_keeps(seed, item.index + i * a.logical[a.dims - 1], a.threshold);
+    for (int i = 0; i < V; ++i) keep[i] = camox_keeps(seed, item.index + i * a.logical[a.dims - 1], a.threshold);
   }
   float out[V], out_y[V];
 #pragma unroll
@@ -178,7 +153,7 @@ __device__ __forceinline__ void norm_sums(float (&s)[V], const norm_args &a, uin
   camox_load_float(x, static_cast<const T *>(a.p.x) + index);
   camox_load_float(s, static_cast<const T *>(a.p.residual) + index);
   bool keep[V];
-  if (a.p.seed) dropout_keeps_all(keep, seed, index, a.threshold);
+  if (a.p.seed) camox_keeps_all(keep, seed, index, a.threshold);
 #pragma unroll
   for (int i = 0; i < V; ++i) s[i] += a.p.seed == nullptr ? x[i] : keep[i] ? x[i] * a.drop_scale : 0.0f;
 }
@@ -321,7 +296,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
         camox_store_float(static_cast<T *>(p.grad_residual) + start + i, d);
         if (p.grad_x) {
           bool keep[V];
-          dropout_keeps_all(keep, seed, start + i, a.threshold);
+          camox_keeps_all(keep, seed, start + i, a.threshold);
 #pragma unroll
           for (int j = 0; j < V; ++j) d[j] = keep[j] ? d[j] * a.drop_scale : 0.0f;
           camox_store_float(static_cast<T *>(p.grad_x) + start + i, d);

@@ -43,8 +43,7 @@ int camox_short_attention_check(const camox_short_attention_params *p, int backw
     return camox_fail(CAMOX_INVALID_ARGUMENT, "short_attention: q must have at most %d tokens in dimension 1, got %lld",
                       (int)CAMOX_SHORT_ATTENTION_LONGEST, (long long)p->length);
   if (!isfinite(p->scale)) return camox_fail(CAMOX_INVALID_ARGUMENT, "short_attention: scale must be finite, got %g", p->scale);
-  if (!(p->p >= 0 && p->p < 1))
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "short_attention: p must be in [0, 1), got %g", p->p);
+  if (!(p->p >= 0 && p->p < 1)) return camox_fail(CAMOX_INVALID_ARGUMENT, "short_attention: p must be in [0, 1), got %g", p->p);
   if (!backward) return check_written(p, &p->out, "out");
   int status = check_written(p, &p->grad_q, "grad_q");
   if (status == CAMOX_OK) status = check_written(p, &p->grad_k, "grad_k");

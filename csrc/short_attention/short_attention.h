@@ -7,12 +7,10 @@
    keep      of weight (s,h,i,j): element ((s H + h) T + i) T + j of a dropout mask of common/philox.h, kept ones scaled
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
    backward  the scores and the mask are computed again: it reads q, k, v and grad. With w = weight, m = keep * its scale,
-             e[i][j] = m grad[i].v[j] and d = w (e - sum_j w e): grad_q = scale d k, grad_k = scale d^T q, grad_v = (w m)^T grad.
-   saved     q, k, v, the padding and the seed. Not out, nor the rows' log-sums: at this length they cost more to read than
-             scores to compute.
-   errors    CAMOX_INVALID_ARGUMENT: an unknown dtype, a negative size, T > 64, scale not finite, p outside [0, 1), written
-             elements that share memory.
-   source    torch.nn.functional.scaled_dot_product_attention. */
+             e[i][j] = m grad[i].v[j] and d = w (e - sum_j w e): grad_q = scale d k, grad_k = scale d^T q, grad_v = (w m)^T
+   grad. saved     q, k, v, the padding and the seed. Not out, nor the rows' log-sums: at this length they cost more to read
+   than scores to compute. errors    CAMOX_INVALID_ARGUMENT: an unknown dtype, a negative size, T > 64, scale not finite, p
+   outside [0, 1), written elements that share memory. source    torch.nn.functional.scaled_dot_product_attention. */
 #ifndef CAMOX_SHORT_ATTENTION_H
 #define CAMOX_SHORT_ATTENTION_H
 
@@ -29,10 +27,10 @@ typedef struct {
   camox_dtype dtype;
   int causal;
   double scale, p;
-  const int64_t *seed;                      /* one number, where the tensors are; NULL: nothing is dropped, nothing scaled */
-  int64_t sequences, length, heads, dim;    /* S, T, H, D */
-  camox_view4 q, k, v;                      /* [S,T,H,D], as all views here */
-  const uint8_t *padding;                   /* [S,T], not 0: the key is ignored; may be NULL */
+  const int64_t *seed;                   /* one number, where the tensors are; NULL: nothing is dropped, nothing scaled */
+  int64_t sequences, length, heads, dim; /* S, T, H, D */
+  camox_view4 q, k, v;                   /* [S,T,H,D], as all views here */
+  const uint8_t *padding;                /* [S,T], not 0: the key is ignored; may be NULL */
   int64_t padding_stride[2];
   camox_view4 out;                          /* forward */
   camox_view4 grad, grad_q, grad_k, grad_v; /* backward */

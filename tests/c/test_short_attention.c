@@ -110,8 +110,15 @@ static void refused(const camox_short_attention_params *p, int backward, const c
 
 static void test_checks_refuse(void) {
   const camox_view4 dense = {NULL, {24, 12, 4, 1}}, repeated = {NULL, {0, 12, 4, 1}};
-  const camox_short_attention_params good = {.sequences = 2, .length = 2, .heads = 3, .dim = 4, .scale = 1, .out = dense,
-                                             .grad_q = dense, .grad_k = dense, .grad_v = dense};
+  const camox_short_attention_params good = {.sequences = 2,
+                                             .length = 2,
+                                             .heads = 3,
+                                             .dim = 4,
+                                             .scale = 1,
+                                             .out = dense,
+                                             .grad_q = dense,
+                                             .grad_k = dense,
+                                             .grad_v = dense};
   camox_short_attention_params p = good;
   TEST(camox_short_attention_check(&p, 0) == CAMOX_OK && camox_short_attention_check(&p, 1) == CAMOX_OK, "%s",
        camox_last_error());

@@ -1,0 +1,37 @@
+/* Dropout masks (philox.h) in kernels of the CUDA part: what an element's thread asks. */
+#ifndef CAMOX_PHILOX_CUH
+#define CAMOX_PHILOX_CUH
+
+#include "cuda_util.cuh"
+#include "philox.h"
+
+/* camox_philox_bits without an array that is indexed, which would lie in memory. */
+__device__ __forceinline__ uint32_t camox_philox_pick(const camox_philox_words &words, int place) {
+  const uint32_t low = place & 2 ? words.word[1] : words.word[0], high = place & 2 ? words.word[3] : words.word[2];
+  const uint32_t word = place & 4 ? high : low;
+  return word >> (16 * (place & 1)) & 0xffffu;
+}
+
+/* Whether element `index` is kept. */
+__device__ __forceinline__ bool camox_keeps(uint64_t seed, int64_t index, uint32_t threshold) {
+  const camox_philox_words words = camox_philox_group(seed, static_cast<uint64_t>(index) / CAMOX_PHILOX_ELEMENTS);
+  return camox_philox_pick(words, static_cast<int>(index % CAMOX_PHILOX_ELEMENTS)) >= threshold;
+}
+
+/* Whether elements index ... index + V - 1 are kept; index is a multiple of V, which divides the elements of a call. */
+template <int V>
+__device__ __forceinline__ void camox_keeps_all(bool (&keep)[V], uint64_t seed, int64_t index, uint32_t threshold) {
+  if constexpr (V == 1) {
+    keep[0] = camox_keeps(seed, index, threshold);
+  } else {
+    const camox_philox_words words = camox_philox_group(seed, static_cast<uint64_t>(index) / CAMOX_PHILOX_ELEMENTS);
+    const bool later = V == 4 && (index & 4) != 0;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const uint32_t word = V == 4 && later ? words.word[(i / 2 + 2) % 4] : words.word[i / 2];
+      keep[i] = (word >> (16 * (i % 2)) & 0xffffu) >= threshold;
+    }
+  }
+}
+
+#endif

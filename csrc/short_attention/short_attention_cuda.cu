@@ -1,0 +1,361 @@
+/* short_attention on CUDA: a block has some consecutive (s,h), its items, and a thread a token of one, neighbours in a warp
+   being neighbouring items, whose heads lie side by side in memory.
+
+   Forward: the token's scores become its weights in shared memory, then its output, SA_CHUNK columns in registers at a time.
+   Backward: the same for weights and slopes, then its grad_q; after a barrier the thread sums grad_k and grad_v of its token
+   over the tokens that look at it. q, k, v and grad are staged in shared memory as float where they fit (rows filled up with
+   zeros), else read where they lie. No atomics: fixed bits. */
+#include "../common/cuda_util.cuh"
+#include "../common/philox.cuh"
+#include "short_attention.h"
+
+#define SA_THREADS 128
+#define SA_SHARED (48 << 10) /* bytes a block has without asking for more */
+#define SA_CHUNK 16
+#define SA_KEYS 4 /* scores of a thread at a time */
+
+struct sa_args {
+  camox_short_attention_params p;
+  uint32_t threshold;
+  float kept;
+  int64_t items, groups;
+  int group;            /* items of a block */
+  int pitch, item_size; /* floats of a staged row and of a staged item */
+  int weights;          /* floats of an item's weights, odd so that neighbouring items are in other banks */
+};
+
+/* The rows of one item of one tensor. */
+template <typename T, bool STAGED>
+struct sa_rows {
+  const float *shared;
+  const T *global;
+  int64_t token, inner;
+  int pitch, dim;
+
+  /* Elements d ... d+3 of token t, 0 from dim on; d is a multiple of 4. */
+  __device__ __forceinline__ void get(float (&x)[4], int t, int d) const {
+    if constexpr (STAGED) {
+      camox_get_floats(x, shared + t * pitch + d);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = d + i < dim ? camox_to_float(__ldg(global + t * token + (d + i) * inner)) : 0.0f;
+    }
+  }
+};
+
+__device__ __forceinline__ int64_t sa_offset(const sa_args &a, const camox_view4 &view, int64_t item) {
+  int64_t h;
+  const int64_t s = camox_divide(item, a.p.heads, &h);
+  return s * view.stride[0] + h * view.stride[2];
+}
+
+/* A view's tokens of the block's items -> shared memory, V elements an access. */
+template <typename T, int V>
+__device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camox_view4 &view, int64_t first, int items) {
+  const int length = static_cast<int>(a.p.length), dim = static_cast<int>(a.p.dim), vectors = a.pitch / V;
+  for (int i = static_cast<int>(threadIdx.x); i < vectors * items * length; i += SA_THREADS) {
+    const int d = i % vectors * V, rest = i / vectors, item = rest % items, t = rest / items;
+    float x[V] = {};
+    if (d < dim) {
+      const T *const row = static_cast<const T *>(view.data) + sa_offset(a, view, first + item) + t * view.stride[1];
+      if constexpr (V > 1)
+        camox_load_float(x, row + d);
+      else
+        x[0] = camox_to_float(__ldg(row + d * view.stride[3]));
+    }
+    camox_put_floats(to + item * a.item_size + t * a.pitch + d, x);
+  }
+}
+
+template <typename T, bool STAGED>
+__device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const float *staged, const camox_view4 &view,
+                                                         int64_t first, int item) {
+  sa_rows<T, STAGED> rows = {};
+  rows.pitch = a.pitch, rows.dim = static_cast<int>(a.p.dim);
+  if constexpr (STAGED) {
+    rows.shared = staged + item * a.item_size;
+  } else {
+    rows.global = static_cast<const T *>(view.data) + sa_offset(a, view, first + item);
+    rows.token = view.stride[1], rows.inner = view.stride[3];
+  }
+  return rows;
+}
+
+/* to[j] = x[i] . y[j] for j < keys */
+template <typename T, bool STAGED>
+__device__ __forceinline__ void sa_dots(float *to, const sa_rows<T, STAGED> &x, int i, const sa_rows<T, STAGED> &y, int keys) {
+  for (int j = 0; j < keys; j += SA_KEYS) {
+    float sum[SA_KEYS] = {};
+    for (int d = 0; d < x.dim; d += 4) {
+      float own[4];
+      x.get(own, i, d);
+#pragma unroll
+      for (int key = 0; key < SA_KEYS; ++key) {
+        float other[4];
+        y.get(other, min(j + key, keys - 1), d);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[key] = fmaf(own[c], other[c], sum[key]);
+      }
+    }
+#pragma unroll
+    for (int key = 0; key < SA_KEYS; ++key)
+      if (j + key < keys) to[j + key] = sum[key];
+  }
+}
+
+/* Scores -> weights of one token, in place; zeros past the keys. */
+__device__ __forceinline__ void sa_softmax(float *row, const sa_args &a, int64_t s, int keys) {
+  const uint8_t *const padding = a.p.padding ? a.p.padding + s * a.p.padding_stride[0] : nullptr;
+  const int length = static_cast<int>(a.p.length);
+  const float scale = static_cast<float>(a.p.scale);
+  float largest = -3.402823466e38f, sum = 0.0f;
+  for (int j = 0; j < keys; ++j) {
+    const bool counts = padding == nullptr || __ldg(padding + j * a.p.padding_stride[1]) == 0;
+    row[j] = counts ? row[j] * scale : -INFINITY;
+    largest = fmaxf(largest, row[j]);
+  }
+  for (int j = 0; j < keys; ++j) {
+    row[j] = expf(row[j] - largest);
+    sum += row[j];
+  }
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  for (int j = 0; j < length; ++j) row[j] = j < keys ? row[j] * inverse : 0.0f;
+}
+
+/* The factors of one token's weights in turn, with one call of Philox for those that share it. */
+struct sa_factors {
+  uint64_t seed, group;
+  camox_philox_words words;
+
+  __device__ __forceinline__ float at(const sa_args &a, int64_t index) {
+    if (a.p.seed == nullptr) return 1.0f;
+    const uint64_t needed = static_cast<uint64_t>(index) / CAMOX_PHILOX_ELEMENTS;
+    if (needed != group) group = needed, words = camox_philox_group(seed, group);
+    return camox_philox_pick(words, static_cast<int>(index % CAMOX_PHILOX_ELEMENTS)) >= a.threshold ? a.kept : 0.0f;
+  }
+};
+
+__device__ __forceinline__ sa_factors sa_factors_of(const sa_args &a) {
+  sa_factors factors = {};
+  factors.seed = a.p.seed ? static_cast<uint64_t>(__ldg(a.p.seed)) : 0;
+  factors.group = UINT64_MAX;
+  return factors;
+}
+
+/* Columns of token t of an item: sum_j weight[j * step] rows[j], SA_CHUNK at a time. */
+template <typename T, int V, bool STAGED>
+__device__ __forceinline__ void sa_combine(const sa_args &a, const camox_view4 &view, int64_t item, int t, const float *weight,
+                                           int step, const sa_rows<T, STAGED> &rows) {
+  const int length = static_cast<int>(a.p.length);
+  T *const to = static_cast<T *>(view.data) + sa_offset(a, view, item) + t * view.stride[1];
+  for (int first = 0; first < rows.dim; first += SA_CHUNK) {
+    float sum[SA_CHUNK / 4][4] = {};
+    for (int j = 0; j < length; ++j) {
+      const float w = weight[j * step];
+#pragma unroll
+      for (int k = 0; k < SA_CHUNK / 4; ++k) {
+        if (first + 4 * k >= rows.dim) continue;
+        float x[4];
+        rows.get(x, j, first + 4 * k);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[k][c] = fmaf(w, x[c], sum[k][c]);
+      }
+    }
+#ifdef CAMOX_BREAK_SHORT_ATTENTION
+    sum[0][0] += 1e-3f;
+#endif
+#pragma unroll
+    for (int k = 0; k < SA_CHUNK / 4; ++k) {
+      const int d = first + 4 * k;
+      if (d >= rows.dim) continue;
+      if constexpr (V > 1) {
+        camox_store_float(to + d, sum[k]);
+      } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          if (d + c < rows.dim) to[(d + c) * view.stride[3]] = camox_from_float<T>(sum[k][c]);
+      }
+    }
+  }
+}
+
+template <typename T, int V, bool STAGED>
+__global__ void __launch_bounds__(SA_THREADS) short_attention_kernel(const __grid_constant__ sa_args a) {
+  CAMOX_DYNAMIC_SHARED(float, shared);
+  const int length = static_cast<int>(a.p.length), tensor = STAGED ? a.group * a.item_size : 0;
+  float *const staged_q = shared, *const staged_k = shared + tensor, *const staged_v = shared + 2 * tensor;
+  float *const weights = shared + 3 * tensor;
+  for (int64_t block = blockIdx.x; block < a.groups; block += gridDim.x) {
+    const int64_t first = block * a.group;
+    const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
+    if constexpr (STAGED) {
+      __syncthreads();
+      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
+      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
+      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
+      __syncthreads();
+    }
+    for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
+      const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
+      float *const row = weights + item * a.weights + i * length;
+      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item);
+      const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item);
+      const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item);
+      sa_dots(row, q, i, k, keys);
+      int64_t h;
+      sa_softmax(row, a, camox_divide(first + item, a.p.heads, &h), keys);
+      sa_factors factors = sa_factors_of(a);
+      const int64_t index = ((first + item) * length + i) * length;
+      if (a.p.seed)
+        for (int j = 0; j < keys; ++j) row[j] *= factors.at(a, index + j);
+      sa_combine<T, V>(a, a.p.out, first + item, i, row, 1, v);
+    }
+  }
+}
+
+template <typename T, int V, bool STAGED>
+__global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(const __grid_constant__ sa_args a) {
+  CAMOX_DYNAMIC_SHARED(float, shared);
+  const int length = static_cast<int>(a.p.length), tensor = STAGED ? a.group * a.item_size : 0;
+  float *const staged_q = shared, *const staged_k = shared + tensor, *const staged_v = shared + 2 * tensor;
+  float *const staged_grad = shared + 3 * tensor;
+  float *const weights = shared + 4 * tensor, *const slopes = weights + a.group * a.weights;
+  for (int64_t block = blockIdx.x; block < a.groups; block += gridDim.x) {
+    const int64_t first = block * a.group;
+    const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
+    __syncthreads();
+    if constexpr (STAGED) {
+      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
+      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
+      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
+      sa_stage<T, V>(staged_grad, a, a.p.grad, first, items);
+      __syncthreads();
+    }
+    for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
+      const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
+      float *const row = weights + item * a.weights + i * length, *const slope = slopes + item * a.weights + i * length;
+      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item);
+      const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item);
+      const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item);
+      const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item);
+      sa_dots(row, q, i, k, keys);
+      sa_dots(slope, grad, i, v, keys);
+      int64_t h;
+      sa_softmax(row, a, camox_divide(first + item, a.p.heads, &h), keys);
+      sa_factors factors = sa_factors_of(a);
+      const int64_t index = ((first + item) * length + i) * length;
+      const float scale = static_cast<float>(a.p.scale);
+      float mean = 0.0f;
+      for (int j = 0; j < keys; ++j) {
+        slope[j] *= factors.at(a, index + j);
+        mean = fmaf(row[j], slope[j], mean);
+      }
+      for (int j = 0; j < length; ++j) {
+        slope[j] = j < keys ? row[j] * (slope[j] - mean) * scale : 0.0f;
+        row[j] = j < keys ? row[j] * factors.at(a, index + j) : 0.0f;
+      }
+      sa_combine<T, V>(a, a.p.grad_q, first + item, i, slope, 1, k);
+    }
+    __syncthreads();
+    for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
+      const int item = token % items, j = token / items;
+      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item);
+      const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item);
+      sa_combine<T, V>(a, a.p.grad_k, first + item, j, slopes + item * a.weights + j, length, q);
+      sa_combine<T, V>(a, a.p.grad_v, first + item, j, weights + item * a.weights + j, length, grad);
+    }
+  }
+}
+
+/* ---- launchers ---- */
+
+static bool sa_view_fits(const camox_short_attention_params *p, const camox_view4 &view, int lanes, int element) {
+  const int64_t sizes[3] = {p->sequences, p->length, p->heads};
+  if (view.stride[3] != 1 || !camox_aligned(view.data, lanes * element)) return false;
+  for (int i = 0; i < 3; ++i)
+    if (sizes[i] > 1 && view.stride[i] % lanes != 0) return false;
+  return true;
+}
+
+/* Whether every row can be accessed `lanes` elements at a time. */
+static bool sa_fits(const camox_short_attention_params *p, bool backward, int lanes, int element) {
+  if (p->dim % lanes != 0) return false;
+  const camox_view4 forward_views[] = {p->q, p->k, p->v, p->out};
+  const camox_view4 backward_views[] = {p->q, p->k, p->v, p->grad, p->grad_q, p->grad_k, p->grad_v};
+  bool fits = true;
+  if (backward)
+    for (const camox_view4 &view : backward_views) fits = fits && sa_view_fits(p, view, lanes, element);
+  else
+    for (const camox_view4 &view : forward_views) fits = fits && sa_view_fits(p, view, lanes, element);
+  return fits;
+}
+
+static sa_args sa_args_of(const camox_short_attention_params *p) {
+  sa_args a = {};
+  a.p = *p;
+  a.threshold = camox_dropout_threshold(p->p);
+  a.kept = static_cast<float>(camox_dropout_scale(a.threshold));
+  a.items = p->sequences * p->heads;
+  a.weights = static_cast<int>(p->length * p->length) | 1;
+  return a;
+}
+
+/* How many items a block takes and the bytes that they need; whether they are staged. */
+static int64_t sa_plan(sa_args *a, bool backward, bool *staged) {
+  const int64_t weights = (backward ? 2 : 1) * static_cast<int64_t>(a->weights), tensors = backward ? 4 : 3;
+  const int64_t pitch = camox_ceil_div(a->p.dim, 4) * 4;
+  int64_t item_size = a->p.length * pitch;
+  /* 16-byte accesses of eight neighbouring items then meet all banks */
+  while (item_size % 32 != 4) item_size += 4;
+  int64_t floats = tensors * item_size + weights;
+  *staged = floats * 4 <= SA_SHARED;
+  if (!*staged) floats = weights;
+  a->pitch = *staged ? static_cast<int>(pitch) : 0;
+  a->item_size = *staged ? static_cast<int>(item_size) : 0;
+  const int64_t fit = SA_SHARED / 4 / floats, threads = SA_THREADS / a->p.length;
+  a->group = static_cast<int>(fit < threads ? fit : threads);
+  if (a->group < 1) a->group = 1;
+  a->groups = camox_ceil_div(a->items, a->group);
+  return a->group * floats * 4;
+}
+
+template <typename T, int V, bool STAGED>
+static void sa_launch(const sa_args &a, bool backward, int64_t bytes, void *stream) {
+  const unsigned grid = camox_grid(a.groups);
+  if (backward)
+    CAMOX_LAUNCH((short_attention_backward_kernel<T, V, STAGED>), grid, SA_THREADS, bytes, stream, a);
+  else
+    CAMOX_LAUNCH((short_attention_kernel<T, V, STAGED>), grid, SA_THREADS, bytes, stream, a);
+}
+
+template <typename T>
+static void sa_launch_widest(const camox_short_attention_params *p, bool backward, void *stream) {
+  sa_args a = sa_args_of(p);
+  bool staged;
+  const int64_t bytes = sa_plan(&a, backward, &staged);
+  if (!staged)
+    sa_launch<T, 1, false>(a, backward, bytes, stream);
+  else if (sa_fits(p, backward, 4, static_cast<int>(sizeof(T))))
+    sa_launch<T, 4, true>(a, backward, bytes, stream);
+  else
+    sa_launch<T, 1, true>(a, backward, bytes, stream);
+}
+
+static int sa_run(const camox_short_attention_params *p, bool backward, void *stream) {
+  if (p->sequences * p->length * p->heads * p->dim == 0) return cudaSuccess;
+  switch (p->dtype) {
+    case CAMOX_F32: sa_launch_widest<float>(p, backward, stream); break;
+    case CAMOX_BF16: sa_launch_widest<__nv_bfloat16>(p, backward, stream); break;
+    case CAMOX_F16: sa_launch_widest<__half>(p, backward, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
+
+extern "C" int camox_short_attention_cuda(const camox_short_attention_params *p, void *stream) {
+  return sa_run(p, false, stream);
+}
+
+extern "C" int camox_short_attention_backward_cuda(const camox_short_attention_params *p, void *stream) {
+  return sa_run(p, true, stream);
+}

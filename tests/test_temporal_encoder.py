@@ -1,0 +1,165 @@
+"""cx.nn.TemporalEncoder against a plain form of EmberFormer's module, made of nn.TransformerEncoder."""
+
+import pytest
+import torch
+from helpers import DEVICE, FLOATS, assert_close_to_reference, module_numbers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import camox_ops as cx
+
+ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 runs on the CPU only")
+
+
+class Plain(nn.Module):
+    """TemporalTransformerEncoder of tampueroc/emberformer (models/emberformer.py at 80135a5), in our words."""
+
+    def __init__(self, d_model, nhead=4, num_layers=3, dim_feedforward=512, dropout=0.1):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(d_model, nhead, dim_feedforward, dropout, "gelu", batch_first=True)
+        self.transformer = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+
+    def forward(self, tokens, valid_t):
+        batch, patches, _, width = tokens.shape
+        valid = valid_t.repeat_interleave(patches, 0)
+        encoded = self.transformer(tokens.flatten(0, 1), src_key_padding_mask=~valid)
+        last = (valid.sum(1) - 1).clamp(min=0)
+        return encoded[torch.arange(batch * patches, device=last.device), last].view(batch, patches, width)
+
+
+def both(*arguments, dtype=torch.float32):
+    """Plain and ours with equal parameters, none of which is what it was made as."""
+    torch.manual_seed(0)
+    plain, ours = Plain(*arguments).to(DEVICE), cx.nn.TemporalEncoder(*arguments).to(DEVICE)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ours.load_state_dict(plain.state_dict())
+    return plain.to(dtype), ours.to(dtype)
+
+
+def inputs_of(side, dtype=torch.float32, shape=(4, 5, 6, 24)):
+    """Tokens; and validity, steps missing on this side: of sequence b the first or last b."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+    steps, missing = torch.arange(shape[2]), torch.arange(shape[0])[:, None]
+    valid = {"none": steps >= 0 * missing, "left": steps >= missing, "right": steps < shape[2] - missing}[side]
+    return tokens, valid.to(DEVICE)
+
+
+def test_smoke():
+    tokens, valid = inputs_of("left")
+    encoder = cx.nn.TemporalEncoder(24, 4, 2, 48).to(DEVICE)
+    y = encoder(tokens, valid)
+    assert y.shape == (4, 5, 24)
+    y.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in encoder.parameters())
+
+
+def test_state_dict_goes_both_ways():
+    torch.manual_seed(0)
+    plain = Plain(24, 4, 2, 48)
+    torch.manual_seed(0)
+    ours = cx.nn.TemporalEncoder(24, 4, 2, 48)
+    assert list(plain.state_dict()) == list(ours.state_dict())
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    ours.load_state_dict(plain.state_dict(), strict=True)
+    plain.load_state_dict(ours.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_matches_reference(dtype, side):
+    plain, ours = both(24, 4, 2, 48, 0.0, dtype=dtype)
+    tokens, valid = inputs_of(side, dtype)
+    grad = torch.ones(4, 5, 24, dtype=dtype, device=DEVICE).cumsum(2) / 24
+    numbers = [module_numbers(m, lambda x, m=m: m(x, valid), tokens, grad) for m in (ours, plain)]
+    truth = module_numbers(plain.double(), lambda x: plain(x, valid), tokens.double(), grad.double())
+    assert_close_to_reference(*numbers, truth, scale64=60.0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_matches_reference_in_evaluation(side):
+    plain, ours = (module.eval() for module in both(24, 4, 2, 48, 0.5))
+    tokens, valid = inputs_of(side)
+    torch.testing.assert_close(ours(tokens, valid), plain(tokens, valid), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens, valid), plain(tokens, valid), rtol=1e-4, atol=1e-4)
+
+
+def test_takes_the_step_that_the_users_code_takes():
+    """Padded on the left, sequence b takes slot 5 - b, which for b = 3 is padding itself."""
+    _, ours = both(24, 4, 1, 48, 0.0)
+    tokens, valid = inputs_of("left")
+    expected = ours(tokens, valid)
+    for b, padded in ((1, 0), (2, 0), (3, 1)):
+        changed = tokens.clone()
+        changed[b, :, 5 - b] += 1
+        assert not torch.allclose(ours(changed, valid)[b], expected[b])
+        changed = tokens.clone()
+        changed[b, :, padded if padded != 5 - b else 0] += 1  # a padded step that is not taken
+        torch.testing.assert_close(ours(changed, valid)[b], expected[b])
+
+
+def test_no_valid_step_is_finite():
+    _, ours = both(24, 4, 2, 48, 0.0)
+    tokens, valid = inputs_of("none")
+    valid[1] = False
+    tokens.requires_grad_()
+    y = ours(tokens, valid)
+    assert y.isfinite().all()
+    assert torch.autograd.grad(y.sum(), tokens)[0].isfinite().all()
+
+
+def test_dropout_repeats_with_the_seed():
+    _, ours = both(24, 4, 2, 48, 0.3)
+    tokens, valid = inputs_of("left")
+    torch.manual_seed(3)
+    first, second = ours(tokens, valid), ours(tokens, valid)
+    torch.manual_seed(3)
+    assert torch.equal(ours(tokens, valid), first)
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(checkpoint(ours, tokens, valid, use_reentrant=False), first)
+    mean = torch.stack([ours(tokens, valid) for _ in range(300)]).mean(0)
+    assert (mean - ours.eval()(tokens, valid)).abs().mean() < 0.3
+
+
+@ON_CPU
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_autocast_gives_the_dtype_of_the_stock_module(given):
+    plain, ours = both(24, 4, 2, 48, 0.0)
+    tokens, valid = inputs_of("left", given)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, theirs = ours(tokens, valid), plain(tokens, valid)
+    assert mine.dtype == theirs.dtype
+    torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.slow
+def test_compile():
+    _, ours = both(24, 4, 1, 48, 0.0)
+    tokens, valid = inputs_of("left")
+    tokens.requires_grad_()
+    expected, got = ours(tokens, valid), torch.compile(ours, fullgraph=True)(tokens, valid)
+    torch.testing.assert_close(got, expected)
+    ours_grad, theirs = (torch.autograd.grad(y.square().sum(), tokens)[0] for y in (got, expected))
+    torch.testing.assert_close(ours_grad, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "valid", "error", "message"),
+    [
+        ((4, 6, 24), (4, 6), ValueError, r"tokens must have shape \(B, N, T, 24\), got \(4, 6, 24\)"),
+        ((4, 5, 6, 12), (4, 6), ValueError, r"tokens must have shape \(B, N, T, 24\), got \(4, 5, 6, 12\)"),
+        ((4, 5, 6, 24), (4, 5), ValueError, r"valid_t must have shape \(4, 6\), got \(4, 5\)"),
+        ((1, 5, 65, 24), (1, 65), ValueError, "at most 64 tokens"),
+    ],
+)
+def test_errors(tokens, valid, error, message):
+    encoder = cx.nn.TemporalEncoder(24)
+    with pytest.raises(error, match=message):
+        encoder(torch.ones(tokens), torch.ones(valid, dtype=torch.bool))
+    with pytest.raises(TypeError, match="valid_t must have dtype bool"):
+        encoder(torch.ones(4, 5, 6, 24), torch.ones(4, 6))
