@@ -512,7 +512,7 @@ def test_isa_agree(pytestconfig):
     assert len({digest for _, digest in results}) == 1
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS[:2])
 def test_opcheck(dtype):
     op, logits = torch.ops.camox_ops, logits_of(6, 4, dtype).requires_grad_()
     real, valid = real_of(dtype), valid_of(6)
@@ -529,7 +529,7 @@ def test_opcheck(dtype):
         opcheck(op.moe_dispatch_backward.default, (y, *routed_indices, capacity))
         opcheck(op.moe_combine_backward.default, (x.detach(), y, weights.detach(), *routed_indices, capacity))
         opcheck(op.moe_combine.default, (y.requires_grad_(), weights, *routed_indices, capacity))
-    for kind in AUX_LOSSES:
+    for kind in ("switch", "usage_mse"):
         opcheck(op.moe_aux_loss.default, (logits, routing.counts, valid, kind, 2))
     slope = weights_of((4,), real)
     opcheck(op.moe_aux_loss_backward.default, (slope[0].clone(), logits.detach(), slope, valid, "z"))

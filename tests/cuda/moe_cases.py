@@ -147,7 +147,7 @@ def _outer(experts, offsets, capacity):
 def dispatch(x, experts, offsets, position, *, capacity=None, flush="end", with_errors=False, **how):
     """x (rows, ...) with dense rows, any distance apart."""
     with rig.guarded(flush) as memory:
-        row_size = x[:1].numel() if x.shape[0] else x[0:].numel()
+        row_size = torch.Size(x.shape[1:]).numel()
         p, word = _rows_params(memory, x, row_size, experts, offsets, position, capacity)
         y = _empty(memory, (*_outer(experts, offsets, capacity), *x.shape[1:]), x.dtype, "y")
         p.row, p.row_stride = memory.copy(x, "x").data_ptr(), x.stride(0)
