@@ -70,6 +70,8 @@ def unusable(device_index: int) -> str:
 # By bit of csrc/common/device_errors.h.
 DEVICE_ERRORS = {
     1: "rope: positions or cu_seqlens gave a token a position that is negative or past cos and sin; its rows are NaN",
+    2: "moe_route: logits held NaN; the weights of their rows are NaN",
+    4: "moe: a routing's experts, offsets or position lay out of bounds; what was made with them is NaN",
 }
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from . import _cuda, reference
 from .ops.bands import frequency_bands
 from .ops.edge import edge_maps
+from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
 from .ops.spatial_gradient import spatial_gradient
@@ -88,6 +89,26 @@ def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
     return x, angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def picture_and_logits(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x, and logits over 5 experts for its pictures."""
+    return (*picture(shape, dtype), torch.linspace(-2, 3, 5 * shape[0]).view(5, shape[0]).t().contiguous().to(dtype))
+
+
+def mixture(x, logits) -> tuple[torch.Tensor, ...]:
+    """Two experts a picture, which square it."""
+    routing = moe_route(logits, 2)
+    y = moe_combine(moe_dispatch(x, routing).square(), routing)
+    return y, routing.weights.to(x.dtype), moe_aux_loss(routing, logits).to(x.dtype)
+
+
+def plain_mixture(x, logits) -> tuple[torch.Tensor, ...]:
+    real = torch.promote_types(x.dtype, torch.float32)
+    weights, experts, counts, offsets, _, position = reference.moe_route(logits.to(real), 2)
+    copies = reference.moe_dispatch(x, experts, offsets, position).square()
+    y = reference.moe_combine(copies, weights, experts, offsets, position).to(x.dtype)
+    return y, weights.to(x.dtype), reference.moe_aux_loss(logits.to(real), counts, 2).to(x.dtype)
+
+
 OPS = (
     Op("edge_maps", edge_maps, reference.edge_maps, picture),
     Op(
@@ -117,6 +138,7 @@ OPS = (
         lambda x, weight, bias: reference.layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         picture_and_affine,
     ),
+    Op("moe", mixture, plain_mixture, picture_and_logits),
     Op(
         "rope",
         lambda x, cos, sin: rope(x, cos, sin, rotary_dim=2 * cos.shape[1]),

@@ -48,7 +48,35 @@ def moe_route(
     capacity_factor: float | None = None,
     valid: torch.Tensor | None = None,
 ) -> Routing:
-    """Chooses top_k experts for every row."""
+    """Chooses the top_k experts of every row and sorts the rows' copies by expert, in one or two launches.
+
+    Args:
+        logits: (rows, E), 1 to 1024 experts; float32, bfloat16, float16 or float64; any strides.
+        top_k: K, from 1 to E. The K largest logits of a row are its experts, best first, ties to the lower expert.
+        score: the weights. "topk_softmax": softmax over the K chosen logits; "softmax_topk": softmax over all E, of the
+            chosen; "softmax_topk_renorm": the same divided by their sum, which is topk_softmax; "sigmoid_topk":
+            1/(1 + exp(-logit)) of the chosen.
+        capacity_factor: > 0: an expert gets at most ceil(capacity_factor * rows * K / E) copies, and later rows lose
+            theirs first. None: no limit.
+        valid: (rows,) bool, True where the row takes part; None: all do. Logits of the others are not looked at.
+
+    Returns:
+        A Routing. A slot that was dropped or whose row is not valid has position -1 and weight 0 and is not counted;
+        its expert is still named. No shape depends on the data and nothing waits for a device. Weights are float32
+        (float64 for float64 logits), also for half-precision logits and in autocast.
+
+    Gradients flow from the weights to the logits; of a softmax over the chosen also to the logit of a dropped slot,
+    which took part in it. Saved for backward: the logits, experts and positions. First derivatives; a second one raises
+    NotImplementedError, and so does forward-mode AD. The same bits on every run and for any number of threads.
+
+    NaN in a valid row: ValueError on the CPU, before anything is returned. On CUDA the row's weights become NaN, its
+    experts stay in bounds, and camox_ops.check_errors() raises.
+
+    Raises:
+        TypeError: logits is not a dense tensor of one of these dtypes, top_k not an int, capacity_factor not a number,
+            valid not a bool tensor.
+        ValueError: logits not (rows, E), more than 1024 experts, top_k < 1 or > E, an unknown score, capacity_factor
+            not > 0 and finite, valid of another shape, tensors on different devices, NaN."""
     op = "moe_route"
     _check_logits(op, logits)
     top_k = _check_top_k(op, top_k, logits.shape[1])
@@ -62,7 +90,28 @@ def moe_route(
 
 
 def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> torch.Tensor:
-    """Copies each row to the places of its slots, sorted by expert."""
+    """Copies each row once for each of its experts, the copies sorted by expert and then by row.
+
+    Args:
+        x: (rows, ...), rows of any shape: tokens or whole pictures; float32, bfloat16, float16 or float64; any strides,
+            of which those that leave gaps within a row are copied first.
+        routing: what moe_route gave for these rows.
+        padded: False: (rows*K, ...), zeros past the last copy; the copies of expert e are
+            [routing.offsets[e], routing.offsets[e+1]). True: (E, capacity, ...), zeros where an expert has fewer;
+            without a capacity_factor capacity is the number of rows.
+
+    Returns:
+        A tensor in x's dtype, each row in memory as in x (channels_last stays so). With K = 1 and rows that are sorted
+        by expert already it is a view of x and nothing is copied, where that can be told without waiting: eagerly on
+        the CPU. So do not write into it in place.
+
+    The backward adds up the copies' gradients of each row in the order of its choices. Saved: the routing's indices.
+    First derivatives; a second one raises NotImplementedError, and so does forward-mode AD. The same bits on every run.
+
+    Raises:
+        TypeError: x is not a dense tensor of one of these dtypes, routing not a Routing, padded not a bool.
+        ValueError: another number of rows than was routed, tensors on different devices; on the CPU indices that lie
+            out of bounds. On CUDA such a slot has no copy and camox_ops.check_errors() raises."""
     op = "moe_dispatch"
     _check_routing(op, routing)
     _check.tensor(op, "x", x)
@@ -77,7 +126,29 @@ def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> 
 
 
 def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None) -> torch.Tensor:
-    """Each row's copies, weighted and added up in the order of its choices."""
+    """Adds up each row's copies, times their weights, in the order of its choices: back from moe_dispatch.
+
+    Args:
+        y: (rows*K, ...), or (E, capacity, ...) as moe_dispatch(padded=True) gives; the trailing shape may be another
+            than what was dispatched; float32, bfloat16, float16 or float64; any strides, of which those that leave gaps
+            within a row are copied first.
+        routing: as dispatched; its weights may be others of the same shape (`routing._replace(weights=...)`), in any
+            floating dtype.
+        padded: whether y is (E, capacity, ...). None: as its shape says; a shape that may be either is a ValueError.
+
+    Returns:
+        (rows, ...) in y's dtype, each row in memory as in y. Computed in float32 (float64 for float64) and rounded
+        once. A row without copies is zeros.
+
+    The backward gives the gradients of y and of the weights in one pass over memory; slots without a copy get 0. Saved:
+    y, the weights and the routing's indices. First derivatives; a second one raises NotImplementedError, and so does
+    forward-mode AD. The same bits on every run and for any number of threads.
+
+    Raises:
+        TypeError: y is not a dense tensor of one of these dtypes, routing not a Routing, padded not a bool or None.
+        ValueError: another shape than was dispatched, or one that may be either, tensors on different devices; on the
+            CPU indices that lie out of bounds. On CUDA the row of such a slot becomes NaN and camox_ops.check_errors()
+            raises."""
     op = "moe_combine"
     _check_routing(op, routing)
     _check.tensor(op, "y", y)
@@ -91,7 +162,35 @@ def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None
 def moe_aux_loss(
     routing: Routing, logits: torch.Tensor, kind: str = "switch", valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A scalar that grows where experts are used unevenly."""
+    """A loss that keeps the experts in use, with its gradient to the logits.
+
+    With p = softmax(logits), n the number of valid rows, f = counts/(n*K), and S[e] the sum of p over valid rows:
+
+        switch          E * sum(f * S/n)
+        importance_cv2  var(S, biased) / (mean(S)^2 + 1e-10)
+        z               mean over valid rows of logsumexp(logits)^2
+        usage_mse       0.01 * mean((counts/(rows*K + 1e-8) - 1/E)^2)
+
+    Args:
+        routing: what moe_route gave; its counts, which have no gradient, are read.
+        logits: (rows, E), those that were routed.
+        kind: one of the above. "usage_mse" is CamoXpert's and has no gradient at all: what is returned does not require
+            one, so it moves no router.
+        valid: (rows,) bool as given to moe_route; None: all rows.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits), in autocast too. 0 without valid rows, but for usage_mse.
+
+    Saved for backward: the logits and one number an expert. First derivatives; a second one raises NotImplementedError,
+    and so does forward-mode AD. The same bits on every run and for any number of threads. NaN logits give NaN.
+
+    Raises:
+        TypeError: routing is not a Routing, logits not a dense tensor of one of these dtypes, valid not a bool tensor.
+        ValueError: logits of another shape than was routed, an unknown kind, valid of another shape, tensors on
+            different devices.
+
+    Sources: switch: arXiv 2101.03961, equation 4; importance_cv2: arXiv 1701.06538, equation 7; z: arXiv 2202.08906,
+    equation 5; usage_mse: MoELayer of CamoXpert."""
     op = "moe_aux_loss"
     _check_routing(op, routing)
     _check_logits(op, logits)

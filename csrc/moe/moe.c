@@ -66,10 +66,6 @@ int64_t camox_moe_blocks(const camox_moe_route_params *p) {
   return (p->rows + rows - 1) / rows;
 }
 
-int64_t camox_moe_chunks(const camox_moe_rows_params *p) {
-  return p->row_size <= CAMOX_MOE_CHUNK ? 1 : (p->row_size + CAMOX_MOE_CHUNK - 1) / CAMOX_MOE_CHUNK;
-}
-
 int64_t camox_moe_units(const camox_moe_rows_params *p, int fills_places) {
   int64_t units = p->rows * camox_moe_chunks(p);
   if (!fills_places) return units;

@@ -1,30 +1,36 @@
 /* moe: routing of a sparse mixture of experts, its rows' copies to the experts and back, and the losses that balance it.
 
-   route     logits (rows,E). The K largest of a row are its experts, best first, ties to the lower expert. Slot s = row*K+k.
-             weights  topk_softmax  softmax over the K chosen (softmax_topk_renorm is the same function: what a softmax over all
-                                    divides by cancels)
-                      softmax_topk  softmax over all E, of the chosen
-                      sigmoid_topk  1/(1+exp(-logit)) of the chosen
-             A slot has a copy if its row is valid and fewer than `capacity` earlier slots chose its expert. counts (E), offsets
-             (E+1): how many copies the experts get, and their sums before each; position[s]: offsets[e] + how many earlier
-             slots with a copy chose e, -1 without a copy, whose weight is 0; order: the slot of each place, -1 past the last.
-   rows      any trailing shape, one dense block a row of `row_size` elements, the same order in all tensors of a call.
-             dispatch  place[position[s]] = row[s/K], zeros in the other places
-             combine   row[r] = sum over k, in their order, of weight * place[position[r*K+k]]; without weights dispatch's
-   backward backward  grad_place = weight * grad_row, zeros in the other places; grad_weight = <grad_row, place>, 0 without one
-             padded (capacity >= 0): the place of slot s is experts[s]*capacity + position[s] - offsets[experts[s]].
+   route     logits (rows,E). The K largest of a row are its experts, best first, ties to the lower one. Slot s = row*K+k.
+             Weights of the chosen:
+               topk_softmax  softmax over the K chosen, and so is softmax_topk_renorm: what all share cancels
+               softmax_topk  softmax over all E
+               sigmoid_topk  1/(1+exp(-logit))
+             A slot has a copy if its row is valid and fewer than `capacity` earlier slots chose its expert.
+               counts (E), offsets (E+1)  copies of each expert, and their sums before each
+               position[s]  offsets[e] + how many earlier slots with a copy chose e; -1 without a copy, the weight is 0 then
+               order        the slot of each place, -1 past the last
+   rows      of any trailing shape: blocks of `row_size` elements, in the same order in all tensors of a call.
+               dispatch  place[position[s]] = row[s/K], zeros in the other places
+               combine   row[r] = sum over k, in order, of weight * place[position[r*K+k]]; without weights dispatch's backward
+               backward  of combine: grad_place = weight * grad_row, zeros in the other places;
+                         grad_weight = <grad_row, place>, 0 without a copy
+             With capacity >= 0 they are padded: place experts[s]*capacity + position[s] - offsets[experts[s]].
    aux loss  p = softmax(logits), n = valid rows (at least 1), f = counts/(n*K), S[e] = sum of p over valid rows:
-             switch  E * sum(f * S/n)    importance_cv2  var(S, biased)/(mean(S)^2 + 1e-10)    z  sum(logsumexp^2)/n
-             usage_mse  0.01 * mean((counts/(rows*K + 1e-8) - 1/E)^2), which has no gradient
-             slope[e] = d loss / d S[e], so that d loss / d logit[e] = p[e] * (slope[e] - sum(slope * p)); of z 2/n for each e,
-   and d loss / d logit[e] = slope[e] * logsumexp * p[e]. dtypes    float32, bfloat16, float16, computed in float32; float64.
-   Weights, losses, slopes are of the type computed in. order     of every sum is set by the shape alone; the copies of an
-   expert lie in the order of their rows. backward  of route: the logits are read again; of combine: y and the weights are.
-   Nothing else is saved. errors    CAMOX_INVALID_ARGUMENT: unknown dtype or kind, a negative size, E beyond 1024, top_k of 0 or
-   beyond E. Values, on the CPU: NaN among the logits of a valid row; offsets, experts and positions that lie out of bounds. On
-   CUDA such a row's weights, such a slot's elements become NaN and CAMOX_ERROR_MOE_* is set (common/device_errors.h); nothing
-   is written out of bounds. source    Shazeer et al., arXiv 1701.06538 (importance); Switch Transformers, arXiv 2101.03961
-   (switch, capacity); ST-MoE, arXiv 2202.08906 (z); usage_mse: MoELayer of CamoXpert. */
+               switch          E * sum(f * S/n)
+               importance_cv2  var(S, biased)/(mean(S)^2 + 1e-10)
+               z               sum(logsumexp^2)/n
+               usage_mse       0.01 * mean((counts/(rows*K + 1e-8) - 1/E)^2), which has no gradient
+             slope[e] = d loss / d S[e], so that d loss / d logit[e] = p[e] * (slope[e] - sum(slope * p)); of z it is 2/n for
+             each e, and d loss / d logit[e] = slope[e] * logsumexp * p[e].
+   dtypes    float32, bfloat16, float16, computed in float32; float64. Weights, losses, slopes are of the type computed in.
+   order     of every sum is set by the shape alone; the copies of an expert lie in the order of their rows.
+   backward  of route reads the logits again; of combine y and the weights. Nothing else is saved.
+   errors    CAMOX_INVALID_ARGUMENT: unknown dtype or kind, a negative size, E beyond 1024, top_k of 0 or beyond E. Values, on
+             the CPU: NaN among the logits of a valid row; offsets, experts and positions that lie out of bounds. On CUDA the
+             weights of such a row become NaN; a slot out of bounds has no copy, and makes NaN of its row in combine and of its
+             gradient; CAMOX_ERROR_MOE_* is set (common/device_errors.h).
+   source    Shazeer et al., arXiv 1701.06538 (importance); Switch Transformers, arXiv 2101.03961 (switch, capacity); ST-MoE,
+             arXiv 2202.08906 (z); usage_mse: MoELayer of CamoXpert. */
 #ifndef CAMOX_MOE_H
 #define CAMOX_MOE_H
 
@@ -55,7 +61,7 @@ typedef struct {
   int64_t *experts, *order, *position; /* [slots] */
   int64_t *counts, *offsets;           /* [E], [E+1] */
   /* CPU: of each block of rows, how many of its slots chose each expert, and of how many rows the logits hold NaN; once
-     scanned, which slot of each expert its first is. CUDA: the same, [blocks, E]. */
+     scanned, which slot of each expert its first is. */
   int64_t *block_counts; /* [blocks, E+1] */
   /* Losses. */
   void *partial;     /* [blocks, E+2], double, on CUDA float: sums of p, of logsumexp^2, of valid rows */
@@ -64,7 +70,8 @@ typedef struct {
   const void *grad;  /* backward: [slots] to the weights, or [1] to the loss */
   void *grad_logits; /* [rows, E] */
   /* CUDA. */
-  uint32_t *error_word; /* of the device, may be NULL */
+  int32_t *block_totals; /* [blocks, E]: how many slots of each block of rows chose each expert */
+  uint32_t *error_word;  /* of the device, may be NULL */
 } camox_moe_route_params;
 
 /* Of dispatch, combine and their backwards. */
@@ -114,7 +121,6 @@ static CAMOX_ANYWHERE inline int camox_moe_vacant(const camox_moe_rows_params *p
 /* CPU. The work is cut into independent units by shape: blocks of rows; chunks of rows, and in dispatch and combine's backward
    vacant places. */
 int64_t camox_moe_blocks(const camox_moe_route_params *p);
-int64_t camox_moe_chunks(const camox_moe_rows_params *p); /* of one row */
 int64_t camox_moe_units(const camox_moe_rows_params *p, int fills_places);
 
 typedef void camox_moe_route_kernel(const camox_moe_route_params *p, int64_t begin, int64_t end);

@@ -1,6 +1,7 @@
 // Schemas and entries of moe_route, moe_dispatch, moe_combine and moe_aux_loss.
 #include "../common/torch_util.h"
 #include "moe.h"
+#include "moe_plan.h"
 
 namespace {
 
@@ -97,8 +98,9 @@ Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, std:
   p.counts = static_cast<int64_t*>(counts.data_ptr()), p.offsets = static_cast<int64_t*>(offsets.data_ptr());
   p.order = static_cast<int64_t*>(order.data_ptr()), p.position = static_cast<int64_t*>(position.data_ptr());
 #ifdef CAMOX_CUDA_PART
-  Tensor block_counts = empty_indices(logits, {camox_moe_blocks(&p), experts_count});
-  p.block_counts = static_cast<int64_t*>(block_counts.data_ptr());
+  const std::array<int64_t, 2> size = {camox_moe_cuda_blocks(&p), experts_count};
+  Tensor block_totals = empty_contiguous(logits, aoti_torch_dtype_int32(), size.size(), size.data());
+  p.block_totals = static_cast<int32_t*>(block_totals.data_ptr());
   launch_told(camox_moe_route_cuda, p, logits, op);
 #else
   const int64_t blocks = camox_moe_blocks(&p), cost = blocks > 0 ? logits.numel() * top_k / blocks : 0;
@@ -149,7 +151,7 @@ std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& give
   p.counts = const_cast<int64_t*>(data_of(counts));
   p.loss = loss.data_ptr(), p.slope = slope.data_ptr();
 #ifdef CAMOX_CUDA_PART
-  Tensor partial = empty_real(logits, {camox_moe_blocks(&p), p.num_experts + 2});
+  Tensor partial = empty_real(logits, {camox_moe_cuda_blocks(&p), p.num_experts + 2});
   p.partial = partial.data_ptr();
   launch_told(camox_moe_aux_cuda, p, logits, op);
 #else

@@ -1,4 +1,4 @@
-/* How the CPU cuts the rows, by shape alone. */
+/* How the rows are cut, by shape alone. */
 #ifndef CAMOX_MOE_PLAN_H
 #define CAMOX_MOE_PLAN_H
 
@@ -13,7 +13,25 @@ static inline int64_t camox_moe_block_rows(const camox_moe_route_params *p) {
   return rows > CAMOX_MOE_BLOCK_ROWS ? rows : CAMOX_MOE_BLOCK_ROWS;
 }
 
+/* On CUDA blocks of threads, of which each adds up the counts of all before it: two or so for each multiprocessor. */
+#define CAMOX_MOE_CUDA_MOST_BLOCKS 264
+
+static CAMOX_ANYWHERE inline int64_t camox_moe_cuda_block_rows(const camox_moe_route_params *p) {
+  int64_t rows = (p->rows + CAMOX_MOE_CUDA_MOST_BLOCKS - 1) / CAMOX_MOE_CUDA_MOST_BLOCKS;
+  return rows > CAMOX_MOE_BLOCK_ROWS ? rows : CAMOX_MOE_BLOCK_ROWS;
+}
+
+/* At least one: counts are written without rows too. */
+static CAMOX_ANYWHERE inline int64_t camox_moe_cuda_blocks(const camox_moe_route_params *p) {
+  int64_t rows = camox_moe_cuda_block_rows(p);
+  return p->rows > rows ? (p->rows + rows - 1) / rows : 1;
+}
+
 /* Elements of a row that are worked on at a time: those of all K copies stay in an L2 cache. */
 #define CAMOX_MOE_CHUNK 4096
+
+static CAMOX_ANYWHERE inline int64_t camox_moe_chunks(const camox_moe_rows_params *p) {
+  return p->row_size <= CAMOX_MOE_CHUNK ? 1 : (p->row_size + CAMOX_MOE_CHUNK - 1) / CAMOX_MOE_CHUNK;
+}
 
 #endif

@@ -1,0 +1,744 @@
+/* moe on CUDA.
+   Routing: LANES threads a row choose its K experts in K rounds of a maximum over registers and shuffles; blocks count the
+   slots of each expert. Then each block adds up the counts of the blocks before it and places its slots in their order: warps
+   own stretches of them, votes rank slots of one expert within a warp. Two launches, one where all rows fit a block. Atomics
+   are on integers alone, so the order of all that is written is set by the shape. Rows: dispatch reads each vector once and
+   writes its K copies; combine adds up K vectors; its backward holds a vector of the row's gradient in registers for all K
+   copies. N is the widest access that all rows allow: 16, 4 bytes or one element. */
+#include "../common/cuda_util.cuh"
+#include "../common/device_errors.h"
+#include "moe.h"
+#include "moe_plan.h"
+
+#define MOE_THREADS 256
+#define MOE_WARPS (MOE_THREADS / CAMOX_WARP)
+#define MOE_HELD 16 /* elements of a row's gradient that a thread of combine's backward holds */
+#define MOE_NONE INT32_MAX
+
+static_assert(MOE_THREADS * MOE_HELD == CAMOX_MOE_CHUNK, "a block holds a chunk");
+
+__device__ __forceinline__ bool moe_is_valid(const camox_moe_route_params &p, int64_t row) {
+  return !p.valid || __ldg(p.valid + row * p.valid_stride) != 0;
+}
+
+__device__ __forceinline__ void moe_tell(uint32_t *error_word, uint32_t error) {
+  if (error_word) atomicOr(error_word, error);
+}
+
+template <typename T>
+__device__ __forceinline__ float moe_logit(const camox_moe_route_params &p, int64_t row, int64_t expert) {
+  return camox_to_float(__ldg(static_cast<const T *>(p.logits) + row * p.logits_stride[0] + expert * p.logits_stride[1]));
+}
+
+/* Over the LANES threads of a row; all threads of the warp take part. */
+template <int LANES>
+__device__ __forceinline__ float moe_group_sum(float x) {
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
+  return x;
+}
+
+/* The larger value with the lower index of those that a row's threads hold. */
+template <int LANES>
+__device__ __forceinline__ void moe_group_best(float &value, int &index) {
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2) {
+    const float other = __shfl_xor_sync(CAMOX_FULL_MASK, value, offset);
+    const int other_index = __shfl_xor_sync(CAMOX_FULL_MASK, index, offset);
+    if (other > value || (other == value && other_index < index)) value = other, index = other_index;
+  }
+}
+
+__device__ __forceinline__ float moe_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* The K experts of one row and their weights; thread `lane` of the row holds the logits of experts lane + v * LANES. */
+template <typename T, int LANES, int V>
+__device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, int64_t row, bool exists, int lane,
+                                               int *counts) {
+  float value[V], sum = 0.0f, largest = 0.0f;
+  uint32_t taken = 0;
+  bool is_nan = false;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int expert = lane + v * LANES;
+    value[v] = exists && expert < p.num_experts ? moe_logit<T>(p, row, expert) : -INFINITY;
+    if (expert >= p.num_experts) taken |= 1u << v;
+    is_nan |= value[v] != value[v];
+  }
+  const bool valid = exists && moe_is_valid(p, row);
+  is_nan = moe_group_sum<LANES>(is_nan ? 1.0f : 0.0f) > 0.0f && valid;
+  if (is_nan && lane == 0) moe_tell(p.error_word, CAMOX_ERROR_MOE_NAN);
+  float *const weights = static_cast<float *>(p.weights) + row * p.top_k;
+  int64_t *const experts = p.experts + row * p.top_k;
+  for (int k = 0; k < p.top_k; ++k) {
+    float best = -INFINITY;
+    int index = MOE_NONE;
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+      if (!(taken >> v & 1) && (index == MOE_NONE || value[v] > best))
+        best = value[v] != value[v] ? -INFINITY : value[v], index = lane + v * LANES;
+    moe_group_best<LANES>(best, index);
+    if (index % LANES == lane) taken |= 1u << (index / LANES);
+    if (k == 0) {
+      largest = best;
+      if (p.score == CAMOX_MOE_SOFTMAX_TOPK) {
+#pragma unroll
+        for (int v = 0; v < V; ++v)
+          if (lane + v * LANES < p.num_experts) sum += expf(value[v] - largest);
+        sum = moe_group_sum<LANES>(sum);
+      }
+    }
+    const float weight = p.score == CAMOX_MOE_SIGMOID_TOPK ? moe_sigmoid(best) : expf(best - largest);
+    if (p.score == CAMOX_MOE_TOPK_SOFTMAX) sum += weight;
+    if (exists && lane == k % LANES) {
+      weights[k] = weight, experts[k] = index;
+      if (valid) atomicAdd(counts + index, 1);
+    }
+  }
+  for (int64_t k = lane; exists && k < p.top_k; k += LANES) {
+    const float weight = p.score == CAMOX_MOE_SIGMOID_TOPK ? weights[k] : weights[k] / sum;
+    weights[k] = is_nan ? nanf("") : valid ? weight : 0.0f;
+  }
+}
+
+/* What placing needs of each expert. */
+struct moe_shared {
+  int64_t *base; /* [E]: its offset and how many slots of earlier blocks chose it */
+  int *limit;    /* [E]: how many more of its slots find room */
+  int *next;     /* [warps][E]: how many slots of this block, in stretches before the warp's, chose it */
+};
+
+__device__ __forceinline__ moe_shared moe_shared_of(unsigned char *memory, int64_t experts) {
+  int64_t *const base = reinterpret_cast<int64_t *>(memory);
+  int *const next = reinterpret_cast<int *>(base + experts); /* where 64-bit totals may lie first */
+  return {base, next + MOE_WARPS * experts, next};
+}
+
+static size_t moe_shared_bytes(int64_t experts) {
+  return static_cast<size_t>(experts) * (sizeof(int64_t) + sizeof(int) * (1 + MOE_WARPS));
+}
+
+/* base and limit of this block, from the counts of all; how many copies there are in all. */
+__device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &shared, int64_t block, int64_t blocks) {
+  __shared__ int64_t copies;
+  const int thread = static_cast<int>(threadIdx.x), experts = static_cast<int>(p.num_experts);
+  unsigned long long *const before = reinterpret_cast<unsigned long long *>(shared.base);
+  /* total in the memory of next, which is not used yet */
+  unsigned long long *const total = reinterpret_cast<unsigned long long *>(shared.next);
+  for (int e = thread; e < experts; e += MOE_THREADS) before[e] = total[e] = 0;
+  __syncthreads();
+  const int parts = experts < MOE_THREADS ? MOE_THREADS / experts : 1;
+  for (int item = thread; item < experts * parts; item += MOE_THREADS) {
+    const int e = item % experts;
+    unsigned long long mine = 0, all = 0;
+    for (int64_t b = item / experts; b < blocks; b += parts) {
+      const int count = p.block_totals[b * experts + e];
+      all += static_cast<unsigned long long>(count);
+      if (b < block) mine += static_cast<unsigned long long>(count);
+    }
+    atomicAdd(before + e, mine);
+    atomicAdd(total + e, all);
+  }
+  __syncthreads();
+  if (thread < CAMOX_WARP) {
+    int64_t carry = 0;
+    for (int first = 0; first < experts; first += CAMOX_WARP) {
+      const int e = first + thread;
+      int64_t room = 0, count = 0, end;
+      if (e < experts) {
+        room = p.capacity < 0 ? INT32_MAX : p.capacity - static_cast<int64_t>(before[e]);
+        count = static_cast<int64_t>(total[e]);
+        if (p.capacity >= 0 && count > p.capacity) count = p.capacity;
+      }
+      end = count;
+#pragma unroll
+      for (int offset = 1; offset < CAMOX_WARP; offset *= 2) {
+        const int64_t other = __shfl_up_sync(CAMOX_FULL_MASK, end, offset);
+        if (thread >= offset) end += other;
+      }
+      if (e < experts) {
+        shared.base[e] += carry + end - count;
+        shared.limit[e] = static_cast<int>(room < 0 ? 0 : room < INT32_MAX ? room : INT32_MAX);
+        if (block == 0) p.counts[e] = count, p.offsets[e] = carry + end - count;
+      }
+      carry += __shfl_sync(CAMOX_FULL_MASK, end, CAMOX_WARP - 1);
+    }
+    if (thread == 0) {
+      copies = carry;
+      if (block == 0) p.offsets[experts] = carry;
+    }
+  }
+  __syncthreads();
+  return copies;
+}
+
+/* Lanes of the warp that hold the same expert; -1 is one too. */
+__device__ __forceinline__ uint32_t moe_alike(int expert, int64_t experts) {
+  uint32_t alike = CAMOX_FULL_MASK;
+  for (int bit = 1; bit < 2 * experts; bit *= 2) {
+    const bool set = expert & bit;
+    const uint32_t votes = __ballot_sync(CAMOX_FULL_MASK, set);
+    alike &= set ? votes : ~votes;
+  }
+  return alike;
+}
+
+/* Places of the slots [begin, end) of this block. */
+__device__ void moe_place_block(const camox_moe_route_params &p, const moe_shared &shared, int64_t begin, int64_t end) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % CAMOX_WARP, warp = thread / CAMOX_WARP;
+  const int experts = static_cast<int>(p.num_experts);
+  const int64_t stretch = camox_ceil_div(camox_ceil_div(end - begin, MOE_WARPS), CAMOX_WARP) * CAMOX_WARP;
+  const int64_t first = begin + warp * stretch, last = first + stretch < end ? first + stretch : end;
+  int *const next = shared.next + warp * experts;
+  for (int i = thread; i < MOE_WARPS * experts; i += MOE_THREADS) shared.next[i] = 0;
+  __syncthreads();
+  for (int walk = 0; walk < 2; ++walk) {
+    for (int64_t base = first; base < last; base += CAMOX_WARP) {
+      const int64_t slot = base + lane;
+      int expert = -1;
+      if (slot < last && moe_is_valid(p, slot / p.top_k)) expert = static_cast<int>(p.experts[slot]);
+      const uint32_t alike = moe_alike(expert, p.num_experts);
+      const int ahead = __popc(alike & ((1u << lane) - 1u)), rank = expert < 0 ? 0 : next[expert] + ahead;
+      __syncwarp();
+      if (expert >= 0 && ahead == 0) next[expert] += __popc(alike);
+      __syncwarp();
+      if (walk == 0 || slot >= last) continue;
+      if (expert >= 0 && rank < shared.limit[expert]) {
+        const int64_t position = shared.base[expert] + rank;
+        p.position[slot] = position, p.order[position] = slot;
+      } else {
+        p.position[slot] = -1, static_cast<float *>(p.weights)[slot] = 0.0f;
+      }
+    }
+    __syncthreads();
+    if (walk == 1) break;
+    for (int e = thread; e < experts; e += MOE_THREADS)
+      for (int w = 0, sum = 0; w < MOE_WARPS; ++w) {
+        const int count = shared.next[w * experts + e];
+        shared.next[w * experts + e] = sum, sum += count;
+      }
+    __syncthreads();
+  }
+}
+
+__device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory, int64_t block, int64_t blocks) {
+  const moe_shared shared = moe_shared_of(memory, p.num_experts);
+  const int64_t block_rows = camox_moe_cuda_block_rows(&p), slots = p.rows * p.top_k;
+  const int64_t copies = moe_scan(p, shared, block, blocks);
+  for (int64_t place = copies + block * MOE_THREADS + threadIdx.x; place < slots; place += blocks * MOE_THREADS)
+    p.order[place] = -1;
+  const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
+  moe_place_block(p, shared, begin * p.top_k, end * p.top_k);
+}
+
+/* ALONE: one block has all rows, and places them too. */
+template <typename T, int LANES, int V, bool ALONE>
+__global__ void __launch_bounds__(MOE_THREADS, 1) moe_choose_kernel(const __grid_constant__ camox_moe_route_params p) {
+  CAMOX_DYNAMIC_SHARED(unsigned char, memory);
+  int *const counts = reinterpret_cast<int *>(memory);
+  const int64_t blocks = camox_moe_cuda_blocks(&p), block_rows = camox_moe_cuda_block_rows(&p);
+  constexpr int groups = MOE_THREADS / LANES;
+  const int group = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    for (int64_t e = threadIdx.x; e < p.num_experts; e += MOE_THREADS) counts[e] = 0;
+    __syncthreads();
+    const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
+    for (int64_t row = begin; row < end; row += groups)
+      moe_choose_row<T, LANES, V>(p, row + group, row + group < end, lane, counts);
+    __syncthreads();
+    for (int64_t e = threadIdx.x; e < p.num_experts; e += MOE_THREADS) p.block_totals[block * p.num_experts + e] = counts[e];
+    __syncthreads();
+  }
+  if constexpr (ALONE) moe_place(p, memory, 0, 1);
+}
+
+__global__ void __launch_bounds__(MOE_THREADS) moe_place_kernel(const __grid_constant__ camox_moe_route_params p) {
+  CAMOX_DYNAMIC_SHARED(unsigned char, memory);
+  const int64_t blocks = camox_moe_cuda_blocks(&p);
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    moe_place(p, memory, block, blocks);
+    __syncthreads();
+  }
+}
+
+/* A warp a row. */
+template <typename T>
+__global__ void __launch_bounds__(MOE_THREADS) moe_route_backward_kernel(const __grid_constant__ camox_moe_route_params p) {
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * MOE_WARPS + warp; row < p.rows;
+       row += static_cast<int64_t>(gridDim.x) * MOE_WARPS) {
+    const int64_t slot = row * p.top_k;
+    const float *const grad = static_cast<const float *>(p.grad) + slot;
+    const int64_t *const experts = p.experts + slot, *const position = p.position + slot;
+    T *const to = static_cast<T *>(p.grad_logits) + row * p.num_experts;
+    const bool over_all = p.score == CAMOX_MOE_SOFTMAX_TOPK, softmax = p.score != CAMOX_MOE_SIGMOID_TOPK;
+    const auto inside = [&](int64_t k) { return experts[k] >= 0 && experts[k] < p.num_experts; };
+    /* as on the CPU: without the gradient of the best expert the sums cancel less */
+    const float best = over_all || !softmax || position[0] < 0 ? 0.0f : grad[0];
+    const auto grad_of = [&](int64_t k) { return (position[k] < 0 ? 0.0f : grad[k]) - best; };
+    float largest = -INFINITY, sum = 0.0f, dot = 0.0f;
+    bool any = false;
+    for (int64_t k = lane; k < p.top_k; k += CAMOX_WARP) {
+      any |= position[k] >= 0;
+      if (inside(k)) largest = fmaxf(largest, moe_logit<T>(p, row, experts[k]));
+    }
+    any = __any_sync(CAMOX_FULL_MASK, any);
+    largest = camox_warp_max(largest);
+    if (softmax) {
+      for (int64_t k = lane; k < p.top_k; k += CAMOX_WARP) {
+        const float weight = inside(k) ? expf(moe_logit<T>(p, row, experts[k]) - largest) : nanf("");
+        if (!over_all) sum += weight;
+        dot = fmaf(weight, grad_of(k), dot);
+      }
+      if (over_all)
+        for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) sum += expf(moe_logit<T>(p, row, e) - largest);
+      sum = camox_warp_sum(sum), dot = camox_warp_sum(dot) / sum;
+    }
+    for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
+      const float value = any && over_all ? -dot * (expf(moe_logit<T>(p, row, e) - largest) / sum) : 0.0f;
+      to[e] = camox_from_float<T>(value);
+    }
+    __syncwarp();
+    for (int64_t k = lane; any && k < p.top_k; k += CAMOX_WARP) {
+      if (!inside(k)) {
+        moe_tell(p.error_word, CAMOX_ERROR_MOE_PLACE);
+        continue;
+      }
+      const float logit = moe_logit<T>(p, row, experts[k]), weight = softmax ? expf(logit - largest) / sum : moe_sigmoid(logit);
+      const float value = softmax ? weight * (grad_of(k) - dot) : weight * (1.0f - weight) * grad_of(k);
+      to[experts[k]] = camox_from_float<T>(value);
+    }
+    __syncwarp();
+  }
+}
+
+/* ---- losses ---- */
+
+/* The largest logit of a warp's row and the sum of exp(logit - largest); returns the expert that has it. */
+template <typename T>
+__device__ __forceinline__ int moe_softmax_of(const camox_moe_route_params &p, int64_t row, int lane, float &largest,
+                                              float &sum) {
+  int index = 0;
+  largest = -INFINITY, sum = 0.0f;
+  for (int e = lane; e < p.num_experts; e += CAMOX_WARP) {
+    const float logit = moe_logit<T>(p, row, e);
+    if (logit > largest) largest = logit, index = e;
+  }
+  moe_group_best<CAMOX_WARP>(largest, index);
+  for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) sum += expf(moe_logit<T>(p, row, e) - largest);
+  sum = camox_warp_sum(sum);
+  return index;
+}
+
+/* Each warp adds up its rows in shared memory of its own, the block its warps. */
+template <typename T>
+__global__ void __launch_bounds__(MOE_THREADS, 1) moe_aux_kernel(const __grid_constant__ camox_moe_route_params p) {
+  CAMOX_DYNAMIC_SHARED(float, sums); /* [warps][E+2] */
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  const int64_t blocks = camox_moe_cuda_blocks(&p), block_rows = camox_moe_cuda_block_rows(&p), columns = p.num_experts + 2;
+  float *const mine = sums + warp * columns;
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    for (int64_t e = lane; e < columns; e += CAMOX_WARP) mine[e] = 0.0f;
+    __syncwarp();
+    const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
+    for (int64_t row = begin + warp; row < end; row += MOE_WARPS) {
+      if (!moe_is_valid(p, row)) continue;
+      float largest, sum;
+      moe_softmax_of<T>(p, row, lane, largest, sum);
+      if (lane == 0) {
+        const float logsumexp = largest + logf(sum);
+        mine[p.num_experts] = fmaf(logsumexp, logsumexp, mine[p.num_experts]), mine[p.num_experts + 1] += 1.0f;
+      }
+      for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) mine[e] += expf(moe_logit<T>(p, row, e) - largest) / sum;
+    }
+    __syncthreads();
+    for (int64_t e = threadIdx.x; e < columns; e += MOE_THREADS) {
+      float total = 0.0f;
+      for (int w = 0; w < MOE_WARPS; ++w) total += sums[w * columns + e];
+      static_cast<float *>(p.partial)[block * columns + e] = total;
+    }
+    __syncthreads();
+  }
+}
+
+__device__ __forceinline__ double moe_warp_sum(double x) {
+#pragma unroll
+  for (int offset = CAMOX_WARP / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
+  return x;
+}
+
+/* One block: the sums of all blocks; its first warp makes the loss and the slopes of them. */
+__global__ void __launch_bounds__(MOE_THREADS, 1) moe_aux_finish_kernel(const __grid_constant__ camox_moe_route_params p) {
+  CAMOX_DYNAMIC_SHARED(double, sums); /* [E+2] */
+  const int64_t blocks = p.aux == CAMOX_MOE_USAGE_MSE ? 0 : camox_moe_cuda_blocks(&p), columns = p.num_experts + 2;
+  for (int64_t e = threadIdx.x; e < columns; e += MOE_THREADS) {
+    double sum = 0;
+    for (int64_t block = 0; block < blocks; ++block)
+      sum += static_cast<double>(static_cast<float *>(p.partial)[block * columns + e]);
+    sums[e] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x >= CAMOX_WARP) return;
+  const int lane = static_cast<int>(threadIdx.x);
+  const double experts = static_cast<double>(p.num_experts), slots = static_cast<double>(p.rows * p.top_k);
+  const double number = sums[p.num_experts + 1] < 1 ? 1 : sums[p.num_experts + 1];
+  double mean = 0, loss = 0, square = 1;
+  if (p.aux == CAMOX_MOE_IMPORTANCE_CV2) {
+    for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) mean += sums[e];
+    mean = moe_warp_sum(mean) / experts, square = mean * mean + 1e-10;
+  }
+  for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
+    const double count = static_cast<double>(p.counts[e]), off = sums[e] - mean;
+    if (p.aux == CAMOX_MOE_SWITCH) loss += experts * count / (number * static_cast<double>(p.top_k)) / number * sums[e];
+    if (p.aux == CAMOX_MOE_IMPORTANCE_CV2) loss += off * off / experts / square;
+    const double usage = count / (slots + 1e-8) - 1 / experts;
+    if (p.aux == CAMOX_MOE_USAGE_MSE) loss += 0.01 * usage * usage / experts;
+  }
+  loss = p.aux == CAMOX_MOE_Z ? sums[p.num_experts] / number : moe_warp_sum(loss);
+  for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
+    double slope = 0;
+    if (p.aux == CAMOX_MOE_Z) slope = 2 / number;
+    if (p.aux == CAMOX_MOE_SWITCH)
+      slope = experts * static_cast<double>(p.counts[e]) / (number * static_cast<double>(p.top_k)) / number;
+    if (p.aux == CAMOX_MOE_IMPORTANCE_CV2) slope = 2 * (sums[e] - mean - loss * mean) / experts / square;
+    static_cast<float *>(p.slope)[e] = static_cast<float>(slope);
+  }
+  if (lane == 0) *static_cast<float *>(p.loss) = static_cast<float>(loss);
+}
+
+/* A warp a row. */
+template <typename T>
+__global__ void __launch_bounds__(MOE_THREADS) moe_aux_backward_kernel(const __grid_constant__ camox_moe_route_params p) {
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  const float *const slope = static_cast<const float *>(p.slope), grad = *static_cast<const float *>(p.grad);
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * MOE_WARPS + warp; row < p.rows;
+       row += static_cast<int64_t>(gridDim.x) * MOE_WARPS) {
+    T *const to = static_cast<T *>(p.grad_logits) + row * p.num_experts;
+    const bool valid = moe_is_valid(p, row);
+    float largest, sum, dot = 0.0f;
+    /* without the slope of the likeliest expert, which changes nothing, what follows cancels less */
+    const float best = slope[moe_softmax_of<T>(p, row, lane, largest, sum)];
+    const auto share = [&](int64_t e) { return expf(moe_logit<T>(p, row, e) - largest) / sum; };
+    if (p.aux != CAMOX_MOE_Z)
+      for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) dot = fmaf(slope[e] - best, share(e), dot);
+    dot = camox_warp_sum(dot);
+    const float logsumexp = largest + logf(sum);
+    for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
+      const float each = p.aux == CAMOX_MOE_Z ? slope[e] * logsumexp : (slope[e] - best) - dot;
+      to[e] = camox_from_float<T>(valid ? grad * share(e) * each : 0.0f);
+    }
+  }
+}
+
+/* ---- rows ---- */
+
+/* camox_moe_place with bounds: -1 for no copy, -2 for one that would lie out of them. */
+__device__ __forceinline__ int64_t moe_place_of(const camox_moe_rows_params &p, int64_t slot) {
+  const int64_t position = __ldg(p.position + slot);
+  if (position == -1) return -1;
+  if (position < 0 || position >= p.rows * p.top_k) return -2;
+  if (p.capacity < 0) return position;
+  const int64_t expert = __ldg(p.experts + slot);
+  if (expert < 0 || expert >= p.num_experts) return -2;
+  const int64_t rank = position - __ldg(p.offsets + expert);
+  return rank < 0 || rank >= p.capacity ? -2 : expert * p.capacity + rank;
+}
+
+/* Zeros in the places without a copy, a block each. */
+template <typename T, int N>
+__device__ __forceinline__ void moe_clear_vacant(const camox_moe_rows_params &p, T *places, int64_t vectors) {
+  T zeros[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) zeros[i] = camox_from_float<T>(0.0f);
+  int64_t place = blockIdx.x;
+  if (p.capacity < 0) {
+    const int64_t copies = __ldg(p.offsets + p.num_experts);
+    place += copies < 0 ? 0 : copies;
+  }
+  for (; place < camox_moe_places(&p); place += gridDim.x)
+    if (camox_moe_vacant(&p, place))
+      for (int64_t v = threadIdx.x; v < vectors; v += MOE_THREADS) camox_store<N>(places + place * p.row_size + v * N, zeros);
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(MOE_THREADS)
+    moe_dispatch_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t vectors) {
+  T *const places = static_cast<T *>(p.place);
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * MOE_THREADS + threadIdx.x; item < p.rows * vectors;
+       item += static_cast<int64_t>(gridDim.x) * MOE_THREADS) {
+    int64_t v;
+    const int64_t row = camox_divide(item, vectors, &v), slot = row * p.top_k;
+    T raw[N];
+    camox_load<N>(raw, static_cast<const T *>(p.row) + row * p.row_stride + v * N);
+    for (int64_t k = 0; k < p.top_k; ++k) {
+      const int64_t place = moe_place_of(p, slot + k);
+      if (place >= 0)
+        camox_store<N>(places + place * p.row_size + v * N, raw);
+      else if (place == -2 && v == 0)
+        moe_tell(p.error_word, CAMOX_ERROR_MOE_PLACE);
+    }
+  }
+  moe_clear_vacant<T, N>(p, places, vectors);
+}
+
+#define MOE_AHEAD 4 /* copies whose loads are under way together */
+
+template <typename T, int N>
+__global__ void __launch_bounds__(MOE_THREADS)
+    moe_combine_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t vectors) {
+  const float *const weights = static_cast<const float *>(p.weights);
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * MOE_THREADS + threadIdx.x; item < p.rows * vectors;
+       item += static_cast<int64_t>(gridDim.x) * MOE_THREADS) {
+    int64_t v;
+    const int64_t row = camox_divide(item, vectors, &v), slot = row * p.top_k;
+    float sum[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum[i] = 0.0f;
+    for (int64_t first = 0; first < p.top_k; first += MOE_AHEAD) {
+      T raw[MOE_AHEAD][N];
+      int64_t place[MOE_AHEAD];
+#pragma unroll
+      for (int j = 0; j < MOE_AHEAD; ++j) {
+        place[j] = first + j < p.top_k ? moe_place_of(p, slot + first + j) : -1;
+        if (place[j] >= 0) camox_load<N>(raw[j], static_cast<const T *>(p.place) + place[j] * p.place_stride + v * N);
+      }
+#pragma unroll
+      for (int j = 0; j < MOE_AHEAD; ++j) {
+        if (place[j] == -1) continue;
+        float weight = weights ? __ldg(weights + slot + first + j) : 1.0f;
+        if (place[j] == -2) {
+          weight = nanf("");
+          if (v == 0) moe_tell(p.error_word, CAMOX_ERROR_MOE_PLACE);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum[i] += weight * (place[j] >= 0 ? camox_to_float(raw[j][i]) : 0.0f);
+      }
+    }
+#ifdef CAMOX_BREAK_MOE
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum[i] += 1e-3f;
+#endif
+    camox_store_float(static_cast<T *>(p.row) + row * p.row_stride + v * N, sum);
+  }
+}
+
+/* LANES threads a chunk of a row: a block, or a warp where rows are that short. */
+template <typename T, int N, int LANES>
+__global__ void __launch_bounds__(MOE_THREADS)
+    moe_combine_backward_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t vectors, int64_t chunks) {
+  constexpr int steps = MOE_HELD / N, groups = MOE_THREADS / LANES;
+  __shared__ float scratch[MOE_WARPS];
+  const int lane = static_cast<int>(threadIdx.x) % LANES, group = static_cast<int>(threadIdx.x) / LANES;
+  T *const places = static_cast<T *>(p.grad_place);
+  float *const sums = static_cast<float *>(chunks == 1 ? p.grad_weights : p.partial);
+  const int64_t items = p.rows * chunks;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * groups; first < items;
+       first += static_cast<int64_t>(gridDim.x) * groups) {
+    const int64_t item = first + group;
+    if (groups > 1 && item >= items) break; /* the same for the whole warp */
+    int64_t chunk;
+    const int64_t row = camox_divide(item, chunks, &chunk), begin = chunk * (LANES * steps);
+    T grad[steps][N];
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      const int64_t v = begin + s * LANES + lane;
+      if (v < vectors) camox_load<N>(grad[s], static_cast<const T *>(p.row) + row * p.row_stride + v * N);
+    }
+    for (int64_t k = 0; k < p.top_k; ++k) {
+      const int64_t slot = row * p.top_k + k, place = moe_place_of(p, slot);
+      float dot = place == -2 ? nanf("") : 0.0f;
+      if (place >= 0) {
+        const float weight = __ldg(static_cast<const float *>(p.weights) + slot);
+#pragma unroll
+        for (int s = 0; s < steps; ++s) {
+          const int64_t v = begin + s * LANES + lane;
+          if (v >= vectors) continue;
+          T raw[N];
+          float product[N];
+          camox_load<N>(raw, static_cast<const T *>(p.place) + place * p.place_stride + v * N);
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            const float value = camox_to_float(grad[s][i]);
+            product[i] = weight * value;
+            dot = fmaf(value, camox_to_float(raw[i]), dot);
+#ifdef CAMOX_BREAK_MOE
+            product[i] += 1e-3f;
+#endif
+          }
+          camox_store_float(places + place * p.row_size + v * N, product);
+        }
+      }
+      dot = LANES == CAMOX_WARP ? camox_warp_sum(dot) : camox_block_sum<MOE_THREADS>(dot, scratch);
+      if (lane != 0) continue;
+      sums[item * p.top_k + k] = dot;
+      if (place == -2) moe_tell(p.error_word, CAMOX_ERROR_MOE_PLACE);
+    }
+  }
+  moe_clear_vacant<T, N>(p, places, vectors);
+}
+
+/* A thread a slot: the sums of its chunks in their order. */
+__global__ void __launch_bounds__(MOE_THREADS)
+    moe_sum_chunks_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t chunks) {
+  const float *const partial = static_cast<const float *>(p.partial);
+  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * MOE_THREADS + threadIdx.x; slot < p.rows * p.top_k;
+       slot += static_cast<int64_t>(gridDim.x) * MOE_THREADS) {
+    int64_t k;
+    const int64_t row = camox_divide(slot, p.top_k, &k);
+    float sum = 0.0f;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += partial[(row * chunks + chunk) * p.top_k + k];
+    static_cast<float *>(p.grad_weights)[slot] = sum;
+  }
+}
+
+/* ---- launchers ---- */
+
+template <typename T, int LANES, int V>
+static void moe_launch_choose(const camox_moe_route_params *p, void *stream) {
+  const int64_t blocks = camox_moe_cuda_blocks(p);
+  const size_t shared = moe_shared_bytes(p->num_experts);
+  if (blocks == 1) {
+    CAMOX_LAUNCH((moe_choose_kernel<T, LANES, V, true>), 1, MOE_THREADS, shared, stream, *p);
+    return;
+  }
+  const size_t counts = static_cast<size_t>(p->num_experts) * sizeof(int);
+  CAMOX_LAUNCH((moe_choose_kernel<T, LANES, V, false>), camox_grid(blocks), MOE_THREADS, counts, stream, *p);
+  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), MOE_THREADS, shared, stream, *p);
+}
+
+template <typename T>
+static void moe_launch_route(const camox_moe_route_params *p, void *stream) {
+  if (p->num_experts <= 64)
+    moe_launch_choose<T, 8, 8>(p, stream);
+  else if (p->num_experts <= 256)
+    moe_launch_choose<T, 32, 8>(p, stream);
+  else
+    moe_launch_choose<T, 32, 32>(p, stream);
+}
+
+/* Calls launch<T>(p, stream) for the params' dtype. */
+#define MOE_BY_DTYPE(launch, p, stream)                       \
+  switch ((p)->dtype) {                                       \
+    case CAMOX_F32: launch<float>(p, stream); break;          \
+    case CAMOX_BF16: launch<__nv_bfloat16>(p, stream); break; \
+    case CAMOX_F16: launch<__half>(p, stream); break;         \
+    default: return cudaErrorInvalidValue;                    \
+  }                                                           \
+  return camox_launch_status()
+
+extern "C" int camox_moe_route_cuda(const camox_moe_route_params *p, void *stream) {
+  MOE_BY_DTYPE(moe_launch_route, p, stream);
+}
+
+static unsigned moe_rows_grid(const camox_moe_route_params *p) { return camox_grid(camox_ceil_div(p->rows, MOE_WARPS)); }
+
+template <typename T>
+static void moe_launch_route_backward(const camox_moe_route_params *p, void *stream) {
+  CAMOX_LAUNCH((moe_route_backward_kernel<T>), moe_rows_grid(p), MOE_THREADS, 0, stream, *p);
+}
+
+extern "C" int camox_moe_route_backward_cuda(const camox_moe_route_params *p, void *stream) {
+  if (p->rows == 0) return cudaSuccess;
+  MOE_BY_DTYPE(moe_launch_route_backward, p, stream);
+}
+
+template <typename T>
+static void moe_launch_aux(const camox_moe_route_params *p, void *stream) {
+  const size_t columns = static_cast<size_t>(p->num_experts) + 2;
+  const int64_t blocks = p->aux == CAMOX_MOE_USAGE_MSE ? 0 : camox_moe_cuda_blocks(p);
+  if (blocks > 0)
+    CAMOX_LAUNCH((moe_aux_kernel<T>), camox_grid(blocks), MOE_THREADS, MOE_WARPS * columns * sizeof(float), stream, *p);
+  CAMOX_LAUNCH(moe_aux_finish_kernel, 1, MOE_THREADS, columns * sizeof(double), stream, *p);
+}
+
+extern "C" int camox_moe_aux_cuda(const camox_moe_route_params *p, void *stream) { MOE_BY_DTYPE(moe_launch_aux, p, stream); }
+
+template <typename T>
+static void moe_launch_aux_backward(const camox_moe_route_params *p, void *stream) {
+  CAMOX_LAUNCH((moe_aux_backward_kernel<T>), moe_rows_grid(p), MOE_THREADS, 0, stream, *p);
+}
+
+extern "C" int camox_moe_aux_backward_cuda(const camox_moe_route_params *p, void *stream) {
+  if (p->rows == 0) return cudaSuccess;
+  MOE_BY_DTYPE(moe_launch_aux_backward, p, stream);
+}
+
+/* Whether all rows can be accessed `lanes` elements at a time. */
+static bool moe_fits(const camox_moe_rows_params *p, int lanes, int element) {
+  const int bytes = lanes * element;
+  return p->row_size % lanes == 0 && p->row_stride % lanes == 0 && p->place_stride % lanes == 0 &&
+         camox_aligned(p->row, bytes) && camox_aligned(p->place, bytes) && camox_aligned(p->grad_place, bytes);
+}
+
+template <typename T, int N>
+static void moe_run_dispatch(const camox_moe_rows_params *p, void *stream) {
+  const int64_t vectors = p->row_size / N, blocks = camox_ceil_div(p->rows * vectors, MOE_THREADS);
+  CAMOX_LAUNCH((moe_dispatch_kernel<T, N>), camox_grid(blocks > 0 ? blocks : 1), MOE_THREADS, 0, stream, *p, vectors);
+}
+
+template <typename T, int N>
+static void moe_run_combine(const camox_moe_rows_params *p, void *stream) {
+  const int64_t vectors = p->row_size / N, blocks = camox_ceil_div(p->rows * vectors, MOE_THREADS);
+  CAMOX_LAUNCH((moe_combine_kernel<T, N>), camox_grid(blocks), MOE_THREADS, 0, stream, *p, vectors);
+}
+
+template <typename T, int N>
+static void moe_run_combine_backward(const camox_moe_rows_params *p, void *stream) {
+  const int64_t vectors = p->row_size / N, chunks = camox_moe_chunks(p);
+  if (p->row_size <= CAMOX_WARP * MOE_HELD) {
+    const unsigned grid = camox_grid(p->rows > 0 ? camox_ceil_div(p->rows, MOE_WARPS) : 1);
+    CAMOX_LAUNCH((moe_combine_backward_kernel<T, N, CAMOX_WARP>), grid, MOE_THREADS, 0, stream, *p, vectors, chunks);
+    return;
+  }
+  const unsigned grid = camox_grid(p->rows > 0 ? p->rows * chunks : 1);
+  CAMOX_LAUNCH((moe_combine_backward_kernel<T, N, MOE_THREADS>), grid, MOE_THREADS, 0, stream, *p, vectors, chunks);
+  if (chunks == 1 || p->rows == 0) return;
+  const unsigned slots = camox_grid(camox_ceil_div(p->rows * p->top_k, MOE_THREADS));
+  CAMOX_LAUNCH(moe_sum_chunks_kernel, slots, MOE_THREADS, 0, stream, *p, chunks);
+}
+
+/* Calls run<T, N> with the widest N; without rows there are no copies, but a padded output has places. */
+#define MOE_BY_WIDTH(run, T, p, stream)                  \
+  do {                                                   \
+    constexpr int element = static_cast<int>(sizeof(T)); \
+    if (moe_fits(p, 16 / element, element))              \
+      run<T, 16 / element>(p, stream);                   \
+    else if (moe_fits(p, 4 / element, element))          \
+      run<T, 4 / element>(p, stream);                    \
+    else                                                 \
+      run<T, 1>(p, stream);                              \
+  } while (0)
+
+/* Bits are copied as they are: one type of each size. */
+extern "C" int camox_moe_dispatch_cuda(const camox_moe_rows_params *p, void *stream) {
+  if (camox_moe_places(p) * p->row_size == 0) return cudaSuccess;
+  switch (p->dtype) {
+    case CAMOX_F32: MOE_BY_WIDTH(moe_run_dispatch, float, p, stream); break;
+    case CAMOX_BF16:
+    case CAMOX_F16: MOE_BY_WIDTH(moe_run_dispatch, __half, p, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
+
+extern "C" int camox_moe_combine_cuda(const camox_moe_rows_params *p, void *stream) {
+  if (p->rows * p->row_size == 0) return cudaSuccess;
+  switch (p->dtype) {
+    case CAMOX_F32: MOE_BY_WIDTH(moe_run_combine, float, p, stream); break;
+    case CAMOX_BF16: MOE_BY_WIDTH(moe_run_combine, __nv_bfloat16, p, stream); break;
+    case CAMOX_F16: MOE_BY_WIDTH(moe_run_combine, __half, p, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
+
+extern "C" int camox_moe_combine_backward_cuda(const camox_moe_rows_params *p, void *stream) {
+  if (p->rows == 0 && camox_moe_places(p) * p->row_size == 0) return cudaSuccess;
+  switch (p->dtype) {
+    case CAMOX_F32: MOE_BY_WIDTH(moe_run_combine_backward, float, p, stream); break;
+    case CAMOX_BF16: MOE_BY_WIDTH(moe_run_combine_backward, __nv_bfloat16, p, stream); break;
+    case CAMOX_F16: MOE_BY_WIDTH(moe_run_combine_backward, __half, p, stream); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return camox_launch_status();
+}
