@@ -6,10 +6,12 @@ our layer around those stock modules: what one call per expert gives alone. torc
 its graph.
 """
 
+import itertools
+
 import torch
 from torch import nn
 
-from benchmarks.common import Case, camox_attr, random_tensor
+from benchmarks.common import Bound, Case, camox_attr, float64_numbers, random_tensor, upstream_like
 
 SHAPES = ((8, 48, 56, 56), (8, 96, 28, 28), (8, 160, 14, 14), (8, 304, 7, 7))
 EXPERTS, TOP_K = 7, 3
@@ -36,32 +38,66 @@ def spread_gate(layer, x):
     convolution.bias.sub_(mean).div_(deviation)
 
 
+def layers(shape, x):
+    """The three candidates, equal in weights."""
+    made = camox_attr("nn.MoELayer")
+    from examples.camoxpert import experts, moe
+
+    torch.manual_seed(0)
+    sizes = (shape[1], EXPERTS, TOP_K)
+    stock = moe.MoELayer(*sizes)
+    spread_gate(stock, x)
+    ours = made(*sizes, aux_loss="usage_mse")
+    grouped = made(*sizes, aux_loss="usage_mse", experts=(made_of(shape[1]) for made_of in experts.CLASSES))
+    for layer in (ours, grouped):
+        layer.load_state_dict(stock.state_dict())
+    return {"camox": Output(ours), "eager": Output(stock), "grouped": Output(grouped)}
+
+
+def limits(case, functions, inputs, upstream):
+    """{name: (float64 value, what a float32 run may be away from it)}.
+
+    A gradient of a layer is one long chain and a float32 run of it one sample of its rounding; PyTorch's own error is
+    the largest over stock modules in both groupings, both memory formats and the batch in three orders, and three times
+    that is allowed."""
+    truth = float64_numbers(case, functions["eager"], inputs, upstream)
+    own = dict.fromkeys(truth, 0.0)
+    formats = torch.contiguous_format, torch.channels_last
+    for name, layout, shift in itertools.product(("eager", "grouped"), formats, range(3)):
+        turned = [[t.detach().roll(shift, 0).contiguous(memory_format=layout) for t in ts] for ts in (inputs, upstream)]
+        for key, value in Bound(case, functions[name], *turned).numbers().items():
+            value = value.roll(-shift, 0) if key in ("output0", "grad input0") else value
+            own[key] = max(own[key], (value.double() - truth[key]).abs().max().item())
+    eps = torch.finfo(case.dtype).eps
+    return {key: (t, 3 * own[key] + 4 * eps * t.abs().max().item()) for key, t in truth.items()}
+
+
 def make_case(shape) -> Case:
+    found = {}
+
     def inputs():
         return (random_tensor(shape, seed=1),)
 
-    def candidates():
-        made = camox_attr("nn.MoELayer")
-        from examples.camoxpert import experts, moe
+    def verify(numbers, given):
+        if not found:
+            functions = layers(shape, *given)
+            found.update(limits(case, functions, given, upstream_like(case, functions["eager"], given)))
+        for name, (truth, limit) in found.items():
+            error = (numbers[name].double() - truth).abs().max().item()
+            if not error <= limit:
+                return f"{name} is {error:.3g} from float64, allowed {limit:.3g}"
+        return None
 
-        torch.manual_seed(0)
-        sizes = (shape[1], EXPERTS, TOP_K)
-        stock = moe.MoELayer(*sizes)
-        spread_gate(stock, *inputs())
-        ours = made(*sizes, aux_loss="usage_mse")
-        ours.load_state_dict(stock.state_dict())
-        grouped = made(*sizes, aux_loss="usage_mse", experts=(made_of(shape[1]) for made_of in experts.CLASSES))
-        grouped.load_state_dict(stock.state_dict())
-        return {"camox": Output(ours), "eager": Output(stock), "grouped": Output(grouped), "compile": None}
-
-    return Case(
+    case = Case(
         group="moe_layer",
         shape=shape,
         make_inputs=inputs,
-        candidates=candidates,
+        candidates=lambda: {**layers(shape, *inputs()), "compile": None},
         direction="forward_backward",
+        verify=verify,
         quick=shape == SHAPES[2],
     )
+    return case
 
 
 def cases() -> list[Case]:

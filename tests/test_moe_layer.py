@@ -320,6 +320,15 @@ def test_padded_groups_give_the_same(monkeypatch, capacity_factor):
         torch.testing.assert_close(value, counted.get(key, torch.zeros_like(value)), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("sync", moe_file.SYNCS)
+def test_experts_may_work_in_place(sync):
+    x = picture(SHAPE)
+    made = [[nn.Sequential(nn.ReLU(inplace=inplace), Scale(2.0)) for _ in range(3)] for inplace in (True, False)]
+    layers = [build(x, 3, 2, experts=experts, sync=sync) for experts in made]
+    first, second = (grown(lambda t, layer=layer: layer(t)[0], layer, x, x) for layer in layers)
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
 def test_a_full_expert_takes_the_first_pictures():
     x = picture((4, 3, 2, 2))
     layer = build(x, 2, 1, bias=[900, -900], experts=scales(2), capacity_factor=1.0)

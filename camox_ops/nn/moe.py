@@ -142,10 +142,14 @@ class MoELayer(nn.Module):
         sizes = None if padded else _HostCounts(routing.counts)
         groups = moe_dispatch(x, routing, padded=padded)
         aux_loss = self._aux_loss(routing, logits)
+        # An expert may work in place on its pictures, which autograd forbids on views from one split. Only with top_k=1
+        # can they be a view of x, whose other users must then be told.
+        split = torch.split if groups._is_view() else torch.unsafe_split_with_sizes
         if padded:
-            mixed = torch.stack(self._run(groups.unbind(), x.dtype))
+            parts = [part[0] for part in split(groups, [1] * self.num_experts)]
+            mixed = torch.stack(self._run(parts, x.dtype))
         else:
-            *parts, unused = groups.split(sizes.read(groups.shape[0]))
+            *parts, unused = split(groups, sizes.read(groups.shape[0]))
             results = self._run(parts, x.dtype)
             mixed = torch.cat([*results, unused] if len(unused) or not results else results)
         output = moe_combine(mixed, routing, padded=padded).to(x.dtype)
