@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from . import _cuda, reference
 from .ops.bands import frequency_bands
+from .ops.bdh import bdh_attention
 from .ops.edge import edge_maps
 from .ops.linear_attention import linear_attention
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
@@ -136,9 +137,16 @@ def plain_mixture(x, logits) -> tuple[torch.Tensor, ...]:
     copies = reference.moe_dispatch(x, experts, offsets, position).square()
     y = reference.moe_combine(copies, weights, experts, offsets, position).to(x.dtype)
     return y, weights.to(x.dtype), reference.moe_aux_loss(logits.to(real), counts, 2).to(x.dtype)
+def queries_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q as (B, H, T, N) with N even and scores of the size of 1, v of the same width shared by the heads, cos and sin."""
+    shape = (*shape[:3], shape[3] // 2 * 2)
+    q, v = pictures(shape, dtype)
+    angles = torch.linspace(-3, 3, shape[2] * (shape[3] // 2)).view(shape[2], -1)
+    return (q * shape[3] ** -0.25).to(dtype), v[:, :1].contiguous(), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 OPS = (
+    Op("bdh_attention", bdh_attention, reference.bdh_attention, queries_and_tables),
     Op("edge_maps", edge_maps, reference.edge_maps, picture),
     Op(
         "edge_maps reflect",
