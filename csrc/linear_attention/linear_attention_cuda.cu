@@ -797,11 +797,12 @@ static void la_launch_fused(const la_pass &pass, la_work work, void *stream) {
       case 2: return la_launch_mma<T, 2, MEMORY == LA_COLUMNS>(pass, work, stream);
     }
   }
+  constexpr int memory = sizeof(T) == 2 ? LA_ANY : MEMORY; /* half types of vectors are for tensor cores */
   switch (work) {
-    case LA_SUMS: return la_launch_sums<T, MEMORY>(pass, stream);
-    case LA_APPLY: return la_launch_apply<T, MEMORY>(pass, stream);
-    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, MEMORY, LA_WITH_SUMS>(pass, stream);
-    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, MEMORY, LA_WITH_APPLY>(pass, stream);
+    case LA_SUMS: return la_launch_sums<T, memory>(pass, stream);
+    case LA_APPLY: return la_launch_apply<T, memory>(pass, stream);
+    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, memory, LA_WITH_SUMS>(pass, stream);
+    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, memory, LA_WITH_APPLY>(pass, stream);
   }
 }
 

@@ -305,7 +305,8 @@ __device__ __forceinline__ void la_mma_apply(const la_pass &p, const uint4 *stat
 }
 
 template <typename T, int S, bool COLUMNS>
-__global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_apply_kernel(const __grid_constant__ la_pass p) {
+__global__ void __launch_bounds__(LA_MMA_THREADS, COLUMNS &&S > 1 ? 3 : 4)
+    la_mma_apply_kernel(const __grid_constant__ la_pass p) {
   constexpr int J = COLUMNS && S <= 2 ? 8 : 4, step = 8 * J * LA_MMA_WARPS;
   CAMOX_DYNAMIC_SHARED(uint4, state);
   for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
@@ -455,7 +456,8 @@ __device__ __forceinline__ void la_drop(la_terms<T, S, J, COLUMNS> &x, const la_
 }
 
 template <typename T, int S, bool COLUMNS>
-__global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_sum_kernel(const __grid_constant__ la_pass p) {
+__global__ void __launch_bounds__(LA_MMA_THREADS, COLUMNS &&S > 1 ? 3 : 4)
+    la_mma_sum_kernel(const __grid_constant__ la_pass p) {
   constexpr int J = 4, step = 8 * J * LA_MMA_WARPS;
   CAMOX_DYNAMIC_SHARED(float, scratch);
   for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
@@ -498,7 +500,8 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_sum_kernel(const __g
 
 /* As la_gradient_kernel, LA_WITH_SUMS or LA_WITH_APPLY. */
 template <typename T, int S, bool COLUMNS, int FUSION>
-__global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_gradient_kernel(const __grid_constant__ la_pass p) {
+__global__ void __launch_bounds__(LA_MMA_THREADS, camox_is_bfloat16<T>::value || S == 1 ? 3 : 2)
+    la_mma_gradient_kernel(const __grid_constant__ la_pass p) {
   constexpr int J = 4, step = 8 * J * LA_MMA_WARPS, fragments = 2 * S * S * CAMOX_WARP;
   typedef la_mma<T, S, J, COLUMNS> mma;
   CAMOX_DYNAMIC_SHARED(uint4, state);
