@@ -703,7 +703,7 @@ static bool la_device_has_mma(void) {
 /* Steps of 16 columns with which tensor cores serve a pass, or 0. */
 template <int MEMORY>
 static int la_mma_steps(const la_pass &pass) {
-  const int steps = ((pass.n > pass.d ? pass.n : pass.d) + 15) / 16;
+  const int widest = pass.n > pass.d ? pass.n : pass.d, steps = widest <= 16 ? 1 : widest <= 32 ? 2 : 4;
   const bool fits = MEMORY == LA_COLUMNS || (pass.n == 16 * steps && pass.d == 16 * steps);
   return fits && la_device_has_mma() ? steps : 0;
 }
@@ -777,7 +777,8 @@ typedef enum { LA_SUMS = 0, LA_APPLY = 1, LA_GRADIENT_OF_QUERIES = 2, LA_GRADIEN
 template <typename T, int S, bool COLUMNS>
 static void la_launch_mma(const la_pass &pass, la_work work, void *stream) {
   const unsigned grid = camox_grid(pass.batch * pass.heads * pass.chunks);
-  const size_t fragments = sizeof(uint4) * 2 * S * S * CAMOX_WARP, sums = sizeof(float) * LA_MMA_WARPS * 16 * S * (16 * S + 1);
+  const size_t fragments = sizeof(uint4) * 2 * S * S * CAMOX_WARP;
+  const size_t sums = sizeof(float) * (LA_MMA_WARPS / la_mma_sharing<S>)*16 * S * (16 * S + 1);
   switch (work) {
     case LA_SUMS: CAMOX_LAUNCH((la_mma_sum_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, sums, stream, pass); break;
     case LA_APPLY: CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments, stream, pass); break;
@@ -795,13 +796,15 @@ static void la_launch_fused(const la_pass &pass, la_work work, void *stream) {
     switch (la_mma_steps<MEMORY>(pass)) {
       case 1: return la_launch_mma<T, 1, MEMORY == LA_COLUMNS>(pass, work, stream);
       case 2: return la_launch_mma<T, 2, MEMORY == LA_COLUMNS>(pass, work, stream);
+      case 4: return la_launch_mma<T, 4, MEMORY == LA_COLUMNS>(pass, work, stream);
     }
   }
+  constexpr int memory = sizeof(T) == 2 ? LA_ANY : MEMORY; /* half types of vectors are for tensor cores */
   switch (work) {
-    case LA_SUMS: return la_launch_sums<T, MEMORY>(pass, stream);
-    case LA_APPLY: return la_launch_apply<T, MEMORY>(pass, stream);
-    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, MEMORY, LA_WITH_SUMS>(pass, stream);
-    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, MEMORY, LA_WITH_APPLY>(pass, stream);
+    case LA_SUMS: return la_launch_sums<T, memory>(pass, stream);
+    case LA_APPLY: return la_launch_apply<T, memory>(pass, stream);
+    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, memory, LA_WITH_SUMS>(pass, stream);
+    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, memory, LA_WITH_APPLY>(pass, stream);
   }
 }
 

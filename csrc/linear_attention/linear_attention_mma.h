@@ -12,6 +12,19 @@
 #define LA_MMA_WARPS 4
 #define LA_MMA_THREADS (LA_MMA_WARPS * CAMOX_WARP)
 
+/* Tiles of 8 positions that a warp takes at a time, and blocks of a multiprocessor, as registers last. */
+template <int S>
+static constexpr int la_mma_tiles = S > 2 ? 2 : 4;
+template <int S, bool COLUMNS>
+static constexpr int la_mma_blocks = S > 2              ? 2
+                                     : S > 1 && COLUMNS ? 3
+                                                        : 4;
+template <typename T, int S, bool COLUMNS>
+static constexpr int la_mma_gradient_blocks = S > 2 || (S > 1 && (COLUMNS || !camox_is_bfloat16<T>::value)) ? 2 : 3;
+/* Warps that share the columns of y, so that their sums fit. */
+template <int S>
+static constexpr int la_mma_sharing = S > 2 ? 2 : 1;
+
 template <typename T, int S, int J, bool COLUMNS>
 struct la_mma {
   static constexpr bool exact = camox_is_bfloat16<T>::value; /* T has no low part */
@@ -22,10 +35,8 @@ struct la_mma {
     if (COLUMNS) return 16 * s + 2 * t + (i & 1) + 8 * (i >> 1);
     return s / 2 * 2 + 1 < S ? 32 * (s / 2) + 8 * t + 4 * (s % 2) + i : 16 * s + 4 * t + i;
   }
-  /* Column of row 8 half + g of tile m of an accumulator. */
-  static __device__ __forceinline__ int row(int m, int half, int g) {
-    return COLUMNS ? 16 * m + 8 * half + g : 2 * S * g + 2 * m + half;
-  }
+  /* Column of row g + 8 (c % 2) of tile c / 2 of an accumulator. */
+  static __device__ __forceinline__ int row(int c, int g) { return COLUMNS ? 8 * c + g : 2 * S * g + c; }
   static __device__ __forceinline__ int position(int j, int g) { return COLUMNS ? J * g + j : 8 * j + g; }
 };
 
@@ -114,31 +125,34 @@ struct la_terms {
   }
 };
 
-/* A lane's elements in the order of an accumulator: row (m, half), position 2t + i of tile j. */
-template <typename T, int S, int J, bool COLUMNS>
+/* A lane's elements in the order of an accumulator: row c % 2 of tile c / 2, position 2t + i of tile j. Of H warps that share
+   the columns each has 2 S / H of the 2 S rows. */
+template <typename T, int S, int J, bool COLUMNS, int H>
 struct la_values {
-  uint32_t words[2 * S * J];
+  static constexpr int rows = 2 * S / H;
+  uint32_t words[rows * J];
 
-  __device__ __forceinline__ void load(const la_rows<const T> &from, int columns, int valid) {
+  __device__ __forceinline__ void load(const la_rows<const T> &from, int columns, int valid, int part) {
     typedef la_mma<T, S, J, COLUMNS> mma;
     const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
     if constexpr (COLUMNS) {
 #pragma unroll
-      for (int r = 0; r < 2 * S; ++r) {
-        const int column = mma::row(r / 2, r % 2, g);
-        la_load_some<J>(words + r * J, from.base + column * from.column + 2 * J * t, column < columns ? valid - 2 * J * t : 0);
+      for (int c = 0; c < rows; ++c) {
+        const int column = mma::row(part * rows + c, g);
+        la_load_some<J>(words + c * J, from.base + column * from.column + 2 * J * t, column < columns ? valid - 2 * J * t : 0);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < 2 * J; ++k) {
         const int position = 8 * (k / 2) + 2 * t + k % 2;
-        la_load_some<S>(words + k * S, from.base + position * from.row + 2 * S * g, position < valid ? 2 * S : 0);
+        la_load_some<rows / 2>(words + k * (rows / 2), from.base + position * from.row + mma::row(part * rows, g),
+                               position < valid ? rows : 0);
       }
     }
   }
-  __device__ __forceinline__ float get(int m, int half, int j, int i) const {
-    return COLUMNS ? la_half<T>(words[(2 * m + half) * J + (J * i + j) / 2], j & 1)
-                   : la_half<T>(words[(2 * j + i) * S + m], half);
+  __device__ __forceinline__ float get(int c, int j, int i) const {
+    return COLUMNS ? la_half<T>(words[c * J + (J * i + j) / 2], j & 1)
+                   : la_half<T>(words[(2 * j + i) * (rows / 2) + c / 2], c & 1);
   }
 };
 
@@ -149,15 +163,16 @@ __device__ __forceinline__ void la_store_values(const la_rows<T> &to, const floa
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
   if constexpr (COLUMNS) {
+    constexpr int piece = J < 4 ? 2 * J : 8;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      const int column = mma::row(m0 + r / 2, r % 2, g);
+      const int column = mma::row(2 * m0 + r, g);
       if (column >= columns) continue;
 #pragma unroll
-      for (int first = 0; first < 2 * J; first += 8) {
-        float some[8];
+      for (int first = 0; first < 2 * J; first += piece) {
+        float some[piece];
 #pragma unroll
-        for (int k = 0; k < 8; ++k) some[k] = values[r / 2][(first + k) % J][2 * (r % 2) + (first + k) / J];
+        for (int k = 0; k < piece; ++k) some[k] = values[r / 2][(first + k) % J][2 * (r % 2) + (first + k) / J];
         const int position = 2 * J * t + first;
         camox_store_float(to.base + column * to.column + position, some, valid - position);
       }
@@ -173,7 +188,7 @@ __device__ __forceinline__ void la_store_values(const la_rows<T> &to, const floa
         float some[piece];
 #pragma unroll
         for (int c = 0; c < piece; ++c) some[c] = values[(first + c) / 2][k / 2][2 * ((first + c) % 2) + k % 2];
-        camox_store_float(to.base + position * to.row + 2 * S * g + first, some);
+        camox_store_float(to.base + position * to.row + mma::row(first, g), some);
       }
     }
   }
@@ -191,7 +206,7 @@ __device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, int64_
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       float pair[2];
-      const int row = mma::row(m, k % 2, g);
+      const int row = mma::row(2 * m + k % 2, g);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = mma::column(s, k / 2 * 2 + e, t), n = TRANSPOSED ? column : row, d = TRANSPOSED ? row : column;
@@ -305,8 +320,9 @@ __device__ __forceinline__ void la_mma_apply(const la_pass &p, const uint4 *stat
 }
 
 template <typename T, int S, bool COLUMNS>
-__global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_apply_kernel(const __grid_constant__ la_pass p) {
-  constexpr int J = COLUMNS && S <= 2 ? 8 : 4, step = 8 * J * LA_MMA_WARPS;
+__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
+    la_mma_apply_kernel(const __grid_constant__ la_pass p) {
+  constexpr int J = la_mma_tiles<S> * (COLUMNS ? 2 : 1), step = 8 * J * LA_MMA_WARPS;
   CAMOX_DYNAMIC_SHARED(uint4, state);
   for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
     int64_t chunk;
@@ -322,74 +338,75 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_apply_kernel(const _
 
 /* ---- sums ---- */
 
-/* x^T y of a warp's positions, and the line. */
-template <typename T, int S, int J, bool COLUMNS>
+/* x^T y of a warp's positions, of all rows of x and a part of those of y, and the line. H warps go together. */
+template <typename T, int S, int J, bool COLUMNS, int H>
 struct la_mma_sums {
-  float s[S][2 * S][4], line[S][2];
+  typedef la_mma<T, S, J, COLUMNS> mma;
+  typedef la_values<T, S, J, COLUMNS, H> values;
+  float s[S][values::rows][4], line[2 * S];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int m = 0; m < S; ++m) {
-      line[m][0] = line[m][1] = 0.0f;
+      line[2 * m] = line[2 * m + 1] = 0.0f;
 #pragma unroll
-      for (int c = 0; c < 2 * S; ++c)
+      for (int c = 0; c < values::rows; ++c)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[m][c][e] = 0.0f;
     }
   }
 
-  /* Tiles j0 and j0 + 1 of positions, as 16 terms; x[m][half][2 tile + i] */
-  __device__ __forceinline__ void add(const float (&x)[S][2][4], const la_values<T, S, J, COLUMNS> &y, int j0) {
+  /* Tiles j0 and j0 + 1 of positions, as 16 terms; x[row][2 tile + i] */
+  __device__ __forceinline__ void add(const float (&x)[2 * S][4], const values &y, int j0) {
     uint32_t high[S][4], low[S][4];
 #pragma unroll
     for (int m = 0; m < S; ++m)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) la_split(x[m][k % 2][k / 2 * 2], x[m][k % 2][k / 2 * 2 + 1], high[m][k], low[m][k]);
+      for (int k = 0; k < 4; ++k) la_split(x[2 * m + k % 2][k / 2 * 2], x[2 * m + k % 2][k / 2 * 2 + 1], high[m][k], low[m][k]);
 #pragma unroll
-    for (int c = 0; c < 2 * S; ++c) {
+    for (int c = 0; c < values::rows; ++c) {
       uint32_t y_high[2], y_low[2];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) la_split(y.get(c / 2, c % 2, j0 + k, 0), y.get(c / 2, c % 2, j0 + k, 1), y_high[k], y_low[k]);
+      for (int k = 0; k < 2; ++k) la_split(y.get(c, j0 + k, 0), y.get(c, j0 + k, 1), y_high[k], y_low[k]);
 #pragma unroll
       for (int m = 0; m < S; ++m) {
         camox_mma_m16n8k16<__nv_bfloat16>(s[m][c], low[m], y_high);
-        if (!la_mma<T, S, J, COLUMNS>::exact) camox_mma_m16n8k16<__nv_bfloat16>(s[m][c], high[m], y_low);
+        if (!mma::exact) camox_mma_m16n8k16<__nv_bfloat16>(s[m][c], high[m], y_low);
         camox_mma_m16n8k16<__nv_bfloat16>(s[m][c], high[m], y_high);
       }
     }
   }
 
   /* Adds up the warps in rising order and writes the chunk's part; shared memory is free and stays so. */
-  __device__ __forceinline__ void finish(const la_pass &p, float *scratch, float *partial) {
-    typedef la_mma<T, S, J, COLUMNS> mma;
-    constexpr int wide = 16 * S, size = wide * wide;
+  __device__ __forceinline__ void finish(const la_pass &p, float *scratch, float *partial, int part) {
+    constexpr int wide = 16 * S, size = wide * (wide + 1), groups = LA_MMA_WARPS / H;
     const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
-    float *const mine = scratch + static_cast<int>(threadIdx.x) / CAMOX_WARP * (size + wide);
+    float *const mine = scratch + static_cast<int>(threadIdx.x) / CAMOX_WARP / H * size;
 #pragma unroll
-    for (int m = 0; m < S; ++m)
+    for (int r = 0; r < 2 * S; ++r) {
+      const int row = mma::row(r, g);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = mma::row(m, half, g);
+      for (int c = 0; c < values::rows; ++c)
 #pragma unroll
-        for (int c = 0; c < 2 * S; ++c)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) mine[row * wide + mma::row(c / 2, c % 2, 2 * t + i)] = s[m][c][2 * half + i];
-        const float sum = la_sum_terms(line[m][half]);
-        if (t == 0) mine[size + row] = sum;
-      }
+        for (int i = 0; i < 2; ++i)
+          mine[row * wide + mma::row(part * values::rows + c, 2 * t + i)] = s[r / 2][c][2 * (r % 2) + i];
+      const float sum = la_sum_terms(line[r]);
+      if (t == 0 && part == 0) mine[wide * wide + row] = sum;
+    }
     __syncthreads();
     for (la_walk walk = la_walk_of(p.d); walk.outer < p.n; la_step(walk)) {
       const float *from = scratch + walk.outer * wide + walk.inner;
       float sum = from[0];
 #pragma unroll
-      for (int warp = 1; warp < LA_MMA_WARPS; ++warp) sum += from[warp * (size + wide)];
+      for (int group = 1; group < groups; ++group) sum += from[group * size];
       partial[walk.outer * p.d + walk.inner] = sum;
     }
     if (p.sums_line) {
       for (int n = static_cast<int>(threadIdx.x); n < p.n; n += LA_MMA_THREADS) {
-        float sum = scratch[size + n];
+        const float *from = scratch + wide * wide + n;
+        float sum = from[0];
 #pragma unroll
-        for (int warp = 1; warp < LA_MMA_WARPS; ++warp) sum += scratch[warp * (size + wide) + size + n];
+        for (int group = 1; group < groups; ++group) sum += from[group * size];
         partial[p.n * p.d + n] = sum;
       }
     }
@@ -399,25 +416,22 @@ struct la_mma_sums {
 
 /* f of tiles j0 and j0 + 1. */
 template <typename T, int S, int J, bool COLUMNS>
-__device__ __forceinline__ void la_features(float (&f)[S][2][4], const la_values<T, S, J, COLUMNS> &x, int j0, const la_pass &p,
-                                            const la_kept &kept) {
+__device__ __forceinline__ void la_features(float (&f)[2 * S][4], const la_values<T, S, J, COLUMNS, 1> &x, int j0,
+                                            const la_pass &p, const la_kept &kept) {
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const bool counts = kept(mma::position(j0 + e / 2, 2 * t + e % 2));
 #pragma unroll
-    for (int m = 0; m < S; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        f[m][half][e] =
-            counts && mma::row(m, half, g) < p.n ? la_feature<T>(x.get(m, half, j0 + e / 2, e % 2), p.feature_map) : 0.0f;
+    for (int r = 0; r < 2 * S; ++r)
+      f[r][e] = counts && mma::row(r, g) < p.n ? la_feature<T>(x.get(r, j0 + e / 2, e % 2), p.feature_map) : 0.0f;
   }
 }
 
 /* Rows that are not kept become zeros, whatever they hold. */
-template <typename T, int S, int J, bool COLUMNS>
-__device__ __forceinline__ void la_drop(la_values<T, S, J, COLUMNS> &y, const la_kept &kept) {
+template <typename T, int S, int J, bool COLUMNS, int H>
+__device__ __forceinline__ void la_drop(la_values<T, S, J, COLUMNS, H> &y, const la_kept &kept) {
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int t = static_cast<int>(threadIdx.x) % 4;
   if (!kept.mask) return;
@@ -427,11 +441,11 @@ __device__ __forceinline__ void la_drop(la_values<T, S, J, COLUMNS> &y, const la
     for (int i = 0; i < 2; ++i) {
       if (kept(mma::position(j, 2 * t + i))) continue;
 #pragma unroll
-      for (int r = 0; r < 2 * S; ++r) {
+      for (int r = 0; r < y.rows; ++r) {
         if (COLUMNS)
           y.words[r * J + (J * i + j) / 2] &= j & 1 ? 0xffffu : 0xffff0000u;
-        else if (r < S)
-          y.words[(2 * j + i) * S + r] = 0u;
+        else if (2 * r < y.rows)
+          y.words[(2 * j + i) * (y.rows / 2) + r] = 0u;
       }
     }
 }
@@ -455,42 +469,45 @@ __device__ __forceinline__ void la_drop(la_terms<T, S, J, COLUMNS> &x, const la_
 }
 
 template <typename T, int S, bool COLUMNS>
-__global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_sum_kernel(const __grid_constant__ la_pass p) {
-  constexpr int J = 4, step = 8 * J * LA_MMA_WARPS;
+__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
+    la_mma_sum_kernel(const __grid_constant__ la_pass p) {
+  constexpr int J = la_mma_tiles<S>, H = la_mma_sharing<S>, step = 8 * J * LA_MMA_WARPS / H;
   CAMOX_DYNAMIC_SHARED(float, scratch);
+  const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, part = warp % H;
   for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(unit, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
-    la_mma_sums<T, S, J, COLUMNS> sums;
+    la_mma_sums<T, S, J, COLUMNS, H> sums;
     sums.clear();
-    for (int64_t t = chunk * p.chunk + threadIdx.x / CAMOX_WARP * 8 * J; t < end; t += step) {
+    for (int64_t t = chunk * p.chunk + warp / H * 8 * J; t < end; t += step) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
       const la_kept kept = la_kept_at(p, sequence, t, valid);
-      la_values<T, S, J, COLUMNS> x, y;
-      x.load(la_rows_at<const T>(p, p.x, sequence, t), p.n, valid);
-      y.load(la_rows_at<const T>(p, p.y, sequence, t), p.d, valid);
+      la_values<T, S, J, COLUMNS, 1> x;
+      la_values<T, S, J, COLUMNS, H> y;
+      x.load(la_rows_at<const T>(p, p.x, sequence, t), p.n, valid, 0);
+      y.load(la_rows_at<const T>(p, p.y, sequence, t), p.d, valid, part);
       la_drop(y, kept);
 #pragma unroll
       for (int j = 0; j < J; j += 2) {
-        float f[S][2][4];
+        float f[2 * S][4];
         la_features(f, x, j, p, kept);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (p.weight == LA_FEATURE) {
             float sum = 0.0f;
 #pragma unroll
-            for (int r = 0; r < 2 * S; ++r) sum += f[r / 2][r % 2][e];
+            for (int r = 0; r < 2 * S; ++r) sum += f[r][e];
             const float weight = la_divide(p, 1.0f, la_sum_values(sum));
 #pragma unroll
-            for (int r = 0; r < 2 * S; ++r) f[r / 2][r % 2][e] *= weight;
+            for (int r = 0; r < 2 * S; ++r) f[r][e] *= weight;
           }
 #pragma unroll
-          for (int r = 0; r < 2 * S; ++r) sums.line[r / 2][r % 2] += f[r / 2][r % 2][e];
+          for (int r = 0; r < 2 * S; ++r) sums.line[r] += f[r][e];
         }
         sums.add(f, y, j);
       }
     }
-    sums.finish(p, scratch, p.partial + (sequence * p.chunks + chunk) * p.n * (p.d + 1));
+    sums.finish(p, scratch, p.partial + (sequence * p.chunks + chunk) * p.n * (p.d + 1), part);
   }
 }
 
@@ -498,47 +515,49 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_sum_kernel(const __g
 
 /* As la_gradient_kernel, LA_WITH_SUMS or LA_WITH_APPLY. */
 template <typename T, int S, bool COLUMNS, int FUSION>
-__global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_gradient_kernel(const __grid_constant__ la_pass p) {
-  constexpr int J = 4, step = 8 * J * LA_MMA_WARPS, fragments = 2 * S * S * CAMOX_WARP;
+__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, COLUMNS>)
+    la_mma_gradient_kernel(const __grid_constant__ la_pass p) {
+  constexpr int J = la_mma_tiles<S>, H = FUSION == LA_WITH_SUMS ? la_mma_sharing<S> : 1, step = 8 * J * LA_MMA_WARPS / H;
+  constexpr int fragments = 2 * S * S * CAMOX_WARP;
   typedef la_mma<T, S, J, COLUMNS> mma;
   CAMOX_DYNAMIC_SHARED(uint4, state);
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4;
+  const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, part = warp % H;
   for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(unit, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     la_put_state<T, S, J, COLUMNS, false>(state, p, sequence);
     if (FUSION == LA_WITH_APPLY) la_put_state<T, S, J, COLUMNS, true>(state + fragments, p, sequence);
-    float line[S][2];
+    float line[2 * S];
 #pragma unroll
-    for (int m = 0; m < S; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int n = mma::row(m, half, g);
-        line[m][half] = p.weight == LA_FEATURE ? 1.0f : p.line && n < p.n ? __ldg(p.line + sequence * p.n + n) : 0.0f;
-      }
-    la_mma_sums<T, S, J, COLUMNS> sums;
+    for (int r = 0; r < 2 * S; ++r) {
+      const int n = mma::row(r, g);
+      line[r] = p.weight == LA_FEATURE ? 1.0f : p.line && n < p.n ? __ldg(p.line + sequence * p.n + n) : 0.0f;
+    }
+    la_mma_sums<T, S, J, COLUMNS, H> sums;
     if (FUSION == LA_WITH_SUMS) sums.clear();
     __syncthreads();
-    for (int64_t t = chunk * p.chunk + threadIdx.x / CAMOX_WARP * 8 * J; t < end; t += step) {
+    for (int64_t t = chunk * p.chunk + warp / H * 8 * J; t < end; t += step) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
       const la_kept kept = la_kept_at(p, sequence, t, valid);
       if (FUSION == LA_WITH_APPLY) la_mma_apply<T, S, J, COLUMNS>(p, state + fragments, sequence, t, valid, nullptr);
       const la_rows<const T> rows = la_rows_at<const T>(p, p.y, sequence, t);
-      la_values<T, S, J, COLUMNS> x, y;
+      la_values<T, S, J, COLUMNS, 1> x;
+      la_values<T, S, J, COLUMNS, H> y;
       float u[S][J][4];
       {
         la_terms<T, S, J, COLUMNS> terms;
         terms.load(rows, p.d, valid);
         la_drop(terms, kept);
-        x.load(la_rows_at<const T>(p, p.x, sequence, t), p.n, valid);
-        if (FUSION == LA_WITH_SUMS) y.load(rows, p.d, valid);
+        x.load(la_rows_at<const T>(p, p.x, sequence, t), p.n, valid, 0);
+        if (FUSION == LA_WITH_SUMS) y.load(rows, p.d, valid, part);
         la_factor<S, J> factor;
         la_factor_of(factor, terms);
         la_multiply<S, J, S, mma::exact>(u, state, 0, factor);
       }
 #pragma unroll
       for (int j = 0; j < J; j += 2) {
-        float f[S][2][4];
+        float f[2 * S][4];
         la_features(f, x, j, p, kept);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -547,8 +566,8 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_gradient_kernel(cons
             float sum = 0.0f, dot = 0.0f;
 #pragma unroll
             for (int r = 0; r < 2 * S; ++r) {
-              sum = fmaf(f[r / 2][r % 2][e], line[r / 2][r % 2], sum);
-              dot = fmaf(f[r / 2][r % 2][e], u[r / 2][j + e / 2][2 * (r % 2) + e % 2], dot);
+              sum = fmaf(f[r][e], line[r], sum);
+              dot = fmaf(f[r][e], u[r / 2][j + e / 2][2 * (r % 2) + e % 2], dot);
             }
             const float divisor = la_sum_values(sum) + (p.weight == LA_DIVIDE ? p.eps : 0.0f);
             weight = la_divide(p, weight, divisor);
@@ -556,11 +575,11 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_gradient_kernel(cons
           }
 #pragma unroll
           for (int r = 0; r < 2 * S; ++r) {
-            float &value = u[r / 2][j + e / 2][2 * (r % 2) + e % 2], &feature = f[r / 2][r % 2][e];
-            const float slope = la_slope(feature, p.feature_map);
-            value = weight != 0.0f ? slope * (weight * fmaf(factor, line[r / 2][r % 2], value)) : 0.0f;
-            feature *= weight;
-            if (FUSION == LA_WITH_SUMS) sums.line[r / 2][r % 2] = fmaf(factor, feature, sums.line[r / 2][r % 2]);
+            float &value = u[r / 2][j + e / 2][2 * (r % 2) + e % 2];
+            const float slope = la_slope(f[r][e], p.feature_map);
+            value = weight != 0.0f ? slope * (weight * fmaf(factor, line[r], value)) : 0.0f;
+            f[r][e] *= weight;
+            if (FUSION == LA_WITH_SUMS) sums.line[r] = fmaf(factor, f[r][e], sums.line[r]);
           }
         }
         if (FUSION == LA_WITH_SUMS) sums.add(f, y, j);
@@ -568,11 +587,11 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, 1) la_mma_gradient_kernel(cons
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
       u[0][0][0] += 1e-3f;
 #endif
-      la_store_values<T, S, J, COLUMNS, S>(la_rows_at<T>(p, p.grad_x, sequence, t), u, 0, p.n, valid);
+      if (part == 0) la_store_values<T, S, J, COLUMNS, S>(la_rows_at<T>(p, p.grad_x, sequence, t), u, 0, p.n, valid);
     }
     __syncthreads();
     if (FUSION == LA_WITH_SUMS)
-      sums.finish(p, reinterpret_cast<float *>(state), p.partial + (sequence * p.chunks + chunk) * p.n * (p.d + 1));
+      sums.finish(p, reinterpret_cast<float *>(state), p.partial + (sequence * p.chunks + chunk) * p.n * (p.d + 1), part);
   }
 }
 

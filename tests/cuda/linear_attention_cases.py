@@ -12,8 +12,8 @@ CHUNK = 64
 # Heads of a picture (B, C, H, W), contiguous, a part of the positions of a larger one, and channels_last; (B, H, T, N);
 # every other element; one batch element for all.
 MEMORY = ("picture", "cropped", "channels_last", "dense", "strided", "expanded")
-# (B, H, T, N, D): one position; the models' heads; tails of tiles and of chunks; heads of tensor cores' steps and padded
-# to them; heads whose state does not fit in shared memory.
+# (B, H, T, N, D): one position; the models' heads; tails of tiles and of chunks; heads of whole steps of tensor
+# cores and padded ones; heads whose state does not fit in shared memory.
 SHAPES = [
     (1, 2, 1, 2, 1),
     (2, 2, 20, 10, 6),
@@ -153,7 +153,7 @@ def heads(shape, dtype, memory="dense", seed=0):
     for dim in (n, n, d, d):
         x = torch.randn(batch, count, length, dim, generator=generator, dtype=torch.float64).to(dtype)
         if memory in ("picture", "channels_last"):
-            found.append(x.transpose(2, 3).reshape(batch, count * dim, length, 1))
+            found.append(x.transpose(2, 3).contiguous().view(batch, count * dim, length, 1))
         elif memory == "strided":
             larger = torch.full((batch, count, 2 * length + 1, 2 * dim + 1), float("nan"), dtype=dtype)
             view = larger[:, :, 1::2, 1::2]
