@@ -16,6 +16,7 @@ from benchmarks.common import Case, camox_attr, random_tensor
 from benchmarks.shapes import DIRECTIONS
 
 HEADS, COLUMNS, VALUES = 6, 1024, 192
+QUADRATIC, STATE = 1, 2  # what csrc/bdh/bdh.h calls them
 
 
 def eager(q, v, cos, sin, wide_cos, wide_sin, causal):
@@ -63,7 +64,9 @@ def make_case(batch, length, direction, dtype, causal=False, forms=False) -> Cas
             "camox": lambda q, v, cos, sin, *_: attention(q, v, cos, sin, causal=causal),
             "eager": lambda *tensors: eager(*tensors, causal),
         }
-        return {**found, "quadratic": of_form(1, causal), "state": of_form(2, causal), "compile": None} if forms else found
+        return (
+            {**found, "quadratic": of_form(1, causal), "state": of_form(2, causal), "compile": None} if forms else found
+        )
 
     both = direction == "forward_backward"
     group = "bdh_attention_forms" if forms else "bdh_attention"

@@ -121,7 +121,9 @@ std::tuple<Tensor, Tensor> bdh_attention_backward(const Tensor& grad, const Tens
   p.grad = view4(grad);
   Tensor grad_q = empty_in_order(q), grad_v = empty_in_order(v);
   p.grad_q = view4(grad_q), p.grad_v = view4(grad_v);
-  Tensor partial = empty_real(q, {p.value_heads == p.heads ? 0 : p.batch * p.heads * p.length * p.value_dim});
+  // at least one element: an empty tensor may have no memory
+  const int64_t of_heads = p.batch * p.heads * p.length * p.value_dim;
+  Tensor partial = empty_real(q, {p.value_heads == p.heads ? 0 : std::max<int64_t>(of_heads, 1)});
   if (p.value_heads != p.heads) p.partial = partial.data_ptr();
   check(camox_bdh_check(&p, 1));
 #ifdef CAMOX_CUDA_PART
