@@ -12,7 +12,6 @@
 #include "bdh.h"
 
 #define BDH_THREADS 128
-#define BDH_BLOCKS 4           /* of which a multiprocessor must hold so many: at most 128 registers a thread */
 #define BDH_TILE 64            /* rows and columns of a block's tile: 2 x 2 warps of 32 x 32 */
 #define BDH_TILES_AT_ONCE 2048 /* of scores and of pairs in scratch, or one strip of BDH_TILE rows: enough to fill a GPU */
 #define BDH_FILL 256           /* blocks that fill a large GPU */
@@ -20,6 +19,11 @@
 #define BDH_STEP_THREADS 256
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
+
+/* Blocks that a multiprocessor must hold: at most 128 or 168 registers a thread. Operands of half types, 8 elements an access
+   and turned two rows at a time, do not fit 128. */
+template <typename T>
+constexpr int bdh_blocks = sizeof(T) == 4 ? 4 : 3;
 
 /* 16 bytes, the widest access; elements of an operand along k in one turn of the loop, 32 words. */
 template <typename T>
@@ -71,6 +75,12 @@ __device__ __forceinline__ T *bdh_state_of(const bdh_plan &plan, int64_t unit, b
 
 /* ---- operands: V neighbouring elements of a row in memory, 0 beyond the ends ---- */
 
+/* How many of MOST: n, but not below 0. */
+template <int MOST>
+__device__ __forceinline__ int bdh_at_most(int64_t n) {
+  return n >= MOST ? MOST : n > 0 ? static_cast<int>(n) : 0;
+}
+
 template <typename E, int V>
 __device__ __forceinline__ void bdh_store(E *to, int64_t step, const float (&values)[V], int count, bool wide) {
   if (wide && count >= V) {
@@ -91,12 +101,13 @@ struct bdh_matrix {
 
   __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = bdh_lanes<T>;
-    if (wide && r < rows && c + V <= columns) {
-      camox_load<V>(to, data + r * row + c);
+    const T *from = data + r * row + c * column;
+    const int count = r < rows ? bdh_at_most<V>(columns - c) : 0;
+    if (wide && count == V) {
+      camox_load<V>(to, from);
     } else {
 #pragma unroll
-      for (int i = 0; i < V; ++i)
-        to[i] = r < rows && c + i < columns ? __ldg(data + r * row + (c + i) * column) : camox_from_float<T>(0.0f);
+      for (int i = 0; i < V; ++i, from += column) to[i] = i < count ? __ldg(from) : camox_from_float<T>(0.0f);
     }
   }
 };
@@ -112,21 +123,27 @@ __device__ __forceinline__ bdh_matrix<T> bdh_view(const camox_view4 &view, int64
           wide};
 }
 
-/* N angles from column c of a row of a table that holds one a pair, or one an element (each); c is even. */
+/* The first `count`, or all N, angles from column c of a row of a table that holds one a pair, or one an element (each); c and
+   count are even. */
 template <int N>
-__device__ __forceinline__ void bdh_angles(float (&to)[N], const float *row, bool each, bool wide, int64_t c, int64_t columns) {
-  if (wide && c + N <= columns) {
-    if (each) {
+__device__ __forceinline__ void bdh_angles(float (&to)[N], const float *row, bool each, bool wide, int64_t c, int count) {
+  if (each) {
+    if (wide && count == N) {
       camox_load_floats<N>(to, row + c);
     } else {
-      float of_pairs[N / 2];
-      camox_load_floats<N / 2>(of_pairs, row + c / 2);
 #pragma unroll
-      for (int i = 0; i < N; ++i) to[i] = of_pairs[i / 2];
+      for (int i = 0; i < N; ++i) to[i] = i < count ? __ldg(row + c + i) : 0.0f;
     }
   } else {
+    float of_pairs[N / 2];
+    if (wide && count == N) {
+      camox_load_floats<N / 2>(of_pairs, row + c / 2);
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) to[i] = c + i < columns ? __ldg(row + (each ? c + i : (c + i) / 2)) : 0.0f;
+      for (int i = 0; i < N / 2; ++i) of_pairs[i] = 2 * i < count ? __ldg(row + c / 2 + i) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = of_pairs[i / 2];
   }
 }
 
@@ -143,8 +160,9 @@ struct bdh_turned {
   __device__ __forceinline__ void angles(float (&cosines)[bdh_lanes<T>], float (&sines)[bdh_lanes<T>], int64_t r,
                                          int64_t c) const {
     const bool each = table_columns == q.columns;
-    bdh_angles(cosines, cos + r * table_columns, each, wide_tables, c, q.columns);
-    bdh_angles(sines, sin + r * table_columns, each, wide_tables, c, q.columns);
+    const int count = bdh_at_most<bdh_lanes<T>>(q.columns - c);
+    bdh_angles(cosines, cos + r * table_columns, each, wide_tables, c, count);
+    bdh_angles(sines, sin + r * table_columns, each, wide_tables, c, count);
   }
 
   __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
@@ -208,18 +226,20 @@ struct bdh_weights {
 
   __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = bdh_lanes<T>;
-    const float *const row = data + (r - first_row) * length;
+    const float *const from = data + (r - first_row) * length + c;
+    const int count = r < first_row + rows ? bdh_at_most<V>(length - c) : 0;
     float x[V];
-    if (wide && r < first_row + rows && c + V <= length) {
-      camox_load_floats<V>(x, row + c);
+    if (wide && count == V) {
+      camox_load_floats<V>(x, from);
     } else {
 #pragma unroll
-      for (int i = 0; i < V; ++i) x[i] = r < first_row + rows && c + i < length ? __ldg(row + c + i) : 0.0f;
+      for (int i = 0; i < V; ++i) x[i] = i < count ? __ldg(from + i) : 0.0f;
     }
     if constexpr (TRANSPOSED) {
+      const int first = causal ? bdh_at_most<V>(r - c + 1) : 0;
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        if (c + i >= length || (causal && r >= c + i)) {
+        if (i < first || i >= count) {
           x[i] = 0.0f;
         } else if (logsumexp) {
           x[i] = expf(x[i] - __ldg(logsumexp + c + i));
@@ -256,7 +276,11 @@ __device__ __forceinline__ void bdh_load_across(uint32_t *tile, const Operand &o
     const int row = (warp + u * (BDH_THREADS / CAMOX_WARP)) * V;
     T values[of_word][V];
 #pragma unroll
-    for (int i = 0; i < of_word; ++i) operand.piece(values[i], k + word * of_word + i, first + row);
+    for (int i = 0; i < of_word; ++i) {
+      int step = word * of_word + i;
+      camox_compute_late(step);
+      operand.piece(values[i], k + step, first + row);
+    }
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       T pair[of_word];
@@ -469,7 +493,7 @@ __device__ __forceinline__ int bdh_columns_of(const bdh_place &at, int64_t colum
 /* The strip's scores: for the forward (masked) w but for softmax, for the backward s as it is. Where the strip is all rows and
    both sides of the diagonal are asked for, only one of them is computed. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
     bdh_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
@@ -551,7 +575,7 @@ __device__ __forceinline__ void bdh_put_grad_v(float *stage, const bdh_sums &sum
 }
 
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
     bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
@@ -575,7 +599,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 
 /* r^T v of the launch's heads, or r^T g. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
     bdh_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
@@ -595,7 +619,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 
 /* scale r (r^T v): out; or scale r (r^T g): the gradient of v. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
     bdh_from_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
@@ -665,7 +689,7 @@ __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *a
 
 /* e[j,i] = d s[j,i] + d s[i,j] of the strip's rows j. Of the two one is 0 where causal. */
 template <typename T, bool SOFTMAX>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
     bdh_pairs_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   __shared__ __align__(16) float held[SOFTMAX ? BDH_STAGE : 1];
@@ -708,7 +732,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
    cut, unless `unturned`. A block has the same tile of plan.turns heads, and so have the blocks beside it: angles come from
    the caches. */
 template <typename T, bool STATE>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   constexpr int V = bdh_lanes<T>, across = BDH_TILE / V;
   BDH_SHARED(T, tiles, stage);
@@ -766,7 +790,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 
 /* w^T g of the strip's rows, of each head; together: of all heads of a batch element, in their order. WEIGHTS: plan.weights. */
 template <typename T, bool WEIGHTS>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
     bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;

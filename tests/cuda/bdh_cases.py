@@ -149,5 +149,7 @@ def every_kernel(arch) -> None:
     for dtype in rig.DTYPES.values():
         q, v, table = torch.ones(1, 2, 1, 4).to(dtype), torch.ones(1, 1, 1, 2).to(dtype), torch.ones(1, 2)
         for save in ("scores", "logsumexp"):
-            backward(v.expand(1, 2, 1, 2), q, v, table, table, softmax=True, save=save, how=how)
+            for softmax in (False, True):
+                backward(v.expand(1, 2, 1, 2), q, v, table, table, softmax=softmax, save=save, how=how)
+        backward(v.expand(1, 2, 1, 2), q, v, table, table, save="nothing", form=2, how=how)
         step(q[:, :, 0], v[:, :, 0], table[0], table[0], None, how=how)
