@@ -70,6 +70,7 @@ class Case:
     verify       (numbers by name, inputs) -> None or what is wrong, for ops whose numbers are random
     own_outputs  () -> camox as a function of the inputs that writes into given outputs: ``camox_own_outputs``
     default_allocator  also measured with the allocator's defaults
+    rounds       so many, of one call each without one untimed before it: for steps of seconds. None: by the effort
     quick        part of --quick
     """
 
@@ -87,6 +88,7 @@ class Case:
     verify: Callable | None = None
     own_outputs: Callable | None = None
     default_allocator: bool = True
+    rounds: int | None = None
     quick: bool = False
 
     def __post_init__(self):
@@ -288,17 +290,21 @@ def repetitions(step: Callable, sample_s: float) -> int:
     return reps
 
 
-def interleave(steps: dict[str, Callable], effort: Effort) -> tuple[dict[str, list[float]], dict[str, int]]:
+def interleave(
+    steps: dict[str, Callable], effort: Effort, rounds: int | None = None
+) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds per call of every step, one sample per round; and the calls in one sample.
 
-    The steps take turns (A B C, B C A, ...: nobody has a fixed neighbour), each after one untimed call of its own.
+    The steps take turns (A B C, B C A, ...: nobody has a fixed neighbour), each after one untimed call of its own. With
+    `rounds` given, steps are so long that one untimed call at the beginning is enough.
     """
-    reps = {}
+    reps, warm = {}, rounds is None
     for name, step in steps.items():
-        seconds_of(step, 3)
-        reps[name] = repetitions(step, effort.sample_s)
-    round_s = sum(seconds_of(step, reps[name] + 1) for name, step in steps.items())
-    rounds = max(effort.min_rounds, min(effort.max_rounds, int(effort.case_s / round_s)))
+        seconds_of(step, 3 if warm else 1)
+        reps[name] = repetitions(step, effort.sample_s) if warm else 1
+    if warm:
+        round_s = sum(seconds_of(step, reps[name] + 1) for name, step in steps.items())
+        rounds = max(effort.min_rounds, min(effort.max_rounds, int(effort.case_s / round_s)))
     order = list(steps)
     samples = {name: [] for name in order}
     enabled = gc.isenabled()
@@ -307,7 +313,8 @@ def interleave(steps: dict[str, Callable], effort: Effort) -> tuple[dict[str, li
         for turn in range(rounds):
             at = turn % len(order)
             for name in order[at:] + order[:at]:
-                steps[name]()
+                if warm:
+                    steps[name]()
                 samples[name].append(seconds_of(steps[name], reps[name]) / reps[name])
     finally:
         if enabled:
@@ -477,7 +484,7 @@ def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True,
             if attempt:
                 machine.wait_for_quiet(effort.patience_s)
             others = machine.OtherCpu()
-            samples, reps = interleave(steps, effort)
+            samples, reps = interleave(steps, effort, case.rounds)
             other_cpu = others.cores()
             if other_cpu <= record.OTHER_CPU_LIMIT or force:
                 break

@@ -12,9 +12,10 @@ DIGITS = "digits"
 SIZE = 32
 TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_FILE, NAMES_FILE = "test_batch", "batches.meta"
-# What numpy arrays pickled by Python 2 call; the files hold nothing else.
+# What pickled numpy arrays call; the files hold nothing else.
 ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
     ("numpy", "ndarray"),
     ("numpy", "dtype"),
     ("_codecs", "encode"),

@@ -1,0 +1,109 @@
+"""One training step of Vision-BDH, optimizer included: on camox_ops, as the public model computes, and with its tricks.
+
+eager is the public model's own arithmetic in stock PyTorch; the peer ``optimized`` is what its authors made of it: the
+angles' tables kept, PyTorch's fused attention where there is a softmax, torch.compile around it. The learning rate is
+0, so that every step is the same step but for its dropout; outputs and gradients are compared without dropout first.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.common import Case, Refusal, camox_attr, random_tensor
+
+BATCH = (32, 3, 32, 32)
+LONG = (2, 3, 128, 128)  # 1024 patches
+ROUNDS = 5
+
+
+class TrainStep(nn.Module):
+    """Forward, backward, clipping and AdamW of one model: images -> loss."""
+
+    def __init__(self, model, autocast=False, compiled=False):
+        super().__init__()
+        self.model = model.train()
+        self.autocast = autocast
+        self.run = torch.compile(model) if compiled else model
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=0.0, fused=True)
+
+    def forward(self, images):
+        labels = torch.arange(len(images)) % 10
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+            logits = self.run(images)
+        loss = F.cross_entropy(logits.float(), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def require_equal(models, images, autocast):
+    """Refusal unless logits and gradients of {"camox", "eager"} agree without dropout."""
+    found = {}
+    for name, model in models.items():
+        model = copy.deepcopy(model).eval()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            logits = model(images[:2])
+        logits.float().square().sum().backward()
+        found[name] = [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    for ours, theirs in zip(found["camox"], found["eager"], strict=True):
+        error = (ours - theirs).norm() / theirs.norm()
+        if not error <= (5e-2 if autocast else 1e-3):
+            raise Refusal(f"wrong result: logits or gradients without dropout differ by {error:.2g} of their norm")
+
+
+def step_case(group, shape, model="v2", dtype=torch.float32, softmax=False, optimized=False) -> Case:
+    expected = {}
+    autocast = dtype == torch.bfloat16
+
+    def candidates():
+        camox_attr("nn.BidirectionalBDHAttention")
+        from examples.vision_bdh.model import MODELS, BDHConfig
+
+        config = BDHConfig(n_layer=6, n_embd=192, n_head=6, mlp_internal_dim_multiplier=32, dropout=0.1)
+
+        def build(**arguments):
+            torch.manual_seed(0)
+            return MODELS[model](config, img_size=shape[-1], use_softmax_attn=softmax, **arguments)
+
+        with torch.enable_grad():
+            models = {"camox": build(ops="camox"), "eager": build(ops="torch")}
+            images = random_tensor(shape, seed=1)
+            require_equal(models, images, autocast)
+            steps = {name: TrainStep(built, autocast) for name, built in models.items()}
+            if optimized:
+                steps["optimized"] = TrainStep(build(ops="torch", cached=True), autocast, compiled=True)
+            expected["loss"] = steps["eager"](images).item()
+        return {**steps, "compile": None}
+
+    def verify(numbers, _):
+        loss = numbers["output0"].item()
+        if not abs(loss - expected["loss"]) <= 0.1 * abs(expected["loss"]):  # another dropout
+            return f"loss {loss:.6g}, stock PyTorch's {expected['loss']:.6g}"
+        return None
+
+    return Case(
+        group=group,
+        shape=shape,
+        make_inputs=lambda: (random_tensor(shape, seed=1),),
+        candidates=candidates,
+        direction="step",
+        dtype=dtype,
+        grad_inputs=(),
+        verify=verify,
+        default_allocator=False,
+        rounds=ROUNDS,
+    )
+
+
+def cases() -> list[Case]:
+    return [
+        step_case("vision_bdh_step", BATCH, optimized=True),
+        step_case("vision_bdh_step", BATCH, dtype=torch.bfloat16),
+        step_case("vision_bdh_step", LONG),
+        step_case("vision_bdh_cls_softmax_step", BATCH, model="cls", softmax=True, optimized=True),
+    ]

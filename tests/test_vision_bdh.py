@@ -1,0 +1,608 @@
+"""BidirectionalBDHAttention, the projections, and the examples vision_bdh and bdh_text."""
+
+import copy
+import csv
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import example_path
+import numpy as np
+import pytest
+import torch
+from helpers import DEVICE, assert_close_to_reference
+from torch.autograd import gradcheck
+
+import camox_ops as cx
+from camox_ops.nn.projections import project, project_heads
+
+one_thread = example_path.one_thread
+bdh, checkpoint, common_parity = (example_path.load(name, "common") for name in ("bdh", "checkpoint", "parity"))
+data, demo_run, model, report, training = (
+    example_path.load(name, "vision_bdh") for name in ("data", "demo_run", "model", "report", "training")
+)
+cli = example_path.load("cli", "vision_bdh")
+text_data, text_model, text_training = (example_path.load(name, "bdh_text") for name in ("data", "model", "training"))
+
+SIZES = {"n_layer": 3, "n_embd": 24, "n_head": 3, "mlp_internal_dim_multiplier": 8, "dropout": 0.0}
+CONFIG = bdh.BDHConfig(**SIZES)  # heads are 64 wide
+# Names and shapes of the public models' state_dict at these sizes, 3x32x32 pictures, patches of 4, 10 classes.
+SHARED = {
+    "decoder": (192, 24),
+    "encoder": (3, 24, 64),
+    "encoder_v": (3, 24, 64),
+    "patch_embed.weight": (24, 3, 4, 4),
+    "patch_embed.bias": (24,),
+    "attn.freqs": (1, 1, 1, 64),
+    "head.weight": (10, 24),
+    "head.bias": (10,),
+}
+PUBLIC = {
+    "v2": SHARED | {"pos_embed": (1, 64, 24)},
+    "cls": SHARED | {"pos_embed": (1, 65, 24), "cls_token": (1, 1, 24)},
+}
+PUBLIC_TEXT = {
+    "decoder": (192, 24),
+    "encoder": (3, 24, 64),
+    "encoder_v": (3, 24, 64),
+    "lm_head": (24, 256),
+    "attn.freqs": (1, 1, 1, 64),
+    "embed.weight": (256, 24),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
+        yield
+
+
+def heads(batch=2, length=10, seed=0, dtype=torch.float32):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    q = torch.randn(batch, 3, length, 64, generator=generator, device="cpu").to(DEVICE, dtype)
+    v = torch.randn(batch, 1, length, 24, generator=generator, device="cpu").to(DEVICE, dtype)
+    return q, v
+
+
+def numbers(attention, q, v):
+    """Result and gradients of an attention module."""
+    q, v = q.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()
+    out = attention(q, q, v)
+    learned = [p for p in attention.parameters() if p.requires_grad]
+    return [out, *torch.autograd.grad(out.square().sum(), [q, v, *learned])]
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_attention_matches_reference(softmax):
+    q, v = heads()
+    plain, ours = bdh.PlainAttention(CONFIG, softmax), cx.nn.BidirectionalBDHAttention(CONFIG, softmax)
+    ours.load_state_dict(plain.state_dict(), strict=True)
+    exact = numbers(copy.deepcopy(plain).double(), q.double(), v.double())
+    assert_close_to_reference(numbers(ours, q, v), numbers(plain, q, v), exact)
+    positive = q.relu()
+    torch.testing.assert_close(ours(q, q, v, relu=True), plain(positive, positive, v))
+
+
+def test_attention_known_values():
+    attention = cx.nn.BidirectionalBDHAttention(CONFIG)
+    assert attention.use_softmax and attention.config is CONFIG
+    assert {name: tuple(p.shape) for name, p in attention.state_dict().items()} == {"freqs": (1, 1, 1, 64)}
+    assert torch.equal(attention.freqs, bdh.frequencies(64))
+    assert attention.freqs[0, 0, 0, :2].tolist() == pytest.approx([1 / (2 * np.pi)] * 2)
+    assert not attention.freqs.requires_grad
+    cos, sin = cx.rope_tables(64, 7, theta=2.0**16, units="turns")
+    assert all(torch.equal(a, b) for a, b in zip(attention.tables(7), (cos, sin), strict=True))
+    first = attention.tables(7)
+    assert attention.tables(7)[0] is first[0]
+    assert attention.tables(9)[0].shape == (9, 32)
+
+
+def test_attention_follows_its_freqs():
+    q, v = heads()
+    attention, plain = cx.nn.BidirectionalBDHAttention(CONFIG, False), bdh.PlainAttention(CONFIG)
+    attention(q, q, v)
+    for learned in (False, True):
+        new = torch.rand(1, 1, 1, 64, generator=torch.Generator("cpu").manual_seed(3), device="cpu").to(DEVICE) / 50
+        with torch.no_grad():
+            attention.freqs.copy_(new), plain.freqs.copy_(new)  # unequal within the pairs
+        attention.freqs.requires_grad_(learned), plain.freqs.requires_grad_(learned)
+        exact = numbers(copy.deepcopy(plain).double(), q.double(), v.double())
+        assert_close_to_reference(numbers(attention, q, v), numbers(plain, q, v), exact)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 on the CPU")
+def test_attention_in_other_dtypes():
+    q, v = heads()
+    attention, plain = cx.nn.BidirectionalBDHAttention(CONFIG, False), bdh.PlainAttention(CONFIG)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(q, q, v).dtype == plain(q, q, v).dtype == torch.bfloat16
+    double, plain_double = copy.deepcopy(attention).double(), copy.deepcopy(plain).double()
+    q, v = q.double(), v.double()
+    torch.testing.assert_close(double(q, q, v), plain_double(q, q, v), rtol=1e-12, atol=1e-10)
+    half, q = copy.deepcopy(attention).bfloat16(), q.bfloat16()
+    assert half(q, q, v.bfloat16()).dtype == torch.bfloat16
+
+
+def test_attention_copies_and_pickles():
+    q, v = heads()
+    attention = cx.nn.BidirectionalBDHAttention(CONFIG)
+    out = attention(q, q, v)
+    for copied in (copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))):
+        assert copied._cached is None
+        assert torch.equal(copied(q, q, v), out)
+
+
+def test_attention_errors():
+    q, v = heads()
+    attention = cx.nn.BidirectionalBDHAttention(CONFIG)
+    with pytest.raises(ValueError, match="K must be Q itself"):
+        attention(q, q.clone(), v)
+    with pytest.raises(ValueError, match="even width, got mlp_internal_dim_multiplier"):
+        cx.nn.BidirectionalBDHAttention(bdh.BDHConfig(n_embd=9, n_head=3, mlp_internal_dim_multiplier=1))
+    with pytest.raises(TypeError, match="use_softmax must be a bool"):
+        cx.nn.BidirectionalBDHAttention(CONFIG, "yes")
+    with pytest.raises(TypeError, match=r"Q must be a torch\.Tensor"):
+        attention(wrong := [1], wrong, v)
+
+
+@pytest.mark.slow
+def test_attention_compile():
+    q, v = heads()
+    attention = cx.nn.BidirectionalBDHAttention(CONFIG)
+    compiled = torch.compile(attention, fullgraph=True)
+    for left, right in zip(numbers(compiled, q, v), numbers(attention, q, v), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+# ---- projections ----
+
+
+def strided(shape, layout, seed=0):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    if layout == "transposed":
+        return torch.randn(*shape[:-2], shape[-1], shape[-2], generator=generator, device="cpu").to(DEVICE).mT
+    if layout == "sliced":
+        wider = torch.randn(*shape[:-1], 2 * shape[-1] + 1, generator=generator, device="cpu").to(DEVICE)
+        return wider[..., 1 : 1 + shape[-1]]
+    return torch.randn(shape, generator=generator, device="cpu").to(DEVICE)
+
+
+def product_numbers(product, x, weight):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    out = product(x, weight)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad(out, [x, weight], grad)]
+
+
+@pytest.mark.parametrize("x_layout", ["plain", "transposed", "sliced"])
+@pytest.mark.parametrize("w_layout", ["plain", "transposed", "sliced"])
+@pytest.mark.parametrize("product", [project, project_heads])
+def test_projections_match_reference(product, x_layout, w_layout):
+    x_shape, w_shape = ((7, 5, 12), (12, 9)) if product is project else ((35, 3, 12), (3, 12, 9))
+    plain = torch.matmul if product is project else lambda x, w: torch.einsum("mhk,hkn->mhn", x, w)
+    x, weight = strided(x_shape, x_layout), strided(w_shape, w_layout, seed=1)
+    exact = product_numbers(plain, x.double(), weight.double())
+    assert_close_to_reference(product_numbers(product, x, weight), product_numbers(plain, x, weight), exact)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_projections_of_few_rows(rows):
+    assert project(torch.rand(rows, 4), torch.rand(4, 6)).shape == (rows, 6)
+    assert project_heads(torch.rand(rows, 2, 4), torch.rand(2, 4, 6)).shape == (rows, 2, 6)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 on the CPU")
+def test_projections_grad():
+    x, weight = torch.rand(3, 2, 4).double().requires_grad_(), torch.rand(2, 4, 5).double().requires_grad_()
+    assert gradcheck(project_heads, (x, weight))
+    assert gradcheck(project, (x, weight[0]))
+    assert torch.autograd.gradgradcheck(project, (x, weight[0]))
+
+
+def test_projections_autocast():
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        assert project(torch.rand(3, 4), torch.rand(4, 5)).dtype == torch.bfloat16
+        assert project_heads(torch.rand(3, 2, 4), torch.rand(2, 4, 5)).dtype == torch.bfloat16
+
+
+# ---- models ----
+
+
+def pictures(count=4, channels=3, seed=0):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    images = torch.randn(count, channels, 32, 32, generator=generator, device="cpu")
+    return images.to(DEVICE), torch.arange(count, device=DEVICE) % 10
+
+
+@pytest.mark.parametrize("kind", ["v2", "cls"])
+def test_models_have_the_public_parameters(kind):
+    for ops in bdh.OPS:
+        made = model.MODELS[kind](CONFIG, ops=ops)
+        assert {name: tuple(value.shape) for name, value in made.state_dict().items()} == PUBLIC[kind]
+    assert made.use_softmax_attn is (kind == "cls")  # the public defaults differ
+    compiled = {f"_orig_mod.{name}": value for name, value in made.state_dict().items()}
+    model.MODELS[kind](CONFIG).load_state_dict(model.without_compile_prefix(compiled), strict=True)
+
+
+@pytest.mark.parametrize("kind", ["v2", "cls"])
+@pytest.mark.parametrize("softmax", [False, True])
+def test_models_of_both_op_sets_agree(kind, softmax):
+    images, labels = pictures()
+    torch.manual_seed(0)
+    stock = model.MODELS[kind](CONFIG, use_softmax_attn=softmax, ops="torch").to(DEVICE)
+    found = {}
+    for name, options in {"camox": {"ops": "camox"}, "cached": {"ops": "torch", "cached": True}}.items():
+        made = model.MODELS[kind](CONFIG, use_softmax_attn=softmax, **options).to(DEVICE)
+        made.load_state_dict(stock.state_dict(), strict=True)
+        found[name] = demo_run.run_once(made, images, labels)
+    expected = demo_run.run_once(stock, images, labels)
+    for name, values in found.items():
+        assert values.keys() == expected.keys()
+        for key, value in values.items():
+            scale = expected[key].abs().max()
+            assert (value - expected[key]).abs().max() <= 2e-5 * scale, (name, key)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 on the CPU")
+def test_models_are_held_to_float64_and_a_wrong_one_fails():
+    models = demo_run.build_twins(CONFIG)
+    held = demo_run.compare(models, *pictures())
+    assert held["passed"], held["worst"]
+    models["camox"].attn.register_forward_hook(lambda module, inputs, out: out * (1 + 1e-3))
+    models["camox"].ln.eps = 1e-3
+    assert not demo_run.compare(models, *pictures())["passed"]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="counts what the CPU allocates")
+def test_camox_saves_less_for_backward():
+    config = bdh.BDHConfig(**SIZES | {"dropout": 0.1, "mlp_internal_dim_multiplier": 32})
+    used = {name: demo_run.used(made, *pictures(8)) for name, made in demo_run.build_twins(config).items()}
+    assert used["camox"]["saved_mb"] <= 0.4 * used["torch"]["saved_mb"]
+    assert used["camox"]["peak_mb"] < used["torch"]["peak_mb"]
+
+
+def test_dropout_is_drawn_from_the_seed_and_off_in_evaluation():
+    made = model.VisionBDHv2(bdh.BDHConfig(**SIZES | {"dropout": 0.5})).to(DEVICE)
+    images, _ = pictures()
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(made(images))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    made.eval()
+    assert torch.equal(made(images), made(images))
+
+
+def test_model_under_autocast():
+    images, labels = pictures()
+    for ops in bdh.OPS:
+        torch.manual_seed(0)
+        made = model.VisionBDHv2(CONFIG, ops=ops).to(DEVICE)
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            logits = made(images)
+        torch.nn.functional.cross_entropy(logits.float(), labels).backward()
+        assert logits.dtype == torch.bfloat16
+        assert all(p.grad.isfinite().all() for p in made.parameters() if p.requires_grad)
+        torch.testing.assert_close(logits.float(), made(images), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("ops", bdh.OPS)
+@pytest.mark.parametrize("softmax", [False, True])
+def test_attention_maps(ops, softmax):
+    images, _ = pictures(2)
+    made = model.VisionBDHv2CLS(CONFIG, use_softmax_attn=softmax, ops=ops).to(DEVICE)
+    maps = model.attention_maps(made, images)
+    assert [tuple(one.shape) for one in maps] == [(2, 3, 65, 65)] * 3
+    for one in maps:
+        if softmax:
+            torch.testing.assert_close(one.sum(-1), torch.ones(2, 3, 65))
+        else:
+            torch.testing.assert_close(one, one.mT)
+    centre = report.maps_of_centre(made, images, passes=(0, -1))
+    assert list(centre) == [0, 2]
+    np.testing.assert_allclose(centre[2][1].ravel(), maps[2].mean(1)[1, 1 + 36, 1:].cpu(), rtol=1e-6)
+    assert made.training
+
+
+def test_unknown_ops_are_refused():
+    with pytest.raises(ValueError, match="ops must be one of"):
+        model.VisionBDHv2(CONFIG, ops="jax")
+
+
+# ---- data ----
+
+
+def write_cifar10(folder, per_file=4):
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name in (*data.TRAIN_FILES, data.TEST_FILE):
+        images = rng.integers(0, 256, (per_file, 3072), dtype=np.uint8)
+        content = {b"data": images, b"labels": [number % 10 for number in range(per_file)]}
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+    names = [f"class {number}".encode() for number in range(10)]
+    (folder / data.NAMES_FILE).write_bytes(pickle.dumps({b"label_names": names}, protocol=2))
+    return folder
+
+
+def test_cifar10_files(tmp_path):
+    folder = write_cifar10(tmp_path / "cifar-10-batches-py")
+    for path in (folder, tmp_path):
+        train, test = data.open_data(path)
+        assert len(train) == 20 and len(test) == 4
+        assert train.images.shape == (20, 3, 32, 32) and train.images.dtype == torch.uint8
+        assert test.names[3] == "class 3" and train.flipped
+    (folder / "data_batch_3").unlink()
+    with pytest.raises(data.DatasetError, match=r"no CIFAR-10 in python files: data_batch_3 missing"):
+        data.open_data(folder)
+
+
+@pytest.mark.parametrize("content", ["code", "truncated", "shape", "keys"])
+def test_cifar10_files_that_cannot_be_used(tmp_path, content):
+    folder = write_cifar10(tmp_path / "cifar")
+    path = folder / "data_batch_2"
+    whole = path.read_bytes()
+    bad = {
+        "code": pickle.dumps(os.getcwd, protocol=2),
+        "truncated": whole[:-20],
+        "shape": pickle.dumps({b"data": np.zeros((2, 5), np.uint8), b"labels": [0, 1]}, protocol=2),
+        "keys": pickle.dumps({b"other": 1}, protocol=2),
+    }
+    path.write_bytes(bad[content])
+    with pytest.raises(data.DatasetError, match="data_batch_2"):
+        data.open_data(folder)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return data.open_digits()
+
+
+def test_digits(digits):
+    train, test = digits
+    assert (len(train), len(test)) == (1437, 360)
+    assert train.images.shape[1:] == (1, 32, 32)
+    assert torch.equal(data.open_digits()[1].images, test.images)
+    assert torch.bincount(test.labels).min() >= 25
+    rest, chosen = data.split(train, 0.1, seed=3)
+    assert (len(rest), len(chosen)) == (1293, 144)
+
+
+def test_batches_depend_on_seed_and_epoch_alone(digits):
+    train = digits[0].part(torch.arange(40, device="cpu"))
+    one, again, other = (list(data.batches(train, 8, 0, epoch)) for epoch in (1, 1, 2))
+    assert len(one) == 5
+    pairs = [pair for first, second in zip(one, again, strict=True) for pair in zip(first, second, strict=True)]
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert not torch.equal(one[0][0], other[0][0])
+    plain = torch.cat([labels for _, labels in data.batches(train, 8, 0, 1, augmented=False)])
+    assert torch.equal(plain.sort().values.cpu(), train.labels.sort().values)
+
+
+def test_augmentation_keeps_range_and_mirrors_only_where_allowed():
+    images = torch.linspace(-1, 1, 32).expand(64, 1, 32, 32)
+    rising = {}
+    for flipped in (False, True):
+        new = data.augment(images, torch.Generator("cpu").manual_seed(0), flipped)
+        assert new.shape == images.shape and new.abs().max() <= 1
+        rising[flipped] = (new[:, 0, 16, 31] > new[:, 0, 16, 0]).float().mean().item()
+    assert rising[False] == 1 and 0.25 < rising[True] < 0.75
+
+
+# ---- training ----
+
+TINY = {"n_layer": 2, "n_embd": 12, "n_head": 2, "mlp_multiplier": 4, "epochs": 3, "warmup_steps": 4, "batch_size": 8}
+
+
+@pytest.fixture
+def few_digits(digits, monkeypatch):
+    some = tuple(pictures.part(torch.arange(60, device="cpu")) for pictures in digits)
+    monkeypatch.setattr(training, "open_data", lambda path: some)
+
+
+def run(folder, **options):
+    return training.Trainer(training.Config(checkpoint_dir=str(folder), **TINY | options)).run()
+
+
+def test_resuming_gives_the_numbers_of_an_unbroken_run(tmp_path, few_digits, monkeypatch):
+    options = {"accumulation_steps": 2, "deterministic": True}
+    unbroken = run(tmp_path / "unbroken", **options)
+    record = training.Trainer.record
+
+    def stop_after_the_second(self, epoch, *arguments):
+        record(self, epoch, *arguments)
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Trainer, "record", stop_after_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "resumed", **options)
+    monkeypatch.setattr(training.Trainer, "record", record)
+    resumed = run(tmp_path / "resumed", **options, resume=True)
+    assert resumed["test_accuracy"] == unbroken["test_accuracy"]
+    first, second = (checkpoint.load(tmp_path / name / checkpoint.LAST) for name in ("unbroken", "resumed"))
+    for name, value in first["model_state_dict"].items():
+        assert torch.equal(value, second["model_state_dict"][name]), name
+    with open(tmp_path / "resumed" / training.METRICS, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == training.COLUMNS
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    assert [float(row["train_loss"]) for row in rows] == [row["train_loss"] for row in unbroken["history"]]
+    final = torch.load(tmp_path / "resumed" / training.FINAL, weights_only=True)
+    model.VisionBDHv2(training.Config(**TINY).sizes(), in_channels=1).load_state_dict(final)
+    assert (tmp_path / "resumed" / training.MAPS).read_bytes().startswith(b"\x89PNG")
+
+
+def test_accumulation_gives_the_gradients_of_one_batch(digits):
+    train = digits[0].part(torch.arange(16, device="cpu"))
+    torch.manual_seed(0)
+    made = model.VisionBDHv2(CONFIG, in_channels=1)
+    images, labels = data.normalise(train.images), train.labels
+    whole = demo_run.run_once(made, images, labels)
+    made.zero_grad()
+    for half in (slice(0, 8), slice(8, 16)):
+        (torch.nn.functional.cross_entropy(made(images[half]), labels[half]) / 2).backward()
+    for name, parameter in made.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, whole[f"gradient {name}"], rtol=1e-4, atol=1e-6)
+
+
+def test_learning_rate():
+    rates = [training.lr_factor(step, 4, 20) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1 and rates[12] == pytest.approx(0.5) and 0 < rates[-1] < 0.02
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/nowhere"], "/nowhere has no CIFAR-10"),
+        (["--resume", "--checkpoint-dir", "/nowhere"], "checkpoint /nowhere/last.pth does not exist"),
+        (["--lr", "0"], "lr must be > 0, got 0.0"),
+        (["--batch-size", "4000"], "batch_size=4000 is more than the"),
+        (["--cached"], "cached is an option of --ops torch"),
+    ],
+)
+def test_command_line_errors(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_every_option_is_explained():
+    assert cli.HELP.keys() == training.Config.__dataclass_fields__.keys()
+    assert text_training.HELP.keys() == text_training.Config.__dataclass_fields__.keys()
+
+
+@pytest.mark.slow
+def test_digits_are_learned(tmp_path):
+    """What the README promises: 95% in a few minutes of CPU time."""
+    found = {}
+    for ops in bdh.OPS:
+        command = [sys.executable, str(example_path.EXAMPLES / "vision_bdh/train.py"), "--ops", ops]
+        command += ["--checkpoint-dir", str(tmp_path / ops)]
+        environment = {**os.environ, "PYTHONPATH": str(Path(cx.__file__).parents[1])}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
+        assert done.returncode == 0, done.stderr
+        found[ops] = float(done.stdout.rsplit("test accuracy ", 1)[1].split("%")[0])
+    assert min(found.values()) >= 95, found
+
+
+@pytest.mark.slow
+def test_quick_demo(tmp_path):
+    command = [sys.executable, str(example_path.EXAMPLES / "vision_bdh/demo.py"), "--mode", "quick"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cx.__file__).parents[1])}
+    command += ["--out", str(tmp_path / "demo")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "time per step, ms" in done.stdout
+    assert (tmp_path / "demo/report.png").stat().st_size > 10_000
+
+
+def test_demo_says_what_failed():
+    good = {
+        "mode": "full",
+        "parity": {"passed": True},
+        "models": {"torch": {"accuracy": 0.96}, "camox": {"accuracy": 0.95}},
+    }
+    assert demo_run.failures(good) == []
+    weak = good | {"models": {"torch": {"accuracy": 0.96}, "camox": {"accuracy": 0.5}}}
+    assert demo_run.failures(weak) == ["--ops camox reached an accuracy of 0.5000, less than 0.95"]
+    wrong = good | {"parity": {"passed": False, "worst": "w", "missing": []}}
+    assert "camox differs from float64" in demo_run.failures(wrong)[0]
+
+
+# ---- bdh_text ----
+
+
+@pytest.fixture
+def texts():
+    torch.manual_seed(0)
+    models = {ops: text_model.BDH(CONFIG, ops).to(DEVICE) for ops in bdh.OPS}
+    models["camox"].load_state_dict(models["torch"].state_dict(), strict=True)
+    idx = torch.randint(256, (2, 33), generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(DEVICE)
+    return models, idx
+
+
+def test_text_model_has_the_public_parameters(texts):
+    for made in texts[0].values():
+        assert {name: tuple(value.shape) for name, value in made.state_dict().items()} == PUBLIC_TEXT
+
+
+def test_text_models_agree(texts):
+    models, idx = texts
+    found = {}
+    for ops, made in models.items():
+        logits, loss = made(idx[:, :-1], idx[:, 1:])
+        loss.backward()
+        found[ops] = [logits, loss, *(p.grad for p in made.parameters())]
+    for ours, theirs in zip(found["camox"], found["torch"], strict=True):
+        assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+
+
+def test_steps_give_the_logits_of_the_whole(texts):
+    models, idx = texts
+    made = models["camox"].eval()
+    with torch.no_grad():
+        whole, _ = made(idx)
+        states, found = [None] * CONFIG.n_layer, []
+        for position in range(idx.shape[1]):
+            logits, states = made.step(idx[:, position], position, states)
+            found.append(logits)
+    torch.testing.assert_close(torch.stack(found, 1), whole, rtol=1e-4, atol=1e-6)
+    assert [tuple(state.shape) for state in states] == [(2, 3, 64, 24)] * 3
+
+
+def test_generate_is_the_same_by_steps_and_by_the_whole(texts):
+    models, idx = texts
+    written = []
+    for made in models.values():
+        torch.manual_seed(5)
+        written.append(made.generate(idx[:, :4], 20, top_k=5))
+    assert written[0].shape == (2, 24)
+    assert torch.equal(*written)
+    with pytest.raises(ValueError, match="at least one token"):
+        models["camox"].generate(idx[:, :0], 3)
+
+
+def test_generate_runs_the_model_on_one_token_at_a_time(texts, monkeypatch):
+    made = texts[0]["camox"]
+    monkeypatch.setattr(made, "forward", lambda *_: pytest.fail("the whole text was run"))
+    calls = []
+    step = cx.bdh_attention_step
+    monkeypatch.setattr(cx, "bdh_attention_step", lambda *args: calls.append(args) or step(*args))
+    made.generate(texts[1][:1, :3], 5)
+    assert len(calls) == CONFIG.n_layer * (3 + 5 - 1)
+
+
+def test_library_sources(tmp_path):
+    training_text, held_out = text_data.library_sources()
+    assert len(training_text) > len(held_out) > 50_000
+    inputs, targets = text_data.windows(held_out, 16, 3, torch.Generator("cpu").manual_seed(0))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    with pytest.raises(ValueError, match=r"at least 2 \.py files, got 0"):
+        text_data.library_sources(tmp_path)
+    with pytest.raises(ValueError, match="length must be less than"):
+        text_data.windows(held_out[:10], 10, 1, None)
+
+
+def test_text_training_learns_and_its_weights_load_back(tmp_path, capsys):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"m{number}.py").write_text("for i in range(10):\n    print(i)\n" * 30)
+    saved = tmp_path / "weights.pth"
+    sizes = ["--n-layer", "2", "--n-embd", "16", "--n-head", "2", "--mlp-multiplier", "4"]
+    common = ["--text", str(folder), *sizes, "--length", "32", "--sample", "12"]
+    assert (
+        text_training.main([*common, "--steps", "100", "--batch-size", "8", "--lr", "0.01", "--save", str(saved)]) == 0
+    )
+    first = capsys.readouterr().out
+    assert float(first.split("held-out text: ")[1].split()[0]) < 3
+    assert text_training.main([*common, "--steps", "0", "--load", str(saved)]) == 0
+    again = capsys.readouterr().out
+    assert first.split("held-out")[1].split("\n")[0] == again.split("held-out")[1].split("\n")[0]
+    assert text_training.main([*common, "--prompt", ""]) == 2
