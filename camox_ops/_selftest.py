@@ -94,6 +94,8 @@ def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
 def heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q, k and v as (B, H, T, D)."""
     return tuple(torch.randn((3, *shape), generator=torch.Generator().manual_seed(0)).to(dtype))
+
+
 def attention_with_padding(q, k, v, function) -> torch.Tensor:
     """(S, T, H, D) with dropout; every third key of every second sequence is padding."""
     padding = torch.arange(q.shape[0])[:, None] % 2 * (torch.arange(q.shape[1]) % 3) == 1
@@ -119,6 +121,8 @@ def bias_gelu_with_seed(x, bias) -> torch.Tensor:
 def stock_attention(q, k, v) -> torch.Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2)
+
+
 def picture_and_logits(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x, and logits over 5 experts for its pictures."""
     return (*picture(shape, dtype), torch.linspace(-2, 3, 5 * shape[0]).view(5, shape[0]).t().contiguous().to(dtype))
@@ -137,6 +141,8 @@ def plain_mixture(x, logits) -> tuple[torch.Tensor, ...]:
     copies = reference.moe_dispatch(x, experts, offsets, position).square()
     y = reference.moe_combine(copies, weights, experts, offsets, position).to(x.dtype)
     return y, weights.to(x.dtype), reference.moe_aux_loss(logits.to(real), counts, 2).to(x.dtype)
+
+
 def queries_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q as (B, H, T, N) with N even and scores of the size of 1, v of the same width shared by the heads, cos and sin."""
     shape = (*shape[:3], shape[3] // 2 * 2)
