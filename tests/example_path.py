@@ -12,10 +12,10 @@ FOLDER = EXAMPLES / "camoxpert"
 
 
 def load(name, example="camoxpert"):
-    """The module <name> of an example, or of "common", what they share."""
+    """The module <name> of an example, of "common", what they share, or, with None, one that is an example itself."""
     if str(EXAMPLES.parent) not in sys.path:
         sys.path.append(str(EXAMPLES.parent))
-    return importlib.import_module(f"examples.{example}.{name}")
+    return importlib.import_module(".".join(part for part in ("examples", example, name) if part))
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Modules with the constructors, parameters and buffers of the modules they replace."""
 
 from . import projections
+from .attention import LinearAttention, SDTAEncoder
 from .bands import FrequencyExpert
 from .bdh import BidirectionalBDHAttention
 from .edge import EdgeExpert
@@ -18,8 +19,10 @@ __all__ = [
     "FrequencyExpert",
     "HybridExpert",
     "LayerNorm2d",
+    "LinearAttention",
     "MoELayer",
     "RotaryEmbedding",
+    "SDTAEncoder",
     "SemanticContextExpert",
     "TemporalEncoder",
     "TextureExpert",

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ..ops.norm2d import layer_norm2d
 from ._branches import branch, check_dim
 from ._pyramid import LEVELS, from_levels, to_levels
+from .attention import SDTAEncoder
 from .norm2d import LayerNorm2d
 
 
@@ -56,31 +57,6 @@ class TextureExpert(nn.Module):
         return self.fusion[1](self.fusion[0](features), x)
 
 
-class LinearPixelAttention(nn.Module):
-    """Attention over the pixels of (B, dim, H, W) in num_heads heads, with dropout and a residual.
-
-    q and k become elu + 1, each divided by its sum over the head's channels; k^T v is computed before q is multiplied,
-    so that the cost grows with H*W and not with its square."""
-
-    def __init__(self, dim: int, num_heads: int = 8, drop_path: float = 0.1):
-        super().__init__()
-        if dim < 1 or dim % num_heads:
-            raise ValueError(f"dim must be a positive multiple of num_heads={num_heads}, got {dim}")
-        self.num_heads = num_heads
-        self.qkv = nn.Conv2d(dim, dim * 3, 1, bias=False)
-        self.proj = nn.Conv2d(dim, dim, 1)
-        self.drop_path = nn.Dropout(drop_path)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, channels, height, width = x.shape
-        # pixels stay the last dimension, so that nothing is transposed
-        heads = self.qkv(x).reshape(batch, 3, self.num_heads, channels // self.num_heads, height * width)
-        q, k, v = heads.unbind(1)
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-        mixed = v @ (k / k.sum(-2, keepdim=True)).transpose(-2, -1) @ (q / q.sum(-2, keepdim=True))
-        return self.drop_path(self.proj(mixed.view(batch, channels, height, width))) + x
-
-
 class AttentionExpert(nn.Module):
     """Global context of (B, dim, H, W) by linear attention over its pixels.
 
@@ -90,7 +66,7 @@ class AttentionExpert(nn.Module):
 
     def __init__(self, dim: int, num_heads: int = 8):
         super().__init__()
-        self.attention = LinearPixelAttention(dim, num_heads, drop_path=0.1)
+        self.attention = SDTAEncoder(dim, num_heads, drop_path=0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, dim, H, W) -> (B, dim, H, W)."""
