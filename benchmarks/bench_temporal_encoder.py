@@ -21,7 +21,7 @@ class Stock(nn.Module):
         self.transformer = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
 
     def forward(self, tokens, valid_t):
-        batch, patches, length, width = tokens.shape
+        batch, patches, _, width = tokens.shape
         valid = valid_t.repeat_interleave(patches, 0)
         encoded = self.transformer(tokens.flatten(0, 1), src_key_padding_mask=~valid)
         last = (valid.sum(1) - 1).clamp(min=0)
@@ -58,6 +58,7 @@ def encoder_case(group, dropout) -> Case:
         candidates=candidates,
         direction="forward_backward",
         verify=wrong if dropout else None,
+        quick=dropout > 0,
     )
 
 

@@ -49,8 +49,8 @@ def short_attention(
         that counts gives zeros (and zero gradients). Computed in float32 (float64 for float64) and rounded once; the
         weights are never rounded. Under autocast q, k and v are cast to its dtype first.
 
-    Saved for backward: q, k, v, key_padding_mask and the seed: nothing of size T * T, and not the output. The scores and
-    the dropout mask are computed again. First derivatives; a second one raises NotImplementedError, and so does
+    Saved for backward: q, k, v, key_padding_mask and the seed: nothing of size T * T, and not the output. The scores
+    and the dropout mask are computed again. First derivatives; a second one raises NotImplementedError, and so does
     forward-mode AD. The same bits on every run and for any number of threads. Masks under torch.vmap as in
     camox_ops.dropout.
 

@@ -1,4 +1,4 @@
-"""short_attention in the rig: calls the launchers of csrc/short_attention/short_attention_cuda.cu on guarded tensors."""
+"""short_attention in the rig: calls the launchers of short_attention_cuda.cu on guarded tensors."""
 
 from __future__ import annotations
 
