@@ -142,9 +142,9 @@ class MoELayer(nn.Module):
         sizes = None if padded else _HostCounts(routing.counts)
         groups = moe_dispatch(x, routing, padded=padded)
         aux_loss = self._aux_loss(routing, logits)
-        # An expert may work in place on its pictures, which autograd forbids on views from one split. Only with top_k=1
-        # can they be a view of x, whose other users must then be told.
-        split = torch.split if groups._is_view() else torch.unsafe_split_with_sizes
+        # An expert may work in place on its pictures, which autograd forbids on views from one split; with top_k=1 they
+        # can be x itself, and it is right to.
+        split = torch.split if self.top_k == 1 else torch.unsafe_split_with_sizes
         if padded:
             parts = [part[0] for part in split(groups, [1] * self.num_experts)]
             mixed = torch.stack(self._run(parts, x.dtype))
