@@ -26,4 +26,5 @@ __all__ = [
     "SemanticContextExpert",
     "TemporalEncoder",
     "TextureExpert",
+    "projections",
 ]
