@@ -1348,6 +1348,8 @@ def test_bdh_broken_build_is_noticed():
     inputs = bdh_inputs((1, 2, 5, 8), 3, torch.float32)
     right, wrong = (bdh_kernels(*inputs, how={"define": define}) for define in ("", "CAMOX_BREAK_BDH"))
     assert not any(torch.allclose(*pair, atol=1e-4, rtol=0) for pair in zip(right[:2], wrong[:2], strict=True))
+
+
 # ---- short_attention ----
 def short_attention_inputs(dtype, memory):
     """(grad, q, k, v, options, order): padding, dropout and causal in turn."""

@@ -99,9 +99,7 @@ CAMOX_INLINE vf32 vf32_power_of_two(vi32 n) { return (vf32)((n + 127) << 23); }
 static const float camox_exp_tail[] = {0.49999994f, 0.166665196f, 0.0416683927f, 0.00836878084f, 0.00138144707f};
 
 /* exp(r) for |r| <= ln(2)/2 */
-CAMOX_INLINE vf32 vf32_exp_reduced(vf32 r) {
-  return vf32_set1(1) + (r + r * r * vf32_polynomial(r, camox_exp_tail, 5));
-}
+CAMOX_INLINE vf32 vf32_exp_reduced(vf32 r) { return vf32_set1(1) + (r + r * r * vf32_polynomial(r, camox_exp_tail, 5)); }
 
 CAMOX_INLINE vf32 vf32_exp(vf32 x) {
   vf32 round = vf32_set1(CAMOX_ROUND_F32);
