@@ -128,18 +128,24 @@ def picture_and_logits(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torc
     return (*picture(shape, dtype), torch.linspace(-2, 3, 5 * shape[0]).view(5, shape[0]).t().contiguous().to(dtype))
 
 
+def scales(copies: torch.Tensor) -> torch.Tensor:
+    """One for each copy, exact in every dtype."""
+    return torch.arange(1, copies.shape[0] + 1, device=copies.device).view(-1, 1, 1, 1).to(copies.dtype)
+
+
 def mixture(x, logits) -> tuple[torch.Tensor, ...]:
-    """Two experts a picture, which square it."""
+    """Two experts a picture, each copy multiplied by another number."""
     routing = moe_route(logits, 2)
-    y = moe_combine(moe_dispatch(x, routing).square(), routing)
+    copies = moe_dispatch(x, routing)
+    y = moe_combine(copies * scales(copies), routing)
     return y, routing.weights.to(x.dtype), moe_aux_loss(routing, logits).to(x.dtype)
 
 
 def plain_mixture(x, logits) -> tuple[torch.Tensor, ...]:
     real = torch.promote_types(x.dtype, torch.float32)
     weights, experts, counts, offsets, _, position = reference.moe_route(logits.to(real), 2)
-    copies = reference.moe_dispatch(x, experts, offsets, position).square()
-    y = reference.moe_combine(copies, weights, experts, offsets, position).to(x.dtype)
+    copies = reference.moe_dispatch(x, experts, offsets, position)
+    y = reference.moe_combine(copies * scales(copies), weights, experts, offsets, position).to(x.dtype)
     return y, weights.to(x.dtype), reference.moe_aux_loss(logits.to(real), counts, 2).to(x.dtype)
 
 
