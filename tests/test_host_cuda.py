@@ -981,6 +981,11 @@ def test_linear_attention_rounds_once(dim, memory):
 
 
 @pytest.mark.slow
+def test_linear_attention_long():
+    assert_attention_right(attention_inputs((1, 1, 100_000, 16, 16), torch.bfloat16, "picture"), chunk=4096)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [16, 12, 72])
 def test_linear_attention_broken_build_is_noticed(dtype, dim):
     inputs = attention_inputs((1, 1, 20, dim, dim), dtype)
