@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from . import _cuda, reference
 from .ops.bands import frequency_bands
 from .ops.edge import edge_maps
+from .ops.linear_attention import linear_attention
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
 from .ops.spatial_gradient import spatial_gradient
@@ -88,6 +89,11 @@ def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
     return x, angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k and v as (B, H, T, D)."""
+    return tuple(torch.randn((3, *shape), generator=torch.Generator().manual_seed(0)).to(dtype))
+
+
 OPS = (
     Op("edge_maps", edge_maps, reference.edge_maps, picture),
     Op(
@@ -116,6 +122,12 @@ OPS = (
         lambda x, weight, bias: layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         lambda x, weight, bias: reference.layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         picture_and_affine,
+    ),
+    Op(
+        "linear_attention",
+        lambda q, k, v: linear_attention(q, k, v, eps=1e-2),
+        lambda q, k, v: reference.linear_attention(q, k, v, eps=1e-2)[0],
+        heads,
     ),
     Op(
         "rope",

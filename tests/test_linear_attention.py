@@ -391,9 +391,9 @@ ISA_CODE = """
 import sys, torch
 sys.path.insert(0, {tests!r})
 import camox_ops as cx
-from test_linear_attention import FLOATS, MEMORY, MODES, assert_right, inputs
-for dtype in FLOATS:
-    for memory in MEMORY[:4]:
+from test_linear_attention import FLOATS, MODES, assert_right, inputs
+for dtype in FLOATS[:2]:
+    for memory in ("picture", "contiguous"):
         for i, (feature_map, normalize) in enumerate(MODES):
             tensors, mask, state = inputs((2, 2, 150, 21, 35), dtype, memory, i % 2, i % 2, normalize)
             assert_right(tensors, mask, state, feature_map=feature_map, normalize=normalize, eps=1e-2)

@@ -6,15 +6,17 @@
 #include "../common/kernel_table.h"
 #include "../common/status.h"
 
-/* Chunks are cut until there are this many units, between the shortest and the longest chunk: a longer one rounds more. */
+/* Chunks are cut until there are this many units, between the shortest and the longest chunk: a longer one rounds more, and on
+   the CPU leaves the cache before the next head of the same positions is read; a shorter one has more partial sums to keep. */
 #ifdef CAMOX_CUDA_PART
 #define CAMOX_LINEAR_ATTENTION_UNITS 1024
 #define CAMOX_LINEAR_ATTENTION_SHORTEST 128
+#define CAMOX_LINEAR_ATTENTION_LONGEST(p) 4096
 #else
 #define CAMOX_LINEAR_ATTENTION_UNITS 64
 #define CAMOX_LINEAR_ATTENTION_SHORTEST 256
+#define CAMOX_LINEAR_ATTENTION_LONGEST(p) ((p)->key_dim > 32 ? 16 * (p)->key_dim : 512)
 #endif
-#define CAMOX_LINEAR_ATTENTION_LONGEST 4096
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -24,7 +26,8 @@ void camox_linear_attention_plan(camox_linear_attention_params *p) {
   if (sequences <= 0 || p->length <= 0) return;
   int64_t wanted = ceil_div(CAMOX_LINEAR_ATTENTION_UNITS, sequences);
   int64_t chunk = ceil_div(p->length, wanted);
-  if (chunk > CAMOX_LINEAR_ATTENTION_LONGEST) chunk = ceil_div(p->length, ceil_div(p->length, CAMOX_LINEAR_ATTENTION_LONGEST));
+  const int64_t longest = CAMOX_LINEAR_ATTENTION_LONGEST(p);
+  if (chunk > longest) chunk = ceil_div(p->length, ceil_div(p->length, longest));
   if (chunk < CAMOX_LINEAR_ATTENTION_SHORTEST) chunk = CAMOX_LINEAR_ATTENTION_SHORTEST;
   p->chunk = ceil_div(chunk, 64) * 64; /* whole tiles of any kernel */
   p->chunks = ceil_div(p->length, p->chunk);

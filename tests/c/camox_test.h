@@ -159,9 +159,10 @@ static inline int test_untouched(const test_picture *p) {
   return same;
 }
 
-/* max|ours - truth| <= 8 eps(float32 or float64) max|truth|, and one rounding to a half type on top; NaN never passes.
+/* max|ours - truth| <= steps eps(float32 or float64) max|truth|, and one rounding to a half type on top; NaN never passes.
    truth is [B,C,H,W] without gaps. */
-static inline int test_close(const test_picture *ours, const double *truth, double *error, double *allowed) {
+static inline int test_close_within(double steps, const test_picture *ours, const double *truth, double *error,
+                                    double *allowed) {
   double largest = 0;
   int close = 1;
   const double *value = truth;
@@ -171,10 +172,14 @@ static inline int test_close(const test_picture *ours, const double *truth, doub
   *error = 0, value = truth;
   TEST_EACH(ours, b, c, y, x) {
     double difference = fabs(test_at(ours, b, c, y, x) - *value);
-    *allowed = 8 * precise * largest + rounding * fabs(*value++) + (ours->dtype == CAMOX_F16 ? 0x1p-25 : 0);
+    *allowed = steps * precise * largest + rounding * fabs(*value++) + (ours->dtype == CAMOX_F16 ? 0x1p-25 : 0);
     if (!(difference <= *allowed)) close = 0, *error = difference;
   }
   return close;
+}
+
+static inline int test_close(const test_picture *ours, const double *truth, double *error, double *allowed) {
+  return test_close_within(8, ours, truth, error, allowed);
 }
 
 static inline int test_report(const char *op) {
