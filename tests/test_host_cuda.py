@@ -1167,6 +1167,23 @@ def test_linear_attention_empty():
         assert torch.equal(ours[-1], inputs[3][2])
 
 
+@pytest.mark.parametrize("dim", [16, 32, 64])
+@pytest.mark.parametrize("memory", ["picture", "dense"])
+def test_linear_attention_rounds_once(dim, memory):
+    """On tensor cores as without, up to the 16 bits of a sum of two bfloat16."""
+    for dtype, normalize in zip(HALVES, ("sum", "feature"), strict=True):
+        qkv, options, *_ = attention_inputs((1, 2, 72, dim, dim), dtype, memory, normalize)
+        low, high = (
+            linear_attention_cases.forward(*(x.to(kind) for x in qkv), **options)[0] for kind in (dtype, torch.float32)
+        )
+        torch.testing.assert_close(low.float(), high, rtol=torch.finfo(dtype).eps / 2, atol=2**-16)
+
+
+@pytest.mark.slow
+def test_linear_attention_long():
+    assert_attention_right(attention_inputs((1, 1, 100_000, 16, 16), torch.bfloat16, "picture"), chunk=4096)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [16, 12, 72])
 def test_linear_attention_broken_build_is_noticed(dtype, dim):

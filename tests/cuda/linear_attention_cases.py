@@ -176,7 +176,7 @@ def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, kind of memory and direction."""
     for dtype in rig.DTYPES.values():
         for memory in ("picture", "dense", "strided"):
-            for dim in (16, 24, 32, 48, 65):
+            for dim in (16, 24, 32, 48, 64, 65):
                 q, k, v, grad = heads((1, 1, 8, dim, dim), dtype, memory)
                 state = forward(q, k, v, how={"arch": arch})[1:]
                 backward([grad], q, k, v, state, how={"arch": arch})
