@@ -4,15 +4,14 @@
      values   out = w v                                                 grad_v   w^T g
      pairs    e = d s + d s^T                                           grad_q   scale e r, turned back
      state    z = r^T v             from_state  out = scale r z, d v = scale r (r^T g)
-   The state form has these two and grad_q from both states, where it has fewer products and is not causal; all else is
-   quadratic. Scores and pairs, or states, of some heads, or of a strip of rows of one head, lie in scratch at a time: the
-   strips of the backward need nothing of each other, because s is symmetric.  No atomics: fixed bits. Half types: r, w and e
-   are rounded to the type as the tensor cores take them. */
+   The state form, where it has fewer products and is not causal, has these two and grad_q from both states; all else is
+   quadratic. Scores and pairs, or states, of as many heads, or rows of one, as fill a GPU lie in scratch at a time: strips of
+   rows need nothing of each other in the backward either, because s is symmetric. No atomics: fixed bits. Half types: r, w, e
+   and z are rounded to the type as the tensor cores take them, in float16 to infinity beyond its range. */
 #include "../common/cuda_util.cuh"
 #include "bdh.h"
+#include "bdh_tile.cuh"
 
-#define BDH_THREADS 128
-#define BDH_TILE 64            /* rows and columns of a block's tile: 2 x 2 warps of 32 x 32 */
 #define BDH_TILES_AT_ONCE 2048 /* of scores and of pairs in scratch, or one strip of BDH_TILE rows: enough to fill a GPU */
 #define BDH_FILL 256           /* blocks that fill a large GPU */
 #define BDH_TURNS 8            /* of a block of grad_q, at most */
@@ -20,27 +19,7 @@
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
 
-/* Blocks that a multiprocessor must hold: at most 128 or 168 registers a thread. Operands of half types, 8 elements an access
-   and turned two rows at a time, do not fit 128. */
-template <typename T>
-constexpr int bdh_blocks = sizeof(T) == 4 ? 4 : 3;
-
-/* 16 bytes, the widest access; elements of an operand along k in one turn of the loop, 32 words. */
-template <typename T>
-constexpr int bdh_lanes = 16 / static_cast<int>(sizeof(T));
-template <typename T>
-constexpr int bdh_depth = 128 / static_cast<int>(sizeof(T));
-
-/* An operand in shared memory: two halves along k, each [BDH_TILE] rows of 16 words. The padding keeps the four rows, or two,
-   that eight lanes read at once in different banks. */
-template <typename T>
-struct bdh_tile {
-  static constexpr int row = sizeof(T) == 4 ? 20 : 16; /* words from row to row */
-  static constexpr int half = BDH_TILE * row + 16;
-  static constexpr int words = 2 * half;
-};
-
-/* Rows [unit * height + row - first_row], unit and row counted from the first of the launch. */
+/* The heads and rows of a launch. */
 struct bdh_strip {
   int64_t first_unit, units, first_row, rows;
 };
@@ -74,43 +53,6 @@ __device__ __forceinline__ T *bdh_state_of(const bdh_plan &plan, int64_t unit, b
 }
 
 /* ---- operands: V neighbouring elements of a row in memory, 0 beyond the ends ---- */
-
-/* How many of MOST: n, but not below 0. */
-template <int MOST>
-__device__ __forceinline__ int bdh_at_most(int64_t n) {
-  return n >= MOST ? MOST : n > 0 ? static_cast<int>(n) : 0;
-}
-
-template <typename E, int V>
-__device__ __forceinline__ void bdh_store(E *to, int64_t step, const float (&values)[V], int count, bool wide) {
-  if (wide && count >= V) {
-    camox_store_float(to, values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < V; ++i)
-      if (i < count) to[i * step] = camox_from_float<E>(values[i]);
-  }
-}
-
-template <typename T>
-struct bdh_matrix {
-  const T *data;
-  int64_t row, column; /* strides */
-  int64_t rows, columns;
-  bool wide;
-
-  __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = bdh_lanes<T>;
-    const T *from = data + r * row + c * column;
-    const int count = r < rows ? bdh_at_most<V>(columns - c) : 0;
-    if (wide && count == V) {
-      camox_load<V>(to, from);
-    } else {
-#pragma unroll
-      for (int i = 0; i < V; ++i, from += column) to[i] = i < count ? __ldg(from) : camox_from_float<T>(0.0f);
-    }
-  }
-};
 
 template <typename T>
 __device__ __forceinline__ bdh_matrix<T> bdh_view(const camox_view4 &view, int64_t b, int64_t h, int64_t rows, int64_t columns,
@@ -249,208 +191,6 @@ struct bdh_weights {
     camox_round(to, x);
   }
 };
-
-/* ---- tiles in shared memory ---- */
-
-/* Rows [first, first + BDH_TILE) of the operand are rows in memory, k its columns. */
-template <typename T, typename Operand>
-__device__ __forceinline__ void bdh_load_along(uint32_t *tile, const Operand &operand, int64_t first, int64_t k) {
-#pragma unroll 2
-  for (int u = 0; u < BDH_TILE * 8 / BDH_THREADS; ++u) {
-    const int item = static_cast<int>(threadIdx.x) + u * BDH_THREADS, row = item / 8, piece = item % 8;
-    T values[bdh_lanes<T>];
-    operand.piece(values, first + row, k + piece * bdh_lanes<T>);
-    camox_store_shared(reinterpret_cast<T *>(tile + piece / 4 * bdh_tile<T>::half + row * bdh_tile<T>::row + piece % 4 * 4),
-                       values);
-  }
-}
-
-/* k are rows in memory, and the operand's rows its columns: a thread makes words of what neighbouring k have. */
-template <typename T, typename Operand>
-__device__ __forceinline__ void bdh_load_across(uint32_t *tile, const Operand &operand, int64_t first, int64_t k) {
-  constexpr int V = bdh_lanes<T>, of_word = 4 / static_cast<int>(sizeof(T));
-  const int word = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  uint32_t *const to = tile + word / 16 * bdh_tile<T>::half + word % 16;
-#pragma unroll 1
-  for (int u = 0; u < BDH_TILE / V / (BDH_THREADS / CAMOX_WARP); ++u) {
-    const int row = (warp + u * (BDH_THREADS / CAMOX_WARP)) * V;
-    T values[of_word][V];
-#pragma unroll
-    for (int i = 0; i < of_word; ++i) {
-      int step = word * of_word + i;
-      camox_compute_late(step);
-      operand.piece(values[i], k + step, first + row);
-    }
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      T pair[of_word];
-#pragma unroll
-      for (int i = 0; i < of_word; ++i) pair[i] = values[i][j];
-      camox_store_shared(reinterpret_cast<T *>(to + (row + j) * bdh_tile<T>::row), pair);
-    }
-  }
-}
-
-/* ---- the product of two tiles ----
-   A warp has 32 x 32 of it; element [m][n][e] of a lane is, in both ways to compute it, at row bdh_row and column bdh_column,
-   so that columns of even and odd e are neighbours. */
-typedef float bdh_sums[2][4][4];
-
-__device__ __forceinline__ int bdh_row(int m, int e) {
-  const int thread = static_cast<int>(threadIdx.x);
-  return thread / (2 * CAMOX_WARP) * 32 + m * 16 + e / 2 * 8 + thread % CAMOX_WARP / 4;
-}
-__device__ __forceinline__ int bdh_column(int n, int e) {
-  const int thread = static_cast<int>(threadIdx.x);
-  return thread / CAMOX_WARP % 2 * 32 + n * 8 + thread % 4 * 2 + e % 2;
-}
-
-__device__ __forceinline__ void bdh_clear(bdh_sums &sums) {
-#pragma unroll
-  for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0.0f;
-}
-
-/* A lane takes 8 neighbouring k of each row in one access: the order of k within a step is the same for both operands, and no
-   matter. */
-template <typename T>
-__device__ __forceinline__ void bdh_product_mma(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
-  const int k = static_cast<int>(threadIdx.x) % 4 * 4,
-            column = bdh_column(0, 0) - k / 2 + static_cast<int>(threadIdx.x) % CAMOX_WARP / 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t rows[4][4], columns[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      camox_load_shared(rows[i], a + half * bdh_tile<T>::half + bdh_row(i / 2, i % 2 * 2) * bdh_tile<T>::row + k);
-      camox_load_shared(columns[i], b + half * bdh_tile<T>::half + (column + i * 8) * bdh_tile<T>::row + k);
-    }
-#pragma unroll
-    for (int step = 0; step < 4; step += 2) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const uint32_t fragment[4] = {rows[2 * m][step], rows[2 * m + 1][step], rows[2 * m][step + 1],
-                                      rows[2 * m + 1][step + 1]};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const uint32_t other[2] = {columns[n][step], columns[n][step + 1]};
-          camox_mma_m16n8k16<T>(sums[m][n], fragment, other);
-        }
-      }
-    }
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void bdh_product_fma(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
-  constexpr int V = 4, words = V * static_cast<int>(sizeof(T)) / 4;
-#pragma unroll 1
-  for (int word = 0; word < 32; word += words) {
-    const int place = word / 16 * bdh_tile<T>::half + word % 16;
-    T rows[4][V];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      camox_load_shared(rows[i], reinterpret_cast<const T *>(a + place + bdh_row(i / 2, i % 2 * 2) * bdh_tile<T>::row));
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      T column[V];
-      camox_load_shared(column, reinterpret_cast<const T *>(b + place + bdh_column(j / 2, j % 2) * bdh_tile<T>::row));
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float &sum = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
-          sum = fmaf(camox_to_float(rows[i][v]), camox_to_float(column[v]), sum);
-        }
-      }
-    }
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void bdh_product(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
-  if constexpr (sizeof(T) == 4 || (CAMOX_CUDA_ARCH < 800 && camox_is_bfloat16<T>::value)) {
-    bdh_product_fma<T>(sums, a, b);
-  } else {
-    bdh_product_mma<T>(sums, a, b);
-  }
-}
-
-/* sums += a b^T over k of [begin, end), rows of a from `a_first`, of b from `b_first` on. ACROSS: k are the rows in memory.
-   same: a and b are the same tile. */
-template <typename T, bool A_ACROSS, bool B_ACROSS, typename A, typename B>
-__device__ __forceinline__ void bdh_multiply(bdh_sums &sums, uint32_t *tiles, const A &a, int64_t a_first, const B &b,
-                                             int64_t b_first, int64_t begin, int64_t end, bool same = false) {
-  uint32_t *const b_tile = same ? tiles : tiles + bdh_tile<T>::words;
-  for (int64_t k = begin; k < end; k += bdh_depth<T>) {
-    __syncthreads();
-    if constexpr (A_ACROSS) {
-      bdh_load_across<T>(tiles, a, a_first, k);
-    } else {
-      bdh_load_along<T>(tiles, a, a_first, k);
-    }
-    if (!same) {
-      if constexpr (B_ACROSS) {
-        bdh_load_across<T>(b_tile, b, b_first, k);
-      } else {
-        bdh_load_along<T>(b_tile, b, b_first, k);
-      }
-    }
-    __syncthreads();
-    bdh_product<T>(sums, tiles, b_tile);
-  }
-}
-
-/* Shared memory of a block: the tiles of both operands, and in their place, once they are multiplied, what they make. */
-#define BDH_STAGE_PITCH (BDH_TILE + 4)
-#define BDH_STAGE (BDH_TILE * BDH_STAGE_PITCH)
-
-template <typename T>
-constexpr int bdh_words = 2 * bdh_tile<T>::words > BDH_STAGE ? 2 * bdh_tile<T>::words : BDH_STAGE;
-
-#define BDH_SHARED(T, tiles, stage)                      \
-  __shared__ __align__(16) uint32_t tiles[bdh_words<T>]; \
-  float *const stage = reinterpret_cast<float *>(tiles)
-
-__device__ __forceinline__ void bdh_stage(float *stage, const bdh_sums &sums) {
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 32; i += 2) {
-    const float pair[2] = {sums[i / 16][i / 4 % 4][i % 4], sums[i / 16][i / 4 % 4][i % 4 + 1]};
-    camox_store_shared(stage + bdh_row(i / 16, i % 4) * BDH_STAGE_PITCH + bdh_column(i / 4 % 4, 0), pair);
-  }
-  __syncthreads();
-}
-
-/* The first `rows` and `columns` of the stage to `to`. wide: to and its rows are aligned to 16 bytes, and elements neighbours.
- */
-template <typename E>
-__device__ __forceinline__ void bdh_put(const float *stage, E *to, int64_t row_stride, int64_t column_stride, int rows,
-                                        int columns, bool wide) {
-  constexpr int V = bdh_lanes<E>, across = BDH_TILE / V;
-#pragma unroll 2
-  for (int item = static_cast<int>(threadIdx.x); item < BDH_TILE * across; item += BDH_THREADS) {
-    const int row = item / across, column = item % across * V;
-    if (row >= rows || column >= columns) continue;
-    float values[V];
-    camox_get_floats<V>(values, stage + row * BDH_STAGE_PITCH + column);
-    bdh_store(to + row * row_stride + column * column_stride, column_stride, values, columns - column, wide);
-  }
-}
-
-/* The same to the other side of the diagonal of a dense matrix. */
-template <typename E>
-__device__ __forceinline__ void bdh_put_mirrored(const float *stage, E *to, int64_t pitch, int rows, int columns, bool wide) {
-  constexpr int V = bdh_lanes<E>;
-#pragma unroll 2
-  for (int item = static_cast<int>(threadIdx.x); item < BDH_TILE * BDH_TILE / V; item += BDH_THREADS) {
-    const int row = item / BDH_TILE * V, column = item % BDH_TILE;
-    if (row >= rows || column >= columns) continue;
-    float values[V];
-#pragma unroll
-    for (int i = 0; i < V; ++i) values[i] = stage[(row + i) * BDH_STAGE_PITCH + column];
-    bdh_store(to + column * pitch + row, 1, values, rows - row, wide);
-  }
-}
 
 /* Which tile an item is. */
 struct bdh_place {
