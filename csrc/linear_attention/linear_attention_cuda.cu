@@ -2,7 +2,8 @@
    gradient of q with the sums of dS and dz, state, gradient of k with that of v. Blocks walk over the tiles of a chunk: rows of
    f(q) or f(k) ("x", N columns) and of v, out or its gradient ("y", D columns) lie in shared memory as floats, and each thread
    holds 4 x 4 elements of a product. The state of heads up to LA_RESIDENT lies there too; that of larger ones passes through in
-   slices, and backward takes one kernel more for each direction. Sums over T are of fixed order: no atomics. */
+   slices, and backward takes one kernel more for each direction. Sums over T are of fixed order: no atomics. bfloat16 and
+   float16 that can be read in vectors go to linear_attention_mma.h instead. */
 #include "../common/cuda_util.cuh"
 #include "linear_attention.h"
 
