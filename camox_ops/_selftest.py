@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from . import _cuda, reference
 from .ops.bands import frequency_bands
+from .ops.bdh import bdh_attention
 from .ops.edge import edge_maps
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
@@ -88,7 +89,16 @@ def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
     return x, angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def queries_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q as (B, H, T, N) with N even and scores of the size of 1, v of the same width shared by the heads, cos and sin."""
+    shape = (*shape[:3], shape[3] // 2 * 2)
+    q, v = pictures(shape, dtype)
+    angles = torch.linspace(-3, 3, shape[2] * (shape[3] // 2)).view(shape[2], -1)
+    return (q * shape[3] ** -0.25).to(dtype), v[:, :1].contiguous(), angles.cos().to(dtype), angles.sin().to(dtype)
+
+
 OPS = (
+    Op("bdh_attention", bdh_attention, reference.bdh_attention, queries_and_tables),
     Op("edge_maps", edge_maps, reference.edge_maps, picture),
     Op(
         "edge_maps reflect",

@@ -16,7 +16,8 @@
    `rows` rows, of `planes` planes. */
 typedef struct {
   int dims;
-  int contiguous; /* every view has one dimension of stride 1 */
+  int contiguous;   /* every view has one dimension of stride 1 */
+  int side_by_side; /* rows that are units of their own are such in every view */
   int64_t size[CAMOX_DROPOUT_DIMS];
   camox_dropout_view view[CAMOX_DROPOUT_VIEWS];
   int64_t elements, planes, rows, length, tile, tiles, units;
@@ -46,16 +47,19 @@ static inline camox_dropout_plan camox_dropout_plan_of(const camox_dropout_param
     plan.dims = 1, plan.size[0] = 1;
     for (int v = 0; v < CAMOX_DROPOUT_VIEWS; ++v) plan.view[v].stride[0] = 1;
   }
-  plan.contiguous = plan.dims == 1;
+  int neighbours = 1;
   for (int v = 0; v < CAMOX_DROPOUT_VIEWS; ++v) {
     plan.view[v].data = p->view[v].data;
-    plan.contiguous = plan.contiguous && (p->view[v].data == NULL || plan.view[v].stride[0] == 1);
+    neighbours = neighbours && (p->view[v].data == NULL || plan.view[v].stride[plan.dims - 1] == 1);
   }
+  plan.contiguous = neighbours && plan.dims == 1;
   if (plan.elements == 0) return plan;
   plan.planes = plan.rows = 1, plan.length = plan.elements, plan.tile = CAMOX_DROPOUT_TILE;
   if (plan.dims > 1 && plan.size[plan.dims - 1] >= CAMOX_DROPOUT_LONG_ROW) {
     plan.length = plan.size[plan.dims - 1], plan.rows = plan.size[plan.dims - 2];
-    plan.planes = plan.elements / (plan.rows * plan.length), plan.tile = CAMOX_DROPOUT_ROW_TILE;
+    plan.planes = plan.elements / (plan.rows * plan.length);
+    plan.side_by_side = neighbours;
+    if (!neighbours) plan.tile = CAMOX_DROPOUT_ROW_TILE;
   }
   plan.tiles = (plan.length + plan.tile - 1) / plan.tile;
   plan.units = plan.planes * plan.tiles;
