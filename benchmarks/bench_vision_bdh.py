@@ -16,6 +16,8 @@ from benchmarks.common import Case, Refusal, camox_attr, random_tensor
 BATCH = (32, 3, 32, 32)
 LONG = (2, 3, 128, 128)  # 1024 patches
 ROUNDS = 5
+PUBLISHED = {"n_layer": 6, "n_embd": 192, "n_head": 6, "mlp_internal_dim_multiplier": 32, "dropout": 0.1}
+SMALL = {"n_layer": 3, "n_embd": 48, "n_head": 3, "mlp_internal_dim_multiplier": 8, "dropout": 0.1}  # the demo's
 
 
 class TrainStep(nn.Module):
@@ -56,7 +58,7 @@ def require_equal(models, images, autocast):
             raise Refusal(f"wrong result: logits or gradients without dropout differ by {error:.2g} of their norm")
 
 
-def step_case(group, shape, model="v2", dtype=torch.float32, softmax=False, optimized=False) -> Case:
+def step_case(group, shape, model="v2", dtype=torch.float32, softmax=False, optimized=False, sizes=PUBLISHED) -> Case:
     expected = {}
     autocast = dtype == torch.bfloat16
 
@@ -64,7 +66,7 @@ def step_case(group, shape, model="v2", dtype=torch.float32, softmax=False, opti
         camox_attr("nn.BidirectionalBDHAttention")
         from examples.vision_bdh.model import MODELS, BDHConfig
 
-        config = BDHConfig(n_layer=6, n_embd=192, n_head=6, mlp_internal_dim_multiplier=32, dropout=0.1)
+        config = BDHConfig(**sizes)
 
         def build(**arguments):
             torch.manual_seed(0)
@@ -96,7 +98,8 @@ def step_case(group, shape, model="v2", dtype=torch.float32, softmax=False, opti
         grad_inputs=(),
         verify=verify,
         default_allocator=False,
-        rounds=ROUNDS,
+        rounds=ROUNDS if sizes is PUBLISHED else None,
+        quick=sizes is SMALL,
     )
 
 
@@ -105,5 +108,6 @@ def cases() -> list[Case]:
         step_case("vision_bdh_step", BATCH, optimized=True),
         step_case("vision_bdh_step", BATCH, dtype=torch.bfloat16),
         step_case("vision_bdh_step", LONG),
+        step_case("vision_bdh_small_step", BATCH, sizes=SMALL),
         step_case("vision_bdh_cls_softmax_step", BATCH, model="cls", softmax=True, optimized=True),
     ]

@@ -260,7 +260,9 @@ def test_models_are_held_to_float64_and_a_wrong_one_fails():
 def test_camox_saves_less_for_backward():
     config = bdh.BDHConfig(**SIZES | {"dropout": 0.1, "mlp_internal_dim_multiplier": 32})
     used = {name: demo_run.used(made, *pictures(8)) for name, made in demo_run.build_twins(config).items()}
-    assert used["camox"]["saved_mb"] <= 0.4 * used["torch"]["saved_mb"]
+    wide = config.n_layer * 8 * 64 * config.n_head * config.head_size * 4 / 1e6  # one (B, H, T, N) tensor a pass, in MB
+    assert used["camox"]["saved_mb"] <= 3.9 * wide  # both sides of the gate, its result, the small ones
+    assert used["camox"]["saved_mb"] <= 0.6 * used["torch"]["saved_mb"]
     assert used["camox"]["peak_mb"] < used["torch"]["peak_mb"]
 
 
