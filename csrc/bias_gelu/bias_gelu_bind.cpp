@@ -24,8 +24,6 @@ camox_bias_gelu_params params_of(const Tensor& x, const Tensor& bias, const Opti
   return p;
 }
 
-Tensor empty_rows(const Tensor& x) { return empty_contiguous(x, dtype_code(x), x.dim(), x.sizes().data()); }
-
 #ifndef CAMOX_CUDA_PART
 void compute(camox_bias_gelu_kernel* variant(camox_dtype, camox_isa), const camox_bias_gelu_params& p, const Tensor& x) {
   const int64_t units = camox_bias_gelu_units(&p);
@@ -36,7 +34,7 @@ void compute(camox_bias_gelu_kernel* variant(camox_dtype, camox_isa), const camo
 Tensor bias_gelu(const Tensor& given, const Tensor& bias, OptionalTensor seed, double probability) {
   const Tensor x = torch::stable::contiguous(given);
   camox_bias_gelu_params p = params_of(x, bias, seed, probability, "bias_gelu");
-  Tensor y = empty_rows(x);
+  Tensor y = empty_contiguous(x);
   p.y = y.data_ptr();
 #ifdef CAMOX_CUDA_PART
   launch(camox_bias_gelu_cuda, p, x, "bias_gelu");
@@ -55,7 +53,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& given_grad, const Te
   check_dtype_and_device(given_grad, given, op, "grad");
   const Tensor x = torch::stable::contiguous(given), grad = torch::stable::contiguous(given_grad);
   camox_bias_gelu_params p = params_of(x, bias, seed, probability, op);
-  Tensor grad_x = empty_rows(x), grad_bias = empty_real(x, {p.columns});
+  Tensor grad_x = empty_contiguous(x), grad_bias = empty_real(x, {p.columns});
   Tensor partial = empty_real(x, {camox_bias_gelu_units(&p), p.columns});
   p.grad = grad.data_ptr();
   p.grad_x = grad_x.data_ptr(), p.grad_bias = grad_bias.data_ptr(), p.partial = partial.data_ptr();

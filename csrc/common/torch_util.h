@@ -202,6 +202,8 @@ inline Tensor empty_contiguous(const Tensor& like, int32_t dtype, size_t dimensi
   return empty_strided(like, dtype, dimensions, size, stride.data());
 }
 
+inline Tensor empty_contiguous(const Tensor& x) { return empty_contiguous(x, dtype_code(x), x.dim(), x.sizes().data()); }
+
 // An uninitialised contiguous tensor in the dtype that x is computed in.
 inline Tensor empty_real(const Tensor& x, std::initializer_list<int64_t> size) {
   bool is_double = x.scalar_type() == torch::headeronly::ScalarType::Double;

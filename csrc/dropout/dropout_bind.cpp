@@ -78,8 +78,6 @@ std::tuple<Tensor, Tensor> sparse_gate_backward(const Tensor& grad, const Tensor
 // Rows of the last dimension, one after the other.
 Tensor packed(const Tensor& x) { return torch::stable::contiguous(x); }
 
-Tensor empty_rows(const Tensor& x) { return empty_contiguous(x, dtype_code(x), x.dim(), x.sizes().data()); }
-
 camox_dropout_affine affine_of(const Tensor& v, const Tensor& x, const char* op, const char* name) {
   check_real(v, x, 1, op, name);
   return {v.data_ptr(), v.size(0), v.stride(0)};
@@ -111,7 +109,7 @@ std::tuple<Tensor, Tensor> dropout_add_layer_norm(const Tensor& given_x, const T
   p.eps = eps;
   p.bias = affine_of(bias, x, op, "bias");
   check(camox_dropout_norm_check(&p, false));
-  Tensor y = empty_rows(x), stats = empty_real(x, {2, p.rows});
+  Tensor y = empty_contiguous(x), stats = empty_real(x, {2, p.rows});
   p.y = y.data_ptr();
   p.stats = stats.data_ptr();
 #ifdef CAMOX_CUDA_PART
@@ -138,7 +136,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(const
     throw std::invalid_argument(std::string(op) + ": stats must have shape (2, " + std::to_string(p.rows) + "), got (" +
                                 std::to_string(stats.size(0)) + ", " + std::to_string(stats.size(1)) + ")");
   const int64_t none = 0;
-  Tensor grad_x = p.seed ? empty_rows(x) : empty_contiguous(x, dtype_code(x), 1, &none), grad_residual = empty_rows(x);
+  Tensor grad_x = p.seed ? empty_contiguous(x) : empty_contiguous(x, dtype_code(x), 1, &none),
+         grad_residual = empty_contiguous(x);
   Tensor grad_weight = empty_real(x, {p.width}), grad_bias = empty_real(x, {p.width});
   int64_t units = camox_dropout_norm_units(&p);
   Tensor partial = empty_real(x, {units, 2, p.width});

@@ -197,17 +197,13 @@ struct RowLayout {
 };
 
 RowLayout row_layout(const Tensor& x, int64_t leading, const std::vector<int64_t>& outer) {
-  RowLayout layout{outer, std::vector<int64_t>(outer.size() + x.dim() - leading), 1};
+  RowLayout layout{outer, {}, 1};
   const int64_t lead = outer.size();
   for (int64_t d = leading; d < x.dim(); ++d) layout.size.push_back(x.size(d)), layout.row_size *= x.size(d);
-  const std::vector<int64_t> order = memory_order(x, leading, x.dim());
-  int64_t step = 1;
-  auto place = [&](int64_t d) {
-    layout.stride[d] = step;
-    step *= layout.size[d] > 1 ? layout.size[d] : 1;
-  };
-  for (int64_t i = order.size(); i-- > 0;) place(order[i] - leading + lead);
-  for (int64_t d = lead; d-- > 0;) place(d);
+  std::vector<int64_t> order;
+  for (int64_t d = 0; d < lead; ++d) order.push_back(d);
+  for (int64_t d : memory_order(x, leading, x.dim())) order.push_back(d - leading + lead);
+  layout.stride = packed_strides(layout.size, order);
   return layout;
 }
 
