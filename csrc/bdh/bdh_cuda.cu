@@ -233,7 +233,7 @@ __device__ __forceinline__ int bdh_columns_of(const bdh_place &at, int64_t colum
 /* The strip's scores: for the forward (masked) w but for softmax, for the backward s as it is. Where the strip is all rows and
    both sides of the diagonal are asked for, only one of them is computed. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
@@ -315,7 +315,7 @@ __device__ __forceinline__ void bdh_put_grad_v(float *stage, const bdh_sums &sum
 }
 
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
 
 /* r^T v of the launch's heads, or r^T g. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
 
 /* scale r (r^T v): out; or scale r (r^T g): the gradient of v. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_from_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;
@@ -429,7 +429,7 @@ __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *a
 
 /* e[j,i] = d s[j,i] + d s[i,j] of the strip's rows j. Of the two one is 0 where causal. */
 template <typename T, bool SOFTMAX>
-__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_pairs_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   __shared__ __align__(16) float held[SOFTMAX ? BDH_STAGE : 1];
@@ -472,7 +472,7 @@ __global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
    cut, unless `unturned`. A block has the same tile of plan.turns heads, and so have the blocks beside it: angles come from
    the caches. */
 template <typename T, bool STATE>
-__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   constexpr int V = bdh_lanes<T>, across = BDH_TILE / V;
   BDH_SHARED(T, tiles, stage);
@@ -530,7 +530,7 @@ __global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
 
 /* w^T g of the strip's rows, of each head; together: of all heads of a batch element, in their order. WEIGHTS: plan.weights. */
 template <typename T, bool WEIGHTS>
-__global__ void __launch_bounds__(BDH_THREADS, bdh_blocks<T>)
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(T, tiles, stage);
   const camox_bdh_params &p = plan.p;

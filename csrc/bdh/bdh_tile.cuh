@@ -7,12 +7,8 @@
 #include "../common/cuda_util.cuh"
 
 #define BDH_THREADS 128
-#define BDH_TILE 64 /* rows and columns of a block's tile: 2 x 2 warps of 32 x 32 */
-
-/* Blocks that a multiprocessor must hold: at most 128 or 168 registers a thread. Operands of half types, 8 elements an access
-   and turned two rows at a time, do not fit 128. */
-template <typename T>
-constexpr int bdh_blocks = sizeof(T) == 4 ? 4 : 3;
+#define BDH_TILE 64  /* rows and columns of a block's tile: 2 x 2 warps of 32 x 32 */
+#define BDH_BLOCKS 3 /* of which a multiprocessor must hold so many: at most 168 registers a thread */
 
 /* 16 bytes, the widest access; elements of an operand along k in one turn of the loop, 32 words. */
 template <typename T>
@@ -158,9 +154,12 @@ __device__ __forceinline__ void bdh_product_mma(bdh_sums &sums, const uint32_t *
   }
 }
 
+/* What a turn of the loop over k adds is summed up by itself first: long sums of float32 keep more of their digits so. */
 template <typename T>
 __device__ __forceinline__ void bdh_product_fma(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
   constexpr int V = 4, words = V * static_cast<int>(sizeof(T)) / 4;
+  bdh_sums part;
+  bdh_clear(part);
 #pragma unroll 1
   for (int word = 0; word < 32; word += words) {
     const int place = word / 16 * bdh_tile<T>::half + word % 16;
@@ -176,12 +175,14 @@ __device__ __forceinline__ void bdh_product_fma(bdh_sums &sums, const uint32_t *
       for (int v = 0; v < V; ++v) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float &sum = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
+          float &sum = part[i / 2][j / 2][i % 2 * 2 + j % 2];
           sum = fmaf(camox_to_float(rows[i][v]), camox_to_float(column[v]), sum);
         }
       }
     }
   }
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] += part[i / 16][i / 4 % 4][i % 4];
 }
 
 template <typename T>
