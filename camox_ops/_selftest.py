@@ -90,7 +90,7 @@ def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
 
 
 def queries_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q as (B, H, T, N) with N even and scores of the size of 1, v of the same width shared by the heads, cos and sin."""
+    """q as (B, H, T, N) with N even and scores of the size of 1, v of the same width for all heads, cos and sin."""
     shape = (*shape[:3], shape[3] // 2 * 2)
     q, v = pictures(shape, dtype)
     angles = torch.linspace(-3, 3, shape[2] * (shape[3] // 2)).view(shape[2], -1)
