@@ -232,7 +232,7 @@ __device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory
 }
 
 /* ALONE: one block has all rows, and places them too. */
-template <typename T, int LANES, int V, bool ALONE>
+template <bool ALONE, typename T, int LANES, int V>
 __global__ void __launch_bounds__(MOE_THREADS, 1) moe_choose_kernel(const __grid_constant__ camox_moe_route_params p) {
   CAMOX_DYNAMIC_SHARED(unsigned char, memory);
   int *const counts = reinterpret_cast<int *>(memory);
@@ -598,11 +598,11 @@ static void moe_launch_choose(const camox_moe_route_params *p, void *stream) {
   const int64_t blocks = camox_moe_cuda_blocks(p);
   const size_t shared = moe_shared_bytes(p->num_experts);
   if (blocks == 1) {
-    CAMOX_LAUNCH((moe_choose_kernel<T, LANES, V, true>), 1, MOE_THREADS, shared, stream, *p);
+    CAMOX_LAUNCH((moe_choose_kernel<true, T, LANES, V>), 1, MOE_THREADS, shared, stream, *p);
     return;
   }
   const size_t counts = static_cast<size_t>(p->num_experts) * sizeof(int);
-  CAMOX_LAUNCH((moe_choose_kernel<T, LANES, V, false>), camox_grid(blocks), MOE_THREADS, counts, stream, *p);
+  CAMOX_LAUNCH((moe_choose_kernel<false, T, LANES, V>), camox_grid(blocks), MOE_THREADS, counts, stream, *p);
   CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), MOE_THREADS, shared, stream, *p);
 }
 
