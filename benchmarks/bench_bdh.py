@@ -49,7 +49,7 @@ def products(length, causal, backward):
     return min(quadratic, state)
 
 
-def make_case(batch, length, direction, dtype, causal=False, forms=False) -> Case:
+def case_of(batch, length, direction, dtype, causal=False, forms=False) -> Case:
     def inputs():
         frequencies = (2.0**16) ** -torch.linspace(0, 1, COLUMNS // 2)
         angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
@@ -88,11 +88,11 @@ def cases() -> list[Case]:
     found = []
     for batch, length in ((8, 64), (2, 1024)):
         for direction in DIRECTIONS:
-            plain = make_case(batch, length, direction, torch.float32)
-            half = make_case(batch, length, direction, torch.bfloat16)
+            plain = case_of(batch, length, direction, torch.float32)
+            half = case_of(batch, length, direction, torch.bfloat16)
             found += [plain, replace(half, companions={"float32": plain}, default_allocator=False)]
-    found.append(make_case(2, 1024, "forward_backward", torch.float32, causal=True))
+    found.append(case_of(2, 1024, "forward_backward", torch.float32, causal=True))
     for length in (256, 512, 768, 1024):
         for causal in (False, True):
-            found.append(make_case(1, length, "forward_backward", torch.float32, causal, forms=True))
+            found.append(case_of(1, length, "forward_backward", torch.float32, causal, forms=True))
     return found

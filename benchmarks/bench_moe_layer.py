@@ -72,7 +72,7 @@ def limits(case, functions, inputs, upstream):
     return {key: (t, 3 * own[key] + 4 * eps * t.abs().max().item()) for key, t in truth.items()}
 
 
-def make_case(shape) -> Case:
+def case_of(shape) -> Case:
     found = {}
 
     def inputs():
@@ -101,4 +101,4 @@ def make_case(shape) -> Case:
 
 
 def cases() -> list[Case]:
-    return [make_case(shape) for shape in SHAPES]
+    return [case_of(shape) for shape in SHAPES]

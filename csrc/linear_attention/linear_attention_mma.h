@@ -19,8 +19,11 @@ template <int S, bool COLUMNS>
 static constexpr int la_mma_blocks = S > 2              ? 2
                                      : S > 1 && COLUMNS ? 3
                                                         : 4;
+/* A third block would spill where nvcc needs more registers for the same code: on sm_86 and sm_89. */
+static constexpr bool la_mma_tight = CAMOX_CUDA_ARCH == 860 || CAMOX_CUDA_ARCH == 890;
 template <typename T, int S, bool COLUMNS>
-static constexpr int la_mma_gradient_blocks = S > 2 || (S > 1 && (COLUMNS || !camox_is_bfloat16<T>::value)) ? 2 : 3;
+static constexpr int la_mma_gradient_blocks =
+    S > 2 || (S > 1 && (COLUMNS || la_mma_tight || !camox_is_bfloat16<T>::value)) ? 2 : 3;
 /* Warps that share the columns of y, so that their sums fit. */
 template <int S>
 static constexpr int la_mma_sharing = S > 2 ? 2 : 1;
