@@ -151,10 +151,11 @@ def plain_mixture(x, logits) -> tuple[torch.Tensor, ...]:
 
 def queries_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q as (B, H, T, N) with N even and scores of the size of 1, v of its width shared by the heads, cos and sin."""
-    shape = (*shape[:3], shape[3] // 2 * 2)
+    shape = (*shape[:3], max(2, shape[3] // 2 * 2))
     q, v = pictures(shape, dtype)
     angles = torch.linspace(-3, 3, shape[2] * (shape[3] // 2)).view(shape[2], -1)
-    return (q * max(shape[3], 1) ** -0.25).to(dtype), v[:, :1].contiguous(), angles.cos().to(dtype), angles.sin().to(dtype)
+    q = (q * shape[3] ** -0.25).to(dtype)
+    return q, v[:, :1].contiguous(), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 OPS = (
