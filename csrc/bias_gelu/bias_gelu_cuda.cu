@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_backward_kernel(c
     float bias[V], sum[V] = {};
     camox_load_floats(bias, static_cast<const float *>(a.p.bias) + column);
     const int64_t last = min((unit + 1) * a.unit_rows, a.p.rows);
-    constexpr int together = CAMOX_CUDA_ARCH >= 800 ? 2 : 1; /* two spill on sm_75 */
+    [[maybe_unused]] constexpr int together = CAMOX_CUDA_ARCH >= 800 ? 2 : 1; /* two spill on sm_75 */
 #pragma unroll together
     for (int64_t row = unit * a.unit_rows; row < last; ++row) {
       const int64_t index = row * a.p.columns + column;
