@@ -1,17 +1,19 @@
 """Products with weights, for models whose time goes there: BDH's projections to and from all heads.
 
 On the CPU, float32 products go to oneDNN, which PyTorch carries and whose kernels use AVX-512 on every processor that
-has it; torch.mm asks MKL, which takes AVX2 on AMD's: half the speed. Everything else is torch.mm and torch.bmm.
+has it; torch.mm asks MKL, which takes AVX2 on AMD's. Everything else is torch.mm and torch.bmm.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ..ops import _check
+
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (..., K) times weight (K, N) -> (..., N). Any strides; autocast casts both; derivatives of any order."""
-    x, weight = _autocast(x, weight)
+    x, weight = _check.autocast(x, weight)
     return _Project.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
@@ -19,15 +21,7 @@ def project_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (M, H, K), each head times its own weight (H, K, N) -> (M, H, N), contiguous: no copy of weight, none of x.
 
     Any strides; autocast casts both. First derivatives."""
-    return _ProjectHeads.apply(*_autocast(x, weight))
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(value if value.dtype == torch.float64 else value.to(dtype) for value in tensors)
+    return _ProjectHeads.apply(*_check.autocast(x, weight))
 
 
 def _by_onednn(x: torch.Tensor) -> bool:

@@ -17,13 +17,14 @@ import torch
 def register(name: str, *, fake: Callable, setup_context: Callable, backward: Callable, vmap: Callable | None = None):
     """name: the operator in camox_ops. fake(*args): outputs without data. setup_context(ctx, inputs, output) and
     backward(ctx, *grads): as for torch.library.register_autograd. vmap(info, in_dims, *args): as for
-    torch.library.register_vmap; without one vmap runs the op once per element. Returns the differentiable callable."""
+    torch.library.register_vmap; without one the op runs once per element. Returns the differentiable callable."""
     qualified = f"camox_ops::{name}"
     overload = getattr(torch.ops.camox_ops, name).default
     torch.library.register_fake(qualified, fake)
     torch.library.register_autograd(qualified, backward, setup_context=setup_context)
-    if vmap is not None:
-        torch.library.register_vmap(qualified, vmap)
+    torch.library.register_vmap(
+        qualified, vmap or (lambda info, in_dims, *args: one_by_one(overload, info, in_dims, args))
+    )
     title = "".join(part.capitalize() for part in name.split("_"))
     transformed = type(
         title,
@@ -59,6 +60,16 @@ def register(name: str, *, fake: Callable, setup_context: Callable, backward: Ca
         return below_autograd(*args)
 
     return call
+
+
+def register_last_derivative(name: str, *, fake: Callable, vmap: Callable | None = None):
+    """The operator <name>_backward where <name> has no second derivative; as for register."""
+
+    def refuse(ctx, *grads):
+        raise NotImplementedError(f"{name}: second derivatives are not implemented")
+
+    backward = f"{name}_backward"
+    return register(backward, fake=fake, setup_context=lambda ctx, inputs, output: None, backward=refuse, vmap=vmap)
 
 
 def fold_batch(info, in_dims, args, count: int):

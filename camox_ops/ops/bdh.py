@@ -11,7 +11,7 @@ from .. import reference
 from . import _check
 from ._check import dtype_names
 from ._layout import as_read, dense_strides
-from ._register import fold_batch, one_by_one, register, unfold_batch
+from ._register import fold_batch, one_by_one, register, register_last_derivative, unfold_batch
 from .rope import _rope_backward
 
 # How the scores are computed (csrc/bdh/bdh.h); tests and benchmarks choose, users get BY_COST.
@@ -134,14 +134,10 @@ def _differentiated(*tensors: torch.Tensor) -> bool:
 
 
 def _autocast(op: str, *tensors) -> tuple[torch.Tensor, ...]:
-    """In autocast's dtype where it is on; torch leaves float64 alone, and so does this."""
+    """q and v, checked to be tensors, in autocast's dtype where it is on."""
     for name, value in zip(("q", "v"), tensors, strict=True):
         _check.tensor(op, name, value)
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(value if value.dtype == torch.float64 else value.to(dtype) for value in tensors)
+    return _check.autocast(*tensors)
 
 
 def _check_values(op: str, q: torch.Tensor, v: torch.Tensor, dimensions: int, q_shape: str, v_shape: str) -> None:
@@ -239,10 +235,6 @@ def _fake_backward(grad, q, v, *_):
     return tuple(x.new_empty_strided(x.shape, dense_strides(x)) for x in (q, v))
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("bdh_attention: second derivatives are not implemented")
-
-
 def _vmap(info, in_dims, q, v, cos, sin, *arguments):
     op = torch.ops.camox_ops.bdh_attention
     if in_dims[2] is not None or in_dims[3] is not None:
@@ -253,20 +245,10 @@ def _vmap(info, in_dims, q, v, cos, sin, *arguments):
     return (unfold_batch(info, out), unfold_batch(info, saved)), (0, 0)
 
 
-def _vmap_backward(info, in_dims, *args):
-    return one_by_one(torch.ops.camox_ops.bdh_attention_backward, info, in_dims, args)
-
-
 def _fake_step(q, v, cos, sin, state, relu, scale):
     return q.new_empty((*q.shape[:2], v.shape[-1])), cos.new_empty((*q.shape, v.shape[-1]))
 
 
 _bdh_attention = register("bdh_attention", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)
-_bdh_attention_backward = register(
-    "bdh_attention_backward",
-    fake=_fake_backward,
-    setup_context=lambda ctx, inputs, output: None,
-    backward=_no_second_derivative,
-    vmap=_vmap_backward,
-)
+_bdh_attention_backward = register_last_derivative("bdh_attention", fake=_fake_backward)
 torch.library.register_fake("camox_ops::bdh_attention_step", _fake_step)

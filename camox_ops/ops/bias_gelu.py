@@ -8,7 +8,7 @@ from .. import reference
 from . import _check
 from ._layout import as_read
 from ._random import draw_seed
-from ._register import one_by_one, register
+from ._register import register
 
 
 def bias_gelu(
@@ -87,16 +87,10 @@ def _fake(x, *_):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _one_by_one(name: str):
-    """Every sample counts its elements from 0, and has a gradient of bias of its own."""
-    return lambda info, in_dims, *args: one_by_one(getattr(torch.ops.camox_ops, name), info, in_dims, args)
-
-
-_bias_gelu = register("bias_gelu", fake=_fake, setup_context=_save, backward=_backward, vmap=_one_by_one("bias_gelu"))
+_bias_gelu = register("bias_gelu", fake=_fake, setup_context=_save, backward=_backward)
 _bias_gelu_backward = register(
     "bias_gelu_backward",
     fake=lambda grad, x, bias, seed, p: (_fake(x), torch.empty_like(bias)),
     setup_context=_save,
     backward=_backward_backward,
-    vmap=_one_by_one("bias_gelu_backward"),
 )

@@ -8,7 +8,7 @@ from .. import reference
 from . import _check
 from ._layout import as_read
 from ._random import draw_seed
-from ._register import one_by_one, register
+from ._register import register, register_last_derivative
 
 MOST_DIMENSIONS = 16
 
@@ -144,11 +144,6 @@ def _check_x(op: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: x must have at most {MOST_DIMENSIONS} dimensions, got {x.dim()}")
 
 
-def _one_by_one(name: str):
-    """Every sample counts its elements from 0, with its own seed or the one of all, as torch.vmap says."""
-    return lambda info, in_dims, *args: one_by_one(getattr(torch.ops.camox_ops, name), info, in_dims, args)
-
-
 # ---- dropout: linear in x, and its own transpose ----
 
 
@@ -221,42 +216,28 @@ def _fake_norm_backward(grad, x, residual, weight, stats, seed, p):
     return grad_x, grad_residual, torch.empty_like(weight), torch.empty_like(weight)
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("dropout_add_layer_norm: second derivatives are not implemented")
-
-
 _dropout = register(
     "dropout",
     fake=lambda x, seed, p: torch.empty_like(x),
     setup_context=_save_seed,
     backward=_dropout_backward,
-    vmap=_one_by_one("dropout"),
 )
 _sparse_gate = register(
     "sparse_gate",
     fake=lambda x, y, seed, p: torch.empty_like(x),
     setup_context=_save_gate,
     backward=_gate_backward,
-    vmap=_one_by_one("sparse_gate"),
 )
 _sparse_gate_backward = register(
     "sparse_gate_backward",
     fake=lambda grad, x, y, seed, p: (torch.empty_like(x), torch.empty_like(y)),
     setup_context=_save_gate,
     backward=_gate_backward_backward,
-    vmap=_one_by_one("sparse_gate_backward"),
 )
 _dropout_add_layer_norm = register(
     "dropout_add_layer_norm",
     fake=_fake_norm,
     setup_context=_save_norm,
     backward=_norm_backward,
-    vmap=_one_by_one("dropout_add_layer_norm"),
 )
-_dropout_add_layer_norm_backward = register(
-    "dropout_add_layer_norm_backward",
-    fake=_fake_norm_backward,
-    setup_context=lambda ctx, inputs, output: None,
-    backward=_no_second_derivative,
-    vmap=_one_by_one("dropout_add_layer_norm_backward"),
-)
+_dropout_add_layer_norm_backward = register_last_derivative("dropout_add_layer_norm", fake=_fake_norm_backward)

@@ -7,7 +7,7 @@ import torch
 from . import _check
 from ._check import dtype_names
 from ._layout import as_read, dense_strides
-from ._register import fold_batch, register, unfold_batch
+from ._register import fold_batch, register, register_last_derivative, unfold_batch
 
 FEATURE_MAPS = ("elu1", "relu", "identity")
 NORMALIZATIONS = ("sum", "feature", "none")
@@ -78,7 +78,7 @@ def linear_attention(
     eps = _check.positive(OP, "eps", eps)
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check.tensor(OP, name, value)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _check.autocast(q, k, v)
     _check_shapes(q, k, v, layout)
     if layout == "bthd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -106,15 +106,6 @@ def linear_attention_step(
     raise NotImplementedError("linear_attention_step: comes with a later issue, causal linear attention")
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As torch's own matrix products: float64 is left alone."""
-    device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(value if value.dtype == torch.float64 else value.to(dtype) for value in tensors)
-
-
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
     axes = "B, H, T" if layout == "bhtd" else "B, T, H"
     if q.dim() != 4:
@@ -131,19 +122,14 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
             raise TypeError(
                 f"{OP}: {name} must have the dtype of q, {dtype_names(q.dtype)}, got {dtype_names(value.dtype)}"
             )
-        _same_device(name, value, q)
-
-
-def _same_device(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
-    if value.device != q.device:
-        raise ValueError(f"{OP}: {name} must be on the device of q, {q.device}, got {value.device}")
+        _check.same_device(OP, name, value, q, of="q")
 
 
 def _check_mask(key_mask, q: torch.Tensor) -> None:
     _check.tensor(OP, "key_mask", key_mask, dtypes=(torch.bool,))
     if key_mask.shape != (q.shape[0], q.shape[2]):
         raise ValueError(f"{OP}: key_mask must have shape {(q.shape[0], q.shape[2])}, got {tuple(key_mask.shape)}")
-    _same_device("key_mask", key_mask, q)
+    _check.same_device(OP, "key_mask", key_mask, q, of="q")
 
 
 def _check_state(state, q: torch.Tensor, v: torch.Tensor, normalize: str):
@@ -166,7 +152,7 @@ def _check_state(state, q: torch.Tensor, v: torch.Tensor, normalize: str):
         _check.tensor(OP, f"initial_state's {name}", value, dtypes=(real,))
         if value.shape != shape:
             raise ValueError(f"{OP}: initial_state's {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
-        _same_device(f"initial_state's {name}", value, q)
+        _check.same_device(OP, f"initial_state's {name}", value, q, of="q")
         read.append(as_read(value, real))
     return read
 
@@ -212,10 +198,6 @@ def _fake_backward(grad, grad_s, grad_z, q, k, v, key_mask, s, z, feature_map, n
     return _like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), *_state(q, v, normalize)
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError(f"{OP}: second derivatives are not implemented")
-
-
 def _fold(name: str, tensors: int):
     """More batch elements; an empty z has no batch and stays as it is."""
 
@@ -229,10 +211,6 @@ def _fold(name: str, tensors: int):
 
 
 _linear_attention = register(OP, fake=_fake, setup_context=_save, backward=_backward, vmap=_fold("linear_attention", 6))
-_linear_attention_backward = register(
-    "linear_attention_backward",
-    fake=_fake_backward,
-    setup_context=lambda ctx, inputs, output: None,
-    backward=_no_second_derivative,
-    vmap=_fold("linear_attention_backward", 9),
+_linear_attention_backward = register_last_derivative(
+    OP, fake=_fake_backward, vmap=_fold("linear_attention_backward", 9)
 )

@@ -9,7 +9,7 @@ import torch
 
 from . import _check
 from ._layout import as_read, empty_rows
-from ._register import one_by_one, register
+from ._register import register, register_last_derivative
 
 SCORES = ("topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
 AUX_LOSSES = ("switch", "importance_cv2", "z", "usage_mse")
@@ -363,26 +363,6 @@ def _fake_aux(logits, counts, valid, kind, top_k):
     return logits.new_empty((), dtype=real), logits.new_empty(logits.shape[1], dtype=real)
 
 
-def _first_derivative(name: str, fake):
-    """The backward of moe_`name`, which has none of its own."""
-
-    def refuse(ctx, *grads):
-        raise NotImplementedError(f"moe_{name}: second derivatives are not implemented")
-
-    return register(
-        f"moe_{name}_backward",
-        fake=fake,
-        setup_context=lambda ctx, inputs, output: None,
-        backward=refuse,
-        vmap=_one_by_one(f"moe_{name}_backward"),
-    )
-
-
-def _one_by_one(name: str):
-    """Every sample is routed on its own."""
-    return lambda info, in_dims, *args: one_by_one(getattr(torch.ops.camox_ops, name), info, in_dims, args)
-
-
 def _like_logits(grad, logits, *_):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
@@ -392,30 +372,26 @@ _route = register(
     fake=_fake_route,
     setup_context=_save_route,
     backward=_route_backward,
-    vmap=_one_by_one("moe_route"),
 )
 _dispatch = register(
     "moe_dispatch",
     fake=_fake_dispatch,
     setup_context=_save_dispatch,
     backward=_dispatch_backward,
-    vmap=_one_by_one("moe_dispatch"),
 )
 _combine = register(
     "moe_combine",
     fake=lambda y, weights, *routed: _fake_rows(y, *routed),
     setup_context=_save_combine,
     backward=_combine_backward,
-    vmap=_one_by_one("moe_combine"),
 )
 _aux_loss = register(
     "moe_aux_loss",
     fake=_fake_aux,
     setup_context=_save_aux,
     backward=_aux_backward,
-    vmap=_one_by_one("moe_aux_loss"),
 )
-_moe_route_backward = _first_derivative("route", _like_logits)
-_moe_dispatch_backward = _first_derivative("dispatch", _fake_rows)
-_moe_combine_backward = _first_derivative("combine", _fake_combine_backward)
-_moe_aux_loss_backward = _first_derivative("aux_loss", _like_logits)
+_moe_route_backward = register_last_derivative("moe_route", fake=_like_logits)
+_moe_dispatch_backward = register_last_derivative("moe_dispatch", fake=_fake_rows)
+_moe_combine_backward = register_last_derivative("moe_combine", fake=_fake_combine_backward)
+_moe_aux_loss_backward = register_last_derivative("moe_aux_loss", fake=_like_logits)

@@ -128,10 +128,6 @@ def _vmap(info, in_dims, x, weight, bias, residual, *scalars):
     return (unfold_batch(info, y), stats.unflatten(1, (info.batch_size, -1))), (0, 1)
 
 
-def _vmap_backward(info, in_dims, *args):
-    return one_by_one(torch.ops.camox_ops.layer_norm2d_backward, info, in_dims, args)
-
-
 _layer_norm2d = register("layer_norm2d", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)
 _layer_norm2d_backward = register(
     "layer_norm2d_backward",
@@ -142,5 +138,4 @@ _layer_norm2d_backward = register(
     ),
     setup_context=_save_backward,
     backward=_backward_backward,
-    vmap=_vmap_backward,
 )

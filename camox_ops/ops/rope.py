@@ -350,17 +350,11 @@ def _vmap(info, in_dims, x, *arguments):
     return y.unflatten(heads, (info.batch_size, -1)), heads
 
 
-def _vmap_backward(info, in_dims, *args):
-    """The sums that give the tables' gradients are each example's own."""
-    return one_by_one(torch.ops.camox_ops.rope_backward, info, in_dims, args)
-
-
 _rope = register("rope", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)
 _rope_backward = register(
     "rope_backward",
     fake=_fake_backward,
     setup_context=_save_backward,
     backward=_backward_backward,
-    vmap=_vmap_backward,
 )
 torch.library.register_fake("camox_ops::rope_", lambda *_: None)

@@ -11,7 +11,7 @@ from ..reference.short_attention import default_scale
 from . import _check
 from ._layout import dense_strides
 from ._random import draw_seed
-from ._register import fold_batch, one_by_one, register, unfold_batch
+from ._register import fold_batch, one_by_one, register, register_last_derivative, unfold_batch
 
 LONGEST = 64
 
@@ -107,10 +107,6 @@ def _backward(ctx, grad):
     return *_short_attention_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.p), *(None,) * 5
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("short_attention: second derivatives are not implemented")
-
-
 def _fake(q, *_):
     return q.new_empty_strided(q.shape, dense_strides(q))
 
@@ -133,10 +129,8 @@ def _vmap(name: str, tensors: int):
 _short_attention = register(
     "short_attention", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap("short_attention", 3)
 )
-_short_attention_backward = register(
-    "short_attention_backward",
+_short_attention_backward = register_last_derivative(
+    "short_attention",
     fake=lambda grad, q, k, v, *_: (_fake(q), _fake(k), _fake(v)),
-    setup_context=lambda ctx, inputs, output: None,
-    backward=_no_second_derivative,
     vmap=_vmap("short_attention_backward", 4),
 )

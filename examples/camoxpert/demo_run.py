@@ -1,8 +1,6 @@
 """The demo: train the small model with stock PyTorch and with camox_ops side by side, compare, and report."""
 
-import argparse
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -10,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from camox_ops.train import tune_cpu_allocator
 
+from ..common import demo
 from ..common.report import machine, write_json
 from . import memory, report, steptime
 from .data import BuiltinSet, EpochSampler
@@ -99,11 +98,4 @@ def failures(result):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="demo.py", description=__doc__)
-    parser.add_argument("--mode", choices=sorted(STEPS), default="full")
-    parser.add_argument("--out", default="demo", help="folder for report.png and report.json")
-    options = parser.parse_args(arguments)
-    problems = failures(run(options.mode, options.out))
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return demo.main(STEPS, run, failures, arguments)

@@ -3,10 +3,8 @@
 Dropout is off there, for the two draw their masks differently; the model of the published size is timed with it.
 """
 
-import argparse
 import copy
 import statistics
-import sys
 import time
 from dataclasses import replace
 from itertools import islice
@@ -18,7 +16,7 @@ from torch.nn import functional as F
 
 from camox_ops.train import tune_cpu_allocator
 
-from ..common import duel, memory, parity, report
+from ..common import demo, duel, memory, parity, report
 from .data import batches, open_digits
 from .model import BDHConfig, VisionBDHv2
 from .report import choose, draw_attention
@@ -207,11 +205,4 @@ def failures(result):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="demo.py", description=__doc__)
-    parser.add_argument("--mode", choices=sorted(STEPS), default="full")
-    parser.add_argument("--out", default="demo", help="folder for report.png and report.json")
-    options = parser.parse_args(arguments)
-    problems = failures(run(options.mode, options.out))
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return demo.main(STEPS, run, failures, arguments)
