@@ -21,8 +21,9 @@ SHAPES = ((1600, 6, 384), (4096, 512))
 def wrong_dropout(numbers, inputs) -> str | None:
     before = F.gelu((inputs[0] + inputs[1]).detach().float())
     after = numbers["output0"].float()
-    tolerance = 1e-4 if numbers["output0"].dtype == torch.float32 else 2e-2
-    if not torch.allclose(after, torch.where(after == 0, 0.0, before / (1 - P)), rtol=tolerance, atol=1e-5):
+    # in half precision eager rounds x + bias, which moves the small values of GELU's left tail by more than a rounding
+    rtol, atol = (1e-4, 1e-5) if numbers["output0"].dtype == torch.float32 else (2e-2, 1e-2)
+    if not torch.allclose(after, torch.where(after == 0, 0.0, before / (1 - P)), rtol=rtol, atol=atol):
         return "a kept element is not gelu(x + bias) / (1 - p)"
     if "grad input0" in numbers and bool((numbers["grad input0"][(after == 0) & (before.abs() > 1e-3)] != 0).any()):
         return "a gradient is not 0 where the output was dropped"
