@@ -14,7 +14,8 @@ from camox_ops import _cuda
 BINARY = Path(cx._C.__file__)
 BINARIES = [path for path in (BINARY, _cuda.LIBRARY) if path.exists()]
 ISAS = ("portable", "avx2", "avx512")
-OLDEST_GLIBC = (2, 28)  # what torch's own wheels need
+# what torch's own wheels need: the systems of manylinux_2_28
+OLDEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
 
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
@@ -119,7 +120,8 @@ def test_binary_uses_python_by_its_limited_api_alone():
 
 @needs_nm
 @each_binary
-def test_binary_needs_no_newer_glibc(binary):
-    names = re.findall(r"@GLIBC_([\d.]+)", " ".join(undefined_symbols(binary)))
+@pytest.mark.parametrize("library", OLDEST)
+def test_binary_needs_no_newer_system(binary, library):
+    names = re.findall(rf"@{library}_([\d.]+)", " ".join(undefined_symbols(binary)))
     assert names
-    assert max(tuple(map(int, name.split("."))) for name in names) <= OLDEST_GLIBC
+    assert max(tuple(map(int, name.split("."))) for name in names) <= OLDEST[library]
