@@ -110,13 +110,13 @@ CAMOX_INLINE uint16_t from_real_f16(float value) {
   return (uint16_t)(sign | ((bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13));
 }
 
+#ifndef CAMOX_OWN_BF16
 CAMOX_INLINE vf32 vload_bf16(const uint16_t *from) {
   vu16 v;
   memcpy(&v, from, sizeof v);
   return (vf32)(__builtin_convertvector(v, vu32) << 16);
 }
 
-#ifndef CAMOX_OWN_BF16_STORE
 CAMOX_INLINE void vstore_bf16(uint16_t *to, vf32 value) {
   vu32 bits = (vu32)value, is_nan = (vu32)(value != value);
   vu32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
