@@ -30,10 +30,10 @@ CAMOX_DEFINE_PAIRS(vf32, vi32, CAMOX_LIST(0, 2, 4, 6), CAMOX_LIST(1, 3, 5, 7), C
 CAMOX_DEFINE_PAIRS(vf64, vi64, CAMOX_LIST(0, 2), CAMOX_LIST(1, 3), CAMOX_LIST(0, 2), CAMOX_LIST(1, 3))
 #endif
 
-#define CAMOX_DEFINE_SHIFT(V, I, UP, DOWN)                                                                      \
-  CAMOX_INLINE V V##_shift_up(V a, V b) { return CAMOX_SHUFFLE(I, a, b, UP); }                                  \
-  CAMOX_INLINE V V##_shift_down(V a, V b) { return CAMOX_SHUFFLE(I, a, b, DOWN); }                              \
-  CAMOX_INLINE V V##_keep_shift_up(I mask, V a, V b) { return V##_keep(mask, V##_shift_up(a, b)); }             \
+#define CAMOX_DEFINE_SHIFT(V, I, UP, DOWN)                                                          \
+  CAMOX_INLINE V V##_shift_up(V a, V b) { return CAMOX_SHUFFLE(I, a, b, UP); }                      \
+  CAMOX_INLINE V V##_shift_down(V a, V b) { return CAMOX_SHUFFLE(I, a, b, DOWN); }                  \
+  CAMOX_INLINE V V##_keep_shift_up(I mask, V a, V b) { return V##_keep(mask, V##_shift_up(a, b)); } \
   CAMOX_INLINE V V##_keep_shift_down(I mask, V a, V b) { return V##_keep(mask, V##_shift_down(a, b)); }
 
 #if VF32_LANES == 8

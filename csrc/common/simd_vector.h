@@ -133,6 +133,14 @@ CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
 
+/* Stores of values that are known not to be NaN, which may be shorter. */
+#ifndef CAMOX_OWN_BF16
+CAMOX_INLINE void vstore_number_bf16(uint16_t *to, vf32 value) { vstore_bf16(to, value); }
+#endif
+CAMOX_INLINE void vstore_number_f32(float *to, vf32 value) { vf32_store(to, value); }
+CAMOX_INLINE void vstore_number_f16(uint16_t *to, vf32 value) { vstore_f16(to, value); }
+CAMOX_INLINE void vstore_number_f64(double *to, vf64 value) { vf64_store(to, value); }
+
 /* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with
    masks have parts of their own. */
 #define CAMOX_DEFINE_PARTIAL(S, T, V, LANES)                       \

@@ -6,7 +6,7 @@
 /* Planes up to this many pixels are crossed so often that every vector looks for their first and last rows. */
 #define EDGE_SMALL_PLANE 256
 /* From so many bytes read and written on they come from memory, and this many bytes ahead of their use is early enough. */
-#define EDGE_FAR ((int64_t)16 << 20)
+#define EDGE_FAR ((int64_t)12 << 20)
 #define EDGE_AHEAD 2048
 
 static int edge_is_far(const camox_edge_params *p) {
