@@ -3,15 +3,26 @@
 
 #define VF32_BYTES 64
 #define VF64_BYTES 64
-#define CAMOX_OWN_BF16_STORE
+#define CAMOX_OWN_BF16
 #include "simd_vector.h"
 
 CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm512_sqrt_ps((__m512)v); }
 
 CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
+CAMOX_INLINE vf32 vf32_shift_up(vf32 a, vf32 b) { return (vf32)_mm512_alignr_epi32((__m512i)b, (__m512i)a, 15); }
+CAMOX_INLINE vf32 vf32_shift_down(vf32 a, vf32 b) { return (vf32)_mm512_alignr_epi32((__m512i)b, (__m512i)a, 1); }
+CAMOX_INLINE vf32 vf32_keep_shift_up(vi32 mask, vf32 a, vf32 b) {
+  return (vf32)_mm512_maskz_alignr_epi32(_mm512_movepi32_mask((__m512i)mask), (__m512i)b, (__m512i)a, 15);
+}
+CAMOX_INLINE vf32 vf32_keep_shift_down(vi32 mask, vf32 a, vf32 b) {
+  return (vf32)_mm512_maskz_alignr_epi32(_mm512_movepi32_mask((__m512i)mask), (__m512i)b, (__m512i)a, 1);
+}
+
 /* Whether a lane of a mask is set. */
 CAMOX_INLINE int vf32_any(vi32 mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
+
+CAMOX_INLINE int vf32_any_nan(vf32 v) { return _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q) != 0; }
 
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from) { return (vf32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
 
@@ -19,13 +30,33 @@ CAMOX_INLINE __m256i vf32_to_f16(vf32 value) {
   return _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+/* Words 0, 1, ... of a vector as the upper halves of its lanes, and back: one instruction where widening and a shift are two.
+ */
+CAMOX_INLINE vf32 vf32_of_bf16(__m256i words) {
+  static const uint16_t place[32] = {0, 0, 0, 1, 0, 2,  0, 3,  0, 4,  0, 5,  0, 6,  0, 7,
+                                     0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15};
+  return (vf32)_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, _mm512_loadu_si512(place), _mm512_castsi256_si512(words));
+}
+
+CAMOX_INLINE __m256i vf32_upper_halves(__m512i lanes) {
+  static const uint16_t place[32] = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+  return _mm512_castsi512_si256(_mm512_permutexvar_epi16(_mm512_loadu_si512(place), lanes));
+}
+
 CAMOX_INLINE __m256i vf32_to_bf16(vf32 value) {
   __m512i bits = (__m512i)value;
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_UNORD_Q);
-  rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  __mmask16 is_number = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_ORD_Q);
+  return vf32_upper_halves(_mm512_mask_add_epi32(_mm512_set1_epi32(0x7fc00000), is_number, rounded, odd));
+}
+
+/* The same of lanes that are not NaN. */
+CAMOX_INLINE void vstore_number_bf16(uint16_t *to, vf32 value) {
+  __m512i bits = (__m512i)value, rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  rounded = _mm512_mask_add_epi32(rounded, odd, rounded, _mm512_set1_epi32(1));
+  _mm256_storeu_si256((__m256i *)to, vf32_upper_halves(rounded));
 }
 
 CAMOX_INLINE __mmask16 vf32_mask(ptrdiff_t n) { return (__mmask16)((1u << n) - 1u); }
@@ -47,8 +78,10 @@ CAMOX_INLINE void vstore_part_f16(uint16_t *to, vf32 value, ptrdiff_t n) {
   _mm256_mask_storeu_epi16(to, vf32_mask(n), vf32_to_f16(value));
 }
 
+CAMOX_INLINE vf32 vload_bf16(const uint16_t *from) { return vf32_of_bf16(_mm256_loadu_si256((const __m256i *)from)); }
+
 CAMOX_INLINE vf32 vload_part_bf16(const uint16_t *from, ptrdiff_t n) {
-  return (vf32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(vf32_mask(n), from)), 16);
+  return vf32_of_bf16(_mm256_maskz_loadu_epi16(vf32_mask(n), from));
 }
 
 CAMOX_INLINE vf32 vload_part_f16(const uint16_t *from, ptrdiff_t n) {

@@ -1,5 +1,6 @@
 /* Pairs of neighbouring lanes: even(a, b) and odd(a, b) take them apart over the two vectors a, b; zip_low(e, o) and
-   zip_high(e, o) put them together again, zip_low(even(a, b), odd(a, b)) == a. */
+   zip_high(e, o) put them together again, zip_low(even(a, b), odd(a, b)) == a. Neighbours: shift_up(a, b) is the last lane of
+   a and all but the last of b, shift_down(a, b) all but the first of a and the first of b; keep_*: where the mask is set. */
 #if defined(__clang__)
 #define CAMOX_SHUFFLE(I, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -27,4 +28,19 @@ CAMOX_DEFINE_PAIRS(vf32, vi32, CAMOX_LIST(0, 2, 4, 6), CAMOX_LIST(1, 3, 5, 7), C
 #endif
 #if VF64_LANES == 2
 CAMOX_DEFINE_PAIRS(vf64, vi64, CAMOX_LIST(0, 2), CAMOX_LIST(1, 3), CAMOX_LIST(0, 2), CAMOX_LIST(1, 3))
+#endif
+
+#define CAMOX_DEFINE_SHIFT(V, I, UP, DOWN)                                                          \
+  CAMOX_INLINE V V##_shift_up(V a, V b) { return CAMOX_SHUFFLE(I, a, b, UP); }                      \
+  CAMOX_INLINE V V##_shift_down(V a, V b) { return CAMOX_SHUFFLE(I, a, b, DOWN); }                  \
+  CAMOX_INLINE V V##_keep_shift_up(I mask, V a, V b) { return V##_keep(mask, V##_shift_up(a, b)); } \
+  CAMOX_INLINE V V##_keep_shift_down(I mask, V a, V b) { return V##_keep(mask, V##_shift_down(a, b)); }
+
+#if VF32_LANES == 8
+CAMOX_DEFINE_SHIFT(vf32, vi32, CAMOX_LIST(7, 8, 9, 10, 11, 12, 13, 14), CAMOX_LIST(1, 2, 3, 4, 5, 6, 7, 8))
+#elif VF32_LANES == 4
+CAMOX_DEFINE_SHIFT(vf32, vi32, CAMOX_LIST(3, 4, 5, 6), CAMOX_LIST(1, 2, 3, 4))
+#endif
+#if VF64_LANES == 2
+CAMOX_DEFINE_SHIFT(vf64, vi64, CAMOX_LIST(1, 2), CAMOX_LIST(1, 2))
 #endif

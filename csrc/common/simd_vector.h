@@ -110,13 +110,13 @@ CAMOX_INLINE uint16_t from_real_f16(float value) {
   return (uint16_t)(sign | ((bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13));
 }
 
+#ifndef CAMOX_OWN_BF16
 CAMOX_INLINE vf32 vload_bf16(const uint16_t *from) {
   vu16 v;
   memcpy(&v, from, sizeof v);
   return (vf32)(__builtin_convertvector(v, vu32) << 16);
 }
 
-#ifndef CAMOX_OWN_BF16_STORE
 CAMOX_INLINE void vstore_bf16(uint16_t *to, vf32 value) {
   vu32 bits = (vu32)value, is_nan = (vu32)(value != value);
   vu32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -132,6 +132,14 @@ CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
 
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
+
+/* Stores of values that are known not to be NaN, which may be shorter. */
+#ifndef CAMOX_OWN_BF16
+CAMOX_INLINE void vstore_number_bf16(uint16_t *to, vf32 value) { vstore_bf16(to, value); }
+#endif
+CAMOX_INLINE void vstore_number_f32(float *to, vf32 value) { vf32_store(to, value); }
+CAMOX_INLINE void vstore_number_f16(uint16_t *to, vf32 value) { vstore_f16(to, value); }
+CAMOX_INLINE void vstore_number_f64(double *to, vf64 value) { vf64_store(to, value); }
 
 /* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with
    masks have parts of their own. */
