@@ -5,7 +5,7 @@
 
 #include "../common/kernel_table.h"
 #include "../common/status.h"
-#include "../common/strip.h"
+#include "bands_plan.h"
 
 #ifndef CAMOX_CUDA_PART
 CAMOX_DECLARE_KERNELS(camox_bands_forward_kernel, camox_bands_kernel)
@@ -52,6 +52,4 @@ int camox_bands_check(const camox_bands_params *p, int backward) {
   return CAMOX_OK;
 }
 
-int64_t camox_bands_units(const camox_bands_params *p) {
-  return camox_strip_tiling_of(p->channels_last, p->batch, p->channels, p->height, p->width, CAMOX_BANDS_REACH).units;
-}
+int64_t camox_bands_units(const camox_bands_params *p) { return camox_bands_cut_of(p).units; }

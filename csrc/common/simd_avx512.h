@@ -4,7 +4,18 @@
 #define VF32_BYTES 64
 #define VF64_BYTES 64
 #define CAMOX_OWN_BF16
+#define CAMOX_OWN_LANES
 #include "simd_vector.h"
+
+typedef __mmask16 vf32_lanes_t;
+CAMOX_INLINE vf32_lanes_t vf32_lanes_below(vi32 a, vi32 b) { return _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b); }
+CAMOX_INLINE vi32 vf32_wrapped(vi32 v, vi32 period) {
+  return (vi32)_mm512_min_epu32((__m512i)v, (__m512i)(v - period));
+}
+CAMOX_INLINE vf32 vf32_keep_lanes(vf32_lanes_t lanes, vf32 v) { return (vf32)_mm512_maskz_mov_ps(lanes, (__m512)v); }
+CAMOX_INLINE vf32 vf32_load_lanes(vf32_lanes_t lanes, const float *from) { return (vf32)_mm512_maskz_loadu_ps(lanes, from); }
+/* `first` is a constant, which an inline function's argument is not without optimisation. */
+#define vf32_lanes_from(lanes, a, b, first) ((vf32)_mm512_maskz_alignr_epi32(lanes, (__m512i)(b), (__m512i)(a), first))
 
 CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm512_sqrt_ps((__m512)v); }
 
