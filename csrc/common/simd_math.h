@@ -6,16 +6,19 @@
    lane. NaN in, NaN out; subnormals are kept.
 
    Largest error in float32 (tests/test_simd_math.py): exp, erf, tanh, sin, cos below 2 ULP over every exponent.
-   gelu: |error| <= 2^-24 |gelu| + 1e-8 |x|, and its slope within 1e-7: far less than x/2 (1 + erf(x/sqrt(2))) loses in float32.
-   Coefficients are minimax fits (Remez, 50 digits) rounded to float32. */
+   gelu: |error| <= 2^-23 |gelu| + 1.5e-8 |x|, and its slope within 1e-7: far less than x/2 (1 + erf(x/sqrt(2))) loses in
+   float32. Coefficients are minimax fits (Remez, 50 digits) rounded to float32. */
 #ifndef CAMOX_SIMD_MATH_H
 #define CAMOX_SIMD_MATH_H
 
-/* What the vector operators do not compile well to. at_most and at_least keep the NaN of v; lookup32 reads table[index & 31];
-   fma is a * b + c rounded once. */
+/* What the vector operators do not compile well to. at_most and at_least keep the NaN of v; abs_at_most is min(|v|, limit), and
+   anything for NaN; lookup32 reads table[index & 31]; fma is a * b + c rounded once. */
 #if defined(CAMOX_SIMD_AVX512)
 CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return (vf32)_mm512_min_ps((__m512)vf32_set1(limit), (__m512)v); }
 CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return (vf32)_mm512_max_ps((__m512)vf32_set1(limit), (__m512)v); }
+CAMOX_INLINE vf32 vf32_abs_at_most(vf32 v, float limit) { /* 10: the lesser magnitude, without its sign */
+  return (vf32)_mm512_range_ps((__m512)v, (__m512)vf32_set1(limit), 10);
+}
 CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
   return (vf32)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)index, _mm512_loadu_ps(table + 16));
 }
@@ -60,6 +63,10 @@ CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
   return a;
 }
 #endif
+#endif
+
+#if !defined(CAMOX_SIMD_AVX512)
+CAMOX_INLINE vf32 vf32_abs_at_most(vf32 v, float limit) { return vf32_at_most(vf32_abs(v), limit); }
 #endif
 
 /* sum + a * b for long sums: rounded once where that is one instruction, else twice. */
@@ -228,74 +235,172 @@ CAMOX_INLINE vf32 vf32_cos(vf32 x) {
   return vf32_sin_reduced(r, quadrant + 1);
 }
 
-/* erfc(a/sqrt(2))/2, the normal distribution's tail, and its sum with a * its derivative, as polynomials in 5a - k for
-   5a within 1/2 of k = 0 .. 30: [power][k]. Both end (k = 31, a >= 6.1) in 0. */
+/* erfc(a/sqrt(2))/2, the normal distribution's tail, as polynomials in a - k/4 for 4a within 1/2 of k = 0 .. 24: [power][k].
+   Ends (k = 25, a >= 6.125) in 0. */
 static const float camox_gelu_tail[5][32] __attribute__((aligned(64))) = {
     {0.5f,
-     0.420740277f,
-     0.344578266f,
-     0.27425313f,
-     0.211855397f,
-     0.158655256f,
-     0.115069672f,
-     0.0807566568f,
-     0.0547992922f,
-     0.0359303206f,
-     0.0227501318f,
-     0.0139034474f,
-     0.00819753576f,
-     0.004661188f,
-     0.00255513028f,
-     0.00134989806f,
-     0.000687137945f,
-     0.000336929283f,
-     0.000159108604f,
-     7.2348048e-05f,
-     3.16712467e-05f,
-     1.33457524e-05f,
-     5.41254576e-06f,
-     2.11245583e-06f,
-     7.93328695e-07f,
-     2.86651812e-07f,
-     9.96443816e-08f,
-     3.33205001e-08f,
-     1.07176108e-08f,
-     3.31575412e-09f,
-     9.86590698e-10f,
+     0.40129367f,
+     0.30853754f,
+     0.22662735f,
+     0.15865526f,
+     0.10564978f,
+     0.0668072f,
+     0.040059157f,
+     0.022750132f,
+     0.012224471f,
+     0.006209665f,
+     0.0029797633f,
+     0.001349898f,
+     0.0005770251f,
+     0.00023262913f,
+     8.841731e-05f,
+     3.167126e-05f,
+     1.0688536e-05f,
+     3.3976785e-06f,
+     1.0170857e-06f,
+     2.8665255e-07f,
+     7.6049965e-08f,
+     1.8989686e-08f,
+     4.462212e-09f,
+     9.865992e-10f,
+     0,
+     0,
+     0,
+     0,
+     0,
+     0,
      0},
-    {-0.079788439f,    -0.0782084838f,   -0.0736539885f,   -0.066644907f,
-     -0.0579383187f,   -0.0483941697f,   -0.0388372466f,   -0.0299455319f,
-     -0.0221842006f,   -0.0157900564f,   -0.0107982075f,   -0.00709492341f,
-     -0.00447890442f,  -0.00271658809f,  -0.00158308318f,  -0.000886362744f,
-     -0.000476811867f, -0.000246439507f, -0.000122377416f, -5.83874826e-05f,
-     -2.67649066e-05f, -1.17879717e-05f, -4.98815325e-06f, -2.02799879e-06f,
-     -7.92177786e-07f, -2.97306684e-07f, -1.07204635e-07f, -3.71406266e-08f,
-     -1.23626496e-08f, -3.95366984e-09f, -1.21483046e-09f, 0},
-    {-3.10030174e-07f, 0.00156416558f,  0.00294615212f,  0.0039986847f,
-     0.00463505555f,   0.00483940775f,  0.00466046249f,  0.00419236952f,
-     0.00354946987f,   0.00284221023f,  0.00215964299f,  0.00156088558f,
-     0.00107493973f,   0.000706315506f, 0.000443265482f, 0.000265910552f,
-     0.000152581051f,  8.37902771e-05f, 4.40564072e-05f, 2.21875707e-05f,
-     1.07061496e-05f,  4.95104996e-06f, 2.19484014e-06f, 9.3290538e-07f,
-     3.80257546e-07f,  1.48658813e-07f, 5.57487532e-08f, 2.00568966e-08f,
-     6.92345825e-09f,  2.29326869e-09f, 7.28948291e-10f, 0},
-    {0.000533660932f,  0.000499635877f,  0.0004118293f,    0.00028408246f,
-     0.000139154959f,  4.02440577e-07f,  -0.000113346279f, -0.000191038227f,
-     -0.000230179081f, -0.000235406973f, -0.000215738779f, -0.000181552357f,
-     -0.000142160425f, -0.000104409053f, -7.23036865e-05f, -4.73837536e-05f,
-     -2.94641577e-05f, -1.74187371e-05f, -9.80535151e-06f, -5.26210215e-06f,
-     -2.6948112e-06f,  -1.3180038e-06f,  -6.16043735e-07f, -2.75330507e-07f,
-     -1.17719871e-07f, -4.81696247e-08f, -1.88701943e-08f, -7.07931092e-09f,
-     -2.54409072e-09f, -8.7599783e-10f,  -2.89063024e-10f, 0},
-    {-3.97821941e-06f, -1.53888122e-05f, -2.78135321e-05f, -3.50989976e-05f,
-     -3.63816544e-05f, -3.22063461e-05f, -2.42101796e-05f, -1.45396771e-05f,
-     -5.23374365e-06f, 2.23568009e-06f,  7.16104341e-06f,  9.54315419e-06f,
-     9.86977921e-06f,  8.8429797e-06f,   7.14966154e-06f,  5.3213048e-06f,
-     3.68747237e-06f,  2.39621022e-06f,  1.46725984e-06f,  8.49514777e-07f,
-     4.66256978e-07f,  2.43062857e-07f,  1.20535958e-07f,  5.69315937e-08f,
-     2.56368473e-08f,  1.10156861e-08f,  4.51957183e-09f,  1.77165504e-09f,
-     6.63861854e-10f,  2.37894149e-10f,  8.15574344e-11f,  0},
+    {-0.3989421f,
+     -0.3866674f,
+     -0.3520649f,
+     -0.30113742f,
+     -0.24197106f,
+     -0.1826496f,
+     -0.12951809f,
+     -0.08627762f,
+     -0.053991143f,
+     -0.031739697f,
+     -0.017528245f,
+     -0.009093474f,
+     -0.004431764f,
+     -0.0020289812f,
+     -0.0008726383f,
+     -0.00035256942f,
+     -0.00013381631f,
+     -4.77119e-05f,
+     -1.5980762e-05f,
+     -5.028294e-06f,
+     -1.4862638e-06f,
+     -4.1268882e-07f,
+     -1.0764661e-07f,
+     -2.6377183e-08f,
+     -6.071641e-09f,
+     0,
+     0,
+     0,
+     0,
+     0,
+     0,
+     0},
+    {-1.3067187e-05f,
+     0.0483381f,
+     0.088013455f,
+     0.11292717f,
+     0.12098387f,
+     0.11415357f,
+     0.09713697f,
+     0.075492896f,
+     0.053991113f,
+     0.03570799f,
+     0.021910634f,
+     0.012503588f,
+     0.006647752f,
+     0.0032971443f,
+     0.0015271539f,
+     0.0006610934f,
+     0.0002676443f,
+     0.0001013933f,
+     3.5958965e-05f,
+     1.194308e-05f,
+     3.7159864e-06f,
+     1.0834249e-06f,
+     2.960655e-07f,
+     7.584544e-08f,
+     1.8218012e-08f,
+     0,
+     0,
+     0,
+     0,
+     0,
+     0,
+     0},
+    {0.06680699f,
+     0.06025042f,
+     0.043911073f,
+     0.021957992f,
+     8.031591e-05f,
+     -0.017002799f,
+     -0.026862917f,
+     -0.029576257f,
+     -0.026951129f,
+     -0.021480795f,
+     -0.015350674f,
+     -0.009968409f,
+     -0.005930715f,
+     -0.0032507968f,
+     -0.0016476137f,
+     -0.0007743344f,
+     -0.0003381349f,
+     -0.00013742193f,
+     -5.2042727e-05f,
+     -1.8384791e-05f,
+     -6.063267e-06f,
+     -1.8681292e-06f,
+     -5.380432e-07f,
+     -1.4492664e-07f,
+     -3.6524863e-08f,
+     0,
+     0,
+     0,
+     0,
+     0,
+     0,
+     0},
+    {-0.0030239462f,
+     -0.012057543f,
+     -0.01991446f,
+     -0.022922944f,
+     -0.020041127f,
+     -0.0135310255f,
+     -0.0059826155f,
+     0.0003541983f,
+     0.004470899f,
+     0.006067711f,
+     0.0059087444f,
+     0.004757979f,
+     0.0033269925f,
+     0.0020849383f,
+     0.0011825657f,
+     0.0006128541f,
+     0.0002922034f,
+     0.00012850274f,
+     5.230859e-05f,
+     1.9746674e-05f,
+     6.925403e-06f,
+     2.2594638e-06f,
+     6.867245e-07f,
+     1.9460352e-07f,
+     5.14521e-08f,
+     0,
+     0,
+     0,
+     0,
+     0,
+     0,
+     0},
 };
+/* The tail's sum with a * its derivative, as polynomials in 5a - k for 5a within 1/2 of k = 0 .. 30. Ends (k = 31, a >= 6.1)
+   in 0. */
 static const float camox_gelu_tail_slope[5][32] __attribute__((aligned(64))) = {
     {0.5f,
      0.342531741f,
@@ -363,23 +468,25 @@ static const float camox_gelu_tail_slope[5][32] __attribute__((aligned(64))) = {
      -1.532438e-08f,   -6.03636385e-09f, -2.26262387e-09f, 0},
 };
 
-/* The table's function at a >= 0: the low bits of 5a + CAMOX_ROUND_F32 are the segment k. */
-CAMOX_INLINE vf32 vf32_piecewise(const float table[5][32], vf32 a) {
-  vf32 five = vf32_set1(5), round = vf32_set1(CAMOX_ROUND_F32), shifted = vf32_fma(a, five, round);
-  vf32 v = vf32_fma(a, five, round - shifted), sum = vf32_lookup32(table[4], (vi32)shifted);
-  for (int power = 3; power >= 0; --power) sum = vf32_fma(sum, v, vf32_lookup32(table[power], (vi32)shifted));
+/* Column (index & 31) of the table as a polynomial in v. */
+CAMOX_INLINE vf32 vf32_table_polynomial(const float table[5][32], vi32 index, vf32 v) {
+  vf32 sum = vf32_lookup32(table[4], index);
+  for (int power = 3; power >= 0; --power) sum = vf32_fma(sum, v, vf32_lookup32(table[power], index));
   return sum;
 }
 
 /* x Phi(x) = max(x, 0) - |x| Phi(-|x|): no cancellation on either side. */
 CAMOX_INLINE vf32 vf32_gelu(vf32 x) {
-  vf32 a = vf32_at_most(vf32_abs(x), 6.2f);
-  return vf32_fma(-a, vf32_piecewise(camox_gelu_tail, a), vf32_at_least(x, 0));
+  vf32 a = vf32_abs_at_most(x, 6.2f), round = vf32_set1(0x1p-2f * CAMOX_ROUND_F32), shifted = a + round;
+  vf32 tail = vf32_table_polynomial(camox_gelu_tail, (vi32)shifted, a - (shifted - round));
+  return vf32_fma(-a, tail, vf32_at_least(x, 0));
 }
 
-/* d gelu / dx = Phi(x) + x phi(x) */
+/* d gelu / dx = Phi(x) + x phi(x). Steps of 1/4 are too wide for this table. */
 CAMOX_INLINE vf32 vf32_gelu_slope(vf32 x) {
-  vf32 slope = vf32_piecewise(camox_gelu_tail_slope, vf32_at_most(vf32_abs(x), 6.2f));
+  vf32 a = vf32_at_most(vf32_abs(x), 6.2f), five = vf32_set1(5), round = vf32_set1(CAMOX_ROUND_F32);
+  vf32 shifted = vf32_fma(a, five, round);
+  vf32 slope = vf32_table_polynomial(camox_gelu_tail_slope, (vi32)shifted, vf32_fma(a, five, round - shifted));
   return vf32_select((vi32)(x > vf32_set1(0)), vf32_set1(1) - slope, slope);
 }
 
