@@ -71,6 +71,38 @@ CAMOX_INLINE void vf32_transpose_quads(vf32 *v) {
 CAMOX_INLINE void vf32_transpose_quads(vf32 *v) { vf32_transpose(v); }
 #endif
 
+/* Lane i of the result is the sum of the lanes of v[i], one vector a lane; v is spoilt. */
+#if defined(CAMOX_QUADS)
+CAMOX_INLINE vf32 vf32_sums(vf32 *v) {
+  _Pragma("GCC unroll 4") for (int i = 0; i < VF32_LANES; i += 4) {
+    vf32_transpose_quads(v + i);
+    v[i] = (v[i] + v[i + 1]) + (v[i + 2] + v[i + 3]);
+  }
+#if defined(CAMOX_SIMD_AVX512)
+  for (int i = 0; i < 16; i += 8) {
+    __m512 a = (__m512)v[i], b = (__m512)v[i + 4];
+    v[i] = (vf32)_mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  __m512 a = (__m512)v[0], b = (__m512)v[8];
+  return (vf32)_mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+#else
+  __m256 a = (__m256)v[0], b = (__m256)v[4];
+  return (vf32)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+#endif
+}
+#else
+CAMOX_INLINE vf32 vf32_sums(vf32 *v) {
+  vf32_transpose(v);
+  return (v[0] + v[1]) + (v[2] + v[3]);
+}
+#endif
+#if VF64_LANES == 2
+CAMOX_INLINE vf64 vf64_sums(vf64 *v) {
+  vf64_transpose(v);
+  return v[0] + v[1];
+}
+#endif
+
 #define CAMOX_DEFINE_HALF_QUAD(S)                                                        \
   CAMOX_INLINE vf32 vload_quad_##S(const uint16_t *const *row, ptrdiff_t at) {           \
     uint64_t quad[VF32_LANES / 4];                                                       \

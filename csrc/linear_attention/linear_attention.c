@@ -15,7 +15,7 @@
 #else
 #define CAMOX_LINEAR_ATTENTION_UNITS 64
 #define CAMOX_LINEAR_ATTENTION_SHORTEST 256
-#define CAMOX_LINEAR_ATTENTION_LONGEST(p) ((p)->key_dim > 32 ? 16 * (p)->key_dim : 512)
+#define CAMOX_LINEAR_ATTENTION_LONGEST(p) ((p)->key_dim > 32 ? 16 * (p)->key_dim : 640)
 #endif
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
