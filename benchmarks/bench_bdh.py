@@ -3,12 +3,10 @@
 The eager side is the formula of takzen/vision-bdh, models/bdh.py (Attention, causal) and models/vision_bdh_v2.py
 (BidirectionalAttentionV2) at 71cb8ab, but with its tables ready, which it computes anew on every call. The peers
 ``quadratic`` and ``state`` are our two forms, one of which camox picks by its count of products: where the other is
-faster, the rule is wrong.
+faster, the rule is wrong; they are timed on both sides of where it changes.
 
 Ideal FLOP: of the cheaper form, the symmetric product counted once; the backward has the scores of the forward.
 """
-
-from dataclasses import replace
 
 import torch
 
@@ -17,6 +15,7 @@ from benchmarks.shapes import DIRECTIONS
 
 HEADS, COLUMNS, VALUES = 6, 1024, 192
 QUADRATIC, STATE = 1, 2  # what csrc/bdh/bdh.h calls them
+ROUNDS = 9  # of the steps of 1,024 tokens, which take up to a second
 
 
 def eager(q, v, cos, sin, wide_cos, wide_sin, causal):
@@ -49,7 +48,7 @@ def products(length, causal, backward):
     return min(quadratic, state)
 
 
-def case_of(batch, length, direction, dtype, causal=False, forms=False) -> Case:
+def case_of(batch, length, direction, dtype, causal=False, forms=False, **options) -> Case:
     def inputs():
         frequencies = (2.0**16) ** -torch.linspace(0, 1, COLUMNS // 2)
         angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
@@ -64,9 +63,9 @@ def case_of(batch, length, direction, dtype, causal=False, forms=False) -> Case:
             "camox": lambda q, v, cos, sin, *_: attention(q, v, cos, sin, causal=causal),
             "eager": lambda *tensors: eager(*tensors, causal),
         }
-        return (
-            {**found, "quadratic": of_form(1, causal), "state": of_form(2, causal), "compile": None} if forms else found
-        )
+        if not forms:
+            return found
+        return {**found, "quadratic": of_form(QUADRATIC, causal), "state": of_form(STATE, causal), "compile": None}
 
     both = direction == "forward_backward"
     group = "bdh_attention_forms" if forms else "bdh_attention"
@@ -79,20 +78,21 @@ def case_of(batch, length, direction, dtype, causal=False, forms=False) -> Case:
         dtype=dtype,
         floor_flops=int(2 * batch * HEADS * products(length, causal, both)),
         grad_inputs=(0, 1),
-        default_allocator=not forms,
-        quick=dtype is torch.float32 and not forms and length == 64,
+        **options,
     )
 
 
 def cases() -> list[Case]:
+    both, single, half = "forward_backward", torch.float32, torch.bfloat16
     found = []
-    for batch, length in ((8, 64), (2, 1024)):
-        for direction in DIRECTIONS:
-            plain = case_of(batch, length, direction, torch.float32)
-            half = case_of(batch, length, direction, torch.bfloat16)
-            found += [plain, replace(half, companions={"float32": plain}, default_allocator=False)]
-    found.append(case_of(2, 1024, "forward_backward", torch.float32, causal=True))
-    for length in (256, 512, 768, 1024):
+    for direction in DIRECTIONS:
+        plain = case_of(8, 64, direction, single, quick=True)
+        halved = case_of(8, 64, direction, half, default_allocator=False, companions={"float32": plain})
+        found += [plain, halved]
+    found.append(case_of(2, 1024, both, single, rounds=ROUNDS))
+    for dtype, causal in ((half, False), (single, True)):
+        found.append(case_of(2, 1024, both, dtype, causal, rounds=ROUNDS, default_allocator=False))
+    for length in (512, 768):
         for causal in (False, True):
-            found.append(case_of(1, length, "forward_backward", torch.float32, causal, forms=True))
+            found.append(case_of(1, length, both, single, causal, forms=True, default_allocator=False))
     return found

@@ -383,8 +383,9 @@ def memory_of(bound: Bound) -> dict:
     ``held_after_forward`` counts outputs and all that the graph keeps alive, also what a Function hides from the
     saved-tensor hooks; ``peak`` is the most of the whole step, gradients included.
     """
-    _, held = allocated_by(lambda: bound.function(*bound.inputs))
-    peak, _ = allocated_by(bound.step)
+    peak, held = allocated_by(bound.step)
+    if bound.backward:
+        _, held = allocated_by(lambda: bound.function(*bound.inputs))
     try:
         saved = saved_for_backward(bound)
     except Exception:  # a compiled function may refuse hooks; the profiler's numbers stand
@@ -415,8 +416,10 @@ def bind_all(case: Case, entry: dict, with_compile: bool) -> dict[str, Bound]:
 
     bounds = {BASELINE: Bound(case, baseline, inputs, upstream)}
     truth = float64_numbers(case, baseline, inputs, upstream) if case.verify is None else {}
-    bounds[BASELINE].numbers()  # the first pass of a process may take another numeric path
-    numbers = bounds[BASELINE].numbers()
+    numbers = {}
+    if case.verify is None:
+        bounds[BASELINE].numbers()  # the first pass of a process may take another numeric path
+        numbers = bounds[BASELINE].numbers()
 
     def admit(name, function):
         bound = Bound(case, function, inputs, upstream)

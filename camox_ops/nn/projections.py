@@ -53,6 +53,14 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _mm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """out = a b, whatever the strides of out."""
+    if _by_onednn(a) or torch.compiler.is_compiling():  # torch.compile takes no strided `out`
+        out.copy_(_mm(a, b))
+    else:
+        torch.mm(a, b, out=out)
+
+
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(x, weight):
@@ -95,20 +103,22 @@ class _ProjectHeads(torch.autograd.Function):
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         for head in range(x.shape[1]):
-            of_head = grad[:, head].contiguous()  # once for both products
+            of_head = grad[:, head]
+            if _by_onednn(grad):
+                of_head = of_head.contiguous()  # once for both products
             if needs_x:
-                grad_x[:, head] = _mm(of_head, weight[head].t())
+                _mm_into(grad_x[:, head], of_head, weight[head].t())
             if needs_weight:
-                grad_weight[head] = _mm(x[:, head].t(), of_head)
+                _mm_into(grad_weight[head], x[:, head].t(), of_head)
         return grad_x, grad_weight
 
 
 def _heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(M, H, K), (H, K, N) -> (M, H, N). cuBLAS writes through strides; the CPU copies a head's result while hot."""
+    """(M, H, K), (H, K, N) -> (M, H, N). float32's oneDNN product alone does not write through strides."""
     out = x.new_empty((*x.shape[:2], weight.shape[-1]))
     if x.device.type != "cpu":
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
         return out
     for head in range(x.shape[1]):
-        out[:, head] = _mm(x[:, head], weight[head])
+        _mm_into(out[:, head], x[:, head], weight[head])
     return out

@@ -74,6 +74,9 @@ int64_t camox_bdh_scratch(const camox_bdh_params *p, int backward) { return camo
 CAMOX_DECLARE_KERNELS(camox_bdh_forward_kernel, camox_bdh_kernel)
 CAMOX_DECLARE_KERNELS(camox_bdh_backward_kernel, camox_bdh_kernel)
 CAMOX_DECLARE_KERNELS(camox_bdh_sum_kernel, camox_bdh_kernel)
+#if defined(CAMOX_HAVE_X86)
+extern camox_bdh_kernel camox_bdh_backward_pairs_kernel_bf16_avx512;
+#endif
 CAMOX_DECLARE_KERNELS(camox_bdh_step_kernel, camox_bdh_step_fn)
 
 static camox_bdh_kernel *const forward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_bdh_forward_kernel);
@@ -83,6 +86,13 @@ static camox_bdh_step_fn *const step_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT]
 
 camox_bdh_kernel *camox_bdh_forward(camox_dtype dtype, camox_isa isa) { return forward_kernels[dtype][isa]; }
 camox_bdh_kernel *camox_bdh_backward(camox_dtype dtype, camox_isa isa) { return backward_kernels[dtype][isa]; }
+camox_bdh_kernel *camox_bdh_backward_pairs(void) {
+#if defined(CAMOX_HAVE_X86)
+  return camox_bdh_backward_pairs_kernel_bf16_avx512;
+#else
+  return NULL;
+#endif
+}
 camox_bdh_kernel *camox_bdh_sum(camox_dtype dtype, camox_isa isa) { return sum_kernels[dtype][isa]; }
 camox_bdh_step_fn *camox_bdh_step(camox_dtype dtype, camox_isa isa) { return step_kernels[dtype][isa]; }
 #endif

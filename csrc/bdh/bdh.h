@@ -49,6 +49,7 @@ typedef struct {
   void *logsumexp;       /* [B,H,T] dense, likewise */
   /* Backward. */
   int unturned;
+  int pairs;          /* for the kernel of camox_bdh_backward_pairs */
   camox_view4 grad;   /* [B,H,T,D] */
   camox_view4 grad_q; /* [B,H,T,N] */
   camox_view4 grad_v; /* [B,Hv,T,D] */
@@ -84,6 +85,8 @@ int64_t camox_bdh_scratch(const camox_bdh_params *p, int backward);
 typedef void camox_bdh_kernel(const camox_bdh_params *p, int64_t begin, int64_t end);
 camox_bdh_kernel *camox_bdh_forward(camox_dtype dtype, camox_isa isa);
 camox_bdh_kernel *camox_bdh_backward(camox_dtype dtype, camox_isa isa);
+/* The backward of bfloat16 whose products take bfloat16, two at once, where camox_isa_pairs(). */
+camox_bdh_kernel *camox_bdh_backward_pairs(void);
 camox_bdh_kernel *camox_bdh_sum(camox_dtype dtype, camox_isa isa);
 
 /* One token: out = scale * r S, then next = S + r v^T. */

@@ -130,7 +130,8 @@ std::tuple<Tensor, Tensor> bdh_attention_backward(const Tensor& grad, const Tens
   Tensor scratch = scratch_of(p, q, true);
   launch(camox_bdh_backward_cuda, p, q, op);
 #else
-  run_slots(camox_bdh_backward(p.dtype, camox_isa_current()), p, q, true);
+  p.pairs = p.dtype == CAMOX_BF16 && camox_isa_pairs();
+  run_slots(p.pairs ? camox_bdh_backward_pairs() : camox_bdh_backward(p.dtype, camox_isa_current()), p, q, true);
   if (p.partial) run(camox_bdh_sum(p.dtype, camox_isa_current()), p, camox_bdh_sum_units(&p), p.heads * p.value_dim);
 #endif
   return {grad_q, grad_v};

@@ -5,3 +5,7 @@
 
 #define CAMOX_BODY "../bdh/bdh_cpu.inc"
 #include "../common/simd_foreach.h"
+
+#if defined(CAMOX_SIMD_AVX512)
+#include "bdh_pairs.inc"
+#endif

@@ -21,6 +21,7 @@ enum {
   BDH_W_T,     /* [strip, T] the scores of all tokens with those of a strip, where not all are held */
   BDH_DW_T,
   BDH_DELTA, /* [T] */
+  BDH_PAIRS, /* [T/2, T] pairs of rows of the scores or their gradients */
   BDH_Z,     /* [columns, D] the state */
   BDH_DZ,
   BDH_BUFFERS
@@ -54,6 +55,16 @@ static inline void camox_bdh_sizes_quadratic(const camox_bdh_params *p, const ca
   size[BDH_DELTA] = p->softmax && !whole ? length : 0;
 }
 
+/* What bfloat16 pairs change in them: 32 bits hold two elements. */
+static inline void camox_bdh_sizes_pairs(const camox_bdh_params *p, const camox_bdh_plan *plan, int64_t *size) {
+  const int64_t length = p->length, width = camox_bdh_padded(p->value_dim), pitch = camox_bdh_padded(length);
+  if (p->scores) size[BDH_R] = (plan->rows + 1) / 2 * plan->pitch;
+  size[BDH_VALUES] = width / 2 * pitch;
+  size[BDH_GRADS] = (length + 1) / 2 * width;
+  size[BDH_DW] = length * pitch;
+  size[BDH_PAIRS] = (length + 1) / 2 * pitch;
+}
+
 static inline void camox_bdh_sizes_state(const camox_bdh_params *p, const camox_bdh_plan *plan, int backward, int64_t *size) {
   size[BDH_R] = plan->rows * plan->pitch;
   size[BDH_VALUES] = plan->rows * plan->value_pitch;
@@ -65,6 +76,10 @@ static inline void camox_bdh_sizes_state(const camox_bdh_params *p, const camox_
   size[BDH_GRADS] = plan->rows * plan->value_pitch;
   size[BDH_DW] = size[BDH_W];
   size[BDH_DZ] = size[BDH_Z];
+}
+
+static inline int camox_bdh_in_pairs(const camox_bdh_params *p, const camox_bdh_plan *plan, int backward) {
+  return backward && p->pairs && plan->strip == p->length && !camox_bdh_state_form(p);
 }
 
 static inline camox_bdh_plan camox_bdh_plan_of(const camox_bdh_params *p, int backward) {
@@ -87,6 +102,7 @@ static inline camox_bdh_plan camox_bdh_plan_of(const camox_bdh_params *p, int ba
     camox_bdh_sizes_state(p, &plan, backward, size);
   else
     camox_bdh_sizes_quadratic(p, &plan, backward, size);
+  if (camox_bdh_in_pairs(p, &plan, backward)) camox_bdh_sizes_pairs(p, &plan, size);
   for (int i = 0; i < BDH_BUFFERS; ++i) plan.offset[i] = plan.total, plan.total += camox_bdh_padded(size[i]);
   return plan;
 }

@@ -40,4 +40,12 @@ int camox_isa_init(void) {
   return camox_fail(CAMOX_INVALID_ARGUMENT, "CAMOX_FORCE_ISA must be portable, avx2 or avx512, got '%s'", forced);
 }
 
+int camox_isa_pairs(void) {
+#if defined(CAMOX_HAVE_X86)
+  return current == CAMOX_ISA_AVX512 && __builtin_cpu_supports("avx512bf16");
+#else
+  return 0;
+#endif
+}
+
 camox_isa camox_isa_current(void) { return current; }

@@ -111,12 +111,12 @@ class BDHLayers(nn.Module):
         """x (B, T, D) through all layers; normalise_first applies the LayerNorm to the input of each, too."""
         step = self.plain_pass
         if self.ops == "camox":
-            encoder = self.encoder_of_all_heads()  # once for all passes
-            if torch.is_autocast_enabled(x.device.type):
-                encoder = encoder.to(torch.get_autocast_dtype(x.device.type))
+            weights = self.encoder_of_all_heads(), self.encoder_v, self.decoder
+            if torch.is_autocast_enabled(x.device.type):  # cast once for all passes
+                weights = [weight.to(torch.get_autocast_dtype(x.device.type)) for weight in weights]
 
             def step(x):
-                return self.camox_pass(x, encoder)
+                return self.camox_pass(x, *weights)
 
         for _ in range(self.config.n_layer):
             x = step(self.ln(x) if normalise_first else x)
@@ -135,16 +135,16 @@ class BDHLayers(nn.Module):
         y = self.ln(gated.transpose(1, 2).flatten(2) @ self.decoder)
         return self.ln(x[:, 0] + y)
 
-    def camox_pass(self, x, encoder):
+    def camox_pass(self, x, encoder, encoder_v, decoder):
         # imported here so that --ops torch runs where camox_ops is not built
         from camox_ops import sparse_gate
         from camox_ops.nn.projections import project, project_heads
 
         latent = project(x, encoder).unflatten(-1, (self.config.n_head, -1))  # (B, T, H, N)
         y = self.ln(self.attend(latent.transpose(1, 2), x).transpose(1, 2))  # (B, T, H, D)
-        y = project_heads(y.flatten(0, 1), self.encoder_v).view_as(latent)
+        y = project_heads(y.flatten(0, 1), encoder_v).view_as(latent)
         gated = sparse_gate(latent, y, p=self.drop.p, training=self.training)
-        return self.ln(x + self.ln(project(gated.flatten(2), self.decoder)))
+        return self.ln(x + self.ln(project(gated.flatten(2), decoder)))
 
     def attend(self, latent, x):
         """Attention of camox_pass: latent (B, H, T, N) before its ReLU, x (B, T, D) -> (B, H, T, D)."""

@@ -6,6 +6,7 @@
 typedef struct {
   int relu, causal, softmax, each, shared, save, unturned;
   camox_bdh_form form;
+  int pairs;
 } options;
 
 /* An operand of exactly its size: dense, random or the pattern. */
@@ -113,7 +114,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   const int64_t real_size = real == CAMOX_F64 ? 8 : 4;
   camox_bdh_params p = {.dtype = dtype, .relu = o.relu, .causal = o.causal, .softmax = o.softmax, .form = o.form};
   p.batch = size[0], p.heads = size[1], p.length = size[2], p.dim = size[3], p.value_dim = size[4];
-  p.value_heads = o.shared ? 1 : p.heads, p.unturned = o.unturned;
+  p.value_heads = o.shared ? 1 : p.heads, p.unturned = o.unturned, p.pairs = o.pairs;
   p.scale = 1 / (double)p.dim, p.table_length = p.length, p.table_columns = o.each ? p.dim : p.dim / 2;
   const int64_t of_q[4] = {p.batch, p.heads, p.length, p.dim}, of_v[4] = {p.batch, p.value_heads, p.length, p.value_dim};
   const int64_t of_out[4] = {p.batch, p.heads, p.length, p.value_dim};
@@ -133,9 +134,10 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   if (o.save && camox_bdh_saves_scores(&p)) p.scores = scores.view.data;
   if (o.softmax) p.logsumexp = sums.view.data;
   char what[200];
-  snprintf(what, sizeof what, "%s %s %s (%d,%d,%d,%d,%d) relu %d causal %d softmax %d each %d shared %d save %d form %d",
-           camox_isa_name(isa), test_dtype_names[dtype], test_layout_names[layout], (int)size[0], (int)size[1], (int)size[2],
-           (int)size[3], (int)size[4], o.relu, o.causal, o.softmax, o.each, o.shared, o.save, (int)o.form);
+  snprintf(what, sizeof what, "%s%s %s %s (%d,%d,%d,%d,%d) relu %d causal %d softmax %d each %d shared %d save %d form %d",
+           camox_isa_name(isa), o.pairs ? ", pairs" : "", test_dtype_names[dtype], test_layout_names[layout], (int)size[0],
+           (int)size[1], (int)size[2], (int)size[3], (int)size[4], o.relu, o.causal, o.softmax, o.each, o.shared, o.save,
+           (int)o.form);
 
   double *truth = test_values(&out, 1), *truth_q = test_values(&grad_q, 1), *truth_v = test_values(&grad_v, 1), error;
   naive(&p, &q, &v, &grad, truth, truth_q, truth_v);
@@ -146,7 +148,10 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
     p.scratch = malloc((size_t)(p.slots * camox_bdh_scratch(&p, backward) * real_size));
     if (p.scratch == NULL) abort();
     memset(p.scratch, 0xa5, (size_t)(p.slots * camox_bdh_scratch(&p, backward) * real_size));
-    if (units > 0) (backward ? camox_bdh_backward(dtype, isa) : camox_bdh_forward(dtype, isa))(&p, 0, p.slots);
+    camox_bdh_kernel *kernel = !backward ? camox_bdh_forward(dtype, isa)
+                               : o.pairs ? camox_bdh_backward_pairs()
+                                         : camox_bdh_backward(dtype, isa);
+    if (units > 0) kernel(&p, 0, p.slots);
     free(p.scratch);
   }
   if (p.partial) camox_bdh_sum(dtype, isa)(&p, 0, camox_bdh_sum_units(&p));
@@ -251,6 +256,7 @@ int main(void) {
                                      {2, 0, 3, 4, 5},     {1, 2, 0, 4, 5},    {1, 2, 3, 4, 0}};
   static const int64_t step_sizes[][4] = {{2, 3, 2, 1}, {1, 2, 34, 17}, {1, 1, 300, 530}, {0, 2, 4, 4}};
   test_checks_refuse();
+  const int pairs = camox_isa_init() == CAMOX_OK && camox_isa_pairs();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
     if (!camox_isa_supported((camox_isa)isa)) {
       printf("bdh: %s is not on this machine\n", camox_isa_name((camox_isa)isa));
@@ -260,11 +266,17 @@ int main(void) {
       for (int layout = 0; layout < TEST_EXPANDED; ++layout) {
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; ++i)
           for (int flags = 0; flags < 16; ++flags) {
-            options o = {flags & 1,  flags >> 1 & 1,       flags >> 2 & 1, (int)i & 1,
-                         flags >> 3, (flags ^ layout) & 1, flags == 9,     CAMOX_BDH_QUADRATIC};
+            options o = {flags & 1,  flags >> 1 & 1,      flags >> 2 & 1,
+                         (int)i & 1, flags >> 3,          (flags ^ layout) & 1,
+                         flags == 9, CAMOX_BDH_QUADRATIC, 0};
             test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, sizes[i], o);
             o.form = CAMOX_BDH_STATE;
             if (!o.softmax) test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, sizes[i], o);
+            if (!pairs || isa != CAMOX_ISA_AVX512 || dtype != CAMOX_BF16) continue;
+            o.pairs = 1;
+            if (!o.softmax) test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, sizes[i], o);
+            o.form = CAMOX_BDH_QUADRATIC;
+            test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, sizes[i], o);
           }
         for (size_t i = 0; i < sizeof step_sizes / sizeof *step_sizes; ++i)
           for (int flags = 0; flags < 4; ++flags)
@@ -275,6 +287,8 @@ int main(void) {
     for (int flags = 0; flags < 4; ++flags) {
       options o = {.relu = 1, .causal = flags & 1, .softmax = flags >> 1, .form = CAMOX_BDH_QUADRATIC};
       test_case((camox_isa)isa, CAMOX_F32, TEST_CONTIGUOUS, long_sequence, o);
+      o.pairs = pairs && isa == CAMOX_ISA_AVX512;
+      if (o.pairs) test_case((camox_isa)isa, CAMOX_BF16, TEST_CONTIGUOUS, long_sequence, o);
     }
   }
   return test_report("bdh");
