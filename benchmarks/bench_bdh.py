@@ -8,11 +8,12 @@ faster, the rule is wrong.
 Ideal FLOP: of the cheaper form, the symmetric product counted once; the backward has the scores of the forward.
 """
 
+import math
 from dataclasses import replace
 
 import torch
 
-from benchmarks.common import Case, camox_attr, random_tensor
+from benchmarks.common import Case, camox_attr, on_gpu, random_tensor
 from benchmarks.shapes import DIRECTIONS
 
 HEADS, COLUMNS, VALUES = 6, 1024, 192
@@ -82,6 +83,17 @@ def case_of(batch, length, direction, dtype, causal=False, forms=False) -> Case:
         default_allocator=not forms,
         quick=dtype is torch.float32 and not forms and length == 64,
     )
+
+
+@on_gpu(shapes=((8, HEADS, 64, COLUMNS), (2, HEADS, 1024, COLUMNS)), rehearsal=(1, HEADS, 5, COLUMNS), size="products")
+def make_case(shape, direction, dtype, layout) -> Case:
+    """With the bytes of memory for a floor, as all ops on GPUs: far below what the products cost."""
+    values = math.prod(shape[::2]) * VALUES
+    elements = math.prod(shape) + (1 + HEADS) * values
+    if direction == "forward_backward":
+        elements += 2 * math.prod(shape) + (2 + 2 * HEADS) * values
+    case = case_of(shape[0], shape[2], direction, dtype)
+    return replace(case, floor_flops=0, floor_bytes=elements * dtype.itemsize)
 
 
 def cases() -> list[Case]:
