@@ -49,7 +49,7 @@ class Called(TorchDispatchMode):
 
 
 def test_every_operator_is_checked():
-    """By the self-test, as correctness, graphs and sanitizers run it; the rest are kernels of these that write elsewhere."""
+    """By the self-test, as correctness, graphs and sanitizers run it; the rest are its kernels writing elsewhere."""
     ours = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("camox_ops::")}
     with Called() as called:
         for op in _selftest.OPS:
