@@ -1237,23 +1237,53 @@ def test_bdh_state_form(dtype, memory, arch):
         turn += 1
 
 
+# (B, H, T, N), D: one chunk of 64 tokens that is not full, three, the last of them short; states of several tiles and of
+# neighbours that no access of 16 bytes takes; a chunk of two tiles.
+BDH_CHUNKS = [
+    ((1, 2, 5, 32), 8),
+    ((2, 2, 130, 4), 4),
+    ((1, 1, 192, 6), 70),
+    ((1, 2, 139, 66), 7),
+    ((1, 1, 300, 130), 140),
+]
+
+
+@pytest.mark.parametrize("memory", bdh_cases.MEMORY)
+def test_bdh_causal_state_form(dtype, memory, arch):
+    """States of the chunks before and behind; of all heads at once, of one, and of a chunk at a time."""
+    turn = bdh_cases.MEMORY.index(memory)
+    for shape, value_dim in BDH_CHUNKS[turn % 2 :: 2]:
+        inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 3 != 1, each=turn % 3 == 0)
+        options = {"causal": True, "relu": turn % 2 == 0, "scale": 0.5}
+        given = {**options, "save": "nothing", "form": 2}
+        how = {"arch": arch, "order": list(rig.ORDERS)[turn % 4]}
+        same, truth = bdh_reference(*inputs, **options), bdh_reference(*doubled(*inputs), **options)
+        ours = bdh_kernels(*inputs, **given, how=how)
+        assert_close_to_reference(ours, same, truth)
+        if shape[2] < 150:
+            assert all(map(torch.equal, bdh_kernels(*inputs, **given, how={**how, "grid_cap": 1}), ours))
+            assert_close_to_reference(bdh_kernels(*inputs, **given, how={**how, "grid_cap": 2}), same, truth)
+        turn += 1
+
+
 @pytest.mark.parametrize("form", [0, 2])
 def test_bdh_form_by_cost(form, order):
-    """By cost the form with fewer products; scores that were saved are used in any form, and causal is quadratic."""
-    inputs = bdh_inputs((1, 2, 40, 8), 4, torch.float32)
-    state = bdh_kernels(*inputs, save="nothing", form=form, how={"order": order})
-    assert all(map(torch.equal, state, bdh_kernels(*inputs, save="nothing", form=2)))
-    assert not torch.equal(state[0], bdh_kernels(*inputs, save="nothing", form=1)[0])
-    for options in ({"save": "scores"}, {"causal": True, "save": "nothing"}):
-        ours = bdh_kernels(*inputs, form=form, **options)
-        assert all(map(torch.equal, ours, bdh_kernels(*inputs, form=1, **options)))
+    """By cost the form with fewer products; scores that were saved are used in any form."""
+    inputs = bdh_inputs((1, 2, 80, 8), 4, torch.float32)
+    for causal in (False, True):
+        options = {"save": "nothing", "causal": causal}
+        state = bdh_kernels(*inputs, form=form, how={"order": order}, **options)
+        assert all(map(torch.equal, state, bdh_kernels(*inputs, form=2, **options)))
+        assert not torch.equal(state[0], bdh_kernels(*inputs, form=1, **options)[0])
+        ours = bdh_kernels(*inputs, form=form, save="scores", causal=causal)
+        assert all(map(torch.equal, ours, bdh_kernels(*inputs, form=1, save="scores", causal=causal)))
 
 
 @pytest.mark.parametrize("memory", ("contiguous", "strided"))
 def test_bdh_stays_inside_at_both_ends(dtype, memory, order):
     for (shape, value_dim), options in zip((((1, 2, 7, 34), 5), ((1, 1, 8, 16), 8)), BDH_OPTIONS[1:3], strict=True):
         inputs = bdh_inputs(shape, value_dim, dtype, memory, each=True)
-        for more in (options, {"save": "nothing", "form": 2}):
+        for more in (options, {"save": "nothing", "form": 2}, {"save": "nothing", "form": 2, "causal": True}):
             starts = bdh_kernels(*inputs, flush="start", how={"order": order}, **more)
             assert all(map(torch.equal, starts, bdh_kernels(*inputs, **more)))
 
