@@ -459,7 +459,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 
 /* ---- backward ---- */
 
-/* delta[i] = sum_d g[i,d] out[i,d] of every head, a warp a row. */
+/* delta[i] = sum_d g[i,d] out[i,d] of every head, a warp a row: where no launch has all scores of a row and of its mirror. */
 template <typename T>
 __global__ void __launch_bounds__(BDH_THREADS) bdh_delta_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   const camox_bdh_params &p = plan.p;
@@ -480,6 +480,49 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_delta_kernel(const __grid_con
   }
 }
 
+/* w of a softmax from the scores that lie where `place` says. */
+__device__ __forceinline__ float bdh_weight_of(const bdh_plan &plan, const bdh_place &at, const float *scores, int64_t query,
+                                               int64_t key, int64_t place) {
+  if (plan.weights) return __ldg(scores + query * plan.p.length + key);
+  if (plan.p.causal && key >= query) return 0.0f;
+  return expf(__ldg(scores + place) - __ldg(static_cast<const float *>(plan.p.logsumexp) + at.unit * plan.p.length + query));
+}
+
+/* delta[i] = sum_j w[i,j] d w[i,j] of the strip's rows, d w being the bits that pairs has too: where a softmax is nearly all in
+   one score, d w - delta keeps its digits. */
+template <typename P>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_weighed_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  using T = bdh_element<P>;
+  BDH_SHARED(P, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  const int row = static_cast<int>(threadIdx.x) / 2, side = static_cast<int>(threadIdx.x) % 2;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, 1);
+    const float *const scores = bdh_scores_of(plan, at.slot, at.unit);
+    const int64_t query = at.row + row, first = (query - plan.strip.first_row) * p.length;
+    const int64_t end = p.causal ? min(p.length, at.row + BDH_TILE) : p.length;
+    float sum = 0.0f, rest = 0.0f; /* what rounding took from sum: one of the terms is often far the largest */
+    for (int64_t column = 0; column < end; column += BDH_TILE) {
+      bdh_sums sums;
+      bdh_clear(sums);
+      bdh_multiply<P, false, false>(sums, tiles, bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad), at.row,
+                                    bdh_view<T>(p.v, at, p.value_dim, plan.wide_v), column, 0, p.value_dim);
+      bdh_stage(stage, sums);
+      const int columns = row < at.rows ? bdh_at_most<BDH_TILE>(p.length - column) : 0;
+#pragma unroll 4
+      for (int i = side; i < columns; i += 2) {
+        const float w = bdh_weight_of(plan, at, scores, query, column + i, first + column + i);
+        const float term = w * stage[row * BDH_STAGE_PITCH + i], next = sum + term, added = next - sum;
+        rest += (sum - (next - added)) + (term - added);
+        sum = next;
+      }
+    }
+    sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, 1) + (rest + __shfl_xor_sync(CAMOX_FULL_MASK, rest, 1));
+    if (side == 0 && row < at.rows) plan.delta[at.unit * p.length + query] = sum;
+  }
+}
+
 /* The stage's d w become d s of a softmax. other: its rows are keys, its columns queries. `added` may be NULL. */
 __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *added, const bdh_plan &plan, const bdh_place &at,
                                                     bool other) {
@@ -492,13 +535,8 @@ __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *a
     const int row = i / BDH_TILE, column = i % BDH_TILE;
     if (row >= at.rows || column >= columns) continue;
     const int64_t query = other ? at.column + column : at.row + row, key = other ? at.row + row : at.column + column;
-    float w;
-    if (plan.weights) {
-      w = __ldg(scores + query * p.length + key);
-    } else {
-      const float score = __ldg(scores + (at.row - plan.strip.first_row + row) * p.length + at.column + column);
-      w = p.causal && key >= query ? 0.0f : expf(score - __ldg(static_cast<const float *>(p.logsumexp) + first + query));
-    }
+    const int64_t place = (at.row - plan.strip.first_row + row) * p.length + at.column + column;
+    const float w = bdh_weight_of(plan, at, scores, query, key, place);
     float &value = stage[row * BDH_STAGE_PITCH + column];
     value = w * (value - __ldg(plan.delta + first + query));
     if (added) value += added[row * BDH_STAGE_PITCH + column];
@@ -915,7 +953,8 @@ template <typename P>
 static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, true);
   bdh_plan plan = bdh_plan_of(p, s, true);
-  if (p->softmax) BDH_LAUNCH((bdh_delta_kernel<bdh_element<P>>), bdh_heads(p) * p->length, BDH_WARPS, plan);
+  const bool whole = s.rows == p->length;
+  if (p->softmax && !whole) BDH_LAUNCH((bdh_delta_kernel<bdh_element<P>>), bdh_heads(p) * p->length, BDH_WARPS, plan);
   if (plan.weights) {
     plan.strip = {0, plan.together ? p->batch : bdh_heads(p), 0, p->length, 0, 1};
     BDH_LAUNCH((bdh_grad_v_kernel<P, true, false>), bdh_tiles(plan, p->value_dim), 1, plan);
@@ -936,6 +975,7 @@ static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
       else
         BDH_LAUNCH((bdh_grad_v_kernel<P, false, false>), bdh_tiles(plan, p->value_dim), 1, plan);
     }
+    if (p->softmax && whole) BDH_LAUNCH((bdh_weighed_kernel<P>), bdh_tiles(plan, 1), 1, plan);
     if (p->softmax)
       BDH_LAUNCH((bdh_pairs_kernel<P, true>), bdh_tiles(plan, plan.chunk), 1, plan);
     else
