@@ -14,6 +14,7 @@ from dropout_inputs import LAYOUTS as DENSE_AND_STRIDED
 from dropout_inputs import affine, normal
 from helpers import DEVICE, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture
 from norm2d_truth import assert_right, forward_and_gradients, parameters
+from torch.overrides import TorchFunctionMode
 
 from camox_ops import reference
 from camox_ops.reference.norm2d import ACTIVATIONS
@@ -1237,8 +1238,8 @@ def test_bdh_state_form(dtype, memory, arch):
         turn += 1
 
 
-# (B, H, T, N), D: one chunk of 64 tokens that is not full, three, the last of them short; states of several tiles and of
-# neighbours that no access of 16 bytes takes; a chunk of two tiles.
+# (B, H, T, N), D: one chunk of 64 tokens that is not full, three, the last of them short; states of several tiles, and of
+# neighbours that no access of 16 bytes takes; chunks of two tiles.
 BDH_CHUNKS = [
     ((1, 2, 5, 32), 8),
     ((2, 2, 130, 4), 4),
@@ -1264,6 +1265,63 @@ def test_bdh_causal_state_form(dtype, memory, arch):
             assert all(map(torch.equal, bdh_kernels(*inputs, **given, how={**how, "grid_cap": 1}), ours))
             assert_close_to_reference(bdh_kernels(*inputs, **given, how={**how, "grid_cap": 2}), same, truth)
         turn += 1
+
+
+def as_tf32(x):
+    """Rounded to ten bits of mantissa, ties away from 0."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class InTF32(TorchFunctionMode):
+    """Products of float32 matrices as a GPU's tensor cores make them."""
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        if function in (torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul, torch.einsum):
+            arguments = [as_tf32(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("options", [*BDH_OPTIONS[:4], {"form": 2}, {"form": 2, "causal": 1}], ids=str)
+def test_bdh_tf32(options, order):
+    """Where it is allowed as plain PyTorch multiplies in TF32; in float32 elsewhere, and on sm_75, which has none."""
+    inputs = bdh_inputs((1, 2, 140, 36), 24, torch.float32)
+    plain = {name: value for name, value in options.items() if name != "form"}
+    truth = bdh_reference(*doubled(*inputs), **plain)
+    with InTF32():
+        same = bdh_reference(*inputs, **plain)
+    exact = bdh_reference(*inputs, **plain)
+    for arch in rig.ARCHS:
+        given = {"save": "logsumexp", **options}
+        full, ours = (bdh_kernels(*inputs, **given, tf32=tf32, how={"arch": arch}) for tf32 in (False, True))
+        assert_close_to_reference(full, exact, truth)
+        if arch < 800:
+            assert all(map(torch.equal, ours, full))
+            continue
+        assert_close_to_reference(ours, same, truth)
+        with pytest.raises(AssertionError):
+            assert_close_to_reference(ours, exact, truth)
+        again = bdh_kernels(*inputs, **given, tf32=True, how={"arch": arch, "order": order})
+        assert all(map(torch.equal, again, ours))
+
+
+def test_tf32_rounding():
+    """Operands have ten bits of mantissa, ties away from 0: q, and the one score."""
+    values = torch.tensor([1.0, 1 + 2**-10, 1 + 2**-11, 1 + 2**-12])
+    assert as_tf32(values).tolist() == [1.0, 1 + 2**-10, 1 + 2**-10, 1.0]
+    q = values.view(1, 1, 1, 4)
+    v, table = torch.ones(1, 1, 1, 1), [torch.ones(1, 2), torch.zeros(1, 2)]
+    out = bdh_cases.forward(q, v, *table, tf32=True)[0]
+    assert out.item() == as_tf32(as_tf32(q).double().square().sum().float().view(1)).item()
+
+
+@pytest.mark.parametrize("softmax_at", ["one score", "some scores"])
+def test_bdh_softmax_of_wide_queries(softmax_at):
+    """Scores of about 16, of which one is nearly all of a softmax: gradients that are 0 but for tiny terms."""
+    for value_dim, save in ((64, None), (8, "logsumexp")):
+        inputs = bdh_inputs((1, 1, 64, 1024), value_dim, torch.float32, each=True)
+        options = {"softmax": True, "relu": softmax_at == "some scores"}
+        truth = bdh_reference(*doubled(*inputs), **options)
+        assert_close_to_reference(bdh_kernels(*inputs, save=save, **options), bdh_reference(*inputs, **options), truth)
 
 
 @pytest.mark.parametrize("form", [0, 2])

@@ -131,7 +131,7 @@ def bdh_attention_step(
 
 
 def _tf32(q: torch.Tensor) -> bool:
-    """Whether torch would multiply matrices like q in TF32. Read when the op is called: its backward does as its forward."""
+    """Whether torch would multiply matrices like q in TF32: asked when the op is called, for its backward too."""
     if not q.is_cuda or q.dtype != torch.float32:
         return False
     matmul = torch.backends.cuda.matmul
