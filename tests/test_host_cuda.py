@@ -1238,8 +1238,8 @@ def test_bdh_state_form(dtype, memory, arch):
         turn += 1
 
 
-# (B, H, T, N), D: one chunk of 64 tokens that is not full, three, the last of them short; states of several tiles, and of
-# neighbours that no access of 16 bytes takes; chunks of two tiles.
+# (B, H, T, N), D: one chunk of 64 tokens that is not full, three, the last of them short; states of several tiles, rows
+# that no access of 16 bytes takes; chunks of two tiles.
 BDH_CHUNKS = [
     ((1, 2, 5, 32), 8),
     ((2, 2, 130, 4), 4),
