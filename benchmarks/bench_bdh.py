@@ -8,9 +8,12 @@ faster, the rule is wrong; they are timed on both sides of where it changes.
 Ideal FLOP: of the cheaper form, the symmetric product counted once; the backward has the scores of the forward.
 """
 
+import math
+from dataclasses import replace
+
 import torch
 
-from benchmarks.common import Case, camox_attr, random_tensor
+from benchmarks.common import Case, camox_attr, on_gpu, random_tensor
 from benchmarks.shapes import DIRECTIONS
 
 HEADS, COLUMNS, VALUES = 6, 1024, 192
@@ -80,6 +83,17 @@ def case_of(batch, length, direction, dtype, causal=False, forms=False, **option
         grad_inputs=(0, 1),
         **options,
     )
+
+
+@on_gpu(shapes=((8, HEADS, 64, COLUMNS), (2, HEADS, 1024, COLUMNS)), rehearsal=(1, HEADS, 5, COLUMNS), size="products")
+def make_case(shape, direction, dtype, layout) -> Case:
+    """With the bytes of memory for a floor, as all ops on GPUs: far below what the products cost."""
+    values = math.prod(shape[::2]) * VALUES
+    elements = math.prod(shape) + (1 + HEADS) * values
+    if direction == "forward_backward":
+        elements += 2 * math.prod(shape) + (2 + 2 * HEADS) * values
+    case = case_of(shape[0], shape[2], direction, dtype)
+    return replace(case, floor_flops=0, floor_bytes=elements * dtype.itemsize)
 
 
 def cases() -> list[Case]:

@@ -9,11 +9,12 @@ Ideal bytes in elements of q: forward reads q, k, v, writes out; backward reads 
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import Case, camox_attr, random_tensor
+from benchmarks.common import Case, camox_attr, on_gpu, random_tensor
 from benchmarks.shapes import DIRECTIONS
 
 SHAPES = ((2, 8, 2304, 32), (4, 8, 5184, 10), (4, 8, 1296, 20))
@@ -65,6 +66,11 @@ def attention_case(normalize, eager, shape, direction, dtype=torch.float32, layo
         layout=layout,
         floor_bytes=elements * math.prod(shape) * dtype.itemsize,
     )
+
+
+GPU = on_gpu(shapes=((16, 8, 7744, 32),), rehearsal=(1, 2, 9, 4))
+make_case_feature = GPU(partial(attention_case, "feature", eager_feature))
+make_case_sum = GPU(partial(attention_case, "sum", eager_sum))
 
 
 def numbers_of_either(numbers, inputs):

@@ -1,7 +1,7 @@
 """moe: routing of tokens to 8 of 64 experts, and dispatch and combine of pictures that go to 3 of 7.
 
 The eager side of routing is softmax, topk, bincount and argsort, what every plain implementation does; of the rows an
-index and an index_add, with the routing ready on both sides.
+index and an index_add, with the routing ready on both sides. On GPUs dispatch and combine are measured apart.
 
 Ideal bytes of rows in elements of x, with K copies: dispatch reads 1, writes K; combine reads K, writes 1; combine's
 backward reads 1 and K, writes K; dispatch's backward reads K, writes 1.
@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from benchmarks.common import Case, camox_attr, random_tensor
+from benchmarks.common import Case, camox_attr, on_gpu, random_tensor
 from benchmarks.shapes import DIRECTIONS
 
 EXPERTS, TOP_K = 7, 3
@@ -25,9 +25,8 @@ def plain_route(logits, top_k=8):
     return weights, experts, torch.bincount(flat, minlength=logits.shape[1]), torch.argsort(flat, stable=True)
 
 
-def route_case(direction) -> Case:
-    shape = (16384, 64)
-
+@on_gpu(shapes=((16384, 64),), rehearsal=(20, 9), size="route", dtypes=(torch.float32,))
+def make_case_route(shape, direction, dtype=torch.float32, layout="contiguous") -> Case:
     def candidates():
         route = camox_attr("moe_route")
         return {
@@ -82,8 +81,66 @@ def rows_case(shape, direction, layout="contiguous") -> Case:
     )
 
 
+def routed(shape, dtype) -> tuple:
+    """x and the first six of its rows' routing."""
+    routing = camox_attr("moe_route")(random_tensor((shape[0], EXPERTS), seed=2), TOP_K)
+    return (random_tensor(shape, dtype=dtype, seed=1), *routing[:6])
+
+
+def one_way_case(group, inputs, ours, plain, shape, direction, dtype) -> Case:
+    """dispatch, or combine; its backward reads the gradient and the copies and writes theirs."""
+    elements = 1 + TOP_K
+    if direction == "forward_backward":
+        elements += 1 + (2 if group == "moe_combine" else 1) * TOP_K
+    return Case(
+        group=group,
+        shape=shape,
+        make_inputs=inputs,
+        candidates=lambda: {"camox": ours, "eager": plain, "compile": None},
+        direction=direction,
+        dtype=dtype,
+        floor_bytes=dtype.itemsize * elements * math.prod(shape),
+        grad_inputs=(0,) if group == "moe_dispatch" else (0, 1),
+    )
+
+
+def routing_of(*routed):
+    return camox_attr("Routing")(*routed, EXPERTS, TOP_K, None)
+
+
+GPU_ROWS = on_gpu(shapes=(ROWS[4],), rehearsal=(5, 3, 2, 2))
+
+
+@GPU_ROWS
+def make_case_dispatch(shape, direction, dtype, layout="contiguous") -> Case:
+    def ours(x, *routed):
+        return camox_attr("moe_dispatch")(x, routing_of(*routed))
+
+    def plain(x, weights, experts, counts, offsets, order, position):
+        return x[order // TOP_K]
+
+    return one_way_case("moe_dispatch", lambda: routed(shape, dtype), ours, plain, shape, direction, dtype)
+
+
+@GPU_ROWS
+def make_case_combine(shape, direction, dtype, layout="contiguous") -> Case:
+    def inputs():
+        x, *routing = routed(shape, dtype)
+        return (x[routing[4] // TOP_K] * 2, *routing)
+
+    def ours(y, *routed):
+        return camox_attr("moe_combine")(y, routing_of(*routed))
+
+    def plain(y, weights, experts, counts, offsets, order, position):
+        scale = weights.flatten()[order].view(-1, *[1] * (y.dim() - 1)).to(y.dtype)
+        x = torch.zeros(y.shape[0] // TOP_K, *y.shape[1:], dtype=y.dtype, device=y.device)
+        return x.index_add(0, order // TOP_K, y * scale)
+
+    return one_way_case("moe_combine", inputs, ours, plain, shape, direction, dtype)
+
+
 def cases() -> list[Case]:
-    found = [route_case(direction) for direction in DIRECTIONS]
+    found = [make_case_route((16384, 64), direction) for direction in DIRECTIONS]
     for direction in DIRECTIONS:
         found += [rows_case(shape, direction) for shape in ROWS]
         found.append(rows_case(ROWS[0], direction, "channels_last"))

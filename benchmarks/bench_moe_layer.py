@@ -11,7 +11,7 @@ import itertools
 import torch
 from torch import nn
 
-from benchmarks.common import Bound, Case, camox_attr, float64_numbers, random_tensor, upstream_like
+from benchmarks.common import Bound, Case, camox_attr, float64_numbers, on_gpu, random_tensor, upstream_like
 
 SHAPES = ((8, 48, 56, 56), (8, 96, 28, 28), (8, 160, 14, 14), (8, 304, 7, 7))
 EXPERTS, TOP_K = 7, 3
@@ -45,10 +45,11 @@ def layers(shape, x):
 
     torch.manual_seed(0)
     sizes = (shape[1], EXPERTS, TOP_K)
-    stock = moe.MoELayer(*sizes)
-    spread_gate(stock, x)
-    ours = made(*sizes, aux_loss="usage_mse")
-    grouped = made(*sizes, aux_loss="usage_mse", experts=(made_of(shape[1]) for made_of in experts.CLASSES))
+    with torch.device(x.device):
+        stock = moe.MoELayer(*sizes)
+        spread_gate(stock, x)
+        ours = made(*sizes, aux_loss="usage_mse")
+        grouped = made(*sizes, aux_loss="usage_mse", experts=(made_of(shape[1]) for made_of in experts.CLASSES))
     for layer in (ours, grouped):
         layer.load_state_dict(stock.state_dict())
     return {"camox": Output(ours), "eager": Output(stock), "grouped": Output(grouped)}
@@ -81,7 +82,8 @@ def case_of(shape) -> Case:
     def verify(numbers, given):
         if not found:
             functions = layers(shape, *given)
-            found.update(limits(case, functions, given, upstream_like(case, functions["eager"], given)))
+            upstream = [grad.to(given[0].device) for grad in upstream_like(case, functions["eager"], given)]
+            found.update(limits(case, functions, given, upstream))
         for name, (truth, limit) in found.items():
             error = (numbers[name].double() - truth).abs().max().item()
             if not error <= limit:
@@ -92,12 +94,23 @@ def case_of(shape) -> Case:
         group="moe_layer",
         shape=shape,
         make_inputs=inputs,
-        candidates=lambda: {**layers(shape, *inputs()), "compile": None},
+        candidates=lambda: {**layers(shape, inputs()[0].to(torch.get_default_device())), "compile": None},
         direction="forward_backward",
         verify=verify,
         quick=shape == SHAPES[2],
     )
     return case
+
+
+@on_gpu(
+    shapes=((32, 48, 56, 56),),
+    rehearsal=(8, 8, 9, 9),
+    size="layer",
+    directions=("forward_backward",),
+    dtypes=(torch.float32,),
+)
+def make_case(shape, direction, dtype, layout) -> Case:
+    return case_of(shape)
 
 
 def cases() -> list[Case]:

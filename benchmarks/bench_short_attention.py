@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import Case, camox_attr, random_tensor
+from benchmarks.common import Case, camox_attr, on_gpu, random_tensor
 from benchmarks.shapes import DIRECTIONS
 
 SHAPES = ((6400, 6, 8, 12), (512, 16, 8, 32), (64, 64, 8, 64))
@@ -28,6 +28,7 @@ def plain(q, k, v, mask):
     return torch.einsum("shij,sjhd->sihd", weights, v)
 
 
+@on_gpu(shapes=SHAPES[:1], rehearsal=(3, 4, 2, 6))
 def make_case(shape, direction, dtype, layout="contiguous") -> Case:
     sequences, length, heads, dim = shape
 

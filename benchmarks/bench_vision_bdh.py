@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.common import Case, Refusal, camox_attr, random_tensor
+from benchmarks.common import Case, Refusal, camox_attr, on_gpu, random_tensor
 
 BATCH = (32, 3, 32, 32)
 LONG = (2, 3, 128, 128)  # 1024 patches
@@ -23,17 +23,17 @@ SMALL = {"n_layer": 3, "n_embd": 48, "n_head": 3, "mlp_internal_dim_multiplier":
 class TrainStep(nn.Module):
     """Forward, backward, clipping and AdamW of one model: images -> loss."""
 
-    def __init__(self, model, autocast=False, compiled=False):
+    def __init__(self, model, autocast=False, compiled=None):
         super().__init__()
         self.model = model.train()
         self.autocast = autocast
-        self.run = torch.compile(model) if compiled else model
+        self.run = torch.compile(model, mode=compiled) if compiled else model
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=0.0, fused=True)
 
     def forward(self, images):
-        labels = torch.arange(len(images)) % 10
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+        labels = torch.arange(len(images), device=images.device) % 10
+        with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logits = self.run(images)
         loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
@@ -48,7 +48,7 @@ def require_equal(models, images, autocast):
     found = {}
     for name, model in models.items():
         model = copy.deepcopy(model).eval()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=autocast):
             logits = model(images[:2])
         logits.float().square().sum().backward()
         found[name] = [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -58,7 +58,8 @@ def require_equal(models, images, autocast):
             raise Refusal(f"wrong result: logits or gradients without dropout differ by {error:.2g} of their norm")
 
 
-def step_case(group, shape, model="v2", dtype=torch.float32, softmax=False, optimized=False, sizes=PUBLISHED) -> Case:
+def step_case(group, shape, model="v2", dtype=torch.float32, softmax=False, optimized=None, sizes=PUBLISHED) -> Case:
+    """optimized: the peers that run a compiled model, {name: (how torch.compile does it, with kept tables)}."""
     expected = {}
     autocast = dtype == torch.bfloat16
 
@@ -74,11 +75,11 @@ def step_case(group, shape, model="v2", dtype=torch.float32, softmax=False, opti
 
         with torch.enable_grad():
             models = {"camox": build(ops="camox"), "eager": build(ops="torch")}
-            images = random_tensor(shape, seed=1)
+            images = random_tensor(shape, seed=1).to(torch.get_default_device())
             require_equal(models, images, autocast)
             steps = {name: TrainStep(built, autocast) for name, built in models.items()}
-            if optimized:
-                steps["optimized"] = TrainStep(build(ops="torch", cached=True), autocast, compiled=True)
+            for name, (mode, cached) in (optimized or {}).items():
+                steps[name] = TrainStep(build(ops="torch", cached=cached), autocast, mode)
             expected["loss"] = steps["eager"](images).item()
         return {**steps, "compile": None}
 
@@ -103,11 +104,26 @@ def step_case(group, shape, model="v2", dtype=torch.float32, softmax=False, opti
     )
 
 
+@on_gpu(
+    shapes=((128, 3, 32, 32),),
+    rehearsal=(2, 3, 8, 8),
+    size="step",
+    directions=("step",),
+    dtypes=(torch.bfloat16,),
+    full=True,
+)
+def make_case(shape, direction, dtype, layout) -> Case:
+    rehearsed = shape[0] < 128
+    peers = {} if rehearsed else {"max_autotune": ("max-autotune", False)}
+    return step_case("vision_bdh_step", shape, dtype=dtype, optimized=peers, sizes=SMALL if rehearsed else PUBLISHED)
+
+
 def cases() -> list[Case]:
+    tricks = {"optimized": ("default", True)}
     return [
-        step_case("vision_bdh_step", BATCH, optimized=True),
+        step_case("vision_bdh_step", BATCH, optimized=tricks),
         step_case("vision_bdh_step", BATCH, dtype=torch.bfloat16),
         step_case("vision_bdh_step", LONG),
         step_case("vision_bdh_small_step", BATCH, sizes=SMALL),
-        step_case("vision_bdh_cls_softmax_step", BATCH, model="cls", softmax=True, optimized=True),
+        step_case("vision_bdh_cls_softmax_step", BATCH, model="cls", softmax=True, optimized=tricks),
     ]

@@ -111,9 +111,27 @@ class Case:
         return f"{self.group}/{self.direction}/{self.dtype_name}/{self.layout}/{shape}"
 
 
+DIRECTIONS_ON_GPU = ("forward", "backward", "forward_backward")
+
+
+def on_gpu(shapes, rehearsal, size="large", directions=DIRECTIONS_ON_GPU, dtypes=None, full=False):
+    """What scripts/gpu_bench.py measures of a make_case(shape, direction, dtype, layout), contiguous, in the place of
+    its own pictures: these shapes, the one of a rehearsal, only these directions and dtypes (None: those of the plan),
+    and with `full` only in a full run."""
+
+    def mark(make_case):
+        make_case.on_gpu = {
+            **{"shapes": {size: shapes}, "rehearsal": {size: (rehearsal,)}},
+            **{"directions": directions, "dtypes": dtypes, "full": full},
+        }
+        return make_case
+
+    return mark
+
+
 def random_tensor(shape, *, dtype=torch.float32, layout="contiguous", seed=0, scale=1.0) -> torch.Tensor:
     """Normal numbers, the same for one seed whatever the layout."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu") * scale
     return x.to(dtype, memory_format=torch.channels_last if layout == "channels_last" else torch.contiguous_format)
 
 

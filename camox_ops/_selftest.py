@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from . import _cuda, reference
 from .ops.bands import frequency_bands
-from .ops.bdh import bdh_attention
+from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.edge import edge_maps
 from .ops.linear_attention import linear_attention
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
@@ -158,6 +158,16 @@ def queries_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torc
     return q, v[:, :1].contiguous(), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def causal_and_step(q, v, cos, sin, attention, step) -> tuple[torch.Tensor, ...]:
+    """The causal attention, and a second token step by step, which no gradient follows."""
+    y = attention(q, v, cos, sin, causal=True)
+    state = None
+    with torch.no_grad():
+        for t in (0, -1):
+            row, state = step(q[:, :, t], v[:, :, t], cos[t], sin[t], state)
+    return y, row + 0 * y[:, :, 0]
+
+
 OPS = (
     Op("edge_maps", edge_maps, reference.edge_maps, picture),
     Op(
@@ -167,6 +177,18 @@ OPS = (
         picture,
     ),
     Op("bdh_attention", bdh_attention, reference.bdh_attention, queries_and_tables),
+    Op(
+        "bdh_attention causal",
+        lambda *tensors: causal_and_step(*tensors, bdh_attention, bdh_attention_step),
+        lambda *tensors: causal_and_step(*tensors, reference.bdh_attention, reference.bdh_attention_step),
+        queries_and_tables,
+    ),
+    Op(
+        "bdh_attention causal softmax",
+        lambda *tensors: bdh_attention(*tensors, causal=True, softmax=True),
+        lambda *tensors: reference.bdh_attention(*tensors, causal=True, softmax=True),
+        queries_and_tables,
+    ),
     Op(
         "bias_gelu",
         bias_gelu_with_seed,

@@ -1,8 +1,9 @@
 """Benchmarks of scripts/gpu_check.py: device events, L2 flushed before every call, graph replay beside it.
 
-The cases are those of benchmarks/bench_<op>.py that take any shape (functions named make_case*); an op needs no entry
-here. As there, nothing is timed before its numbers are right, all candidates take turns, ratios are taken within a
-round. The floor is a copy of as many bytes as the ideal kernel reads plus writes, in the same rounds.
+The cases are those of benchmarks/bench_<op>.py that take any shape (functions named make_case*, those with shapes of
+their own marked by benchmarks.common.on_gpu); an op needs no entry here. As there, nothing is timed before its numbers
+are right, all candidates take turns, ratios are taken within a round. The floor is a copy of as many bytes as the ideal
+kernel reads plus writes, in the same rounds.
 """
 
 import functools
@@ -19,7 +20,6 @@ from scripts.gpu_record import GROUPS
 
 BENCHMARKS = Path(common.__file__).parent
 COMPILE_LIMIT_S = 90
-DIRECTIONS = ("forward", "backward", "forward_backward")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Plan:
     dtypes: tuple
     layouts: tuple[str, ...]
     copy_bytes: int
+    own: str = "shapes"  # of what benchmarks.common.on_gpu gave a maker
+    full: bool = False
 
 
 LARGE, LARGER = (32, 80, 88, 88), (32, 128, 128, 128)
@@ -48,8 +50,11 @@ PLANS = {
         (*HALVES, torch.float16),
         LAYOUTS,
         4 << 30,
+        full=True,
     ),
-    "rehearsal": Plan({"large": ((2, 3, 17, 19),), "small": ((1, 4, 5, 5),)}, 3, (), HALVES, LAYOUTS, 1 << 16),
+    "rehearsal": Plan(
+        {"large": ((2, 3, 17, 19),), "small": ((1, 4, 5, 5),)}, 3, (), HALVES, LAYOUTS, 1 << 16, "rehearsal", full=True
+    ),
 }
 
 
@@ -67,16 +72,26 @@ def case_makers(device) -> dict[str, Callable]:
     return found
 
 
-def choices(plan: Plan) -> list[tuple]:
-    """(size, shape, dtype, layout), what the targets name first."""
-    every = [
-        (size, shape, dtype, layout)
-        for size, shapes in plan.shapes.items()
-        for shape in shapes
-        for dtype in plan.dtypes
-        for layout in plan.layouts
-    ]
-    return sorted(every, key=lambda c: (c[2] is torch.float16, c[3] != "contiguous", c[0] != "large"))
+def choices(plan: Plan, makers: dict[str, Callable]) -> list[tuple]:
+    """(size, shape, dtype, layout, make_case), what the targets name first."""
+    every = []
+    for make_case in makers.values():
+        own = getattr(make_case, "on_gpu", None)
+        if own and own["full"] and not plan.full:
+            continue
+        dtypes = own["dtypes"] or plan.dtypes if own else plan.dtypes
+        every += [
+            (size, shape, dtype, layout, make_case)
+            for size, shapes in (own[plan.own] if own else plan.shapes).items()
+            for shape in shapes
+            for dtype in dtypes
+            for layout in (("contiguous",) if own else plan.layouts)
+        ]
+    return sorted(every, key=lambda c: (c[2] is torch.float16, c[3] != "contiguous", c[0] == "small"))
+
+
+def directions_of(make_case) -> tuple[str, ...]:
+    return getattr(make_case, "on_gpu", {"directions": common.DIRECTIONS_ON_GPU})["directions"]
 
 
 def copy_step(device, count: int) -> Callable:
@@ -129,24 +144,32 @@ def copy_bandwidth(device, count: int, rounds: int) -> float:
     return float(f"{count / 1e3 / record.spread(samples)['median']:.5g}")
 
 
+def exact_float32():
+    """TF32 would loosen the tolerance; times are taken with torch's defaults."""
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+
+
 class Candidates:
     """The functions of a case on the device: those that gave right numbers, and why the others were left out."""
 
     def __init__(self, device, make_case, shape, dtype, layout):
-        self.cases = {d: make_case(shape, d, dtype, layout) for d in ("forward", "forward_backward")}
-        self.case = self.cases["forward_backward"]
-        self.functions = dict(self.case.candidates())
+        made = [direction for direction in directions_of(make_case) if direction != "backward"]
+        self.cases = {d: make_case(shape, d, dtype, layout) for d in made}
+        self.case = self.cases[made[-1]]
+        with torch.device(device.torch_device):  # where the modules among them are made
+            self.functions = dict(self.case.candidates())
         self.functions.setdefault("compile", self.functions[common.BASELINE])
         self.to_compile = {n: f for n, f in self.functions.items() if n.startswith("compile") and f is not None}
         self.functions = {n: f for n, f in self.functions.items() if not n.startswith("compile")}
         self.inputs = tuple(t.to(device.torch_device) for t in self.case.make_inputs())
-        baseline = self.functions[common.BASELINE]
-        self.upstream = [g.to(device.torch_device) for g in common.upstream_like(self.case, baseline, self.inputs)]
         self.check, self.refused = {}, {}
-        # TF32 in the baseline would loosen the tolerance; times are taken with torch's defaults.
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            self.truth = common.float64_numbers(self.case, baseline, self.inputs, self.upstream)
-            self.baseline = self.bound(baseline).numbers()
+        self.upstream, self.truth, self.baseline = [], {}, {}
+        baseline = self.functions[common.BASELINE]
+        if self.case.direction != "step":  # which has a check of its own
+            self.upstream = [g.to(device.torch_device) for g in common.upstream_like(self.case, baseline, self.inputs)]
+            with exact_float32():
+                self.truth = common.float64_numbers(self.case, baseline, self.inputs, self.upstream)
+                self.baseline = self.bound(baseline).numbers()
         for name in list(self.functions):
             if name != common.BASELINE:
                 self.admit(name, self.functions[name])
@@ -157,7 +180,8 @@ class Candidates:
     def admit(self, name: str, function) -> None:
         """Takes a function whose numbers are right; Refusal where camox's own are wrong."""
         try:
-            share = common.checked(self.case, self.bound(function), self.baseline, self.truth)
+            with exact_float32():
+                share = common.checked(self.case, self.bound(function), self.baseline, self.truth)
         except Exception as error:
             if name == common.SUBJECT:
                 raise
@@ -190,7 +214,7 @@ class Candidates:
             bound = self.bound(function)
             if direction == "forward":
                 makers[name] = lambda bound=bound: torch.no_grad()(functools.partial(bound.function, *bound.inputs))
-            elif direction == "forward_backward":
+            elif direction in ("forward_backward", "step"):
                 makers[name] = lambda bound=bound: bound.step
             elif name == common.SUBJECT:
                 makers[name] = lambda bound=bound: backward_step(bound)
@@ -222,7 +246,8 @@ def measured_direction(device, candidates: Candidates, direction: str, rounds: i
             candidates.refused[f"{direction} {name}"] = "recompiled while it was timed"
             del plain[name], steps[name], makers[name]
     replays = {"empty": device.empty_kernel, "copy": copy}
-    for name, make in {**makers, **{n: lambda step=s: step for n, s in replays.items()}}.items():
+    captured = {} if direction == "step" else makers  # an optimizer's step is not made for graphs
+    for name, make in {**captured, **{n: lambda step=s: step for n, s in replays.items()}}.items():
         try:
             replays[name], held = device.capture(make)
             kept.append(held)
@@ -258,7 +283,7 @@ def measured_case(device, maker, size, shape, dtype, layout, plan: Plan, deadlin
         "layout": layout,
         "directions": {},
     }
-    for direction in DIRECTIONS:
+    for direction in directions_of(maker):
         if (size, direction) in plan.compiled and layout == "contiguous" and "compile" not in candidates.functions:
             candidates.compile(min(COMPILE_LIMIT_S, deadline - time.monotonic()))
         entry["directions"][direction] = measured_direction(device, candidates, direction, plan.rounds)
@@ -270,32 +295,31 @@ def run(device, plan: Plan, deadline: float) -> Iterator[dict]:
     found = {"copy_gb_per_s": None, "l2_bytes": device.l2_bytes, "entries": [], "not_measured": {}}
     found["copy_gb_per_s"] = copy_bandwidth(device, plan.copy_bytes, plan.rounds)
     makers, absent = case_makers(device), set()
-    for size, shape, dtype, layout in choices(plan):
-        for maker in makers.values():
-            try:
-                group = maker(shape, "forward", dtype, layout).group
-            except Exception as error:
-                found["not_measured"][str(maker.__module__)] = common.reason(error)
-                continue
-            if group in absent:
-                continue
-            dtype_name = str(dtype).removeprefix("torch.")
-            key = f"{group}/{dtype_name}/{layout}/{'x'.join(map(str, shape))}"
-            if time.monotonic() > deadline:
-                found["not_measured"][key] = "time was up"
-                continue
-            try:
-                entry = measured_case(device, maker, size, shape, dtype, layout, plan, deadline)
-                found["entries"].append(entry)
-            except common.Refusal as error:
-                reason = common.reason(error)
-                found["not_measured"][group if "not in this build" in reason else key] = reason
-                if "not in this build" in reason:
-                    absent.add(group)
-            except Exception as error:  # one case that fails must not cost the others
-                found["not_measured"][key] = common.reason(error)
-            device.release()
-            yield found
+    for size, shape, dtype, layout, maker in choices(plan, makers):
+        try:
+            group = maker(shape, directions_of(maker)[0], dtype, layout).group
+        except Exception as error:
+            found["not_measured"][getattr(maker, "__qualname__", repr(maker))] = common.reason(error)
+            continue
+        if group in absent:
+            continue
+        dtype_name = str(dtype).removeprefix("torch.")
+        key = f"{group}/{dtype_name}/{layout}/{'x'.join(map(str, shape))}"
+        if time.monotonic() > deadline:
+            found["not_measured"][key] = "time was up"
+            continue
+        try:
+            entry = measured_case(device, maker, size, shape, dtype, layout, plan, deadline)
+            found["entries"].append(entry)
+        except common.Refusal as error:
+            reason = common.reason(error)
+            found["not_measured"][group if "not in this build" in reason else key] = reason
+            if "not in this build" in reason:
+                absent.add(group)
+        except Exception as error:  # one case that fails must not cost the others
+            found["not_measured"][key] = common.reason(error)
+        device.release()
+        yield found
     for group in set(GROUPS) - {e["group"] for e in found["entries"]}:
         found["not_measured"].setdefault(group, "no benchmark of it gave a measurement")
     yield found

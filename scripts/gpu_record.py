@@ -8,7 +8,9 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -18,7 +20,7 @@ SCHEMA_VERSION = 1
 STATUSES = ("passed", "failed", "unavailable", "incomplete", "not run")
 PARTS = ("environment", "correctness", "graphs", "bench", "tests", "memcheck", "racecheck", "initcheck")
 SANITIZERS = PARTS[-3:]
-# The ops that have CUDA targets: group of the benchmark, the name in camox_ops.
+# The benchmarks that run on CUDA: their group, the op's name in camox_ops.
 GROUPS = {
     "edge_maps": "edge_maps",
     "spatial_gradient": "spatial_gradient",
@@ -29,16 +31,61 @@ GROUPS = {
     "dropout_add_layer_norm": "dropout_add_layer_norm",
     "rope_interleaved": "rope",
     "rope_half_split": "rope",
+    "bias_gelu": "bias_gelu",
+    "bias_gelu_dropout": "bias_gelu",
+    "linear_attention_feature": "linear_attention",
+    "linear_attention_sum": "linear_attention",
+    "short_attention": "short_attention",
+    "moe_route": "moe_combine",
+    "moe_dispatch": "moe_combine",
+    "moe_combine": "moe_combine",
+    "moe_layer": "moe_combine",
+    "bdh_attention": "bdh_attention",
+    "vision_bdh_step": "bdh_attention",
 }
 TARGET_DTYPES = ("float32", "bfloat16")
 SMALL_SLACK = 1.2
-# (what, direction, bound, the number of a direction that it bounds)
+
+
+class Target(NamedTuple):
+    """What is held against a bound: number(a direction's measurements), None where there is none."""
+
+    what: str
+    direction: str
+    bound: float
+    number: Callable
+    dtypes: tuple[str, ...] = TARGET_DTYPES
+    most: bool = False  # the bound is the largest that passes
+
+
+def copy_target(direction: str, bound: float, **more) -> Target:
+    return Target("share of copy bandwidth", direction, bound, lambda d: d["share_of_copy"]["median"], **more)
+
+
+def speed_target(over: str, direction: str, bound: float, **more) -> Target:
+    return Target(f"times {over}", direction, bound, lambda d: speed(d, over), **more)
+
+
+# Of the large shapes of a group without targets of its own; its small ones have small_targets.
 LARGE_TARGETS = (
-    ("share of copy bandwidth", "forward", 0.85, lambda d: d["share_of_copy"]["median"]),
-    ("share of copy bandwidth", "backward", 0.75, lambda d: d["share_of_copy"]["median"]),
-    ("times eager", "forward_backward", 4.0, lambda d: speed(d, "eager")),
-    ("times compile", "forward_backward", 1.3, lambda d: speed(d, "compile")),
+    copy_target("forward", 0.85),
+    copy_target("backward", 0.75),
+    speed_target("eager", "forward_backward", 4.0),
+    speed_target("compile", "forward_backward", 1.3),
 )
+LINEAR_ATTENTION = (copy_target("forward", 0.75, dtypes=("bfloat16",)),)
+MOE_ROWS = (copy_target("forward", 0.8), copy_target("backward", 0.8))
+OWN_TARGETS = {
+    "linear_attention_feature": LINEAR_ATTENTION,
+    "linear_attention_sum": LINEAR_ATTENTION,
+    "short_attention": (speed_target("eager", "forward_backward", 4.0),),
+    "moe_route": (Target("us of a graph replay", "forward", 15.0, lambda d: graph_us(d), most=True),),
+    "moe_dispatch": MOE_ROWS,
+    "moe_combine": MOE_ROWS,
+    "moe_layer": (speed_target("eager", "forward_backward", 4.0),),
+    "bdh_attention": (),  # measured alone; its target is the model's step
+    "vision_bdh_step": (speed_target("eager", "step", 2.5), speed_target("max_autotune", "step", 1.5)),
+}
 
 STATUS = {"status": str, "message": str, "seconds": float}
 DIRECTION = {
@@ -144,6 +191,10 @@ def speed(direction: dict, over: str) -> float | None:
     return direction["speed"][over]["median"] if over in direction["speed"] else None
 
 
+def graph_us(direction: dict) -> float | None:
+    return direction["graph_us"]["camox"]["median"] if "camox" in direction["graph_us"] else None
+
+
 def verdict_at_least(measured: float, bound: float) -> str:
     return "pass" if measured >= bound else f"short by {100 * (1 - measured / bound):.0f}%"
 
@@ -158,11 +209,19 @@ def targets(record: dict) -> list[dict]:
     for group in GROUPS:
         entries = [e for e in bench["entries"] if e["group"] == group and e["layout"] == "contiguous"]
         entries = [e for e in entries if e["dtype"] in TARGET_DTYPES]
+        own = OWN_TARGETS.get(group)
+        if own is not None:
+            if own and not entries:
+                outcomes.append(unmeasured(group, why_unmeasured(bench, group)))
+            for entry in entries:
+                outcomes += held_against(entry, own)
+            continue
         for size in ("large", "small"):
             if not any(e["size"] == size for e in entries):
                 outcomes.append(unmeasured(f"{group}, {size} shapes", why_unmeasured(bench, group)))
         for entry in entries:
-            outcomes += large_targets(entry) if entry["size"] == "large" else small_targets(entry, bench)
+            large = entry["size"] == "large"
+            outcomes += held_against(entry, LARGE_TARGETS) if large else small_targets(entry, bench)
     return outcomes
 
 
@@ -175,17 +234,21 @@ def unmeasured(name: str, why: str) -> dict:
     return {"name": name, "bound": "", "measured": None, "verdict": f"not measured: {why}"}
 
 
-def large_targets(entry: dict) -> list[dict]:
+def held_against(entry: dict, wanted: tuple[Target, ...]) -> list[dict]:
     found = []
-    for what, direction, bound, number in LARGE_TARGETS:
-        name = f"{entry['key']}, {direction}: {what}"
-        measured = number(entry["directions"][direction]) if direction in entry["directions"] else None
+    for target in wanted:
+        if entry["dtype"] not in target.dtypes:
+            continue
+        name = f"{entry['key']}, {target.direction}: {target.what}"
+        directions = entry["directions"]
+        measured = target.number(directions[target.direction]) if target.direction in directions else None
         if measured is None:
-            candidate = what.removeprefix("times ")
+            candidate = target.what.removeprefix("times ")
             found.append(unmeasured(name, entry["refused"].get(candidate, "no measurement")))
         else:
-            verdict = verdict_at_least(measured, bound)
-            found.append({"name": name, "bound": f">= {bound}", "measured": measured, "verdict": verdict})
+            verdict = (verdict_at_most if target.most else verdict_at_least)(measured, target.bound)
+            sign = "<=" if target.most else ">="
+            found.append({"name": name, "bound": f"{sign} {target.bound}", "measured": measured, "verdict": verdict})
     return found
 
 

@@ -1,17 +1,21 @@
 """bdh_attention and bdh_attention_step."""
 
+import types
+
 import pytest
 import torch
 from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture, run_python
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import camox_ops as cx
-from camox_ops import reference
-from camox_ops.ops.bdh import BY_COST, QUADRATIC, STATE
+from camox_ops import _cuda, reference
+from camox_ops.ops.bdh import BY_COST, QUADRATIC, STATE, _tf32
 
 HALVES = (torch.bfloat16, torch.float16)
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits, threads and memory: on the CPU")
@@ -434,6 +438,40 @@ def test_autocast_casts_q_and_v():
     assert out.dtype == row.dtype == torch.bfloat16
     assert state.dtype == torch.float32
     assert torch.equal(out, cx.bdh_attention(q.bfloat16(), v.bfloat16(), cos, sin))
+
+
+class LastArgument(TorchDispatchMode):
+    """The last argument of each call of bdh_attention's operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function is op.bdh_attention.default:
+            self.found.append(arguments[-1])
+        return function(*arguments, **(named or {}))
+
+
+def test_tf32_is_asked_of_torch_at_the_call(monkeypatch):
+    """On CUDA, of float32, an argument of the operator; no GPU is needed to see it."""
+    monkeypatch.setattr(_cuda, "unusable", lambda index: "")
+    was = torch.get_float32_matmul_precision()
+    try:
+        with FakeTensorMode(), LastArgument() as last:
+            for precision in ("highest", "high"):
+                torch.set_float32_matmul_precision(precision)
+                for device, dtype in (("cuda", torch.float32), ("cuda", torch.bfloat16), ("cpu", torch.float32)):
+                    q, v = (torch.empty(1, h, 4, 8, device=device, dtype=dtype) for h in (2, 1))
+                    cx.bdh_attention(q, v, *torch.empty(2, 4, 4, device=device))
+        assert last.found == [False, False, False, True, False, False]
+        of_cuda = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
+        compiled = torch.compile(lambda x: x + int(_tf32(of_cuda)), backend="eager", fullgraph=True)
+        assert compiled(torch.zeros(1)) == 1
+        torch.set_float32_matmul_precision("highest")
+        assert compiled(torch.zeros(1)) == 0
+    finally:
+        torch.set_float32_matmul_precision(was)
 
 
 def test_tables_of_q_dtype_are_read_as_they_are():

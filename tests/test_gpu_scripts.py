@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
@@ -33,6 +34,29 @@ def section(tmp_path):
 
 def written(section) -> dict:
     return json.loads(section.path.read_text())
+
+
+class Called(TorchDispatchMode):
+    """Names of our operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.names.add(function.name().removesuffix(".default"))
+        return function(*arguments, **(named or {}))
+
+
+def test_every_operator_is_checked():
+    """By the self-test, as correctness, graphs and sanitizers run it; the rest are its kernels writing elsewhere."""
+    ours = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("camox_ops::")}
+    with Called() as called:
+        for op in _selftest.OPS:
+            _selftest.run(op.ours, op.inputs((1, 2, 33, 6), torch.float32), None)
+    assert ours - called.names == {
+        f"camox_ops::{name}" for name in ("edge_maps_stacked", "frequency_bands_stacked", "rope_")
+    }
 
 
 def test_a_part_that_is_killed_is_not_passed(section):
@@ -202,10 +226,61 @@ def test_bench_compiles(monkeypatch):
     assert "compile" not in small["directions"]["forward_backward"]["speed"]
 
 
-def test_every_benchmark_of_pictures_is_found():
+REHEARSAL = gpu_bench.PLANS["rehearsal"]
+
+
+def test_every_benchmark_is_found():
+    choices = gpu_bench.choices(REHEARSAL, gpu_bench.case_makers(Rehearsal()))
+    groups = {
+        make(shape, gpu_bench.directions_of(make)[0], dtype, layout).group for _, shape, dtype, layout, make in choices
+    }
+    assert groups == gpu_record.GROUPS.keys()
+
+
+def test_shapes_of_their_own():
+    """What the targets of single ops name is measured at those shapes; a model's step in the full run alone."""
     makers = gpu_bench.case_makers(Rehearsal())
-    groups = {make((2, 4, 5, 6), "forward", torch.float32, "contiguous").group for make in makers.values()}
-    assert set(gpu_record.GROUPS) <= groups
+    quick, full = (gpu_bench.choices(gpu_bench.PLANS[mode], makers) for mode in ("quick", "full"))
+    measured = {
+        (make(shape, gpu_bench.directions_of(make)[0], dtype, layout).group, shape, str(dtype)[6:])
+        for _, shape, dtype, layout, make in full
+        if layout == "contiguous"
+    }
+    assert measured >= {
+        ("linear_attention_sum", (16, 8, 7744, 32), "bfloat16"),
+        ("short_attention", (6400, 6, 8, 12), "bfloat16"),
+        ("moe_route", (16384, 64), "float32"),
+        ("moe_dispatch", (32, 48, 56, 56), "float32"),
+        ("moe_combine", (32, 48, 56, 56), "bfloat16"),
+        ("moe_layer", (32, 48, 56, 56), "float32"),
+        ("bdh_attention", (8, 6, 64, 1024), "bfloat16"),
+        ("vision_bdh_step", (128, 3, 32, 32), "bfloat16"),
+    }
+    assert {c[0] for c in full} - {c[0] for c in quick} == {"step"}
+    assert all(c[3] == "contiguous" for c in full if hasattr(c[4], "on_gpu"))
+
+
+OWN = [
+    pytest.param(name, marks=[pytest.mark.slow] if "layer" in name else [])
+    for name, make in gpu_bench.case_makers(Rehearsal()).items()
+    if hasattr(make, "on_gpu")
+]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_benchmarks_of_their_own_shapes_run(name, monkeypatch):
+    """Right numbers in every direction, at the shape of a rehearsal."""
+    make_case = gpu_bench.case_makers(Rehearsal())[name]
+    found = run_bench(monkeypatch, make_case, replace(REHEARSAL, rounds=2, dtypes=(torch.float32,)))
+    (entry,) = found["entries"]
+    assert entry["directions"].keys() == set(gpu_bench.directions_of(make_case))
+    for measured in entry["directions"].values():
+        assert "camox" in measured["time_us"]
+        assert measured["floor_bytes"] > 0 or "step" in entry["directions"] or entry["group"] == "moe_layer"
+    outcomes = gpu_record.targets(whole_record(entry))
+    assert [one for one in outcomes if one["name"].startswith(f"{entry['group']}/")] or name.startswith(
+        ("bench_bdh", "bench_linear")
+    )
 
 
 def spread(value):
@@ -222,7 +297,7 @@ def entry(size="large", share=0.9, eager=5.0, compiled=1.5, graph=6.0, empty=4.0
         "share_of_copy": spread(share),
         "rounds": 25,
     }
-    directions = {name: copy.deepcopy(measured) for name in gpu_bench.DIRECTIONS}
+    directions = {name: copy.deepcopy(measured) for name in common.DIRECTIONS_ON_GPU}
     facts = {"key": f"edge_maps/float32/contiguous/{size}", "group": "edge_maps", "shape": [1], "size": size}
     return {**facts, "dtype": "float32", "layout": "contiguous", "directions": directions, "check": {}, "refused": {}}
 
@@ -266,6 +341,36 @@ def test_targets_of_small_shapes():
     # 4 MB at 4 TB/s is 1 us, so that an ideal call takes 5 us and may take 6
     assert verdicts(whole_record(entry(size="small", graph=6.0))) == ["pass", "pass"]
     assert verdicts(whole_record(entry(size="small", graph=9.0))) == ["over by 50%", "over by 50%"]
+
+
+def of_group(group, dtype="float32", **numbers) -> dict:
+    made = entry(**numbers)
+    made["directions"]["step"] = copy.deepcopy(made["directions"]["forward"])
+    made["directions"]["step"]["speed"]["max_autotune"] = spread(1.6)
+    return {**made, "group": group, "key": f"{group}/{dtype}/contiguous/1", "dtype": dtype}
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype", "numbers", "expected"),
+    [
+        ("linear_attention_sum", "bfloat16", {"share": 0.76}, ["pass"]),
+        ("linear_attention_feature", "bfloat16", {"share": 0.6}, ["short by 20%"]),
+        ("linear_attention_sum", "float32", {"share": 0.1}, []),
+        ("short_attention", "float32", {"eager": 4.0}, ["pass"]),
+        ("moe_route", "float32", {"graph": 15.0}, ["pass"]),
+        ("moe_route", "float32", {"graph": 30.0}, ["over by 100%"]),
+        ("moe_dispatch", "bfloat16", {"share": 0.81}, ["pass", "pass"]),
+        ("moe_combine", "float32", {"share": 0.4}, ["short by 50%", "short by 50%"]),
+        ("moe_layer", "float32", {"eager": 2.0}, ["short by 50%"]),
+        ("bdh_attention", "bfloat16", {"share": 0.1}, []),
+        ("vision_bdh_step", "bfloat16", {"eager": 2.0}, ["short by 20%", "pass"]),
+    ],
+)
+def test_targets_of_single_ops(group, dtype, numbers, expected):
+    outcomes = gpu_record.targets(whole_record(of_group(group, dtype, **numbers)))
+    assert [one["verdict"] for one in outcomes if one["name"].startswith(f"{group}/")] == expected
+    missing = [one["verdict"] for one in gpu_record.targets(whole_record()) if one["name"] == group]
+    assert missing == (["not measured: no measurement"] if gpu_record.OWN_TARGETS[group] else [])
 
 
 def test_targets_without_a_measurement_are_not_passed():

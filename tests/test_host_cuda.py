@@ -1,6 +1,8 @@
 """CUDA kernels on the CPU: the rig finds planted bugs; every kernel of the library runs in it against the reference."""
 
 import ctypes
+import functools
+import itertools
 import json
 import math
 import sys
@@ -12,6 +14,7 @@ from dropout_inputs import LAYOUTS as DENSE_AND_STRIDED
 from dropout_inputs import affine, normal
 from helpers import DEVICE, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture
 from norm2d_truth import assert_right, forward_and_gradients, parameters
+from torch.overrides import TorchFunctionMode
 
 from camox_ops import reference
 from camox_ops.reference.norm2d import ACTIVATIONS
@@ -379,26 +382,17 @@ def test_picture_broken_build_is_noticed(op):
         assert not torch.equal(op.backward(x, [x] * op.grads), op.backward(x, [x] * op.grads, define=define))
 
 
-def without_barrier(source, index, folder):
-    """A copy of the source beside its headers that lacks its barrier number `index`."""
-    parts = source.read_text().split("__syncthreads();")
-    op = folder / source.parent.name
-    op.mkdir()
-    for header in source.parent.glob("*.h"):
-        (op / header.name).write_text(header.read_text())
-    (folder / "common").symlink_to(rig.CSRC / "common")
-    copy = op / f"{source.stem}_without_barrier_{index}.cu"
-    parts[index : index + 2] = ["".join(parts[index : index + 2])]
-    copy.write_text("__syncthreads();".join(parts))
-    return copy
-
-
 @pytest.mark.slow
 def test_edge_without_its_barrier_is_noticed(tmp_path, order):
-    """The one barrier of the channels_last backward, taken out of a copy of the source."""
+    """The one barrier of the channels_last backward, taken out of a copy of the source; the other ops' in the rig."""
     op = edge_cases.OP
     assert op.source.read_text().count("__syncthreads();") == 1
-    source = without_barrier(op.source, 0, tmp_path)
+    (tmp_path / "edge").mkdir()
+    for header in op.source.parent.glob("*.h"):
+        (tmp_path / "edge" / header.name).write_text(header.read_text())
+    (tmp_path / "common").symlink_to(rig.CSRC / "common")
+    source = tmp_path / "edge" / "edge_cuda_without_barrier.cu"
+    source.write_text(op.source.read_text().replace("__syncthreads();", ""))
     x = picture((1, 8, 6, 40), layout="channels_last")
     grads = [picture(x.shape, layout="channels_last", seed=i + 1) for i in range(4)]
     right, wrong = op.backward(x, grads), op.backward(x, grads, source=source, order=order)
@@ -572,26 +566,6 @@ def test_norm2d_broken_build_is_noticed():
         wrong = norm2d_cases.forward_and_gradients(*tensors, define="CAMOX_BREAK_NORM2D")
         for index in range(2):
             assert (wrong[index] - right[index]).max() == pytest.approx(1e-3, abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("index", range(6))
-def test_norm2d_without_a_barrier_is_noticed(index, tmp_path):
-    """By some order of threads, where one block does all the work; NaN and an access off its bounds count too."""
-    assert norm2d_cases.SOURCE.read_text().count("__syncthreads();") == 6
-    source = without_barrier(norm2d_cases.SOURCE, index, tmp_path)
-    noticed = 0
-    for layout in ("contiguous", "channels_last"):
-        tensors = norm2d_inputs((1, 256, 30, 40), layout=layout)
-        right = norm2d_cases.forward_and_gradients(*tensors)
-        for order in rig.ORDERS:
-            try:
-                wrong = norm2d_cases.forward_and_gradients(*tensors, source=source, order=order, grid_cap=1)
-            except rig.KernelError:
-                noticed += 1
-            else:
-                noticed += not all(map(torch.equal, right, wrong))
-    assert noticed
 
 
 # ---- dropout, sparse_gate, dropout_add_layer_norm ----
@@ -1264,23 +1238,110 @@ def test_bdh_state_form(dtype, memory, arch):
         turn += 1
 
 
+# (B, H, T, N), D: one chunk of 64 tokens that is not full, three, the last of them short; states of several tiles, rows
+# that no access of 16 bytes takes; chunks of two tiles.
+BDH_CHUNKS = [
+    ((1, 2, 5, 32), 8),
+    ((2, 2, 130, 4), 4),
+    ((1, 1, 192, 6), 70),
+    ((1, 2, 139, 66), 7),
+    ((1, 1, 300, 130), 140),
+]
+
+
+@pytest.mark.parametrize("memory", bdh_cases.MEMORY)
+def test_bdh_causal_state_form(dtype, memory, arch):
+    """States of the chunks before and behind; of all heads at once, of one, and of a chunk at a time."""
+    turn = bdh_cases.MEMORY.index(memory)
+    for shape, value_dim in BDH_CHUNKS[turn % 2 :: 2]:
+        inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 3 != 1, each=turn % 3 == 0)
+        options = {"causal": True, "relu": turn % 2 == 0, "scale": 0.5}
+        given = {**options, "save": "nothing", "form": 2}
+        how = {"arch": arch, "order": list(rig.ORDERS)[turn % 4]}
+        same, truth = bdh_reference(*inputs, **options), bdh_reference(*doubled(*inputs), **options)
+        ours = bdh_kernels(*inputs, **given, how=how)
+        assert_close_to_reference(ours, same, truth)
+        if shape[2] < 150:
+            assert all(map(torch.equal, bdh_kernels(*inputs, **given, how={**how, "grid_cap": 1}), ours))
+            assert_close_to_reference(bdh_kernels(*inputs, **given, how={**how, "grid_cap": 2}), same, truth)
+        turn += 1
+
+
+def as_tf32(x):
+    """Rounded to ten bits of mantissa, ties away from 0."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class InTF32(TorchFunctionMode):
+    """Products of float32 matrices as a GPU's tensor cores make them."""
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        if function in (torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul, torch.einsum):
+            arguments = [as_tf32(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("options", [*BDH_OPTIONS[:4], {"form": 2}, {"form": 2, "causal": 1}], ids=str)
+def test_bdh_tf32(options, order):
+    """Where it is allowed as plain PyTorch multiplies in TF32; in float32 elsewhere, and on sm_75, which has none."""
+    inputs = bdh_inputs((1, 2, 140, 36), 24, torch.float32)
+    plain = {name: value for name, value in options.items() if name != "form"}
+    truth = bdh_reference(*doubled(*inputs), **plain)
+    with InTF32():
+        same = bdh_reference(*inputs, **plain)
+    exact = bdh_reference(*inputs, **plain)
+    for arch in rig.ARCHS:
+        given = {"save": "logsumexp", **options}
+        full, ours = (bdh_kernels(*inputs, **given, tf32=tf32, how={"arch": arch}) for tf32 in (False, True))
+        assert_close_to_reference(full, exact, truth)
+        if arch < 800:
+            assert all(map(torch.equal, ours, full))
+            continue
+        assert_close_to_reference(ours, same, truth)
+        with pytest.raises(AssertionError):
+            assert_close_to_reference(ours, exact, truth)
+        again = bdh_kernels(*inputs, **given, tf32=True, how={"arch": arch, "order": order})
+        assert all(map(torch.equal, again, ours))
+
+
+def test_tf32_rounding():
+    """Operands have ten bits of mantissa, ties away from 0: q, and the one score."""
+    values = torch.tensor([1.0, 1 + 2**-10, 1 + 2**-11, 1 + 2**-12])
+    assert as_tf32(values).tolist() == [1.0, 1 + 2**-10, 1 + 2**-10, 1.0]
+    q = values.view(1, 1, 1, 4)
+    v, table = torch.ones(1, 1, 1, 1), [torch.ones(1, 2), torch.zeros(1, 2)]
+    out = bdh_cases.forward(q, v, *table, tf32=True)[0]
+    assert out.item() == as_tf32(as_tf32(q).double().square().sum().float().view(1)).item()
+
+
+@pytest.mark.parametrize("softmax_at", ["one score", "some scores"])
+def test_bdh_softmax_of_wide_queries(softmax_at):
+    """Scores of about 16, of which one is nearly all of a softmax: gradients that are 0 but for tiny terms."""
+    for value_dim, save in ((64, None), (8, "logsumexp")):
+        inputs = bdh_inputs((1, 1, 64, 1024), value_dim, torch.float32, each=True)
+        options = {"softmax": True, "relu": softmax_at == "some scores"}
+        truth = bdh_reference(*doubled(*inputs), **options)
+        assert_close_to_reference(bdh_kernels(*inputs, save=save, **options), bdh_reference(*inputs, **options), truth)
+
+
 @pytest.mark.parametrize("form", [0, 2])
 def test_bdh_form_by_cost(form, order):
-    """By cost the form with fewer products; scores that were saved are used in any form, and causal is quadratic."""
-    inputs = bdh_inputs((1, 2, 40, 8), 4, torch.float32)
-    state = bdh_kernels(*inputs, save="nothing", form=form, how={"order": order})
-    assert all(map(torch.equal, state, bdh_kernels(*inputs, save="nothing", form=2)))
-    assert not torch.equal(state[0], bdh_kernels(*inputs, save="nothing", form=1)[0])
-    for options in ({"save": "scores"}, {"causal": True, "save": "nothing"}):
-        ours = bdh_kernels(*inputs, form=form, **options)
-        assert all(map(torch.equal, ours, bdh_kernels(*inputs, form=1, **options)))
+    """By cost the form with fewer products; scores that were saved are used in any form."""
+    inputs = bdh_inputs((1, 2, 80, 8), 4, torch.float32)
+    for causal in (False, True):
+        options = {"save": "nothing", "causal": causal}
+        state = bdh_kernels(*inputs, form=form, how={"order": order}, **options)
+        assert all(map(torch.equal, state, bdh_kernels(*inputs, form=2, **options)))
+        assert not torch.equal(state[0], bdh_kernels(*inputs, form=1, **options)[0])
+        ours = bdh_kernels(*inputs, form=form, save="scores", causal=causal)
+        assert all(map(torch.equal, ours, bdh_kernels(*inputs, form=1, save="scores", causal=causal)))
 
 
 @pytest.mark.parametrize("memory", ("contiguous", "strided"))
 def test_bdh_stays_inside_at_both_ends(dtype, memory, order):
     for (shape, value_dim), options in zip((((1, 2, 7, 34), 5), ((1, 1, 8, 16), 8)), BDH_OPTIONS[1:3], strict=True):
         inputs = bdh_inputs(shape, value_dim, dtype, memory, each=True)
-        for more in (options, {"save": "nothing", "form": 2}):
+        for more in (options, {"save": "nothing", "form": 2}, {"save": "nothing", "form": 2, "causal": True}):
             starts = bdh_kernels(*inputs, flush="start", how={"order": order}, **more)
             assert all(map(torch.equal, starts, bdh_kernels(*inputs, **more)))
 
@@ -1476,6 +1537,113 @@ def test_bias_gelu_broken_build_is_noticed():
     wrong, right = (bias_gelu_cases.run(x, bias, x, None, 0.0, define=d) for d in ("CAMOX_BREAK_BIAS_GELU", ""))
     for mine, theirs in zip(wrong, right, strict=True):
         assert not torch.allclose(mine, theirs, atol=1e-4)
+
+
+# ---- barriers ----
+def norm2d_with_barriers(**how):
+    for layout in ("contiguous", "channels_last"):
+        yield norm2d_cases.forward_and_gradients(*norm2d_inputs((1, 256, 30, 40), layout=layout), **how)
+
+
+def dropout_with_barriers(**how):
+    for rows, width in ((9, 1544), (300, 40)):
+        x, residual, grad = (picture((1, 1, rows, width), seed=i)[0, 0] for i in range(3))
+        weight, bias = picture((1, 1, 2, width), seed=4)[0, 0]
+        yield dropout_cases.norm(x, residual, weight, bias, grad, SEED, 0.3, **how)
+
+
+def rope_with_barriers(**how):
+    grad, x = picture((2, 1, 150, 2 * 16)).unflatten(3, (2, 16)).unbind(3)
+    positions = torch.randint(9, (2, 150), generator=torch.Generator().manual_seed(0))
+    yield rope_cases.backward(grad, x, *rope_tables(9, 8), rotary_dim=16, positions=positions, how=how)
+
+
+def moe_with_barriers(**how):
+    for rows, num_experts in ((300, 5), (40, 70)):
+        logits = moe_logits(rows, num_experts)
+        routed = moe_cases.route(logits, 2, capacity=90, **how)
+        weights, experts, counts, _, _, position = routed
+        loss, slope = moe_cases.aux_loss(logits, counts, 2, **how)
+        yield [*routed, loss, slope, moe_cases.route_backward(weights, logits, experts, position, **how)]
+    x, y = picture((1, 1, 5, 4098), seed=1)[0, 0], picture((1, 1, 10, 4098), seed=2)[0, 0]
+    weights, experts, _, offsets, _, position = reference.moe_route(moe_logits(5, 4), 2)
+    yield moe_cases.combine_backward(x, y, weights, experts, offsets, position, **how)
+
+
+def linear_attention_with_barriers(**how):
+    for dim, dtype in itertools.product((16, 12, 70), (torch.float32, torch.bfloat16)):
+        for normalize in ("sum", "feature"):
+            shape = (1, 2, 136, dim, dim + 4 * (dim == 12))
+            inputs = attention_inputs(shape, dtype, "picture", normalize, state=normalize == "sum")
+            yield attention_runs(inputs, {"how": how})[0]
+
+
+def bdh_with_barriers(**how):
+    for dtype, (causal, softmax) in itertools.product((torch.bfloat16, torch.float32), ((1, 0), (0, 1), (1, 1))):
+        inputs = bdh_inputs((1, 2, 70, 70), 66, dtype)
+        yield bdh_kernels(*inputs, causal=causal, softmax=softmax, save="logsumexp" if softmax else "nothing", how=how)
+    _, q, v, cos, sin = bdh_inputs((1, 2, 1, 518), 40, torch.float32)
+    yield bdh_cases.step(q[:, :, 0], v[:, :, 0], cos[0], sin[0], None, how=how)
+
+
+def short_attention_with_barriers(**how):
+    grad, *qkv = picture((40, 20, 6, 4 * 12)).unflatten(3, (4, 12)).unbind(3)
+    options = (None, torch.tensor(7), False, 0.3, 0.2)
+    yield [short_attention_cases.forward(*qkv, *options, **how)]
+    yield short_attention_cases.backward(grad, *qkv, *options, **how)
+
+
+def bias_gelu_with_barriers(**how):
+    x, grad = (picture((1, 1, 90, 640), seed=k)[0, 0] for k in (0, 1))
+    yield bias_gelu_cases.run(x, picture((1, 1, 1, 640), seed=2).flatten(), grad, torch.tensor(5), 0.3, **how)
+
+
+WITH_BARRIERS = {
+    "bdh": bdh_with_barriers,
+    "bias_gelu": bias_gelu_with_barriers,
+    "dropout": dropout_with_barriers,
+    "linear_attention": linear_attention_with_barriers,
+    "moe": moe_with_barriers,
+    "norm2d": norm2d_with_barriers,
+    "rope": rope_with_barriers,
+    "short_attention": short_attention_with_barriers,
+}
+
+
+@functools.cache
+def results_with_barriers(op):
+    return [*map(list, WITH_BARRIERS[op](grid_cap=1))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "path", "line"),
+    [
+        *((op, *at) for op in WITH_BARRIERS for at in rig.barriers(*sorted((rig.CSRC / op).glob("*.cu*")))),
+        *(("dropout", *at) for at in rig.barriers(rig.CSRC / "common" / "cuda_util.cuh")),  # of camox_block_sum
+    ],
+    ids=lambda part: part.name if isinstance(part, Path) else str(part),
+)
+def test_a_barrier_that_is_missing_is_noticed(op, path, line):
+    """By some order of threads, where one block does all the work; NaN and an access off its bounds count too."""
+    right = results_with_barriers(op)
+
+    def noticed(order):
+        try:
+            for results, wrong in zip(right, WITH_BARRIERS[op](grid_cap=1, order=order), strict=True):
+                if not all(map(torch.equal, results, wrong)):
+                    return True
+        except rig.KernelError:
+            return True
+        return False
+
+    with rig.without_barrier(path, line):
+        assert any(map(noticed, rig.ORDERS))
+
+
+def test_only_ops_without_barriers_are_left_out():
+    ops = {path.parent.name for path in OPS if rig.barriers(*path.parent.glob("*.cu*"))}
+    assert ops - {"edge"} == WITH_BARRIERS.keys()
 
 
 # ---- every kernel ----

@@ -48,6 +48,9 @@ def bdh_attention(
         (B, H, T, D) in q's dtype, its dimensions in memory in the order of q's strides. Computed in float32 (float64
         for float64). Autocast casts q and v to its dtype.
 
+    On CUDA from sm_80 on float32 products are made in TF32 where torch.backends.cuda.matmul allows it (allow_tf32,
+    torch.set_float32_matmul_precision), forward and backward alike.
+
     First derivatives in q, v, cos and sin; a second one raises NotImplementedError, and so does forward-mode AD.
 
     Raises:
@@ -74,7 +77,7 @@ def bdh_attention(
     scale = _scale(op, scale, q.shape[-1] ** -0.5 if softmax else 1.0)
     cos, sin = (as_read(table, _check.computed_in(q)) for table in (cos, sin))
     save = _differentiated(q, v, cos, sin)
-    return _bdh_attention(q, v, cos, sin, relu, causal, softmax, scale, save, BY_COST)[0]
+    return _bdh_attention(q, v, cos, sin, relu, causal, softmax, scale, save, BY_COST, _tf32(q))[0]
 
 
 def bdh_attention_step(
@@ -125,6 +128,15 @@ def bdh_attention_step(
         return reference.bdh_attention_step(q, v, cos, sin, state, relu=relu, scale=scale)
     state = None if state is None else state.contiguous()
     return torch.ops.camox_ops.bdh_attention_step(q, v, cos, sin, state, relu, scale)
+
+
+def _tf32(q: torch.Tensor) -> bool:
+    """Whether torch would multiply matrices like q in TF32: asked when the op is called, for its backward too."""
+    if not q.is_cuda or q.dtype != torch.float32:
+        return False
+    matmul = torch.backends.cuda.matmul
+    # The first is what dynamo knows and guards, the second what tells of either way to allow it.
+    return matmul.allow_tf32 if torch.compiler.is_compiling() else matmul.fp32_precision == "tf32"
 
 
 def _differentiated(*tensors: torch.Tensor) -> bool:
@@ -201,14 +213,14 @@ def _saved_shape(q: torch.Tensor, v: torch.Tensor, causal: bool, softmax: bool, 
     return (b, h, length) if softmax else (0,)
 
 
-def _fake(q, v, cos, sin, relu, causal, softmax, scale, save, form):
+def _fake(q, v, cos, sin, relu, causal, softmax, scale, save, form, tf32=False):
     sizes = (*q.shape[:3], v.shape[-1])
     out = q.new_empty_strided(sizes, dense_strides(q, sizes))
     return out, cos.new_empty(_saved_shape(q, v, causal, softmax, save, form))
 
 
 def _save(ctx, inputs, output):
-    q, v, cos, sin, *ctx.flags, _, ctx.form = inputs
+    q, v, cos, sin, *ctx.flags, _, ctx.form, ctx.tf32 = inputs
     out, saved = output
     softmax = ctx.flags[2]
     ctx.mark_non_differentiable(saved)
@@ -218,17 +230,18 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad, _):
     if grad is None:
-        return (None,) * 10
+        return (None,) * 11
     q, v, cos, sin, out, saved = ctx.saved_tensors
     relu = ctx.flags[0]
     learned = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-    grad_q, grad_v = _bdh_attention_backward(grad, q, v, cos, sin, out, saved, *ctx.flags, ctx.form, learned)
+    inputs = (grad, q, v, cos, sin, out, saved)
+    grad_q, grad_v = _bdh_attention_backward(*inputs, *ctx.flags, ctx.form, learned, ctx.tf32)
     if not learned:
-        return grad_q, grad_v, *(None,) * 8
+        return grad_q, grad_v, *(None,) * 9
     x = q.relu() if relu else q
     grad_x, *grad_tables = _rope_backward(grad_q, x, cos, sin, None, None, True, "bhtd", None, False)
     grad_q = grad_x.masked_fill(q <= 0, 0) if relu else grad_x
-    return grad_q, grad_v, *grad_tables, *(None,) * 6
+    return grad_q, grad_v, *grad_tables, *(None,) * 7
 
 
 def _fake_backward(grad, q, v, *_):

@@ -37,6 +37,7 @@ typedef enum { CAMOX_BDH_BY_COST = 0, CAMOX_BDH_QUADRATIC = 1, CAMOX_BDH_STATE =
 typedef struct {
   camox_dtype dtype;
   int relu, causal, softmax;
+  int tf32; /* float32 products on tensor cores, where CUDA has them */
   camox_bdh_form form;
   double scale;
   int64_t batch, heads, value_heads, length, dim, value_dim; /* B, H, Hv, T, N, D */
@@ -66,6 +67,13 @@ static CAMOX_ANYWHERE inline int camox_bdh_crossover(const camox_bdh_params *p) 
 static CAMOX_ANYWHERE inline int camox_bdh_state_form(const camox_bdh_params *p) {
   if (p->softmax || p->form == CAMOX_BDH_QUADRATIC) return 0;
   return p->form == CAMOX_BDH_STATE || camox_bdh_crossover(p);
+}
+
+/* Tokens of a chunk of the causal state form on CUDA, whole tiles of 64: half of the cross-over, because states are traffic,
+   twice as much in chunks half as long. */
+static CAMOX_ANYWHERE inline int64_t camox_bdh_cuda_chunk(const camox_bdh_params *p) {
+  const int64_t tokens = p->value_dim > 0 ? 2 * p->dim * p->value_dim / (p->dim + p->value_dim) / 64 * 64 : 64;
+  return tokens < 64 ? 64 : tokens < 512 ? tokens : 512;
 }
 
 static CAMOX_ANYWHERE inline int camox_bdh_saves_scores(const camox_bdh_params *p) {

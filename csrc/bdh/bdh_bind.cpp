@@ -33,7 +33,7 @@ void set_heads(Params& p, const Tensor& v) {
 }
 
 camox_bdh_params bdh_params(const Tensor& q, const Tensor& v, const Tensor& cos, const Tensor& sin, bool relu, bool causal,
-                            bool softmax, double scale, int64_t form) {
+                            bool softmax, double scale, int64_t form, bool tf32) {
   const char* op = "bdh_attention";
   camox_bdh_params p{};
   p.dtype = dtype_of(q, op);
@@ -43,7 +43,7 @@ camox_bdh_params bdh_params(const Tensor& q, const Tensor& v, const Tensor& cos,
   check_table(sin, q, 2, op, "sin");
   if (cos.size(0) != sin.size(0) || cos.size(1) != sin.size(1))
     throw std::invalid_argument("bdh_attention: cos and sin must have the same shape");
-  p.relu = relu, p.causal = causal, p.softmax = softmax, p.scale = scale;
+  p.relu = relu, p.causal = causal, p.softmax = softmax, p.tf32 = tf32, p.scale = scale;
   p.form =
       form < 0 || form > CAMOX_BDH_STATE ? static_cast<camox_bdh_form>(CAMOX_BDH_STATE + 1) : static_cast<camox_bdh_form>(form);
   p.batch = q.size(0), p.heads = q.size(1), p.length = q.size(2), p.dim = q.size(3), p.value_dim = v.size(3);
@@ -75,8 +75,8 @@ void run_slots(camox_bdh_kernel* kernel, camox_bdh_params& p, const Tensor& q, b
 
 // out, and what the backward reads: the scores, the rows' log of the sum of exp, or an empty tensor.
 std::tuple<Tensor, Tensor> bdh_attention(const Tensor& q, const Tensor& v, const Tensor& cos, const Tensor& sin, bool relu,
-                                         bool causal, bool softmax, double scale, bool save, int64_t form) {
-  camox_bdh_params p = bdh_params(q, v, cos, sin, relu, causal, softmax, scale, form);
+                                         bool causal, bool softmax, double scale, bool save, int64_t form, bool tf32) {
+  camox_bdh_params p = bdh_params(q, v, cos, sin, relu, causal, softmax, scale, form, tf32);
   Tensor out = empty_in_order(q, {p.batch, p.heads, p.length, p.value_dim}, 3);
   p.out = view4(out);
   check(camox_bdh_check(&p, 0));
@@ -97,9 +97,10 @@ std::tuple<Tensor, Tensor> bdh_attention(const Tensor& q, const Tensor& v, const
 
 std::tuple<Tensor, Tensor> bdh_attention_backward(const Tensor& grad, const Tensor& q, const Tensor& v, const Tensor& cos,
                                                   const Tensor& sin, OptionalTensor out, const Tensor& saved, bool relu,
-                                                  bool causal, bool softmax, double scale, int64_t form, bool unturned) {
+                                                  bool causal, bool softmax, double scale, int64_t form, bool unturned,
+                                                  bool tf32) {
   const char* op = "bdh_attention_backward";
-  camox_bdh_params p = bdh_params(q, v, cos, sin, relu, causal, softmax, scale, form);
+  camox_bdh_params p = bdh_params(q, v, cos, sin, relu, causal, softmax, scale, form, tf32);
   check_companion(grad, q, 4, op, "grad");
   check_sizes(grad, {p.batch, p.heads, p.length, p.value_dim}, op, "grad");
   check_real(saved, q, saved.dim(), op, "saved");
@@ -184,10 +185,10 @@ std::tuple<Tensor, Tensor> bdh_attention_step(const Tensor& q, const Tensor& v, 
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "bdh_attention(Tensor q, Tensor v, Tensor cos, Tensor sin, bool relu, bool causal, bool softmax, float scale, "
-      "bool save, int form) -> (Tensor, Tensor)");
+      "bool save, int form, bool tf32=False) -> (Tensor, Tensor)");
   m.def(
       "bdh_attention_backward(Tensor grad, Tensor q, Tensor v, Tensor cos, Tensor sin, Tensor? out, Tensor saved, bool relu, "
-      "bool causal, bool softmax, float scale, int form, bool unturned) -> (Tensor, Tensor)");
+      "bool causal, bool softmax, float scale, int form, bool unturned, bool tf32=False) -> (Tensor, Tensor)");
   m.def(
       "bdh_attention_step(Tensor q, Tensor v, Tensor cos, Tensor sin, Tensor? state, bool relu, float scale) -> "
       "(Tensor, Tensor)");

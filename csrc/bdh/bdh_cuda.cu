@@ -3,66 +3,140 @@
      scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp a row
      values   out = w v                                                 grad_v   w^T g
      pairs    e = d s + d s^T                                           grad_q   scale e r, turned back
-     state    z = r^T v             from_state  out = scale r z, d v = scale r (r^T g)
-   The state form, where it has fewer products and is not causal, has these two and grad_q from both states; all else is
-   quadratic. Scores and pairs, or states, of as many heads, or rows of one, as fill a GPU lie in scratch at a time: strips of
-   rows need nothing of each other in the backward either, because s is symmetric. No atomics: fixed bits. Half types: r, w, e
-   and z are rounded to the type as the tensor cores take them, in float16 to infinity beyond its range. */
+     state    z = r^T v, or r^T g   from_state  out = scale r z, d v = scale r (r^T g)
+   The state form, where it has fewer products, has these two and grad_q from both states. Causal it goes by chunks of tokens: a
+   scan adds up the states of the chunks before (of r^T g: behind), and what the scores inside a chunk give is added where
+   values, grad_v and grad_q are made. Scores and pairs, and states, of as many heads, or of rows or chunks of one, as fill a
+   GPU lie in scratch at a time: strips of rows need nothing of each other in the backward either, because s is symmetric, and a
+   segment of chunks only what the states of the others add up to. No atomics: fixed bits. Half types: r, w, e and z are rounded
+   to the type as the tensor cores take them, in float16 to infinity beyond its range. float32 is multiplied in float32, or
+   where `tf32` allows it on tensor cores from sm_80 on, operands rounded to TF32. */
 #include "../common/cuda_util.cuh"
 #include "bdh.h"
 #include "bdh_tile.cuh"
 
-#define BDH_TILES_AT_ONCE 2048 /* of scores and of pairs in scratch, or one strip of BDH_TILE rows: enough to fill a GPU */
+#define BDH_TILES_AT_ONCE 2048 /* of scores, pairs and states in scratch, or the least there can be: enough to fill a GPU */
 #define BDH_FILL 256           /* blocks that fill a large GPU */
 #define BDH_TURNS 8            /* of a block of grad_q, at most */
 #define BDH_STEP_THREADS 256
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
 
-/* The heads and rows of a launch. */
+/* The heads of a launch, and the rows and chunks of each; there is more than one chunk in causal state form alone. */
 struct bdh_strip {
-  int64_t first_unit, units, first_row, rows;
+  int64_t first_unit, units, first_row, rows, first_chunk, chunks;
 };
 
 struct bdh_plan {
   camox_bdh_params p;
   float scale;
   bdh_strip strip;
-  float *scores;    /* [units, rows, T] of the strip, or p.scores */
-  void *pairs;      /* [units, rows, T] of the strip, in the element type */
-  float *delta;     /* [B*H, T] */
-  void *state;      /* [units, N, D] in the element type: r^T v, */
-  void *grad_state; /* and r^T g */
-  int64_t turns;    /* heads of a block of grad_q, one after the other: their angles are the same */
-  bool together;    /* a block of grad_v adds up the heads that share a v */
-  bool masked;      /* the forward's scores: only keys that count */
-  bool weights;     /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
+  int64_t chunk;     /* tokens, T where there are no chunks */
+  float *scores;     /* [units, chunks, rows, chunk] of the strip, or p.scores */
+  void *pairs;       /* likewise, in the element type */
+  float *delta;      /* [B*H, T] */
+  float *state[2];   /* [units, chunks, N, D]: r^T v, and r^T g */
+  float *carried[2]; /* [segments, N, D]: of the chunks before, or behind, the strip's; NULL where it has all */
+  int64_t turns;     /* heads of a block of grad_q, one after the other: their angles are the same */
+  bool together;     /* a block of grad_v adds up the heads that share a v */
+  bool masked;       /* the forward's scores: only keys that count */
+  bool weights;      /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
   bool wide_state, wide_q, wide_v, wide_out, wide_grad, wide_grad_q, wide_grad_v, wide_tables, wide_scores, wide_pairs,
       wide_partial;
 };
 
-__device__ __forceinline__ float *bdh_scores_of(const bdh_plan &plan, int64_t unit) {
-  const int64_t before = plan.p.scores ? unit * plan.p.length : (unit - plan.strip.first_unit) * plan.strip.rows;
-  return plan.scores + before * plan.p.length;
+/* Which tile an item is: `slot` counts the launch's heads and chunks; its row is one of the chunk, or of a state. */
+struct bdh_place {
+  int64_t slot, unit, b, h, first, length, row, column; /* the chunk's first token, its tokens, the tile's first */
+  int rows;                                             /* at most 0 beyond the end of a shorter chunk */
+};
+
+/* A chunk of the launch's; the place of a tile in it is not set. */
+__device__ __forceinline__ bdh_place bdh_chunk_of(const bdh_plan &plan, int64_t slot) {
+  bdh_place at = {};
+  int64_t chunk;
+  at.slot = slot;
+  at.unit = plan.strip.first_unit + camox_divide(slot, plan.strip.chunks, &chunk);
+  at.b = camox_divide(at.unit, plan.p.heads, &at.h);
+  at.first = (plan.strip.first_chunk + chunk) * plan.chunk;
+  at.length = min(plan.p.length - at.first, plan.chunk);
+  return at;
 }
 
-template <typename T>
-__device__ __forceinline__ T *bdh_state_of(const bdh_plan &plan, int64_t unit, bool of_grad) {
-  return static_cast<T *>(of_grad ? plan.grad_state : plan.state) +
-         (unit - plan.strip.first_unit) * plan.p.dim * plan.p.value_dim;
+/* Tiles begin at row `first` of every chunk, and there are `rows`. */
+__device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns, int64_t first,
+                                                  int64_t rows) {
+  int64_t row, column;
+  const int64_t rest = camox_divide(item, camox_ceil_div(columns, BDH_TILE), &column);
+  bdh_place at = bdh_chunk_of(plan, camox_divide(rest, camox_ceil_div(rows, BDH_TILE), &row));
+  at.row = first + row * BDH_TILE, at.column = column * BDH_TILE;
+  at.rows = static_cast<int>(min(rows - row * BDH_TILE, static_cast<int64_t>(BDH_TILE)));
+  return at;
+}
+
+/* Of the strip's rows. */
+__device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns) {
+  bdh_place at = bdh_place_of(plan, item, columns, plan.strip.first_row, plan.strip.rows);
+  at.rows = static_cast<int>(min(static_cast<int64_t>(at.rows), at.length - at.row));
+  return at;
+}
+
+__device__ __forceinline__ int bdh_columns_of(const bdh_place &at, int64_t columns) {
+  return static_cast<int>(min(columns - at.column, static_cast<int64_t>(BDH_TILE)));
+}
+
+/* The tile's first element in a tensor of [B,H,T,columns]. */
+template <typename E>
+__device__ __forceinline__ E *bdh_at(const camox_view4 &view, const bdh_place &at) {
+  return static_cast<E *>(view.data) + at.b * view.stride[0] + at.h * view.stride[1] + (at.first + at.row) * view.stride[2] +
+         at.column * view.stride[3];
+}
+
+#define BDH_FOR_TILES(item, items) for (int64_t item = blockIdx.x; item < (items); item += gridDim.x)
+
+__device__ __forceinline__ float *bdh_scores_of(const bdh_plan &plan, int64_t slot, int64_t unit) {
+  return plan.scores + (plan.p.scores ? unit * plan.p.length : slot * plan.strip.rows) * plan.chunk;
 }
 
 /* ---- operands: V neighbouring elements of a row in memory, 0 beyond the ends ---- */
 
+/* A chunk of one head. */
 template <typename T>
-__device__ __forceinline__ bdh_matrix<T> bdh_view(const camox_view4 &view, int64_t b, int64_t h, int64_t rows, int64_t columns,
-                                                  bool wide) {
-  return {static_cast<const T *>(view.data) + b * view.stride[0] + h * view.stride[1],
+__device__ __forceinline__ bdh_matrix<T> bdh_view(const camox_view4 &view, const bdh_place &at, int64_t columns, bool wide) {
+  return {static_cast<const T *>(view.data) + at.b * view.stride[0] + at.h * view.stride[1] + at.first * view.stride[2],
           view.stride[2],
           view.stride[3],
-          rows,
+          at.length,
           columns,
           wide};
+}
+
+/* float32 of the launcher's own, dense, as the element type. */
+template <typename T>
+struct bdh_sums_of {
+  const float *data;
+  int64_t rows, columns;
+  bool wide;
+
+  __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = bdh_lanes<T>;
+    const float *const from = data + r * columns + c;
+    const int count = r < rows ? bdh_at_most<V>(columns - c) : 0;
+    float x[V];
+    if (wide && count == V) {
+      camox_load_floats<V>(x, from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; ++i) x[i] = i < count ? __ldg(from + i) : 0.0f;
+    }
+    camox_round(to, x);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ bdh_sums_of<T> bdh_state_of(const bdh_plan &plan, const bdh_place &at, int of_grad) {
+  const int64_t size = plan.p.dim * plan.p.value_dim;
+  return {plan.state[of_grad] + at.slot * size, plan.p.dim, plan.p.value_dim, plan.wide_state};
 }
 
 /* The first `count`, or all N, angles from column c of a row of a table that holds one a pair, or one an element (each); c and
@@ -91,7 +165,7 @@ __device__ __forceinline__ void bdh_angles(float (&to)[N], const float *row, boo
 
 __device__ __forceinline__ float bdh_relu(float x) { return x < 0.0f ? 0.0f : x; }
 
-/* r of one head. */
+/* r of a chunk of one head. */
 template <typename T>
 struct bdh_turned {
   bdh_matrix<T> q;
@@ -147,28 +221,28 @@ struct bdh_turned {
 };
 
 template <typename T>
-__device__ __forceinline__ bdh_turned<T> bdh_turned_of(const bdh_plan &plan, int64_t b, int64_t h) {
+__device__ __forceinline__ bdh_turned<T> bdh_turned_of(const bdh_plan &plan, const bdh_place &at) {
   const camox_bdh_params &p = plan.p;
-  return {bdh_view<T>(p.q, b, h, p.length, p.dim, plan.wide_q),
-          static_cast<const float *>(p.cos),
-          static_cast<const float *>(p.sin),
+  return {bdh_view<T>(p.q, at, p.dim, plan.wide_q),
+          static_cast<const float *>(p.cos) + at.first * p.table_columns,
+          static_cast<const float *>(p.sin) + at.first * p.table_columns,
           p.table_columns,
           p.relu != 0,
           plan.wide_tables};
 }
 
-/* Scores of one head as the element type: the strip's rows; or, where they are s of the backward, TRANSPOSED weights:
-   row j has w[i,j] for all i, from s[j,i]. */
+/* Scores of a chunk of one head as the element type: the strip's rows; or, where they are s of the backward, TRANSPOSED
+   weights: row j has w[i,j] for all i, from s[j,i]. */
 template <typename T, bool TRANSPOSED>
 struct bdh_weights {
   const float *data;
-  int64_t first_row, rows, length;
+  int64_t pitch, first_row, rows, length;
   const float *logsumexp; /* of the head's rows, NULL without softmax */
   bool causal, wide;
 
   __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = bdh_lanes<T>;
-    const float *const from = data + (r - first_row) * length + c;
+    const float *const from = data + (r - first_row) * pitch + c;
     const int count = r < first_row + rows ? bdh_at_most<V>(length - c) : 0;
     float x[V];
     if (wide && count == V) {
@@ -192,61 +266,25 @@ struct bdh_weights {
   }
 };
 
-/* Which tile an item is. */
-struct bdh_place {
-  int64_t unit, b, h, row, column; /* the tile's first */
-  int rows;
-};
-
-/* Of the launch's heads, in each of which tiles begin at row `first` and there are `rows`. */
-__device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns, int64_t first,
-                                                  int64_t rows) {
-  bdh_place at;
-  at.unit = camox_divide(item, camox_ceil_div(columns, BDH_TILE), &at.column);
-  at.unit = plan.strip.first_unit + camox_divide(at.unit, camox_ceil_div(rows, BDH_TILE), &at.row);
-  at.b = camox_divide(at.unit, plan.p.heads, &at.h);
-  at.rows = static_cast<int>(min(rows - at.row * BDH_TILE, static_cast<int64_t>(BDH_TILE)));
-  at.row = first + at.row * BDH_TILE;
-  at.column *= BDH_TILE;
-  return at;
-}
-
-__device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns) {
-  return bdh_place_of(plan, item, columns, plan.strip.first_row, plan.strip.rows);
-}
-
-/* The tile's first element in a tensor of [B,H,rows,columns]. */
-template <typename E>
-__device__ __forceinline__ E *bdh_at(const camox_view4 &view, const bdh_place &at) {
-  return static_cast<E *>(view.data) + at.b * view.stride[0] + at.h * view.stride[1] + at.row * view.stride[2] +
-         at.column * view.stride[3];
-}
-
-__device__ __forceinline__ int bdh_columns_of(const bdh_place &at, int64_t columns) {
-  return static_cast<int>(min(columns - at.column, static_cast<int64_t>(BDH_TILE)));
-}
-
-#define BDH_FOR_TILES(item, items) for (int64_t item = blockIdx.x; item < (items); item += gridDim.x)
-
 /* ---- forward ---- */
 
 /* The strip's scores: for the forward (masked) w but for softmax, for the backward s as it is. Where the strip is all rows and
    both sides of the diagonal are asked for, only one of them is computed. */
-template <typename T>
+template <typename P>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+  BDH_SHARED(P, tiles, stage);
   const camox_bdh_params &p = plan.p;
-  const bool masked = plan.masked && p.causal, mirrored = plan.strip.rows == p.length && !masked;
+  const bool masked = plan.masked && p.causal, mirrored = plan.strip.rows == plan.chunk && !masked;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, p.length);
+    const bdh_place at = bdh_place_of(plan, item, plan.chunk);
     const bool above = at.column > at.row;
-    if (above && (mirrored || (masked && !p.scores))) continue;
+    if (at.rows <= 0 || at.column >= at.length || (above && (mirrored || (masked && !p.scores)))) continue;
     bdh_sums sums;
     bdh_clear(sums);
     if (!above || !masked) {
-      const bdh_turned<T> r = bdh_turned_of<T>(plan, at.b, at.h);
-      bdh_multiply<T, false, false>(sums, tiles, r, at.row, r, at.column, 0, p.dim, at.row == at.column);
+      const bdh_turned<bdh_element<P>> r = bdh_turned_of<bdh_element<P>>(plan, at);
+      bdh_multiply<P, false, false>(sums, tiles, r, at.row, r, at.column, 0, p.dim, at.row == at.column);
     }
     const bool on_diagonal = masked && at.row == at.column;
 #pragma unroll
@@ -255,12 +293,12 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
       sum = on_diagonal && bdh_column(i / 4 % 4, i) >= bdh_row(i / 16, i % 4) ? 0.0f : sum * plan.scale;
     }
     bdh_stage(stage, sums);
-    float *const scores = bdh_scores_of(plan, at.unit);
-    const int columns = bdh_columns_of(at, p.length);
-    bdh_put(stage, scores + (at.row - plan.strip.first_row) * p.length + at.column, p.length, 1, at.rows, columns,
+    float *const scores = bdh_scores_of(plan, at.slot, at.unit);
+    const int columns = bdh_columns_of(at, at.length);
+    bdh_put(stage, scores + (at.row - plan.strip.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
             plan.wide_scores);
     if (mirrored && at.column < at.row)
-      bdh_put_mirrored(stage, scores + at.column * p.length + at.row, p.length, at.rows, columns, plan.wide_scores);
+      bdh_put_mirrored(stage, scores + at.column * plan.chunk + at.row, plan.chunk, at.rows, columns, plan.wide_scores);
   }
 }
 
@@ -307,70 +345,110 @@ __device__ __forceinline__ void bdh_put_grad_v(float *stage, const bdh_sums &sum
   bdh_stage(stage, sums);
   const int columns = bdh_columns_of(at, p.value_dim);
   if (p.value_heads != p.heads && !plan.together) {
-    float *const partial = static_cast<float *>(p.partial) + (at.unit * p.length + at.row) * p.value_dim + at.column;
+    float *const partial = static_cast<float *>(p.partial) + (at.unit * p.length + at.first + at.row) * p.value_dim + at.column;
     bdh_put(stage, partial, p.value_dim, 1, at.rows, columns, plan.wide_partial);
   } else {
     bdh_put(stage, bdh_at<T>(p.grad_v, at), p.grad_v.stride[2], p.grad_v.stride[3], at.rows, columns, plan.wide_grad_v);
   }
 }
 
-template <typename T>
+/* sums = scale r z of the chunk's state: what the other chunks, or all tokens, give a tile of out, or of the gradient of v. */
+template <typename P>
+__device__ __forceinline__ void bdh_add_state(bdh_sums &sums, uint32_t *tiles, const bdh_plan &plan, const bdh_place &at,
+                                              int of_grad) {
+  using T = bdh_element<P>;
+  bdh_multiply<P, false, true>(sums, tiles, bdh_turned_of<T>(plan, at), at.row, bdh_state_of<T>(plan, at, of_grad), at.column,
+                               0, plan.p.dim);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= plan.scale;
+}
+
+/* CHUNKS: in causal state form. */
+template <typename P, bool CHUNKS>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+  using T = bdh_element<P>;
+  BDH_SHARED(P, tiles, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, p.value_dim);
-    const bdh_weights<T, false> w = {bdh_scores_of(plan, at.unit),
+    if (at.rows <= 0) continue;
+    bdh_sums sums;
+    bdh_clear(sums);
+    if constexpr (CHUNKS) bdh_add_state<P>(sums, tiles, plan, at, 0);
+    const bdh_weights<T, false> w = {bdh_scores_of(plan, at.slot, at.unit),
+                                     plan.chunk,
                                      plan.strip.first_row,
-                                     plan.strip.rows,
-                                     p.length,
+                                     min(plan.strip.rows, at.length),
+                                     at.length,
                                      nullptr,
                                      p.causal != 0,
                                      plan.wide_scores};
-    const bdh_matrix<T> v = bdh_view<T>(p.v, at.b, at.h, p.length, p.value_dim, plan.wide_v);
-    bdh_sums sums;
-    bdh_clear(sums);
-    const int64_t end = p.causal ? min(p.length, at.row + BDH_TILE) : p.length;
-    bdh_multiply<T, false, true>(sums, tiles, w, at.row, v, at.column, 0, end);
+    const bdh_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
+    const int64_t end = p.causal ? min(at.length, at.row + BDH_TILE) : at.length;
+    bdh_multiply<P, false, true>(sums, tiles, w, at.row, v, at.column, 0, end);
     bdh_put_out<T>(stage, sums, plan, at);
   }
 }
 
-/* r^T v of the launch's heads, or r^T g. */
-template <typename T>
+/* r^T v of the launch's heads and chunks, or r^T g. */
+template <typename P>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
-    bdh_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+    bdh_state_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
+  using T = bdh_element<P>;
+  BDH_SHARED(P, tiles, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, p.value_dim, 0, p.dim);
-    const bdh_matrix<T> v =
-        bdh_view<T>(of_grad ? p.grad : p.v, at.b, at.h, p.length, p.value_dim, of_grad ? plan.wide_grad : plan.wide_v);
+    const bdh_matrix<T> v = bdh_view<T>(of_grad ? p.grad : p.v, at, p.value_dim, of_grad ? plan.wide_grad : plan.wide_v);
     bdh_sums sums;
     bdh_clear(sums);
-    bdh_multiply<T, true, true>(sums, tiles, bdh_turned_of<T>(plan, at.b, at.h), at.row, v, at.column, 0, p.length);
+    bdh_multiply<P, true, true>(sums, tiles, bdh_turned_of<T>(plan, at), at.row, v, at.column, 0, at.length);
     bdh_stage(stage, sums);
-    T *const state = bdh_state_of<T>(plan, at.unit, of_grad);
+    float *const state = plan.state[of_grad] + at.slot * p.dim * p.value_dim;
     bdh_put(stage, state + at.row * p.value_dim + at.column, p.value_dim, 1, at.rows, bdh_columns_of(at, p.value_dim),
             plan.wide_state);
   }
 }
 
+/* The states of every head's chunks become the sum of those before, or with of_grad behind, in that order. A thread has V
+   neighbouring elements. */
+template <int V>
+__global__ void __launch_bounds__(BDH_THREADS)
+    bdh_scan_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
+  const int64_t size = plan.p.dim * plan.p.value_dim, chunks = plan.strip.chunks;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * BDH_THREADS + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * BDH_THREADS) {
+    int64_t place;
+    const int64_t unit = camox_divide(item * V, size, &place);
+    float *state = plan.state[of_grad] + unit * chunks * size + place;
+    int64_t step = size;
+    if (of_grad) state += (chunks - 1) * size, step = -size;
+    float sum[V] = {};
+    if (plan.carried[of_grad]) camox_load<V>(sum, plan.carried[of_grad] + place);
+#pragma unroll 4
+    for (int64_t chunk = 0; chunk < chunks; ++chunk, state += step) {
+      float own[V];
+      camox_get_floats<V>(own, state);
+      camox_store<V>(state, sum);
+#pragma unroll
+      for (int i = 0; i < V; ++i) sum[i] += own[i];
+    }
+  }
+}
+
 /* scale r (r^T v): out; or scale r (r^T g): the gradient of v. */
-template <typename T>
+template <typename P>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
-    bdh_from_state_kernel(const __grid_constant__ bdh_plan plan, bool of_grad, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+    bdh_from_state_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
+  using T = bdh_element<P>;
+  BDH_SHARED(P, tiles, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, p.value_dim);
-    const bdh_matrix<T> state = {bdh_state_of<T>(plan, at.unit, of_grad), p.value_dim, 1, p.dim, p.value_dim, plan.wide_state};
     bdh_sums sums;
     bdh_clear(sums);
-    bdh_multiply<T, false, true>(sums, tiles, bdh_turned_of<T>(plan, at.b, at.h), at.row, state, at.column, 0, p.dim);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= plan.scale;
+    bdh_add_state<P>(sums, tiles, plan, at, of_grad);
     if (of_grad) {
       bdh_put_grad_v<T>(stage, sums, plan, at);
     } else {
@@ -381,17 +459,18 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 
 /* ---- backward ---- */
 
-/* delta[i] = sum_d g[i,d] out[i,d] of every head, a warp a row. */
+/* delta[i] = sum_d g[i,d] out[i,d] of every head, a warp a row: where no launch has all scores of a row and of its mirror. */
 template <typename T>
 __global__ void __launch_bounds__(BDH_THREADS) bdh_delta_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   const camox_bdh_params &p = plan.p;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * (BDH_THREADS / CAMOX_WARP) + warp; item < items;
        item += static_cast<int64_t>(gridDim.x) * (BDH_THREADS / CAMOX_WARP)) {
-    int64_t row, h;
-    const int64_t b = camox_divide(camox_divide(item, p.length, &row), p.heads, &h);
-    const bdh_matrix<T> grad = bdh_view<T>(p.grad, b, h, p.length, p.value_dim, false);
-    const bdh_matrix<T> out = bdh_view<T>(p.out, b, h, p.length, p.value_dim, false);
+    int64_t row;
+    bdh_place at = {};
+    at.b = camox_divide(camox_divide(item, p.length, &row), p.heads, &at.h), at.length = p.length;
+    const bdh_matrix<T> grad = bdh_view<T>(p.grad, at, p.value_dim, false);
+    const bdh_matrix<T> out = bdh_view<T>(p.out, at, p.value_dim, false);
     float sum = 0.0f;
     for (int64_t d = lane; d < p.value_dim; d += CAMOX_WARP)
       sum = fmaf(camox_to_float(__ldg(grad.data + row * grad.row + d * grad.column)),
@@ -401,25 +480,63 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_delta_kernel(const __grid_con
   }
 }
 
+/* w of a softmax from the scores that lie where `place` says. */
+__device__ __forceinline__ float bdh_weight_of(const bdh_plan &plan, const bdh_place &at, const float *scores, int64_t query,
+                                               int64_t key, int64_t place) {
+  if (plan.weights) return __ldg(scores + query * plan.p.length + key);
+  if (plan.p.causal && key >= query) return 0.0f;
+  return expf(__ldg(scores + place) - __ldg(static_cast<const float *>(plan.p.logsumexp) + at.unit * plan.p.length + query));
+}
+
+/* delta[i] = sum_j w[i,j] d w[i,j] of the strip's rows, d w being the bits that pairs has too: where a softmax is nearly all in
+   one score, d w - delta keeps its digits. */
+template <typename P>
+__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+    bdh_weighed_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  using T = bdh_element<P>;
+  BDH_SHARED(P, tiles, stage);
+  const camox_bdh_params &p = plan.p;
+  const int row = static_cast<int>(threadIdx.x) / 2, side = static_cast<int>(threadIdx.x) % 2;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, 1);
+    const float *const scores = bdh_scores_of(plan, at.slot, at.unit);
+    const int64_t query = at.row + row, first = (query - plan.strip.first_row) * p.length;
+    const int64_t end = p.causal ? min(p.length, at.row + BDH_TILE) : p.length;
+    float sum = 0.0f, rest = 0.0f; /* what rounding took from sum: one of the terms is often far the largest */
+    for (int64_t column = 0; column < end; column += BDH_TILE) {
+      bdh_sums sums;
+      bdh_clear(sums);
+      bdh_multiply<P, false, false>(sums, tiles, bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad), at.row,
+                                    bdh_view<T>(p.v, at, p.value_dim, plan.wide_v), column, 0, p.value_dim);
+      bdh_stage(stage, sums);
+      const int columns = row < at.rows ? bdh_at_most<BDH_TILE>(p.length - column) : 0;
+#pragma unroll 4
+      for (int i = side; i < columns; i += 2) {
+        const float w = bdh_weight_of(plan, at, scores, query, column + i, first + column + i);
+        const float term = w * stage[row * BDH_STAGE_PITCH + i], next = sum + term, added = next - sum;
+        rest += (sum - (next - added)) + (term - added);
+        sum = next;
+      }
+    }
+    sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, 1) + (rest + __shfl_xor_sync(CAMOX_FULL_MASK, rest, 1));
+    if (side == 0 && row < at.rows) plan.delta[at.unit * p.length + query] = sum;
+  }
+}
+
 /* The stage's d w become d s of a softmax. other: its rows are keys, its columns queries. `added` may be NULL. */
 __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *added, const bdh_plan &plan, const bdh_place &at,
                                                     bool other) {
   const camox_bdh_params &p = plan.p;
   const int64_t first = at.unit * p.length;
-  const float *const scores = bdh_scores_of(plan, at.unit);
+  const float *const scores = bdh_scores_of(plan, at.slot, at.unit);
   const int columns = bdh_columns_of(at, p.length);
 #pragma unroll 4
   for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
     const int row = i / BDH_TILE, column = i % BDH_TILE;
     if (row >= at.rows || column >= columns) continue;
     const int64_t query = other ? at.column + column : at.row + row, key = other ? at.row + row : at.column + column;
-    float w;
-    if (plan.weights) {
-      w = __ldg(scores + query * p.length + key);
-    } else {
-      const float score = __ldg(scores + (at.row - plan.strip.first_row + row) * p.length + at.column + column);
-      w = p.causal && key >= query ? 0.0f : expf(score - __ldg(static_cast<const float *>(p.logsumexp) + first + query));
-    }
+    const int64_t place = (at.row - plan.strip.first_row + row) * p.length + at.column + column;
+    const float w = bdh_weight_of(plan, at, scores, query, key, place);
     float &value = stage[row * BDH_STAGE_PITCH + column];
     value = w * (value - __ldg(plan.delta + first + query));
     if (added) value += added[row * BDH_STAGE_PITCH + column];
@@ -428,28 +545,29 @@ __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *a
 }
 
 /* e[j,i] = d s[j,i] + d s[i,j] of the strip's rows j. Of the two one is 0 where causal. */
-template <typename T, bool SOFTMAX>
+template <typename P, bool SOFTMAX>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_pairs_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+  using T = bdh_element<P>;
+  BDH_SHARED(P, tiles, stage);
   __shared__ __align__(16) float held[SOFTMAX ? BDH_STAGE : 1];
   const camox_bdh_params &p = plan.p;
-  const bool mirrored = plan.strip.rows == p.length;
+  const bool mirrored = plan.strip.rows == plan.chunk;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, p.length);
+    const bdh_place at = bdh_place_of(plan, item, plan.chunk);
     const bool above = at.column > at.row;
-    if (mirrored && above) continue;
-    const bdh_matrix<T> g = bdh_view<T>(p.grad, at.b, at.h, p.length, p.value_dim, plan.wide_grad);
-    const bdh_matrix<T> v = bdh_view<T>(p.v, at.b, at.h, p.length, p.value_dim, plan.wide_v);
+    if (at.rows <= 0 || at.column >= at.length || (mirrored && above)) continue;
+    const bdh_matrix<T> g = bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad);
+    const bdh_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
     bdh_sums sums;
     bdh_clear(sums);
-    if (!(p.causal && above)) bdh_multiply<T, false, false>(sums, tiles, g, at.row, v, at.column, 0, p.value_dim);
+    if (!(p.causal && above)) bdh_multiply<P, false, false>(sums, tiles, g, at.row, v, at.column, 0, p.value_dim);
     if (SOFTMAX && !p.causal) {
       bdh_stage(held, sums);
       bdh_through_softmax(held, nullptr, plan, at, false);
       bdh_clear(sums);
     }
-    if (!p.causal || above) bdh_multiply<T, false, false>(sums, tiles, v, at.row, g, at.column, 0, p.value_dim);
+    if (!p.causal || above) bdh_multiply<P, false, false>(sums, tiles, v, at.row, g, at.column, 0, p.value_dim);
     bdh_stage(stage, sums);
     if (SOFTMAX) bdh_through_softmax(stage, p.causal ? nullptr : held, plan, at, !p.causal || above);
     if (p.causal && at.row == at.column) {
@@ -460,51 +578,51 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
       }
       __syncthreads();
     }
-    T *const to = static_cast<T *>(plan.pairs) + (at.unit - plan.strip.first_unit) * plan.strip.rows * p.length;
-    const int columns = bdh_columns_of(at, p.length);
-    bdh_put(stage, to + (at.row - plan.strip.first_row) * p.length + at.column, p.length, 1, at.rows, columns, plan.wide_pairs);
+    T *const to = static_cast<T *>(plan.pairs) + at.slot * plan.strip.rows * plan.chunk;
+    const int columns = bdh_columns_of(at, at.length);
+    bdh_put(stage, to + (at.row - plan.strip.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
+            plan.wide_pairs);
     if (mirrored && at.column < at.row)
-      bdh_put_mirrored(stage, to + at.column * p.length + at.row, p.length, at.rows, columns, plan.wide_pairs);
+      bdh_put_mirrored(stage, to + at.column * plan.chunk + at.row, plan.chunk, at.rows, columns, plan.wide_pairs);
   }
 }
 
-/* d r = scale e r of the strip's rows, or of the state form scale (g (r^T v)^T + v (r^T g)^T); turned back and cut where relu
-   cut, unless `unturned`. A block has the same tile of plan.turns heads, and so have the blocks beside it: angles come from
-   the caches. */
-template <typename T, bool STATE>
+/* d r = scale e r of the strip's rows (PAIRS), or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum; turned
+   back and cut where relu cut, unless `unturned`. A block has the same tile of plan.turns heads, and so have the blocks beside
+   it: angles come from the caches. */
+template <typename P, bool PAIRS, bool STATE>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  using T = bdh_element<P>;
   constexpr int V = bdh_lanes<T>, across = BDH_TILE / V;
-  BDH_SHARED(T, tiles, stage);
+  BDH_SHARED(P, tiles, stage);
   const camox_bdh_params &p = plan.p;
-  const int64_t groups = camox_ceil_div(plan.strip.units, plan.turns);
+  const int64_t slots = plan.strip.units * plan.strip.chunks, groups = camox_ceil_div(slots, plan.turns);
   BDH_FOR_TILES(item, items) {
     int64_t group;
     const int64_t tile = camox_divide(item, groups, &group);
-    const int64_t end = min(plan.strip.units, (group + 1) * plan.turns);
-    for (int64_t unit = group * plan.turns; unit < end; ++unit) {
-      const bdh_place at = bdh_place_of(plan, unit * (items / groups) + tile, p.dim);
-      const bdh_turned<T> r = bdh_turned_of<T>(plan, at.b, at.h);
+    const int64_t end = min(slots, (group + 1) * plan.turns);
+    for (int64_t slot = group * plan.turns; slot < end; ++slot) {
+      const bdh_place at = bdh_place_of(plan, slot * (items / groups) + tile, p.dim);
+      if (at.rows <= 0) continue;
+      const bdh_turned<T> r = bdh_turned_of<T>(plan, at);
       bdh_sums sums;
       bdh_clear(sums);
       if constexpr (STATE) {
 #pragma unroll 1
         for (int other = 0; other < 2; ++other) {
-          const bdh_matrix<T> rows =
-              bdh_view<T>(other ? p.v : p.grad, at.b, at.h, p.length, p.value_dim, other ? plan.wide_v : plan.wide_grad);
-          const bdh_matrix<T> state = {
-              bdh_state_of<T>(plan, at.unit, other != 0), p.value_dim, 1, p.dim, p.value_dim, plan.wide_state};
-          bdh_multiply<T, false, false>(sums, tiles, rows, at.row, state, at.column, 0, p.value_dim);
+          const bdh_matrix<T> rows = bdh_view<T>(other ? p.v : p.grad, at, p.value_dim, other ? plan.wide_v : plan.wide_grad);
+          bdh_multiply<P, false, false>(sums, tiles, rows, at.row, bdh_state_of<T>(plan, at, other), at.column, 0, p.value_dim);
         }
-      } else {
-        const bdh_matrix<T> pairs = {
-            static_cast<const T *>(plan.pairs) + (at.unit - plan.strip.first_unit) * plan.strip.rows * p.length,
-            p.length,
-            1,
-            plan.strip.rows,
-            p.length,
-            plan.wide_pairs};
-        bdh_multiply<T, false, true>(sums, tiles, pairs, at.row - plan.strip.first_row, r, at.column, 0, p.length);
+      }
+      if constexpr (PAIRS) {
+        const bdh_matrix<T> pairs = {static_cast<const T *>(plan.pairs) + at.slot * plan.strip.rows * plan.chunk,
+                                     plan.chunk,
+                                     1,
+                                     min(plan.strip.rows, at.length),
+                                     at.length,
+                                     plan.wide_pairs};
+        bdh_multiply<P, false, true>(sums, tiles, pairs, at.row - plan.strip.first_row, r, at.column, 0, at.length);
       }
       bdh_stage(stage, sums);
       T *const to = bdh_at<T>(p.grad_q, at);
@@ -528,32 +646,39 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
   }
 }
 
-/* w^T g of the strip's rows, of each head; together: of all heads of a batch element, in their order. WEIGHTS: plan.weights. */
-template <typename T, bool WEIGHTS>
+/* w^T g of the strip's rows, of each head; together: of all heads of a batch element, in their order. WEIGHTS: plan.weights.
+   CHUNKS: in causal state form. */
+template <typename P, bool WEIGHTS, bool CHUNKS>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+  using T = bdh_element<P>;
+  BDH_SHARED(P, tiles, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     bdh_place at = bdh_place_of(plan, item, p.value_dim);
+    if (at.rows <= 0) continue;
     const bool together = WEIGHTS && plan.together;
     if (together) at.b = at.unit, at.h = 0, at.unit *= p.heads;
     const int heads = together ? static_cast<int>(p.heads) : 1;
     bdh_sums sums;
     bdh_clear(sums);
+    if constexpr (CHUNKS) bdh_add_state<P>(sums, tiles, plan, at, 1);
 #pragma unroll 1
     for (int h = 0; h < heads; ++h) {
-      const bdh_matrix<T> g = bdh_view<T>(p.grad, at.b, at.h + h, p.length, p.value_dim, plan.wide_grad);
+      bdh_place of_head = at;
+      of_head.h += h;
+      const bdh_matrix<T> g = bdh_view<T>(p.grad, of_head, p.value_dim, plan.wide_grad);
       const float *const logsumexp =
           p.softmax && !WEIGHTS ? static_cast<const float *>(p.logsumexp) + at.unit * p.length : nullptr;
-      const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.unit + h),
+      const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.slot, at.unit + h),
+                                          plan.chunk,
                                           WEIGHTS ? 0 : plan.strip.first_row,
-                                          WEIGHTS ? p.length : plan.strip.rows,
-                                          p.length,
+                                          WEIGHTS ? at.length : min(plan.strip.rows, at.length),
+                                          at.length,
                                           logsumexp,
                                           p.causal != 0,
                                           plan.wide_scores};
-      bdh_multiply<T, WEIGHTS, true>(sums, tiles, w, at.row, g, at.column, p.causal ? at.row : 0, p.length);
+      bdh_multiply<P, WEIGHTS, true>(sums, tiles, w, at.row, g, at.column, p.causal ? at.row : 0, at.length);
     }
     bdh_put_grad_v<T>(stage, sums, plan, at);
   }
@@ -655,12 +780,15 @@ static int64_t bdh_heads(const camox_bdh_params *p) { return p->length == 0 ? 0 
 static int64_t bdh_element_bytes(const camox_bdh_params *p) { return p->dtype == CAMOX_F32 ? 4 : 2; }
 
 /* The forward without scores, and a backward that finds none, of heads whose state is less work than their scores. */
-static bool bdh_by_state(const camox_bdh_params *p) { return !p->causal && !p->scores && camox_bdh_state_form(p); }
+static bool bdh_by_state(const camox_bdh_params *p) { return !p->scores && camox_bdh_state_form(p); }
+static bool bdh_by_chunks(const camox_bdh_params *p) { return p->causal && bdh_by_state(p); }
 
 /* The parts of scratch, in bytes; strips are all of one size, the last one may be shorter. */
 struct bdh_scratch {
-  int64_t units, rows; /* of a strip */
-  int64_t delta, scores, pairs, state;
+  int64_t units, rows;                 /* of a strip */
+  int64_t chunk, chunks, segment;      /* tokens of a chunk; all chunks of a head; those of a strip */
+  int64_t delta, scores, pairs, state; /* a state for v, in the backward one for g: */
+  int64_t carried;                     /* this too */
 };
 
 static int64_t bdh_rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -669,24 +797,41 @@ static int64_t bdh_tiles_of(int64_t rows, int64_t columns) {
   return camox_ceil_div(rows, BDH_TILE) * camox_ceil_div(columns, BDH_TILE);
 }
 
+/* As many heads as fill a GPU, or chunks of one. */
+static void bdh_plan_states(bdh_scratch &s, const camox_bdh_params *p, int64_t most) {
+  int64_t tiles = bdh_tiles_of(p->dim, p->value_dim);
+  if (p->causal) {
+    const int64_t chunk = camox_bdh_cuda_chunk(p), of_scores = bdh_tiles_of(chunk, chunk);
+    if (chunk < s.chunk) s.rows = s.chunk = chunk;
+    if (of_scores > tiles) tiles = of_scores;
+  }
+  const int64_t slots = tiles > 0 && most > tiles ? most / tiles : 1;
+  s.segment = s.chunks = camox_ceil_div(p->length, s.chunk);
+  if (s.segment > slots) s.segment = slots;
+  if (s.units > slots / s.segment) s.units = slots / s.segment;
+  const int64_t size = p->dim * p->value_dim * 4;
+  s.state = bdh_rounded(s.units * s.segment * size);
+  if (s.segment < s.chunks) s.carried = bdh_rounded(camox_ceil_div(s.chunks, s.segment) * size);
+}
+
 static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
-  bdh_scratch s = {bdh_heads(p), p->length, 0, 0, 0, 0};
+  bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0};
   if (s.units == 0) return s;
   if (backward && p->softmax) s.delta = bdh_rounded(s.units * p->length * 4);
   if (p->scores && !backward) return s;
-  const bool by_state = bdh_by_state(p);
-  const int64_t most = camox_grid(BDH_TILES_AT_ONCE), length_tiles = camox_ceil_div(p->length, BDH_TILE);
-  const int64_t tiles = by_state ? bdh_tiles_of(p->dim, p->value_dim) : length_tiles * length_tiles;
-  if (tiles > 0 && s.units > most / tiles) s.units = most > tiles ? most / tiles : 1;
-  if (by_state) {
-    s.state = bdh_rounded(s.units * p->dim * p->value_dim * bdh_element_bytes(p));
-    return s;
+  const int64_t most = camox_grid(BDH_TILES_AT_ONCE);
+  if (bdh_by_state(p)) {
+    bdh_plan_states(s, p, most);
+    if (!p->causal) return s;
+  } else {
+    const int64_t length_tiles = camox_ceil_div(p->length, BDH_TILE), tiles = length_tiles * length_tiles;
+    if (s.units > most / tiles) s.units = most > tiles ? most / tiles : 1;
+    if (tiles > most) {
+      const int64_t rows = (most > length_tiles ? most / length_tiles : 1) * BDH_TILE;
+      if (rows < s.rows) s.rows = rows;
+    }
   }
-  if (tiles > most) {
-    const int64_t rows = (most > length_tiles ? most / length_tiles : 1) * BDH_TILE;
-    if (rows < s.rows) s.rows = rows;
-  }
-  const int64_t elements = s.units * s.rows * p->length;
+  const int64_t elements = s.units * s.segment * s.rows * s.chunk;
   if (!p->scores) s.scores = bdh_rounded(elements * 4);
   if (backward) s.pairs = bdh_rounded(elements * bdh_element_bytes(p));
   return s;
@@ -700,7 +845,9 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   plan.delta = reinterpret_cast<float *>(scratch), scratch += s.delta;
   plan.scores = static_cast<float *>(p->scores ? p->scores : scratch), scratch += s.scores;
   plan.pairs = scratch, scratch += s.pairs;
-  plan.state = scratch, plan.grad_state = scratch + s.state;
+  for (float *&state : plan.state) state = reinterpret_cast<float *>(scratch), scratch += s.state;
+  for (float *&carried : plan.carried) carried = reinterpret_cast<float *>(scratch), scratch += s.carried;
+  plan.chunk = s.chunk;
   plan.masked = !backward, plan.weights = backward && p->scores;
   /* where the GPU is full without the heads side by side */
   plan.together =
@@ -711,26 +858,16 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   plan.wide_grad_q = bdh_is_wide(p->grad_q, bytes), plan.wide_grad_v = bdh_is_wide(p->grad_v, bytes);
   plan.wide_partial = camox_aligned(p->partial, 16) && p->value_dim % 4 == 0;
   plan.wide_tables = camox_aligned(p->cos, 16) && camox_aligned(p->sin, 16) && p->table_columns % 4 == 0;
-  plan.wide_scores = camox_aligned(plan.scores, 16) && p->length % 4 == 0;
-  plan.wide_pairs = camox_aligned(plan.pairs, 16) && p->length * bytes % 16 == 0;
-  plan.wide_state = camox_aligned(plan.state, 16) && p->value_dim * bytes % 16 == 0;
+  plan.wide_scores = camox_aligned(plan.scores, 16) && s.chunk % 4 == 0;
+  plan.wide_pairs = camox_aligned(plan.pairs, 16) && s.chunk * bytes % 16 == 0;
+  plan.wide_state = camox_aligned(plan.state[0], 16) && p->value_dim % 4 == 0;
   return plan;
 }
 
-/* Calls launch() for every strip. */
-template <typename Launch>
-static void bdh_for_strips(bdh_plan &plan, const bdh_scratch &s, const Launch &launch) {
-  const int64_t units = bdh_heads(&plan.p);
-  for (int64_t unit = 0; unit < units; unit += s.units)
-    for (int64_t row = 0; row < plan.p.length; row += s.rows) {
-      plan.strip = {unit, s.units < units - unit ? s.units : units - unit, row,
-                    s.rows < plan.p.length - row ? s.rows : plan.p.length - row};
-      launch();
-    }
-}
+static int64_t bdh_slots(const bdh_plan &plan) { return plan.strip.units * plan.strip.chunks; }
 
 static int64_t bdh_tiles(const bdh_plan &plan, int64_t columns) {
-  return plan.strip.units * bdh_tiles_of(plan.strip.rows, columns);
+  return bdh_slots(plan) * bdh_tiles_of(plan.strip.rows, columns);
 }
 
 #define BDH_LAUNCH(kernel, items, per_block, ...)                                                                     \
@@ -742,60 +879,114 @@ static int64_t bdh_tiles(const bdh_plan &plan, int64_t columns) {
 
 #define BDH_WARPS (BDH_THREADS / CAMOX_WARP)
 
-template <typename T>
+/* r^T v of the strip, for the backward r^T g too; where causal what a chunk finds before, or behind, it. */
+template <typename P>
+static void bdh_launch_states(const bdh_plan &plan, bool backward, void *stream) {
+  const int64_t size = plan.p.dim * plan.p.value_dim;
+  for (int of_grad = 0; of_grad <= backward; ++of_grad) {
+    BDH_LAUNCH((bdh_state_kernel<P>), bdh_slots(plan) * bdh_tiles_of(plan.p.dim, plan.p.value_dim), 1, plan, of_grad);
+    if (!plan.p.causal) continue;
+    if (plan.wide_state)
+      BDH_LAUNCH(bdh_scan_kernel<4>, plan.strip.units * size / 4, BDH_THREADS, plan, of_grad);
+    else
+      BDH_LAUNCH(bdh_scan_kernel<1>, plan.strip.units * size, BDH_THREADS, plan, of_grad);
+  }
+}
+
+/* Calls launch() for every strip; before those of a head that is cut into segments what they find before or behind them is
+   summed up, segments being longer chunks. */
+template <typename P, typename Launch>
+static void bdh_for_strips(bdh_plan &plan, const bdh_scratch &s, bool backward, void *stream, const Launch &launch) {
+  const int64_t heads = bdh_heads(&plan.p), size = plan.p.dim * plan.p.value_dim;
+  float *const carried[2] = {plan.carried[0], plan.carried[1]};
+  for (int64_t unit = 0; unit < heads; unit += s.units) {
+    plan.strip = {unit, s.units < heads - unit ? s.units : heads - unit, 0, s.rows, 0, 1};
+    if (s.carried > 0) {
+      bdh_plan segments = plan;
+      segments.chunk = s.segment * s.chunk;
+      segments.strip.chunks = camox_ceil_div(s.chunks, s.segment);
+      for (int i = 0; i < 2; ++i) segments.state[i] = carried[i], segments.carried[i] = nullptr;
+      bdh_launch_states<P>(segments, backward, stream);
+    }
+    for (int64_t chunk = 0; chunk < s.chunks; chunk += s.segment) {
+      plan.strip.first_chunk = chunk, plan.strip.chunks = s.segment < s.chunks - chunk ? s.segment : s.chunks - chunk;
+      for (int i = 0; i < 2; ++i) plan.carried[i] = s.carried > 0 ? carried[i] + chunk / s.segment * size : nullptr;
+      for (int64_t row = 0; row < s.chunk; row += s.rows) {
+        plan.strip.first_row = row, plan.strip.rows = s.rows < s.chunk - row ? s.rows : s.chunk - row;
+        launch();
+      }
+    }
+  }
+}
+
+template <typename P>
 static int bdh_run(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, false);
   bdh_plan plan = bdh_plan_of(p, s, false);
-  bdh_for_strips(plan, s, [&] {
+  bdh_for_strips<P>(plan, s, false, stream, [&] {
     if (bdh_by_state(p)) {
-      BDH_LAUNCH((bdh_state_kernel<T>), plan.strip.units * bdh_tiles_of(p->dim, p->value_dim), 1, plan, false);
-      BDH_LAUNCH((bdh_from_state_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan, false);
-      return;
+      bdh_launch_states<P>(plan, false, stream);
+      if (!p->causal) {
+        BDH_LAUNCH((bdh_from_state_kernel<P>), bdh_tiles(plan, p->value_dim), 1, plan, 0);
+        return;
+      }
     }
-    BDH_LAUNCH((bdh_scores_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
+    BDH_LAUNCH((bdh_scores_kernel<P>), bdh_tiles(plan, plan.chunk), 1, plan);
     if (p->softmax) BDH_LAUNCH(bdh_softmax_kernel, plan.strip.units * plan.strip.rows, BDH_WARPS, plan);
-    BDH_LAUNCH((bdh_values_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan);
+    if (bdh_by_chunks(p))
+      BDH_LAUNCH((bdh_values_kernel<P, true>), bdh_tiles(plan, p->value_dim), 1, plan);
+    else
+      BDH_LAUNCH((bdh_values_kernel<P, false>), bdh_tiles(plan, p->value_dim), 1, plan);
   });
   return camox_launch_status();
 }
 
-template <typename T, bool STATE>
+template <typename P, bool PAIRS, bool STATE>
 static void bdh_launch_grad_q(bdh_plan &plan, void *stream) {
   plan.turns = bdh_tiles(plan, plan.p.dim) / camox_grid(BDH_TILES_AT_ONCE);
   plan.turns = plan.turns < 1 ? 1 : plan.turns < BDH_TURNS ? plan.turns : BDH_TURNS;
-  const int64_t groups = camox_ceil_div(plan.strip.units, plan.turns);
-  BDH_LAUNCH((bdh_grad_q_kernel<T, STATE>), groups * bdh_tiles_of(plan.strip.rows, plan.p.dim), 1, plan);
+  const int64_t groups = camox_ceil_div(bdh_slots(plan), plan.turns);
+  BDH_LAUNCH((bdh_grad_q_kernel<P, PAIRS, STATE>), groups * bdh_tiles_of(plan.strip.rows, plan.p.dim), 1, plan);
 }
 
-template <typename T>
+template <typename P>
 static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, true);
   bdh_plan plan = bdh_plan_of(p, s, true);
-  if (p->softmax) BDH_LAUNCH((bdh_delta_kernel<T>), bdh_heads(p) * p->length, BDH_WARPS, plan);
+  const bool whole = s.rows == p->length;
+  if (p->softmax && !whole) BDH_LAUNCH((bdh_delta_kernel<bdh_element<P>>), bdh_heads(p) * p->length, BDH_WARPS, plan);
   if (plan.weights) {
-    plan.strip = {0, plan.together ? p->batch : bdh_heads(p), 0, p->length};
-    BDH_LAUNCH((bdh_grad_v_kernel<T, true>), bdh_tiles(plan, p->value_dim), 1, plan);
+    plan.strip = {0, plan.together ? p->batch : bdh_heads(p), 0, p->length, 0, 1};
+    BDH_LAUNCH((bdh_grad_v_kernel<P, true, false>), bdh_tiles(plan, p->value_dim), 1, plan);
   }
-  bdh_for_strips(plan, s, [&] {
+  bdh_for_strips<P>(plan, s, true, stream, [&] {
     if (bdh_by_state(p)) {
-      for (const bool of_grad : {false, true})
-        BDH_LAUNCH((bdh_state_kernel<T>), plan.strip.units * bdh_tiles_of(p->dim, p->value_dim), 1, plan, of_grad);
-      BDH_LAUNCH((bdh_from_state_kernel<T>), bdh_tiles(plan, p->value_dim), 1, plan, true);
-      bdh_launch_grad_q<T, true>(plan, stream);
-      return;
+      bdh_launch_states<P>(plan, true, stream);
+      if (!p->causal) {
+        BDH_LAUNCH((bdh_from_state_kernel<P>), bdh_tiles(plan, p->value_dim), 1, plan, 1);
+        bdh_launch_grad_q<P, false, true>(plan, stream);
+        return;
+      }
     }
     if (!plan.weights) {
-      BDH_LAUNCH((bdh_scores_kernel<T>), bdh_tiles(plan, p->length), 1, plan);
-      BDH_LAUNCH((bdh_grad_v_kernel<T, false>), bdh_tiles(plan, p->value_dim), 1, plan);
+      BDH_LAUNCH((bdh_scores_kernel<P>), bdh_tiles(plan, plan.chunk), 1, plan);
+      if (bdh_by_chunks(p))
+        BDH_LAUNCH((bdh_grad_v_kernel<P, false, true>), bdh_tiles(plan, p->value_dim), 1, plan);
+      else
+        BDH_LAUNCH((bdh_grad_v_kernel<P, false, false>), bdh_tiles(plan, p->value_dim), 1, plan);
     }
+    if (p->softmax && whole) BDH_LAUNCH((bdh_weighed_kernel<P>), bdh_tiles(plan, 1), 1, plan);
     if (p->softmax)
-      BDH_LAUNCH((bdh_pairs_kernel<T, true>), bdh_tiles(plan, p->length), 1, plan);
+      BDH_LAUNCH((bdh_pairs_kernel<P, true>), bdh_tiles(plan, plan.chunk), 1, plan);
     else
-      BDH_LAUNCH((bdh_pairs_kernel<T, false>), bdh_tiles(plan, p->length), 1, plan);
-    bdh_launch_grad_q<T, false>(plan, stream);
+      BDH_LAUNCH((bdh_pairs_kernel<P, false>), bdh_tiles(plan, plan.chunk), 1, plan);
+    if (bdh_by_chunks(p))
+      bdh_launch_grad_q<P, true, true>(plan, stream);
+    else
+      bdh_launch_grad_q<P, true, false>(plan, stream);
   });
   if (p->value_heads != p->heads && !plan.together)
-    BDH_LAUNCH((bdh_sum_kernel<T>), p->batch * p->length * p->value_dim, BDH_THREADS, *p);
+    BDH_LAUNCH((bdh_sum_kernel<bdh_element<P>>), p->batch * p->length * p->value_dim, BDH_THREADS, *p);
   return camox_launch_status();
 }
 
@@ -809,23 +1000,27 @@ static int bdh_run_step(const camox_bdh_step_params *p, void *stream) {
 
 extern "C" int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward) {
   const bdh_scratch s = bdh_scratch_of(p, backward != 0);
-  return s.delta + s.scores + s.pairs + 2 * s.state;
+  return s.delta + s.scores + s.pairs + 2 * (s.state + s.carried);
 }
 
-#define BDH_BY_TYPE(run)                                   \
+#define BDH_BY_TYPE(run, of_float32)                       \
   switch (p->dtype) {                                      \
-    case CAMOX_F32: return run<float>(p, stream);          \
+    case CAMOX_F32: return of_float32;                     \
     case CAMOX_BF16: return run<__nv_bfloat16>(p, stream); \
     case CAMOX_F16: return run<__half>(p, stream);         \
     default: return cudaErrorInvalidValue;                 \
   }
 
-extern "C" int camox_bdh_cuda(const camox_bdh_params *p, void *stream) { BDH_BY_TYPE(bdh_run) }
+extern "C" int camox_bdh_cuda(const camox_bdh_params *p, void *stream) {
+  BDH_BY_TYPE(bdh_run, p->tf32 ? bdh_run<bdh_tf32>(p, stream) : bdh_run<float>(p, stream))
+}
 
 extern "C" int camox_bdh_backward_cuda(const camox_bdh_params *p, void *stream) {
   /* w of a softmax needs what the forward saved of it */
   if (p->softmax && !p->scores && !p->logsumexp && bdh_heads(p) > 0) return cudaErrorInvalidValue;
-  BDH_BY_TYPE(bdh_run_backward)
+  BDH_BY_TYPE(bdh_run_backward, p->tf32 ? bdh_run_backward<bdh_tf32>(p, stream) : bdh_run_backward<float>(p, stream))
 }
 
-extern "C" int camox_bdh_step_cuda(const camox_bdh_step_params *p, void *stream) { BDH_BY_TYPE(bdh_run_step) }
+extern "C" int camox_bdh_step_cuda(const camox_bdh_step_params *p, void *stream) {
+  BDH_BY_TYPE(bdh_run_step, bdh_run_step<float>(p, stream))
+}

@@ -10,6 +10,22 @@
 #define BDH_TILE 64  /* rows and columns of a block's tile: 2 x 2 warps of 32 x 32 */
 #define BDH_BLOCKS 3 /* of which a multiprocessor must hold so many: at most 168 registers a thread */
 
+/* float32 whose products may be made of TF32, as far as the architecture has tensor cores for it. A product's P is this or the
+   element type itself. */
+struct bdh_tf32 {
+  float value;
+};
+template <typename P>
+constexpr bool bdh_is_tf32 = false;
+template <>
+constexpr bool bdh_is_tf32<bdh_tf32> = true;
+template <typename P>
+using bdh_element = typename camox_select<bdh_is_tf32<P>, float, P>::type;
+
+template <typename P>
+constexpr bool bdh_on_tensor_cores =
+    bdh_is_tf32<P> ? CAMOX_CUDA_ARCH >= 800 : sizeof(P) == 2 && (CAMOX_CUDA_ARCH >= 800 || !camox_is_bfloat16<P>::value);
+
 /* 16 bytes, the widest access; elements of an operand along k in one turn of the loop, 32 words. */
 template <typename T>
 constexpr int bdh_lanes = 16 / static_cast<int>(sizeof(T));
@@ -18,9 +34,9 @@ constexpr int bdh_depth = 128 / static_cast<int>(sizeof(T));
 
 /* An operand in shared memory: two halves along k, each [BDH_TILE] rows of 16 words. The padding keeps the four rows, or two,
    that eight lanes read at once in different banks. */
-template <typename T>
+template <typename P>
 struct bdh_tile {
-  static constexpr int row = sizeof(T) == 4 ? 20 : 16; /* words from row to row */
+  static constexpr int row = sizeof(P) == 4 && !bdh_on_tensor_cores<P> ? 20 : 16; /* words from row to row */
   static constexpr int half = BDH_TILE * row + 16;
   static constexpr int words = 2 * half;
 };
@@ -66,25 +82,36 @@ struct bdh_matrix {
 
 /* ---- tiles in shared memory ---- */
 
+/* 16 bytes of the operand as the product takes them. */
+template <typename P, typename Operand>
+__device__ __forceinline__ void bdh_piece(bdh_element<P> (&to)[bdh_lanes<P>], const Operand &operand, int64_t r, int64_t c) {
+  operand.piece(to, r, c);
+  if constexpr (bdh_is_tf32<P> && bdh_on_tensor_cores<P>) {
+#pragma unroll
+    for (int i = 0; i < bdh_lanes<P>; ++i) to[i] = camox_to_tf32(to[i]);
+  }
+}
+
 /* Rows [first, first + BDH_TILE) of the operand are rows in memory, k its columns. */
-template <typename T, typename Operand>
+template <typename P, typename Operand>
 __device__ __forceinline__ void bdh_load_along(uint32_t *tile, const Operand &operand, int64_t first, int64_t k) {
 #pragma unroll 2
   for (int u = 0; u < BDH_TILE * 8 / BDH_THREADS; ++u) {
     const int item = static_cast<int>(threadIdx.x) + u * BDH_THREADS, row = item / 8, piece = item % 8;
-    T values[bdh_lanes<T>];
-    operand.piece(values, first + row, k + piece * bdh_lanes<T>);
-    camox_store_shared(reinterpret_cast<T *>(tile + piece / 4 * bdh_tile<T>::half + row * bdh_tile<T>::row + piece % 4 * 4),
-                       values);
+    bdh_element<P> values[bdh_lanes<P>];
+    bdh_piece<P>(values, operand, first + row, k + piece * bdh_lanes<P>);
+    uint32_t *const to = tile + piece / 4 * bdh_tile<P>::half + row * bdh_tile<P>::row + piece % 4 * 4;
+    camox_store_shared(reinterpret_cast<bdh_element<P> *>(to), values);
   }
 }
 
 /* k are rows in memory, and the operand's rows its columns: a thread makes words of what neighbouring k have. */
-template <typename T, typename Operand>
+template <typename P, typename Operand>
 __device__ __forceinline__ void bdh_load_across(uint32_t *tile, const Operand &operand, int64_t first, int64_t k) {
+  using T = bdh_element<P>;
   constexpr int V = bdh_lanes<T>, of_word = 4 / static_cast<int>(sizeof(T));
   const int word = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  uint32_t *const to = tile + word / 16 * bdh_tile<T>::half + word % 16;
+  uint32_t *const to = tile + word / 16 * bdh_tile<P>::half + word % 16;
 #pragma unroll 1
   for (int u = 0; u < BDH_TILE / V / (BDH_THREADS / CAMOX_WARP); ++u) {
     const int row = (warp + u * (BDH_THREADS / CAMOX_WARP)) * V;
@@ -93,14 +120,14 @@ __device__ __forceinline__ void bdh_load_across(uint32_t *tile, const Operand &o
     for (int i = 0; i < of_word; ++i) {
       int step = word * of_word + i;
       camox_compute_late(step);
-      operand.piece(values[i], k + step, first + row);
+      bdh_piece<P>(values[i], operand, k + step, first + row);
     }
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       T pair[of_word];
 #pragma unroll
       for (int i = 0; i < of_word; ++i) pair[i] = values[i][j];
-      camox_store_shared(reinterpret_cast<T *>(to + (row + j) * bdh_tile<T>::row), pair);
+      camox_store_shared(reinterpret_cast<T *>(to + (row + j) * bdh_tile<P>::row), pair);
     }
   }
 }
@@ -126,7 +153,7 @@ __device__ __forceinline__ void bdh_clear(bdh_sums &sums) {
 
 /* A lane takes 8 neighbouring k of each row in one access: the order of k within a step is the same for both operands, and no
    matter. */
-template <typename T>
+template <typename P>
 __device__ __forceinline__ void bdh_product_mma(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
   const int k = static_cast<int>(threadIdx.x) % 4 * 4,
             column = bdh_column(0, 0) - k / 2 + static_cast<int>(threadIdx.x) % CAMOX_WARP / 4;
@@ -135,8 +162,8 @@ __device__ __forceinline__ void bdh_product_mma(bdh_sums &sums, const uint32_t *
     uint32_t rows[4][4], columns[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      camox_load_shared(rows[i], a + half * bdh_tile<T>::half + bdh_row(i / 2, i % 2 * 2) * bdh_tile<T>::row + k);
-      camox_load_shared(columns[i], b + half * bdh_tile<T>::half + (column + i * 8) * bdh_tile<T>::row + k);
+      camox_load_shared(rows[i], a + half * bdh_tile<P>::half + bdh_row(i / 2, i % 2 * 2) * bdh_tile<P>::row + k);
+      camox_load_shared(columns[i], b + half * bdh_tile<P>::half + (column + i * 8) * bdh_tile<P>::row + k);
     }
 #pragma unroll
     for (int step = 0; step < 4; step += 2) {
@@ -147,7 +174,11 @@ __device__ __forceinline__ void bdh_product_mma(bdh_sums &sums, const uint32_t *
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const uint32_t other[2] = {columns[n][step], columns[n][step + 1]};
-          camox_mma_m16n8k16<T>(sums[m][n], fragment, other);
+          if constexpr (bdh_is_tf32<P>) {
+            camox_mma_tf32_m16n8k8(sums[m][n], fragment, other);
+          } else {
+            camox_mma_m16n8k16<P>(sums[m][n], fragment, other);
+          }
         }
       }
     }
@@ -155,22 +186,23 @@ __device__ __forceinline__ void bdh_product_mma(bdh_sums &sums, const uint32_t *
 }
 
 /* What a turn of the loop over k adds is summed up by itself first: long sums of float32 keep more of their digits so. */
-template <typename T>
+template <typename P>
 __device__ __forceinline__ void bdh_product_fma(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
+  using T = bdh_element<P>;
   constexpr int V = 4, words = V * static_cast<int>(sizeof(T)) / 4;
   bdh_sums part;
   bdh_clear(part);
 #pragma unroll 1
   for (int word = 0; word < 32; word += words) {
-    const int place = word / 16 * bdh_tile<T>::half + word % 16;
+    const int place = word / 16 * bdh_tile<P>::half + word % 16;
     T rows[4][V];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      camox_load_shared(rows[i], reinterpret_cast<const T *>(a + place + bdh_row(i / 2, i % 2 * 2) * bdh_tile<T>::row));
+      camox_load_shared(rows[i], reinterpret_cast<const T *>(a + place + bdh_row(i / 2, i % 2 * 2) * bdh_tile<P>::row));
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       T column[V];
-      camox_load_shared(column, reinterpret_cast<const T *>(b + place + bdh_column(j / 2, j % 2) * bdh_tile<T>::row));
+      camox_load_shared(column, reinterpret_cast<const T *>(b + place + bdh_column(j / 2, j % 2) * bdh_tile<P>::row));
 #pragma unroll
       for (int v = 0; v < V; ++v) {
 #pragma unroll
@@ -185,37 +217,37 @@ __device__ __forceinline__ void bdh_product_fma(bdh_sums &sums, const uint32_t *
   for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] += part[i / 16][i / 4 % 4][i % 4];
 }
 
-template <typename T>
+template <typename P>
 __device__ __forceinline__ void bdh_product(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
-  if constexpr (sizeof(T) == 4 || (CAMOX_CUDA_ARCH < 800 && camox_is_bfloat16<T>::value)) {
-    bdh_product_fma<T>(sums, a, b);
+  if constexpr (bdh_on_tensor_cores<P>) {
+    bdh_product_mma<P>(sums, a, b);
   } else {
-    bdh_product_mma<T>(sums, a, b);
+    bdh_product_fma<P>(sums, a, b);
   }
 }
 
 /* sums += a b^T over k of [begin, end), rows of a from `a_first`, of b from `b_first` on. ACROSS: k are the rows in memory.
    same: a and b are the same tile. */
-template <typename T, bool A_ACROSS, bool B_ACROSS, typename A, typename B>
+template <typename P, bool A_ACROSS, bool B_ACROSS, typename A, typename B>
 __device__ __forceinline__ void bdh_multiply(bdh_sums &sums, uint32_t *tiles, const A &a, int64_t a_first, const B &b,
                                              int64_t b_first, int64_t begin, int64_t end, bool same = false) {
-  uint32_t *const b_tile = same ? tiles : tiles + bdh_tile<T>::words;
-  for (int64_t k = begin; k < end; k += bdh_depth<T>) {
+  uint32_t *const b_tile = same ? tiles : tiles + bdh_tile<P>::words;
+  for (int64_t k = begin; k < end; k += bdh_depth<P>) {
     __syncthreads();
     if constexpr (A_ACROSS) {
-      bdh_load_across<T>(tiles, a, a_first, k);
+      bdh_load_across<P>(tiles, a, a_first, k);
     } else {
-      bdh_load_along<T>(tiles, a, a_first, k);
+      bdh_load_along<P>(tiles, a, a_first, k);
     }
     if (!same) {
       if constexpr (B_ACROSS) {
-        bdh_load_across<T>(b_tile, b, b_first, k);
+        bdh_load_across<P>(b_tile, b, b_first, k);
       } else {
-        bdh_load_along<T>(b_tile, b, b_first, k);
+        bdh_load_along<P>(b_tile, b, b_first, k);
       }
     }
     __syncthreads();
-    bdh_product<T>(sums, tiles, b_tile);
+    bdh_product<P>(sums, tiles, b_tile);
   }
 }
 
@@ -223,11 +255,11 @@ __device__ __forceinline__ void bdh_multiply(bdh_sums &sums, uint32_t *tiles, co
 #define BDH_STAGE_PITCH (BDH_TILE + 4)
 #define BDH_STAGE (BDH_TILE * BDH_STAGE_PITCH)
 
-template <typename T>
-constexpr int bdh_words = 2 * bdh_tile<T>::words > BDH_STAGE ? 2 * bdh_tile<T>::words : BDH_STAGE;
+template <typename P>
+constexpr int bdh_words = 2 * bdh_tile<P>::words > BDH_STAGE ? 2 * bdh_tile<P>::words : BDH_STAGE;
 
-#define BDH_SHARED(T, tiles, stage)                      \
-  __shared__ __align__(16) uint32_t tiles[bdh_words<T>]; \
+#define BDH_SHARED(P, tiles, stage)                      \
+  __shared__ __align__(16) uint32_t tiles[bdh_words<P>]; \
   float *const stage = reinterpret_cast<float *>(tiles)
 
 __device__ __forceinline__ void bdh_stage(float *stage, const bdh_sums &sums) {

@@ -370,10 +370,27 @@ __device__ __forceinline__ void camox_cp_async_wait(void) {
 }
 #endif
 
+/* float32 as TF32 has it, whose ten bits of mantissa tensor cores take: the nearest, ties away from 0. */
+__device__ __forceinline__ float camox_to_tf32(float x) {
+#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH < 800
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7f800000u) != 0x7f800000u) bits = (bits + 0x1000u) & 0xffffe000u;
+  __builtin_memcpy(&x, &bits, sizeof bits);
+#else
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  x = __uint_as_float(bits);
+#endif
+  return x;
+}
+
 /* ---- tensor cores: d = a * b + d, float32 sums, fragments as the PTX ISA lays them out. With g = lane / 4, t = lane % 4:
    a[0], a[1]: rows g, g+8 of columns 2t, 2t+1;  a[2], a[3]: the same of columns 2t+8, 2t+9 (k16 only)
    b[0]: rows 2t, 2t+1 of column g;  b[1]: rows 2t+8, 2t+9 (k16 only)
-   d[0], d[1]: row g, columns 2t, 2t+1;  d[2], d[3]: row g+8 ---- */
+   d[0], d[1]: row g, columns 2t, 2t+1;  d[2], d[3]: row g+8
+   Of TF32, m16n8k8: a[0], a[1]: rows g, g+8 of column t;  a[2], a[3]: of column t+4;  b[0], b[1]: rows t, t+4 of column g ----
+ */
 #if defined(CAMOX_HOST_CUDA)
 template <typename T>
 struct camox_host_mma_payload {
@@ -389,20 +406,13 @@ static inline float camox_host_half_of(uint32_t word, int i) {
   return camox_to_float(value);
 }
 
-template <typename T, int K>
-static inline void camox_host_mma_run(camox_host_lanes *lanes) {
+/* d += a b of fragments whose elements `take` puts into the matrices. */
+template <typename T, int K, typename Take>
+static inline void camox_host_mma_of(camox_host_lanes *lanes, const Take &take) {
   if (lanes->mask != CAMOX_FULL_MASK) camox_host_fail("mma needs all 32 lanes of the warp");
   float a[16][K], b[K][8];
-  for (int lane = 0; lane < 32; ++lane) {
-    const camox_host_mma_payload<T> *p = static_cast<camox_host_mma_payload<T> *>(lanes->payload[lane]);
-    const int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 2; ++i)
-      for (int half = 0; half < K / 8; ++half) {
-        a[g][2 * t + i + 8 * half] = camox_host_half_of<T>(p->a[2 * half], i);
-        a[g + 8][2 * t + i + 8 * half] = camox_host_half_of<T>(p->a[2 * half + 1], i);
-        b[2 * t + i + 8 * half][g] = camox_host_half_of<T>(p->b[half], i);
-      }
-  }
+  for (int lane = 0; lane < 32; ++lane)
+    take(*static_cast<camox_host_mma_payload<T> *>(lanes->payload[lane]), lane / 4, lane % 4, a, b);
   for (int lane = 0; lane < 32; ++lane) {
     float *d = static_cast<camox_host_mma_payload<T> *>(lanes->payload[lane])->d;
     for (int i = 0; i < 4; ++i) {
@@ -411,6 +421,37 @@ static inline void camox_host_mma_run(camox_host_lanes *lanes) {
       d[i] = static_cast<float>(sum);
     }
   }
+}
+
+template <typename T, int K>
+static inline void camox_host_mma_run(camox_host_lanes *lanes) {
+  camox_host_mma_of<T, K>(lanes, [](const camox_host_mma_payload<T> &p, int g, int t, float (&a)[16][K], float (&b)[K][8]) {
+    for (int i = 0; i < 2; ++i)
+      for (int half = 0; half < K / 8; ++half) {
+        a[g][2 * t + i + 8 * half] = camox_host_half_of<T>(p.a[2 * half], i);
+        a[g + 8][2 * t + i + 8 * half] = camox_host_half_of<T>(p.a[2 * half + 1], i);
+        b[2 * t + i + 8 * half][g] = camox_host_half_of<T>(p.b[half], i);
+      }
+  });
+}
+
+/* Bits below the mantissa of TF32 are not seen. */
+static inline float camox_host_tf32_of(uint32_t bits) {
+  bits &= 0xffffe000u;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+static inline void camox_host_mma_run_tf32(camox_host_lanes *lanes) {
+  camox_host_mma_of<float, 8>(lanes,
+                              [](const camox_host_mma_payload<float> &p, int g, int t, float (&a)[16][8], float (&b)[8][8]) {
+                                for (int half = 0; half < 2; ++half) {
+                                  a[g][t + 4 * half] = camox_host_tf32_of(p.a[2 * half]);
+                                  a[g + 8][t + 4 * half] = camox_host_tf32_of(p.a[2 * half + 1]);
+                                  b[t + 4 * half][g] = camox_host_tf32_of(p.b[half]);
+                                }
+                              });
 }
 
 template <typename T, int K>
@@ -440,6 +481,25 @@ __device__ __forceinline__ void camox_mma_m16n8k8(float (&d)[4], const uint32_t 
     __trap();
 #endif
   }
+#endif
+}
+
+/* Operands from camox_to_tf32; needs sm_80. */
+__device__ __forceinline__ void camox_mma_tf32_m16n8k8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if CAMOX_CUDA_ARCH > 0 && CAMOX_CUDA_ARCH < 800
+#if defined(CAMOX_HOST_CUDA)
+  camox_host_fail("sm_75 has no TF32 mma");
+#else
+  __trap();
+#endif
+  (void)d, (void)a, (void)b;
+#elif defined(CAMOX_HOST_CUDA)
+  camox_host_mma_payload<float> payload = {a, b, d};
+  camox_host_collect(CAMOX_FULL_MASK, &payload, camox_host_mma_run_tf32, CAMOX_HOST_SITE("mma.m16n8k8.tf32"));
+#elif CAMOX_CUDA_ARCH > 0
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
 }
 

@@ -183,7 +183,7 @@ __device__ __forceinline__ uint32_t moe_alike(int expert, int64_t experts) {
   return alike;
 }
 
-/* Places of the slots [begin, end) of this block. */
+/* Places of the slots [begin, end) of this block; ends with a barrier. */
 __device__ void moe_place_block(const camox_moe_route_params &p, const moe_shared &shared, int64_t begin, int64_t end) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % CAMOX_WARP, warp = thread / CAMOX_WARP;
   const int experts = static_cast<int>(p.num_experts);
@@ -255,10 +255,7 @@ __global__ void __launch_bounds__(MOE_THREADS, 1) moe_choose_kernel(const __grid
 __global__ void __launch_bounds__(MOE_THREADS) moe_place_kernel(const __grid_constant__ camox_moe_route_params p) {
   CAMOX_DYNAMIC_SHARED(unsigned char, memory);
   const int64_t blocks = camox_moe_cuda_blocks(&p);
-  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    moe_place(p, memory, block, blocks);
-    __syncthreads();
-  }
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) moe_place(p, memory, block, blocks);
 }
 
 /* A warp a row. */

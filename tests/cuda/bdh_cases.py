@@ -59,6 +59,7 @@ def _attention(memory, q, v, cos, sin, options):
     p, structs = _params(memory, "camox_bdh_params", q, v, cos, sin, options.get("relu", True), _scale(q, options))
     p.causal, p.softmax = options.get("causal", False), options.get("softmax", False)
     p.length, p.table_length, p.form = q.shape[2], cos.shape[0], options.get("form", 1)
+    p.tf32 = options.get("tf32", False)
     return p, structs
 
 
@@ -146,10 +147,19 @@ def _call(name, p, q, direction, memory, backward, arch=900, define="", **how):
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest."""
     how = {"arch": arch}
-    for dtype in rig.DTYPES.values():
-        q, v, table = torch.ones(1, 2, 1, 4).to(dtype), torch.ones(1, 1, 1, 2).to(dtype), torch.ones(1, 2)
+    for name, tf32 in (*((name, False) for name in rig.DTYPES), ("float32", True)):
+        q, v, table = (torch.ones(shape) for shape in ((1, 2, 1, 4), (1, 1, 1, 2), (1, 2)))
+        q, v = q.to(rig.DTYPES[name]), v.to(rig.DTYPES[name])
+        inputs = (v.expand(1, 2, 1, 2), q, v, table, table)
+        more = {"tf32": tf32, "how": how}
         for save in ("scores", "logsumexp"):
             for softmax in (False, True):
-                backward(v.expand(1, 2, 1, 2), q, v, table, table, softmax=softmax, save=save, how=how)
-        backward(v.expand(1, 2, 1, 2), q, v, table, table, save="nothing", form=2, how=how)
+                backward(*inputs, softmax=softmax, save=save, **more)
+        for causal in (False, True):
+            backward(*inputs, save="nothing", form=2, causal=causal, **more)
+        long = [t.repeat(1, 1, 65, 1) for t in (v.expand(1, 2, 1, 2), q, v)]  # in strips
+        tables = (table.repeat(65, 1),) * 2
+        backward(*long, *tables, softmax=True, save="logsumexp", tf32=tf32, how={**how, "grid_cap": 1})
+        v = v.repeat(1, 1, 1, 2)
+        backward(v.expand(1, 2, 1, 4), q, v, table, table, save="nothing", form=2, causal=True, **more)
         step(q[:, :, 0], v[:, :, 0], table[0], table[0], None, how=how)

@@ -88,10 +88,10 @@ def norm(x, residual, weight, bias, grad, seed, p, eps=1e-5, flush="end", **how)
         return [None if name == "grad_x" and seed is None else held[name].clone() for name in names]
 
 
-def _call(name, params, x, direction, arch=900, source=SOURCE, define="", **how):
+def _call(name, params, x, direction, arch=900, define="", **how):
     layout = "contiguous" if x.is_contiguous() else "strided"
     dtype = str(x.dtype).removeprefix("torch.")
-    function = getattr(rig.load(source, arch, define), name)
+    function = getattr(rig.load(SOURCE, arch, define), name)
     rig.call(function, ctypes.byref(params), None, dtype=dtype, layout=layout, direction=direction, **how)
 
 

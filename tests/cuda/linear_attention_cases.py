@@ -77,8 +77,8 @@ class Call:
         if tensor is not None:
             setattr(self.p, name, self.memory.copy(tensor, name).data_ptr())
 
-    def run(self, name, q, direction, arch=900, define="", source=SOURCE, **how):
-        function = getattr(rig.load(source, arch, define), name)
+    def run(self, name, q, direction, arch=900, define="", **how):
+        function = getattr(rig.load(SOURCE, arch, define), name)
         layout = "contiguous" if q.stride(-1) == 1 else "picture" if q.stride(-2) == 1 else "strided"
         dtype = str(q.dtype).removeprefix("torch.")
         rig.call(function, ctypes.byref(self.p), None, dtype=dtype, layout=layout, direction=direction, **how)

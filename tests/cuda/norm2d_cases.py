@@ -108,16 +108,16 @@ def forward_and_gradients(x, weight, bias, grad, eps=1e-6, residual=None, **how)
     return [y, *backward(grad, x, weight, bias, stats, eps, **how)]
 
 
-def _units(p, arch=900, source=SOURCE, define="", **_):
-    function = rig.load(source, arch, define).camox_norm2d_cuda_units
+def _units(p, arch=900, define="", **_):
+    function = rig.load(SOURCE, arch, define).camox_norm2d_cuda_units
     function.restype = ctypes.c_int64
     return function(ctypes.byref(p))
 
 
-def _call(name, p, x, direction, arch=900, source=SOURCE, define="", **how):
+def _call(name, p, x, direction, arch=900, define="", **how):
     layout = "channels_last" if is_channels_last(x) else "contiguous" if x.is_contiguous() else "strided"
     dtype = str(x.dtype).removeprefix("torch.")
-    function = getattr(rig.load(source, arch, define), name)
+    function = getattr(rig.load(SOURCE, arch, define), name)
     rig.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
 
 

@@ -142,6 +142,7 @@ def _runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(runtime_path()), mode=ctypes.RTLD_GLOBAL)
     for name, result, arguments in (
         ("configure", None, [ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_double, ctypes.c_int64]),
+        ("without_barrier", None, [ctypes.c_char_p, ctypes.c_int]),
         ("take_error", ctypes.c_char_p, []),
         ("take_runs", ctypes.c_char_p, []),
         ("alloc", ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]),
@@ -246,6 +247,25 @@ def call(
     message = runtime.camox_host_take_error().decode() or runtime.camox_host_check_slack().decode()
     if message or status:
         raise KernelError(message or f"the launcher returned {status}")
+
+
+def barriers(*sources: Path) -> list[tuple[Path, int]]:
+    """(file, line) of every __syncthreads() in these files, but for those of a broken build."""
+    found = []
+    for path in sources:
+        text = re.sub(r"#ifdef CAMOX_BREAK.*?#endif", lambda m: "\n" * m[0].count("\n"), path.read_text(), flags=re.S)
+        found += [(path, i) for i, line in enumerate(text.splitlines(), 1) if "__syncthreads();" in line]
+    return found
+
+
+@contextmanager
+def without_barrier(path: Path, line: int):
+    """The barrier of this line, a header's in all kernels that include it, holds nobody up."""
+    _runtime().camox_host_without_barrier(path.name.encode(), line)
+    try:
+        yield
+    finally:
+        _runtime().camox_host_without_barrier(b"", 0)
 
 
 # ---- guarded tensors ----
