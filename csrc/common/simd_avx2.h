@@ -12,8 +12,6 @@ CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm256_f
 /* Whether a lane of a mask is set. */
 CAMOX_INLINE int vf32_any(vi32 mask) { return _mm256_movemask_ps((__m256)mask) != 0; }
 
-CAMOX_INLINE int vf32_any_nan(vf32 v) { return vf32_any((vi32)(v != v)); }
-
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from) { return (vf32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
 
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value) {

@@ -29,9 +29,6 @@ CAMOX_INLINE int vf64_any(vi64 mask) {
   return any != 0;
 }
 
-CAMOX_INLINE int vf32_any_nan(vf32 v) { return vf32_any((vi32)(v != v)); }
-CAMOX_INLINE int vf64_any_nan(vf64 v) { return vf64_any((vi64)(v != v)); }
-
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
   vf32 v;
   for (int lane = 0; lane < VF32_LANES; ++lane) v[lane] = to_real_f16(from[lane]);

@@ -150,13 +150,18 @@ CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
 
-/* Stores of values that are known not to be NaN, which may be shorter. */
+/* Whether two vectors can be rounded and stored together, which is quicker; only bfloat16 ever is. */
+#define CAMOX_NO_STORE_PAIR(S, T, V)                      \
+  CAMOX_INLINE int has_store_pair_##S(void) { return 0; } \
+  CAMOX_INLINE void vstore_pair_##S(T *to, V a, V b) { vstore_##S(to, a), vstore_##S(to, b); }
+CAMOX_NO_STORE_PAIR(f32, float, vf32)
+CAMOX_NO_STORE_PAIR(f16, uint16_t, vf32)
+CAMOX_NO_STORE_PAIR(f64, double, vf64)
 #ifndef CAMOX_OWN_BF16
-CAMOX_INLINE void vstore_number_bf16(uint16_t *to, vf32 value) { vstore_bf16(to, value); }
+CAMOX_NO_STORE_PAIR(bf16, uint16_t, vf32)
+CAMOX_INLINE unsigned vf32_subnormal_or_nan(vf32 v) { return v[0] != v[0]; }
 #endif
-CAMOX_INLINE void vstore_number_f32(float *to, vf32 value) { vf32_store(to, value); }
-CAMOX_INLINE void vstore_number_f16(uint16_t *to, vf32 value) { vstore_f16(to, value); }
-CAMOX_INLINE void vstore_number_f64(double *to, vf64 value) { vf64_store(to, value); }
+CAMOX_INLINE unsigned vf64_subnormal_or_nan(vf64 v) { return v[0] != v[0]; }
 
 /* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with
    masks have parts of their own. */
