@@ -32,9 +32,9 @@ def frequency_bands(x: torch.Tensor, *, stacked: bool = False) -> FrequencyBands
 
     Returns:
         FrequencyBands(low, mid, high), each of x's shape and dtype and in its memory format (contiguous or
-        channels_last); or the stacked tensor. Computed in float32 (float64 for float64) and rounded once; mid and high
-        add up differences of neighbouring pixels, so a large mean costs them no accuracy. Autocast leaves x's dtype
-        alone. NaN and inf give what the formulas give.
+        channels_last); or the stacked tensor. Computed in float32 (float64 for float64) and rounded once; what the
+        pixels of a channel have in common is taken off before mid and high are summed, so a large mean costs them no
+        accuracy inside the borders. Autocast leaves x's dtype alone. NaN and inf give what the formulas give.
 
     Saved for backward: nothing, the op is linear. Derivatives of any order. The same bits on every run, for any number
     of threads and on every instruction set. Forward-mode AD raises NotImplementedError.
@@ -56,10 +56,10 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, *grads):
-    if all(grad is None for grad in grads):
+def _backward(ctx, low, mid, high):
+    if low is None and mid is None and high is None:
         return None
-    return _frequency_bands_backward(*grads, None, ctx.channels_last)
+    return _frequency_bands_backward(low, mid, high, None, ctx.channels_last)
 
 
 def _backward_stacked(ctx, grad):

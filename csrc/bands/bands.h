@@ -3,8 +3,8 @@
    x (B,C,H,W), zero outside the picture; box k is the mean over k*k pixels, zeros counted:
      low = box3(x)   mid = box3(x) - box5(x)   high = x - box3(x)
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
-   accuracy  a large mean cancels before it is rounded: mid and high are sums of differences of neighbouring pixels,
-             on CUDA of differences from what a patch of 16 x 8 pixels has in common.
+   accuracy  a large mean cancels before it is rounded: mid and high are those of differences from what the pixels of a
+             channel have in common (on the CPU, two pixels or more inside the borders), on CUDA those of a patch of 16 x 8.
    nan, inf  what the three formulas above give, as with avg_pool2d.
    backward  linear, so nothing is saved; a box filter with zero borders is its own adjoint:
                grad_x = box3(g_low + g_mid - g_high) - box5(g_mid) + g_high + g_input

@@ -15,16 +15,17 @@
 /* Elements of a unit of rows, and of one of planes, at most; and with a border and room to read a vector past the end. */
 #define CAMOX_BANDS_FLAT_ROWS 8192
 #define CAMOX_BANDS_FLAT_PLANES 4096
-#define CAMOX_BANDS_FLAT_SIZE (CAMOX_BANDS_FLAT_ROWS + 16 * CAMOX_BANDS_FLAT_WIDTH + 2 * CAMOX_BANDS_REACH * CAMOX_BANDS_FLAT_WIDTH + 32)
+#define CAMOX_BANDS_FLAT_SIZE \
+  (CAMOX_BANDS_FLAT_ROWS + 16 * CAMOX_BANDS_FLAT_WIDTH + 2 * CAMOX_BANDS_REACH * CAMOX_BANDS_FLAT_WIDTH + 32)
 
 typedef struct {
   int64_t units;
   int flat;
-  camox_tiling tiling;             /* of lines */
-  int64_t block;                   /* flat: elements that lie one after the other in every tensor */
-  int64_t block_units;             /* units of a block */
-  int64_t part, part_units;        /* elements and units of a plane that is cut, or of a unit of planes and 1 */
-  int64_t elements;                /* of a unit at most */
+  camox_tiling tiling;      /* of lines */
+  int64_t block;            /* flat: elements that lie one after the other in every tensor */
+  int64_t block_units;      /* units of a block */
+  int64_t part, part_units; /* elements and units of a plane that is cut, or of a unit of planes and 1 */
+  int64_t elements;         /* of a unit at most */
 } camox_bands_cut;
 
 /* Elements [begin, end) of a block. */
@@ -39,7 +40,8 @@ static inline int camox_bands_dense(const camox_bands_params *p, const camox_vie
 }
 
 static inline camox_bands_cut camox_bands_cut_of(const camox_bands_params *p) {
-  camox_bands_cut cut = {.flat = !p->channels_last && p->width <= CAMOX_BANDS_FLAT_WIDTH};
+  /* Lanes count the positions in a plane in 32 bits. */
+  camox_bands_cut cut = {.flat = !p->channels_last && p->width <= CAMOX_BANDS_FLAT_WIDTH && p->height < 1 << 23};
   if (p->batch == 0 || p->channels == 0 || p->height == 0 || p->width == 0) return cut;
   int64_t plane = p->height * p->width, blocks = 1;
   cut.block = p->batch * p->channels * plane;

@@ -56,14 +56,14 @@ CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
 
 /* Which lanes of a vector to keep, the others being zero. load_lanes reads all of them where masks cost that. lanes_from: lanes
    first, first + 1, ... of a and then b. wrapped: a number below 2 * period, modulo period. */
-#define CAMOX_DEFINE_LANES(V, I, T)                                                                                     \
-  typedef I V##_lanes_t;                                                                                                \
-  CAMOX_INLINE V##_lanes_t V##_lanes_below(I a, I b) { return a < b; }                                                  \
-  CAMOX_INLINE I V##_wrapped(I v, I period) { return v - ((v >= period) & period); }                                    \
-  CAMOX_INLINE V V##_keep_lanes(V##_lanes_t lanes, V v) { return V##_keep(lanes, v); }                                  \
-  CAMOX_INLINE V V##_load_lanes(V##_lanes_t lanes, const T *from) { return V##_keep(lanes, V##_load(from)); }           \
-  CAMOX_INLINE V V##_lanes_from(V##_lanes_t lanes, V a, V b, int first) {                                               \
-    return V##_keep(lanes, __builtin_shuffle(a, b, V##_lane() + first));                                                \
+#define CAMOX_DEFINE_LANES(V, I, T)                                                                           \
+  typedef I V##_lanes_t;                                                                                      \
+  CAMOX_INLINE V##_lanes_t V##_lanes_below(I a, I b) { return a < b; }                                        \
+  CAMOX_INLINE I V##_wrapped(I v, I period) { return v - ((v >= period) & period); }                          \
+  CAMOX_INLINE V V##_keep_lanes(V##_lanes_t lanes, V v) { return V##_keep(lanes, v); }                        \
+  CAMOX_INLINE V V##_load_lanes(V##_lanes_t lanes, const T *from) { return V##_keep(lanes, V##_load(from)); } \
+  CAMOX_INLINE V V##_lanes_from(V##_lanes_t lanes, V a, V b, int first) {                                     \
+    return V##_keep(lanes, __builtin_shuffle(a, b, V##_lane() + first));                                      \
   }
 
 #ifndef CAMOX_OWN_LANES

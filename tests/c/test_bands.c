@@ -112,11 +112,12 @@ static void test_checks_refuse(void) {
 }
 
 int main(void) {
-  /* one pixel of many channels; around one vector; a plane of several strips; wider than a strip; more channels and columns
-     than a strip of channels_last holds; empty */
-  static const int64_t sizes[][4] = {{1, 40, 1, 1},   {2, 3, 2, 2},    {1, 2, 5, 7},   {2, 1, 3, 17},
-                                     {1, 2, 9, 31},   {1, 1, 150, 95}, {1, 1, 3, 513}, {1, 1, 2, 1027},
-                                     {1, 35, 70, 18}, {1, 67, 3, 18},  {0, 3, 4, 4},   {2, 3, 0, 4}};
+  /* one pixel of many channels; around one vector; a plane of several units, units of several planes; as wide as flat units
+     get, wider, wider than a line; more channels and columns than a tile of channels_last holds; empty */
+  static const int64_t sizes[][4] = {{1, 40, 1, 1},   {2, 3, 2, 2},   {1, 2, 5, 7},    {2, 1, 3, 17},   {1, 2, 9, 31},
+                                     {1, 1, 150, 95}, {1, 1, 3, 513}, {1, 1, 2, 1027}, {1, 35, 70, 18}, {1, 67, 3, 18},
+                                     {0, 3, 4, 4},    {2, 3, 0, 4},   {2, 60, 9, 9},   {1, 1, 70, 128}, {1, 2, 5, 129},
+                                     {1, 1, 2, 2100}, {1, 131, 6, 40}};
   static const unsigned given[] = {0xf, 0x7, 0x1, 0x2, 0x4};
   test_checks_refuse();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
