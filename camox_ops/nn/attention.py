@@ -22,7 +22,8 @@ class SDTAEncoder(nn.Module):
     Stands for SDTAEncoder of mahi-chan/camoXpert (models/backbone.py at 47e858c): same constructor and parameters, the
     same numbers with dropout 0. Linear attention is camox_ops.linear_attention(feature_map="elu1",
     normalize="feature"): it reads the heads where the qkv convolution wrote them and writes a picture, so nothing is
-    rearranged, and keeps for the backward pass that convolution's output and a head_dim x head_dim state per head.
+    rearranged, and keeps for the backward pass that convolution's output and a head_dim x head_dim state per head; the
+    gradient of that output is written as one tensor.
 
     Args:
         dim: channels, a multiple of num_heads; at most 256 a head where attention is linear.
