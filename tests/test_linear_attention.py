@@ -14,6 +14,7 @@ from torch.library import opcheck
 
 import camox_ops as cx
 from camox_ops import reference
+from camox_ops.ops.linear_attention import linear_attention_packed
 
 MAPS = ("elu1", "relu", "identity")
 NORMALIZATIONS = ("sum", "feature", "none")
@@ -262,6 +263,14 @@ def test_zero_sums_are_finite(normalize, dtype):
         assert out[:, 0, 10:].any()
 
 
+def test_next_to_nothing_is_normalized():
+    """Rows of elu1 features of 1e-35 have sums whose inverse times v would be infinite."""
+    (q, k, v), _, _ = inputs((1, 2, 150, 6, 5), memory="picture")
+    q, k, v = q.clone(), k.clone(), v * 1e6
+    q[:, :, 3:9], k[:, :, 5:90] = -80, -80
+    assert_right((q, k, v), normalize="feature")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalize", ["sum", "feature"])
 def test_hundred_thousand_positions(normalize, dtype):
@@ -295,6 +304,54 @@ def test_heads_of_a_picture_are_views(normalize):
             image = tensor.detach().transpose(2, 3)
             image = image.view(b, heads_, d, height, width).view(b, heads_ * d, height, width)
             assert image.is_contiguous(memory_format=memory_format)
+
+
+def packed(shape, dtype=torch.float32, memory="picture"):
+    """(B, 3, H, T, N): the heads of a qkv convolution's output, of a qkv layer's output (B, T, 3C), or dense."""
+    b, h, t, n = shape
+    if memory == "tokens":
+        return picture((b, t, 1, 3 * h * n), dtype).view(b, t, 3, h, n).permute(0, 2, 3, 1, 4)
+    if memory == "contiguous":
+        return picture((b, 3 * h, t, n), dtype).view(b, 3, h, t, n)
+    layout = "contiguous" if memory == "picture" else memory
+    image = picture((b, 3 * h * n, 1, t), dtype, layout)
+    return image.unflatten(1, (3, h, n)).flatten(4).squeeze(4).transpose(3, 4)
+
+
+@pytest.mark.parametrize("memory", ["picture", "channels_last", "tokens", "contiguous"])
+def test_packed_matches_and_grad(memory):
+    """One tensor for q, k and v: the bits of linear_attention, and one gradient, in the order of that tensor."""
+    mask = torch.arange(2 * 70).view(2, 70) % 5 == 1
+    for normalize, dtype in itertools.product(NORMALIZATIONS, (torch.float32, torch.bfloat16)):
+        qkv = packed((2, 3, 70, 10), dtype, memory).detach().requires_grad_()
+        options = {"normalize": normalize, "key_mask": mask}
+        mine = linear_attention_packed(qkv, **options)
+        three = cx.linear_attention(*qkv.unbind(1), **options)
+        assert torch.equal(mine, three)
+        assert mine.stride() == three.stride()
+        given = upstream([three])
+        found, expected = (torch.autograd.grad(out, qkv, given)[0] for out in (mine, three))
+        assert torch.equal(found, expected)
+        assert found.stride() == qkv.stride()
+
+
+@ON_CPU
+def test_packed_func_transforms():
+    xs = torch.randn(3, 2, 3, 2, 7, 4, dtype=torch.float64)  # (mapped, B, qkv, H, T, N)
+    for normalize in NORMALIZATIONS:
+
+        def loss(qkv, op, normalize=normalize):
+            return op(qkv, normalize=normalize).square().sum()
+
+        def three(qkv, normalize):
+            return reference.linear_attention(*qkv.unbind(1), normalize=normalize)[0]
+
+        for in_dims, argument in ((0, xs), (1, xs.movedim(0, 1))):
+            got, expected = (
+                torch.vmap(lambda x, op=op, f=loss: torch.func.grad(f)(x, op), in_dims)(argument)
+                for op in (linear_attention_packed, three)
+            )
+            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
@@ -422,13 +479,20 @@ def test_opcheck(dtype):
             op.linear_attention_backward.default,
             (grad, None, None, q.detach(), k.detach(), v.detach(), mask, *state, "relu", normalize, 1e-3),
         )
+    qkv = packed((2, 2, 5, 3), dtype).detach()
+    opcheck(op.linear_attention_packed.default, (qkv.requires_grad_(), mask, "elu1", "sum", 1e-3))
+    out, *state = op.linear_attention_packed(qkv.detach(), None, "elu1", "sum", 1e-3)
+    opcheck(
+        op.linear_attention_packed_backward.default,
+        (torch.ones_like(out), *state, qkv.detach(), mask, *state, "elu1", "sum", 1e-3),
+    )
 
 
 def test_compile():
     def step(q, k, v, mask):
         a, state = cx.linear_attention(q, k, v, normalize="sum", return_state=True)
         b = cx.linear_attention(a, k, v, normalize="feature", key_mask=mask)
-        c = cx.linear_attention(b, k, v, initial_state=state)
+        c = cx.linear_attention(b, k, v, initial_state=state) + linear_attention_packed(torch.stack((q, k, v), 1))
         return (c * b).square().mean() + state[1].sum()
 
     tensors, mask, _ = inputs((2, 3, 20, 4, 4), memory="picture", masked=True)
@@ -575,6 +639,23 @@ def test_errors(changes, error, message):
     with pytest.raises(error, match=message) as caught:
         cx.linear_attention(*tensors, **arguments)
     assert str(caught.value).startswith("linear_attention: ")
+
+
+@pytest.mark.parametrize(
+    "qkv, options, error, message",
+    [
+        (Q, {}, ValueError, r"qkv must have shape \(B, 3, H, T, N\), got \(2, 3, 5, 4\)"),
+        (torch.zeros(2, 2, 3, 5, 4), {}, ValueError, "qkv must have shape"),
+        (torch.zeros(1, 3, 1, 2, 257), {}, ValueError, "the head size must be from 1 to 256, got 257"),
+        (torch.zeros(2, 3, 3, 5, 4), {"key_mask": torch.zeros(2, 3) > 0}, ValueError, r"key_mask .* \(2, 5\)"),
+        (torch.zeros(2, 3, 3, 5, 4), {"eps": 0.0}, ValueError, "eps must be > 0"),
+        (torch.zeros(2, 3, 3, 5, 4, dtype=torch.int32), {}, TypeError, "qkv must have dtype .* got int32"),
+    ],
+)
+def test_errors_packed(qkv, options, error, message):
+    options = {name: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+    with pytest.raises(error, match=message):
+        linear_attention_packed(qkv.to(DEVICE), **options)
 
 
 @ON_CPU

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..ops.linear_attention import linear_attention
+from ..ops.linear_attention import linear_attention_packed
 
 
 def _check_heads(module: str, dim: int, num_heads: int) -> None:
@@ -22,7 +22,8 @@ class SDTAEncoder(nn.Module):
     Stands for SDTAEncoder of mahi-chan/camoXpert (models/backbone.py at 47e858c): same constructor and parameters, the
     same numbers with dropout 0. Linear attention is camox_ops.linear_attention(feature_map="elu1",
     normalize="feature"): it reads the heads where the qkv convolution wrote them and writes a picture, so nothing is
-    rearranged, and keeps for the backward pass that convolution's output and a head_dim x head_dim state per head.
+    rearranged, and keeps for the backward pass that convolution's output and a head_dim x head_dim state per head; the
+    gradient of that output is written as one tensor.
 
     Args:
         dim: channels, a multiple of num_heads; at most 256 a head where attention is linear.
@@ -49,11 +50,11 @@ class SDTAEncoder(nn.Module):
         if x.dim() != 4 or x.shape[1] != self.dim:
             raise ValueError(f"SDTAEncoder: x must have shape (B, {self.dim}, H, W), got {tuple(x.shape)}")
         heads = self.qkv(x).flatten(2).unflatten(1, (3, self.num_heads, self.dim // self.num_heads))
-        q, k, v = heads.transpose(-2, -1).unbind(1)
+        qkv = heads.transpose(-2, -1)
         if self.use_linear_attention:
-            mixed = linear_attention(q, k, v, feature_map="elu1", normalize="feature")
+            mixed = linear_attention_packed(qkv, feature_map="elu1", normalize="feature")
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v)
+            mixed = F.scaled_dot_product_attention(*qkv.unbind(1))
         picture = mixed.transpose(-2, -1).flatten(1, 2).unflatten(2, x.shape[2:])
         return self.drop_path(self.proj(picture)) + x
 
@@ -95,6 +96,6 @@ class LinearAttention(nn.Module):
         """x (B, T, dim), key_mask bool (B, T), True = a token that no other attends to -> (B, T, dim)."""
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ValueError(f"LinearAttention: x must have shape (B, T, {self.dim}), got {tuple(x.shape)}")
-        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, self.dim // self.num_heads)).unbind(2)
-        mixed = linear_attention(q, k, v, key_mask=key_mask, layout="bthd", **self.options)
-        return self.proj(mixed.flatten(2))
+        heads = self.qkv(x).unflatten(2, (3, self.num_heads, self.dim // self.num_heads))
+        mixed = linear_attention_packed(heads.permute(0, 2, 3, 1, 4), key_mask=key_mask, **self.options)
+        return self.proj(mixed.transpose(1, 2).flatten(2))

@@ -68,14 +68,12 @@ def linear_attention(
 
     Source: Transformers are RNNs (arXiv 2006.16236, equations 4 to 7); "feature": SDTAEncoder.linear_attention of
     mahi-chan/camoXpert, models/backbone.py at 47e858c."""
-    _check.choice(OP, "feature_map", feature_map, FEATURE_MAPS)
-    _check.choice(OP, "normalize", normalize, NORMALIZATIONS)
+    eps = _check_options(feature_map, normalize, eps)
     _check.choice(OP, "layout", layout, LAYOUTS)
     _check.choice(OP, "causal", causal, (False, True, "strict"))
     if causal:
         raise NotImplementedError(f"{OP}: causal={causal!r} comes with a later issue, causal linear attention")
     _check.flag(OP, "return_state", return_state)
-    eps = _check.positive(OP, "eps", eps)
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check.tensor(OP, name, value)
     q, k, v = _check.autocast(q, k, v)
@@ -83,12 +81,36 @@ def linear_attention(
     if layout == "bthd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if key_mask is not None:
-        _check_mask(key_mask, q)
+        _check_mask(key_mask, q.shape[0], q.shape[2], q)
     initial_s, initial_z = _check_state(initial_state, q, v, normalize)
     out, s, z = _linear_attention(q, k, v, key_mask, initial_s, initial_z, feature_map, normalize, eps)
     if layout == "bthd":
         out = out.transpose(1, 2)
     return (out, (s, z if normalize == "sum" else None)) if return_state else out
+
+
+def linear_attention_packed(
+    qkv: torch.Tensor,
+    *,
+    key_mask: torch.Tensor | None = None,
+    feature_map: str = "elu1",
+    normalize: str = "sum",
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """linear_attention of the q, k and v of one (B, 3, H, T, N) tensor, any strides, to (B, H, T, N).
+
+    For modules whose q, k and v are one layer's output: the gradient is one tensor too, in the order of qkv's strides,
+    where three would be joined by a copy. Arguments, errors and numbers are those of linear_attention."""
+    eps = _check_options(feature_map, normalize, eps)
+    _check.tensor(OP, "qkv", qkv)
+    (qkv,) = _check.autocast(qkv)
+    if qkv.dim() != 5 or qkv.shape[1] != 3:
+        raise ValueError(f"{OP}: qkv must have shape (B, 3, H, T, N), got {tuple(qkv.shape)}")
+    if not 1 <= qkv.shape[4] <= MOST_DIM:
+        raise ValueError(f"{OP}: the head size must be from 1 to {MOST_DIM}, got {qkv.shape[4]}")
+    if key_mask is not None:
+        _check_mask(key_mask, qkv.shape[0], qkv.shape[3], qkv)
+    return _linear_attention_packed(qkv, key_mask, feature_map, normalize, eps)[0]
 
 
 def linear_attention_step(
@@ -104,6 +126,12 @@ def linear_attention_step(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]:
     """One position of causal linear attention: raises NotImplementedError until causal linear attention exists."""
     raise NotImplementedError("linear_attention_step: comes with a later issue, causal linear attention")
+
+
+def _check_options(feature_map: str, normalize: str, eps: float) -> float:
+    _check.choice(OP, "feature_map", feature_map, FEATURE_MAPS)
+    _check.choice(OP, "normalize", normalize, NORMALIZATIONS)
+    return _check.positive(OP, "eps", eps)
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
@@ -125,10 +153,10 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
         _check.same_device(OP, name, value, q, of="q")
 
 
-def _check_mask(key_mask, q: torch.Tensor) -> None:
+def _check_mask(key_mask, batch: int, length: int, q: torch.Tensor) -> None:
     _check.tensor(OP, "key_mask", key_mask, dtypes=(torch.bool,))
-    if key_mask.shape != (q.shape[0], q.shape[2]):
-        raise ValueError(f"{OP}: key_mask must have shape {(q.shape[0], q.shape[2])}, got {tuple(key_mask.shape)}")
+    if key_mask.shape != (batch, length):
+        raise ValueError(f"{OP}: key_mask must have shape {(batch, length)}, got {tuple(key_mask.shape)}")
     _check.same_device(OP, "key_mask", key_mask, q, of="q")
 
 
@@ -181,15 +209,20 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+def _given(grad, grad_s, grad_z, v, s, normalize: str):
+    """The gradients that flow in, as the kernels read them."""
+    if grad is None:
+        grad = v.new_zeros(()).expand(v.shape)
+    if normalize != "sum":
+        grad_z = None
+    return grad, *(g if g is None else as_read(g, s.dtype) for g in (grad_s, grad_z))
+
+
 def _backward(ctx, grad, grad_s, grad_z):
     q, k, v, key_mask, s, z = ctx.saved_tensors
     if grad is None and grad_s is None and grad_z is None:
         return (None,) * 9
-    if grad is None:
-        grad = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
-    if ctx.arguments[1] != "sum":
-        grad_z = None
-    grad_s, grad_z = (g if g is None else as_read(g, s.dtype) for g in (grad_s, grad_z))
+    grad, grad_s, grad_z = _given(grad, grad_s, grad_z, v, s, ctx.arguments[1])
     *grads, sum_s, sum_z = _linear_attention_backward(grad, grad_s, grad_z, q, k, v, key_mask, s, z, *ctx.arguments)
     return *grads, None, sum_s if ctx.initial_s else None, sum_z if ctx.initial_z else None, None, None, None
 
@@ -198,12 +231,38 @@ def _fake_backward(grad, grad_s, grad_z, q, k, v, key_mask, s, z, feature_map, n
     return _like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), *_state(q, v, normalize)
 
 
+def _fake_packed(qkv, key_mask, feature_map, normalize, eps):
+    q, _, v = qkv.unbind(1)
+    return _like(q, q.shape[3]), *_state(q, v, normalize)
+
+
+def _save_packed(ctx, inputs, output):
+    qkv, key_mask, *ctx.arguments = inputs
+    _, s, z = output
+    ctx.save_for_backward(qkv, key_mask, s, z)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_packed(ctx, grad, grad_s, grad_z):
+    qkv, key_mask, s, z = ctx.saved_tensors
+    if grad is None and grad_s is None and grad_z is None:
+        return (None,) * 5
+    given = _given(grad, grad_s, grad_z, qkv[:, 2], s, ctx.arguments[1])
+    return _linear_attention_packed_backward(*given, qkv, key_mask, s, z, *ctx.arguments), None, None, None, None
+
+
+def _fake_packed_backward(grad, grad_s, grad_z, qkv, key_mask, s, z, feature_map, normalize, eps):
+    return qkv.new_empty_strided(qkv.shape, dense_strides(qkv, sort_last=True))
+
+
 def _fold(name: str, tensors: int):
     """More batch elements; an empty z has no batch and stays as it is."""
 
     def vmap(info, in_dims, *args):
         args, in_dims = list(args), list(in_dims)
         outputs = getattr(torch.ops.camox_ops, name)(*fold_batch(info, in_dims, args, tensors))
+        if isinstance(outputs, torch.Tensor):
+            return unfold_batch(info, outputs), 0
         unfolded = [unfold_batch(info, value) if value.dim() > 1 else value for value in outputs]
         return tuple(unfolded), tuple(0 if value.dim() > 1 else None for value in outputs)
 
@@ -213,4 +272,14 @@ def _fold(name: str, tensors: int):
 _linear_attention = register(OP, fake=_fake, setup_context=_save, backward=_backward, vmap=_fold("linear_attention", 6))
 _linear_attention_backward = register_last_derivative(
     OP, fake=_fake_backward, vmap=_fold("linear_attention_backward", 9)
+)
+_linear_attention_packed = register(
+    "linear_attention_packed",
+    fake=_fake_packed,
+    setup_context=_save_packed,
+    backward=_backward_packed,
+    vmap=_fold("linear_attention_packed", 2),
+)
+_linear_attention_packed_backward = register_last_derivative(
+    "linear_attention_packed", fake=_fake_packed_backward, vmap=_fold("linear_attention_packed_backward", 7)
 )

@@ -111,10 +111,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_attention(const Tensor& q, const Tenso
   return {out, s, z};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_backward(
-    const Tensor& grad, OptionalTensor grad_s, OptionalTensor grad_z, const Tensor& q, const Tensor& k, const Tensor& v,
-    OptionalTensor key_mask, const Tensor& s, const Tensor& z, std::string feature_map, std::string normalize, double eps) {
-  camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps);
+// Into grad_q, grad_k and grad_v; returns the gradients of the initial state.
+std::tuple<Tensor, Tensor> backward_into(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad,
+                                         const OptionalTensor& grad_s, const OptionalTensor& grad_z, const Tensor& q,
+                                         const Tensor& s, const Tensor& z, camox_linear_attention_params p) {
   check_shape(grad, {p.batch, p.heads, p.length, p.value_dim}, "grad");
   check_dtype_and_device(grad, q, op, "grad");
   p.grad = view4(grad);
@@ -122,9 +122,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_backward(
   if (p.normalize == CAMOX_NORMALIZE_SUM) p.z = const_cast<void*>(real_data(z, q, {p.batch, p.heads, p.key_dim}, "z"));
   p.grad_s = real_data(grad_s, q, {p.batch, p.heads, p.key_dim, p.value_dim}, "grad_s");
   p.grad_z = real_data(grad_z, q, {p.batch, p.heads, p.key_dim}, "grad_z");
-  const std::vector<int64_t> keys = {p.batch, p.heads, p.length, p.key_dim};
-  Tensor grad_q = empty_in_order(q, keys, 4), grad_k = empty_in_order(k, keys, 4);
-  Tensor grad_v = empty_in_order(v, {p.batch, p.heads, p.length, p.value_dim}, 4);
   Tensor sum_s = empty_s(p, q), sum_z = empty_z(p, q), partial = partial_of(p, q);
   p.grad_q = view4(grad_q), p.grad_k = view4(grad_k), p.grad_v = view4(grad_v);
   p.sum_s = sum_s.data_ptr(), p.sum_z = sum_z.data_ptr();
@@ -134,7 +131,41 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_backward(
 #else
   run_steps(camox_linear_attention_backward, p);
 #endif
+  return {sum_s, sum_z};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_backward(
+    const Tensor& grad, OptionalTensor grad_s, OptionalTensor grad_z, const Tensor& q, const Tensor& k, const Tensor& v,
+    OptionalTensor key_mask, const Tensor& s, const Tensor& z, std::string feature_map, std::string normalize, double eps) {
+  camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps);
+  const std::vector<int64_t> keys = {p.batch, p.heads, p.length, p.key_dim};
+  Tensor grad_q = empty_in_order(q, keys, 4), grad_k = empty_in_order(k, keys, 4);
+  Tensor grad_v = empty_in_order(v, {p.batch, p.heads, p.length, p.value_dim}, 4);
+  auto [sum_s, sum_z] = backward_into(grad_q, grad_k, grad_v, grad, grad_s, grad_z, q, s, z, p);
   return {grad_q, grad_k, grad_v, sum_s, sum_z};
+}
+
+// q, k or v of a (B,3,H,T,N) tensor.
+Tensor part_of(const Tensor& qkv, int64_t part) {
+  if (qkv.dim() != 5 || qkv.size(1) != 3) throw std::invalid_argument("linear_attention: qkv must have shape (B, 3, H, T, N)");
+  return torch::stable::select(qkv, 1, part);
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_attention_packed(const Tensor& qkv, OptionalTensor key_mask, std::string feature_map,
+                                                           std::string normalize, double eps) {
+  return linear_attention(part_of(qkv, 0), part_of(qkv, 1), part_of(qkv, 2), key_mask, std::nullopt, std::nullopt, feature_map,
+                          normalize, eps);
+}
+
+Tensor linear_attention_packed_backward(const Tensor& grad, OptionalTensor grad_s, OptionalTensor grad_z, const Tensor& qkv,
+                                        OptionalTensor key_mask, const Tensor& s, const Tensor& z, std::string feature_map,
+                                        std::string normalize, double eps) {
+  const Tensor q = part_of(qkv, 0);
+  auto p = params_of(q, part_of(qkv, 1), part_of(qkv, 2), key_mask, feature_map, normalize, eps);
+  auto sizes = qkv.sizes();
+  Tensor grad_qkv = empty_in_order(qkv, {sizes.begin(), sizes.end()}, 5);
+  backward_into(part_of(grad_qkv, 0), part_of(grad_qkv, 1), part_of(grad_qkv, 2), grad, grad_s, grad_z, q, s, z, p);
+  return grad_qkv;
 }
 
 }  // namespace
@@ -147,10 +178,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "linear_attention_backward(Tensor grad, Tensor? grad_s, Tensor? grad_z, Tensor q, Tensor k, Tensor v, Tensor? key_mask, "
       "Tensor s, Tensor z, str feature_map, str normalize, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "linear_attention_packed(Tensor qkv, Tensor? key_mask, str feature_map, str normalize, float eps) -> (Tensor, Tensor, "
+      "Tensor)");
+  m.def(
+      "linear_attention_packed_backward(Tensor grad, Tensor? grad_s, Tensor? grad_z, Tensor qkv, Tensor? key_mask, Tensor s, "
+      "Tensor z, str feature_map, str normalize, float eps) -> Tensor");
 }
 #endif
 
 STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
   m.impl("linear_attention", TORCH_BOX(&linear_attention));
   m.impl("linear_attention_backward", TORCH_BOX(&linear_attention_backward));
+  m.impl("linear_attention_packed", TORCH_BOX(&linear_attention_packed));
+  m.impl("linear_attention_packed_backward", TORCH_BOX(&linear_attention_packed_backward));
 }
