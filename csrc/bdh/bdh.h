@@ -54,7 +54,8 @@ typedef struct {
   camox_view4 grad;   /* [B,H,T,D] */
   camox_view4 grad_q; /* [B,H,T,N] */
   camox_view4 grad_v; /* [B,Hv,T,D] */
-  void *partial;      /* gradients of v of each head [B,H,T,D], dense, in what is computed in; NULL where Hv = H */
+  void *partial; /* gradients of v of each head [B,H,T,D], dense, in what is computed in; NULL where Hv = H. On the CPU also
+                    NULL where there are heads and as many batch elements as slots: each is one slot's, which sums */
   void *scratch; /* `slots` of camox_bdh_scratch elements each, in what is computed in; on CUDA camox_bdh_cuda_scratch bytes */
   int64_t slots;
 } camox_bdh_params;
@@ -86,7 +87,8 @@ int camox_bdh_check(const camox_bdh_params *p, int backward);
 int64_t camox_bdh_units(const camox_bdh_params *p);
 int64_t camox_bdh_sum_units(const camox_bdh_params *p);
 
-/* Elements of one slot of scratch. Slot s of `slots` is of the units s*units/slots ... (s+1)*units/slots - 1. */
+/* Elements of one slot of scratch. Slot s of `slots` is of the units s*units/slots ... (s+1)*units/slots - 1, of batch elements
+   where the backward of shared values has no `partial`. */
 int64_t camox_bdh_scratch(const camox_bdh_params *p, int backward);
 
 /* begin and end are slots (sum: units). */

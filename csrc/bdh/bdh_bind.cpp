@@ -56,6 +56,8 @@ camox_bdh_params bdh_params(const Tensor& q, const Tensor& v, const Tensor& cos,
 }
 
 #ifdef CAMOX_CUDA_PART
+bool slots_sum(const camox_bdh_params&) { return false; }
+
 // Temporary memory of a launcher, to be kept until it has returned.
 Tensor scratch_of(camox_bdh_params& p, const Tensor& q, bool backward) {
   Tensor scratch = empty_real(q, {(camox_bdh_cuda_scratch(&p, backward) + 3) / 4});
@@ -63,6 +65,12 @@ Tensor scratch_of(camox_bdh_params& p, const Tensor& q, bool backward) {
   return scratch;
 }
 #else
+// Whether batch elements are so many that all heads of one go to one thread, which sums what their shared values get.
+bool slots_sum(const camox_bdh_params& p) {
+  const int64_t threads = torch::stable::get_num_threads();
+  return p.heads > 0 && p.batch > 0 && (p.batch % threads == 0 || p.batch >= 8 * threads);
+}
+
 void run_slots(camox_bdh_kernel* kernel, camox_bdh_params& p, const Tensor& q, bool backward) {
   const int64_t units = camox_bdh_units(&p);
   if (units == 0) return;
@@ -122,10 +130,11 @@ std::tuple<Tensor, Tensor> bdh_attention_backward(const Tensor& grad, const Tens
   p.grad = view4(grad);
   Tensor grad_q = empty_in_order(q), grad_v = empty_in_order(v);
   p.grad_q = view4(grad_q), p.grad_v = view4(grad_v);
+  const bool apart = p.value_heads != p.heads && !slots_sum(p);
   // at least one element: an empty tensor may have no memory
   const int64_t of_heads = p.batch * p.heads * p.length * p.value_dim;
-  Tensor partial = empty_real(q, {p.value_heads == p.heads ? 0 : std::max<int64_t>(of_heads, 1)});
-  if (p.value_heads != p.heads) p.partial = partial.data_ptr();
+  Tensor partial = empty_real(q, {apart ? std::max<int64_t>(of_heads, 1) : 0});
+  if (apart) p.partial = partial.data_ptr();
   check(camox_bdh_check(&p, 1));
 #ifdef CAMOX_CUDA_PART
   Tensor scratch = scratch_of(p, q, true);

@@ -20,15 +20,17 @@ enum {
   BDH_DW,      /* and their gradients */
   BDH_W_T,     /* [strip, T] the scores of all tokens with those of a strip, where not all are held */
   BDH_DW_T,
-  BDH_DELTA, /* [T] */
-  BDH_PAIRS, /* [T/2, T] pairs of rows of the scores or their gradients */
-  BDH_Z,     /* [columns, D] the state */
+  BDH_DELTA,  /* [T] */
+  BDH_GRAD_V, /* [T, D] gradients of shared values, summed over the heads so far */
+  BDH_PAIRS,  /* [T/2, T] pairs of rows of the scores or their gradients */
+  BDH_Z,      /* [columns, D] the state */
   BDH_DZ,
   BDH_BUFFERS
 };
 
 typedef struct {
   int64_t rows, columns, strip;
+  int64_t together;           /* heads of one batch element that one slot computes in their order */
   int64_t pitch, value_pitch; /* of tiles with `columns` and D columns */
   int64_t offset[BDH_BUFFERS], total;
 } camox_bdh_plan;
@@ -94,6 +96,7 @@ static inline camox_bdh_plan camox_bdh_plan_of(const camox_bdh_params *p, int ba
   }
   columns = columns / (2 * CAMOX_BDH_LINE) * (2 * CAMOX_BDH_LINE);
   plan.columns = camox_bdh_smaller(columns, p->dim);
+  if (backward && p->scores) plan.columns = camox_bdh_smaller(plan.columns, CAMOX_BDH_TILE / 2 / plan.rows);
   plan.strip = p->scores || length <= CAMOX_BDH_WHOLE ? length : plan.rows;
   plan.pitch = camox_bdh_pitch(plan.columns);
   plan.value_pitch = camox_bdh_pitch(p->value_dim);
@@ -103,6 +106,8 @@ static inline camox_bdh_plan camox_bdh_plan_of(const camox_bdh_params *p, int ba
   else
     camox_bdh_sizes_quadratic(p, &plan, backward, size);
   if (camox_bdh_in_pairs(p, &plan, backward)) camox_bdh_sizes_pairs(p, &plan, size);
+  plan.together = backward && p->value_heads != p->heads && !p->partial ? p->heads : 1;
+  if (plan.together > 1) size[BDH_GRAD_V] = length * camox_bdh_padded(p->value_dim);
   for (int i = 0; i < BDH_BUFFERS; ++i) plan.offset[i] = plan.total, plan.total += camox_bdh_padded(size[i]);
   return plan;
 }
