@@ -1267,6 +1267,16 @@ def test_bdh_causal_state_form(dtype, memory, arch):
         turn += 1
 
 
+@pytest.mark.parametrize("causal", [0, 1])
+def test_bdh_scratch_does_not_grow_with_the_sequence(causal):
+    """Of the state form, but for one state a segment of chunks: less and less beside r of a head, which is nowhere."""
+    for length, share in ((100_000, 3), (1_000_000, 15)):
+        for heads in ((1, 1), (2, 6)):
+            size = bdh_cases.scratch((*heads, length, 1024), 192, "backward", causal=causal)
+            assert 0 < size < 4 * length * 1024 / share
+    assert bdh_cases.scratch((2, 6, 500, 1024), 192, "forward", causal=causal) == 12 * 500 * 500 * 4
+
+
 def as_tf32(x):
     """Rounded to ten bits of mantissa, ties away from 0."""
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
