@@ -114,7 +114,9 @@ def scratch(shape, value_dim, direction, **options) -> int:
         setattr(p, name, value)
     size = rig.load(SOURCE, 900).camox_bdh_cuda_scratch
     size.restype = ctypes.c_int64
-    return size(ctypes.byref(p), direction == "backward")
+    found = []
+    rig.call(lambda: found.append(size(ctypes.byref(p), direction == "backward")))
+    return found[0]
 
 
 def step(q, v, cos, sin, state, *, relu=True, scale=None, flush="end", how=None):
