@@ -845,8 +845,10 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   plan.delta = reinterpret_cast<float *>(scratch), scratch += s.delta;
   plan.scores = static_cast<float *>(p->scores ? p->scores : scratch), scratch += s.scores;
   plan.pairs = scratch, scratch += s.pairs;
-  for (float *&state : plan.state) state = reinterpret_cast<float *>(scratch), scratch += s.state;
-  for (float *&carried : plan.carried) carried = reinterpret_cast<float *>(scratch), scratch += s.carried;
+  for (int i = 0; i <= backward; ++i) {
+    plan.state[i] = reinterpret_cast<float *>(scratch), scratch += s.state;
+    plan.carried[i] = reinterpret_cast<float *>(scratch), scratch += s.carried;
+  }
   plan.chunk = s.chunk;
   plan.masked = !backward, plan.weights = backward && p->scores;
   /* where the GPU is full without the heads side by side */
@@ -905,12 +907,12 @@ static void bdh_for_strips(bdh_plan &plan, const bdh_scratch &s, bool backward, 
       bdh_plan segments = plan;
       segments.chunk = s.segment * s.chunk;
       segments.strip.chunks = camox_ceil_div(s.chunks, s.segment);
-      for (int i = 0; i < 2; ++i) segments.state[i] = carried[i], segments.carried[i] = nullptr;
+      for (int i = 0; i <= backward; ++i) segments.state[i] = carried[i], segments.carried[i] = nullptr;
       bdh_launch_states<P>(segments, backward, stream);
     }
     for (int64_t chunk = 0; chunk < s.chunks; chunk += s.segment) {
       plan.strip.first_chunk = chunk, plan.strip.chunks = s.segment < s.chunks - chunk ? s.segment : s.chunks - chunk;
-      for (int i = 0; i < 2; ++i) plan.carried[i] = s.carried > 0 ? carried[i] + chunk / s.segment * size : nullptr;
+      for (int i = 0; i <= backward; ++i) plan.carried[i] = s.carried > 0 ? carried[i] + chunk / s.segment * size : nullptr;
       for (int64_t row = 0; row < s.chunk; row += s.rows) {
         plan.strip.first_row = row, plan.strip.rows = s.rows < s.chunk - row ? s.rows : s.chunk - row;
         launch();
@@ -1000,7 +1002,7 @@ static int bdh_run_step(const camox_bdh_step_params *p, void *stream) {
 
 extern "C" int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward) {
   const bdh_scratch s = bdh_scratch_of(p, backward != 0);
-  return s.delta + s.scores + s.pairs + 2 * (s.state + s.carried);
+  return s.delta + s.scores + s.pairs + (s.state + s.carried) * (backward ? 2 : 1);
 }
 
 #define BDH_BY_TYPE(run, of_float32)                       \

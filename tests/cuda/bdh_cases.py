@@ -105,6 +105,20 @@ def backward(grad, q, v, cos, sin, *, save=None, unturned=False, flush="end", ho
         return grad_q.clone(), grad_v.clone()
 
 
+def scratch(shape, value_dim, direction, **options) -> int:
+    """Bytes that a launcher asks for; no tensor is made."""
+    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "bdh/bdh.h")
+    p = structs["camox_bdh_params"](dtype=constants["CAMOX_F32"], scale=1.0, value_dim=value_dim, value_heads=1)
+    p.batch, p.heads, p.length, p.dim = shape
+    for name, value in options.items():
+        setattr(p, name, value)
+    size = rig.load(SOURCE, 900).camox_bdh_cuda_scratch
+    size.restype = ctypes.c_int64
+    found = []
+    rig.call(lambda: found.append(size(ctypes.byref(p), direction == "backward")))
+    return found[0]
+
+
 def step(q, v, cos, sin, state, *, relu=True, scale=None, flush="end", how=None):
     """(out, the next state) of one token, q (B, H, N), v (B, 1 or H, D)."""
     with rig.guarded(flush) as memory:
