@@ -31,7 +31,6 @@ CAMOX_INLINE vf32 vf32_keep_shift_down(vi32 mask, vf32 a, vf32 b) {
 /* Whether a lane of a mask is set. */
 CAMOX_INLINE int vf32_any(vi32 mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
 
-/* A bit for each such lane. */
 CAMOX_INLINE unsigned vf32_subnormal_or_nan(vf32 v) { return _mm512_fpclass_ps_mask((__m512)v, 0xa1); }
 
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from) { return (vf32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
@@ -40,8 +39,7 @@ CAMOX_INLINE __m256i vf32_to_f16(vf32 value) {
   return _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* Words 0, 1, ... of a vector as the upper halves of its lanes, and back: one instruction where widening and a shift are two.
- */
+/* Words as the upper halves of lanes, and back: one instruction where widening and a shift are two. */
 CAMOX_INLINE vf32 vf32_of_bf16(__m256i words) {
   static const uint16_t place[32] = {0, 0, 0, 1, 0, 2,  0, 3,  0, 4,  0, 5,  0, 6,  0, 7,
                                      0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15};

@@ -151,17 +151,25 @@ CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
 
 /* Whether two vectors can be rounded and stored together, which is quicker; only bfloat16 ever is. */
-#define CAMOX_NO_STORE_PAIR(S, T, V)                      \
+#define CAMOX_NO_STORE_PAIR(S, T, V, LANES)               \
   CAMOX_INLINE int has_store_pair_##S(void) { return 0; } \
-  CAMOX_INLINE void vstore_pair_##S(T *to, V a, V b) { vstore_##S(to, a), vstore_##S(to, b); }
-CAMOX_NO_STORE_PAIR(f32, float, vf32)
-CAMOX_NO_STORE_PAIR(f16, uint16_t, vf32)
-CAMOX_NO_STORE_PAIR(f64, double, vf64)
+  CAMOX_INLINE void vstore_pair_##S(T *to, V a, V b) { vstore_##S(to, a), vstore_##S(to + (LANES), b); }
+CAMOX_NO_STORE_PAIR(f32, float, vf32, VF32_LANES)
+CAMOX_NO_STORE_PAIR(f16, uint16_t, vf32, VF32_LANES)
+CAMOX_NO_STORE_PAIR(f64, double, vf64, VF64_LANES)
+
+/* A bit for each such lane. */
+#define CAMOX_SUBNORMAL_OR_NAN(V, LANES, LEAST)                                                                      \
+  CAMOX_INLINE unsigned V##_subnormal_or_nan(V v) {                                                                  \
+    unsigned lanes = 0;                                                                                              \
+    for (int i = 0; i < (LANES); ++i) lanes |= (unsigned)(v[i] != 0 && !(v[i] >= (LEAST) || v[i] <= -(LEAST))) << i; \
+    return lanes;                                                                                                    \
+  }
 #ifndef CAMOX_OWN_BF16
-CAMOX_NO_STORE_PAIR(bf16, uint16_t, vf32)
-CAMOX_INLINE unsigned vf32_subnormal_or_nan(vf32 v) { return v[0] != v[0]; }
+CAMOX_NO_STORE_PAIR(bf16, uint16_t, vf32, VF32_LANES)
+CAMOX_SUBNORMAL_OR_NAN(vf32, VF32_LANES, 0x1p-126f)
 #endif
-CAMOX_INLINE unsigned vf64_subnormal_or_nan(vf64 v) { return v[0] != v[0]; }
+CAMOX_SUBNORMAL_OR_NAN(vf64, VF64_LANES, 0x1p-1022)
 
 /* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with
    masks have parts of their own. */
