@@ -46,7 +46,8 @@ def bdh_attention(
 
     Returns:
         (B, H, T, D) in q's dtype, its dimensions in memory in the order of q's strides. Computed in float32 (float64
-        for float64). Autocast casts q and v to its dtype.
+        for float64); CPUs that multiply bfloat16 round what the backward of bfloat16 multiplies, for it.
+        Autocast casts q and v to its dtype.
 
     On CUDA from sm_80 on float32 products are made in TF32 where torch.backends.cuda.matmul allows it (allow_tf32,
     torch.set_float32_matmul_precision), forward and backward alike.

@@ -15,7 +15,7 @@
    state form, without softmax, the same numbers in another order: Z = r^T v (N,D), out = scale * r Z; causal in blocks of
      tokens, Z the sum over the blocks before, scores inside a block. Cheaper than T^2 products above camox_bdh_crossover.
    dtypes    q, v, out, g and their gradients float32, bfloat16, float16, tables and sums float32; float64 with float64.
-             One rounding, at the store.
+             One rounding, at the store; with `pairs` r, w and d s of the backward are bfloat16 where they are multiplied.
    saved     scores w [B,H,T,T] where camox_bdh_saves_scores, else with softmax the rows' log(sum(exp(s))) [B,H,T] (-inf
              for a row without keys), else nothing. Nothing of (T,N) is written but grad_q: r lives in tiles.
    units     B*H heads; the sum of grad_v over the heads: B*T rows.
