@@ -268,7 +268,11 @@ def test_next_to_nothing_is_normalized():
     (q, k, v), _, _ = inputs((1, 2, 150, 6, 5), memory="picture")
     q, k, v = q.clone(), k.clone(), v * 1e6
     q[:, :, 3:9], k[:, :, 5:90] = -80, -80
-    assert_right((q, k, v), normalize="feature")
+    given = upstream(ours(q, k, v, normalize="feature"))
+    truth = numbers(reference.linear_attention, (q, k, v), given, torch.float64, normalize="feature")
+    # in float32 the reference's own gradients are not finite
+    for one, true in zip(numbers(ours, (q, k, v), given, normalize="feature"), truth, strict=True):
+        assert (one.double() - true).abs().max() <= 1e-5 * true.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
