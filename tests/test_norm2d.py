@@ -114,7 +114,7 @@ def test_large_mean_keeps_its_digits(layout):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("channels", [20, 300])
 def test_first_channels_far_from_the_rest(layout, channels):
-    """The guess of the mean, from the first channels, is then worthless and must not cost digits."""
+    """Neither 0 nor the first channels are near the mean of such pixels, which must not cost digits."""
     x = picture((2, channels, 5, 9), layout=layout)
     x[:, :9] += 1e4
     weight, bias = parameters(channels)

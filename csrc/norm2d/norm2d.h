@@ -2,8 +2,8 @@
 
    x (B,C,H,W), weight and bias (C,); over each group of C/groups channels, at every pixel:
      z = (x - mean) / sqrt(var + eps)   u = z * weight + bias   y = act(u) [+ residual]
-   var       biased, from the differences to the mean. The mean's own rounding is summed too and taken off again, so a
-             mean of 1e4 with a standard deviation of 1 costs no digits.
+   var       biased, from the differences to the mean, or to 0 where the mean is small beside it. The mean's own rounding is
+             summed too and taken off again, so a mean of 1e4 with a standard deviation of 1 costs no digits.
    act       none, gelu x Phi(x), gelu_tanh x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), relu, silu x sigmoid(x)
    dtypes    x, residual, y in float32, bfloat16, float16, computed in float32; float64 in float64. weight and bias are in
              the dtype computed in. One rounding, at the store.
