@@ -14,7 +14,7 @@ from . import _cuda, reference
 from .ops.bands import frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.edge import edge_maps
-from .ops.linear_attention import linear_attention
+from .ops.linear_attention import linear_attention, linear_attention_packed
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
@@ -94,6 +94,11 @@ def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
 def heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q, k and v as (B, H, T, D)."""
     return tuple(torch.randn((3, *shape), generator=torch.Generator().manual_seed(0)).to(dtype))
+
+
+def packed_heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor]:
+    """q, k and v in one tensor (B, 3, H, T, D)."""
+    return (torch.stack(heads(shape, dtype), 1),)
 
 
 def attention_with_padding(q, k, v, function) -> torch.Tensor:
@@ -223,6 +228,12 @@ OPS = (
         lambda q, k, v: linear_attention(q, k, v, eps=1e-2),
         lambda q, k, v: reference.linear_attention(q, k, v, eps=1e-2)[0],
         heads,
+    ),
+    Op(
+        "linear_attention packed",
+        lambda qkv: linear_attention_packed(qkv, eps=1e-2),
+        lambda qkv: reference.linear_attention(*qkv.unbind(1), eps=1e-2)[0],
+        packed_heads,
     ),
     Op(
         "rope",
