@@ -2,7 +2,7 @@
 
     python scripts/cuda_budget.py                       # compiles csrc/*/*_cuda.cu for every architecture and checks it
     python scripts/cuda_budget.py --binary dist/X.whl   # checks what a wheel, or libcamox_ops_cuda.so, holds
-    python scripts/cuda_budget.py --update              # writes the table anew after a wanted change
+    python scripts/cuda_budget.py --update              # writes the table anew after a wanted change; takes --binary too
 
 Red when a kernel takes more registers or shared memory than its line, spills or touches local memory, has lost an
 access that its line claims (LDG.E.128, STG.E.128, HMMA), is missing, or has no line; and when a kernel of vectors, by
@@ -202,7 +202,7 @@ def faults(table: dict, found: dict[str, dict[str, dict]], update: bool) -> list
 
 def new_table(found: dict[str, dict[str, dict]]) -> dict:
     table: dict = {}
-    for arch, kernels in found.items():
+    for arch, kernels in sorted(found.items()):
         for name, kernel in kernels.items():
             line = table.setdefault(name, {"claims": list(kernel["claims"]), "threads": kernel["threads"], "archs": {}})
             line["claims"] = [claim for claim in line["claims"] if claim in kernel["claims"]]
@@ -225,8 +225,8 @@ def main() -> None:
     parser.add_argument("--update", action="store_true", help="write the table")
     arguments = parser.parse_args()
     archs = arguments.archs.split(",")
-    if set(archs) - set(ARCHS) or (arguments.update and (arguments.binary or set(archs) != set(ARCHS))):
-        parser.error(f"--archs: some of {', '.join(ARCHS)}; --update compiles all of them")
+    if set(archs) - set(ARCHS) or (arguments.update and set(archs) != set(ARCHS)):
+        parser.error(f"--archs: some of {', '.join(ARCHS)}; --update needs all of them")
 
     binary = arguments.binary
     if binary and binary.suffix == ".whl" and LIBRARY not in zipfile.ZipFile(binary).namelist():
@@ -238,6 +238,8 @@ def main() -> None:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for (arch, _), kernels in zip(cubins, pool.map(lambda job: measure(*job), cubins), strict=True):
                 found.setdefault(arch, {}).update(kernels)
+    if arguments.update and set(found) != set(ARCHS):
+        sys.exit(f"cuda_budget: --update needs a binary for {', '.join(ARCHS)}, this one is for {', '.join(found)}")
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     wrong = faults(table, found, arguments.update)
     if wrong:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 import zipfile
@@ -87,7 +88,8 @@ def test_audit_judges():
 def test_wheel_runs_where_it_is_unpacked(tmp_path):
     assert build_wheel.main(["--out", str(tmp_path / "dist")]) == 0
     (made,) = (tmp_path / "dist").glob("*.whl")
-    assert platform.machine() != "x86_64" or "manylinux_2_28" in made.name
+    if platform.machine() == "x86_64":
+        assert int(re.search(r"manylinux_2_(\d+)_", made.name)[1]) <= 28, made.name
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target"]
     subprocess.run([*install, str(site), str(made)], check=True)
