@@ -2,7 +2,7 @@
 
     python scripts/cuda_budget.py                       # compiles csrc/*/*_cuda.cu for every architecture and checks it
     python scripts/cuda_budget.py --binary dist/X.whl   # checks what a wheel, or libcamox_ops_cuda.so, holds
-    python scripts/cuda_budget.py --update              # writes the table anew after a wanted change; takes --binary too
+    python scripts/cuda_budget.py --update              # writes the table anew after a wanted change, or from --binary
 
 Red when a kernel takes more registers or shared memory than its line, spills or touches local memory, has lost an
 access that its line claims (LDG.E.128, STG.E.128, HMMA), is missing, or has no line; and when a kernel of vectors, by
