@@ -86,7 +86,7 @@ def find_nvcc():
 
 
 def compression():
-    """nvcc from 12.8 on makes a third of its default's size of kernels."""
+    """For size, where nvcc can: by its default the wheel would grow past its limit."""
     known = NVCC and "--compress-mode" in subprocess.run([NVCC, "--help"], capture_output=True, text=True).stdout
     return ["--compress-mode=size"] if known else []
 

@@ -123,12 +123,7 @@ struct bdh_sums_of {
     const float *const from = data + r * columns + c;
     const int count = r < rows ? bdh_at_most<V>(columns - c) : 0;
     float x[V];
-    if (wide && count == V) {
-      camox_load_floats<V>(x, from);
-    } else {
-#pragma unroll
-      for (int i = 0; i < V; ++i) x[i] = i < count ? __ldg(from + i) : 0.0f;
-    }
+    bdh_load_floats(x, from, count, wide);
     camox_round(to, x);
   }
 };
@@ -245,12 +240,7 @@ struct bdh_weights {
     const float *const from = data + (r - first_row) * pitch + c;
     const int count = r < first_row + rows ? bdh_at_most<V>(length - c) : 0;
     float x[V];
-    if (wide && count == V) {
-      camox_load_floats<V>(x, from);
-    } else {
-#pragma unroll
-      for (int i = 0; i < V; ++i) x[i] = i < count ? __ldg(from + i) : 0.0f;
-    }
+    bdh_load_floats(x, from, count, wide);
     if constexpr (TRANSPOSED) {
       const int first = causal ? bdh_at_most<V>(r - c + 1) : 0;
 #pragma unroll

@@ -49,6 +49,16 @@ __device__ __forceinline__ int bdh_at_most(int64_t n) {
   return n >= MOST ? MOST : n > 0 ? static_cast<int>(n) : 0;
 }
 
+template <int V>
+__device__ __forceinline__ void bdh_load_floats(float (&to)[V], const float *from, int count, bool wide) {
+  if (wide && count == V) {
+    camox_load_floats<V>(to, from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) to[i] = i < count ? __ldg(from + i) : 0.0f;
+  }
+}
+
 template <typename E, int V>
 __device__ __forceinline__ void bdh_store(E *to, int64_t step, const float (&values)[V], int count, bool wide) {
   if (wide && count >= V) {
