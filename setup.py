@@ -2,7 +2,7 @@
 nvcc is found, libcamox_ops_cuda.so with the CUDA kernels beside it.
 
 setuptools compiles an extension with one set of flags; here every source gets the flags of its kind, and is compiled
-again only when it or a header is newer than its object. From the environment:
+again only when it or a header that it includes is newer than its object. From the environment:
   CAMOX_BREAK=<op>      kernels that are wrong by 1e-3 (see CONTRIBUTING.md)
   CAMOX_NVCC=<path>     the CUDA compiler; "none" for no CUDA part; default: nvcc on PATH or in CUDA_HOME
   CAMOX_CUDA_ARCHS      "all" (default), or a list such as sm_80,sm_90
@@ -170,15 +170,13 @@ class BuildExt(build_ext):
             in_place.unlink(missing_ok=True)
 
     def compile_all(self, sources):
-        """Objects of (source, folder, flags), compiled where missing or older than their source or any header."""
+        """Objects of (source, folder, flags), compiled where missing or older than a file that they were made from."""
         objects, jobs = [], []
-        headers = max(p.stat().st_mtime for p in CSRC.rglob("*") if p.suffix in (".h", ".inc", ".cuh"))
-        headers = max(headers, Path("setup.py").stat().st_mtime)
         temp = Path(self.build_temp) / (f"break-{BREAK}" if BREAK else "plain")
         for source, folder, flags in sources:
             target = temp / folder / Path(source).with_suffix(".o")
             objects.append(str(target))
-            if self.force or not target.exists() or target.stat().st_mtime < max(headers, Path(source).stat().st_mtime):
+            if self.force or stale(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 jobs.append((source, target, flags))
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -193,7 +191,17 @@ class BuildExt(build_ext):
         if suffix == ".cpp":
             includes += [f"-isystem{path}" for path in include_paths()]
         program = {".c": self.compiler.compiler_so[0], ".cpp": self.compiler.compiler_so_cxx[0], ".cu": NVCC}[suffix]
-        self.spawn([program, *flags, *includes, "-c", source, "-o", str(target)])
+        made_from = ["-MMD", "-MF", str(target.with_suffix(".d"))]
+        self.spawn([program, *flags, *includes, *made_from, "-c", source, "-o", str(target)])
+
+
+def stale(target):
+    """Whether an object is missing or older than this file or one that the compiler named as its source or a header."""
+    rule = target.with_suffix(".d")
+    if not target.exists() or not rule.exists():
+        return True
+    files = [Path("setup.py"), *map(Path, rule.read_text().split(":", 1)[1].replace("\\\n", " ").split())]
+    return not all(f.exists() and f.stat().st_mtime <= target.stat().st_mtime for f in files)
 
 
 def compilations():
