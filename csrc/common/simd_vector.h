@@ -45,6 +45,8 @@ typedef int64_t vf64_mask_t;
     static const V##_mask_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};      \
     return V##_load_mask(lane);                                                                     \
   }                                                                                                 \
+  /* n in all lanes */                                                                              \
+  CAMOX_INLINE I V##_whole(int64_t n) { return (I){0} + (V##_mask_t)n; }                            \
   /* Lanes are added in pairs: fewer steps, another fixed order. */                                 \
   CAMOX_INLINE T V##_sum_pairs(V v) {                                                               \
     for (int step = (LANES) / 2; step > 0; step /= 2) v += __builtin_shuffle(v, V##_lane() ^ step); \
@@ -54,22 +56,31 @@ typedef int64_t vf64_mask_t;
 CAMOX_DEFINE_VECTOR(vf32, vi32, float, VF32_LANES)
 CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
 
-/* Which lanes of a vector to keep, the others being zero. load_lanes reads all of them where masks cost that. lanes_from: lanes
-   first, first + 1, ... of a and then b. wrapped: a number below 2 * period, modulo period. */
-#define CAMOX_DEFINE_LANES(V, I, T)                                                                           \
+/* Which lanes of a vector to keep, the others being zero; select_lanes: those of another. load_lanes reads all of them where
+   masks cost that. lanes_from: lanes first, first + 1, ... of a and then b. wrapped: a number below 2 * period, modulo period.
+ */
+#define CAMOX_DEFINE_LANES(V, I, T, LANES, NORMAL)                                                            \
   typedef I V##_lanes_t;                                                                                      \
   CAMOX_INLINE V##_lanes_t V##_lanes_below(I a, I b) { return a < b; }                                        \
   CAMOX_INLINE I V##_wrapped(I v, I period) { return v - ((v >= period) & period); }                          \
   CAMOX_INLINE V V##_keep_lanes(V##_lanes_t lanes, V v) { return V##_keep(lanes, v); }                        \
+  CAMOX_INLINE V V##_select_lanes(V##_lanes_t lanes, V yes, V no) { return V##_select(lanes, yes, no); }      \
   CAMOX_INLINE V V##_load_lanes(V##_lanes_t lanes, const T *from) { return V##_keep(lanes, V##_load(from)); } \
   CAMOX_INLINE V V##_lanes_from(V##_lanes_t lanes, V a, V b, int first) {                                     \
     return V##_keep(lanes, __builtin_shuffle(a, b, V##_lane() + first));                                      \
+  }                                                                                                           \
+  CAMOX_INLINE V##_lanes_t V##_subnormal(V v) { return (v != 0) & (v < (NORMAL)) & (v > -(NORMAL)); }         \
+  CAMOX_INLINE V##_lanes_t V##_unordered(V a, V b) { return (a != a) | (b != b); }                            \
+  CAMOX_INLINE int V##_any_lane(V##_lanes_t lanes) {                                                          \
+    int any = 0;                                                                                              \
+    for (int i = 0; i < (LANES); ++i) any |= lanes[i] != 0;                                                   \
+    return any;                                                                                               \
   }
 
 #ifndef CAMOX_OWN_LANES
-CAMOX_DEFINE_LANES(vf32, vi32, float)
+CAMOX_DEFINE_LANES(vf32, vi32, float, VF32_LANES, 0x1p-126f)
 #endif
-CAMOX_DEFINE_LANES(vf64, vi64, double)
+CAMOX_DEFINE_LANES(vf64, vi64, double, VF64_LANES, 0x1p-1022)
 
 #include "simd_pairs.h"
 
@@ -150,26 +161,20 @@ CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
 
-/* Whether two vectors can be rounded and stored together, which is quicker; only bfloat16 ever is. */
-#define CAMOX_NO_STORE_PAIR(S, T, V, LANES)               \
-  CAMOX_INLINE int has_store_pair_##S(void) { return 0; } \
-  CAMOX_INLINE void vstore_pair_##S(T *to, V a, V b) { vstore_##S(to, a), vstore_##S(to + (LANES), b); }
-CAMOX_NO_STORE_PAIR(f32, float, vf32, VF32_LANES)
-CAMOX_NO_STORE_PAIR(f16, uint16_t, vf32, VF32_LANES)
-CAMOX_NO_STORE_PAIR(f64, double, vf64, VF64_LANES)
-
-/* A bit for each such lane. */
-#define CAMOX_SUBNORMAL_OR_NAN(V, LANES, LEAST)                                                                      \
-  CAMOX_INLINE unsigned V##_subnormal_or_nan(V v) {                                                                  \
-    unsigned lanes = 0;                                                                                              \
-    for (int i = 0; i < (LANES); ++i) lanes |= (unsigned)(v[i] != 0 && !(v[i] >= (LEAST) || v[i] <= -(LEAST))) << i; \
-    return lanes;                                                                                                    \
-  }
-#ifndef CAMOX_OWN_BF16
-CAMOX_NO_STORE_PAIR(bf16, uint16_t, vf32, VF32_LANES)
-CAMOX_SUBNORMAL_OR_NAN(vf32, VF32_LANES, 0x1p-126f)
+/* Elements 0, 2, 4, ... and 1, 3, 5, ... of 2 * lanes, and both put together again. has_zip: that is the quickest way to read
+   and round them; only bfloat16 ever is so. */
+#define CAMOX_DEFINE_ZIP(S, T, V, LANES)                                                                        \
+  CAMOX_INLINE V vload_even_##S(const T *from) { return V##_even(vload_##S(from), vload_##S(from + (LANES))); } \
+  CAMOX_INLINE V vload_odd_##S(const T *from) { return V##_odd(vload_##S(from), vload_##S(from + (LANES))); }   \
+  CAMOX_INLINE void vstore_zip_##S(T *to, V even, V odd) {                                                      \
+    vstore_##S(to, V##_zip_low(even, odd)), vstore_##S(to + (LANES), V##_zip_high(even, odd));                  \
+  }                                                                                                             \
+  CAMOX_INLINE int has_zip_##S(void) { return 0; }
+CAMOX_DEFINE_ZIP(f32, float, vf32, VF32_LANES)
+CAMOX_DEFINE_ZIP(f16, uint16_t, vf32, VF32_LANES)
+#if VF64_LANES == 2
+CAMOX_DEFINE_ZIP(f64, double, vf64, VF64_LANES)
 #endif
-CAMOX_SUBNORMAL_OR_NAN(vf64, VF64_LANES, 0x1p-1022)
 
 /* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with
    masks have parts of their own. */
