@@ -172,6 +172,9 @@ CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
   CAMOX_INLINE int has_zip_##S(void) { return 0; }
 CAMOX_DEFINE_ZIP(f32, float, vf32, VF32_LANES)
 CAMOX_DEFINE_ZIP(f16, uint16_t, vf32, VF32_LANES)
+#ifndef CAMOX_OWN_BF16
+CAMOX_DEFINE_ZIP(bf16, uint16_t, vf32, VF32_LANES)
+#endif
 #if VF64_LANES == 2
 CAMOX_DEFINE_ZIP(f64, double, vf64, VF64_LANES)
 #endif

@@ -18,6 +18,10 @@
 /* Flat tiles: widest row, and elements of a strip. */
 #define CAMOX_FLAT_WIDTH 512
 #define CAMOX_FLAT_ELEMENTS 4096
+/* Planes up to this many pixels are crossed so often that every vector looks for their first and last rows. */
+#define CAMOX_FLAT_SMALL_PLANE 256
+/* The most tensors that a walk writes. */
+#define CAMOX_WALK_OUTPUTS 4
 /* Elements of a flat strip with `halo` more rows above and below and room to read a vector before and past the ends. */
 #define CAMOX_FLAT_SIZE(halo) (CAMOX_FLAT_ELEMENTS + 2 * (halo) * CAMOX_FLAT_WIDTH + 32)
 /* Elements of one line with up to `halo` more columns on both sides and room to read a whole vector past the end. */

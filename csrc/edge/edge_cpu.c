@@ -3,8 +3,6 @@
 
 #include "../common/stencil.h"
 
-/* Planes up to this many pixels are crossed so often that every vector looks for their first and last rows. */
-#define EDGE_SMALL_PLANE 256
 /* From so many bytes read and written on they come from memory, and this many bytes ahead of their use is early enough. */
 #define EDGE_FAR ((int64_t)12 << 20)
 #define EDGE_AHEAD 2048
