@@ -10,7 +10,8 @@
 typedef __mmask16 vf32_lanes_t;
 CAMOX_INLINE vf32_lanes_t vf32_lanes_below(vi32 a, vi32 b) { return _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b); }
 CAMOX_INLINE vi32 vf32_wrapped(vi32 v, vi32 period) { return (vi32)_mm512_min_epu32((__m512i)v, (__m512i)(v - period)); }
-CAMOX_INLINE vf32 vf32_keep_lanes(vf32_lanes_t lanes, vf32 v) { return (vf32)_mm512_maskz_mov_ps(lanes, (__m512)v); }
+/* As integers, which compilers join with the shift or the mask that made them. */
+CAMOX_INLINE vf32 vf32_keep_lanes(vf32_lanes_t lanes, vf32 v) { return (vf32)_mm512_maskz_mov_epi32(lanes, (__m512i)v); }
 CAMOX_INLINE vf32 vf32_select_lanes(vf32_lanes_t lanes, vf32 yes, vf32 no) {
   return (vf32)_mm512_mask_blend_ps(lanes, (__m512)no, (__m512)yes);
 }

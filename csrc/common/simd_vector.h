@@ -56,9 +56,8 @@ typedef int64_t vf64_mask_t;
 CAMOX_DEFINE_VECTOR(vf32, vi32, float, VF32_LANES)
 CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
 
-/* Which lanes of a vector to keep, the others being zero; select_lanes: those of another. load_lanes reads all of them where
-   masks cost that. lanes_from: lanes first, first + 1, ... of a and then b. wrapped: a number below 2 * period, modulo period.
- */
+/* Which lanes of a vector to keep, the others being zero or, select_lanes, another's. load_lanes reads all of them where masks
+   cost that. lanes_from: lanes first, first + 1, ... of a and then b. wrapped: a number below 2 * period, modulo period. */
 #define CAMOX_DEFINE_LANES(V, I, T, LANES, NORMAL)                                                            \
   typedef I V##_lanes_t;                                                                                      \
   CAMOX_INLINE V##_lanes_t V##_lanes_below(I a, I b) { return a < b; }                                        \
@@ -172,6 +171,9 @@ CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
   CAMOX_INLINE int has_zip_##S(void) { return 0; }
 CAMOX_DEFINE_ZIP(f32, float, vf32, VF32_LANES)
 CAMOX_DEFINE_ZIP(f16, uint16_t, vf32, VF32_LANES)
+#ifndef CAMOX_OWN_BF16
+CAMOX_DEFINE_ZIP(bf16, uint16_t, vf32, VF32_LANES)
+#endif
 #if VF64_LANES == 2
 CAMOX_DEFINE_ZIP(f64, double, vf64, VF64_LANES)
 #endif
