@@ -56,9 +56,8 @@ typedef int64_t vf64_mask_t;
 CAMOX_DEFINE_VECTOR(vf32, vi32, float, VF32_LANES)
 CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
 
-/* Which lanes of a vector to keep, the others being zero; select_lanes: those of another. load_lanes reads all of them where
-   masks cost that. lanes_from: lanes first, first + 1, ... of a and then b. wrapped: a number below 2 * period, modulo period.
- */
+/* Which lanes of a vector to keep, the others being zero or, select_lanes, another's. load_lanes reads all of them where masks
+   cost that. lanes_from: lanes first, first + 1, ... of a and then b. wrapped: a number below 2 * period, modulo period. */
 #define CAMOX_DEFINE_LANES(V, I, T, LANES, NORMAL)                                                            \
   typedef I V##_lanes_t;                                                                                      \
   CAMOX_INLINE V##_lanes_t V##_lanes_below(I a, I b) { return a < b; }                                        \
