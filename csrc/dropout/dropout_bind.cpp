@@ -75,9 +75,6 @@ std::tuple<Tensor, Tensor> sparse_gate_backward(const Tensor& grad, const Tensor
   return {grad_x, grad_y};
 }
 
-// Rows of the last dimension, one after the other.
-Tensor packed(const Tensor& x) { return torch::stable::contiguous(x); }
-
 camox_dropout_affine affine_of(const Tensor& v, const Tensor& x, const char* op, const char* name) {
   check_real(v, x, 1, op, name);
   return {v.data_ptr(), v.size(0), v.stride(0)};
@@ -104,7 +101,7 @@ camox_dropout_norm_params norm_params(const Tensor& x, const Tensor& residual, c
 std::tuple<Tensor, Tensor> dropout_add_layer_norm(const Tensor& given_x, const Tensor& given_residual, const Tensor& weight,
                                                   const Tensor& bias, OptionalTensor seed, double probability, double eps) {
   const char* op = "dropout_add_layer_norm";
-  Tensor x = packed(given_x), residual = packed(given_residual);
+  Tensor x = as_contiguous(given_x), residual = as_contiguous(given_residual);
   camox_dropout_norm_params p = norm_params(x, residual, weight, seed, probability, op);
   p.eps = eps;
   p.bias = affine_of(bias, x, op, "bias");
@@ -127,7 +124,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(const
                                                                            const Tensor& given_stats, OptionalTensor seed,
                                                                            double probability) {
   const char* op = "dropout_add_layer_norm_backward";
-  Tensor grad = packed(given_grad), x = packed(given_x), residual = packed(given_residual), stats = packed(given_stats);
+  Tensor grad = as_contiguous(given_grad), x = as_contiguous(given_x), residual = as_contiguous(given_residual),
+         stats = as_contiguous(given_stats);
   camox_dropout_norm_params p = norm_params(x, residual, weight, seed, probability, op);
   check(camox_dropout_norm_check(&p, true));
   check_same(grad, x, op, "grad");
