@@ -170,6 +170,13 @@ inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions
   return made;
 }
 
+// An uninitialised tensor like x, by torch's own rule.
+inline Tensor empty_as(const Tensor& x) {
+  Tensor made = torch::stable::empty_like(x);
+  use_huge_pages(made);
+  return made;
+}
+
 // x's dimensions from `begin` up to `end` in the order of their strides, the innermost last. Dimensions of stride 0 or size 1
 // say nothing about the order. The same rule as memory_order in ops/_layout.py.
 inline std::vector<int64_t> memory_order(const Tensor& x, int64_t begin, int64_t end) {

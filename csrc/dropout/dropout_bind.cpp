@@ -42,7 +42,7 @@ void set_view(camox_dropout_params& p, int which, const Tensor& x) {
 
 Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
   camox_dropout_params p = dropout_params(x, seed, probability, "dropout");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = empty_as(x);
   set_view(p, CAMOX_DROPOUT_X, x);
   set_view(p, CAMOX_DROPOUT_OUT, out);
   CAMOX_DROPOUT_COMPUTE(camox_dropout, p, x, "dropout");
@@ -52,7 +52,7 @@ Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
 Tensor sparse_gate(const Tensor& x, const Tensor& y, OptionalTensor seed, double probability) {
   camox_dropout_params p = dropout_params(x, seed, probability, "sparse_gate");
   check_same(y, x, "sparse_gate", "y");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = empty_as(x);
   set_view(p, CAMOX_DROPOUT_X, x);
   set_view(p, CAMOX_DROPOUT_Y, y);
   set_view(p, CAMOX_DROPOUT_OUT, out);
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor> sparse_gate_backward(const Tensor& grad, const Tensor
   camox_dropout_params p = dropout_params(x, seed, probability, "sparse_gate_backward");
   check_same(y, x, "sparse_gate_backward", "y");
   check_same(grad, x, "sparse_gate_backward", "grad");
-  Tensor grad_x = torch::stable::empty_like(x), grad_y = torch::stable::empty_like(y);
+  Tensor grad_x = empty_as(x), grad_y = empty_as(y);
   set_view(p, CAMOX_DROPOUT_X, x);
   set_view(p, CAMOX_DROPOUT_Y, y);
   set_view(p, CAMOX_DROPOUT_GRAD, grad);
