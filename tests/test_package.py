@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import run_python
 
 import camox_ops as cx
@@ -92,6 +93,18 @@ def test_tune_cpu_allocator():
         assert int(run_python("import camox_ops" + FILL_FREED_BLOCKS)) > 1000, "importing alone must tune nothing"
     else:
         assert (settings, text) == ("[]", "not glibc: nothing was changed")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+def test_large_outputs_ask_for_huge_pages():
+    out = cx.layer_norm2d(torch.zeros(1, 1, 2048, 2048), torch.ones(1), torch.zeros(1))
+    inside = out.data_ptr() + out.nbytes // 2
+    for mapping in re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text()):
+        begin, end = (int(address, 16) for address in mapping.split(maxsplit=1)[0].split("-"))
+        if begin <= inside < end:
+            assert " hg" in mapping.split("VmFlags:")[1]
+            return
+    raise AssertionError("the output is in no mapping")
 
 
 def test_binary_is_abi3():

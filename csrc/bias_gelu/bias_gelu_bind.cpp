@@ -32,7 +32,7 @@ void compute(camox_bias_gelu_kernel* variant(camox_dtype, camox_isa), const camo
 #endif
 
 Tensor bias_gelu(const Tensor& given, const Tensor& bias, OptionalTensor seed, double probability) {
-  const Tensor x = torch::stable::contiguous(given);
+  const Tensor x = as_contiguous(given);
   camox_bias_gelu_params p = params_of(x, bias, seed, probability, "bias_gelu");
   Tensor y = empty_contiguous(x);
   p.y = y.data_ptr();
@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& given_grad, const Te
   for (int64_t d = 0; same && d < given.dim(); ++d) same = given_grad.size(d) == given.size(d);
   if (!same) throw std::invalid_argument("bias_gelu_backward: grad must have the shape of x");
   check_dtype_and_device(given_grad, given, op, "grad");
-  const Tensor x = torch::stable::contiguous(given), grad = torch::stable::contiguous(given_grad);
+  const Tensor x = as_contiguous(given), grad = as_contiguous(given_grad);
   camox_bias_gelu_params p = params_of(x, bias, seed, probability, op);
   Tensor grad_x = empty_contiguous(x), grad_bias = empty_real(x, {p.columns});
   Tensor partial = empty_real(x, {camox_bias_gelu_units(&p), p.columns});

@@ -28,6 +28,9 @@ extern "C" uint32_t* camox_cuda_error_word(int device_index);
 #else
 #define CAMOX_BACKEND CPU
 #define CAMOX_ON_CPU true
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #endif
 
 namespace camox {
@@ -140,13 +143,38 @@ inline int32_t dtype_code(const Tensor& x) {
   return dtype;
 }
 
+// x itself where it is contiguous already: torch's own answer to that costs a walk through its dispatcher.
+inline Tensor as_contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+// Asks for huge pages under the memory of a large new tensor, which is often mapped afresh: faults of 4 KiB each can take
+// longer than computing what is written there. The kernel may ignore it.
+inline void use_huge_pages([[maybe_unused]] const Tensor& x) {
+#if !defined(CAMOX_CUDA_PART) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t huge = 2 << 20;
+  const uintptr_t bytes = static_cast<uintptr_t>(x.numel()) * x.element_size();
+  if (bytes < 2 * huge) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.data_ptr());
+  const uintptr_t first = (begin + huge - 1) / huge * huge, last = (begin + bytes) / huge * huge;
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions, const int64_t* size, const int64_t* stride) {
   int32_t device_type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(dimensions, size, stride, dtype, device_type, like.get_device_index(), &handle));
-  return Tensor(handle);
+  Tensor made(handle);
+  use_huge_pages(made);
+  return made;
+}
+
+// An uninitialised tensor like x, by torch's own rule.
+inline Tensor empty_as(const Tensor& x) {
+  Tensor made = torch::stable::empty_like(x);
+  use_huge_pages(made);
+  return made;
 }
 
 // x's dimensions from `begin` up to `end` in the order of their strides, the innermost last. Dimensions of stride 0 or size 1

@@ -42,7 +42,7 @@ void set_view(camox_dropout_params& p, int which, const Tensor& x) {
 
 Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
   camox_dropout_params p = dropout_params(x, seed, probability, "dropout");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = empty_as(x);
   set_view(p, CAMOX_DROPOUT_X, x);
   set_view(p, CAMOX_DROPOUT_OUT, out);
   CAMOX_DROPOUT_COMPUTE(camox_dropout, p, x, "dropout");
@@ -52,7 +52,7 @@ Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
 Tensor sparse_gate(const Tensor& x, const Tensor& y, OptionalTensor seed, double probability) {
   camox_dropout_params p = dropout_params(x, seed, probability, "sparse_gate");
   check_same(y, x, "sparse_gate", "y");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = empty_as(x);
   set_view(p, CAMOX_DROPOUT_X, x);
   set_view(p, CAMOX_DROPOUT_Y, y);
   set_view(p, CAMOX_DROPOUT_OUT, out);
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor> sparse_gate_backward(const Tensor& grad, const Tensor
   camox_dropout_params p = dropout_params(x, seed, probability, "sparse_gate_backward");
   check_same(y, x, "sparse_gate_backward", "y");
   check_same(grad, x, "sparse_gate_backward", "grad");
-  Tensor grad_x = torch::stable::empty_like(x), grad_y = torch::stable::empty_like(y);
+  Tensor grad_x = empty_as(x), grad_y = empty_as(y);
   set_view(p, CAMOX_DROPOUT_X, x);
   set_view(p, CAMOX_DROPOUT_Y, y);
   set_view(p, CAMOX_DROPOUT_GRAD, grad);
@@ -74,9 +74,6 @@ std::tuple<Tensor, Tensor> sparse_gate_backward(const Tensor& grad, const Tensor
   CAMOX_DROPOUT_COMPUTE(camox_sparse_gate_backward, p, x, "sparse_gate_backward");
   return {grad_x, grad_y};
 }
-
-// Rows of the last dimension, one after the other.
-Tensor packed(const Tensor& x) { return torch::stable::contiguous(x); }
 
 camox_dropout_affine affine_of(const Tensor& v, const Tensor& x, const char* op, const char* name) {
   check_real(v, x, 1, op, name);
@@ -104,7 +101,7 @@ camox_dropout_norm_params norm_params(const Tensor& x, const Tensor& residual, c
 std::tuple<Tensor, Tensor> dropout_add_layer_norm(const Tensor& given_x, const Tensor& given_residual, const Tensor& weight,
                                                   const Tensor& bias, OptionalTensor seed, double probability, double eps) {
   const char* op = "dropout_add_layer_norm";
-  Tensor x = packed(given_x), residual = packed(given_residual);
+  Tensor x = as_contiguous(given_x), residual = as_contiguous(given_residual);
   camox_dropout_norm_params p = norm_params(x, residual, weight, seed, probability, op);
   p.eps = eps;
   p.bias = affine_of(bias, x, op, "bias");
@@ -127,7 +124,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(const
                                                                            const Tensor& given_stats, OptionalTensor seed,
                                                                            double probability) {
   const char* op = "dropout_add_layer_norm_backward";
-  Tensor grad = packed(given_grad), x = packed(given_x), residual = packed(given_residual), stats = packed(given_stats);
+  Tensor grad = as_contiguous(given_grad), x = as_contiguous(given_x), residual = as_contiguous(given_residual),
+         stats = as_contiguous(given_stats);
   camox_dropout_norm_params p = norm_params(x, residual, weight, seed, probability, op);
   check(camox_dropout_norm_check(&p, true));
   check_same(grad, x, op, "grad");

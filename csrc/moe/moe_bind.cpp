@@ -40,7 +40,7 @@ Tensor indices(const Tensor& value, const Tensor& x, int64_t numel, const char* 
     throw std::invalid_argument(std::string(op) + ": " + name + " must have " + text(numel) + " elements, got " +
                                 text(value.numel()));
   check_device(value, x, op, name);
-  return torch::stable::contiguous(value);
+  return as_contiguous(value);
 }
 
 const int64_t* data_of(const Tensor& value) { return static_cast<const int64_t*>(value.data_ptr()); }
@@ -125,7 +125,7 @@ Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const 
   Tensor position = indices(given_position, logits, slots, op, "position");
   check_real(given_grad, logits, 2, op, "grad");
   if (given_grad.numel() != slots) throw std::invalid_argument(std::string(op) + ": grad must have the shape of experts");
-  Tensor grad = torch::stable::contiguous(given_grad);
+  Tensor grad = as_contiguous(given_grad);
   Tensor grad_logits = empty_contiguous(logits, dtype_code(logits), 2, logits.sizes().data());
   p.experts = const_cast<int64_t*>(data_of(experts)), p.position = const_cast<int64_t*>(data_of(position));
   p.grad = grad.data_ptr(), p.grad_logits = grad_logits.data_ptr();
@@ -175,7 +175,7 @@ Tensor moe_aux_loss_backward(const Tensor& grad, const Tensor& logits, const Ten
   check_real(given_slope, logits, 1, op, "slope");
   if (given_slope.numel() != p.num_experts)
     throw std::invalid_argument(std::string(op) + ": slope must have " + text(p.num_experts) + " elements");
-  Tensor slope = torch::stable::contiguous(given_slope);
+  Tensor slope = as_contiguous(given_slope);
   Tensor grad_logits = empty_contiguous(logits, dtype_code(logits), 2, logits.sizes().data());
   p.grad = grad.data_ptr(), p.slope = slope.data_ptr(), p.grad_logits = grad_logits.data_ptr();
 #ifdef CAMOX_CUDA_PART
@@ -189,35 +189,47 @@ Tensor moe_aux_loss_backward(const Tensor& grad, const Tensor& logits, const Ten
 
 // ---- rows ----
 
-// Strides of a tensor whose rows, x's dimensions from `leading` on, have no gaps and lie in memory in the order of x's strides,
-// after dimensions of the sizes `outer`. The same rule as empty_rows in ops/_layout.py.
-struct RowLayout {
-  std::vector<int64_t> size, stride;
-  int64_t row_size;
+// The dimensions before a row: rows or sorted places, or experts and their capacity.
+struct Outer {
+  int64_t size[2];
+  int64_t count;
+  const int64_t* begin() const { return size; }
+  const int64_t* end() const { return size + count; }
 };
 
-RowLayout row_layout(const Tensor& x, int64_t leading, const std::vector<int64_t>& outer) {
-  RowLayout layout{outer, {}, 1};
-  const int64_t lead = outer.size();
-  for (int64_t d = leading; d < x.dim(); ++d) layout.size.push_back(x.size(d)), layout.row_size *= x.size(d);
-  std::vector<int64_t> order;
-  for (int64_t d = 0; d < lead; ++d) order.push_back(d);
-  for (int64_t d : memory_order(x, leading, x.dim())) order.push_back(d - leading + lead);
+// Rows without gaps, x's dimensions from `leading` on, which lie in memory in the order of x's strides. The same rule as
+// empty_rows in ops/_layout.py.
+struct RowLayout {
+  std::vector<int64_t> size, stride;
+  int64_t row_size = 1, row_stride = 1;
+};
+
+RowLayout row_layout(const Tensor& x, int64_t leading) {
+  RowLayout layout;
+  std::vector<int64_t> order = memory_order(x, leading, x.dim());
+  for (int64_t& d : order) d -= leading;
+  for (int64_t d = leading; d < x.dim(); ++d) layout.size.push_back(x.size(d));
   layout.stride = packed_strides(layout.size, order);
+  for (int64_t n : layout.size) layout.row_size *= n, layout.row_stride *= n > 1 ? n : 1;
   return layout;
 }
 
-Tensor empty_rows(const Tensor& like, const RowLayout& layout) {
-  return empty_strided(like, dtype_code(like), layout.size.size(), layout.size.data(), layout.stride.data());
+// Rows of this layout after dimensions of the sizes `outer`.
+Tensor empty_rows(const Tensor& like, const RowLayout& layout, Outer outer) {
+  std::vector<int64_t> size(outer.begin(), outer.end()), stride(outer.count, layout.row_stride);
+  if (outer.count == 2) stride[0] *= size[1] > 1 ? size[1] : 1;
+  size.insert(size.end(), layout.size.begin(), layout.size.end());
+  stride.insert(stride.end(), layout.stride.begin(), layout.stride.end());
+  return empty_strided(like, dtype_code(like), size.size(), size.data(), stride.data());
 }
 
-// x itself where its rows lie as in the layout of its own shape, which has `leading` outer dimensions; else a copy.
-Tensor as_rows(const Tensor& x, const RowLayout& layout, int64_t leading) {
+// x itself, of `outer` and rows of the layout's sizes, where its rows lie as in the layout; else a copy.
+Tensor as_rows(const Tensor& x, const RowLayout& layout, Outer outer) {
   bool same = true;
-  for (int64_t d = leading; d < x.dim(); ++d) same &= x.size(d) <= 1 || x.stride(d) == layout.stride[d];
-  if (leading == 2) same &= x.size(0) <= 1 || x.size(1) <= 1 || x.stride(0) == x.size(1) * x.stride(1);
+  for (size_t d = 0; d < layout.size.size(); ++d) same &= layout.size[d] <= 1 || x.stride(outer.count + d) == layout.stride[d];
+  if (outer.count == 2) same &= x.size(0) <= 1 || x.size(1) <= 1 || x.stride(0) == x.size(1) * x.stride(1);
   if (same || x.numel() == 0) return x;
-  Tensor dense = empty_rows(x, layout);
+  Tensor dense = empty_rows(x, layout, outer);
   torch::stable::copy_(dense, x);
   return dense;
 }
@@ -253,19 +265,24 @@ Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& exp
   return found;
 }
 
-std::vector<int64_t> outer_of_places(const camox_moe_rows_params& p) {
-  if (p.capacity < 0) return {p.rows * p.top_k};
-  return {p.num_experts, p.capacity};
+Outer outer_of_rows(const camox_moe_rows_params& p) { return {{p.rows}, 1}; }
+
+Outer outer_of_places(const camox_moe_rows_params& p) {
+  if (p.capacity < 0) return {{p.rows * p.top_k}, 1};
+  return {{p.num_experts, p.capacity}, 2};
 }
 
-void check_outer(const Tensor& x, const std::vector<int64_t>& outer, const char* op, const char* name) {
-  bool same = x.dim() >= static_cast<int64_t>(outer.size());
+void check_first(const Tensor& x, const int64_t* size, int64_t count, const char* op, const char* name) {
+  bool same = x.dim() >= count;
+  for (int64_t d = 0; same && d < count; ++d) same = x.size(d) == size[d];
+  if (same) return;
   std::string expected;
-  for (size_t d = 0; d < outer.size(); ++d) {
-    same = same && x.size(d) == outer[d];
-    expected += text(outer[d]) + ", ";
-  }
-  if (!same) throw std::invalid_argument(std::string(op) + ": " + name + " must have shape (" + expected + "...)");
+  for (int64_t d = 0; d < count; ++d) expected += text(size[d]) + ", ";
+  throw std::invalid_argument(std::string(op) + ": " + name + " must have shape (" + expected + "...)");
+}
+
+void check_outer(const Tensor& x, Outer outer, const char* op, const char* name) {
+  check_first(x, outer.size, outer.count, op, name);
 }
 
 #ifndef CAMOX_CUDA_PART
@@ -280,9 +297,9 @@ Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& of
   const char* op = "moe_dispatch";
   camox_moe_rows_params p{};
   const Indices held = set_routing(p, given, experts, offsets, position, capacity, op);
-  check_outer(given, {p.rows}, op, "x");
-  const RowLayout layout = row_layout(given, 1, {p.rows});
-  Tensor x = as_rows(given, layout, 1), y = empty_rows(x, row_layout(x, 1, outer_of_places(p)));
+  check_outer(given, outer_of_rows(p), op, "x");
+  const RowLayout layout = row_layout(given, 1);
+  Tensor x = as_rows(given, layout, outer_of_rows(p)), y = empty_rows(x, layout, outer_of_places(p));
   p.row_size = p.place_stride = layout.row_size;
   p.row = x.data_ptr(), p.row_stride = row_stride(x, 1), p.place = y.data_ptr();
 #ifdef CAMOX_CUDA_PART
@@ -298,20 +315,19 @@ Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const T
                const Tensor& position, OptionalInt capacity, const char* op, const char* name) {
   camox_moe_rows_params p{};
   const Indices held = set_routing(p, given, experts, offsets, position, capacity, op);
-  const std::vector<int64_t> outer = outer_of_places(p);
-  const int64_t leading = outer.size();
+  const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, name);
-  const RowLayout layout = row_layout(given, leading, outer);
-  Tensor y = as_rows(given, layout, leading), x = empty_rows(y, row_layout(y, leading, {p.rows}));
+  const RowLayout layout = row_layout(given, outer.count);
+  Tensor y = as_rows(given, layout, outer), x = empty_rows(y, layout, outer_of_rows(p));
   OptionalTensor weights;
   if (given_weights.has_value()) {
     check_real(*given_weights, y, 2, op, "weights");
-    check_outer(*given_weights, {p.rows, p.top_k}, op, "weights");
-    weights = torch::stable::contiguous(*given_weights);
+    check_outer(*given_weights, {{p.rows, p.top_k}, 2}, op, "weights");
+    weights = as_contiguous(*given_weights);
     p.weights = weights->data_ptr();
   }
   p.row_size = p.row_stride = layout.row_size;
-  p.place = y.data_ptr(), p.place_stride = row_stride(y, leading), p.row = x.data_ptr();
+  p.place = y.data_ptr(), p.place_stride = row_stride(y, outer.count), p.row = x.data_ptr();
 #ifdef CAMOX_CUDA_PART
   launch_told(camox_moe_combine_cuda, p, y, op);
 #else
@@ -336,26 +352,30 @@ std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const 
   const char* op = "moe_combine_backward";
   camox_moe_rows_params p{};
   const Indices held = set_routing(p, given, experts, offsets, position, capacity, op);
-  const std::vector<int64_t> outer = outer_of_places(p);
-  const int64_t leading = outer.size();
+  const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, "y");
-  const RowLayout layout = row_layout(given, leading, outer), of_grad = row_layout(given, leading, {p.rows});
-  check_outer(given_grad, of_grad.size, op, "grad");
-  if (given_grad.dim() != static_cast<int64_t>(of_grad.size.size()))
+  const RowLayout layout = row_layout(given, outer.count);
+  std::vector<int64_t> of_grad = {p.rows};
+  of_grad.insert(of_grad.end(), layout.size.begin(), layout.size.end());
+  check_first(given_grad, of_grad.data(), of_grad.size(), op, "grad");
+  if (given_grad.dim() != static_cast<int64_t>(of_grad.size()))
     throw std::invalid_argument(std::string(op) + ": grad must have as many dimensions as what combine returns");
   check_dtype_and_device(given_grad, given, op, "grad");
   check_real(given_weights, given, 2, op, "weights");
-  check_outer(given_weights, {p.rows, p.top_k}, op, "weights");
-  Tensor grad = as_rows(given_grad, of_grad, 1), y = as_rows(given, layout, leading);
-  Tensor weights = torch::stable::contiguous(given_weights);
-  Tensor grad_y = empty_rows(y, layout), grad_weights = empty_real(y, {p.rows, p.top_k});
+  check_outer(given_weights, {{p.rows, p.top_k}, 2}, op, "weights");
+  Tensor grad = as_rows(given_grad, layout, outer_of_rows(p)), y = as_rows(given, layout, outer);
+  Tensor weights = as_contiguous(given_weights);
+  Tensor grad_y = empty_rows(y, layout, outer), grad_weights = empty_real(y, {p.rows, p.top_k});
   p.row_size = layout.row_size;
   p.row = grad.data_ptr(), p.row_stride = row_stride(grad, 1);
-  p.place = y.data_ptr(), p.place_stride = row_stride(y, leading);
+  p.place = y.data_ptr(), p.place_stride = row_stride(y, outer.count);
   p.weights = weights.data_ptr(), p.grad_place = grad_y.data_ptr(), p.grad_weights = grad_weights.data_ptr();
   const int64_t chunks = camox_moe_chunks(&p);
-  Tensor partial = empty_real(y, {chunks > 1 ? p.rows : 0, chunks, p.top_k});
-  p.partial = partial.data_ptr();
+  OptionalTensor partial;
+  if (chunks > 1) {
+    partial = empty_real(y, {p.rows, chunks, p.top_k});
+    p.partial = partial->data_ptr();
+  }
 #ifdef CAMOX_CUDA_PART
   launch_told(camox_moe_combine_backward_cuda, p, y, op);
 #else

@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, con
     if (stats.size(d) != expected[d])
       throw std::invalid_argument("layer_norm2d_backward: stats has size " + std::to_string(stats.size(d)) + " in dimension " +
                                   std::to_string(d) + ", expected " + std::to_string(expected[d]));
-  Tensor packed_stats = torch::stable::contiguous(stats);
+  Tensor packed_stats = as_contiguous(stats);
   Tensor grad_x = empty_picture(x, p.channels, is_channels_last(x));
   Tensor grad_weight = empty_real(x, {p.channels}), grad_bias = empty_real(x, {p.channels});
   Tensor partial = empty_real(x, {shares(p), 2, p.channels});
