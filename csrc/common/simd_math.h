@@ -495,6 +495,8 @@ CAMOX_INLINE vf32 vf32_gelu_slope(vf32 x) {
 CAMOX_INLINE vf64 vf64_at_most(vf64 v, double limit) { return vf64_select((vi64)(v > vf64_set1(limit)), vf64_set1(limit), v); }
 CAMOX_INLINE vf64 vf64_at_least(vf64 v, double limit) { return vf64_select((vi64)(v < vf64_set1(limit)), vf64_set1(limit), v); }
 
+CAMOX_INLINE vf64 vf64_fma(vf64 a, vf64 b, vf64 c) { return a * b + c; }
+
 CAMOX_INLINE vf64 vf64_add_product(vf64 sum, vf64 a, vf64 b) { return sum + a * b; }
 
 CAMOX_INLINE vf64 vf64_rsqrt(vf64 v) { return vf64_set1(1) / vf64_sqrt(v); }
