@@ -38,10 +38,10 @@ def register(name: str, *, fake: Callable, setup_context: Callable, backward: Ca
     )
 
     # Not through OpOverload.__call__ nor, below, Function.apply: they are Python, and most of a small op's time.
-    kernel = overload._op
+    kernel, guard = overload._op, torch._C._AutoDispatchBelowAutograd
 
     def below_autograd(*args):
-        with torch._C._AutoDispatchBelowAutograd():
+        with guard():
             return kernel(*args)
 
     def forward(ctx, *args):
