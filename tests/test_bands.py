@@ -310,6 +310,14 @@ def test_func_transforms():
     torch.testing.assert_close(norm_of_grad(loss)(xs[0]), norm_of_grad(truth)(xs[0]))
 
 
+def test_grad_of_a_tensor_that_outlived_a_transform():
+    x, kept = picture((1, 2, 5, 4)).requires_grad_(), []
+    torch.func.grad(lambda inner: (kept.append(inner), inner.sum())[1])(x)
+    (grad,) = torch.autograd.grad(cx.frequency_bands(kept[0]).high.sum(), x)
+    (expected,) = torch.autograd.grad(cx.frequency_bands(x).high.sum(), x)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=0)
+
+
 def test_autocast_keeps_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         assert cx.frequency_bands(torch.rand(1, 2, 4, 4)).low.dtype == torch.float32

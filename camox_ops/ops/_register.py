@@ -37,9 +37,12 @@ def register(name: str, *, fake: Callable, setup_context: Callable, backward: Ca
         },
     )
 
+    # Not through OpOverload.__call__ nor, below, Function.apply: they are Python, and most of a small op's time.
+    kernel, guard = overload._op, torch._C._AutoDispatchBelowAutograd
+
     def below_autograd(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload(*args)
+        with guard():
+            return kernel(*args)
 
     def forward(ctx, *args):
         output = below_autograd(*args)
@@ -49,14 +52,17 @@ def register(name: str, *, fake: Callable, setup_context: Callable, backward: Ca
     eager = type(
         title, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
+    apply, unwrap = super(torch.autograd.Function, eager).apply, torch._C._functorch.unwrap_if_dead
 
     def call(*args):
         if torch.compiler.is_compiling():
             return overload(*args)
         if torch._C._are_functorch_transforms_active():
             return transformed.apply(*args)
-        if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-            return eager.apply(*args)
+        if torch.is_grad_enabled():
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                    return apply(*[unwrap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
         return below_autograd(*args)
 
     return call
