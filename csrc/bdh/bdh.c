@@ -88,14 +88,25 @@ int64_t camox_bdh_step_units(const camox_bdh_step_params *p) { return p->batch *
 #ifndef CAMOX_CUDA_PART
 int64_t camox_bdh_product_scratch(const camox_bdh_product_params *p) { return camox_bdh_product_plan_of(p).total; }
 
+/* The least multiple of `unit` that cuts n into as few tiles as `most` does. */
+static int64_t even_tile(int64_t n, int64_t most, int64_t unit) {
+  const int64_t tiles = n > most ? camox_bdh_product_tiles(n, most) : 1;
+  return camox_bdh_product_tiles(n > 0 ? camox_bdh_product_tiles(n, tiles) : 1, unit) * unit;
+}
+
 void camox_bdh_product_cut(camox_bdh_product_params *p, int64_t threads) {
-  /* Sums and panels of a tile fit an L2 cache. Rows of a that are not packed are many, columns of b few. */
-  const int of_rows = p->a_stride[2] == 1;
-  p->tile_rows = camox_bdh_smaller(p->rows > 0 ? p->rows : 1, of_rows ? 512 : 192);
-  p->tile_columns = camox_bdh_smaller(p->columns > 0 ? p->columns : 1, of_rows ? 192 : 768);
+  /* Sums and panels of a tile fit an L2 cache. Rows of a that are dense are copied when they are used. */
+  const int dense = p->a_stride[2] == 1;
+  p->tile_rows = even_tile(p->rows, dense ? 512 : 192, CAMOX_BDH_PRODUCT_ROWS);
+  p->tile_columns = even_tile(p->columns, dense ? 192 : 768, CAMOX_BDH_PRODUCT_COLUMNS);
   int64_t units = camox_bdh_product_plan_of(p).units;
-  while (units % threads != 0 && units < 8 * threads && p->tile_rows > 64) {
-    p->tile_rows = (p->tile_rows + 15) / 16 * 8;
+  while (units % threads != 0 && units < 8 * threads) {
+    if (p->tile_columns >= p->tile_rows && p->tile_columns > CAMOX_BDH_PRODUCT_COLUMNS)
+      p->tile_columns = even_tile(p->tile_columns, p->tile_columns / 2, CAMOX_BDH_PRODUCT_COLUMNS);
+    else if (p->tile_rows > 4 * CAMOX_BDH_PRODUCT_ROWS)
+      p->tile_rows = even_tile(p->tile_rows, p->tile_rows / 2, CAMOX_BDH_PRODUCT_ROWS);
+    else
+      break;
     units = camox_bdh_product_plan_of(p).units;
   }
   p->slots = camox_bdh_smaller(units, threads);

@@ -121,7 +121,9 @@ camox_bdh_step_fn *camox_bdh_step(camox_dtype dtype, camox_isa isa);
 
 /* Of the projections around the attention: out[h] = a[h] b[h] of bfloat16, sums in float32 in one order, rounded once. For CPUs
    with camox_isa_pairs(). */
-#define CAMOX_BDH_PRODUCT_DEPTH 384 /* of a step of the sums: 48 columns of b fit an L1 cache */
+#define CAMOX_BDH_PRODUCT_ROWS 8     /* of a panel of a */
+#define CAMOX_BDH_PRODUCT_COLUMNS 48 /* of a panel of b */
+#define CAMOX_BDH_PRODUCT_DEPTH 384  /* of a step of the sums: a panel of b fits an L1 cache */
 
 typedef struct {
   int64_t heads, rows, columns, depth; /* H, M, N, K > 0 */

@@ -128,10 +128,10 @@ static inline camox_bdh_product_plan camox_bdh_product_plan_of(const camox_bdh_p
   plan.units = p->heads * plan.down * plan.across;
   plan.pitch = camox_bdh_padded(p->tile_columns);
   plan.b_panels = p->tile_rows * plan.pitch;
-  /* 48 columns of b are a panel, 8 rows of a */
-  plan.a_panels = plan.b_panels + camox_bdh_product_tiles(p->tile_columns, 48) * 48 * pairs;
-  plan.total =
-      plan.a_panels + (p->a_stride[2] == 1 ? 8 : camox_bdh_product_tiles(p->tile_rows, 8) * 8) * camox_bdh_padded(pairs);
+  plan.a_panels =
+      plan.b_panels + camox_bdh_product_tiles(p->tile_columns, CAMOX_BDH_PRODUCT_COLUMNS) * CAMOX_BDH_PRODUCT_COLUMNS * pairs;
+  const int64_t panels = p->a_stride[2] == 1 ? 1 : camox_bdh_product_tiles(p->tile_rows, CAMOX_BDH_PRODUCT_ROWS);
+  plan.total = plan.a_panels + panels * CAMOX_BDH_PRODUCT_ROWS * camox_bdh_padded(pairs);
   return plan;
 }
 
