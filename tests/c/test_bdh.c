@@ -237,15 +237,21 @@ static void test_product(const int64_t size[4], int a_turned, int b_turned, int6
   test_free(&a), test_free(&b), test_free(&out);
 }
 
+static void product_refused(const camox_bdh_product_params *p, const char *message) {
+  int status = camox_bdh_product_check(p);
+  TEST(status == CAMOX_INVALID_ARGUMENT && strstr(camox_last_error(), message), "%s: got %d, %s", message, status,
+       camox_last_error());
+}
+
 static void test_product_refuses(void) {
   const camox_bdh_product_params good = {
       .heads = 1, .rows = 2, .columns = 2, .depth = 2, .a_stride = {4, 2, 1}, .b_stride = {4, 2, 1}};
   camox_bdh_product_params p = good;
   TEST(camox_bdh_product_check(&p) == CAMOX_OK, "product: %s", camox_last_error());
-  p.rows = -1, TEST(camox_bdh_product_check(&p) == CAMOX_INVALID_ARGUMENT, "a negative size"), p = good;
-  p.depth = 0, TEST(camox_bdh_product_check(&p) == CAMOX_INVALID_ARGUMENT, "nothing to sum"), p = good;
-  p.a_stride[2] = 3, TEST(camox_bdh_product_check(&p) == CAMOX_INVALID_ARGUMENT, "a is not dense"), p = good;
-  p.b_stride[2] = 3, TEST(camox_bdh_product_check(&p) == CAMOX_INVALID_ARGUMENT, "b is not dense");
+  p.rows = -1, product_refused(&p, "negative size"), p = good;
+  p.depth = 0, product_refused(&p, "a must have columns, got 0"), p = good;
+  p.a_stride[2] = 3, product_refused(&p, "columns of a must be dense"), p = good;
+  p.b_stride[2] = 3, product_refused(&p, "columns of b must be dense");
 }
 
 static void refused(const camox_bdh_params *p, int backward, const char *message) {
