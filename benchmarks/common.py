@@ -70,7 +70,8 @@ class Case:
     verify       (numbers by name, inputs) -> None or what is wrong, for ops whose numbers are random
     own_outputs  () -> camox as a function of the inputs that writes into given outputs: ``camox_own_outputs``
     default_allocator  also measured with the allocator's defaults
-    rounds       so many, of one call each without one untimed before it: for steps of seconds. None: by the effort
+    rounds       so many, of one call each and none untimed before it: for steps of seconds, which the checks (and, of
+                 the baseline, the case itself) have called. None: by the effort
     quick        part of --quick
     """
 
@@ -314,12 +315,14 @@ def interleave(
     """Seconds per call of every step, one sample per round; and the calls in one sample.
 
     The steps take turns (A B C, B C A, ...: nobody has a fixed neighbour), each after one untimed call of its own. With
-    `rounds` given, steps are so long that one untimed call at the beginning is enough.
+    `rounds` given, steps are long and were called before.
     """
     reps, warm = {}, rounds is None
     for name, step in steps.items():
-        seconds_of(step, 3 if warm else 1)
-        reps[name] = repetitions(step, effort.sample_s) if warm else 1
+        reps[name] = 1
+        if warm:
+            seconds_of(step, 3)
+            reps[name] = repetitions(step, effort.sample_s)
     if warm:
         round_s = sum(seconds_of(step, reps[name] + 1) for name, step in steps.items())
         rounds = max(effort.min_rounds, min(effort.max_rounds, int(effort.case_s / round_s)))
@@ -368,18 +371,22 @@ def summarise(samples: dict[str, list[float]], reps: dict[str, int], other_cpu: 
     }
 
 
-def saved_for_backward(bound: Bound) -> dict[str, int]:
-    """Bytes of distinct storages saved by a forward pass: inputs and parameters apart from what the op made."""
-    held = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        outputs = bound.function(*bound.inputs)
+@contextmanager
+def saved_for_backward(bound: Bound):
+    """A dict that holds afterwards the bytes of the distinct storages that a forward pass in the block saved: inputs
+    and parameters apart from what the op made. The graph keeps them while others are saved, not this function."""
     given = {t.untyped_storage().data_ptr() for t in (*bound.inputs, *bound.parameters.values())}
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    del outputs
-    return {
-        "saved": sum(size for at, size in sizes.items() if at not in given),
-        "saved_inputs": sum(size for at, size in sizes.items() if at in given),
-    }
+    sizes, found = {}, {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield found
+    found["saved"] = sum(size for at, size in sizes.items() if at not in given)
+    found["saved_inputs"] = sum(size for at, size in sizes.items() if at in given)
 
 
 def allocated_by(step: Callable) -> tuple[int, int]:
@@ -401,13 +408,15 @@ def memory_of(bound: Bound) -> dict:
     ``held_after_forward`` counts outputs and all that the graph keeps alive, also what a Function hides from the
     saved-tensor hooks; ``peak`` is the most of the whole step, gradients included.
     """
-    peak, held = allocated_by(bound.step)
-    if bound.backward:
-        _, held = allocated_by(lambda: bound.function(*bound.inputs))
+    watched = (lambda: bound.function(*bound.inputs)) if bound.backward else bound.step
     try:
-        saved = saved_for_backward(bound)
+        with saved_for_backward(bound) as saved:
+            peak, held = allocated_by(watched)
     except Exception:  # a compiled function may refuse hooks; the profiler's numbers stand
         saved = {"saved": None, "saved_inputs": None}
+        peak, held = allocated_by(watched)
+    if bound.backward:
+        peak, _ = allocated_by(bound.step)
     return {**saved, "held_after_forward": max(0, held), "peak": peak}
 
 
@@ -499,6 +508,7 @@ def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True,
         scale = 1.0
         if entry["floor"]:
             steps["floor"], scale = floor_step(case)
+            steps["floor"]()
         graphs = graphs_compiled()
         gc.collect()
         for attempt in range(effort.attempts):

@@ -1,14 +1,19 @@
 """Products with weights, for models whose time goes there: BDH's projections to and from all heads.
 
 On the CPU, float32 products go to oneDNN, which PyTorch carries and whose kernels use AVX-512 on every processor that
-has it; torch.mm asks MKL, which takes AVX2 on AMD's. Everything else is torch.mm and torch.bmm.
+has it; torch.mm asks MKL, which takes AVX2 on AMD's. bfloat16 products, where the CPU multiplies pairs of bfloat16, are
+our own (csrc/bdh/bdh_product.inc), which copy no operand. Everything else is torch.mm and torch.bmm.
 """
 
 from __future__ import annotations
 
 import torch
 
+from .. import _C
 from ..ops import _check
+
+_MULTIPLIES_BFLOAT16 = _C.multiplies_bfloat16()
+_FEWEST = 32  # rows, columns and summed elements of a product of our own
 
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -29,8 +34,22 @@ def _by_onednn(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and mkldnn.is_available() and mkldnn.enabled
 
 
+def _by_pairs(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether _product multiplies a (..., M, K) with b (..., K, N)."""
+    if not _MULTIPLIES_BFLOAT16 or a.device.type != "cpu" or a.dtype != torch.bfloat16:
+        return False
+    return min(*a.shape[-2:], b.shape[-1]) >= _FEWEST and all(1 in t.stride()[-2:] for t in (a, b))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, by_row: bool) -> torch.Tensor:
+    """a (H, M, K) times b (H, K, N) -> (H, M, N), in memory (M, H, N) where by_row."""
+    return torch.ops.camox_ops.bdh_product(a, b, by_row)
+
+
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a (M, K) times b (K, N), as a b or as (b^T a^T)^T: whichever copies less of its operands."""
+    if _by_pairs(a, b):
+        return _product(a[None], b[None], False)[0]
     if not _by_onednn(a):
         return torch.mm(a, b)
     if _copied(a, b) <= _copied(b.t(), a):
@@ -94,11 +113,16 @@ class _ProjectHeads(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
+        by_head, grad_by_head = x.permute(1, 2, 0), grad.transpose(0, 1)
+        if _by_pairs(grad_by_head, weight.mT) and _by_pairs(by_head, grad_by_head):
+            return (
+                _product(grad_by_head, weight.mT, True).transpose(0, 1) if needs_x else None,
+                _product(by_head, grad_by_head, False) if needs_weight else None,
+            )
         if grad.device.type != "cpu":
-            by_head = x.permute(1, 2, 0)
             return (
                 _heads(grad, weight.mT) if needs_x else None,
-                torch.bmm(by_head, grad.transpose(0, 1)) if needs_weight else None,
+                torch.bmm(by_head, grad_by_head) if needs_weight else None,
             )
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
@@ -115,6 +139,8 @@ class _ProjectHeads(torch.autograd.Function):
 
 def _heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """(M, H, K), (H, K, N) -> (M, H, N). float32's oneDNN product alone does not write through strides."""
+    if _by_pairs(x.transpose(0, 1), weight):
+        return _product(x.transpose(0, 1), weight, True).transpose(0, 1)
     out = x.new_empty((*x.shape[:2], weight.shape[-1]))
     if x.device.type != "cpu":
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

@@ -263,6 +263,12 @@ def _fake_step(q, v, cos, sin, state, relu, scale):
     return q.new_empty((*q.shape[:2], v.shape[-1])), cos.new_empty((*q.shape, v.shape[-1]))
 
 
+def _fake_product(a, b, by_row):
+    heads, rows, columns = *a.shape[:2], b.shape[2]
+    return a.new_empty((rows, heads, columns)).transpose(0, 1) if by_row else a.new_empty((heads, rows, columns))
+
+
 _bdh_attention = register("bdh_attention", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)
 _bdh_attention_backward = register_last_derivative("bdh_attention", fake=_fake_backward)
 torch.library.register_fake("camox_ops::bdh_attention_step", _fake_step)
+torch.library.register_fake("camox_ops::bdh_product", _fake_product)

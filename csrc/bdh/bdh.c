@@ -69,11 +69,49 @@ int camox_bdh_step_check(const camox_bdh_step_params *p) {
   return CAMOX_OK;
 }
 
+int camox_bdh_product_check(const camox_bdh_product_params *p) {
+  const char *op = "bdh_product";
+  if (p->heads < 0 || p->rows < 0 || p->columns < 0)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: a or b has a negative size", op);
+  if (p->depth < 1) return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: a must have columns, got %lld", op, (long long)p->depth);
+  if (p->a_stride[1] != 1 && p->a_stride[2] != 1)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: rows or columns of a must be dense", op);
+  if (p->b_stride[1] != 1 && p->b_stride[2] != 1)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: rows or columns of b must be dense", op);
+  return CAMOX_OK;
+}
+
 int64_t camox_bdh_units(const camox_bdh_params *p) { return p->length == 0 ? 0 : p->batch * p->heads; }
 int64_t camox_bdh_sum_units(const camox_bdh_params *p) { return p->batch * p->length; }
 int64_t camox_bdh_step_units(const camox_bdh_step_params *p) { return p->batch * p->heads; }
 
 #ifndef CAMOX_CUDA_PART
+int64_t camox_bdh_product_scratch(const camox_bdh_product_params *p) { return camox_bdh_product_plan_of(p).total; }
+
+/* The least multiple of `unit` that cuts n into as few tiles as `most` does. */
+static int64_t even_tile(int64_t n, int64_t most, int64_t unit) {
+  const int64_t tiles = n > most ? camox_bdh_product_tiles(n, most) : 1;
+  return camox_bdh_product_tiles(n > 0 ? camox_bdh_product_tiles(n, tiles) : 1, unit) * unit;
+}
+
+void camox_bdh_product_cut(camox_bdh_product_params *p, int64_t threads) {
+  /* Sums and panels of a tile fit an L2 cache. Rows of a that are dense are copied when they are used. */
+  const int dense = p->a_stride[2] == 1;
+  p->tile_rows = even_tile(p->rows, dense ? 512 : 192, CAMOX_BDH_PRODUCT_ROWS);
+  p->tile_columns = even_tile(p->columns, dense ? 192 : 768, CAMOX_BDH_PRODUCT_COLUMNS);
+  int64_t units = camox_bdh_product_plan_of(p).units;
+  while (units % threads != 0 && units < 8 * threads) {
+    if (p->tile_columns >= p->tile_rows && p->tile_columns > CAMOX_BDH_PRODUCT_COLUMNS)
+      p->tile_columns = even_tile(p->tile_columns, p->tile_columns / 2, CAMOX_BDH_PRODUCT_COLUMNS);
+    else if (p->tile_rows > 4 * CAMOX_BDH_PRODUCT_ROWS)
+      p->tile_rows = even_tile(p->tile_rows, p->tile_rows / 2, CAMOX_BDH_PRODUCT_ROWS);
+    else
+      break;
+    units = camox_bdh_product_plan_of(p).units;
+  }
+  p->slots = camox_bdh_smaller(units, threads);
+}
+
 int64_t camox_bdh_scratch(const camox_bdh_params *p, int backward) { return camox_bdh_plan_of(p, backward).total; }
 
 CAMOX_DECLARE_KERNELS(camox_bdh_forward_kernel, camox_bdh_kernel)
@@ -81,6 +119,7 @@ CAMOX_DECLARE_KERNELS(camox_bdh_backward_kernel, camox_bdh_kernel)
 CAMOX_DECLARE_KERNELS(camox_bdh_sum_kernel, camox_bdh_kernel)
 #if defined(CAMOX_HAVE_X86)
 extern camox_bdh_kernel camox_bdh_backward_pairs_kernel_bf16_avx512;
+extern camox_bdh_product_fn camox_bdh_product_kernel_bf16_avx512;
 #endif
 CAMOX_DECLARE_KERNELS(camox_bdh_step_kernel, camox_bdh_step_fn)
 
@@ -94,6 +133,13 @@ camox_bdh_kernel *camox_bdh_backward(camox_dtype dtype, camox_isa isa) { return 
 camox_bdh_kernel *camox_bdh_backward_pairs(void) {
 #if defined(CAMOX_HAVE_X86)
   return camox_bdh_backward_pairs_kernel_bf16_avx512;
+#else
+  return NULL;
+#endif
+}
+camox_bdh_product_fn *camox_bdh_product(void) {
+#if defined(CAMOX_HAVE_X86)
+  return camox_bdh_product_kernel_bf16_avx512;
 #else
   return NULL;
 #endif

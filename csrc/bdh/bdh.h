@@ -119,6 +119,29 @@ int64_t camox_bdh_step_units(const camox_bdh_step_params *p); /* heads */
 typedef void camox_bdh_step_fn(const camox_bdh_step_params *p, int64_t begin, int64_t end);
 camox_bdh_step_fn *camox_bdh_step(camox_dtype dtype, camox_isa isa);
 
+/* Of the projections around the attention: out[h] = a[h] b[h] of bfloat16, sums in float32 in one order, rounded once. For CPUs
+   with camox_isa_pairs(). */
+#define CAMOX_BDH_PRODUCT_ROWS 8     /* of a panel of a */
+#define CAMOX_BDH_PRODUCT_COLUMNS 48 /* of a panel of b */
+#define CAMOX_BDH_PRODUCT_DEPTH 384  /* of a step of the sums: a panel of b fits an L1 cache */
+
+typedef struct {
+  int64_t heads, rows, columns, depth; /* H, M, N, K > 0 */
+  const void *a, *b;                   /* [H,M,K], [H,K,N] */
+  int64_t a_stride[3], b_stride[3];    /* one of the last two is 1 */
+  void *out;                           /* [H,M,N] */
+  int64_t out_stride[2];               /* the last one is 1 */
+  int64_t tile_rows, tile_columns;     /* camox_bdh_product_cut sets these and `slots` */
+  void *scratch;                       /* `slots` of camox_bdh_product_scratch(p) float32 each */
+  int64_t slots;
+} camox_bdh_product_params;
+
+int camox_bdh_product_check(const camox_bdh_product_params *p);
+void camox_bdh_product_cut(camox_bdh_product_params *p, int64_t threads);
+int64_t camox_bdh_product_scratch(const camox_bdh_product_params *p);
+typedef void camox_bdh_product_fn(const camox_bdh_product_params *p, int64_t begin, int64_t end); /* slots */
+camox_bdh_product_fn *camox_bdh_product(void);
+
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
 int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward); /* bytes */
 int camox_bdh_cuda(const camox_bdh_params *p, void *stream);

@@ -188,6 +188,37 @@ std::tuple<Tensor, Tensor> bdh_attention_step(const Tensor& q, const Tensor& v, 
   return {out, next};
 }
 
+#ifndef CAMOX_CUDA_PART
+// (H, M, N), in memory (M, H, N) where `by_row`.
+Tensor bdh_product(const Tensor& a, const Tensor& b, bool by_row) {
+  const char* op = "bdh_product";
+  check_companion(a, a, 3, op, "a");
+  check_companion(b, a, 3, op, "b");
+  if (dtype_of(a, op) != CAMOX_BF16) throw std::invalid_argument("bdh_product: a must have dtype bfloat16");
+  if (b.size(0) != a.size(0) || b.size(1) != a.size(2))
+    throw std::invalid_argument("bdh_product: b must have the heads of a and as many rows as a has columns");
+  if (!camox_isa_pairs()) throw std::runtime_error("bdh_product: the instruction set in use does not multiply bfloat16");
+  camox_bdh_product_params p{};
+  p.heads = a.size(0), p.rows = a.size(1), p.depth = a.size(2), p.columns = b.size(2);
+  p.a = a.data_ptr(), p.b = b.data_ptr();
+  std::copy_n(a.strides().begin(), 3, p.a_stride);
+  std::copy_n(b.strides().begin(), 3, p.b_stride);
+  check(camox_bdh_product_check(&p));
+  const std::vector<int64_t> size = {p.heads, p.rows, p.columns};
+  const std::vector<int64_t> order = by_row ? std::vector<int64_t>{1, 0, 2} : std::vector<int64_t>{0, 1, 2};
+  Tensor out = empty_strided(a, dtype_code(a), size.size(), size.data(), packed_strides(size, order).data());
+  p.out = out.data_ptr();
+  std::copy_n(out.strides().begin(), 2, p.out_stride);
+  if (out.numel() == 0) return out;
+  camox_bdh_product_cut(&p, torch::stable::get_num_threads());
+  const std::array<int64_t, 1> elements = {p.slots * camox_bdh_product_scratch(&p)};
+  Tensor scratch = empty_contiguous(a, aoti_torch_dtype_float32(), 1, elements.data());
+  p.scratch = scratch.data_ptr();
+  run(camox_bdh_product(), p, p.slots, p.rows * p.columns * p.depth);
+  return out;
+}
+#endif
+
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
@@ -201,7 +232,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "bdh_attention_step(Tensor q, Tensor v, Tensor cos, Tensor sin, Tensor? state, bool relu, float scale) -> "
       "(Tensor, Tensor)");
+  m.def("bdh_product(Tensor a, Tensor b, bool by_row) -> Tensor");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) { m.impl("bdh_product", TORCH_BOX(&bdh_product)); }
 #endif
 
 STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {

@@ -8,4 +8,5 @@
 
 #if defined(CAMOX_SIMD_AVX512)
 #include "bdh_pairs.inc"
+#include "bdh_product.inc"
 #endif

@@ -112,4 +112,27 @@ static inline camox_bdh_plan camox_bdh_plan_of(const camox_bdh_params *p, int ba
   return plan;
 }
 
+typedef struct {
+  int64_t down, across, units; /* tiles of a head, of all heads */
+  int64_t pitch;               /* of the sums of a tile */
+  int64_t b_panels, a_panels, total;
+} camox_bdh_product_plan;
+
+static inline int64_t camox_bdh_product_tiles(int64_t n, int64_t tile) { return (n + tile - 1) / tile; }
+
+static inline camox_bdh_product_plan camox_bdh_product_plan_of(const camox_bdh_product_params *p) {
+  camox_bdh_product_plan plan = {0};
+  const int64_t pairs = (camox_bdh_smaller(p->depth, CAMOX_BDH_PRODUCT_DEPTH) + 1) / 2;
+  plan.down = camox_bdh_product_tiles(p->rows, p->tile_rows);
+  plan.across = camox_bdh_product_tiles(p->columns, p->tile_columns);
+  plan.units = p->heads * plan.down * plan.across;
+  plan.pitch = camox_bdh_padded(p->tile_columns);
+  plan.b_panels = p->tile_rows * plan.pitch;
+  plan.a_panels =
+      plan.b_panels + camox_bdh_product_tiles(p->tile_columns, CAMOX_BDH_PRODUCT_COLUMNS) * CAMOX_BDH_PRODUCT_COLUMNS * pairs;
+  const int64_t panels = p->a_stride[2] == 1 ? 1 : camox_bdh_product_tiles(p->tile_rows, CAMOX_BDH_PRODUCT_ROWS);
+  plan.total = plan.a_panels + panels * CAMOX_BDH_PRODUCT_ROWS * camox_bdh_padded(pairs);
+  return plan;
+}
+
 #endif

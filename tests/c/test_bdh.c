@@ -203,6 +203,57 @@ static void test_step(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
 }
 
+/* A product of size (H, M, N, K) with a or b turned, by so many threads. */
+static void test_product(const int64_t size[4], int a_turned, int b_turned, int64_t threads) {
+  const int64_t heads = size[0], rows = size[1], columns = size[2], depth = size[3];
+  const int64_t of_a[4] = {1, heads, a_turned ? depth : rows, a_turned ? rows : depth};
+  const int64_t of_b[4] = {1, heads, b_turned ? columns : depth, b_turned ? depth : columns};
+  const int64_t of_out[4] = {1, heads, rows, columns};
+  test_picture a = test_input(CAMOX_BF16, TEST_CONTIGUOUS, of_a), b = test_input(CAMOX_BF16, TEST_CONTIGUOUS, of_b);
+  test_picture out = test_output(CAMOX_BF16, 0, 0, of_out);
+  camox_bdh_product_params p = {.heads = heads, .rows = rows, .columns = columns, .depth = depth};
+  p.a = a.view.data, p.b = b.view.data, p.out = out.view.data;
+  p.a_stride[0] = rows * depth, p.a_stride[1] = a_turned ? 1 : depth, p.a_stride[2] = a_turned ? rows : 1;
+  p.b_stride[0] = depth * columns, p.b_stride[1] = b_turned ? 1 : columns, p.b_stride[2] = b_turned ? depth : 1;
+  p.out_stride[0] = rows * columns, p.out_stride[1] = columns;
+  TEST(camox_bdh_product_check(&p) == CAMOX_OK, "product: %s", camox_last_error());
+  camox_bdh_product_cut(&p, threads);
+  p.scratch = malloc((size_t)(p.slots * camox_bdh_product_scratch(&p)) * sizeof(float));
+  double *truth = test_values(&out, 1), error;
+  if (p.scratch == NULL) abort();
+  memset(p.scratch, 0xa5, (size_t)(p.slots * camox_bdh_product_scratch(&p)) * sizeof(float));
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t k = 0; k < depth; ++k) {
+        const double factor = a_turned ? test_at(&a, 0, h, k, i) : test_at(&a, 0, h, i, k);
+        for (int64_t j = 0; j < columns; ++j)
+          truth[(h * rows + i) * columns + j] += factor * (b_turned ? test_at(&b, 0, h, j, k) : test_at(&b, 0, h, k, j));
+      }
+  camox_bdh_product()(&p, 0, p.slots);
+  TEST(close_enough(&out, truth, &error), "product (%d,%d,%d,%d) turned %d %d: off by %g", (int)heads, (int)rows, (int)columns,
+       (int)depth, a_turned, b_turned, error);
+  TEST(test_untouched(&out), "product: written outside its elements");
+  free(truth), free(p.scratch);
+  test_free(&a), test_free(&b), test_free(&out);
+}
+
+static void product_refused(const camox_bdh_product_params *p, const char *message) {
+  int status = camox_bdh_product_check(p);
+  TEST(status == CAMOX_INVALID_ARGUMENT && strstr(camox_last_error(), message), "%s: got %d, %s", message, status,
+       camox_last_error());
+}
+
+static void test_product_refuses(void) {
+  const camox_bdh_product_params good = {
+      .heads = 1, .rows = 2, .columns = 2, .depth = 2, .a_stride = {4, 2, 1}, .b_stride = {4, 2, 1}};
+  camox_bdh_product_params p = good;
+  TEST(camox_bdh_product_check(&p) == CAMOX_OK, "product: %s", camox_last_error());
+  p.rows = -1, product_refused(&p, "negative size"), p = good;
+  p.depth = 0, product_refused(&p, "a must have columns, got 0"), p = good;
+  p.a_stride[2] = 3, product_refused(&p, "columns of a must be dense"), p = good;
+  p.b_stride[2] = 3, product_refused(&p, "columns of b must be dense");
+}
+
 static void refused(const camox_bdh_params *p, int backward, const char *message) {
   int status = camox_bdh_check(p, backward);
   TEST(status == CAMOX_INVALID_ARGUMENT && strstr(camox_last_error(), message), "%s: got %d, %s", message, status,
@@ -257,6 +308,7 @@ int main(void) {
                                      {2, 0, 3, 4, 5},     {1, 2, 0, 4, 5},    {1, 2, 3, 4, 0}};
   static const int64_t step_sizes[][4] = {{2, 3, 2, 1}, {1, 2, 34, 17}, {1, 1, 300, 530}, {0, 2, 4, 4}};
   test_checks_refuse();
+  test_product_refuses();
   const int pairs = camox_isa_init() == CAMOX_OK && camox_isa_pairs();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
     if (!camox_isa_supported((camox_isa)isa)) {
@@ -292,5 +344,10 @@ int main(void) {
       if (o.pairs) test_case((camox_isa)isa, CAMOX_BF16, TEST_CONTIGUOUS, long_sequence, o);
     }
   }
+  /* one of everything; around vectors, panels and steps of depth; several tiles and heads */
+  static const int64_t products[][4] = {{1, 1, 1, 1},      {2, 3, 7, 5},     {1, 8, 48, 384}, {2, 9, 49, 385},
+                                        {1, 200, 100, 70}, {1, 33, 800, 31}, {3, 70, 33, 64}, {1, 520, 20, 33}};
+  for (size_t i = 0; pairs && i < sizeof products / sizeof *products; ++i)
+    for (int turned = 0; turned < 4; ++turned) test_product(products[i], turned & 1, turned >> 1, 1 + (int64_t)i % 3);
   return test_report("bdh");
 }
