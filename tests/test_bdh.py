@@ -20,7 +20,7 @@ from camox_ops.ops.bdh import BY_COST, QUADRATIC, STATE, _tf32
 HALVES = (torch.bfloat16, torch.float16)
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits, threads and memory: on the CPU")
 # T around vectors, tiles of 128 tokens and their halves; N and D around vectors of 4, 8 and 16 lanes.
-SIZES = ((1, 32, 7), (5, 34, 16), (64, 256, 48), (65, 64, 33), (130, 130, 17))
+SIZES = ((1, 32, 7), (5, 34, 16), (64, 256, 48), (65, 64, 33), (63, 544, 9), (130, 130, 17))
 LARGE_SIZES = ((1024, 64, 16), (1024, 1024, 192), (64, 8192, 512), (130, 4096, 512), (5, 8192, 64), (1024, 32, 512))
 FLAGS = [(causal, softmax) for causal in (False, True) for softmax in (False, True)]
 op = torch.ops.camox_ops

@@ -94,9 +94,9 @@ static inline camox_bdh_plan camox_bdh_plan_of(const camox_bdh_params *p, int ba
     columns = camox_bdh_smaller(columns, 2 * CAMOX_BDH_TILE / length);
     if (columns < 2 * CAMOX_BDH_LINE) columns = 2 * CAMOX_BDH_LINE;
   }
+  if (backward && p->scores) columns = camox_bdh_smaller(columns, CAMOX_BDH_TILE / 2 / plan.rows);
   columns = columns / (2 * CAMOX_BDH_LINE) * (2 * CAMOX_BDH_LINE);
   plan.columns = camox_bdh_smaller(columns, p->dim);
-  if (backward && p->scores) plan.columns = camox_bdh_smaller(plan.columns, CAMOX_BDH_TILE / 2 / plan.rows);
   plan.strip = p->scores || length <= CAMOX_BDH_WHOLE ? length : plan.rows;
   plan.pitch = camox_bdh_pitch(plan.columns);
   plan.value_pitch = camox_bdh_pitch(p->value_dim);
