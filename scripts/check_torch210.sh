@@ -13,7 +13,7 @@ venv=$PWD/build/torch210
 "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-deps --force-reinstall "$wheel"
 # The operators whose kernels this tree has for CUDA.
 operators=$(for kernels in csrc/*/*_cuda.cu; do
-  sed -n 's/.*m\.impl("\([a-z0-9_]*\)".*/\1/p' "${kernels%_cuda.cu}_bind.cpp"
+  sed -n '/^#ifndef CAMOX_CUDA_PART$/,/^#endif$/d; s/.*m\.impl("\([a-z0-9_]*\)".*/\1/p' "${kernels%_cuda.cu}_bind.cpp"
 done)
 cd /
 "$venv/bin/python" - "$wheel" $operators <<'CODE'
