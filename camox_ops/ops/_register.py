@@ -95,6 +95,23 @@ def unfold_batch(info, value: torch.Tensor) -> torch.Tensor:
     return value.unflatten(0, (info.batch_size, value.shape[0] // max(info.batch_size, 1)))
 
 
+def vmap_folded(name: str, count: int):
+    """The vmap of an operator whose first `count` arguments and whose outputs have a batch as first dimension.
+
+    An output of one dimension is empty and has none.
+    """
+
+    def vmap(info, in_dims, *args):
+        outputs = getattr(torch.ops.camox_ops, name)(*fold_batch(info, in_dims, args, count))
+        if isinstance(outputs, torch.Tensor):
+            return unfold_batch(info, outputs), 0
+        batched = [output.dim() > 1 for output in outputs]
+        unfolded = (unfold_batch(info, y) if has else y for y, has in zip(outputs, batched, strict=True))
+        return tuple(unfolded), tuple(0 if has else None for has in batched)
+
+    return vmap
+
+
 def fold_batch_at(info, in_dim: int, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Moves the mapped dimension of a tensor into its dimension `dim`, before what is there."""
     return value.movedim(in_dim, dim).flatten(dim, dim + 1)

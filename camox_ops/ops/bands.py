@@ -8,7 +8,7 @@ import torch
 
 from . import _check
 from ._layout import empty_picture, is_channels_last
-from ._register import fold_batch, register, unfold_batch
+from ._register import register, vmap_folded
 
 
 class FrequencyBands(NamedTuple):
@@ -85,37 +85,24 @@ def _fake_backward(grad_low, grad_mid, grad_high, grad_input, channels_last):
     return torch.empty(like.shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
 
 
-def _vmap(info, in_dims, *args):
-    outputs = torch.ops.camox_ops.frequency_bands(*fold_batch(info, in_dims, args, 1))
-    return tuple(unfold_batch(info, y) for y in outputs), (0, 0, 0)
-
-
-def _vmap_stacked(info, in_dims, *args):
-    return unfold_batch(info, torch.ops.camox_ops.frequency_bands_stacked(*fold_batch(info, in_dims, args, 1))), 0
-
-
-def _vmap_backward(info, in_dims, *args):
-    return unfold_batch(info, torch.ops.camox_ops.frequency_bands_backward(*fold_batch(info, in_dims, args, 4))), 0
-
-
 _frequency_bands = register(
     "frequency_bands",
     fake=lambda x: tuple(empty_picture(x, x.shape[1]) for _ in range(3)),
     setup_context=_save,
     backward=_backward,
-    vmap=_vmap,
+    vmap=vmap_folded("frequency_bands", 1),
 )
 _frequency_bands_stacked = register(
     "frequency_bands_stacked",
     fake=lambda x: empty_picture(x, 4 * x.shape[1]),
     setup_context=_save,
     backward=_backward_stacked,
-    vmap=_vmap_stacked,
+    vmap=vmap_folded("frequency_bands_stacked", 1),
 )
 _frequency_bands_backward = register(
     "frequency_bands_backward",
     fake=_fake_backward,
     setup_context=_save_backward,
     backward=_backward_backward,
-    vmap=_vmap_backward,
+    vmap=vmap_folded("frequency_bands_backward", 4),
 )

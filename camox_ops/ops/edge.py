@@ -9,7 +9,7 @@ import torch
 from .. import reference
 from . import _check
 from ._layout import empty_picture
-from ._register import fold_batch, register, unfold_batch
+from ._register import register, vmap_folded
 
 
 class EdgeMaps(NamedTuple):
@@ -100,37 +100,24 @@ def _backward_backward(ctx, grad):
     return tuple(grads)
 
 
-def _vmap(info, in_dims, *args):
-    outputs = torch.ops.camox_ops.edge_maps(*fold_batch(info, in_dims, args, 1))
-    return tuple(unfold_batch(info, y) for y in outputs), (0, 0, 0)
-
-
-def _vmap_stacked(info, in_dims, *args):
-    return unfold_batch(info, torch.ops.camox_ops.edge_maps_stacked(*fold_batch(info, in_dims, args, 1))), 0
-
-
-def _vmap_backward(info, in_dims, *args):
-    return unfold_batch(info, torch.ops.camox_ops.edge_maps_backward(*fold_batch(info, in_dims, args, 5))), 0
-
-
 _edge_maps = register(
     "edge_maps",
     fake=lambda x, eps, border: tuple(empty_picture(x, x.shape[1]) for _ in range(3)),
     setup_context=_save,
     backward=_backward,
-    vmap=_vmap,
+    vmap=vmap_folded("edge_maps", 1),
 )
 _edge_maps_stacked = register(
     "edge_maps_stacked",
     fake=lambda x, eps, border: empty_picture(x, 4 * x.shape[1]),
     setup_context=_save,
     backward=_backward_stacked,
-    vmap=_vmap_stacked,
+    vmap=vmap_folded("edge_maps_stacked", 1),
 )
 _edge_maps_backward = register(
     "edge_maps_backward",
     fake=lambda x, *_: empty_picture(x, x.shape[1]),
     setup_context=_save_backward,
     backward=_backward_backward,
-    vmap=_vmap_backward,
+    vmap=vmap_folded("edge_maps_backward", 5),
 )

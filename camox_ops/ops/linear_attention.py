@@ -7,7 +7,7 @@ import torch
 from . import _check
 from ._check import dtype_names
 from ._layout import as_read, dense_strides
-from ._register import fold_batch, register, register_last_derivative, unfold_batch
+from ._register import register, register_last_derivative, vmap_folded
 
 FEATURE_MAPS = ("elu1", "relu", "identity")
 NORMALIZATIONS = ("sum", "feature", "none")
@@ -255,31 +255,19 @@ def _fake_packed_backward(grad, grad_s, grad_z, qkv, key_mask, s, z, feature_map
     return qkv.new_empty_strided(qkv.shape, dense_strides(qkv, sort_last=True))
 
 
-def _fold(name: str, tensors: int):
-    """More batch elements; an empty z has no batch and stays as it is."""
-
-    def vmap(info, in_dims, *args):
-        args, in_dims = list(args), list(in_dims)
-        outputs = getattr(torch.ops.camox_ops, name)(*fold_batch(info, in_dims, args, tensors))
-        if isinstance(outputs, torch.Tensor):
-            return unfold_batch(info, outputs), 0
-        unfolded = [unfold_batch(info, value) if value.dim() > 1 else value for value in outputs]
-        return tuple(unfolded), tuple(0 if value.dim() > 1 else None for value in outputs)
-
-    return vmap
-
-
-_linear_attention = register(OP, fake=_fake, setup_context=_save, backward=_backward, vmap=_fold("linear_attention", 6))
+_linear_attention = register(
+    OP, fake=_fake, setup_context=_save, backward=_backward, vmap=vmap_folded("linear_attention", 6)
+)
 _linear_attention_backward = register_last_derivative(
-    OP, fake=_fake_backward, vmap=_fold("linear_attention_backward", 9)
+    OP, fake=_fake_backward, vmap=vmap_folded("linear_attention_backward", 9)
 )
 _linear_attention_packed = register(
     "linear_attention_packed",
     fake=_fake_packed,
     setup_context=_save_packed,
     backward=_backward_packed,
-    vmap=_fold("linear_attention_packed", 2),
+    vmap=vmap_folded("linear_attention_packed", 2),
 )
 _linear_attention_packed_backward = register_last_derivative(
-    "linear_attention_packed", fake=_fake_packed_backward, vmap=_fold("linear_attention_packed_backward", 7)
+    "linear_attention_packed", fake=_fake_packed_backward, vmap=vmap_folded("linear_attention_packed_backward", 7)
 )

@@ -11,7 +11,7 @@ from ..reference.short_attention import default_scale
 from . import _check
 from ._layout import dense_strides
 from ._random import draw_seed
-from ._register import fold_batch, one_by_one, register, register_last_derivative, unfold_batch
+from ._register import one_by_one, register, register_last_derivative, vmap_folded
 
 LONGEST = 64
 
@@ -113,15 +113,12 @@ def _fake(q, *_):
 
 def _vmap(name: str, tensors: int):
     """The first `tensors` arguments and the padding are (S, ...): more sequences, but where a seed counts weights."""
+    folded = vmap_folded(name, tensors + 1)
 
     def rule(info, in_dims, *args):
-        op = getattr(torch.ops.camox_ops, name)
         if args[tensors + 1] is not None:
-            return one_by_one(op, info, in_dims, args)
-        outputs = op(*fold_batch(info, in_dims, args, tensors + 1))
-        if isinstance(outputs, torch.Tensor):
-            return unfold_batch(info, outputs), 0
-        return tuple(unfold_batch(info, output) for output in outputs), (0,) * len(outputs)
+            return one_by_one(getattr(torch.ops.camox_ops, name), info, in_dims, args)
+        return folded(info, in_dims, *args)
 
     return rule
 

@@ -7,7 +7,7 @@ import torch
 from ..reference.spatial_gradient import WEIGHTS
 from . import _check
 from ._layout import empty_picture, is_channels_last
-from ._register import fold_batch, register, unfold_batch
+from ._register import register, vmap_folded
 
 
 def spatial_gradient(
@@ -81,26 +81,17 @@ def _fake_backward(grad_gx, grad_gy, side, middle, border, channels_last):
     return torch.empty(like.shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
 
 
-def _vmap(info, in_dims, *args):
-    outputs = torch.ops.camox_ops.spatial_gradient(*fold_batch(info, in_dims, args, 1))
-    return tuple(unfold_batch(info, y) for y in outputs), (0, 0)
-
-
-def _vmap_backward(info, in_dims, *args):
-    return unfold_batch(info, torch.ops.camox_ops.spatial_gradient_backward(*fold_batch(info, in_dims, args, 2))), 0
-
-
 _spatial_gradient = register(
     "spatial_gradient",
     fake=lambda x, *_: tuple(empty_picture(x, x.shape[1]) for _ in range(2)),
     setup_context=_save,
     backward=_backward,
-    vmap=_vmap,
+    vmap=vmap_folded("spatial_gradient", 1),
 )
 _spatial_gradient_backward = register(
     "spatial_gradient_backward",
     fake=_fake_backward,
     setup_context=_save_backward,
     backward=_backward_backward,
-    vmap=_vmap_backward,
+    vmap=vmap_folded("spatial_gradient_backward", 2),
 )
