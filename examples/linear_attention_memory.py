@@ -10,7 +10,10 @@ import argparse
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -42,10 +45,23 @@ def needed(name, batch, positions):
     return MATRICES * batch * HEADS * positions**2 * 4 if name == "softmax, matrix" else 0
 
 
-def measure(name, batch, dim, side, repeats):
-    """{"peak_mb", "ms"} of one kind of step, or None where its matrices do not fit into free memory."""
-    if needed(name, batch, side * side) > 0.8 * (free_memory(torch.device("cpu")) or float("inf")):
+def measured(name, batch, dim, side, repeats):
+    """What measure says, or None where a step's matrices do not fit into memory."""
+    matrices = needed(name, batch, side * side)
+    if not matrices:
+        return measure(name, batch, dim, side, repeats)
+    if matrices > 0.8 * (free_memory(torch.device("cpu")) or float("inf")):
         return None
+    # In a process of its own: memory that is kept after one size has no place for the matrices of the next.
+    with ProcessPoolExecutor(1, get_context("spawn"), tune_cpu_allocator) as pool:
+        try:
+            return pool.submit(measure, name, batch, dim, side, repeats).result()
+        except BrokenProcessPool:  # the system ends a process for which there is no memory
+            return None
+
+
+def measure(name, batch, dim, side, repeats):
+    """{"peak_mb", "ms"} of one kind of step."""
     torch.manual_seed(0)
     module = STEPS[name](dim, HEADS, drop_path=0.0)
     x, grad = torch.randn(2, batch, dim, side, side).unbind()
@@ -105,7 +121,7 @@ def main(arguments=None):
     rows = []
     for size in options.sizes:
         side = size // STRIDE
-        steps = {name: measure(name, options.batch, options.dim, side, options.repeats) for name in STEPS}
+        steps = {name: measured(name, options.batch, options.dim, side, options.repeats) for name in STEPS}
         rows.append({"size": size, "positions": side * side, "steps": steps})
     print(f"SDTAEncoder({options.dim}, {HEADS}), batch {options.batch}, float32, forward and backward")
     print(table(rows))

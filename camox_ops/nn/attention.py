@@ -54,7 +54,8 @@ class SDTAEncoder(nn.Module):
         if self.use_linear_attention:
             mixed = linear_attention_packed(qkv, feature_map="elu1", normalize="feature")
         else:
-            mixed = F.scaled_dot_product_attention(*qkv.unbind(1))
+            # fused kernels, which keep no matrix of all pairs, want the channels of a head side by side
+            mixed = F.scaled_dot_product_attention(*qkv.contiguous().unbind(1))
         picture = mixed.transpose(-2, -1).flatten(1, 2).unflatten(2, x.shape[2:])
         return self.drop_path(self.proj(picture)) + x
 
