@@ -15,7 +15,7 @@ import setuptools
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "c"
 FOLDER = ROOT / "build" / "sanitize"
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
 COMPILER = os.environ.get("CC", "gcc")
 
 
