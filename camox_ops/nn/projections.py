@@ -7,6 +7,8 @@ our own (csrc/bdh/bdh_product.inc), which copy no operand. Everything else is to
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from .. import _C
@@ -114,15 +116,12 @@ class _ProjectHeads(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
         by_head, grad_by_head = x.permute(1, 2, 0), grad.transpose(0, 1)
-        if _by_pairs(grad_by_head, weight.mT) and _by_pairs(by_head, grad_by_head):
-            return (
-                _product(grad_by_head, weight.mT, True).transpose(0, 1) if needs_x else None,
-                _product(by_head, grad_by_head, False) if needs_weight else None,
-            )
-        if grad.device.type != "cpu":
+        pairs = _by_pairs(by_head, grad_by_head)
+        if pairs or grad.device.type != "cpu":
+            of_weight = partial(_product, by_row=False) if pairs else torch.bmm
             return (
                 _heads(grad, weight.mT) if needs_x else None,
-                torch.bmm(by_head, grad_by_head) if needs_weight else None,
+                of_weight(by_head, grad_by_head) if needs_weight else None,
             )
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
