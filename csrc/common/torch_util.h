@@ -38,6 +38,30 @@ namespace camox {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// A str argument. Taken as std::string, every call would leak one: torch's conversion (2.10 to 2.13) never deletes what it
+// makes.
+struct Text : std::string {
+  using std::string::string;
+};
+
+}  // namespace camox
+
+template <>
+struct torch::stable::detail::ToImpl<camox::Text> {
+  static camox::Text call(StableIValue value, uint64_t, bool) {
+    StringHandle handle = torch::stable::detail::to<StringHandle>(value);
+    size_t length;
+    const char* data;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    camox::Text text(data, length);
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
+  }
+};
+
+namespace camox {
+
 // A failed C check becomes ValueError (std::invalid_argument), anything else RuntimeError.
 inline void check(int status) {
   if (status == CAMOX_OK) return;

@@ -30,7 +30,7 @@ void compute(const camox_edge_params& p, const Tensor& x, bool backward) {
 #endif
 }
 
-std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, std::string border) {
+std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, Text border) {
   camox_edge_params p = edge_params(x, eps, border);
   std::array<Tensor, 3> maps;
   for (int map = 0; map < 3; ++map) {
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, std::s
 }
 
 // The four maps are channel ranges of one (B,4C,H,W) tensor.
-Tensor edge_maps_stacked(const Tensor& x, double eps, std::string border) {
+Tensor edge_maps_stacked(const Tensor& x, double eps, Text border) {
   camox_edge_params p = edge_params(x, eps, border);
   Tensor out = empty_picture(x, CAMOX_EDGE_MAPS * p.channels, p.channels_last);
   size_t element = out.element_size();
@@ -55,7 +55,7 @@ Tensor edge_maps_stacked(const Tensor& x, double eps, std::string border) {
 }
 
 Tensor edge_maps_backward(const Tensor& x, OptionalTensor grad_sobel, OptionalTensor grad_laplacian,
-                          OptionalTensor grad_gradient, OptionalTensor grad_input, double eps, std::string border) {
+                          OptionalTensor grad_gradient, OptionalTensor grad_input, double eps, Text border) {
   camox_edge_params p = edge_params(x, eps, border);
   const std::array<std::pair<const OptionalTensor*, const char*>, CAMOX_EDGE_MAPS> grads = {
       {{&grad_sobel, "grad_sobel"},

@@ -94,8 +94,8 @@ void run_steps(Variant variant, const camox_linear_attention_params& p) {
 #endif
 
 std::tuple<Tensor, Tensor, Tensor> linear_attention(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor key_mask,
-                                                    OptionalTensor initial_s, OptionalTensor initial_z, std::string feature_map,
-                                                    std::string normalize, double eps) {
+                                                    OptionalTensor initial_s, OptionalTensor initial_z, Text feature_map,
+                                                    Text normalize, double eps) {
   camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps);
   p.initial_s = real_data(initial_s, q, {p.batch, p.heads, p.key_dim, p.value_dim}, "initial_s");
   p.initial_z = real_data(initial_z, q, {p.batch, p.heads, p.key_dim}, "initial_z");
@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor> backward_into(const Tensor& grad_q, const Tensor& gra
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_backward(
     const Tensor& grad, OptionalTensor grad_s, OptionalTensor grad_z, const Tensor& q, const Tensor& k, const Tensor& v,
-    OptionalTensor key_mask, const Tensor& s, const Tensor& z, std::string feature_map, std::string normalize, double eps) {
+    OptionalTensor key_mask, const Tensor& s, const Tensor& z, Text feature_map, Text normalize, double eps) {
   camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps);
   const std::vector<int64_t> keys = {p.batch, p.heads, p.length, p.key_dim};
   Tensor grad_q = empty_in_order(q, keys, 4), grad_k = empty_in_order(k, keys, 4);
@@ -151,15 +151,15 @@ Tensor part_of(const Tensor& qkv, int64_t part) {
   return torch::stable::select(qkv, 1, part);
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_attention_packed(const Tensor& qkv, OptionalTensor key_mask, std::string feature_map,
-                                                           std::string normalize, double eps) {
+std::tuple<Tensor, Tensor, Tensor> linear_attention_packed(const Tensor& qkv, OptionalTensor key_mask, Text feature_map,
+                                                           Text normalize, double eps) {
   return linear_attention(part_of(qkv, 0), part_of(qkv, 1), part_of(qkv, 2), key_mask, std::nullopt, std::nullopt, feature_map,
                           normalize, eps);
 }
 
 Tensor linear_attention_packed_backward(const Tensor& grad, OptionalTensor grad_s, OptionalTensor grad_z, const Tensor& qkv,
-                                        OptionalTensor key_mask, const Tensor& s, const Tensor& z, std::string feature_map,
-                                        std::string normalize, double eps) {
+                                        OptionalTensor key_mask, const Tensor& s, const Tensor& z, Text feature_map,
+                                        Text normalize, double eps) {
   const Tensor q = part_of(qkv, 0);
   auto p = params_of(q, part_of(qkv, 1), part_of(qkv, 2), key_mask, feature_map, normalize, eps);
   auto sizes = qkv.sizes();

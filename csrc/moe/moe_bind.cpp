@@ -81,7 +81,7 @@ void launch_told(int (*launcher)(const Params*, void*), Params& p, const Tensor&
 
 using Routed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, std::string score, OptionalInt capacity) {
+Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, Text score, OptionalInt capacity) {
   const char* op = "moe_route";
   camox_moe_route_params p = route_params(logits, top_k, op);
   p.score = score_of(score);
@@ -114,7 +114,7 @@ Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, std:
 }
 
 Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const Tensor& given_experts,
-                          const Tensor& given_position, std::string score) {
+                          const Tensor& given_position, Text score) {
   const char* op = "moe_route_backward";
   if (given_experts.dim() != 2) throw std::invalid_argument(std::string(op) + ": experts must have 2 dimensions");
   camox_moe_route_params p = route_params(logits, given_experts.size(1), op);
@@ -139,8 +139,8 @@ Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const 
   return grad_logits;
 }
 
-std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& given_counts, OptionalTensor valid,
-                                        std::string kind, int64_t top_k) {
+std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& given_counts, OptionalTensor valid, Text kind,
+                                        int64_t top_k) {
   const char* op = "moe_aux_loss";
   camox_moe_route_params p = route_params(logits, top_k, op);
   p.aux = aux_of(kind);
@@ -165,7 +165,7 @@ std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& give
 }
 
 Tensor moe_aux_loss_backward(const Tensor& grad, const Tensor& logits, const Tensor& given_slope, OptionalTensor valid,
-                             std::string kind) {
+                             Text kind) {
   const char* op = "moe_aux_loss_backward";
   camox_moe_route_params p = route_params(logits, 1, op);
   p.aux = aux_of(kind);

@@ -114,7 +114,7 @@ void turn(camox_rope_params& p, const Tensor& x, const Tensor& y, const Axes& ax
 }
 
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTensor positions, OptionalTensor cu_seqlens,
-            bool interleaved, std::string layout, std::optional<int64_t> rotary_dim, bool transposed) {
+            bool interleaved, Text layout, std::optional<int64_t> rotary_dim, bool transposed) {
   camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
   Tensor y = empty_in_order(x);
   turn(p, x, y, axes_of(x, layout, cu_seqlens.has_value(), "x"));
@@ -122,14 +122,14 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTenso
 }
 
 void rope_(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTensor positions, OptionalTensor cu_seqlens,
-           bool interleaved, std::string layout, std::optional<int64_t> rotary_dim, bool transposed) {
+           bool interleaved, Text layout, std::optional<int64_t> rotary_dim, bool transposed) {
   camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
   turn(p, x, x, axes_of(x, layout, cu_seqlens.has_value(), "x"));
 }
 
 std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tensor& x, const Tensor& cos, const Tensor& sin,
                                                  OptionalTensor positions, OptionalTensor cu_seqlens, bool interleaved,
-                                                 std::string layout, std::optional<int64_t> rotary_dim, bool transposed) {
+                                                 Text layout, std::optional<int64_t> rotary_dim, bool transposed) {
   camox_rope_params p = rope_params(grad, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, !transposed);
   const Axes axes = axes_of(x, layout, cu_seqlens.has_value(), "x");
   for (int64_t d = 0; d < x.dim(); ++d)

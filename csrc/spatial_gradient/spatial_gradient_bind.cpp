@@ -31,7 +31,7 @@ void compute(const camox_spatial_gradient_params& p, const Tensor& like, bool ba
 #endif
 }
 
-std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double middle, std::string border) {
+std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double middle, Text border) {
   camox_spatial_gradient_params p = gradient_params(x, "x", side, middle, border);
   p.x = view4(x);
   Tensor gx = empty_picture(x, p.channels, p.channels_last), gy = empty_picture(x, p.channels, p.channels_last);
@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double
 }
 
 // The op is linear, so backward has the gradients alone: x's memory format is handed over.
-Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy, double side, double middle, std::string border,
+Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy, double side, double middle, Text border,
                                  bool channels_last) {
   if (!grad_gx.has_value() && !grad_gy.has_value())
     throw std::invalid_argument("spatial_gradient_backward: at least one gradient must be given");

@@ -1,0 +1,45 @@
+"""Calls leave no memory behind."""
+
+import ctypes
+import gc
+import platform
+
+import pytest
+import torch
+
+from camox_ops import _selftest
+
+CALLS = 500
+
+
+class MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc's malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def bytes_in_use() -> int:
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = MallocInfo
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is asked by a function of glibc")
+@pytest.mark.parametrize("op", _selftest.OPS, ids=lambda op: op.name)
+def test_calls_leave_no_memory_behind(op):
+    inputs = op.inputs((1, 2, 4, 6), torch.float32)
+
+    def calls(count):
+        for _ in range(count):
+            _selftest.run(op.ours, inputs, None)
+
+    calls(100)
+    before = bytes_in_use()
+    calls(CALLS)
+    # A string that is forgotten takes 48 bytes of the heap.
+    assert (bytes_in_use() - before) / CALLS < 16
