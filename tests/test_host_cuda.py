@@ -550,6 +550,14 @@ def test_norm2d_nan_and_inf_stay_in_their_pixel():
                 assert torch.equal(ours, sound)
 
 
+@pytest.mark.parametrize("layout", norm2d_cases.LAYOUTS)
+def test_norm2d_without_statistics(layout):
+    x, weight, bias, _ = norm2d_inputs((2, 24, 5, 12), layout=layout)
+    y, stats = norm2d_cases.forward(x, weight, bias, activation="gelu", groups=2, save=False)
+    assert stats.isnan().all()
+    assert torch.equal(y, norm2d_cases.forward(x, weight, bias, activation="gelu", groups=2)[0])
+
+
 def test_norm2d_empty():
     for shape in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
         x, weight = torch.empty(shape), torch.ones(shape[1])

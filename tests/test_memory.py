@@ -10,15 +10,13 @@ import torch
 from camox_ops import _selftest
 
 CALLS = 500
+FREE, TOP = ("arena", "ordblks", "smblks", "hblks"), ("fordblks", "keepcost")
 
 
 class MallocInfo(ctypes.Structure):
     """struct mallinfo2 of glibc's malloc.h."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in (*FREE, "hblkhd", "usmblks", "fsmblks", "uordblks", *TOP)]
 
 
 def bytes_in_use() -> int:

@@ -183,6 +183,18 @@ def test_saves_x_and_two_numbers_per_pixel_and_group():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_gradients_nothing_is_made_for_them(layout):
+    op = torch.ops.camox_ops.layer_norm2d
+    x, (weight, bias) = picture((2, 12, 7, 9), layout=layout), parameters(12)
+    y, stats = op(x, weight, bias, x, 1e-6, 3, "gelu", False)
+    assert stats.numel() == 0
+    assert torch.equal(y, op(x, weight, bias, x, 1e-6, 3, "gelu", True)[0])
+    assert torch.equal(y, cx.layer_norm2d(x, weight, bias, activation="gelu", residual=x, groups=3))
+    asked = cx.layer_norm2d(x.requires_grad_(), weight, bias, activation="gelu", residual=x, groups=3)
+    assert torch.equal(y, asked)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_noncontiguous(layout):
     for shape in ((2, 3, 6, 9), (2, 70, 5, 6)):
         x, weights = picture(shape, layout=layout), parameters(shape[1])
@@ -327,9 +339,11 @@ def test_opcheck(dtype, layout):
     x = picture((2, 4, 5, 3), dtype, layout).requires_grad_()
     residual = picture((2, 4, 5, 3), dtype).requires_grad_()
     weight, bias = (v.requires_grad_() for v in parameters(4, real))
-    opcheck(torch.ops.camox_ops.layer_norm2d.default, (x, weight, bias, None, 1e-6, 1, "gelu"))
-    opcheck(torch.ops.camox_ops.layer_norm2d.default, (x, weight, bias, residual, 1e-6, 2, "silu"))
-    stats = torch.ops.camox_ops.layer_norm2d(x, weight, bias, None, 1e-6, 2, "none")[1].detach()
+    opcheck(torch.ops.camox_ops.layer_norm2d.default, (x, weight, bias, None, 1e-6, 1, "gelu", True))
+    opcheck(torch.ops.camox_ops.layer_norm2d.default, (x, weight, bias, residual, 1e-6, 2, "silu", True))
+    without = (x.detach(), weight.detach(), bias.detach(), None, 1e-6, 1, "gelu", False)
+    opcheck(torch.ops.camox_ops.layer_norm2d.default, without)
+    stats = torch.ops.camox_ops.layer_norm2d(x, weight, bias, None, 1e-6, 2, "none", True)[1].detach()
     opcheck(torch.ops.camox_ops.layer_norm2d_backward.default, (residual, x, weight, bias, stats, 1e-6, 2, "gelu_tanh"))
 
 
@@ -450,7 +464,7 @@ def test_errors_from_c():
     x, weight, bias = GOOD.values()
 
     def call(x=x, weight=weight, bias=bias, residual=None, eps=1e-6, groups=1, activation="none"):
-        return op.layer_norm2d(x, weight, bias, residual, eps, groups, activation)
+        return op.layer_norm2d(x, weight, bias, residual, eps, groups, activation, True)
 
     stats = call()[1]
     for arguments, message in (

@@ -14,10 +14,19 @@ from collections.abc import Callable
 import torch
 
 
-def register(name: str, *, fake: Callable, setup_context: Callable, backward: Callable, vmap: Callable | None = None):
+def register(
+    name: str,
+    *,
+    fake: Callable,
+    setup_context: Callable,
+    backward: Callable,
+    vmap: Callable | None = None,
+    saves_if_asked: bool = False,
+):
     """name: the operator in camox_ops. fake(*args): outputs without data. setup_context(ctx, inputs, output) and
     backward(ctx, *grads): as for torch.library.register_autograd. vmap(info, in_dims, *args): as for
-    torch.library.register_vmap; without one the op runs once per element. Returns the differentiable callable."""
+    torch.library.register_vmap; without one the op runs once per element. saves_if_asked: the operator's last argument
+    says whether what backward needs has to be made, and the callable gives it. Returns the differentiable callable."""
     qualified = f"camox_ops::{name}"
     overload = getattr(torch.ops.camox_ops, name).default
     torch.library.register_fake(qualified, fake)
@@ -53,17 +62,18 @@ def register(name: str, *, fake: Callable, setup_context: Callable, backward: Ca
         title, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
     apply, unwrap = super(torch.autograd.Function, eager).apply, torch._C._functorch.unwrap_if_dead
+    saving, forgetting = ((True,), (False,)) if saves_if_asked else ((), ())
 
     def call(*args):
         if torch.compiler.is_compiling():
-            return overload(*args)
+            return overload(*args, *saving)
         if torch._C._are_functorch_transforms_active():
-            return transformed.apply(*args)
+            return transformed.apply(*args, *saving)
         if torch.is_grad_enabled():
             for arg in args:
                 if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                    return apply(*[unwrap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
-        return below_autograd(*args)
+                    return apply(*[unwrap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args], *saving)
+        return below_autograd(*args, *forgetting)
 
     return call
 

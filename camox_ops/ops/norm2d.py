@@ -72,13 +72,13 @@ def _check_groups(groups: int, x: torch.Tensor) -> None:
         raise ValueError(f"layer_norm2d: groups must be >= 1 and divide the {x.shape[1]} channels of x, got {groups}")
 
 
-def _fake(x, weight, bias, residual, eps, groups, activation):
-    stats = weight.new_empty((2, x.shape[0], groups, *x.shape[2:]))
+def _fake(x, weight, bias, residual, eps, groups, activation, save):
+    stats = weight.new_empty((2, x.shape[0], groups, *x.shape[2:]) if save else 0)
     return empty_picture(x, x.shape[1]), stats
 
 
 def _save(ctx, inputs, output):
-    x, weight, bias, residual, ctx.eps, ctx.groups, ctx.activation = inputs
+    x, weight, bias, residual, ctx.eps, ctx.groups, ctx.activation, _ = inputs
     ctx.has_residual = residual is not None
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, bias, output[1])
@@ -87,10 +87,10 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad, _):
     if grad is None:
-        return (None,) * 7
+        return (None,) * 8
     x, weight, bias, stats = ctx.saved_tensors
     grads = _layer_norm2d_backward(grad, x, weight, bias, stats, ctx.eps, ctx.groups, ctx.activation)
-    return (*grads, grad if ctx.has_residual else None, None, None, None)
+    return (*grads, grad if ctx.has_residual else None, None, None, None, None)
 
 
 def _save_backward(ctx, inputs, output):
@@ -125,10 +125,14 @@ def _vmap(info, in_dims, x, weight, bias, residual, *scalars):
         return one_by_one(op, info, in_dims, (x, weight, bias, residual, *scalars))
     x, residual = fold_batch(info, (in_dims[0], in_dims[3]), (x, residual), 2)
     y, stats = op(x, weight, bias, residual, *scalars)
+    if not scalars[-1]:
+        return (unfold_batch(info, y), stats), (0, None)
     return (unfold_batch(info, y), stats.unflatten(1, (info.batch_size, -1))), (0, 1)
 
 
-_layer_norm2d = register("layer_norm2d", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)
+_layer_norm2d = register(
+    "layer_norm2d", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap, saves_if_asked=True
+)
 _layer_norm2d_backward = register(
     "layer_norm2d_backward",
     fake=lambda grad, x, weight, bias, *_: (

@@ -46,7 +46,7 @@ typedef struct {
   int64_t batch, channels, height, width, groups;
   camox_view4 x; /* any strides, as all views here */
   camox_norm2d_affine weight, bias;
-  void *stats;                   /* [2, B, groups, H*W] in the dtype computed in: mean - first channel, 1/sqrt(var + eps) */
+  void *stats; /* [2, B, groups, H*W] in the dtype computed in: mean - first channel, 1/sqrt(var + eps); forward: may be NULL */
   camox_view4 residual;          /* forward, optional */
   camox_view4 y;                 /* forward: what is written */
   camox_view4 grad;              /* backward: the incoming gradient */

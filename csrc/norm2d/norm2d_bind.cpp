@@ -59,23 +59,23 @@ void compute(const camox_norm2d_params& p, const Tensor& x, bool backward) {
 }
 
 std::tuple<Tensor, Tensor> layer_norm2d(const Tensor& x, const Tensor& weight, const Tensor& bias, OptionalTensor residual,
-                                        double eps, int64_t groups, std::string activation) {
+                                        double eps, int64_t groups, Text activation, bool save) {
   camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
   if (residual.has_value()) {
     check_like(*residual, x, p.channels, "layer_norm2d", "residual");
     p.residual = view4(*residual);
   }
   Tensor y = empty_picture(x, p.channels, is_channels_last(x));
-  Tensor stats = empty_real(x, {2, p.batch, p.groups, p.height, p.width});
+  Tensor stats = save ? empty_real(x, {2, p.batch, p.groups, p.height, p.width}) : empty_real(x, {0});
   p.y = view4(y);
-  p.stats = stats.data_ptr();
+  p.stats = save ? stats.data_ptr() : nullptr;
   compute(p, x, false);
   return {y, stats};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                                          const Tensor& bias, const Tensor& stats, double eps, int64_t groups,
-                                                         std::string activation) {
+                                                         Text activation) {
   camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
   check_like(grad, x, p.channels, "layer_norm2d_backward", "grad");
   check_real(stats, x, 5, "layer_norm2d_backward", "stats");
@@ -103,8 +103,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, con
 #ifndef CAMOX_CUDA_PART
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
-      "layer_norm2d(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps, int groups, str activation) "
-      "-> (Tensor, Tensor)");
+      "layer_norm2d(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps, int groups, str activation, "
+      "bool save) -> (Tensor, Tensor)");
   m.def(
       "layer_norm2d_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor stats, float eps, int groups, "
       "str activation) -> (Tensor, Tensor, Tensor)");

@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
         norm2d_sum_channels<1, V, LAST>(scale, plan, me, totals, [&](float &total, int, int pixel, float sum) {
           const float mean_total = total;
           total = camox_rsqrt(sum * plan.inverse + plan.eps);
-          if (tile.first + pixel < plan.pixels) stats[pixel] = mean_total, stats_scale[pixel] = total;
+          if (p.stats != nullptr && tile.first + pixel < plan.pixels) stats[pixel] = mean_total, stats_scale[pixel] = total;
         });
         norm2d_load_totals<1, V, LAST>(scale, plan, me, totals);
       }
