@@ -103,8 +103,6 @@ def cuda_archs():
 COMMON_FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=format", "-g0"]
 if X86:
     COMMON_FLAGS.append("-DCAMOX_HAVE_X86")
-if BREAK:
-    COMMON_FLAGS.append(f"-DCAMOX_BREAK_{BREAK.upper()}")
 # No contraction to FMA: every instruction set gives the same bits where no sum is reordered.
 C_FLAGS = [*COMMON_FLAGS, "-std=gnu17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS = [*COMMON_FLAGS, "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Wno-unused-parameter"]
@@ -119,7 +117,6 @@ NVCC_FLAGS = [
     *("-O3", "-std=c++17", "-Werror=all-warnings", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", *CUDA_CODE),
     *compression(),
     f'-DCAMOX_CUDA_ARCHS="{",".join(CUDA_ARCHS)}"',
-    *([f"-DCAMOX_BREAK_{BREAK.upper()}"] if BREAK else []),
 ]
 
 
@@ -172,9 +169,11 @@ class BuildExt(build_ext):
     def compile_all(self, sources):
         """Objects of (source, folder, flags), compiled where missing or older than a file that they were made from."""
         objects, jobs = [], []
-        temp = Path(self.build_temp) / (f"break-{BREAK}" if BREAK else "plain")
         for source, folder, flags in sources:
-            target = temp / folder / Path(source).with_suffix(".o")
+            kind = "plain"
+            if broken(source):
+                kind, flags = f"break-{BREAK}", [*flags, f"-DCAMOX_BREAK_{BREAK.upper()}"]
+            target = Path(self.build_temp) / kind / folder / Path(source).with_suffix(".o")
             objects.append(str(target))
             if self.force or stale(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -193,6 +192,11 @@ class BuildExt(build_ext):
         program = {".c": self.compiler.compiler_so[0], ".cpp": self.compiler.compiler_so_cxx[0], ".cu": NVCC}[suffix]
         made_from = ["-MMD", "-MF", str(target.with_suffix(".d"))]
         self.spawn([program, *flags, *includes, *made_from, "-c", source, "-o", str(target)])
+
+
+def broken(source):
+    """Whether the build's CAMOX_BREAK changes this file's object: one of the op's own, or the module, which says so."""
+    return BREAK != "" and Path(source).parent.name in (BREAK, CSRC.name)
 
 
 def stale(target):
