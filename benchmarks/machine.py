@@ -12,7 +12,12 @@ import torch
 
 from benchmarks.record import OTHER_CPU_LIMIT
 
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_TOP_PAD_": str(64 << 20)}
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 46),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
 
 
 def busy_seconds() -> float | None:

@@ -87,12 +87,26 @@ def test_tune_cpu_allocator():
     first, pages = run_python(report + FILL_FREED_BLOCKS).splitlines()
     supported, settings, text = first.split("|")
     if supported == "True":
-        assert settings == "['M_MMAP_MAX', 'M_TOP_PAD', 'M_TRIM_THRESHOLD']"
-        assert text.startswith("glibc ")
+        assert settings == "['M_MMAP_MAX', 'M_TOP_PAD', 'M_TRIM_THRESHOLD', 'THP_MEM_ALLOC_ENABLE']"
+        assert text.startswith("glibc ") and "large tensors begin on pages (" in text
         assert int(pages) < 100, "64 MiB just freed came from the kernel again"
         assert int(run_python("import camox_ops" + FILL_FREED_BLOCKS)) > 1000, "importing alone must tune nothing"
     else:
         assert (settings, text) == ("[]", "not glibc: nothing was changed")
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        ("import torch; torch.ones(3)", "tensors were made before"),
+        ("import os; os.environ['THP_MEM_ALLOC_ENABLE'] = '0'", "THP_MEM_ALLOC_ENABLE was '0'"),
+    ],
+)
+def test_tune_cpu_allocator_says_what_came_too_late(first, why):
+    tune = "import camox_ops as cx; print(*cx.train.tune_cpu_allocator()[::2], sep='|')"
+    report = run_python(f"{first}\n{tune}").strip()
+    if report.startswith("True"):
+        assert report.endswith(f"; large tensors do not begin on pages, {why}")
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
