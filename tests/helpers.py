@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+from camox_ops.train import allocator
+
 # A machine with a GPU runs the same tests there: CAMOX_TEST_DEVICE=cuda.
 DEVICE = torch.device(os.environ.get("CAMOX_TEST_DEVICE", "cpu"))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, *([torch.float64] if DEVICE.type == "cpu" else []))
@@ -79,9 +81,12 @@ def picture(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed
 
 
 def run_python(code: str, **environment) -> str:
-    """Runs code in a fresh interpreter -> its standard output; a failure raises with its standard error."""
+    """Runs code in a fresh interpreter -> its standard output; a failure raises with its standard error.
+
+    An allocator that this process tuned is not handed on."""
+    inherited = {name: value for name, value in os.environ.items() if name != allocator.ON_PAGES}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**inherited, **environment}, check=False
     )
     if result.returncode != 0:
         raise RuntimeError(result.stderr)
