@@ -29,6 +29,7 @@ struct norm2d_plan {
   camox_norm2d_params p; /* where all tensors allow it as pictures of one row, see norm2d_flat */
   float eps, inverse;    /* 1 / group_channels */
   int64_t pixels, group_channels;
+  int64_t recorded;          /* pixels of a picture whose statistics the forward writes: all or none */
   int inner, outer;          /* threads of a block along the vectors of a row, and rows' worth of threads */
   int chunks;                /* walks over the channels of a group */
   int tile;                  /* pixels of a block, */
@@ -406,7 +407,7 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
         norm2d_sum_channels<1, V, LAST>(scale, plan, me, totals, [&](float &total, int, int pixel, float sum) {
           const float mean_total = total;
           total = camox_rsqrt(sum * plan.inverse + plan.eps);
-          if (p.stats != nullptr && tile.first + pixel < plan.pixels) stats[pixel] = mean_total, stats_scale[pixel] = total;
+          if (tile.first + pixel < plan.recorded) stats[pixel] = mean_total, stats_scale[pixel] = total;
         });
         norm2d_load_totals<1, V, LAST>(scale, plan, me, totals);
       }
@@ -746,6 +747,7 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   if (LAST) norm2d_merge_batch(&plan.p);
   plan.eps = p->eps > FLT_MIN ? static_cast<float>(p->eps) : FLT_MIN;
   plan.pixels = plan.p.height * plan.p.width;
+  plan.recorded = plan.p.stats != nullptr ? plan.pixels : 0;
   plan.group_channels = p->channels / p->groups;
   plan.inverse = 1.0f / static_cast<float>(plan.group_channels);
   const int threads = norm2d_cut<V, LAST>(&plan, backward), sums = backward ? 2 : 1;
