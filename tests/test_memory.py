@@ -10,13 +10,13 @@ from camox_ops import _selftest
 
 CALLS = 500
 LIBC = ctypes.CDLL(None)
-FREE, TOP = ("arena", "ordblks", "smblks", "hblks"), ("fordblks", "keepcost")
+FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 
 class MallocInfo(ctypes.Structure):
     """struct mallinfo2 of glibc's malloc.h."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in (*FREE, "hblkhd", "usmblks", "fsmblks", "uordblks", *TOP)]
+    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
 
 
 def bytes_in_use() -> int:

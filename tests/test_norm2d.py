@@ -190,6 +190,8 @@ def test_without_gradients_nothing_is_made_for_them(layout):
     assert stats.numel() == 0
     assert torch.equal(y, op(x, weight, bias, x, 1e-6, 3, "gelu", True)[0])
     assert torch.equal(y, cx.layer_norm2d(x, weight, bias, activation="gelu", residual=x, groups=3))
+    mapped = torch.vmap(lambda x: op(x, weight, bias, x, 1e-6, 3, "gelu", False))(x[None])
+    assert mapped[1].numel() == 0 and torch.equal(mapped[0][0], y)
     asked = cx.layer_norm2d(x.requires_grad_(), weight, bias, activation="gelu", residual=x, groups=3)
     assert torch.equal(y, asked)
 

@@ -73,7 +73,7 @@ def _check_groups(groups: int, x: torch.Tensor) -> None:
 
 
 def _fake(x, weight, bias, residual, eps, groups, activation, save):
-    stats = weight.new_empty((2, x.shape[0], groups, *x.shape[2:]) if save else 0)
+    stats = weight.new_empty((2, x.shape[0] if save else 0, groups, *x.shape[2:]))
     return empty_picture(x, x.shape[1]), stats
 
 
@@ -125,9 +125,8 @@ def _vmap(info, in_dims, x, weight, bias, residual, *scalars):
         return one_by_one(op, info, in_dims, (x, weight, bias, residual, *scalars))
     x, residual = fold_batch(info, (in_dims[0], in_dims[3]), (x, residual), 2)
     y, stats = op(x, weight, bias, residual, *scalars)
-    if not scalars[-1]:
-        return (unfold_batch(info, y), stats), (0, None)
-    return (unfold_batch(info, y), stats.unflatten(1, (info.batch_size, -1))), (0, 1)
+    stats = stats.unflatten(1, (info.batch_size, stats.shape[1] // max(info.batch_size, 1)))
+    return (unfold_batch(info, y), stats), (0, 1)
 
 
 _layer_norm2d = register(

@@ -32,9 +32,9 @@ def tune_cpu_allocator() -> AllocatorReport:
     pages of their own.
 
     Every large CPU tensor is otherwise mapped afresh, zeroed page by page at its first touch and unmapped when it is
-    freed, which can take longer than computing it. On pages because glibc before 2.38 keeps the few bytes that it cuts
-    off to align a block apart from it, so that a freed block is too small for the next tensor of its size, which then
-    lies elsewhere, outside the caches.
+    freed, which can take longer than computing it. On pages because glibc (seen with 2.36) keeps the few bytes that it
+    cuts off to align a block apart from it, so that a freed block is too small for the next tensor of its size, which
+    then lies elsewhere, outside the caches.
 
     Call once, before the first tensors: only then does PyTorch ask for THP_MEM_ALLOC_ENABLE, which is set in os.environ
     unless it is there; the report says when that was too late. It holds for the whole process and changes no numbers.

@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor> layer_norm2d(const Tensor& x, const Tensor& weight, c
     p.residual = view4(*residual);
   }
   Tensor y = empty_picture(x, p.channels, is_channels_last(x));
-  Tensor stats = save ? empty_real(x, {2, p.batch, p.groups, p.height, p.width}) : empty_real(x, {0});
+  Tensor stats = empty_real(x, {2, save ? p.batch : 0, p.groups, p.height, p.width});
   p.y = view4(y);
   p.stats = save ? stats.data_ptr() : nullptr;
   compute(p, x, false);
