@@ -12,12 +12,15 @@
 #define CAMOX_SIMD_MATH_H
 
 /* What the vector operators do not compile well to. at_most and at_least keep the NaN of v; abs_at_most is min(|v|, limit), and
-   anything for NaN; lookup32 reads table[index & 31]; fma is a * b + c rounded once. */
+   anything for NaN; lookup16 reads table[index & 15], lookup32 table[index & 31]; fma is a * b + c rounded once. */
 #if defined(CAMOX_SIMD_AVX512)
 CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return (vf32)_mm512_min_ps((__m512)vf32_set1(limit), (__m512)v); }
 CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return (vf32)_mm512_max_ps((__m512)vf32_set1(limit), (__m512)v); }
 CAMOX_INLINE vf32 vf32_abs_at_most(vf32 v, float limit) { /* 10: the lesser magnitude, without its sign */
   return (vf32)_mm512_range_ps((__m512)v, (__m512)vf32_set1(limit), 10);
+}
+CAMOX_INLINE vf32 vf32_lookup16(const float *table, vi32 index) {
+  return (vf32)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
 }
 CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
   return (vf32)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)index, _mm512_loadu_ps(table + 16));
@@ -27,8 +30,14 @@ CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_fmadd_p
 CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return (vf32)_mm256_min_ps((__m256)vf32_set1(limit), (__m256)v); }
 CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return (vf32)_mm256_max_ps((__m256)vf32_set1(limit), (__m256)v); }
+/* vpermps looks at the low three bits; bits 3 and 4 become signs, which blends look at. Gathers are slower. */
+CAMOX_INLINE vf32 vf32_lookup16(const float *table, vi32 index) {
+  __m256i lane = (__m256i)index;
+  __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), lane);
+  __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), lane);
+  return (vf32)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(lane, 28));
+}
 CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
-  /* vpermps looks at the low three bits; bits 3 and 4 become signs, which blends look at. Gathers are slower. */
   __m256i lane = (__m256i)index;
   __m256 bit3 = (__m256)_mm256_slli_epi32(lane, 28), bit4 = (__m256)_mm256_slli_epi32(lane, 27), part[4];
   for (int k = 0; k < 4; ++k) part[k] = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8 * k), lane);
@@ -37,6 +46,11 @@ CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
 #else
 CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return vf32_select((vi32)(v > vf32_set1(limit)), vf32_set1(limit), v); }
 CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return vf32_select((vi32)(v < vf32_set1(limit)), vf32_set1(limit), v); }
+CAMOX_INLINE vf32 vf32_lookup16(const float *table, vi32 index) {
+  vf32 v;
+  for (int lane = 0; lane < VF32_LANES; ++lane) v[lane] = table[index[lane] & 15];
+  return v;
+}
 CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
   vf32 v;
   for (int lane = 0; lane < VF32_LANES; ++lane) v[lane] = table[index[lane] & 31];
@@ -236,169 +250,21 @@ CAMOX_INLINE vf32 vf32_cos(vf32 x) {
   return vf32_sin_reduced(r, quadrant + 1);
 }
 
-/* erfc(a/sqrt(2))/2, the normal distribution's tail, as polynomials in a - k/4 for 4a within 1/2 of k = 0 .. 24: [power][k].
-   Ends (k = 25, a >= 6.125) in 0. */
-static const float camox_gelu_tail[5][32] __attribute__((aligned(64))) = {
-    {0.5f,
-     0.40129367f,
-     0.30853754f,
-     0.22662735f,
-     0.15865526f,
-     0.10564978f,
-     0.0668072f,
-     0.040059157f,
-     0.022750132f,
-     0.012224471f,
-     0.006209665f,
-     0.0029797633f,
-     0.001349898f,
-     0.0005770251f,
-     0.00023262913f,
-     8.841731e-05f,
-     3.167126e-05f,
-     1.0688536e-05f,
-     3.3976785e-06f,
-     1.0170857e-06f,
-     2.8665255e-07f,
-     7.6049965e-08f,
-     1.8989686e-08f,
-     4.462212e-09f,
-     9.865992e-10f,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0},
-    {-0.3989421f,
-     -0.3866674f,
-     -0.3520649f,
-     -0.30113742f,
-     -0.24197106f,
-     -0.1826496f,
-     -0.12951809f,
-     -0.08627762f,
-     -0.053991143f,
-     -0.031739697f,
-     -0.017528245f,
-     -0.009093474f,
-     -0.004431764f,
-     -0.0020289812f,
-     -0.0008726383f,
-     -0.00035256942f,
-     -0.00013381631f,
-     -4.77119e-05f,
-     -1.5980762e-05f,
-     -5.028294e-06f,
-     -1.4862638e-06f,
-     -4.1268882e-07f,
-     -1.0764661e-07f,
-     -2.6377183e-08f,
-     -6.071641e-09f,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0},
-    {-1.3067187e-05f,
-     0.0483381f,
-     0.088013455f,
-     0.11292717f,
-     0.12098387f,
-     0.11415357f,
-     0.09713697f,
-     0.075492896f,
-     0.053991113f,
-     0.03570799f,
-     0.021910634f,
-     0.012503588f,
-     0.006647752f,
-     0.0032971443f,
-     0.0015271539f,
-     0.0006610934f,
-     0.0002676443f,
-     0.0001013933f,
-     3.5958965e-05f,
-     1.194308e-05f,
-     3.7159864e-06f,
-     1.0834249e-06f,
-     2.960655e-07f,
-     7.584544e-08f,
-     1.8218012e-08f,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0},
-    {0.06680699f,
-     0.06025042f,
-     0.043911073f,
-     0.021957992f,
-     8.031591e-05f,
-     -0.017002799f,
-     -0.026862917f,
-     -0.029576257f,
-     -0.026951129f,
-     -0.021480795f,
-     -0.015350674f,
-     -0.009968409f,
-     -0.005930715f,
-     -0.0032507968f,
-     -0.0016476137f,
-     -0.0007743344f,
-     -0.0003381349f,
-     -0.00013742193f,
-     -5.2042727e-05f,
-     -1.8384791e-05f,
-     -6.063267e-06f,
-     -1.8681292e-06f,
-     -5.380432e-07f,
-     -1.4492664e-07f,
-     -3.6524863e-08f,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0},
-    {-0.0030239462f,
-     -0.012057543f,
-     -0.01991446f,
-     -0.022922944f,
-     -0.020041127f,
-     -0.0135310255f,
-     -0.0059826155f,
-     0.0003541983f,
-     0.004470899f,
-     0.006067711f,
-     0.0059087444f,
-     0.004757979f,
-     0.0033269925f,
-     0.0020849383f,
-     0.0011825657f,
-     0.0006128541f,
-     0.0002922034f,
-     0.00012850274f,
-     5.230859e-05f,
-     1.9746674e-05f,
-     6.925403e-06f,
-     2.2594638e-06f,
-     6.867245e-07f,
-     1.9460352e-07f,
-     5.14521e-08f,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0,
-     0},
+/* erfc(a/sqrt(2))/2, the normal distribution's tail, as polynomials in a - k/2 for 2a within 1/2 of k = 0 .. 12: [power][k].
+   Ends (k = 13, a >= 6.25) in 0. */
+static const float camox_gelu_tail[6][16] __attribute__((aligned(64))) = {
+    {0.5f, 0.30853757f, 0.15865527f, 0.066807196f, 0.022750122f, 0.006209662f, 0.0013498985f, 0.00023262993f, 3.167159e-5f,
+     3.3977528e-6f, 2.8666335e-7f, 1.8990715e-8f, 9.866608e-10f, 0, 0, 0},
+    {-0.39894223f, -0.35206518f, -0.24197064f, -0.12951767f, -0.05399108f, -0.017528342f, -0.004431832f, -0.0008726601f,
+     -0.00013381944f, -1.5980671e-5f, -1.4861342e-6f, -1.0761911e-7f, -6.0682854e-9f, 0, 0, 0},
+    {-1.5603101e-6f, 0.08800976f, 0.120981045f, 0.0971395f, 0.053993706f, 0.021911416f, 0.006647582f, 0.0015268705f,
+     0.00026751723f, 3.5926605e-5f, 3.710499e-6f, 2.9541238e-7f, 1.8162337e-8f, 0, 0, 0},
+    {0.066514656f, 0.04399822f, -3.8484554e-6f, -0.026977226f, -0.026988374f, -0.015335024f, -0.005910373f, -0.0016377723f,
+     -0.00033527176f, -5.147884e-5f, -5.9848257e-6f, -5.3017925e-7f, -3.5950094e-8f, 0, 0, 0},
+    {-0.00016303202f, -0.0198865f, -0.0199774f, -0.006129881f, 0.0043767514f, 0.005887244f, 0.003333265f, 0.0011929283f,
+     0.00029709432f, 5.3594893e-5f, 7.152782e-6f, 7.152528e-7f, 5.4035272e-8f, 0, 0, 0},
+    {-0.009545485f, -0.004435382f, 0.004032191f, 0.005759977f, 0.0021653608f, -0.0006783743f, -0.0010861638f, -0.00056036195f,
+     -0.00017422324f, -3.6824993e-5f, -5.551993e-6f, -6.1217287e-7f, -5.0110565e-8f, 0, 0, 0},
 };
 /* The tail's sum with a * its derivative, as polynomials in 5a - k for 5a within 1/2 of k = 0 .. 30. Ends (k = 31, a >= 6.1)
    in 0. */
@@ -478,8 +344,9 @@ CAMOX_INLINE vf32 vf32_table_polynomial(const float table[5][32], vi32 index, vf
 
 /* x Phi(x) = max(x, 0) - |x| Phi(-|x|): no cancellation on either side. */
 CAMOX_INLINE vf32 vf32_gelu(vf32 x) {
-  vf32 a = vf32_abs_at_most(x, 6.2f), round = vf32_set1(0x1p-2f * CAMOX_ROUND_F32), shifted = a + round;
-  vf32 tail = vf32_table_polynomial(camox_gelu_tail, (vi32)shifted, a - (shifted - round));
+  vf32 a = vf32_abs_at_most(x, 6.3f), round = vf32_set1(0x1p-1f * CAMOX_ROUND_F32), shifted = a + round;
+  vf32 v = a - (shifted - round), tail = vf32_lookup16(camox_gelu_tail[5], (vi32)shifted);
+  for (int power = 4; power >= 0; --power) tail = vf32_fma(tail, v, vf32_lookup16(camox_gelu_tail[power], (vi32)shifted));
   return vf32_fma(-a, tail, vf32_at_least(x, 0));
 }
 
