@@ -10,8 +10,8 @@
 #include "bands.h"
 
 #define CAMOX_BANDS_FLAT_WIDTH 128
-/* Planes of so few elements that the next vector's pixels may well lack a row above or below. */
-#define CAMOX_BANDS_SMALL 512
+/* Planes of so few elements that most vectors have a pixel which lacks a row above or below. */
+#define CAMOX_BANDS_SMALL 128
 /* Elements of a unit of rows, and of one of planes, at most; and with a border and room to read a vector past the end. */
 #define CAMOX_BANDS_FLAT_ROWS 8192
 #define CAMOX_BANDS_FLAT_PLANES 4096
