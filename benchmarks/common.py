@@ -148,7 +148,7 @@ class Bound:
     """A candidate with inputs, gradients that flow in, and the tensors that gradients are asked of."""
 
     def __init__(self, case: Case, function, inputs, upstream=None):
-        self.function, self.inputs, self.upstream = function, inputs, upstream
+        self.function, self.inputs, self.upstream = function, inputs, tuple(upstream or ())  # tuples, for the engine
         self.backward = case.direction == "forward_backward"
         named = sorted(function.named_parameters()) if isinstance(function, torch.nn.Module) else []
         self.parameters = {name.removeprefix("_orig_mod."): p for name, p in named}  # torch.compile adds the prefix

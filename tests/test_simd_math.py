@@ -136,15 +136,17 @@ def test_reciprocal_root(libraries):
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_slope"])
 def test_gelu(libraries, name):
-    """Against x or 1: the largest value is what errors are measured by; and gelu is exact at 0 and from -6.2 down."""
+    """Against x or 1: the largest value is what errors are measured by; and gelu is exact at 0 and from -6.25 down.
+
+    PyTorch's own gelu in float32 is off by ten times as much at -3."""
     ours, true = torch.from_numpy(call(libraries["portable"], name, X)), truth(name)
     finite = DOUBLE.isfinite()
     size = DOUBLE.abs().clamp_max(6.2) if name == "gelu" else torch.ones_like(DOUBLE)
-    fit = 1.5e-8 if name == "gelu" else 6e-8
+    fit = 3e-8 if name == "gelu" else 6e-8
     allowed = 2**-23 * true.abs() + fit * size + torch.finfo(torch.float32).smallest_normal * 2**-23
     assert ((ours.double() - true).abs() <= allowed)[finite].all()
     assert same_elsewhere(ours, true)
-    assert (ours[DOUBLE < -6.2] == 0).all()
+    assert (ours[DOUBLE < -6.25] == 0).all()
     assert (ours[DOUBLE == 0] == (0 if name == "gelu" else 0.5)).all()
 
 
