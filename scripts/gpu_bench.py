@@ -163,11 +163,10 @@ class Candidates:
         self.functions = {n: f for n, f in self.functions.items() if not n.startswith("compile")}
         self.inputs = tuple(t.to(device.torch_device) for t in self.case.make_inputs())
         self.check, self.refused = {}, {}
-        self.upstream, self.truth, self.baseline = (), {}, {}
+        self.upstream, self.truth, self.baseline = [], {}, {}
         baseline = self.functions[common.BASELINE]
         if self.case.direction != "step":  # which has a check of its own
-            upstream = common.upstream_like(self.case, baseline, self.inputs)
-            self.upstream = tuple(g.to(device.torch_device) for g in upstream)
+            self.upstream = [g.to(device.torch_device) for g in common.upstream_like(self.case, baseline, self.inputs)]
             with exact_float32():
                 self.truth = common.float64_numbers(self.case, baseline, self.inputs, self.upstream)
                 self.baseline = self.bound(baseline).numbers()
