@@ -37,16 +37,14 @@ def tensor(op: str, name: str, value, *, dtypes=DTYPES) -> None:
             raise TypeError(f"{op}: {name} is float64 on {value.device}; float64 runs on the CPU only")
     elif value.device.type != "meta":
         raise ValueError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
-    no_forward_mode(op, name, value)
-
-
-def no_forward_mode(op: str, name: str, value: torch.Tensor) -> None:
-    """A tangent would be dropped silently, so it is refused."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:  # else dropped silently
         raise NotImplementedError(f"{op}: forward-mode AD is not implemented, and {name} carries a tangent")
 
 
 def picture(op: str, name: str, value, *, dtypes=DTYPES) -> None:
+    right = isinstance(value, torch.Tensor) and value.is_cpu and value.dim() == 4 and value.dtype in dtypes
+    if right and value.layout is torch.strided and forward_ad._current_level < 0:  # at once: a call costs more
+        return
     tensor(op, name, value, dtypes=dtypes)
     if value.dim() != 4:
         raise ValueError(f"{op}: {name} must have 4 dimensions (B, C, H, W), got shape {tuple(value.shape)}")

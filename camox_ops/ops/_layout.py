@@ -7,10 +7,10 @@ import torch
 
 def is_channels_last(x: torch.Tensor) -> bool:
     """torch's rule for "strides like channels_last": a 4-d tensor that is not also plainly contiguous."""
-    sizes, strides = x.shape, x.stride()
+    strides = x.stride()
     if strides[1] == 0 or strides[3] < strides[1]:  # the latter at once, as most pictures are contiguous
         return False
-    smallest = 0
+    sizes, smallest = x.shape, 0
     for d in (1, 3, 2, 0):
         if sizes[d] == 0 or strides[d] < smallest:
             return False

@@ -47,33 +47,35 @@ def register(
     )
 
     # Not through OpOverload.__call__ nor, below, Function.apply: they are Python, and most of a small op's time.
+    # A large op's data has driven this code out of the caches: there too every function less on the way counts.
     kernel, guard = overload._op, torch._C._AutoDispatchBelowAutograd
-
-    def below_autograd(*args):
-        with guard():
-            return kernel(*args)
+    is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
     def forward(ctx, *args):
-        output = below_autograd(*args)
+        with guard():
+            output = kernel(*args)
         setup_context(ctx, args, output)
         return output
 
     eager = type(
         title, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
+    eager._backward_cls.apply = backward  # what torch puts here looks for a vjp first
     apply, unwrap = super(torch.autograd.Function, eager).apply, torch._C._functorch.unwrap_if_dead
+    in_transform, Tensor = torch._C._are_functorch_transforms_active, torch.Tensor
     saving, forgetting = ((True,), (False,)) if saves_if_asked else ((), ())
 
     def call(*args):
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return overload(*args, *saving)
-        if torch._C._are_functorch_transforms_active():
+        if in_transform():
             return transformed.apply(*args, *saving)
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             for arg in args:
-                if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                    return apply(*[unwrap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args], *saving)
-        return below_autograd(*args, *forgetting)
+                if isinstance(arg, Tensor) and arg.requires_grad:
+                    return apply(*[unwrap(arg) if isinstance(arg, Tensor) else arg for arg in args], *saving)
+        with guard():
+            return kernel(*args, *forgetting)
 
     return call
 
