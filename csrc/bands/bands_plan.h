@@ -17,6 +17,8 @@
 #define CAMOX_BANDS_FLAT_PLANES 4096
 #define CAMOX_BANDS_FLAT_SIZE \
   (CAMOX_BANDS_FLAT_ROWS + 16 * CAMOX_BANDS_FLAT_WIDTH + 2 * CAMOX_BANDS_REACH * CAMOX_BANDS_FLAT_WIDTH + 32)
+/* Bytes ahead of a walk that are asked for. */
+#define CAMOX_BANDS_AHEAD 2048
 /* Elements of the backward's window, and how far behind the walk that fills it the one that reads it stays, besides the
    BANDS_REACH rows that it needs. */
 #define CAMOX_BANDS_WINDOW 2048
