@@ -63,6 +63,7 @@ def worker(rank: int, folder: str) -> None:
     found = {"DDP": gradients(parallel, x), "FSDP2": gradients(sharded, x)}
     if rank == 0:
         torch.save(found, f"{folder}/gradients")
+    dist.barrier()  # nobody leaves while another is at work
     dist.destroy_process_group()
 
 
