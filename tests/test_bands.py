@@ -210,6 +210,19 @@ def test_shapes(shape, layout, dtype):
     assert_close_to_reference(cx.frequency_bands(x), same, truth, scale64=x.abs().max().item())
 
 
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 40), st.integers(1, 70)),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(FLOATS),
+    st.integers(1, 15),
+)
+def test_shapes_of_the_backward(shape, layout, dtype, chosen_bits):
+    grads = [picture(shape, dtype, layout, seed=i) if chosen_bits >> i & 1 else None for i in range(4)]
+    truth = reference.frequency_bands_backward(*(None if grad is None else grad.double() for grad in grads))
+    same = reference.frequency_bands_backward(*grads)
+    assert_close_to_reference(backward(grads, layout == "channels_last"), same, truth, scale64=8.0)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_threads_do_not_change_bits(threads):
     for layout in ("contiguous", "channels_last"):
