@@ -405,7 +405,7 @@ def bench(section: Section) -> None:
         printed = {entry["key"] for entry in found["entries"]}
     cases, reasons = f"{len(found['entries'])} cases", found["not_measured"]
     wrong = [f"{key}: {reason}" for key, reason in reasons.items() if WRONG in reason or CRASHED in reason]
-    left = [key for key, reason in reasons.items() if reason in gpu_bench.LATER]
+    left = [key for key, reason in reasons.items() if reason in gpu_record.LATER]
     if wrong:
         return section.finish("failed", f"{cases}; {'; '.join(wrong)[:300]}")
     if left:

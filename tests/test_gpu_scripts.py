@@ -684,6 +684,19 @@ def test_record_is_validated(tmp_path):
         gpu_record.write(made, path)
 
 
+def test_summary():
+    """In the order of the parts, with what is merely not measured yet counted."""
+    made = whole_record(entry())
+    made["parts"] = dict(sorted(made["parts"].items()))
+    made["bench"]["not_measured"] = {"a/1": "time was up", "b/1": "was not asked for", "c/1": "wrong result: 2 times"}
+    lines = gpu_record.summary(made).splitlines()
+    assert [line.split()[0] for line in lines[-len(gpu_record.PARTS) :]] == list(gpu_record.PARTS)
+    assert [line for line in lines if line.startswith("not measured")] == [
+        "not measured: c/1: wrong result: 2 times",
+        "not measured yet: 2 cases, which --missing goes on with",
+    ]
+
+
 def test_what_a_run_may_add_to(tmp_path):
     made = whole_record(entry())
     path = tmp_path / "nvidia-h200-gpu.json"
