@@ -18,7 +18,6 @@ sys.path.append(str(ROOT))
 
 from benchmarks import common, machine, record, run, targets  # noqa: E402
 from benchmarks.common import Case, Effort, Refusal  # noqa: E402
-from scripts import readme_tables  # noqa: E402
 
 ONCE = Effort(sample_s=0.0, cold_s=0.0, warm_s=0.0, min_rounds=3, max_rounds=3, attempts=2, patience_s=0.0)
 SHAPE = (4, 33)
@@ -587,42 +586,3 @@ def test_keys_are_unique_and_quick_cases_exist():
         cases = importlib.import_module(f"benchmarks.bench_{op}").cases()
         assert len({case.key for case in cases}) == len(cases), op
         assert any(case.quick for case in cases), op
-
-
-def test_readme_table(tmp_path, capsys):
-    readme, results = tmp_path / "README.md", tmp_path / "results"
-    readme.write_text(f"before\n{readme_tables.START}\nold\n{readme_tables.END}\nafter\n")
-    record.write(example_record(), results / "toy.json")
-    arguments = ["--readme", str(readme), "--results", str(results)]
-    assert readme_tables.main([*arguments, "--check"]) == 1
-    assert "-old" in capsys.readouterr().out
-    assert readme_tables.main(arguments) == 0
-    assert readme_tables.main([*arguments, "--check"]) == 0
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n")
-    row = next(line for line in text.splitlines() if line.startswith("| `toy`"))
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:] == [
-        "forward",
-        "float32, contiguous",
-        "6.00x (4.00x)",
-        "-",
-        "0.50x (0.50x)",
-        "50% (50%)",
-        "-",
-        "0.000 / 0.001 MB",
-    ]
-
-
-def test_the_readme_says_when_the_machine_was_busy(tmp_path):
-    busy = readme_tables.table([example_record(forced=["other processes use 1.50 cores (limit 0.25)"])])
-    assert "`toy` was measured with --force: other processes use 1.50 cores (limit 0.25)." in busy
-    assert "--force" not in readme_tables.table([example_record()])
-
-
-def test_a_readme_without_markers_is_refused(tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing here")
-    assert readme_tables.main(["--readme", str(readme), "--results", str(tmp_path)]) == 2
-    assert "bench:start" in capsys.readouterr().err
-    assert readme.read_text() == "nothing here"
