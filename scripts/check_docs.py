@@ -18,7 +18,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]+`", FENCED)
 MAKE = re.compile(r"\bmake ([a-z]+)\b")
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|(?:src|srcset|href)=\"([^\"\s]+)\"")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
-DOCUMENTS = ("*.md", "docs/*.md", "csrc/*/README.md", "examples/*/README.md")
+DOCUMENTS = ("*.md", "docs/*.md", "csrc/README.md", "csrc/*/README.md", "examples/*/README.md")
 
 
 def program(text: str) -> str:
