@@ -1,6 +1,9 @@
-"""The memory format of outputs, decided for fake tensors by the same rule as in csrc/common/torch_util.h."""
+"""The memory format of outputs, decided for fake tensors by the same rule as in csrc/common/torch_util.h, and whether
+tensors share memory."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -78,3 +81,44 @@ def empty_rows(x: torch.Tensor, leading: int, outer: tuple[int, ...]) -> torch.T
     sizes = (*outer, *inner)
     order = [*range(lead), *(lead + d for d in memory_order(inner, x.stride()[leading:]))]
     return x.new_empty_strided(sizes, packed_strides(sizes, order))
+
+
+def has_internal_overlap(x: torch.Tensor) -> bool:
+    """Whether two elements of x lie at the same address."""
+    known = torch._debug_has_internal_overlap(x)
+    if known != 2:  # 2: torch cannot tell, which is so for every x with gaps
+        return known == 1
+    dims = sorted(
+        ((stride, 1 - n, n - 1) for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True
+    )
+    for i, (stride, _, most) in enumerate(dims):
+        inner = dims[i + 1 :]
+        if stride <= sum(step * high for step, _, high in inner) and _reaches([(stride, 1, most), *inner], 0):
+            return True
+    return False
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an element of a lies at the address of one of b, which has a's dtype."""
+    if not torch._C._is_alias_of(a, b) or a.numel() == 0 or b.numel() == 0:
+        return False
+    ranges: dict[int, list[int]] = {}
+    for x, end in ((a, 1), (b, 0)):
+        for stride, n in zip(x.stride(), x.shape, strict=True):
+            if n > 1 and stride > 0:
+                ranges.setdefault(stride, [0, 0])[end] += n - 1 if end else 1 - n
+    steps = sorted(((stride, low, high) for stride, (low, high) in ranges.items()), reverse=True)
+    return _reaches(steps, b.storage_offset() - a.storage_offset())
+
+
+def _reaches(steps: list[tuple[int, int, int]], target: int) -> bool:
+    """Whether sum(stride * k) can be `target`, with an integer k of each (stride, lowest k, highest k), the strides
+    falling."""
+    if not steps:
+        return target == 0
+    if target % math.gcd(*(stride for stride, _, _ in steps)):
+        return False
+    (stride, low, high), rest = steps[0], steps[1:]
+    least, most = (sum(step[0] * step[end] for step in rest) for end in (1, 2))
+    low, high = max(low, -((most - target) // stride)), min(high, (target - least) // stride)
+    return any(_reaches(rest, target - stride * k) for k in range(low, high + 1))
