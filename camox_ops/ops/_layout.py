@@ -3,6 +3,7 @@ tensors share memory."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -86,34 +87,41 @@ def empty_rows(x: torch.Tensor, leading: int, outer: tuple[int, ...]) -> torch.T
 def has_internal_overlap(x: torch.Tensor) -> bool:
     """Whether two elements of x lie at the same address."""
     known = torch._debug_has_internal_overlap(x)
-    if known != 2:  # 2: torch cannot tell, which is so for every x with gaps
-        return known == 1
-    dims = sorted(
-        ((stride, 1 - n, n - 1) for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True
-    )
-    for i, (stride, _, most) in enumerate(dims):
-        inner = dims[i + 1 :]
-        if stride <= sum(step * high for step, _, high in inner) and _reaches([(stride, 1, most), *inner], 0):
-            return True
-    return False
+    return known == 1 or (known == 2 and _overlaps(x.shape, x.stride()))  # 2: torch leaves every x with gaps open
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether an element of a lies at the address of one of b, which has a's dtype."""
-    if not torch._C._is_alias_of(a, b) or a.numel() == 0 or b.numel() == 0:
+    if not torch._C._is_alias_of(a, b):
+        return False
+    return _meet(a.shape, a.stride(), b.shape, b.stride(), b.storage_offset() - a.storage_offset())
+
+
+# Cached, as a model asks about the same few shapes at every step.
+@functools.lru_cache(maxsize=1024)
+def _overlaps(shape, strides) -> bool:
+    dims = [(stride, 1 - n, n - 1) for stride, n in zip(strides, shape, strict=True) if n > 1]
+    dims.sort(reverse=True)
+    # Two places that differ first in dimension i, in which they are 1 to n - 1 steps apart.
+    return any(_reaches([(dim[0], 1, dim[2]), *dims[i + 1 :]], 0) for i, dim in enumerate(dims))
+
+
+@functools.lru_cache(maxsize=1024)
+def _meet(shape_a, strides_a, shape_b, strides_b, distance: int) -> bool:
+    """Whether a tensor has an element in common with one that begins `distance` elements after it."""
+    if 0 in shape_a or 0 in shape_b:
         return False
     ranges: dict[int, list[int]] = {}
-    for x, end in ((a, 1), (b, 0)):
-        for stride, n in zip(x.stride(), x.shape, strict=True):
-            if n > 1 and stride > 0:
+    for shape, strides, end in ((shape_a, strides_a, 1), (shape_b, strides_b, 0)):
+        for stride, n in zip(strides, shape, strict=True):
+            if stride > 0:
                 ranges.setdefault(stride, [0, 0])[end] += n - 1 if end else 1 - n
-    steps = sorted(((stride, low, high) for stride, (low, high) in ranges.items()), reverse=True)
-    return _reaches(steps, b.storage_offset() - a.storage_offset())
+    return _reaches(sorted(((stride, *ends) for stride, ends in ranges.items()), reverse=True), distance)
 
 
 def _reaches(steps: list[tuple[int, int, int]], target: int) -> bool:
     """Whether sum(stride * k) can be `target`, with an integer k of each (stride, lowest k, highest k), the strides
-    falling."""
+    falling and > 0."""
     if not steps:
         return target == 0
     if target % math.gcd(*(stride for stride, _, _ in steps)):
