@@ -260,7 +260,8 @@ Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& exp
                 indices(position, x, slots, op, "position")};
   p.experts = data_of(found.experts), p.offsets = data_of(found.offsets), p.position = data_of(found.position);
 #ifndef CAMOX_CUDA_PART
-  check(camox_moe_check_places(&p));
+  std::vector<uint8_t> taken(slots);
+  check(camox_moe_check_places(&p, taken.data()));
 #endif
   return found;
 }
