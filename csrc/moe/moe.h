@@ -42,6 +42,7 @@ extern "C" {
 #endif
 
 #define CAMOX_MOE_MOST_EXPERTS 1024
+#define CAMOX_MOE_SCRATCH (193 << 10)
 
 typedef enum { CAMOX_MOE_TOPK_SOFTMAX = 0, CAMOX_MOE_SOFTMAX_TOPK = 1, CAMOX_MOE_SIGMOID_TOPK = 2 } camox_moe_score;
 typedef enum { CAMOX_MOE_SWITCH = 0, CAMOX_MOE_IMPORTANCE_CV2 = 1, CAMOX_MOE_Z = 2, CAMOX_MOE_USAGE_MSE = 3 } camox_moe_aux;
@@ -69,6 +70,7 @@ typedef struct {
   void *slope;       /* [E] */
   const void *grad;  /* backward: [slots] to the weights, or [1] to the loss */
   void *grad_logits; /* [rows, E] */
+  void *scratch;     /* CPU: CAMOX_MOE_SCRATCH bytes of this thread alone, aligned to 64 bytes */
   /* CUDA. */
   int32_t *block_totals; /* [blocks, E]: how many slots of each block of rows chose each expert */
   uint32_t *error_word;  /* of the device, may be NULL */

@@ -191,6 +191,7 @@ static void test_case(options o) {
   p.weights = weights.buffer, p.experts = indices_of(slots), p.position = indices_of(slots), p.order = indices_of(slots);
   p.counts = indices_of(n.experts), p.offsets = indices_of(n.experts + 1);
   p.block_counts = indices_of(camox_moe_blocks(&p) * (n.experts + 1));
+  p.scratch = test_scratch(CAMOX_MOE_SCRATCH);
   TEST(camox_moe_route_check(&p) == CAMOX_OK, "%s: %s", o.what, camox_last_error());
   run_route(camox_moe_choose(o.dtype, o.isa), &p);
   TEST(camox_moe_scan(&p) == CAMOX_OK, "%s: %s", o.what, camox_last_error());
@@ -207,7 +208,7 @@ static void test_case(options o) {
   test_aux(&o, &logits, valid, p);
   int64_t *const owned[] = {experts, position, counts, p.experts, p.position, p.order, p.counts, p.offsets, p.block_counts};
   for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
-  free(valid), free(of_weights), test_free(&logits), test_free(&weights);
+  free(p.scratch), free(valid), free(of_weights), test_free(&logits), test_free(&weights);
 }
 
 static void refused(int status, const char *message) {
