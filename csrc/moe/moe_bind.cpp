@@ -74,6 +74,7 @@ Tensor empty_indices(const Tensor& like, std::initializer_list<int64_t> size) {
 #ifdef CAMOX_CUDA_PART
 template <class Params>
 void launch_told(int (*launcher)(const Params*, void*), Params& p, const Tensor& x, const char* op) {
+  torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   p.error_word = camox_cuda_error_word(x.get_device_index());
   launch(launcher, p, x, op);
 }
