@@ -633,6 +633,12 @@ STATE = (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4))
         ({"return_state": 1}, TypeError, "return_state must be a bool"),
         ({"eps": 0.0}, ValueError, "eps must be > 0 and finite, got 0.0"),
         ({"eps": float("nan")}, ValueError, "eps must be > 0"),
+        ({"eps": 1e-50}, ValueError, "eps must be > 0 and finite in float32, got 1e-50"),
+        (
+            {"causal": torch.ones(5, 5) > 0},
+            TypeError,
+            "causal must be one of False, True, 'strict', got a torch.Tensor",
+        ),
         ({"eps": "1"}, TypeError, "eps must be a number"),
         ({"key_mask": torch.zeros(2, 5)}, TypeError, "key_mask must have dtype bool, got float32"),
         ({"key_mask": torch.zeros(2, 4) > 0}, ValueError, r"key_mask must have shape \(2, 5\), got \(2, 4\)"),
