@@ -93,7 +93,9 @@ class Choice:
 
     @property
     def rank(self) -> int:
-        """What the targets name comes first."""
+        """What the targets name comes first, and a model's step, which compiles for minutes, last."""
+        if self.size == "step":
+            return 6
         if self.dtype is torch.float16:
             return 5
         if self.layout != "contiguous":

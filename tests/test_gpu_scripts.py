@@ -73,6 +73,15 @@ def test_environment(section):
     assert section.data["version"] == cx.__version__
 
 
+def test_a_wheel_of_another_commit_is_noticed(section, monkeypatch, tmp_path):
+    other = tmp_path / "_selftest.py"
+    other.write_text("OPS = ()")
+    monkeypatch.setattr(_selftest, "__file__", str(other))
+    gpu_check.environment(section)
+    assert section.status == "failed"
+    assert "another commit" in section.message
+
+
 def test_environment_without_a_gpu_fails(section):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -521,6 +530,7 @@ def test_shapes_of_their_own():
         ("vision_bdh_step", (128, 3, 32, 32), "bfloat16"),
     }
     assert {c.size for c in full} - {c.size for c in quick} == {"step"}
+    assert full[-1].size == "step"
     assert all(c.layout == "contiguous" for c in full if hasattr(c.make_case, "on_gpu"))
 
 
