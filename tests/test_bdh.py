@@ -202,11 +202,15 @@ def test_noncontiguous_projections_are_not_copied():
     assert grad.is_contiguous()
 
 
-def test_shapes_empty():
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_shapes_empty(dtype, softmax, causal):
     for batch, heads, length, d in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
-        q = torch.randn(batch, heads, length, 8, requires_grad=True)
-        v = torch.randn(batch, 1, length, d, requires_grad=True)
-        out = cx.bdh_attention(q, v, *cx.rope_tables(8, length))
+        q = torch.randn(batch, heads, length, 8, dtype=dtype, device=DEVICE, requires_grad=True)
+        v = torch.randn(batch, 1, length, d, dtype=dtype, device=DEVICE, requires_grad=True)
+        cos, sin = (table.to(DEVICE, real_of(dtype)) for table in cx.rope_tables(8, length))
+        out = cx.bdh_attention(q, v, cos, sin, causal=causal, softmax=softmax)
         assert out.shape == (batch, heads, length, d)
         grads = torch.autograd.grad(out.sum(), (q, v))
         assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
