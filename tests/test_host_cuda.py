@@ -211,6 +211,13 @@ def test_static_and_dynamic_shared_memory_count_together(planted, order, arch):
         shared_past_limit(planted, order, arch)
 
 
+def test_more_threads_than_launch_bounds_allow_are_refused(monkeypatch, arch):
+    assert rig.most_threads()["dropout_norm_reduce_kernel"] == 256
+    monkeypatch.setattr(rig, "most_threads", lambda: {"uninitialised_shared_kernel<false>": 32})
+    with pytest.raises(rig.KernelError, match="a block of 64 threads is more than its launch bounds allow"):
+        uninitialised_shared(0, "forward", arch)
+
+
 def test_a_kernel_of_unknown_static_memory_is_not_launched(tmp_path):
     (source,) = [path for path in PLANTED if path.stem == "uninitialised_shared"]
     copy = tmp_path / "copy.so"  # to the runtime another object, of which nobody has told
