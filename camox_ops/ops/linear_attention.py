@@ -72,7 +72,7 @@ def linear_attention(
     _check.choice(OP, "layout", layout, LAYOUTS)
     _check.choice(OP, "causal", causal, (False, True, "strict"))
     if causal:
-        raise NotImplementedError(f"{OP}: causal={causal!r} comes with a later issue, causal linear attention")
+        raise NotImplementedError(f"{OP}: causal={causal!r}: causal linear attention is not implemented")
     _check.flag(OP, "return_state", return_state)
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check.tensor(OP, name, value)
@@ -127,7 +127,7 @@ def linear_attention_step(
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]:
     """One position of causal linear attention: raises NotImplementedError until causal linear attention exists."""
-    raise NotImplementedError("linear_attention_step: comes with a later issue, causal linear attention")
+    raise NotImplementedError("linear_attention_step: causal linear attention is not implemented")
 
 
 def _check_options(feature_map: str, normalize: str) -> None:

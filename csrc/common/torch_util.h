@@ -25,7 +25,7 @@
 #define CAMOX_BACKEND CUDA
 #define CAMOX_ON_CPU false
 extern "C" const char* camox_cuda_error_text(int error);
-extern "C" void* camox_cuda_current_stream(int device_index);
+extern "C" const char* camox_cuda_current_stream(int device_index, void** stream);
 extern "C" uint32_t* camox_cuda_error_word(int device_index);
 #else
 #define CAMOX_BACKEND CPU
@@ -298,7 +298,10 @@ inline Tensor empty_picture(const Tensor& like, int64_t channels, bool channels_
 template <class Params>
 void launch(int (*launcher)(const Params*, void*), const Params& params, const Tensor& x, const char* op) {
   torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  int error = launcher(&params, camox_cuda_current_stream(x.get_device_index()));
+  void* stream = nullptr;
+  const char* why_not = camox_cuda_current_stream(x.get_device_index(), &stream);
+  if (why_not != nullptr) check(camox_fail(CAMOX_CUDA_ERROR, "%s: %s", op, why_not));
+  int error = launcher(&params, stream);
   if (error != 0) check(camox_fail(CAMOX_CUDA_ERROR, "%s: %s", op, camox_cuda_error_text(error)));
 }
 #else

@@ -74,6 +74,7 @@ Tensor empty_indices(const Tensor& like, std::initializer_list<int64_t> size) {
 #ifdef CAMOX_CUDA_PART
 template <class Params>
 void launch_told(int (*launcher)(const Params*, void*), Params& p, const Tensor& x, const char* op) {
+  torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   p.error_word = camox_cuda_error_word(x.get_device_index());
   launch(launcher, p, x, op);
 }
@@ -263,7 +264,8 @@ Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& exp
                 indices(position, x, slots, op, "position")};
   p.experts = data_of(found.experts), p.offsets = data_of(found.offsets), p.position = data_of(found.position);
 #ifndef CAMOX_CUDA_PART
-  check(camox_moe_check_places(&p));
+  std::vector<uint8_t> taken(slots);
+  check(camox_moe_check_places(&p, taken.data()));
 #endif
   return found;
 }

@@ -106,7 +106,11 @@ static void test_rows(const options *o, const int64_t *experts, const int64_t *o
       of_weights[slot] += value * test_at(&y, 0, 0, place, i);
     }
   }
-  TEST(camox_moe_rows_check(&p) == CAMOX_OK && camox_moe_check_places(&p) == CAMOX_OK, "%s: %s", o->what, camox_last_error());
+  uint8_t *taken = calloc((size_t)slots + 1, 1);
+  if (taken == NULL) abort();
+  TEST(camox_moe_rows_check(&p) == CAMOX_OK && camox_moe_check_places(&p, taken) == CAMOX_OK, "%s: %s", o->what,
+       camox_last_error());
+  free(taken);
   p.row = x.buffer, p.place = copies.buffer;
   run_rows(camox_moe_dispatch(o->dtype, o->isa), &p, 1);
   close_to(o, "dispatch", &copies, of_places);
@@ -212,6 +216,11 @@ static void refused(int status, const char *message) {
        camox_last_error());
 }
 
+static int check_places(const camox_moe_rows_params *p) {
+  uint8_t taken[4] = {0};
+  return camox_moe_check_places(p, taken);
+}
+
 static void test_checks_refuse(void) {
   const camox_moe_route_params good = {.rows = 2, .num_experts = 3, .top_k = 2};
   TEST(camox_moe_route_check(&good) == CAMOX_OK, "%s", camox_last_error());
@@ -227,13 +236,20 @@ static void test_checks_refuse(void) {
   int64_t experts[4] = {0, 1, 2, 0}, offsets[4] = {0, 2, 3, 4}, position[4] = {0, 2, 3, 1};
   camox_moe_rows_params rows = {.rows = 2, .num_experts = 3, .top_k = 2, .row_size = 1, .capacity = -1};
   rows.experts = experts, rows.offsets = offsets, rows.position = position;
-  TEST(camox_moe_rows_check(&rows) == CAMOX_OK && camox_moe_check_places(&rows) == CAMOX_OK, "%s", camox_last_error());
+  TEST(camox_moe_rows_check(&rows) == CAMOX_OK && check_places(&rows) == CAMOX_OK, "%s", camox_last_error());
   rows.row_size = -1, refused(camox_moe_rows_check(&rows), "negative size"), rows.row_size = 1;
-  position[3] = 4, refused(camox_moe_check_places(&rows), "got 4 in slot 3"), position[3] = 1;
-  rows.capacity = 1, refused(camox_moe_check_places(&rows), "got 1 in slot 3"), rows.capacity = 2;
-  experts[1] = -1, refused(camox_moe_check_places(&rows), "experts must be >= 0 and < 3, got -1 in slot 1"), experts[1] = 1;
-  offsets[1] = 5, refused(camox_moe_check_places(&rows), "got 5 at index 1"), offsets[1] = 2;
-  offsets[2] = 1, refused(camox_moe_check_places(&rows), "got 1 at index 2");
+  position[3] = 4, refused(check_places(&rows), "got 4 in slot 3");
+  position[3] = 2, refused(check_places(&rows), "every place once, got 2 again in slot 3");
+  position[3] = -1, refused(check_places(&rows), "each of the 4 places that routing.offsets counts, got 3 copies");
+  position[3] = 1;
+  offsets[3] = 3, refused(check_places(&rows), "below 3, where routing.offsets ends, got 3 in slot 2"), offsets[3] = 4;
+  rows.capacity = 1, refused(check_places(&rows), "got 1 in slot 3"), rows.capacity = 2;
+  TEST(check_places(&rows) == CAMOX_OK, "%s", camox_last_error());
+  experts[3] = 1, position[3] = 3, refused(check_places(&rows), "below 3, where routing.offsets ends, got 3 in slot 3");
+  experts[3] = 0, position[3] = 1;
+  experts[1] = -1, refused(check_places(&rows), "experts must be >= 0 and < 3, got -1 in slot 1"), experts[1] = 1;
+  offsets[1] = 5, refused(check_places(&rows), "got 5 at index 1"), offsets[1] = 2;
+  offsets[2] = 1, refused(check_places(&rows), "got 1 at index 2");
 }
 
 int main(void) {
