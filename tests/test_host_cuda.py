@@ -1546,6 +1546,23 @@ def test_short_attention_masks_are_those_of_the_cpu():
     assert torch.equal(short_attention_cases.forward(q, k, eye, *options) == 0, cpu == 0)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_short_attention_padded_keys_and_values_may_hold_anything(dtype):
+    """Staged in shared memory, by vectors and by elements, and read where they lie."""
+    for shape in ((5, 6, 2, 12), (5, 5, 2, 7), (2, 40, 1, 100)):
+        grad, q, k, v = (normal(shape, dtype, seed=seed) for seed in range(4))
+        padding = normal(shape[:2], seed=5) > 0.3
+        options = (padding, None, False, 0.3, 0.0)
+        filled = [x.masked_fill(padding[:, :, None, None], math.nan) for x in (k, v)]
+        zeros = [x.masked_fill(padding[:, :, None, None], 0) for x in (k, v)]
+        out = short_attention_cases.forward(q, *filled, *options)
+        assert torch.equal(out, short_attention_cases.forward(q, *zeros, *options))
+        grads = short_attention_cases.backward(grad, q, *filled, *options)
+        expected = short_attention_cases.backward(grad, q, *zeros, *options)
+        for ours, theirs in zip(grads, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def test_short_attention_empty():
     for shape in ((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)):
         x = torch.empty(shape)
