@@ -72,6 +72,10 @@ measured shapes and, in brackets, the slowest shape; "2 of 5 shapes" where the o
 rest. *% of memcpy speed* is the time of the copy over ours; it can pass 100% for ops that are bound by matrix products
 and are compared with one of as many operations. *Kept for backward* is what autograd keeps alive between forward and
 backward, inputs included, ours of eager's, summed over the shapes.
+
+Cases far below the speed of a copy are mostly of three kinds: small tensors, where the call itself takes as long as the
+copy; half precision, whose arithmetic is float32's while its bytes are half; and ops whose arithmetic takes longer than
+their memory (random numbers, GELU, softmax, roots and divisions, matrix products).
 """
 
 
