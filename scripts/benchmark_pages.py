@@ -174,7 +174,8 @@ def facts(records: list[dict]) -> str:
     first = records[0]
     threads = f"{first['threads']} thread{'s' if first['threads'] != 1 else ''}"
     isa = ISA_NAMES.get(first["isa"], first["isa"])
-    return f"{first['machine']['cpu']}, {first['machine']['cores']} cores, {isa}, {threads}, PyTorch {first['torch']}"
+    cores = f"{first['machine']['cores']} core{'s' if first['machine']['cores'] != 1 else ''}"
+    return f"{first['machine']['cpu']}, {cores}, {isa}, {threads}, PyTorch {first['torch']}"
 
 
 def by_machine(records: list[dict]) -> dict[str, list[dict]]:

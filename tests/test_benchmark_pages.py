@@ -126,7 +126,7 @@ def test_readme_table():
     text = benchmark_pages.readme_table([two_shapes()])
     assert row_of(text, "[`edge_maps`]")[2:] == ["6.00x (4.00x)", "0.50x (1 of 2 shapes)", "4.0 MB of 8.0 MB"]
     assert "[`frequency_bands`](docs/bands.md)¹" in text and "¹ PyTorch's CPU kernel of `avg_pool2d`" in text
-    assert "Toy, 1 cores, AVX2, 1 thread, PyTorch 2.10.0; forward + backward, float32, contiguous, cold" in text
+    assert "Toy, 1 core, AVX2, 1 thread, PyTorch 2.10.0; forward + backward, float32, contiguous, cold" in text
     assert "eager PyTorch: **0.80x**, `edge_maps`, forward, float32, contiguous, 3x4. Below 1x: 1 of 5 cases." in text
     assert "`torch.compile`: **0.50x**, `edge_maps`, forward + backward, float32, contiguous, 1x2." in text
 
