@@ -28,18 +28,20 @@ SLOW_HALF = 1.5  # eager PyTorch in half precision, this much slower than in flo
 SLOW_HALF_REMARK = Remark(
     f"Eager PyTorch takes more than {SLOW_HALF:g} times as long here as in float32.", "eager is slow in this type"
 )
+STATE_TOKENS = 1024  # bdh_attention's cases of so many tokens are computed in its state form
+DIRECTIONS = {"forward": "fwd", "forward_backward": "fwd + bwd", "step": "step"}
 FAR_FROM_COPY = 1 / 3  # cases slower than this share of a copy of their bytes are set in bold
 
 README_HEADER = (
     "| op or module | replaces | vs eager | vs `torch.compile` | kept for backward |\n|---|---|---:|---:|---:|"
 )
 SUMMARY_HEADER = (
-    "| op | pass | type, layout | vs eager | vs `torch.compile` | vs fastest alternative | % of memcpy speed "
+    "| op | pass | type, layout | vs eager | vs `torch.compile` | vs fastest other | % of memcpy "
     "| vs eager, warm | vs eager, default malloc | kept for backward |\n"
     "|---|---|---|---:|---:|---:|---:|---:|---:|---:|"
 )
 CASES_HEADER = (
-    "| case | camox_ops | eager | `torch.compile` | fastest alternative | memcpy | % of memcpy speed |\n"
+    "| case | camox_ops | eager | `torch.compile` | fastest other | memcpy | % of memcpy |\n"
     "|---|---:|---:|---:|---:|---:|---:|"
 )
 METHOD = """\
@@ -69,9 +71,15 @@ files under `benchmarks/results`, one for each op and machine; CI fails when a p
 
 Ratios are *their time / our time*: 2x is twice as fast, below 1x is slower. A cell shows the geometric mean over the
 measured shapes and, in brackets, the slowest shape; "2 of 5 shapes" where the other side could not be measured at the
-rest. *% of memcpy speed* is the time of the copy over ours; it can pass 100% for ops that are bound by matrix products
-and are compared with one of as many operations. *Kept for backward* is what autograd keeps alive between forward and
+rest. Forward (fwd) is without autograd, fwd + bwd a forward and a backward, step a whole training step; contiguous
+unless a layout is named. *vs fastest other* compares with the fastest of the other ways to write it. *% of memcpy* is
+the time of the copy over ours; it can pass 100% for ops that are bound by matrix products and are compared with one of
+as many operations. *Kept for backward* is what autograd keeps alive between forward and
 backward, inputs included, ours of eager's, summed over the shapes.
+
+Cases far below the speed of a copy are mostly of three kinds: small tensors, where the call itself takes as long as the
+copy; half precision, whose arithmetic is float32's while its bytes are half; and ops whose arithmetic takes longer than
+their memory (random numbers, GELU, softmax, roots and divisions, matrix products).
 """
 
 
@@ -170,7 +178,8 @@ def facts(records: list[dict]) -> str:
     first = records[0]
     threads = f"{first['threads']} thread{'s' if first['threads'] != 1 else ''}"
     isa = ISA_NAMES.get(first["isa"], first["isa"])
-    return f"{first['machine']['cpu']}, {first['machine']['cores']} cores, {isa}, {threads}, PyTorch {first['torch']}"
+    cores = f"{first['machine']['cores']} core{'s' if first['machine']['cores'] != 1 else ''}"
+    return f"{first['machine']['cpu']}, {cores}, {isa}, {threads}, PyTorch {first['torch']}"
 
 
 def by_machine(records: list[dict]) -> dict[str, list[dict]]:
@@ -218,10 +227,11 @@ def featured(records: list[dict], row: Featured) -> list[dict]:
     ]
 
 
-def remarks_of(row: Featured) -> list[Remark]:
-    """The remarks of a row's groups; that of a left-out shape does not apply."""
-    keys = dict.fromkeys(key for name in row.groups for key in group_of(name).remarks)
-    return [REMARKS[key] for key in keys if not (key == "state" and row.shape)]
+def remarks_of(entries: list[dict]) -> list[Remark]:
+    """The remarks of the entries' groups; that on the state form only where a shape is long enough for it."""
+    keys = dict.fromkeys(key for entry in entries for key in group_of(entry["group"]).remarks)
+    long = any(len(entry["shape"]) == 4 and entry["shape"][2] >= STATE_TOKENS for entry in entries)
+    return [REMARKS[key] for key in keys if key != "state" or long]
 
 
 def readme_table(records: list[dict]) -> str:
@@ -234,7 +244,7 @@ def readme_table(records: list[dict]) -> str:
         if entries:
             group = group_of(row.groups[0])
             cells = [
-                f"[{row.label or group.label}](docs/{group.page}.md){notes.mark(remarks_of(row))}",
+                f"[{row.label or group.label}](docs/{group.page}.md){notes.mark(remarks_of(entries))}",
                 group.compared_with,
                 span(speeds(entries, "eager")),
                 span(speeds(entries, "compile")),
@@ -261,14 +271,14 @@ def summary(entries: list[dict]) -> str:
     lines = []
     for (name, direction, dtype, layout), same in rows.items():
         group = group_of(name)
-        remarks = [REMARKS[key] for key in group.remarks]
+        remarks = remarks_of(same)
         if slow_half(same, entries):
             remarks.append(SLOW_HALF_REMARK)
         label = f"[{group.label}]({group.page}.md)" if group.page else group.label
         cells = [
             label + notes.mark(remarks),
-            direction.replace("_", " + "),
-            f"{dtype}, {layout}",
+            DIRECTIONS[direction],
+            dtype if layout == "contiguous" else f"{dtype}, {layout}",
             span(speeds(same, "eager")),
             span(speeds(same, "compile")),
             span([found and found[1] for found in map(alternative, same)]),
@@ -286,7 +296,8 @@ def case_row(entry: dict) -> str:
     found, copy = alternative(entry), record.metric(entry, "speed", "floor")
     share = "-" if copy is None else percent(copy)
     cells = [
-        f"{entry['group']}, {entry['direction'].replace('_', ' + ')}, {entry['dtype']}, {entry['layout']}, "
+        f"{entry['group']}, {DIRECTIONS[entry['direction']]}, {entry['dtype']}, "
+        + ("" if entry["layout"] == "contiguous" else f"{entry['layout']}, ")
         + "x".join(map(str, entry["shape"])),
         *(microseconds(cold[name]["median"]) if name in cold else "-" for name in ("camox", "eager", "compile")),
         f"{microseconds(cold[found[0]]['median'])} ({found[0]})" if found else "-",
@@ -377,12 +388,12 @@ def chart(records: list[dict], theme: str) -> str:
             values = [value for value in speeds(entries, over) if value is not None]
             bars.append(speed_chart.Bar(record.geomean(values), min(values)) if values else speed_chart.Bar(None, None))
         if bars[0].mean is not None:
-            found.append((row, tuple(bars)))
+            found.append((row, tuple(bars), remarks_of(entries)))
     found.sort(key=lambda item: -item[1][0].mean)
     notes, rows = Footnotes(), []
-    for row, bars in found:
+    for row, bars, remarks in found:
         label = (row.label or group_of(row.groups[0]).label).replace("`", "")
-        rows.append(speed_chart.Row(f"{label}{notes.mark(remarks_of(row))}", bars))
+        rows.append(speed_chart.Row(f"{label}{notes.mark(remarks)}", bars))
     subtitle = f"{facts(records)}; float32, cold caches, logarithmic scale" if records else "nothing measured yet"
     title = "Speed-up of forward + backward: their time / ours"
     return speed_chart.draw(rows, ("eager PyTorch", "torch.compile"), title, subtitle, notes.short(), theme)

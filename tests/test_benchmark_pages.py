@@ -126,7 +126,7 @@ def test_readme_table():
     text = benchmark_pages.readme_table([two_shapes()])
     assert row_of(text, "[`edge_maps`]")[2:] == ["6.00x (4.00x)", "0.50x (1 of 2 shapes)", "4.0 MB of 8.0 MB"]
     assert "[`frequency_bands`](docs/bands.md)¹" in text and "¹ PyTorch's CPU kernel of `avg_pool2d`" in text
-    assert "Toy, 1 cores, AVX2, 1 thread, PyTorch 2.10.0; forward + backward, float32, contiguous, cold" in text
+    assert "Toy, 1 core, AVX2, 1 thread, PyTorch 2.10.0; forward + backward, float32, contiguous, cold" in text
     assert "eager PyTorch: **0.80x**, `edge_maps`, forward, float32, contiguous, 3x4. Below 1x: 1 of 5 cases." in text
     assert "`torch.compile`: **0.50x**, `edge_maps`, forward + backward, float32, contiguous, 1x2." in text
 
@@ -136,7 +136,7 @@ def test_the_whole_table():
     rows = [
         [c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| [`edge")
     ]
-    (both,) = [row for row in rows if row[1] == "forward + backward"]
+    (both,) = [row for row in rows if row[1] == "fwd + bwd"]
     assert both[3:] == [
         "6.00x (4.00x)",
         "0.50x (1 of 2 shapes)",
@@ -217,3 +217,12 @@ def test_a_readme_without_markers_is_refused(tmp_path, capsys, text):
     assert benchmark_pages.main(["--root", str(tmp_path), "--results", str(tmp_path)]) == 2
     assert "bench:start" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == text
+
+
+def test_another_algorithm_is_remarked_where_it_is_used():
+    def table_of(tokens):
+        case = entry("bdh_attention", (8, 6, tokens, 1024), {"camox": 1.0, "eager": 5.0})
+        return benchmark_pages.benchmarks_page([of_entries(case)])
+
+    assert "`bdh_attention`](bdh.md)¹" in table_of(1024) and "state form" in table_of(1024)
+    assert "`bdh_attention`](bdh.md) |" in table_of(64)
