@@ -44,7 +44,7 @@ SECONDS = {
 SECONDS["rehearsal"] = SECONDS["full"]
 GRACE_S = 5  # a part stops by itself this long before it is killed
 # So long one case may take on a GPU before it counts as hung; a benchmark's case with its compilations takes longest.
-STALLED_S = {"correctness": 120, "graphs": 120, "bench": 400}
+STALLED_S = {"correctness": 120, "graphs": 120, "bench": 900}
 RESTARTED = tuple(STALLED_S)
 WITH_OPS = (*RESTARTED, *gpu_record.SANITIZERS)  # the parts that --ops chooses from
 DTYPES = ("float32", "bfloat16", "float16")
@@ -126,7 +126,7 @@ def environment(section: Section) -> None:
         "cpu_cores": str(len(os.sched_getaffinity(0))),
     }
     import camox_ops
-    from camox_ops import _cuda
+    from camox_ops import _cuda, _selftest
     from scripts import gpu_device
 
     section.data["version"] = camox_ops.__version__
@@ -134,6 +134,8 @@ def environment(section: Section) -> None:
     for package in ("triton", "timm", "kornia"):
         facts[package] = version_of(package)
     facts["c_compiler"] = gpu_device.why_no_compiler() or COMPILER_FOUND
+    if Path(_selftest.__file__).read_bytes() != (ROOT / "camox_ops" / "_selftest.py").read_bytes():
+        return section.finish("failed", "the wheel is of another commit than this tree: their self-tests differ")
     if section.device == "cpu":
         return section.finish("passed", "a rehearsal on the CPU")
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
@@ -405,7 +407,7 @@ def bench(section: Section) -> None:
         printed = {entry["key"] for entry in found["entries"]}
     cases, reasons = f"{len(found['entries'])} cases", found["not_measured"]
     wrong = [f"{key}: {reason}" for key, reason in reasons.items() if WRONG in reason or CRASHED in reason]
-    left = [key for key, reason in reasons.items() if reason in gpu_bench.LATER]
+    left = [key for key, reason in reasons.items() if reason in gpu_record.LATER]
     if wrong:
         return section.finish("failed", f"{cases}; {'; '.join(wrong)[:300]}")
     if left:

@@ -250,6 +250,27 @@ def test_grad_of_tables(dtype):
         assert_close_to_reference(ours, same, truth, scale64=1e4)
 
 
+@ON_CPU
+@pytest.mark.parametrize("dtype", HALVES)
+def test_grad_of_float32_tables_is_not_rounded_to_halves(dtype):
+    """Without softmax, whose backward reads an output of the half type."""
+    for each in (False, True):
+        q, v, cos, sin = inputs(16, 64, 17, dtype, each=each)
+        grad = upstream(q, v)
+        results = []
+        for cast in (dtype, torch.float32, torch.float64):
+            real = real_of(cast)
+            tensors = [t.to(to).requires_grad_() for t, to in ((q, cast), (v, cast), (cos, real), (sin, real))]
+            out = cx.bdh_attention(*tensors)
+            results.append(torch.autograd.grad(out, tensors, grad.to(cast)))
+        ours, float32, truth = results
+        assert [x.dtype for x in ours] == [dtype, dtype, torch.float32, torch.float32]
+        for mine, theirs, right in zip(ours[2:], float32[2:], truth[2:], strict=True):
+            size = right.abs().max()
+            assert (mine - right).abs().max() <= 2 * (theirs - right).abs().max() + 1e-6 * size
+        assert_one_rounding(ours[:2], float32[:2])
+
+
 def test_grad_twice_is_refused():
     q, v, cos, sin = inputs(4, 8, 3)
     (grad,) = torch.autograd.grad(cx.bdh_attention(q.requires_grad_(), v, cos, sin).sum(), q, create_graph=True)

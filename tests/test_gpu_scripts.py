@@ -73,6 +73,15 @@ def test_environment(section):
     assert section.data["version"] == cx.__version__
 
 
+def test_a_wheel_of_another_commit_is_noticed(section, monkeypatch, tmp_path):
+    other = tmp_path / "_selftest.py"
+    other.write_text("OPS = ()")
+    monkeypatch.setattr(_selftest, "__file__", str(other))
+    gpu_check.environment(section)
+    assert section.status == "failed"
+    assert "another commit" in section.message
+
+
 def test_environment_without_a_gpu_fails(section):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -521,6 +530,7 @@ def test_shapes_of_their_own():
         ("vision_bdh_step", (128, 3, 32, 32), "bfloat16"),
     }
     assert {c.size for c in full} - {c.size for c in quick} == {"step"}
+    assert full[-1].size == "step"
     assert all(c.layout == "contiguous" for c in full if hasattr(c.make_case, "on_gpu"))
 
 
@@ -682,6 +692,19 @@ def test_record_is_validated(tmp_path):
     made["parts"].pop("memcheck")
     with pytest.raises(ValueError, match=r"parts\.memcheck: missing"):
         gpu_record.write(made, path)
+
+
+def test_summary():
+    """In the order of the parts, with what is merely not measured yet counted."""
+    made = whole_record(entry())
+    made["parts"] = dict(sorted(made["parts"].items()))
+    made["bench"]["not_measured"] = {"a/1": "time was up", "b/1": "was not asked for", "c/1": "wrong result: 2 times"}
+    lines = gpu_record.summary(made).splitlines()
+    assert [line.split()[0] for line in lines[-len(gpu_record.PARTS) :]] == list(gpu_record.PARTS)
+    assert [line for line in lines if line.startswith("not measured")] == [
+        "not measured: c/1: wrong result: 2 times",
+        "not measured yet: 2 cases, which --missing goes on with",
+    ]
 
 
 def test_what_a_run_may_add_to(tmp_path):

@@ -211,6 +211,13 @@ def test_static_and_dynamic_shared_memory_count_together(planted, order, arch):
         shared_past_limit(planted, order, arch)
 
 
+def test_more_threads_than_launch_bounds_allow_are_refused(monkeypatch, arch):
+    assert rig.most_threads()["dropout_norm_reduce_kernel"] == 256
+    monkeypatch.setattr(rig, "most_threads", lambda: {"uninitialised_shared_kernel<false>": 32})
+    with pytest.raises(rig.KernelError, match="a block of 64 threads is more than its launch bounds allow"):
+        uninitialised_shared(0, "forward", arch)
+
+
 def test_a_kernel_of_unknown_static_memory_is_not_launched(tmp_path):
     (source,) = [path for path in PLANTED if path.stem == "uninitialised_shared"]
     copy = tmp_path / "copy.so"  # to the runtime another object, of which nobody has told
@@ -1537,6 +1544,23 @@ def test_short_attention_masks_are_those_of_the_cpu():
     eye = torch.eye(6).view(1, 6, 1, 6).expand(3, 6, 4, 6)
     cpu = torch.ops.camox_ops.short_attention(q, k, eye, *options)
     assert torch.equal(short_attention_cases.forward(q, k, eye, *options) == 0, cpu == 0)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_short_attention_padded_keys_and_values_may_hold_anything(dtype):
+    """Staged in shared memory, by vectors and by elements, and read where they lie."""
+    for shape in ((5, 6, 2, 12), (5, 5, 2, 7), (2, 40, 1, 100)):
+        grad, q, k, v = (normal(shape, dtype, seed=seed) for seed in range(4))
+        padding = normal(shape[:2], seed=5) > 0.3
+        options = (padding, None, False, 0.3, 0.0)
+        filled = [x.masked_fill(padding[:, :, None, None], math.nan) for x in (k, v)]
+        zeros = [x.masked_fill(padding[:, :, None, None], 0) for x in (k, v)]
+        out = short_attention_cases.forward(q, *filled, *options)
+        assert torch.equal(out, short_attention_cases.forward(q, *zeros, *options))
+        grads = short_attention_cases.backward(grad, q, *filled, *options)
+        expected = short_attention_cases.backward(grad, q, *zeros, *options)
+        for ours, theirs in zip(grads, expected, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_short_attention_empty():

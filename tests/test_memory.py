@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from camox_ops import _selftest
+from camox_ops.ops._register import register
 
 CALLS = 500
 LIBC = ctypes.CDLL(None)
@@ -48,6 +49,7 @@ SMALL_STACK = """
 import threading
 import torch
 from camox_ops import _selftest
+from camox_ops.ops._register import register
 
 OTHERS = ("edge_maps", "frequency_bands", "spatial_gradient")  # of 3x3 and 5x5 filters
 
@@ -110,3 +112,20 @@ def test_out_of_memory_says_how_much_was_asked_for():
     for line in lines:
         assert "DefaultCPUAllocator: can't allocate memory" in line
         assert str(64 * 16 * 256 * 256 * 4) in line
+
+
+def test_out_of_memory_on_cuda_is_an_out_of_memory_error():
+    """torch's C interface gives its text alone: an operator that fails with it stands in for one on a GPU."""
+
+    def kernel(x):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    library = torch.library.Library("camox_ops", "FRAGMENT")
+    library.define("out_of_memory(Tensor x) -> Tensor")
+    library.impl("out_of_memory", kernel, "CPU")
+    op = register(
+        "out_of_memory", fake=torch.empty_like, setup_context=lambda *_: None, backward=lambda _, grad: (grad,)
+    )
+    for x in (torch.ones(2), torch.ones(2, requires_grad=True)):
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 20\.00 GiB"):
+            op(x)

@@ -175,6 +175,14 @@ def test_nan_stays_in_its_sequence_and_head():
         assert torch.equal(out, expected)
 
 
+def test_scores_that_are_all_minus_infinity_give_zeros():
+    for shape in ((2, 6, 2, 12), (2, 20, 2, 20)):
+        q, k, v = torch.full(shape, -math.inf), torch.ones(shape), torch.ones(shape)
+        stock = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        assert torch.equal(cx.short_attention(q, k, v), stock.transpose(1, 2))
+        assert not stock.any()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_padded_keys_and_values_may_hold_anything(value, dtype):

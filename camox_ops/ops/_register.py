@@ -57,8 +57,12 @@ def register(
     is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
     def forward(ctx, *args):
-        with guard():
-            output = kernel(*args)
+        try:
+            with guard():
+                output = kernel(*args)
+        except RuntimeError as error:
+            raise_as_torch_does(error)
+            raise
         setup_context(ctx, args, output)
         return output
 
@@ -81,10 +85,20 @@ def register(
             for arg in args:
                 if isinstance(arg, Tensor) and arg.requires_grad:
                     return apply(*[unwrap(arg) if isinstance(arg, Tensor) else arg for arg in args], *saving)
-        with guard():
-            return kernel(*args, *forgetting)
+        try:
+            with guard():
+                return kernel(*args, *forgetting)
+        except RuntimeError as error:
+            raise_as_torch_does(error)
+            raise
 
     return call
+
+
+def raise_as_torch_does(error: RuntimeError) -> None:
+    """What torch's C interface makes a plain RuntimeError of is an OutOfMemoryError again, which callers look for."""
+    if type(error) is RuntimeError and str(error).startswith("CUDA out of memory"):
+        raise torch.OutOfMemoryError(*error.args) from None
 
 
 def refuse_tangents(name: str, args) -> None:

@@ -236,6 +236,14 @@ def short_name(kernel: str) -> str:
     return re.sub(r"^void |\(.*", "", kernel)
 
 
+@cache
+def most_threads() -> dict[str, int]:
+    """The threads that each kernel's block may have, as nvcc compiled its __launch_bounds__: here the qualifier says
+    nothing, on a GPU a launch of more fails."""
+    table = json.loads((CSRC / "cuda_budget.json").read_text())
+    return {name: line["threads"] for name, line in table.items()}
+
+
 def never_run(path: Path) -> set[str]:
     return kernels(path) - {key[1] for key in runs if key[0] == path.name}
 
@@ -271,9 +279,12 @@ def call(
     runtime.camox_host_take_error()
     status = function(*arguments)
     for line in runtime.camox_host_take_runs().decode().splitlines():
-        path, offset, _, _, name = line.split("\t")
+        path, offset, _, threads, name = line.split("\t")
         path = Path(path)
-        runs[path.name, _symbols(BUILD / path.name).get(int(offset), name), dtype, layout, direction, order] += 1
+        kernel = _symbols(BUILD / path.name).get(int(offset), name)
+        runs[path.name, kernel, dtype, layout, direction, order] += 1
+        if int(threads) > most_threads().get(short_name(kernel), 1024):
+            raise KernelError(f"kernel {kernel}: a block of {threads} threads is more than its launch bounds allow")
     message = runtime.camox_host_take_error().decode() or runtime.camox_host_check_slack().decode()
     if message or status:
         raise KernelError(message or f"the launcher returned {status}")
