@@ -7,8 +7,8 @@
 
 /* A line of a tile and the channels of one of its columns, in the type that is computed in: backward keeps about twenty
    such lines on the stack, of which a thread may have little. */
-#define EDGE_LINE_BYTES 4096
-#define EDGE_CHANNELS_BYTES 256
+#define EDGE_LINE_BYTES 6144
+#define EDGE_CHANNELS_BYTES 512
 /* Elements of one line with `halo` more columns on both sides and room to read a whole vector past the end. */
 #define EDGE_LINE_SIZE(halo) ((EDGE_LINE_BYTES + 2 * (halo) * EDGE_CHANNELS_BYTES) / sizeof(real) + 16)
 
