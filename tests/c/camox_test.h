@@ -121,6 +121,13 @@ static inline test_picture test_allocate(camox_dtype dtype, const int64_t size[4
   return p;
 }
 
+/* Scratch of one thread, all NaN: a kernel reads what it wrote there. */
+static inline void *test_scratch(size_t bytes) {
+  void *scratch = aligned_alloc(64, bytes);
+  if (scratch == NULL) abort();
+  return memset(scratch, 0xff, bytes);
+}
+
 /* What kernels write to: `gaps` as in a range of the channels of a larger picture. */
 static inline test_picture test_output(camox_dtype dtype, int channels_last, int gaps, const int64_t size[4]) {
   int64_t h = size[2], w = size[3], c = size[1] + (gaps ? 3 : 0);
