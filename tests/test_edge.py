@@ -194,6 +194,46 @@ def test_threads_do_not_change_bits(threads):
         torch.set_num_threads(2)
 
 
+def test_grad_of_strided_gradients():
+    """Gradients that are read in place, or in rows that are copied, across the ends of planes and blocks of rows."""
+    for shape in ((3, 5, 9, 9), (2, 3, 40, 33), (1, 2, 5, 512), (2, 2, 3, 300), (1, 3, 1, 40)):
+        x = picture(shape)
+        dense = [picture(shape, seed=i) for i in range(1, 4)] + [picture(shape, seed=4)[:1, :1, :1, :1].expand(shape)]
+        strided = [
+            dense[0],
+            dense[1].transpose(2, 3).contiguous().transpose(2, 3),
+            torch.cat([dense[2], dense[2]], dim=1)[:, shape[1] :],
+            dense[3],
+        ]
+        expected = backward(x, [grad.contiguous() for grad in dense])
+        assert torch.equal(backward(x, strided), expected)
+        assert torch.equal(backward(x.transpose(2, 3).contiguous().transpose(2, 3), strided), expected)
+
+
+SMALL_STACK_CODE = """
+import threading, torch
+import camox_ops as cx
+torch.set_num_threads(1)  # or torch's own threads do the work
+threading.stack_size(256 * 1024)
+def work():
+    for dtype in (torch.float32, torch.float64):
+        for shape in ((2, 3, 20, 33), (1, 2, 5, 1500), (1, 200, 9, 20)):
+            for memory_format in (torch.contiguous_format, torch.channels_last):
+                for border in ("zeros", "reflect"):
+                    x = torch.randn(shape, dtype=dtype).to(memory_format=memory_format).requires_grad_()
+                    maps = cx.edge_maps(x, border=border)
+                    sum(m.square().sum() for m in maps).backward()
+    print("done")
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_small_stack():
+    assert run_python(SMALL_STACK_CODE) == "done\n"
+
+
 ISA_CODE = """
 import hashlib, sys, torch
 sys.path.insert(0, {tests!r})
@@ -330,11 +370,19 @@ def test_errors_of_x(arguments, error, message):
         ({"eps": "1e-8"}, TypeError, "eps must be a number, got '1e-8'"),
         ({"border": "wrap"}, ValueError, "border must be one of 'zeros', 'replicate', 'reflect', got 'wrap'"),
         ({"border": "reflect"}, ValueError, r"border 'reflect' needs sides of at least 2, got x of shape"),
+        ({"stacked": "no"}, TypeError, "stacked must be a bool, got 'no'"),
+        ({"stacked": 1}, TypeError, "stacked must be a bool, got 1"),
     ],
 )
 def test_errors(arguments, error, message):
     with pytest.raises(error, match="edge_maps: " + message):
         cx.edge_maps(torch.zeros(1, 1, 1, 4), **arguments)
+
+
+def test_errors_of_nested_tensors():
+    x = torch.nested.nested_tensor([torch.ones(1, 3, 3)] * 2)
+    with pytest.raises(TypeError, match="edge_maps: x must be a dense tensor, got a nested one of 2 tensors"):
+        cx.edge_maps(x)
 
 
 def test_errors_from_c():

@@ -231,6 +231,30 @@ def test_a_last_tile_of_one_column(channels, border):
                 assert torch.equal(backward(grads, border=border, channels_last=True), expected_grad)
 
 
+SMALL_STACK_CODE = """
+import threading, torch
+import camox_ops as cx
+torch.set_num_threads(1)  # or torch's own threads do the work
+threading.stack_size(256 * 1024)
+def work():
+    for dtype in (torch.float32, torch.float64):
+        for shape in ((2, 3, 20, 33), (1, 2, 5, 1500), (1, 200, 9, 20)):
+            for memory_format in (torch.contiguous_format, torch.channels_last):
+                for border in ("zeros", "reflect"):
+                    x = torch.randn(shape, dtype=dtype).to(memory_format=memory_format).requires_grad_()
+                    maps = cx.spatial_gradient(x, border=border)
+                    sum(m.square().sum() for m in maps).backward()
+    print("done")
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_small_stack():
+    assert run_python(SMALL_STACK_CODE) == "done\n"
+
+
 ISA_CODE = """
 import hashlib, sys, torch
 sys.path.insert(0, {tests!r})

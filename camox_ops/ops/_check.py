@@ -23,6 +23,8 @@ def tensor(op: str, name: str, value, *, dtypes=DTYPES) -> None:
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
+    if value.is_nested:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got a nested one of {value.size(0)} tensors")
     if value.dtype not in dtypes:
         raise TypeError(
             f"{op}: {name} must have dtype {dtype_names(*dtypes, last=', ')}, got {dtype_names(value.dtype)}"
@@ -43,7 +45,9 @@ def tensor(op: str, name: str, value, *, dtypes=DTYPES) -> None:
 
 def picture(op: str, name: str, value, *, dtypes=DTYPES) -> None:
     right = isinstance(value, torch.Tensor) and value.is_cpu and value.dim() == 4 and value.dtype in dtypes
-    if right and value.layout is torch.strided and forward_ad._current_level < 0:  # at once: a call costs more
+    if (
+        right and value.layout is torch.strided and not value.is_nested and forward_ad._current_level < 0
+    ):  # at once: a call costs more
         return
     tensor(op, name, value, dtypes=dtypes)
     if value.dim() != 4:

@@ -45,7 +45,7 @@ def edge_maps(
     run, for any number of threads and on every instruction set. Forward-mode AD raises NotImplementedError.
 
     Raises:
-        TypeError: x is not a dense tensor of one of these dtypes, or eps is not a number.
+        TypeError: x is not a dense tensor of one of these dtypes, eps is not a number, or stacked is not a bool.
         ValueError: x is not 4-dimensional or on an unsupported device, eps <= 0, an unknown border, "reflect" on a
             side of 1.
 
@@ -53,6 +53,7 @@ def edge_maps(
     _check.picture("edge_maps", "x", x)
     eps = _check.positive("edge_maps", "eps", eps)
     _check.border("edge_maps", border, x)
+    _check.flag("edge_maps", "stacked", stacked)
     if stacked:
         return _edge_maps_stacked(x, eps, border)
     return EdgeMaps(*_edge_maps(x, eps, border))

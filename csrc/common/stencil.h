@@ -43,14 +43,16 @@ static inline int64_t camox_min_i64(int64_t a, int64_t b) { return a < b ? a : b
 static inline int64_t camox_max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t camox_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-static inline camox_tiling camox_tiling_of(int channels_last, int64_t batch, int64_t channels, int64_t height, int64_t width) {
+/* Tiles whose lines have up to `elements`, their columns up to `most_channels`. */
+static inline camox_tiling camox_tiling_within(int channels_last, int64_t batch, int64_t channels, int64_t height,
+                                               int64_t width, int64_t elements, int64_t most_channels) {
   camox_tiling t = {.height = height, .width = width, .channels = channels};
   if (batch == 0 || channels == 0 || height == 0 || width == 0) return t;
   t.flat = !channels_last && width <= CAMOX_FLAT_WIDTH;
   t.tile_channels = channels_last ? channels : 1;
-  if (t.tile_channels > CAMOX_TILE_CHANNELS) /* equal parts, in whole vectors */
-    t.tile_channels = camox_ceil_div(camox_ceil_div(channels, camox_ceil_div(channels, CAMOX_TILE_CHANNELS)), 16) * 16;
-  t.tile_columns = t.flat ? width : camox_min_i64(width, CAMOX_TILE_ELEMENTS / t.tile_channels);
+  if (t.tile_channels > most_channels) /* equal parts, in whole vectors */
+    t.tile_channels = camox_ceil_div(camox_ceil_div(channels, camox_ceil_div(channels, most_channels)), 16) * 16;
+  t.tile_columns = t.flat ? width : camox_min_i64(width, elements / t.tile_channels);
   /* A picture up to half as high again as a strip stays whole: each cut loads its border rows twice. */
   t.tile_rows = height <= CAMOX_TILE_ROWS * 3 / 2 ? height : CAMOX_TILE_ROWS;
   if (t.flat) {
@@ -62,6 +64,10 @@ static inline camox_tiling camox_tiling_of(int channels_last, int64_t batch, int
   t.channel_tiles = camox_ceil_div(channels, t.tile_channels);
   t.units = batch * t.channel_tiles * t.row_tiles * t.column_tiles;
   return t;
+}
+
+static inline camox_tiling camox_tiling_of(int channels_last, int64_t batch, int64_t channels, int64_t height, int64_t width) {
+  return camox_tiling_within(channels_last, batch, channels, height, width, CAMOX_TILE_ELEMENTS, CAMOX_TILE_CHANNELS);
 }
 
 static inline camox_tile camox_tile_at(const camox_tiling *t, int64_t unit) {

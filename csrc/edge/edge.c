@@ -6,7 +6,7 @@
 
 #include "../common/kernel_table.h"
 #include "../common/status.h"
-#include "../common/stencil.h"
+#include "edge_plan.h"
 
 #ifndef CAMOX_CUDA_PART
 CAMOX_DECLARE_KERNELS(camox_edge_forward_kernel, camox_edge_kernel)
@@ -57,6 +57,4 @@ int camox_edge_check(const camox_edge_params *p, int backward) {
   return CAMOX_OK;
 }
 
-int64_t camox_edge_units(const camox_edge_params *p) {
-  return camox_tiling_of(p->channels_last, p->batch, p->channels, p->height, p->width).units;
-}
+int64_t camox_edge_units(const camox_edge_params *p) { return edge_tiling(p).units; }

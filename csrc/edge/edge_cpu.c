@@ -1,7 +1,5 @@
 /* Compiled once per instruction set; the body once per element type. */
-#include "edge.h"
-
-#include "../common/stencil.h"
+#include "edge_plan.h"
 
 /* From so many bytes read and written on they come from memory, and this many bytes ahead of their use is early enough. */
 #define EDGE_FAR ((int64_t)12 << 20)
