@@ -14,7 +14,7 @@
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
 template <int V, bool LAST>
 struct bands_blocks {
-  static constexpr int forward = LAST && V == 8 ? 3 : 4, backward = !LAST ? 4 : V == 8 ? 2 : 3;
+  static constexpr int forward = V == 8 ? 3 : 4, backward = !LAST ? 4 : V == 8 ? 2 : 3;
 };
 
 struct bands_plan {
