@@ -50,6 +50,43 @@ def assert_one_rounding(half, float32) -> None:
         assert torch.all(difference <= allowed), f"max excess {(difference - allowed).max().item():.3e}"
 
 
+def assert_close_around(ours, same_dtype, reference64, around, terms64=None, factor: float = 8.0) -> None:
+    """The tolerance rule element by element, with the maxima of the element's neighbourhood:
+
+        |ours - ref64| <= 2 max|torch in the same dtype - ref64| + factor eps(dtype) max|terms64|
+
+    A maximum over the whole tensor would hide what a bright object does to a dim background. around(values): at each
+    element the largest value of its neighbourhood. terms64: what is added up, a tensor for each of ref64; by default
+    ref64. Elements that the dtype cannot hold are left out, and all others must be finite."""
+    references = each(reference64)
+    for mine, theirs, truth, terms in zip(
+        each(ours), each(same_dtype), references, references if terms64 is None else each(terms64), strict=True
+    ):
+        assert mine.shape == truth.shape
+        assert mine.dtype == theirs.dtype
+        mine, theirs, truth, terms = (y.detach().cpu() for y in (mine, theirs, truth, terms))
+        held = truth.to(mine.dtype).isfinite()
+        assert mine[held].isfinite().all(), (
+            f"{int((~mine[held].isfinite()).sum())} elements are not finite ({mine.dtype})"
+        )
+        error = torch.where(held, mine.double() - truth, 0.0).abs()
+        torch_error = torch.where(held, theirs.double() - truth, 0.0).abs()
+        info = torch.finfo(mine.dtype)
+        size = around(torch.where(terms.isnan(), 0.0, terms).abs())
+        allowed = 2 * around(torch_error) + factor * info.eps * size + info.smallest_normal * info.eps
+        worst = (error / allowed.nan_to_num(nan=torch.inf)).nan_to_num(nan=0.0).max().item()
+        assert worst <= 1, (
+            f"an error is {worst:.3g} times what its neighbourhood allows ({mine.dtype}, {tuple(mine.shape)})"
+        )
+
+
+def outputs_and_gradients(op, inputs, grads):
+    """op(*inputs) as a list, and the gradients of the inputs."""
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
+    outputs = each(op(*leaves))
+    return [y.detach() for y in outputs], list(torch.autograd.grad(outputs, leaves, grads))
+
+
 def module_numbers(module, forward, x, grad) -> list[torch.Tensor]:
     """forward(x) and the gradients of x and of the module's parameters."""
     x = x.clone().requires_grad_()

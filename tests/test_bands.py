@@ -261,6 +261,32 @@ def test_isa_agree(pytestconfig):
     assert len({digest for _, digest in results}) == 1
 
 
+SMALL_STACK = """
+import threading, torch
+import camox_ops as cx
+
+def work():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for shape, layout in (((1, 2, 6, 2100), torch.contiguous_format), ((1, 140, 6, 40), torch.channels_last)):
+            x = torch.rand(shape, dtype=dtype).contiguous(memory_format=layout).requires_grad_()
+            bands = cx.frequency_bands(x)
+            torch.autograd.grad(bands, x, bands)
+            strided = [torch.rand(*shape[:3], 2 * shape[3], dtype=dtype)[..., ::2]] * 4
+            torch.ops.camox_ops.frequency_bands_backward(*strided, False)
+    print("done")
+
+threading.stack_size(256 << 10)
+torch.set_num_threads(1)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_small_stacks_of_threads():
+    assert run_python(SMALL_STACK).split() == ["done"]
+
+
 @pytest.mark.parametrize("values", [("nan", "nan"), ("inf", "inf"), ("-inf", "-inf"), ("inf", "-inf"), ("nan", "inf")])
 def test_nan_and_inf_as_in_avg_pool2d(values):
     for layout in ("contiguous", "channels_last"):

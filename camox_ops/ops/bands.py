@@ -32,9 +32,11 @@ def frequency_bands(x: torch.Tensor, *, stacked: bool = False) -> FrequencyBands
 
     Returns:
         FrequencyBands(low, mid, high), each of x's shape and dtype and in its memory format (contiguous or
-        channels_last); or the stacked tensor. Computed in float32 (float64 for float64) and rounded once; what the
-        pixels of a channel have in common is taken off before mid and high are summed, so a large mean costs them no
-        accuracy inside the borders. Autocast leaves x's dtype alone. NaN and inf give what the formulas give.
+        channels_last); or the stacked tensor. Computed in float32 (float64 for float64) and rounded once, with an error
+        of the order of eps times the largest pixel of the window. Two pixels or more inside the borders, in rows of
+        more than 8 pixels, mid and high are sums of differences from the pixel in the middle, so a large mean costs
+        them no accuracy. Autocast leaves x's dtype alone. NaN and inf give what the formulas give, in the windows that
+        hold them.
 
     Saved for backward: nothing, the op is linear. Derivatives of any order. The same bits on every run, for any number
     of threads and on every instruction set. Forward-mode AD raises NotImplementedError.

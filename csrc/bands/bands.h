@@ -3,9 +3,10 @@
    x (B,C,H,W), zero outside the picture; box k is the mean over k*k pixels, zeros counted:
      low = box3(x)   mid = box3(x) - box5(x)   high = x - box3(x)
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
-   accuracy  a large mean cancels before it is rounded: mid and high are those of differences from what the pixels of a
-             channel have in common (on the CPU, two pixels or more inside the borders), on CUDA those of a patch of 16 x 8.
-   nan, inf  what the three formulas above give, as with avg_pool2d.
+   accuracy  an error of the order of eps times the largest pixel of the window. Where windows end inside the picture (two
+             pixels or more inside its borders, rows of more than 8 pixels) they are summed as differences from their centre,
+             so a large mean cancels before it is rounded.
+   nan, inf  what the three formulas above give, as with avg_pool2d, in windows that hold such pixels and nowhere else.
    backward  linear, so nothing is saved; a box filter with zero borders is its own adjoint:
                grad_x = box3(g_low + g_mid - g_high) - box5(g_mid) + g_high + g_input
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype, a negative size, an output without memory, whose

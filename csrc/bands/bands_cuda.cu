@@ -1,23 +1,20 @@
 /* frequency_bands on CUDA: the walk of common/stencil.cuh, so each element is read once from memory and its neighbours from the
    cache; the next row is under way while one is computed. A row is summed over 3 and 5 columns once, and added to the outputs
    of the five rows that it reaches, which wait in registers: the two passes of a separable filter in one. No atomics: fixed
-   bits. mid and high do not change when every pixel changes by the same amount, so what the corners of a patch have in common
-   is taken off its pixels before they are summed: a large mean then costs no accuracy. */
+   bits. Windows that end inside the picture are summed as differences from their centre, in which what their pixels have in
+   common cancels before anything is rounded: a large mean then costs no accuracy. */
 #include "../common/stencil.cuh"
 #include "bands.h"
 
-#include <math.h>
+#include <float.h>
 
 #define BANDS_THREADS 128
 #define BANDS_ROWS 16 /* rows a thread walks down in a large picture */
-/* A patch begins at multiples of these. They do not depend on how wide the accesses are, so neither do the bits. */
-#define BANDS_PATCH_ROWS BANDS_ROWS
-#define BANDS_PATCH_COLUMNS 8
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
 template <int V, bool LAST>
 struct bands_blocks {
-  static constexpr int forward = LAST && V == 8 ? 3 : 4, backward = !LAST ? 4 : V == 8 ? 2 : 3;
+  static constexpr int forward = V == 8 ? 3 : 4, backward = !LAST ? 4 : V == 8 ? 2 : 3;
 };
 
 struct bands_plan {
@@ -26,38 +23,35 @@ struct bands_plan {
   camox_view4 shared_view; /* the strides that all bands have, where several elements are accessed at once */
 };
 
-/* What a patch's corners, its pixels from low to high, have in common: 0 unless they are near each other. */
-__device__ __forceinline__ float bands_common(float low, float high) {
-  const float common = low > 0.0f ? low : high;
-  return high - low <= 0.5f * fabsf(common) && fabsf(common) < 1e30f ? common : 0.0f;
+/* Whether the windows of a row's pixels end inside the picture, those of its first and last columns excepted, and are summed
+   as differences from their centre; elsewhere, and in pictures so narrow that most windows do not, pixels are summed. */
+__device__ __forceinline__ bool bands_inside(const camox_bands_params &p, int64_t y) {
+  return p.width > 4 * CAMOX_BANDS_REACH && y >= CAMOX_BANDS_REACH && y < p.height - CAMOX_BANDS_REACH;
 }
 
-/* That of the patch that begins each thread's strip; channels_last: of each channel. */
-template <typename T, int V, bool LAST>
-__device__ __forceinline__ void bands_offset(const bands_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y,
-                                             float (&offset)[LAST ? V : 1]) {
-  constexpr int n = LAST ? V : 1;
-  const camox_view4 &view = plan.p.x;
-  const int64_t top = y / BANDS_PATCH_ROWS * BANDS_PATCH_ROWS, left = column / BANDS_PATCH_COLUMNS * BANDS_PATCH_COLUMNS;
-  const int64_t bottom = min(top + BANDS_PATCH_ROWS, plan.walk.height) - 1;
-  const int64_t right = min(left + BANDS_PATCH_COLUMNS, plan.walk.width) - 1;
-  const T *x = static_cast<const T *>(view.data);
-  float low[n], high[n];
+/* A pixel whose mid or high was written as not finite once more by the plain formulas, in which inf - inf is met only where
+   avg_pool2d meets it. */
+template <typename T>
+__device__ __forceinline__ void bands_repair(const camox_bands_params &p, int64_t b, int64_t c, int64_t y, int64_t column) {
+  T *out[3];
 #pragma unroll
-  for (int i = 0; i < n; ++i) low[i] = INFINITY, high[i] = -INFINITY;
-#pragma unroll
-  for (int corner = 0; corner < 4; ++corner) {
-    T raw[n];
-    camox_load<n>(raw, x + camox_offset(view, b, c, corner & 1 ? bottom : top, corner & 2 ? right : left));
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const float pixel = camox_to_float(raw[i]);
-      low[i] = fminf(low[i], pixel);
-      high[i] = fmaxf(high[i], pixel);
-    }
+  for (int band = 0; band < 3; ++band)
+    out[band] = static_cast<T *>(p.bands[band].data) + camox_offset(p.bands[band], b, c, y, column);
+  if (fabsf(camox_to_float(*out[1])) <= FLT_MAX && fabsf(camox_to_float(*out[2])) <= FLT_MAX) return;
+  const T *x = static_cast<const T *>(p.x.data);
+  float sum3 = 0.0f, sum5 = 0.0f;
+#pragma unroll 1
+  for (int i = 0; i < 25; ++i) {
+    const int64_t row = y + i / 5 - 2, at = column + i % 5 - 2;
+    if (row < 0 || row >= p.height || at < 0 || at >= p.width) continue;
+    const float pixel = camox_to_float(x[camox_offset(p.x, b, c, row, at)]);
+    sum5 += pixel;
+    if (row >= y - 1 && row <= y + 1 && at >= column - 1 && at <= column + 1) sum3 += pixel;
   }
-#pragma unroll
-  for (int i = 0; i < n; ++i) offset[i] = bands_common(low[i], high[i]);
+  const float low = sum3 * (1.0f / 9.0f);
+  *out[0] = camox_from_float<T>(low);
+  *out[1] = camox_from_float<T>(low - sum5 * (1.0f / 25.0f));
+  *out[2] = camox_from_float<T>(camox_to_float(x[camox_offset(p.x, b, c, y, column)]) - low);
 }
 
 /* A map's address `rows` above the cursor's row. */
@@ -81,39 +75,44 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
     auto out = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
     camox_window<T, V, LAST, CAMOX_BANDS_REACH> ahead;
     camox_fetch(ahead, reader, p.x, CAMOX_BORDER_ZEROS, -2);
-    float offset[LAST ? V : 1];
-    bands_offset<T, V, LAST>(plan, b, c, column, y, offset);
     const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.walk.rows)));
 
-    float pixel_above[V];            /* of row r-1 */
-    float sum3_above[V], sum3_at[V]; /* over rows r-2 and r-1, and row r-1: of 3 columns */
-    float wait[4][V];                /* -25 mid of rows r-2 to r+1, as far as it is known */
+    float above[V], above2[V];            /* pixels of rows r-1 and r-2 */
+    float sum3_above[V], sum3_waiting[V]; /* row r-1: of 3 columns, alone and with row r-2, the latter for its own output */
+    float wait[4][V];                     /* -25 mid of rows r-2 to r+1, as far as it is known */
+    const float most = sizeof(T) == 2 ? 65504.0f : FLT_MAX;
+    bool overflow = false;
 #pragma unroll
     for (int i = 0; i < V; ++i)
-      pixel_above[i] = sum3_above[i] = sum3_at[i] = wait[0][i] = wait[1][i] = wait[2][i] = wait[3][i] = 0.0f;
+      above[i] = above2[i] = sum3_above[i] = sum3_waiting[i] = wait[0][i] = wait[1][i] = wait[2][i] = wait[3][i] = 0.0f;
 #pragma unroll 2
     for (int r = -2; r < rows + 2; ++r) {
       const camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw = ahead;
       if (r < rows + 1) camox_fetch(ahead, reader, p.x, CAMOX_BORDER_ZEROS, r + 1);
-      camox_window<float, V, LAST, CAMOX_BANDS_REACH> x = camox_widen(raw);
-#pragma unroll
-      for (int i = 0; i < x.size; ++i) x.x[i] -= offset[LAST ? i % V : 0];
+      const camox_window<float, V, LAST, CAMOX_BANDS_REACH> x = camox_widen(raw);
+      const bool inside = bands_inside(p, y + r), inside1 = bands_inside(p, y + r - 1), inside2 = bands_inside(p, y + r - 2);
       float low[V], mid[V], high[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         const int at = x.center + i;
-        const float sum3 = (x.x[at - x.step] + x.x[at]) + x.x[at + x.step];
-        const float sum5 = (x.x[at - 2 * x.step] + x.x[at + 2 * x.step]) + sum3;
-        const float both = fmaf(-25.0f / 9.0f, sum3, sum5), box = sum3_above[i] + sum3;
-        low[i] = fmaf(1.0f / 9.0f, box, offset[LAST ? i : 0]);
-        high[i] = fmaf(-1.0f / 9.0f, box, pixel_above[i]);
-        mid[i] = (wait[0][i] + sum5) * (-1.0f / 25.0f);
+        const float pixel = x.x[at];
+        const float sum3 = (x.x[at - x.step] - pixel) + (x.x[at + x.step] - pixel);
+        const float sum5 = sum3 + ((x.x[at - 2 * x.step] - pixel) + (x.x[at + 2 * x.step] - pixel));
+        const float offset = inside ? pixel : 0.0f, offset1 = inside1 ? above[i] : 0.0f, offset2 = inside2 ? above2[i] : 0.0f;
+        const float box = (sum3_waiting[i] + fmaf(3.0f, pixel - offset1, sum3)) * (1.0f / 9.0f);
+        low[i] = offset1 + box;
+        high[i] = (above[i] - offset1) - box;
+        mid[i] = (wait[0][i] + fmaf(5.0f, pixel - offset2, sum5)) * (-1.0f / 25.0f);
 #ifdef CAMOX_BREAK_BANDS
         mid[i] += 1e-3f;
 #endif
-        pixel_above[i] = x.x[at];
-        sum3_above[i] = sum3_at[i] + sum3, sum3_at[i] = sum3;
-        wait[0][i] = wait[1][i] + both, wait[1][i] = wait[2][i] + both, wait[2][i] = wait[3][i] + both, wait[3][i] = sum5;
+        overflow |= !(fabsf(mid[i]) + fabsf(high[i]) <= most);
+        const float both = fmaf(-25.0f / 9.0f, sum3, sum5), near = (above[i] - offset) + (pixel - offset);
+        sum3_waiting[i] = fmaf(3.0f, near, sum3_above[i] + sum3), sum3_above[i] = sum3;
+        wait[0][i] = wait[1][i] + fmaf(-10.0f / 3.0f, pixel - offset1, both);
+        wait[1][i] = wait[2][i] + fmaf(-10.0f / 3.0f, near, fmaf(5.0f, above2[i] - offset, both));
+        wait[2][i] = wait[3][i] + both, wait[3][i] = sum5;
+        above2[i] = above[i], above[i] = pixel;
       }
       if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data) {
         T copy[V];
@@ -128,6 +127,9 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
       if (r >= 2) camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_MID, 2), mid);
       camox_next_row(p.bands, plan.shared_view, out);
     }
+    if (!overflow) continue;
+    for (int r = 0; r < rows; ++r)
+      for (int i = 0; i < V; ++i) bands_repair<T>(p, b, LAST ? c + i : c, y + r, LAST ? column : column + i);
   }
 }
 

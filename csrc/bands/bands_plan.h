@@ -17,6 +17,8 @@
 #define CAMOX_BANDS_FLAT_PLANES 4096
 #define CAMOX_BANDS_FLAT_SIZE \
   (CAMOX_BANDS_FLAT_ROWS + 16 * CAMOX_BANDS_FLAT_WIDTH + 2 * CAMOX_BANDS_REACH * CAMOX_BANDS_FLAT_WIDTH + 32)
+/* Of a tile's line as it is computed; the backward keeps two dozen on the stack of a thread, which may be small. */
+#define CAMOX_BANDS_LINE_BYTES 8192
 /* Bytes ahead of a walk that are asked for. */
 #define CAMOX_BANDS_AHEAD 2048
 /* Elements of the backward's window, and how far behind the walk that fills it the one that reads it stays, besides the
@@ -58,8 +60,12 @@ static inline camox_bands_cut camox_bands_cut_of(const camox_bands_params *p) {
   }
   if (!cut.flat) {
     cut.tiling = camox_tiling_of(p->channels_last, p->batch, p->channels, p->height, p->width);
-    cut.tiling.flat = 0;
-    cut.units = cut.tiling.units;
+    camox_tiling *t = &cut.tiling;
+    t->flat = 0;
+    int64_t most = CAMOX_BANDS_LINE_BYTES / (p->dtype == CAMOX_F64 ? 8 : 4) / t->tile_channels;
+    t->tile_columns = camox_min_i64(t->width, most);
+    t->column_tiles = camox_ceil_div(t->width, t->tile_columns);
+    t->units = cut.units = p->batch * t->channel_tiles * t->row_tiles * t->column_tiles;
     return cut;
   }
   cut.block /= blocks;
