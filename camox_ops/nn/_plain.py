@@ -74,7 +74,8 @@ def not_pointwise(name: str, convolution: nn.Conv2d) -> str | None:
         return f"{name} is not a 1x1 convolution"
     if convolution.groups != 1:
         return f"{name} has groups={convolution.groups}"
-    return f"{name} has no bias" if convolution.bias is None else None
+    own = convolution._parameters  # quicker to ask than the module
+    return f"{name} has no bias or weight" if own.get("bias") is None or own.get("weight") is None else None
 
 
 def not_alike(names: Sequence[str], branches: Sequence[nn.Module], kinds: Sequence[type]) -> str | None:
@@ -87,12 +88,13 @@ def not_alike(names: Sequence[str], branches: Sequence[nn.Module], kinds: Sequen
         if reason is not None:
             return reason
         convolution, *_ = layers._modules.values()
-        reason = not_pointwise(f"{name}.0", convolution)
+        reason = not_pointwise(name, convolution)
         if reason is not None:
             return reason
+        own = convolution._parameters["weight"].shape
         if shape is None:
-            shape = convolution.weight.shape
-        elif convolution.weight.shape != shape:
+            shape = own
+        elif own != shape:
             return f"{name}.0.weight does not have the shape of {names[0]}.0.weight"
     return None
 

@@ -13,8 +13,10 @@ from ._kept import has_values
 from ._plain import FusedModule
 
 BRANCHES = ("sobel_branch", "laplacian_branch", "gradient_branch", "spatial_branch")
-# sobel_x_base, sobel_y_base and laplacian_base, (1, 1, 3, 3), as tolist() gives them
-KERNELS = [[[[[float(value) for value in row] for row in kernel]]] for kernel in (SOBEL_X, SOBEL_Y, LAPLACIAN)]
+# what sobel_x_base, sobel_y_base and laplacian_base hold
+KERNELS = [
+    torch.tensor(kernel, dtype=torch.float32, device="cpu").view(1, 1, 3, 3) for kernel in (SOBEL_X, SOBEL_Y, LAPLACIAN)
+]
 EPS = 1e-8
 
 
@@ -52,7 +54,7 @@ class EdgeExpert(FusedModule):
         return self.sobel_branch, self.laplacian_branch, self.gradient_branch, self.spatial_branch
 
     def _has_usual_kernels(self) -> bool:
-        if self.sobel_x_base.is_cpu:
+        if self._buffers["sobel_x_base"].is_cpu:
             self._compare_kernels()
         return self._usual_kernels
 
@@ -60,7 +62,8 @@ class EdgeExpert(FusedModule):
         """Sets _usual_kernels by the buffers' values, where they have any."""
         buffers = self.sobel_x_base, self.sobel_y_base, self.laplacian_base
         if has_values(*buffers):
-            usual = [buffer.tolist() for buffer in buffers] == KERNELS
+            pairs = zip(buffers, KERNELS, strict=True)
+            usual = all(torch.equal(buffer.cpu(), kernel.to(buffer.dtype)) for buffer, kernel in pairs)
             if usual != self._usual_kernels:
                 self._usual_kernels = usual
 
