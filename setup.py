@@ -5,7 +5,7 @@ setuptools compiles an extension with one set of flags; here every source gets t
 again only when it or a header that it includes is newer than its object. From the environment:
   CAMOX_BREAK=<op>      kernels that are wrong by 1e-3 (see CONTRIBUTING.md)
   CAMOX_NVCC=<path>     the CUDA compiler; "none" for no CUDA part; default: nvcc on PATH or in CUDA_HOME
-  CAMOX_CUDA_ARCHS      "all" (default), or a list such as sm_80,sm_90
+  CAMOX_CUDA_ARCHS      "all" (default: those of ALL_CUDA_ARCHS that nvcc knows), or a list such as sm_80,sm_90
 """
 
 import os
@@ -50,7 +50,7 @@ if X86:
         "-mprefer-vector-width=512",
     ]
 CUDA_OPS = [op for op in OPS if (CSRC / op / f"{op}_cuda.cu").exists()]
-ALL_CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
+ALL_CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # What CUDA's static runtime calls that moved into libc.so.6 with glibc 2.34: library, version, functions of x86-64.
 OLD_GLIBC = {
     "libdl.so.2": {"GLIBC_2.2.5": "dlclose dlerror dlopen dlsym dlvsym", "GLIBC_2.3.4": "dlmopen"},
@@ -91,9 +91,25 @@ def compression():
     return ["--compress-mode=size"] if known else []
 
 
+def known_archs():
+    """Those that nvcc can compile for: before CUDA 12.8 it knows no sm_100."""
+    if NVCC is None:
+        return ALL_CUDA_ARCHS
+    known = subprocess.run([NVCC, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    return tuple(arch for arch in ALL_CUDA_ARCHS if arch in known)
+
+
+def ptx_archs():
+    """The architecture whose PTX later GPUs compile the kernels from: the newest up to sm_90, because sm_110 cannot use
+    that of sm_120. None of sm_75: the GPU decides which kernels are launched, and newer ones want tensor cores."""
+    numbers = sorted(int(arch[3:]) for arch in CUDA_ARCHS if arch != "sm_75")
+    common = [number for number in numbers if number <= 90] or numbers[:1]
+    return [f"compute_{number}" for number in common[-1:]]
+
+
 def cuda_archs():
     chosen = os.environ.get("CAMOX_CUDA_ARCHS", "all")
-    archs = ALL_CUDA_ARCHS if chosen == "all" else tuple(chosen.split(","))
+    archs = known_archs() if chosen == "all" else tuple(chosen.split(","))
     unknown = [arch for arch in archs if arch not in ALL_CUDA_ARCHS]
     if unknown:
         sys.exit(f"CAMOX_CUDA_ARCHS must be 'all' or some of {', '.join(ALL_CUDA_ARCHS)}, got {chosen!r}")
@@ -110,13 +126,13 @@ CXX_FLAGS = [*COMMON_FLAGS, "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a00000000
 
 NVCC = find_nvcc()
 CUDA_ARCHS = cuda_archs()
-# PTX of the newest architecture lets later GPUs compile the kernels themselves.
+CUDA_PTX = ptx_archs()
 CUDA_CODE = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in CUDA_ARCHS]
-CUDA_CODE.append(f"-gencode=arch=compute_{CUDA_ARCHS[-1][3:]},code=compute_{CUDA_ARCHS[-1][3:]}")
+CUDA_CODE += [f"-gencode=arch={ptx},code={ptx}" for ptx in CUDA_PTX]
 NVCC_FLAGS = [
     *("-O3", "-std=c++17", "-Werror=all-warnings", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", *CUDA_CODE),
     *compression(),
-    f'-DCAMOX_CUDA_ARCHS="{",".join(CUDA_ARCHS)}"',
+    f'-DCAMOX_CUDA_ARCHS="{",".join([*CUDA_ARCHS, *CUDA_PTX])}"',
 ]
 
 

@@ -6,6 +6,10 @@ ratio is taken within a round before its median; the floor is a copy of as many 
 in the same rounds; a compiled candidate that broke its graph, recompiled or compiled nothing is refused, not recorded;
 a backward pass is what autograd's engine runs, without the checks in Python of torch.autograd.grad before it, which a
 training step pays once and not once per op.
+
+Every case is timed twice. Cold: other memory is written before each timed call of each candidate, as between two calls
+of an op in a training step; targets and tables use these times. Warm: the same call again and again on tensors that
+stay in the caches as far as they fit.
 """
 
 import copy
@@ -73,8 +77,8 @@ class Case:
     verify       (numbers by name, inputs) -> None or what is wrong, for ops whose numbers are random
     own_outputs  () -> camox as a function of the inputs that writes into given outputs: ``camox_own_outputs``
     default_allocator  also measured with the allocator's defaults
-    rounds       so many, of one call each and none untimed before it: for steps of seconds, which the checks (and, of
-                 the baseline, the case itself) have called. None: by the effort
+    rounds       so many, of one call each, cold only: for steps of seconds, which overwrite the caches themselves and
+                 which the checks (and, of the baseline, the case itself) have called. None: by the effort
     quick        part of --quick
     """
 
@@ -283,19 +287,24 @@ def reason(error: Exception, limit: int = 200) -> str:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: seconds of one sample at least, seconds of one case about, rounds within bounds, how often
-    a case that other processes disturbed is tried and how many seconds each further attempt waits for quiet at most."""
+    """How long to measure: seconds of one warm sample at least, seconds of one case about with cold and with warm
+    caches, rounds within bounds, how often a case that other processes disturbed is tried and how many seconds each
+    further attempt waits for quiet at most."""
 
     sample_s: float
-    case_s: float
+    cold_s: float
+    warm_s: float
     min_rounds: int
     max_rounds: int
     attempts: int
     patience_s: float
 
+    def rounds(self, budget_s: float, round_s: float) -> int:
+        return max(self.min_rounds, min(self.max_rounds, int(budget_s / round_s)))
 
-FULL = Effort(sample_s=0.004, case_s=2.0, min_rounds=9, max_rounds=41, attempts=3, patience_s=45.0)
-QUICK = Effort(sample_s=0.002, case_s=0.3, min_rounds=5, max_rounds=11, attempts=2, patience_s=3.0)
+
+FULL = Effort(sample_s=0.004, cold_s=2.5, warm_s=1.0, min_rounds=9, max_rounds=41, attempts=3, patience_s=45.0)
+QUICK = Effort(sample_s=0.002, cold_s=0.5, warm_s=0.3, min_rounds=5, max_rounds=11, attempts=2, patience_s=3.0)
 
 
 def seconds_of(step: Callable, reps: int) -> float:
@@ -313,23 +322,11 @@ def repetitions(step: Callable, sample_s: float) -> int:
     return reps
 
 
-def interleave(
-    steps: dict[str, Callable], effort: Effort, rounds: int | None = None
-) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds per call of every step, one sample per round; and the calls in one sample.
+def interleave(steps: dict[str, Callable], reps: dict[str, int], rounds: int, before: Callable) -> dict:
+    """Seconds per call of every step, one sample of ``reps`` calls per round, ``before(step)`` called ahead of each.
 
-    The steps take turns (A B C, B C A, ...: nobody has a fixed neighbour), each after one untimed call of its own. With
-    `rounds` given, steps are long and were called before.
+    The steps take turns (A B C, B C A, ...), so that no step always follows the same one.
     """
-    reps, warm = {}, rounds is None
-    for name, step in steps.items():
-        reps[name] = 1
-        if warm:
-            seconds_of(step, 3)
-            reps[name] = repetitions(step, effort.sample_s)
-    if warm:
-        round_s = sum(seconds_of(step, reps[name] + 1) for name, step in steps.items())
-        rounds = max(effort.min_rounds, min(effort.max_rounds, int(effort.case_s / round_s)))
     order = list(steps)
     samples = {name: [] for name in order}
     enabled = gc.isenabled()
@@ -338,13 +335,52 @@ def interleave(
         for turn in range(rounds):
             at = turn % len(order)
             for name in order[at:] + order[:at]:
-                if warm:
-                    steps[name]()
+                before(steps[name])
                 samples[name].append(seconds_of(steps[name], reps[name]) / reps[name])
     finally:
         if enabled:
             gc.enable()
-    return samples, reps
+    return samples
+
+
+def time_cold(steps: dict, effort: Effort, evict: Callable, rounds: int | None) -> tuple[dict, dict]:
+    """(samples, calls per sample) of single calls, other memory written before each. With ``rounds`` given, steps are
+    long and were called before."""
+    reps = dict.fromkeys(steps, 1)
+    if rounds is None:
+        for step in steps.values():
+            seconds_of(step, 3)
+        start = time.monotonic()
+        for step in steps.values():
+            evict()
+            step()
+        rounds = effort.rounds(effort.cold_s, time.monotonic() - start)
+    return interleave(steps, reps, rounds, before=lambda step: evict()), reps
+
+
+def time_warm(steps: dict, effort: Effort) -> tuple[dict, dict]:
+    """(samples, calls per sample) of calls in a row, after one untimed call of the same step."""
+    reps = {}
+    for name, step in steps.items():
+        seconds_of(step, 3)
+        reps[name] = repetitions(step, effort.sample_s)
+    round_s = sum(seconds_of(step, reps[name] + 1) for name, step in steps.items())
+    rounds = effort.rounds(effort.warm_s, round_s)
+    return interleave(steps, reps, rounds, before=lambda step: step()), reps
+
+
+def undisturbed(measure: Callable, effort: Effort, force: bool) -> tuple[dict, dict, float]:
+    """What ``measure`` gives and the cores that other processes used meanwhile; Disturbed when those are too many in
+    every attempt."""
+    for attempt in range(effort.attempts):
+        if attempt:
+            machine.wait_for_quiet(effort.patience_s)
+        others = machine.OtherCpu()
+        samples, reps = measure()
+        other_cpu = others.cores()
+        if other_cpu <= record.OTHER_CPU_LIMIT or force:
+            return samples, reps, other_cpu
+    raise Disturbed(f"other processes used {other_cpu:.2f} cores in each of {effort.attempts} attempts")
 
 
 def floor_step(case: Case) -> tuple[Callable, float]:
@@ -410,7 +446,8 @@ def memory_of(bound: Bound) -> dict:
     """What a training step saves and holds.
 
     ``held_after_forward`` counts outputs and all that the graph keeps alive, also what a Function hides from the
-    saved-tensor hooks; ``peak`` is the most of the whole step, gradients included.
+    saved-tensor hooks; ``peak`` is the most of the whole step, gradients included; ``returned`` is the outputs and the
+    gradients alone.
     """
     watched = (lambda: bound.function(*bound.inputs)) if bound.backward else bound.step
     try:
@@ -421,7 +458,8 @@ def memory_of(bound: Bound) -> dict:
         peak, held = allocated_by(watched)
     if bound.backward:
         peak, _ = allocated_by(bound.step)
-    return {**saved, "held_after_forward": max(0, held), "peak": peak}
+    returned = sum(t.nbytes for t in bound.numbers().values()) if bound.backward else 0
+    return {**saved, "held_after_forward": max(0, held), "peak": peak, "returned": returned}
 
 
 def withdraw(name: str, why: str, bounds: dict, entry: dict) -> None:
@@ -490,8 +528,10 @@ def bind_all(case: Case, entry: dict, with_compile: bool) -> dict[str, Bound]:
     return bounds
 
 
-def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True, force=False) -> tuple[dict, dict]:
-    """(entry without measurements, measurement) of a case; Refusal when there is nothing honest to record."""
+def run_case(
+    case: Case, effort: Effort, evict: Callable, *, with_compile=True, with_memory=True, with_warm=True, force=False
+) -> tuple[dict, dict]:
+    """(entry without measurements, {"cold": ..., "warm": ... or None}); Refusal when there is nothing to record."""
     entry = {
         "key": case.key,
         "group": case.group,
@@ -515,24 +555,20 @@ def run_case(case: Case, effort: Effort, *, with_compile=True, with_memory=True,
             steps["floor"]()
         graphs = graphs_compiled()
         gc.collect()
-        for attempt in range(effort.attempts):
-            if attempt:
-                machine.wait_for_quiet(effort.patience_s)
-            others = machine.OtherCpu()
-            samples, reps = interleave(steps, effort, case.rounds)
-            other_cpu = others.cores()
-            if other_cpu <= record.OTHER_CPU_LIMIT or force:
-                break
-        else:
-            raise Disturbed(f"other processes used {other_cpu:.2f} cores in each of {effort.attempts} attempts")
+        ways = {"cold": lambda: time_cold(steps, effort, evict, case.rounds)}
+        if with_warm and case.rounds is None:
+            ways["warm"] = lambda: time_warm(steps, effort)
+        timed = {caches: undisturbed(measure, effort, force) for caches, measure in ways.items()}
         compiled = [name for name in bounds if name.startswith("compile")]
         if compiled and (fault := compile_fault(graphs)):
             for name in compiled:
                 withdraw(name, fault, bounds, entry)
-                del samples[name]
-        if "floor" in samples:
-            samples["floor"] = [t * scale for t in samples["floor"]]
+                for samples, _, _ in timed.values():
+                    del samples[name]
+        for samples, _, _ in timed.values():
+            if "floor" in samples:
+                samples["floor"] = [t * scale for t in samples["floor"]]
         if with_memory and case.direction != "forward":
             own = f"{SUBJECT}_"
             entry["memory"] = {name: memory_of(bound) for name, bound in bounds.items() if not name.startswith(own)}
-    return entry, summarise(samples, reps, other_cpu)
+    return entry, {"warm": None, **{caches: summarise(*found) for caches, found in timed.items()}}

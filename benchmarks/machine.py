@@ -18,6 +18,8 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TOP_PAD_": str(64 << 20),
     "THP_MEM_ALLOC_ENABLE": "1",
 }
+UNKNOWN_CACHE = 32 << 20
+EVICTION_LIMIT = 512 << 20
 
 
 def busy_seconds() -> float | None:
@@ -52,6 +54,34 @@ def wait_for_quiet(seconds: float) -> None:
         time.sleep(1.0)
         if others.cores() <= OTHER_CPU_LIMIT:
             return
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of the first CPU; UNKNOWN_CACHE where the system does not say."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        digits, unit = re.fullmatch(r"(\d+)([KMG]?)\s*", path.read_text()).groups()
+        sizes.append(int(digits) << {"": 0, "K": 10, "M": 20, "G": 30}[unit])
+    return max(sizes, default=UNKNOWN_CACHE)
+
+
+class Eviction:
+    """Makes the caches cold: calling it writes memory of three times the last-level cache.
+
+    A virtual machine is told the size of a cache that it shares with others: more than EVICTION_LIMIT is not written.
+    With a cache of 480 MiB, the bandwidth of a copy falls until 256 MiB are written before it, and not after that.
+    """
+
+    def __init__(self):
+        self.cache = last_level_cache()
+        self.written = min(3 * self.cache, EVICTION_LIMIT)
+        self._memory = torch.zeros(self.written, dtype=torch.uint8)
+
+    def __call__(self):
+        self._memory.fill_(1)
+
+    def facts(self) -> dict:
+        return {"last_level": self.cache, "written_between_calls": self.written}
 
 
 def cpu_model() -> str:

@@ -9,7 +9,7 @@ import os
 import statistics
 from pathlib import Path
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 OTHER_CPU_LIMIT = 0.25  # cores that other processes may use before a measurement does not count
 WRONG = "wrong result"  # how the reason of a candidate begins whose numbers are off
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -35,7 +35,14 @@ MEASUREMENT = {
     "speed": MapOf(SPREAD),
     "other_cpu": float,
 }
-MEMORY = {"saved": Maybe(int), "saved_inputs": Maybe(int), "held_after_forward": int, "peak": int}
+CACHES = {"cold": MEASUREMENT, "warm": Maybe(MEASUREMENT)}  # steps of seconds are not measured warm
+MEMORY = {
+    "saved": Maybe(int),
+    "saved_inputs": Maybe(int),
+    "held_after_forward": int,
+    "peak": int,
+    "returned": int,
+}
 ENTRY = {
     "key": str,
     "group": str,
@@ -45,8 +52,8 @@ ENTRY = {
     "shape": [int],
     "floor": Maybe(MapOf(int)),
     "check": MapOf(float),
-    "kept": Maybe(MEASUREMENT),
-    "default": Maybe(MEASUREMENT),
+    "kept": Maybe(CACHES),
+    "default": Maybe(CACHES),
     "memory": MapOf(MEMORY),
     "refused": MapOf(str),
 }
@@ -66,6 +73,7 @@ RECORD = {
     "forced": [str],
     "load": {"before": [float], "after": [float], "other_cpu_before": float},
     "allocator": MapOf({"set_by": str, "reuse_page_faults": int}),
+    "caches": {"last_level": int, "written_between_calls": int},
     "entries": [ENTRY],
     "refused": [{"key": str, "reason": str}],
 }
@@ -148,31 +156,43 @@ def disturbed(measured: dict) -> bool:
     return measured["other_cpu"] > OTHER_CPU_LIMIT
 
 
-METRICS = ("speed", "times_floor", "saved_ratio", "peak_ratio", "saved_share_of_inputs")
+METRICS = ("speed", "times_floor", "saved_ratio", "peak_ratio", "peak_over_needed", "saved_share_of_inputs")
 
 
-def metric(entry: dict, name: str, over: str = "eager", allocator: str = "kept") -> float | None:
+WAYS = (("kept", "cold"), ("kept", "warm"), ("default", "cold"))
+
+
+def measurement(entry: dict, allocator: str = "kept", caches: str = "cold") -> dict | None:
+    """The times of an entry with one allocator and cold or warm caches, or None where they were not measured."""
+    return entry[allocator] and entry[allocator][caches]
+
+
+def metric(entry: dict, name: str, over: str = "eager", allocator: str = "kept", caches: str = "cold") -> float | None:
     """One number of an entry, or None where it was not measured, or timed while other processes used the machine.
 
     ``speed``: time of ``over`` / time of camox. ``times_floor``: time of camox / time of the floor. ``saved_ratio``,
-    ``peak_ratio``: bytes of camox / bytes of ``over``, beyond the inputs. ``saved_share_of_inputs``: bytes that camox
-    saves beyond its inputs / bytes of those inputs that it keeps alive.
+    ``peak_ratio``: bytes of camox / bytes of ``over``, beyond the inputs. ``peak_over_needed``: bytes of camox's peak /
+    bytes that must exist at once: what the step returns (outputs and gradients) and what the op saves for backward.
+    ``saved_share_of_inputs``: bytes that camox saves beyond its inputs / bytes of those inputs that it keeps alive.
     """
     if name not in METRICS:
         raise ValueError(f"metric: expected one of {METRICS}, got {name!r}")
     if name in ("speed", "times_floor"):
-        measured = entry[allocator]
+        measured = measurement(entry, allocator, caches)
         other = "floor" if name == "times_floor" else over
         if measured is None or disturbed(measured) or other not in measured["speed"]:
             return None
         speed = measured["speed"][other]["median"]
         return 1 / speed if name == "times_floor" else speed
     ours, theirs = entry["memory"].get("camox"), entry["memory"].get(over)
-    if ours is None:
+    if ours is None or (name != "peak_ratio" and ours["saved"] is None):
         return None
     if name == "saved_share_of_inputs":
-        return ours["saved"] / ours["saved_inputs"] if ours["saved"] is not None and ours["saved_inputs"] else None
+        return ours["saved"] / ours["saved_inputs"] if ours["saved_inputs"] else None
+    if name == "peak_over_needed":
+        needed = ours["returned"] + ours["saved"]
+        return ours["peak"] / needed if needed else None
     field = "saved" if name == "saved_ratio" else "peak"
-    if theirs is None or ours[field] is None or not theirs[field]:
+    if theirs is None or not theirs[field]:
         return None
     return ours[field] / theirs[field]

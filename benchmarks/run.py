@@ -1,7 +1,7 @@
 """Runs the benchmark of an op: ``python benchmarks/run.py --op edge [--quick]``.
 
-Measures every case of ``benchmarks/bench_<op>.py`` in a child process whose allocator keeps freed memory, and the
-chosen ones again in a child with the allocator's defaults; prints a table and writes
+Measures every case of ``benchmarks/bench_<op>.py``, with cold and with warm caches, in a child process whose allocator
+keeps freed memory, and the chosen ones again, cold, in a child with the allocator's defaults; prints a table and writes
 ``benchmarks/results/<machine>-<op>.json``.
 A run that is not the whole benchmark (--quick, --dtype, --case) writes only where --json says.
 """
@@ -59,7 +59,9 @@ def child(options) -> int:
         print(f"the allocator does not keep freed memory: {faults} page faults in 40 MiB just freed", file=sys.stderr)
         return NOT_MEASURED
     effort = common.QUICK if options.quick else common.FULL
+    evict = machine.Eviction()
     found = {"allocator": {"set_by": set_by, "reuse_page_faults": faults}, "entries": [], "refused": []}
+    found["caches"] = evict.facts()
     found["version"], found["isa"] = machine.package_facts()
     disturbed = 0
     for case in chosen_cases(options):
@@ -67,8 +69,15 @@ def child(options) -> int:
             continue
         start = time.monotonic()
         try:
+            # The allocator's defaults are one column, cold and beside eager alone.
             entry, measured = common.run_case(
-                case, effort, with_compile=options.compile, with_memory=kept, force=options.force
+                case,
+                effort,
+                evict,
+                with_compile=options.compile and kept,
+                with_memory=kept,
+                with_warm=kept,
+                force=options.force,
             )
             disturbed = 0
             found["entries"].append({**entry, "kept": None, "default": None, options.child: measured})
@@ -88,8 +97,8 @@ def child(options) -> int:
 
 
 def row(entry: dict, allocator: str, seconds: float) -> str:
-    """One line of the table that a run prints: times in microseconds, then how many times slower than camox."""
-    measured = entry[allocator]
+    """One line of the table that a run prints: cold times in microseconds, then how many times slower than camox."""
+    measured = entry[allocator]["cold"]
     ours = measured["time_us"][common.SUBJECT]
     iqr = 100 * (ours["q3"] - ours["q1"]) / ours["median"]
     ratios = "  ".join(f"{name} {spread['median']:.2f}x" for name, spread in measured["speed"].items())
@@ -131,9 +140,9 @@ def measure(op: str, options, arguments: list[str]) -> dict:
     if busy > record.OTHER_CPU_LIMIT:
         reasons.append(f"other processes use {busy:.2f} cores (limit {record.OTHER_CPU_LIMIT})")
     if options.threads > host["cores"]:
-        reasons.append(f"{options.threads} threads on {machine['cores']} cores")
+        reasons.append(f"{options.threads} threads on {host['cores']} cores")
     if host["governor"] not in ("performance", "schedutil", "ondemand", "unknown"):
-        reasons.append(f"CPU governor {machine['governor']!r}")
+        reasons.append(f"CPU governor {host['governor']!r}")
     for reason in reasons:
         print(f"{'forced' if options.force else 'refused'}: {reason}", file=sys.stderr)
     if reasons and not options.force:
@@ -147,7 +156,8 @@ def measure(op: str, options, arguments: list[str]) -> dict:
         print(f"{op}: allocator's defaults", flush=True)
         default = run_child("default", arguments)
     entries, refused = merge(kept, default)
-    measured = [entry[name] for entry in entries for name in ("kept", "default") if entry[name]]
+    found = [record.measurement(entry, name, caches) for entry in entries for name, caches in record.WAYS]
+    measured = list(filter(None, found))
     disturbed = sum(record.disturbed(found) for found in measured)
     if disturbed:
         reasons.append(f"other processes disturbed {disturbed} of {len(measured)} measurements")
@@ -168,6 +178,7 @@ def measure(op: str, options, arguments: list[str]) -> dict:
         "forced": reasons,
         "load": {"before": before, "after": list(os.getloadavg()), "other_cpu_before": round(busy, 3)},
         "allocator": {"kept": kept["allocator"], **({"default": default["allocator"]} if default else {})},
+        "caches": kept["caches"],
         "entries": entries,
         "refused": refused,
     }

@@ -1,11 +1,12 @@
-"""``make targets``: every number that an issue names, the number measured, and pass or the shortfall.
+"""``make targets``: every target, the number measured, and pass or the shortfall.
 
 Targets are data, ``benchmarks/targets.json``; measurements come from the records under ``benchmarks/results``, or from
 a new run with --run. A target:
 
-    name, issue   what it says and the issue that asks for it
+    name          what it says
     op            the benchmark whose record has the measurement
-    metric        speed | times_floor | saved_ratio | peak_ratio | saved_share_of_inputs (see benchmarks/record.py)
+    metric        speed | times_floor | saved_ratio | peak_ratio | peak_over_needed | saved_share_of_inputs (see
+                  benchmarks/record.py); times are those with cold caches
     over          the candidate that camox is compared with; default "eager"
     where         group, direction, dtype, layout and the name of a list of shapes; one entry is needed for each shape
     at_least or at_most   the bound on the geometric mean over the shapes
@@ -29,7 +30,7 @@ sys.path.append(str(ROOT))
 from benchmarks import record  # noqa: E402
 
 TARGETS = Path(__file__).with_name("targets.json")
-NEEDED = {"name", "issue", "op", "metric", "where"}
+NEEDED = {"name", "op", "metric", "where"}
 ALLOWED = NEEDED | {"over", "at_least", "at_most", "noise"}
 
 
@@ -101,8 +102,9 @@ def evaluate(target: dict, shapes: dict, found: dict | None, machine: str) -> Ou
 def why_missing(found: dict, target: dict, entries: list, shape: list) -> str:
     """What the record says about a number that it does not have."""
     size = "x".join(map(str, shape))
-    if entries and entries[0]["kept"] and record.disturbed(entries[0]["kept"]):
-        return f"{size}: other processes used {entries[0]['kept']['other_cpu']:.2f} cores"
+    measured = record.measurement(entries[0]) if entries else None
+    if measured and record.disturbed(measured):
+        return f"{size}: other processes used {measured['other_cpu']:.2f} cores"
     if entries:
         over = target.get("over", "eager")
         return f"{size}: {entries[0]['refused'].get(over, f'no {over} in the record')}"
@@ -120,15 +122,15 @@ def evaluate_all(targets: list[dict], shapes: dict, records: list[dict]) -> list
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """The outcomes as text, grouped by machine and issue."""
+    """The outcomes as text, grouped by machine and op."""
     lines = []
     width = max((len(o.target["name"]) for o in outcomes), default=0)
     heading = None
     for outcome in outcomes:
         target = outcome.target
-        if heading != (outcome.machine, target["issue"]):
-            heading = (outcome.machine, target["issue"])
-            lines += ["", f"{outcome.machine}: {target['issue']}"]
+        if heading != (outcome.machine, target["op"]):
+            heading = (outcome.machine, target["op"])
+            lines += ["", f"{outcome.machine}: {target['op']}"]
         bound = f">= {target['at_least']:g}" if "at_least" in target else f"<= {target['at_most']:g}"
         bound += f" -{100 * target['noise']:g}%" if "at_least" in target and "noise" in target else ""
         bound += f" +{100 * target['noise']:g}%" if "at_most" in target and "noise" in target else ""
@@ -151,7 +153,7 @@ def provenance(records: list[dict]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Every number that an issue names: pass or the shortfall.")
+    parser = argparse.ArgumentParser(description="Every target, the number measured: pass or the shortfall.")
     parser.add_argument("--op", help="only targets of this op")
     parser.add_argument("--run", action="store_true", help="measure again before")
     parser.add_argument("--strict", action="store_true", help="exit status 1 unless every target passes")

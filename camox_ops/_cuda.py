@@ -45,18 +45,34 @@ def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
+def _driver(version: int) -> str:
+    return f"the driver supports CUDA {_dotted(version)}" if version else "no driver was found"
+
+
 def why_not(built: int, driver: int, archs: list[str], capability: tuple[int, int]) -> str:
-    """Why a part built with CUDA `built` for `archs` cannot run on this driver and GPU, or an empty string."""
+    """Why a part built with CUDA `built` for `archs` cannot run on this driver and GPU, or an empty string.
+
+    archs: "sm_XY" for machine code, "compute_XY" for PTX."""
     if driver // 1000 < built // 1000:
-        has = f"the driver supports CUDA {_dotted(driver)}" if driver else "no driver was found"
         needs = " (driver 580 or newer)" if built // 1000 == 13 else ""
-        return f"the CUDA part was built with CUDA {_dotted(built)}, which needs a driver for it{needs}, but {has}"
-    major, minor = capability
-    numbers = [(int(arch[3:-1]), int(arch[-1])) for arch in archs]
-    # Machine code runs on later minor versions of its major; PTX of the last architecture on anything newer.
-    if any(major == m and minor >= n for m, n in numbers) or capability >= numbers[-1]:
+        return (
+            f"the CUDA part was built with CUDA {_dotted(built)}, which needs a driver for it{needs}, "
+            f"but {_driver(driver)}"
+        )
+    numbers = [(kind, (int(number[:-1]), int(number[-1]))) for kind, number in (arch.split("_") for arch in archs)]
+    gpu = f"the GPU is sm_{capability[0]}{capability[1]}"
+    # Machine code runs on later minor versions of its major.
+    if any(kind == "sm" and n[0] == capability[0] and n <= capability for kind, n in numbers):
         return ""
-    return f"the GPU is sm_{major}{minor}, and the CUDA part has code for {', '.join(archs)}"
+    # PTX on anything newer, where the driver knows this version of PTX: it comes with the toolkit's minor version.
+    if any(kind == "compute" and n <= capability for kind, n in numbers):
+        if driver // 10 >= built // 10:
+            return ""
+        return (
+            f"{gpu}, for which the CUDA part has no machine code, and its PTX needs a driver for CUDA {_dotted(built)} "
+            f"or newer, but {_driver(driver)}"
+        )
+    return f"{gpu}, and the CUDA part has code for {', '.join(archs)}"
 
 
 @functools.cache
@@ -83,23 +99,27 @@ def check_errors(device: torch.device | int | str | None = None) -> None:
     """Raises where kernels on a CUDA device found values that they had to refuse since the last check.
 
     The CPU kernels check values, such as positions, before they write. A CUDA kernel whose answer would need the host
-    to wait writes NaN instead and leaves a note on the device; here is where it is read, and cleared. Waits for the
-    device once; does nothing where CUDA was never used.
+    to wait writes NaN instead and leaves a note on the device; here is where it is read, and cleared. Waits once for
+    each device on which this process ran such kernels, and touches no other.
 
     Args:
         device: a CUDA device; None: all of them.
 
     Raises:
-        ValueError: naming the devices, the ops and the arguments; or for a device that is not a CUDA device."""
+        ValueError: naming the devices, the ops and the arguments; or for a device that is not a CUDA device, or of
+            which there is none by that number."""
     if device is not None and not isinstance(device, int) and torch.device(device).type != "cuda":
         raise ValueError(f"check_errors: device must be a CUDA device, got {device}")
     if part.library is None or not torch.cuda.is_initialized():
         return
+    count = torch.cuda.device_count()
     if device is None:
-        indices = range(torch.cuda.device_count())
+        indices = range(count)
     else:
         index = device if isinstance(device, int) else torch.device(device).index
         indices = [torch.cuda.current_device() if index is None else index]
+        if not 0 <= indices[0] < count:
+            raise ValueError(f"check_errors: device must be one of {count} CUDA devices, got {device}")
     found = []
     for index in indices:
         bits = ctypes.c_uint32()
@@ -117,4 +137,4 @@ def status() -> str:
     if part.library is None:
         return part.missing
     built, driver = part.versions()
-    return f"built with CUDA {_dotted(built)} for {', '.join(part.archs())}; driver supports CUDA {_dotted(driver)}"
+    return f"built with CUDA {_dotted(built)} for {', '.join(part.archs())}; {_driver(driver)}"

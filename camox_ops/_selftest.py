@@ -14,7 +14,7 @@ from . import _cuda, reference
 from .ops.bands import frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.edge import edge_maps
-from .ops.linear_attention import linear_attention, linear_attention_packed
+from .ops.linear_attention import MOST_DIM, linear_attention, linear_attention_packed
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
@@ -24,18 +24,31 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("contiguous", "channels_last", "strided")
 CHECK_SHAPE = (2, 5, 33, 37)
 BENCH_SHAPE = (4, 80, 72, 72)
+MOST_TOKENS = 1024
+FLOAT32_SLACK = 2**-21  # of sums in another order: 4 eps
 
 
 class Op(NamedTuple):
     """name, the op and its reference as functions of the same tensors, and inputs(shape, dtype) -> those tensors, of
     which (B, C, H, W) ones are tried in every layout; plain: what `bench` times beside it where that is not the
-    reference."""
+    reference.
+
+    heads: the inputs are (B, H, T, D), which models also store with the positions adjacent.
+    offset: also tried with inputs of mean 1e4, which for an attention leave nothing but rounding.
+    least_side: height and width below which the op has no answer, such as a border without a pixel to reflect.
+    half_slack: how far, as a share of the largest element, half precision may be from one rounding of our own float32
+    result on CUDA: more where exp is ex2.approx there (linear_attention); None where tensor cores round the factors of
+    products to half precision, which leaves nothing to compare (bdh_attention)."""
 
     name: str
     ours: Callable
     reference: Callable
     inputs: Callable
     plain: Callable | None = None
+    heads: bool = False
+    offset: bool = True
+    least_side: int = 1
+    half_slack: float | None = FLOAT32_SLACK
 
 
 class Result(NamedTuple):
@@ -92,7 +105,8 @@ def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
 
 
 def heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q, k and v as (B, H, T, D)."""
+    """q, k and v as (B, H, T, D), D as large as linear_attention takes it at most."""
+    shape = (*shape[:3], min(shape[3], MOST_DIM))
     return tuple(torch.randn((3, *shape), generator=torch.Generator().manual_seed(0)).to(dtype))
 
 
@@ -103,8 +117,10 @@ def packed_heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tens
 
 def attention_with_padding(q, k, v, function) -> torch.Tensor:
     """(S, T, H, D) with dropout; every third key of every second sequence is padding."""
-    padding = torch.arange(q.shape[0])[:, None] % 2 * (torch.arange(q.shape[1]) % 3) == 1
-    return function(q, k, v, padding.to(q.device), seed_on(q.device), False, 0.5, 0.25)
+    # Made on q's device: a CUDA graph cannot capture a copy from the host.
+    sequences, tokens = (torch.arange(size, device=q.device) for size in q.shape[:2])
+    padding = sequences[:, None] % 2 * (tokens % 3) == 1
+    return function(q, k, v, padding, seed_on(q.device), False, 0.5, 0.25)
 
 
 def attention_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -155,8 +171,10 @@ def plain_mixture(x, logits) -> tuple[torch.Tensor, ...]:
 
 
 def queries_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q as (B, H, T, N) with N even and scores of the size of 1, v of its width shared by the heads, cos and sin."""
-    shape = (*shape[:3], max(2, shape[3] // 2 * 2))
+    """q as (B, H, T, N) with N even and scores of the size of 1, v of its width shared by the heads, cos and sin.
+
+    T is limited: the reference holds T x T scores of every head."""
+    shape = (*shape[:2], min(shape[2], MOST_TOKENS), max(2, shape[3] // 2 * 2))
     q, v = pictures(shape, dtype)
     angles = torch.linspace(-3, 3, shape[2] * (shape[3] // 2)).view(shape[2], -1)
     q = (q * shape[3] ** -0.25).to(dtype)
@@ -180,19 +198,34 @@ OPS = (
         lambda x: edge_maps(x, border="reflect"),
         lambda x: reference.edge_maps(x, border="reflect"),
         picture,
+        least_side=2,
     ),
-    Op("bdh_attention", bdh_attention, reference.bdh_attention, queries_and_tables),
+    Op(
+        "bdh_attention",
+        bdh_attention,
+        reference.bdh_attention,
+        queries_and_tables,
+        heads=True,
+        offset=False,
+        half_slack=None,
+    ),
     Op(
         "bdh_attention causal",
         lambda *tensors: causal_and_step(*tensors, bdh_attention, bdh_attention_step),
         lambda *tensors: causal_and_step(*tensors, reference.bdh_attention, reference.bdh_attention_step),
         queries_and_tables,
+        heads=True,
+        offset=False,
+        half_slack=None,
     ),
     Op(
         "bdh_attention causal softmax",
         lambda *tensors: bdh_attention(*tensors, causal=True, softmax=True),
         lambda *tensors: reference.bdh_attention(*tensors, causal=True, softmax=True),
         queries_and_tables,
+        heads=True,
+        offset=False,
+        half_slack=None,
     ),
     Op(
         "bias_gelu",
@@ -228,18 +261,25 @@ OPS = (
         lambda q, k, v: linear_attention(q, k, v, eps=1e-2),
         lambda q, k, v: reference.linear_attention(q, k, v, eps=1e-2)[0],
         heads,
+        heads=True,
+        offset=False,
+        half_slack=2**-19,
     ),
     Op(
         "linear_attention packed",
         lambda qkv: linear_attention_packed(qkv, eps=1e-2),
         lambda qkv: reference.linear_attention(*qkv.unbind(1), eps=1e-2)[0],
         packed_heads,
+        heads=True,
+        offset=False,
+        half_slack=2**-19,
     ),
     Op(
         "rope",
         lambda x, cos, sin: rope(x, cos, sin, rotary_dim=2 * cos.shape[1]),
         lambda x, cos, sin: reference.rope(x, cos, sin, rotary_dim=2 * cos.shape[1]),
         heads_and_tables,
+        heads=True,
     ),
     Op(
         "short_attention",
@@ -247,6 +287,7 @@ OPS = (
         lambda q, k, v: attention_with_padding(q, k, v, reference.short_attention),
         attention_inputs,
         stock_attention,
+        offset=False,
     ),
     Op(
         "sparse_gate",
@@ -265,7 +306,10 @@ def devices() -> list[str]:
 
 
 def arranged(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in another layout; "strided" is every second column of a larger tensor."""
+    """The same values in another layout; "strided" is every second column of a larger tensor, "positions" has the
+    last but one dimension adjacent, as heads of a picture have it."""
+    if layout == "positions" and tensor.dim() >= 4:
+        return tensor.detach().mT.clone(memory_format=torch.contiguous_format).mT
     if tensor.dim() != 4 or layout == "contiguous":
         return tensor.detach().clone()
     if layout == "channels_last":

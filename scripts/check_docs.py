@@ -1,4 +1,4 @@
-"""What the documentation says, works: every ```python block runs, every `make` target and every link exists.
+"""What the documentation says, works: every ```python block runs, every `make` target, link and anchor exists.
 
     python scripts/check_docs.py [file.md ...]
 
@@ -13,9 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+FENCED = re.MULTILINE | re.DOTALL
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", FENCED)
 MAKE = re.compile(r"\bmake ([a-z]+)\b")
-LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|(?:src|srcset|href)=\"([^\"\s]+)\"")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+DOCUMENTS = ("*.md", "docs/*.md", "csrc/README.md", "csrc/*/README.md", "examples/*/README.md")
 
 
 def program(text: str) -> str:
@@ -28,14 +31,32 @@ def program(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def anchors(path: Path) -> set[str]:
+    """What a link may name in a page: its headings, as GitHub spells them."""
+    headings = HEADING.findall(re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=FENCED))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    found = []
+    for link in (markdown or html for markdown, html in LINK.findall(text)):
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        if "://" in link:
+            continue
+        if not target.exists():
+            found.append(f"link to {file}, which does not exist")
+        elif anchor and anchor not in anchors(target):
+            found.append(f"link to {link}: no such heading")
+    return found
+
+
 def faults_of(path: Path, targets: set[str]) -> list[str]:
     text = path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT)
     made = {target for code in CODE.findall(text) for target in MAKE.findall(code)}
     found = [f"{name}: there is no `make {target}`" for target in sorted(made - targets)]
-    for link in LINK.findall(text):
-        if "://" not in link and not (path.parent / link).exists():
-            found.append(f"{name}: link to {link}, which does not exist")
+    found += [f"{name}: {fault}" for fault in broken_links(path, text)]
     code = program(text)
     if code.strip():
         with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +70,9 @@ def faults_of(path: Path, targets: set[str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    documents = [Path(name).resolve() for name in arguments] or [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    documents = [Path(name).resolve() for name in arguments] or [
+        path for pattern in DOCUMENTS for path in ROOT.glob(pattern)
+    ]
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     found = [fault for path in sorted(documents) for fault in faults_of(path, targets)]
     for fault in found:

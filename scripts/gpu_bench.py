@@ -1,4 +1,4 @@
-"""Benchmarks of scripts/gpu_check.py: device events, L2 flushed before every call, graph replay beside it.
+"""Benchmarks of scripts/gpu_check.py: device events, the L2 cold before every call; beside it warm, and graph replay.
 
 The cases are those of benchmarks/bench_<op>.py that take any shape (functions named make_case*, those with shapes of
 their own marked by benchmarks.common.on_gpu); an op needs no entry here. As there, nothing is timed before its numbers
@@ -10,13 +10,15 @@ import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from benchmarks import common, record
-from scripts.gpu_record import GROUPS
+from scripts.gpu_device import why_no_compiler
+from scripts.gpu_record import EMPTY, GROUPS, LATER
 
 BENCHMARKS = Path(common.__file__).parent
 COMPILE_LIMIT_S = 90
@@ -72,22 +74,75 @@ def case_makers(device) -> dict[str, Callable]:
     return found
 
 
-def choices(plan: Plan, makers: dict[str, Callable]) -> list[tuple]:
-    """(size, shape, dtype, layout, make_case), what the targets name first."""
-    every = []
-    for make_case in makers.values():
+@dataclass(frozen=True)
+class Choice:
+    """What one entry of the record measures; `compiled`: once more, with torch.compile."""
+
+    group: str
+    size: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    make_case: Callable
+    compiled: bool = False
+
+    @property
+    def key(self) -> str:
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        return f"{self.group}/{dtype_name}/{self.layout}/{'x'.join(map(str, self.shape))}"
+
+    @property
+    def rank(self) -> int:
+        """What the targets name comes first, and a model's step, which compiles for minutes, last."""
+        if self.size == "step":
+            return 6
+        if self.dtype is torch.float16:
+            return 5
+        if self.layout != "contiguous":
+            return 4
+        return 2 * self.compiled + (self.size == "small")
+
+    def chosen(self, ops) -> bool:
+        return not ops or self.group in ops or GROUPS.get(self.group) in ops
+
+    def measured_in(self, entries: dict) -> bool:
+        """Whether these entries, by key, have it already."""
+        if self.key not in entries or not self.compiled:
+            return self.key in entries
+        entry = entries[self.key]
+        names = [*entry["refused"], *(name for d in entry["directions"].values() for name in d["speed"])]
+        return any("compile" in name for name in names)
+
+
+def choices(plan: Plan, makers: dict[str, Callable]) -> tuple[list[Choice], dict[str, str]]:
+    """What is measured, by rank and in it the groups in turns so that none has to wait for all of another; and what
+    could not be asked, with its reason."""
+    ranks, failed = {}, {}
+    order = list(GROUPS)
+    for name, make_case in makers.items():
         own = getattr(make_case, "on_gpu", None)
         if own and own["full"] and not plan.full:
             continue
         dtypes = own["dtypes"] or plan.dtypes if own else plan.dtypes
-        every += [
-            (size, shape, dtype, layout, make_case)
-            for size, shapes in (own[plan.own] if own else plan.shapes).items()
-            for shape in shapes
-            for dtype in dtypes
-            for layout in (("contiguous",) if own else plan.layouts)
-        ]
-    return sorted(every, key=lambda c: (c[2] is torch.float16, c[3] != "contiguous", c[0] == "small"))
+        for size, shapes in (own[plan.own] if own else plan.shapes).items():
+            for shape in shapes:
+                for dtype in dtypes:
+                    for layout in ("contiguous",) if own else plan.layouts:
+                        try:
+                            group = make_case(shape, directions_of(make_case)[0], dtype, layout).group
+                        except Exception as error:
+                            failed[name] = common.reason(error)
+                            continue
+                        choice = Choice(group, size, shape, dtype, layout, make_case)
+                        compiled = layout == "contiguous" and any(size == asked for asked, _ in plan.compiled)
+                        for one in (choice, replace(choice, compiled=True)) if compiled else (choice,):
+                            ranks.setdefault((one.rank, group), []).append(one)
+    turns = [
+        (rank, turn, order.index(group) if group in order else len(order), choice)
+        for (rank, group), of_group in ranks.items()
+        for turn, choice in enumerate(of_group)
+    ]
+    return [choice for *_, choice in sorted(turns, key=lambda found: found[:3])], failed
 
 
 def directions_of(make_case) -> tuple[str, ...]:
@@ -120,15 +175,17 @@ def call_us(device, step: Callable, calls: int = 20) -> float:
     return float(f"{1e6 * (time.perf_counter() - begin) / calls:.4g}")
 
 
-def measure(device, steps: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of every step on the device, one sample a round, the steps in turns and each after a flush."""
+def measure(device, steps: dict[str, Callable], rounds: int, cold: bool = True) -> dict[str, list[float]]:
+    """Microseconds of every step on the device, one sample a round, the steps in turns: cold, each after the L2 cache
+    was filled with other data, or warm, each after an untimed call of its own."""
     names = list(steps)
     head_starts = {name: 2 * host_us(device, steps[name]) + 20 for name in names}
     samples = {name: [] for name in names}
     for turn in range(rounds):
         marks = {}
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            device.flush(head_starts[name])
+            device.flush() if cold else steps[name]()
+            device.occupy(head_starts[name])
             begin = device.mark()
             steps[name]()
             marks[name] = (begin, device.mark())
@@ -191,13 +248,18 @@ class Candidates:
         self.check[name] = float(f"{share:.3g}")
         self.functions[name] = function
 
-    def compile(self, seconds: float) -> None:
-        """The compiled candidates too, each within `seconds`."""
+    def compile(self, deadline: float) -> None:
+        """The compiled candidates too, each within COMPILE_LIMIT_S and before `deadline`."""
+        missing = why_no_compiler() if self.inputs[0].is_cuda else ""
+        if missing:
+            self.refused |= dict.fromkeys(self.to_compile, missing)
+            return
         common.forget_compiled()
         for name, function in self.to_compile.items():
             graphs = common.graphs_compiled()
             try:
-                with common.time_limit(max(1, int(seconds)), "torch.compile"):
+                seconds = max(1, int(min(COMPILE_LIMIT_S, deadline - time.monotonic())))
+                with common.time_limit(seconds, "torch.compile"):
                     self.admit(name, torch.compile(function, dynamic=False, fullgraph=True))
                 fault = self.refused.get(name) or common.compile_fault(graphs + 1)
             except Exception as error:
@@ -245,6 +307,7 @@ def measured_direction(device, candidates: Candidates, direction: str, rounds: i
         for name in [name for name in steps if name.startswith("compile")]:
             candidates.refused[f"{direction} {name}"] = "recompiled while it was timed"
             del plain[name], steps[name], makers[name]
+    warm = measure(device, {**steps, "copy": copy}, max(3, rounds // 3), cold=False)
     replays = {"empty": device.empty_kernel, "copy": copy}
     captured = {} if direction == "step" else makers  # an optimizer's step is not made for graphs
     for name, make in {**captured, **{n: lambda step=s: step for n, s in replays.items()}}.items():
@@ -263,6 +326,7 @@ def measured_direction(device, candidates: Candidates, direction: str, rounds: i
     return {
         "floor_bytes": count,
         "time_us": {name: record.spread(taken) for name, taken in plain.items()},
+        "warm_us": {name: record.spread(taken) for name, taken in warm.items()},
         "call_us": {name: call_us(device, step) for name, step in steps.items()},
         "graph_us": {name: record.spread(taken) for name, taken in graphs.items()},
         "speed": {n: over_ours(taken) for n, taken in plain.items() if n not in (common.SUBJECT, "copy")},
@@ -271,55 +335,70 @@ def measured_direction(device, candidates: Candidates, direction: str, rounds: i
     }
 
 
-def measured_case(device, maker, size, shape, dtype, layout, plan: Plan, deadline: float) -> dict:
+def measured_case(device, choice: Choice, plan: Plan, deadline: float) -> dict:
     """An entry of the record; Refusal where camox is missing or wrong."""
-    candidates = Candidates(device, maker, shape, dtype, layout)
+    candidates = Candidates(device, choice.make_case, choice.shape, choice.dtype, choice.layout)
     entry = {
-        "key": f"{candidates.case.group}/{candidates.case.dtype_name}/{layout}/{'x'.join(map(str, shape))}",
-        "group": candidates.case.group,
-        "shape": list(shape),
-        "size": size,
+        "key": choice.key,
+        "group": choice.group,
+        "shape": list(choice.shape),
+        "size": choice.size,
         "dtype": candidates.case.dtype_name,
-        "layout": layout,
+        "layout": choice.layout,
         "directions": {},
     }
-    for direction in directions_of(maker):
-        if (size, direction) in plan.compiled and layout == "contiguous" and "compile" not in candidates.functions:
-            candidates.compile(min(COMPILE_LIMIT_S, deadline - time.monotonic()))
+    tried = False
+    for direction in directions_of(choice.make_case):
+        if choice.compiled and not tried and (choice.size, direction) in plan.compiled:
+            candidates.compile(deadline)
+            if not candidates.to_compile:
+                candidates.refused["compile"] = "left out of this case"
+            tried = True
         entry["directions"][direction] = measured_direction(device, candidates, direction, plan.rounds)
     return {**entry, "check": candidates.check, "refused": candidates.refused}
 
 
-def run(device, plan: Plan, deadline: float) -> Iterator[dict]:
-    """The bench section of the record after every case, until `deadline` (time.monotonic)."""
-    found = {"copy_gb_per_s": None, "l2_bytes": device.l2_bytes, "entries": [], "not_measured": {}}
+def run(device, plan: Plan, deadline: float, known=None, ops=None, missing=False, begin=None) -> Iterator[dict]:
+    """The bench section of the record after every case, until `deadline` (time.monotonic).
+
+    known: the section so far, which this adds to; ops: only these; missing: only what the section lacks; begin: is
+    called with the key of a case before it is measured."""
+    found = known or deepcopy(EMPTY["bench"])
+    entries = {entry["key"]: entry for entry in found["entries"]}
+    reasons = found["not_measured"] = {k: why for k, why in found["not_measured"].items() if k not in GROUPS}
+    wanted, failed = choices(plan, case_makers(device))
+    reasons |= failed
+    found["l2_bytes"] = device.l2_bytes
     found["copy_gb_per_s"] = copy_bandwidth(device, plan.copy_bytes, plan.rounds)
-    makers, absent = case_makers(device), set()
-    for size, shape, dtype, layout, maker in choices(plan, makers):
+    absent = set()
+    for choice in wanted:
+        label = choice.key + " torch.compile" * choice.compiled
+        if choice.measured_in(entries) and (missing or not choice.chosen(ops)):
+            continue
+        if missing and reasons.get(label, LATER[0]) not in LATER:  # tried before, and it could not be measured
+            continue
+        if choice.group in absent or (choice.compiled and choice.key not in entries):
+            continue
+        if not choice.chosen(ops) or time.monotonic() > deadline:
+            reasons.setdefault(label, LATER[0] if choice.chosen(ops) else LATER[1])
+            continue
+        if begin is not None:
+            begin(label)
+        reasons.pop(label, None)
         try:
-            group = maker(shape, directions_of(maker)[0], dtype, layout).group
-        except Exception as error:
-            found["not_measured"][getattr(maker, "__qualname__", repr(maker))] = common.reason(error)
-            continue
-        if group in absent:
-            continue
-        dtype_name = str(dtype).removeprefix("torch.")
-        key = f"{group}/{dtype_name}/{layout}/{'x'.join(map(str, shape))}"
-        if time.monotonic() > deadline:
-            found["not_measured"][key] = "time was up"
-            continue
-        try:
-            entry = measured_case(device, maker, size, shape, dtype, layout, plan, deadline)
-            found["entries"].append(entry)
+            entries[choice.key] = measured_case(device, choice, plan, deadline)
         except common.Refusal as error:
-            reason = common.reason(error)
-            found["not_measured"][group if "not in this build" in reason else key] = reason
-            if "not in this build" in reason:
-                absent.add(group)
+            reasons[label] = common.reason(error)
+            if "not in this build" in reasons[label]:
+                reasons[choice.group] = reasons.pop(label)
+                absent.add(choice.group)
         except Exception as error:  # one case that fails must not cost the others
-            found["not_measured"][key] = common.reason(error)
+            reasons[label] = common.reason(error)
+            device.check_alive(reasons[label])
+        found["entries"] = list(entries.values())
         device.release()
         yield found
-    for group in set(GROUPS) - {e["group"] for e in found["entries"]}:
-        found["not_measured"].setdefault(group, "no benchmark of it gave a measurement")
+    for group in set(GROUPS) - {entry["group"] for entry in found["entries"]}:
+        if not any(key.split("/")[0] == group for key in reasons):
+            reasons[group] = "no benchmark of it gave a measurement"
     yield found

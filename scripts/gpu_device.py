@@ -1,13 +1,29 @@
 """The device under scripts/gpu_check.py: CUDA, or the CPU imitating its streams and graphs, so that the checks can be
 tried where there is no GPU. A run on the CPU is a rehearsal: its record says so and nothing in it counts."""
 
+import os
+import shutil
+import sysconfig
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 FLUSH_BYTES = 256 << 20
 CYCLES_PER_US = 2000  # of the fastest clocks there are; on slower ones a head start is longer
+
+
+class ContextLost(Exception):
+    """An error after which the process can do nothing more on the device."""
+
+
+def why_no_compiler() -> str:
+    """What torch.compile's kernels on GPUs lack here: Triton compiles C code against Python's headers; or ""."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "torch.compile needs a C compiler for GPUs: gcc or clang, or the one that CC names"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header.exists() else f"torch.compile needs Python's C headers for GPUs: no {header.name} was found"
 
 
 class Cuda:
@@ -29,14 +45,23 @@ class Cuda:
     def l2_bytes(self) -> int:
         return getattr(self.properties, "L2_cache_size", 0)
 
-    def flush(self, head_start_us: float = 0.0) -> None:
-        """Fills the L2 cache with other data, then keeps the device busy while the host queues what follows: its
-        launches cost no device time."""
+    def flush(self) -> None:
+        """Fills the L2 cache with other data."""
         if self._flush is None:
             size = max(FLUSH_BYTES, 4 * self.l2_bytes)
             self._flush = torch.empty(size // 4, dtype=torch.int32, device=self.torch_device)
         self._flush.zero_()
-        torch.cuda._sleep(int(head_start_us * CYCLES_PER_US))
+
+    def occupy(self, microseconds: float) -> None:
+        """Keeps the device busy while the host queues what follows: its launches cost no device time."""
+        torch.cuda._sleep(int(microseconds * CYCLES_PER_US))
+
+    def check_alive(self, message: str = "") -> None:
+        """ContextLost with the message of an error where that left the device unusable."""
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            raise ContextLost(message or " ".join(str(error).split())[:300]) from None
 
     def mark(self):
         event = torch.cuda.Event(enable_timing=True)
@@ -80,7 +105,13 @@ class Rehearsal:
     def __init__(self):
         self.torch_device = torch.device("cpu")
 
-    def flush(self, head_start_us: float = 0.0) -> None:
+    def flush(self) -> None:
+        pass
+
+    def occupy(self, microseconds: float) -> None:
+        pass
+
+    def check_alive(self, message: str = "") -> None:
         pass
 
     def mark(self) -> float:

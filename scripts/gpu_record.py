@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.record import SPREAD, MapOf, Maybe, problems
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATUSES = ("passed", "failed", "unavailable", "incomplete", "not run")
 PARTS = ("environment", "correctness", "graphs", "bench", "tests", "memcheck", "racecheck", "initcheck")
 SANITIZERS = PARTS[-3:]
@@ -43,6 +43,8 @@ GROUPS = {
     "bdh_attention": "bdh_attention",
     "vision_bdh_step": "bdh_attention",
 }
+OPS = tuple(dict.fromkeys(GROUPS.values()))
+LATER = ("time was up", "was not asked for")  # why something is not measured that another run may measure
 TARGET_DTYPES = ("float32", "bfloat16")
 SMALL_SLACK = 1.2
 
@@ -73,6 +75,33 @@ LARGE_TARGETS = (
     speed_target("eager", "forward_backward", 4.0),
     speed_target("compile", "forward_backward", 1.3),
 )
+
+
+def bytes_targets(eager: int, mask: int, ours: int) -> tuple[Target, ...]:
+    """Large targets of an op that plain PyTorch runs at the speed of memory too: 85% of the ratio of the bytes.
+
+    eager, ours: how many tensors are read and written, forward and backward; mask: how many masks of bytes."""
+    ratios = {dtype: (eager * size + mask) / (ours * size) for dtype, size in (("float32", 4), ("bfloat16", 2))}
+    return (
+        *LARGE_TARGETS[:2],
+        *(
+            speed_target("eager", "forward_backward", round(0.85 * ratio, 2), dtypes=(dtype,))
+            for dtype, ratio in ratios.items()
+        ),
+        speed_target("compile", "forward_backward", 0.9),
+    )
+
+
+# What torch.compile fuses moves as many bytes as ours, but for masks. Tensors of eager, forward and backward: dropout
+# 2 + 2 and a mask each way; bias_gelu: + 2, gelu 2, its backward 3, the sum for the bias 1; sparse_gate: relu 2 + 2,
+# * 3, dropout 2, backward 2, 3 + 3, 3 + 3; dropout_add_layer_norm: dropout 2, + 3, layer_norm 2, backward 3 + 2 + 2.
+LARGE_TARGETS_OF = {
+    "dropout": bytes_targets(4, 2, 4),
+    "bias_gelu": bytes_targets(8, 0, 5),
+    "bias_gelu_dropout": bytes_targets(12, 2, 5),
+    "sparse_gate": bytes_targets(23, 2, 8),
+    "dropout_add_layer_norm": bytes_targets(14, 2, 8),
+}
 LINEAR_ATTENTION = (copy_target("forward", 0.75, dtypes=("bfloat16",)),)
 MOE_ROWS = (copy_target("forward", 0.8), copy_target("backward", 0.8))
 OWN_TARGETS = {
@@ -87,10 +116,11 @@ OWN_TARGETS = {
     "vision_bdh_step": (speed_target("eager", "step", 2.5), speed_target("max_autotune", "step", 1.5)),
 }
 
-STATUS = {"status": str, "message": str, "seconds": float}
+STATUS = {"status": str, "message": str, "seconds": float, "mode": str}
 DIRECTION = {
     "floor_bytes": int,
     "time_us": MapOf(SPREAD),
+    "warm_us": MapOf(SPREAD),
     "graph_us": MapOf(SPREAD),
     "call_us": MapOf(float),
     "speed": MapOf(SPREAD),
@@ -108,34 +138,38 @@ ENTRY = {
     "directions": MapOf(DIRECTION),
     "refused": MapOf(str),
 }
+# Cases by op and shape: what a later run of the same commit and wheel measures again replaces them one by one.
+CHECKED = {
+    "not_in_this_build": [str],
+    "cases": MapOf(MapOf(int)),
+    "worst": MapOf(float),
+    "failures": [{"op": str, "shape": str, "case": str, "message": str}],
+}
+TESTED = {
+    "collected": int,
+    "passed": int,
+    "failed": int,
+    "skipped": int,
+    "not_run": int,
+    "failures": [{"case": str, "message": str}],
+}
+SANITIZED = {"ops": MapOf(int), "errors": int, "foreign_errors": int, "findings": [str]}
 RECORD = {
     "schema_version": int,
     "date": str,
-    "mode": str,
     "device": str,
     "commit": str,
     "dirty": bool,
     "version": str,
     "wheel": Maybe({"name": str, "sha256": str, "bytes": int}),
     "seconds": float,
+    "runs": [{"date": str, "mode": str, "asked": str, "seconds": float}],
     "environment": MapOf(str),
     "parts": MapOf(STATUS),
-    "correctness": {
-        "cases": int,
-        "not_in_this_build": [str],
-        "worst": MapOf(float),
-        "failures": [{"case": str, "message": str}],
-    },
-    "graphs": {"cases": int, "failures": [{"case": str, "message": str}]},
-    "tests": {
-        "collected": int,
-        "passed": int,
-        "failed": int,
-        "skipped": int,
-        "not_run": int,
-        "failures": [{"case": str, "message": str}],
-    },
-    "sanitizers": MapOf({"calls": int, "errors": int, "foreign_errors": int, "findings": [str]}),
+    "correctness": CHECKED,
+    "graphs": CHECKED,
+    "tests": MapOf(TESTED),
+    "sanitizers": MapOf([SANITIZED]),
     "bench": {
         "copy_gb_per_s": Maybe(float),
         "l2_bytes": int,
@@ -145,11 +179,13 @@ RECORD = {
     "targets": [{"name": str, "bound": str, "measured": Maybe(float), "verdict": str}],
 }
 EMPTY = {
-    "correctness": {"cases": 0, "not_in_this_build": [], "worst": {}, "failures": []},
-    "graphs": {"cases": 0, "failures": []},
-    "tests": {"collected": 0, "passed": 0, "failed": 0, "skipped": 0, "not_run": 0, "failures": []},
+    "correctness": {"not_in_this_build": [], "cases": {}, "worst": {}, "failures": []},
+    "graphs": {"not_in_this_build": [], "cases": {}, "worst": {}, "failures": []},
+    "tests": {},
+    "sanitizers": {},
     "bench": {"copy_gb_per_s": None, "l2_bytes": 0, "entries": [], "not_measured": {}},
 }
+SAME_MACHINE = ("gpu", "driver", "torch")
 
 
 def file_name(gpu: str | None) -> str:
@@ -174,6 +210,26 @@ def faults(record: dict) -> list[str]:
         if part["status"] != "passed" and not part["message"]:
             found.append(f"parts.{name}: {part['status']} without a message")
     return found
+
+
+def earlier(path: Path, record: dict) -> tuple[dict | None, str]:
+    """The record that lies at `path`, where a new run may add to it, and a sentence of what becomes of it."""
+    if not path.exists():
+        return None, ""
+    try:
+        old = json.loads(path.read_text())
+        found = faults(old)
+    except ValueError as error:
+        old, found = {}, [str(error)]
+    if found:
+        return None, f"replaces {path.name}, which is not valid: {found[0]}"
+    pairs = [("device", old["device"], record["device"]), ("commit", old["commit"], record["commit"])]
+    pairs += [("wheel", *((r["wheel"] or {}).get("sha256", "none") for r in (old, record)))]
+    pairs += [(name, *(r["environment"].get(name, "none") for r in (old, record))) for name in SAME_MACHINE]
+    for name, before, now in pairs:
+        if before != now:
+            return None, f"replaces {path.name}, whose {name} is {before[:40]}, not {now[:40]}"
+    return old, f"adds to {path.name}, begun {old['runs'][0]['date'] if old['runs'] else old['date']}"
 
 
 def write(record: dict, path: Path) -> None:
@@ -221,7 +277,8 @@ def targets(record: dict) -> list[dict]:
                 outcomes.append(unmeasured(f"{group}, {size} shapes", why_unmeasured(bench, group)))
         for entry in entries:
             large = entry["size"] == "large"
-            outcomes += held_against(entry, LARGE_TARGETS) if large else small_targets(entry, bench)
+            wanted = LARGE_TARGETS_OF.get(group, LARGE_TARGETS)
+            outcomes += held_against(entry, wanted) if large else small_targets(entry, bench)
     return outcomes
 
 
@@ -269,22 +326,22 @@ def small_targets(entry: dict, bench: dict) -> list[dict]:
     return found
 
 
-BENCH_ROW = "{:58} {:16} {:>9} {:>5} {:>9} {:>7} {:>7} {:>7} {:>7}"
+BENCH_ROW = "{:58} {:16} {:>9} {:>5} {:>9} {:>9} {:>7} {:>7} {:>7} {:>7}"
 
 
 def bench_table(bench: dict) -> str:
     """A line for each case and direction: microseconds, quartiles, graph replay, share of copy, times of others."""
-    header = ("case", "direction", "us", "iqr", "graph us", "%copy", "eager", "compile", "peer")
+    header = ("case", "direction", "us", "iqr", "warm us", "graph us", "%copy", "eager", "compile", "peer")
     lines = [BENCH_ROW.format(*header)]
     for entry in bench["entries"]:
         for direction, measured in entry["directions"].items():
-            ours, graph = measured["time_us"]["camox"], measured["graph_us"].get("camox")
+            ours, warm, graph = (measured[name].get("camox") for name in ("time_us", "warm_us", "graph_us"))
             others = [n for n in measured["speed"] if n not in ("eager", "compile")]
             best = min((measured["speed"][n]["median"] for n in others), default=None)
             cells = (
                 f"{ours['median']:.1f}",
                 f"{100 * (ours['q3'] - ours['q1']) / ours['median']:.0f}%",
-                f"{graph['median']:.1f}" if graph else "-",
+                *(f"{taken['median']:.1f}" if taken else "-" for taken in (warm, graph)),
                 f"{100 * measured['share_of_copy']['median']:.0f}%",
                 *(times(value) for value in (speed(measured, "eager"), speed(measured, "compile"), best)),
             )
@@ -292,7 +349,10 @@ def bench_table(bench: dict) -> str:
         lines += [f"    {name}: {reason}" for name, reason in entry["refused"].items()]
     if bench["copy_gb_per_s"]:
         lines.append(f"copy bandwidth, read plus written: {bench['copy_gb_per_s']:.0f} GB/s")
-    lines += [f"not measured: {key}: {reason}" for key, reason in bench["not_measured"].items()]
+    reasons = bench["not_measured"]
+    lines += [f"not measured: {key}: {reason}" for key, reason in sorted(reasons.items()) if reason not in LATER]
+    later = sum(reason in LATER for reason in reasons.values())
+    lines += [f"not measured yet: {later} cases, which --missing goes on with"] if later else []
     return "\n".join(lines)
 
 
@@ -312,12 +372,17 @@ def target_table(outcomes: list[dict]) -> str:
 def summary(record: dict) -> str:
     """The tables of a record, worst news last where a terminal still shows it."""
     parts = [bench_table(record["bench"]), target_table(record["targets"])]
-    for name in ("correctness", "graphs", "tests"):
-        parts += [f"{name}: {one['case']}: {one['message']}" for one in record[name]["failures"][:5]]
-    rows = [f"{name:12} {p['status']:12} {p['seconds']:6.0f} s  {p['message']}" for name, p in record["parts"].items()]
+    for name in ("correctness", "graphs"):
+        failures = record[name]["failures"][:5]
+        parts += [f"{name}: {one['op']} {one['shape']} {one['case']}: {one['message']}" for one in failures]
+    failures = [one for file in record["tests"].values() for one in file["failures"]]
+    parts += [f"tests: {one['case']}: {one['message']}" for one in failures[:5]]
+    statuses = [(name, record["parts"][name]) for name in PARTS]
+    rows = [f"{name:12} {p['status']:12} {p['seconds']:6.0f} s  {p['message']}" for name, p in statuses]
     where = record["environment"].get("gpu", "no GPU")
     rehearsal = "" if record["device"] == "cuda" else " - a rehearsal without a GPU: nothing in it counts"
-    return "\n".join([*parts, f"{where}, {record['mode']}, {record['seconds']:.0f} s{rehearsal}", *rows])
+    runs = f"{len(record['runs'])} runs, {record['seconds']:.0f} s"
+    return "\n".join([*parts, f"{where}, {record['commit'][:12]}, {runs}{rehearsal}", *rows])
 
 
 def failed(record: dict) -> bool:

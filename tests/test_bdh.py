@@ -202,11 +202,15 @@ def test_noncontiguous_projections_are_not_copied():
     assert grad.is_contiguous()
 
 
-def test_shapes_empty():
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_shapes_empty(dtype, softmax, causal):
     for batch, heads, length, d in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
-        q = torch.randn(batch, heads, length, 8, requires_grad=True)
-        v = torch.randn(batch, 1, length, d, requires_grad=True)
-        out = cx.bdh_attention(q, v, *cx.rope_tables(8, length))
+        q = torch.randn(batch, heads, length, 8, dtype=dtype, device=DEVICE, requires_grad=True)
+        v = torch.randn(batch, 1, length, d, dtype=dtype, device=DEVICE, requires_grad=True)
+        cos, sin = (table.to(DEVICE, real_of(dtype)) for table in cx.rope_tables(8, length))
+        out = cx.bdh_attention(q, v, cos, sin, causal=causal, softmax=softmax)
         assert out.shape == (batch, heads, length, d)
         grads = torch.autograd.grad(out.sum(), (q, v))
         assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
@@ -244,6 +248,27 @@ def test_grad_of_tables(dtype):
         same = reference.bdh_attention_backward(grad, *detached)
         truth = reference.bdh_attention_backward(*doubled((grad, *detached)))
         assert_close_to_reference(ours, same, truth, scale64=1e4)
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", HALVES)
+def test_grad_of_float32_tables_is_not_rounded_to_halves(dtype):
+    """Without softmax, whose backward reads an output of the half type."""
+    for each in (False, True):
+        q, v, cos, sin = inputs(16, 64, 17, dtype, each=each)
+        grad = upstream(q, v)
+        results = []
+        for cast in (dtype, torch.float32, torch.float64):
+            real = real_of(cast)
+            tensors = [t.to(to).requires_grad_() for t, to in ((q, cast), (v, cast), (cos, real), (sin, real))]
+            out = cx.bdh_attention(*tensors)
+            results.append(torch.autograd.grad(out, tensors, grad.to(cast)))
+        ours, float32, truth = results
+        assert [x.dtype for x in ours] == [dtype, dtype, torch.float32, torch.float32]
+        for mine, theirs, right in zip(ours[2:], float32[2:], truth[2:], strict=True):
+            size = right.abs().max()
+            assert (mine - right).abs().max() <= 2 * (theirs - right).abs().max() + 1e-6 * size
+        assert_one_rounding(ours[:2], float32[:2])
 
 
 def test_grad_twice_is_refused():

@@ -44,6 +44,25 @@ def test_a_kernel_past_its_line_is_named(changes, message):
     assert lines == ([f"{KERNEL} on sm_80: {message}"] if message else [])
 
 
+def test_only_untuned_architectures_may_spill_and_no_more_than_their_line():
+    spilling = {"sm_80": {KERNEL: FOUND | {"local": 10}}, "sm_100": {KERNEL: FOUND | {"local": 10}}}
+    assert cuda_budget.faults({}, spilling, update=True) == [f"{KERNEL} on sm_80: spills or uses local memory"]
+    table = cuda_budget.new_table({"sm_100": spilling["sm_100"]})
+    assert table[KERNEL]["archs"]["sm_100"]["local"] == 10
+    assert cuda_budget.faults(table, {"sm_100": spilling["sm_100"]}, update=False) == []
+    more = {"sm_100": {KERNEL: FOUND | {"local": 11}}}
+    assert cuda_budget.faults(table, more, update=False) == [f"{KERNEL} on sm_100: 11 local, budget 10"]
+    clean = cuda_budget.new_table({"sm_100": {KERNEL: FOUND}})
+    assert cuda_budget.faults(clean, spilling, update=False)[-1] == f"{KERNEL} on sm_100: 10 local, budget 0"
+
+
+def test_the_table_says_of_each_line_whose_it_is():
+    table = json.loads(cuda_budget.TABLE.read_text())
+    of = {op: cuda_budget.of_ops(table, [op]).keys() for op in cuda_budget.OPS}
+    assert all(of.values())
+    assert sorted(name for names in of.values() for name in names) == sorted(table)
+
+
 def test_missing_and_unknown_kernels_are_named():
     (line,) = cuda_budget.faults(TABLE, {"sm_80": {}}, update=False)
     assert "in cuda_budget.json but not compiled" in line

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import re
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from helpers import DEVICE, run_python
 
 import camox_ops
 from camox_ops import _cuda
+
+sys.path.insert(0, str(Path(__file__).parent / "cuda"))
+import rig
 
 
 def test_cpu_torch_never_opens_it():
@@ -28,12 +33,24 @@ def test_cpu_torch_never_opens_it():
     [
         (13000, 13000, ["sm_80"], (8, 0), ""),
         (13000, 13000, ["sm_80"], (8, 9), ""),
-        (13000, 13020, ["sm_75", "sm_90"], (12, 0), ""),
-        (13000, 13000, ["sm_80"], (9, 0), ""),
+        (13000, 13020, ["sm_75", "sm_90", "compute_90"], (12, 0), ""),
+        (13000, 13000, ["sm_80", "compute_80"], (9, 0), ""),
+        (13010, 13000, ["sm_80", "sm_90", "compute_90"], (8, 9), ""),
+        (13010, 13000, ["sm_80", "sm_100", "compute_90"], (10, 3), ""),
+        (
+            13010,
+            13000,
+            ["sm_80", "sm_90", "compute_90"],
+            (10, 0),
+            "the GPU is sm_100, for which the CUDA part has no machine code, and its PTX needs a driver for CUDA 13.1 "
+            "or newer, but the driver supports CUDA 13.0",
+        ),
+        (13000, 13000, ["sm_80", "sm_120", "compute_80"], (11, 0), ""),
+        (13000, 13000, ["sm_75"], (9, 0), "the GPU is sm_90, and the CUDA part has code for sm_75"),
         (13000, 13000, ["sm_80", "sm_90"], (7, 5), "the GPU is sm_75, and the CUDA part has code for sm_80, sm_90"),
         (13000, 13000, ["sm_86", "sm_90"], (8, 0), "the GPU is sm_80, and the CUDA part has code for sm_86, sm_90"),
         (13000, 12080, ["sm_80"], (8, 0), "(driver 580 or newer), but the driver supports CUDA 12.8"),
-        (13000, 0, ["sm_80"], (8, 0), "built with CUDA 13.0, which needs a driver for it"),
+        (13000, 0, ["sm_80"], (8, 0), "which needs a driver for it (driver 580 or newer), but no driver was found"),
     ],
 )
 def test_why_not(built, driver, archs, capability, expected):
@@ -49,8 +66,13 @@ def test_library_says_what_it_has():
     library = ctypes.CDLL(str(_cuda.LIBRARY), mode=os.RTLD_LAZY)
     library.camox_cuda_archs.restype = ctypes.c_char_p
     archs = library.camox_cuda_archs().decode().split(",")
-    assert archs
-    assert set(archs) <= {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90"}
+    known = {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"}
+    machine_code = [arch for arch in archs if arch.startswith("sm_")]
+    ptx = [arch for arch in archs if arch not in machine_code]
+    assert machine_code
+    assert set(machine_code) <= known
+    assert len(ptx) == (machine_code != ["sm_75"])
+    assert {arch.replace("compute_", "sm_") for arch in ptx} <= known
     built, driver = ctypes.c_int(), ctypes.c_int(-1)
     library.camox_cuda_versions(ctypes.byref(built), ctypes.byref(driver))
     assert built.value >= 12000
@@ -83,6 +105,115 @@ def test_error_texts():
     header = (Path(__file__).parents[1] / "csrc" / "common" / "device_errors.h").read_text()
     bits = [int(value) for value in re.findall(r"CAMOX_ERROR_\w+ = (\d+)", header)]
     assert bits == list(_cuda.DEVICE_ERRORS)
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [(0, "built with CUDA 13.0 for sm_80; no driver was found"), (13010, "; the driver supports CUDA 13.1")],
+)
+def test_status_names_the_driver(monkeypatch, driver, expected):
+    monkeypatch.setattr(_cuda.part, "library", object())
+    monkeypatch.setattr(_cuda.part, "versions", lambda: (13000, driver))
+    monkeypatch.setattr(_cuda.part, "archs", lambda: ["sm_80"])
+    assert _cuda.status().endswith(expected)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """csrc/common/cuda_part.cu on a made-up machine of four GPUs, the first of them current, in a copy of its own: it
+    remembers the addresses that it found."""
+    if rig.why_unavailable() is not None:
+        pytest.skip(rig.why_unavailable())
+    library = fake_devices()
+    library.camox_cuda_error_word.restype = ctypes.c_void_p
+    monkeypatch.setattr(_cuda.part, "library", library)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    return library
+
+
+def fake_devices():
+    built = rig.build("fake_devices.so", [Path(__file__).parent / "cuda" / "fake_devices.cpp"], ["-ldl"])
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / built.name
+        copy.write_bytes(built.read_bytes())
+        return ctypes.CDLL(str(copy))
+
+
+def used(machine):
+    return [i for i, made in enumerate((ctypes.c_bool * 4).in_dll(machine, "fake_contexts")) if made]
+
+
+def current(machine):
+    return ctypes.c_int.in_dll(machine, "fake_current").value
+
+
+def test_error_word_is_that_of_the_device_asked_for(machine):
+    words = (ctypes.c_uint32 * 4).in_dll(machine, "fake_words")
+    for device in (2, 0, 2):
+        assert machine.camox_cuda_error_word(device) == ctypes.addressof(words) + 4 * device
+        assert current(machine) == 0
+    for none in (-1, 4, 1000):
+        assert machine.camox_cuda_error_word(none) is None
+
+
+def test_check_errors_touches_only_devices_that_ran_kernels(machine):
+    camox_ops.check_errors()
+    camox_ops.check_errors(3)
+    assert used(machine) == []
+    ctypes.c_int.in_dll(machine, "fake_current").value = 2  # as torch leaves it where nothing was done on the first
+    words = (ctypes.c_uint32 * 4).in_dll(machine, "fake_words")
+    machine.camox_cuda_error_word(2)
+    words[2] = 1
+    with pytest.raises(ValueError, match=r"rope: positions or cu_seqlens .* are NaN \(cuda:2\)"):
+        camox_ops.check_errors()
+    camox_ops.check_errors()
+    assert words[2] == 0
+    assert used(machine) == [2]
+    machine.camox_cuda_error_word(1)
+    words[1] = 2
+    with pytest.raises(ValueError, match=r"moe_route: logits held NaN; .* \(cuda:1\)"):
+        camox_ops.check_errors(torch.device("cuda", 1))
+    assert used(machine) == [1, 2]
+    assert current(machine) == 2
+    with pytest.raises(ValueError, match="check_errors: device must be one of 4 CUDA devices, got cuda:7"):
+        camox_ops.check_errors("cuda:7")
+
+
+def test_a_word_that_is_not_found_leaves_no_error_behind(machine):
+    """The launch that follows asks for the last error, and would be told to have failed."""
+    fails = ctypes.c_bool.in_dll(machine, "fake_symbol_fails")
+    fails.value = True
+    assert machine.camox_cuda_error_word(0) is None
+    assert machine.cudaGetLastError() == 0
+    fails.value = False
+    assert machine.camox_cuda_error_word(0) is not None
+
+
+def test_without_the_stream_of_torch_it_is_said_why(machine, tmp_path):
+    """In processes of their own, the second of which has a libtorch_cuda that fails for all devices but 3."""
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has a libtorch_cuda")
+    source = tmp_path / "torch_cuda.cpp"
+    source.write_text(
+        'extern "C" int aoti_torch_get_current_cuda_stream(int device, void **stream) {\n'
+        "  *stream = reinterpret_cast<void *>(device + 40L);\n"
+        "  return device != 3;\n}\n"
+    )
+    torch_cuda = rig.build("libtorch_cuda.so", [source], ["-Wl,-soname,libtorch_cuda.so"])
+    fake = rig.build("fake_devices.so", [Path(__file__).parent / "cuda" / "fake_devices.cpp"], ["-ldl"])
+    ask = (
+        f"library = ctypes.CDLL({str(fake)!r})\n"
+        "library.camox_cuda_current_stream.restype = ctypes.c_char_p\n"
+        "for device in (3, 1):\n"
+        "    stream = ctypes.c_void_p()\n"
+        "    print(library.camox_cuda_current_stream(device, ctypes.byref(stream)), stream.value)\n"
+    )
+    missing = run_python(f"import ctypes\n{ask}")
+    assert missing.count("this torch has no aoti_torch_get_current_cuda_stream to ask for its stream") == 2
+    told, failed = run_python(f"import ctypes\ntorch = ctypes.CDLL({str(torch_cuda)!r})\n{ask}").splitlines()
+    assert told == "None 43"
+    assert "torch failed to tell its current stream" in failed
 
 
 def test_check_errors_without_cuda():

@@ -540,6 +540,27 @@ def test_compile(dynamic):
             torch.testing.assert_close(results[1], results[0])
 
 
+def test_compile_makes_one_dynamic_graph():
+    weight, bias = affine(16)
+    functions = {
+        "dropout": lambda x: cx.dropout(x, 0.2),
+        "sparse_gate": lambda x: cx.sparse_gate(x, x, p=0.2, training=True),
+        "dropout_add_layer_norm": lambda x: cx.dropout_add_layer_norm(x, x, weight, bias, p=0.2, training=True),
+    }
+    for name, function in functions.items():
+        graphs = []
+
+        def backend(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+        for rows in range(2, 9):
+            assert compiled(normal((rows, 3, 16))).shape == (rows, 3, 16)
+        assert len(graphs) == 1, name
+        torch._dynamo.reset()
+
+
 def test_compile_draws_its_own_seeds():
     compiled = torch.compile(lambda x: cx.dropout(x, 0.5), fullgraph=True)
     x = torch.ones(4000, device=DEVICE, requires_grad=True)
@@ -694,6 +715,7 @@ def test_errors_of_sparse_gate():
         ({"bias": torch.zeros(4).double()}, TypeError, "bias must have dtype float32, got float64"),
         ({"bias": torch.zeros(4, device="meta")}, ValueError, "bias must be on the device of x, cpu, got meta"),
         ({"eps": 0}, ValueError, "eps must be > 0 and finite, got 0"),
+        ({"eps": 1e-50}, ValueError, "eps must be > 0 and finite in float32, got 1e-50"),
         ({"p": 1}, ValueError, r"p must be in \[0, 1\), got 1"),
     ],
 )
@@ -723,6 +745,8 @@ def test_errors_from_c():
         op.dropout_add_layer_norm(x, x, weight, torch.ones(8, device=DEVICE)[::2], None, 0.0, 1e-5)
     with pytest.raises(ValueError, match="eps must be > 0 and finite, got 0"):
         op.dropout_add_layer_norm(x, x, weight, weight, None, 0.0, 0.0)
+    with pytest.raises(ValueError, match="eps must be > 0 and finite, got 1e-50"):
+        op.dropout_add_layer_norm(x, x, weight, weight, None, 0.0, 1e-50)
     with pytest.raises(ValueError, match="weight must have dtype float32 beside this x"):
         op.dropout_add_layer_norm(x, x, weight.half(), weight, None, 0.0, 1e-5)
     with pytest.raises(ValueError, match=r"stats must have shape \(2, 2\), got \(2, 3\)"):

@@ -49,6 +49,7 @@ EVERY_KERNEL = {
     "short_attention_cuda": short_attention_cases.every_kernel,
     "spatial_gradient_cuda": spatial_gradient_cases.every_kernel,
 }
+RESERVED_SHARED = 1024  # of every block, the driver's; cuobjdump counts it from sm_90 on
 PICTURE_OPS = [cases.OP for cases in (bands_cases, edge_cases, spatial_gradient_cases)]
 
 unavailable = rig.why_unavailable() if DEVICE.type == "cpu" else "the rig runs on the CPU"
@@ -112,6 +113,14 @@ def uninitialised_shared(planted, order, arch):
         return y.clone(), x.sum(1)
 
 
+def shared_past_limit(planted, order, arch):
+    with rig.guarded() as memory:
+        x = memory.copy(torch.randint(-9, 9, (5, 64)).float())
+        y = memory.empty_strided((5,), (1,), torch.float32)
+        rig.call(launcher("shared_past_limit", arch), planted, at(x), at(y), 5, order=order)
+        return y.clone(), x.sum(1)
+
+
 def divergent_shuffle(planted, order, arch, timeout=60.0):
     with rig.guarded() as memory:
         x = memory.copy(torch.randint(-9, 9, (32,)).float())
@@ -138,6 +147,7 @@ CORRECT = (
     missing_cp_async_wait,
     index_past_end,
     uninitialised_shared,
+    shared_past_limit,
     divergent_shuffle,
     wrong_mma_fragment,
 )
@@ -190,6 +200,40 @@ def test_index_out_of_bounds_is_named(planted, flush, message, order, arch):
 
 def test_uninitialised_shared_is_nan(order, arch):
     assert uninitialised_shared(1, order, arch)[0].isnan().all()
+
+
+@pytest.mark.parametrize("planted", [1, 2])
+def test_static_and_dynamic_shared_memory_count_together(planted, order, arch):
+    message = (
+        rf"shared_past_limit_kernel<{'false' if planted == 1 else 'true'}>.*: 49152 bytes of dynamic and 16 of static"
+    )
+    with pytest.raises(rig.KernelError, match=message):
+        shared_past_limit(planted, order, arch)
+
+
+def test_more_threads_than_launch_bounds_allow_are_refused(monkeypatch, arch):
+    assert rig.most_threads()["dropout_norm_reduce_kernel"] == 256
+    monkeypatch.setattr(rig, "most_threads", lambda: {"uninitialised_shared_kernel<false>": 32})
+    with pytest.raises(rig.KernelError, match="a block of 64 threads is more than its launch bounds allow"):
+        uninitialised_shared(0, "forward", arch)
+
+
+def test_a_kernel_of_unknown_static_memory_is_not_launched(tmp_path):
+    (source,) = [path for path in PLANTED if path.stem == "uninitialised_shared"]
+    copy = tmp_path / "copy.so"  # to the runtime another object, of which nobody has told
+    copy.write_bytes(rig.object_path(source, 900).read_bytes())
+    with rig.guarded() as memory:
+        x, y = memory.copy(torch.ones(5, 64)), memory.empty_strided((5,), (1,), torch.float32)
+        with pytest.raises(rig.KernelError, match="nobody has told how much static shared memory it has"):
+            rig.call(ctypes.CDLL(str(copy)).camox_uninitialised_shared, 0, at(x), at(y), 5)
+
+
+def test_the_runtime_is_not_for_the_rest_of_the_process(arch):
+    """torch looks for CUDA's functions by name where it was built with CUDA, and must not find those of the rig."""
+    launcher("missing_barrier", arch)
+    everywhere = ctypes.CDLL(None)
+    for name in ("camox_host_launch", *([] if torch.version.cuda else ["cudaGetDevice", "cudaGetLastError"])):
+        assert not hasattr(everywhere, name)
 
 
 @pytest.mark.parametrize(
@@ -1502,6 +1546,23 @@ def test_short_attention_masks_are_those_of_the_cpu():
     assert torch.equal(short_attention_cases.forward(q, k, eye, *options) == 0, cpu == 0)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_short_attention_padded_keys_and_values_may_hold_anything(dtype):
+    """Staged in shared memory, by vectors and by elements, and read where they lie."""
+    for shape in ((5, 6, 2, 12), (5, 5, 2, 7), (2, 40, 1, 100)):
+        grad, q, k, v = (normal(shape, dtype, seed=seed) for seed in range(4))
+        padding = normal(shape[:2], seed=5) > 0.3
+        options = (padding, None, False, 0.3, 0.0)
+        filled = [x.masked_fill(padding[:, :, None, None], math.nan) for x in (k, v)]
+        zeros = [x.masked_fill(padding[:, :, None, None], 0) for x in (k, v)]
+        out = short_attention_cases.forward(q, *filled, *options)
+        assert torch.equal(out, short_attention_cases.forward(q, *zeros, *options))
+        grads = short_attention_cases.backward(grad, q, *filled, *options)
+        expected = short_attention_cases.backward(grad, q, *zeros, *options)
+        for ours, theirs in zip(grads, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def test_short_attention_empty():
     for shape in ((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)):
         x = torch.empty(shape)
@@ -1669,13 +1730,18 @@ def test_only_ops_without_barriers_are_left_out():
 
 @pytest.mark.parametrize("source", OPS, ids=lambda source: source.stem)
 def test_every_kernel_was_run(source, capsys):
-    """Each __global__ function in the objects has run; `every_kernel` of the op's cases runs what no other test did."""
+    """Each __global__ function in the objects has run; `every_kernel` of the op's cases runs what no other test did.
+    The rig counts for each at least the static shared memory that nvcc gave it."""
     budget = json.loads((rig.CSRC / "cuda_budget.json").read_text())
     for arch in rig.ARCHS:
         path = rig.object_path(source, arch)
         if rig.never_run(path):
             EVERY_KERNEL[source.stem](arch)
         assert rig.kernels(path) and {rig.short_name(name) for name in rig.kernels(path)} <= budget.keys()
+        names, compiled = rig.kernel_addresses(path), f"sm_{arch // 10}"
+        for address, size in rig.static_shared(path).items():
+            name = rig.short_name(names[address])
+            assert size >= budget[name]["archs"][compiled]["shared"] - (RESERVED_SHARED if arch >= 900 else 0), name
         assert not rig.never_run(path), f"compiled but never run in the rig: {sorted(rig.never_run(path))}"
     with capsys.disabled():
         print(f"\n{rig.report(source.stem)}")

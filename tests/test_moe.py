@@ -629,6 +629,45 @@ def test_sorted_rows_are_not_copied():
     assert cx.moe_dispatch(x, routing, padded=True).data_ptr() != x.data_ptr()
 
 
+@ON_CPU
+def test_sorted_rows_are_copied_while_traced():
+    """torch.jit.trace would keep "nothing is copied" for every other routing."""
+
+    def step(x, logits):
+        routing = cx.moe_route(logits, 1)
+        return cx.moe_combine(cx.moe_dispatch(x, routing) * torch.arange(4.0)[:, None], routing)
+
+    x, by_order, mixed = torch.randn(4, 3), torch.eye(2)[[0, 0, 1, 1]], torch.eye(2)[[1, 0, 1, 0]]
+    traced = torch.jit.trace(step, (x, by_order))
+    assert torch.equal(traced(x, mixed), step(x, mixed))
+
+
+@ON_CPU
+def test_sorted_rows_under_another_default_device():
+    x, routing = torch.rand(4, 3), cx.moe_route(torch.randn(4, 3), 1)
+    with torch.device("meta"):
+        copies = cx.moe_dispatch(x, routing)
+    assert torch.equal(copies, cx.moe_dispatch(x, routing))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_compile_of_a_batch_that_could_be_either(padded):
+    """With `padded` given a first batch of as many copies as experts does not tie the graph to its size."""
+
+    def step(x, logits):
+        routing = cx.moe_route(logits, 1)
+        return cx.moe_combine(cx.moe_dispatch(x, routing, padded=padded) * 2, routing, padded=padded)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for rows in (4, 7):
+        x, logits = torch.rand(rows, 5), logits_of(rows, 4)
+        if rows == 4:
+            for value in (x, logits):
+                torch._dynamo.mark_dynamic(value, 0)
+        with torch.compiler.set_stance("default" if rows == 4 else "fail_on_recompile"):
+            torch.testing.assert_close(compiled(x, logits), step(x, logits))
+
+
 def test_weights_of_another_dtype():
     """Weights that the caller changed, in the dtype of y."""
     routing, y = routed(6, 4, 2), torch.rand(12, 3).bfloat16()
@@ -654,6 +693,9 @@ def test_weights_of_another_dtype():
         ({"capacity_factor": 0}, ValueError, "capacity_factor must be > 0 and finite, got 0"),
         ({"capacity_factor": -1.0}, ValueError, "capacity_factor must be > 0 and finite, got -1.0"),
         ({"capacity_factor": float("nan")}, ValueError, "capacity_factor must be > 0 and finite, got nan"),
+        ({"capacity_factor": 1e30}, ValueError, r"capacity_factor must be at most 2147483648, got 1e\+30"),
+        ({"capacity_factor": 1e308}, ValueError, r"capacity_factor must be at most 2147483648, got 1e\+308"),
+        ({"capacity_factor": 10**400}, ValueError, "capacity_factor must be at most 2147483648, got 1000"),
         ({"capacity_factor": "1"}, TypeError, "capacity_factor must be a number, got '1'"),
         ({"valid": torch.ones(3)}, TypeError, "valid must have dtype bool, got float32"),
         ({"valid": torch.ones(4).bool()}, ValueError, r"valid must have shape \(3,\), one a row, got \(4,\)"),
@@ -676,7 +718,7 @@ def test_errors_of_rows():
         cx.moe_dispatch(x[:5], routing)
     with pytest.raises(ValueError, match=r"moe_dispatch: x must have shape \(6, ...\), .*, got \(\)"):
         cx.moe_dispatch(x[0, 0], routing)
-    with pytest.raises(ValueError, match=r"moe_dispatch: routing must be on the device of x"):
+    with pytest.raises(ValueError, match=r"moe_dispatch: routing.experts must be on the device of x"):
         cx.moe_dispatch(x.to("meta"), routing)
     with pytest.raises(ValueError, match=r"moe_combine: y must have shape \(12, ...\) or \(4, 3, ...\), .* \(11, 3\)"):
         cx.moe_combine(torch.zeros(11, 3), routing)
@@ -689,8 +731,42 @@ def test_errors_of_rows():
     alike = routed(2, 4, 2, 1.5)  # capacity 2: (4, 2) may be either
     with pytest.raises(ValueError, match=r"moe_combine: y of shape \(4, 2\) may be .*: say which with padded="):
         cx.moe_combine(torch.zeros(4, 2), alike)
+    unlimited = cx.moe_route(torch.randn(4, 4), 1)  # without a capacity it is 4, the rows
+    padded = cx.moe_dispatch(torch.ones(4, 5), unlimited, padded=True)
+    with pytest.raises(ValueError, match=r"moe_combine: y of shape \(4, 4, 5\) may be .*: say which with padded="):
+        cx.moe_combine(padded, unlimited)
+    assert torch.equal(cx.moe_combine(padded, unlimited, padded=True), torch.ones(4, 5))
     assert cx.moe_combine(torch.zeros(4, 2), alike, padded=True).shape == (2,)
     assert cx.moe_combine(torch.zeros(4, 2), alike, padded=False).shape == (2, 2)
+
+
+def test_errors_of_a_routing_put_together():
+    """Members that are no tensors of the right kind, or lie elsewhere than x."""
+    routing, x, y, logits = routed(6, 4, 2), torch.zeros(6, 3), torch.zeros(12, 3), torch.zeros(6, 4)
+    calls = {
+        "moe_dispatch": (lambda r: cx.moe_dispatch(x, r), ("experts", "offsets", "position")),
+        "moe_combine": (lambda r: cx.moe_combine(y, r), ("experts", "offsets", "position", "weights")),
+        "moe_aux_loss": (lambda r: cx.moe_aux_loss(r, logits), ("experts", "counts")),
+    }
+    for op, (call, names) in calls.items():
+        call(routing)
+        for name in names:
+            value = getattr(routing, name)
+            wanted = "a tensor of a floating dtype" if name == "weights" else "a torch.Tensor"
+            with pytest.raises(TypeError, match=f"{op}: routing.{name} must be {wanted}, got NoneType"):
+                call(routing._replace(**{name: None}))
+            wanted = "be a tensor of a floating dtype" if name == "weights" else "have dtype int64"
+            with pytest.raises(TypeError, match=f"{op}: routing.{name} must {wanted}, got .*complex64"):
+                call(routing._replace(**{name: value.to(torch.complex64)}))
+            with pytest.raises(ValueError, match=f"{op}: routing.{name} must be on the device of .*, got meta"):
+                call(routing._replace(**{name: value.to("meta")}))
+            if name != "weights":
+                with pytest.raises(ValueError, match=f"{op}: routing.{name} must have . dimensions, got shape"):
+                    call(routing._replace(**{name: value[None]}))
+    with pytest.raises(TypeError, match=r"moe_dispatch: routing\.capacity must be an int or None, got 2\.5"):
+        cx.moe_dispatch(x, routing._replace(capacity=2.5), padded=True)
+    with pytest.raises(TypeError, match="moe_aux_loss: top_k must be an int, got None"):
+        cx.moe_aux_loss(routing._replace(top_k=None), logits)
 
 
 def test_errors_of_aux():
@@ -739,6 +815,28 @@ def test_errors_of_values():
         wrong[index] = value
         with pytest.raises(ValueError, match="moe: " + message):
             cx.moe_combine(cx.moe_dispatch(x, routing, padded=True), routing._replace(**{name: wrong}))
+
+
+@ON_CPU
+def test_errors_of_places_that_are_not_taken_once():
+    """Each would leave a place as it was allocated, or write one twice."""
+    routing, x = routed(6, 4, 2, 0.8), torch.ones(6, 3)
+    copies = int(routing.offsets[-1])
+    assert copies < 12 and routing.position.min() == -1
+    free, taken = (routing.position == -1).nonzero()[0, 0], routing.position.argmax()
+    for padded in (False, True):
+        for changes, message in (
+            ({"position": torch.zeros_like(routing.position)}, "routing.position must"),
+            ({"position": routing.position.index_fill(0, taken, -1)}, f"must have each of the {copies} places"),
+            ({"position": routing.position.index_fill(0, free, copies)}, "routing.position must"),
+            ({"offsets": routing.offsets * 0}, "routing.position must"),
+        ):
+            with pytest.raises(ValueError, match="moe: .*" + message):
+                cx.moe_dispatch(x, routing._replace(**changes), padded=padded)
+    # any order of the places is a routing as good
+    order = torch.randperm(copies)
+    mixed = routing._replace(position=torch.where(routing.position < 0, -1, order[routing.position.clamp(min=0)]))
+    assert torch.equal(cx.moe_dispatch(x, mixed).sum(1) > 0, torch.arange(12) < copies)
 
 
 @ON_CPU

@@ -147,6 +147,7 @@ def test_errors_of_the_constructor():
         (ValueError, "aux_loss must be one of .* got 'none'", {"aux_loss": "none"}),
         (ValueError, "score must be one of .* got 'best'", {"score": "best"}),
         (ValueError, "capacity_factor must be > 0 and finite, got 0", {"capacity_factor": 0}),
+        (ValueError, "capacity_factor must be at most 2147483648, got 1e", {"capacity_factor": 1e30}),
         (ValueError, "sync must be one of 'counts', 'none', got 'all'", {"sync": "all"}),
         (TypeError, "streams must be a bool, got 1", {"streams": 1}),
         (ValueError, "experts must be num_experts=5 modules, got 3", {"experts": scales(3)}),
@@ -296,6 +297,51 @@ def test_shapes_of_no_picture_and_of_one_expert_taking_all():
     torch.testing.assert_close(output, 2 * x)
 
 
+@pytest.mark.parametrize("aux_loss", ["usage_mse", "switch"])
+def test_shapes_of_no_picture_in_padded_groups(aux_loss):
+    empty = torch.zeros(0, 16, 5, 5, device=DEVICE, requires_grad=True)
+    layer = cx.nn.MoELayer(16, 3, 2, experts=scales(3), sync="none", aux_loss=aux_loss).to(DEVICE)
+    output, loss, info = layer(empty)
+    assert output.shape == empty.shape and info["expert_usage"].tolist() == [0, 0, 0]
+    (output.sum() + loss).backward()
+    assert empty.grad.shape == empty.shape
+
+
+def test_vmap_of_padded_groups():
+    xs = torch.stack([picture(SHAPE, seed=seed) for seed in range(3)])
+    layer = build(
+        xs[0], 3, 2, experts=[nn.Sequential(nn.ReLU(inplace=True), Scale(2.0)) for _ in range(3)], sync="none"
+    )
+    expected = torch.stack([layer(x)[0] for x in xs])
+    torch.testing.assert_close(torch.vmap(lambda x: layer(x)[0])(xs), expected)
+
+    def loss(x):
+        return layer(x)[0].square().sum()
+
+    expected = torch.stack([torch.func.grad(loss)(x) for x in xs])
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(xs), expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_padded_groups_with_any_batch(strict):
+    x = picture((3, 16, 5, 5))
+    layer = build(x, 3, 2, experts=[nn.Conv2d(16, 16, 1) for _ in range(3)], sync="none")
+    shapes = ({0: torch.export.Dim("batch", min=2)},)
+    exported = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=strict).module()
+    for batch in (2, 3, 8):
+        x = picture((batch, 16, 5, 5), seed=1)
+        torch.testing.assert_close(exported(x)[0], layer(x)[0])
+
+
+def test_another_default_device():
+    x = picture(SHAPE)
+    for sync, top_k in (("counts", 1), ("counts", 2), ("none", 1)):
+        layer = build(x, 2, top_k, experts=scales(2), sync=sync)
+        expected = layer(x)[0]
+        with torch.device("meta" if DEVICE.type == "cpu" else DEVICE):
+            assert torch.equal(layer(x)[0], expected)
+
+
 @pytest.mark.parametrize("layout", ["channels_last", "strided", "expanded"])
 def test_noncontiguous(layout):
     x = picture(SHAPE, layout=layout)
@@ -320,13 +366,28 @@ def test_padded_groups_give_the_same(monkeypatch, capacity_factor):
         torch.testing.assert_close(value, counted.get(key, torch.zeros_like(value)), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("sync", moe_file.SYNCS)
-def test_experts_may_work_in_place(sync):
+def test_experts_may_work_in_place(sync, top_k):
     x = picture(SHAPE)
     made = [[nn.Sequential(nn.ReLU(inplace=inplace), Scale(2.0)) for _ in range(3)] for inplace in (True, False)]
-    layers = [build(x, 3, 2, experts=experts, sync=sync) for experts in made]
+    layers = [build(x, 3, top_k, experts=experts, sync=sync) for experts in made]
     first, second = (grown(lambda t, layer=layer: layer(t)[0], layer, x, x) for layer in layers)
     assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+@pytest.mark.parametrize("sync", moe_file.SYNCS)
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_experts_that_work_in_place_leave_x(sync, grad_mode):
+    """Also where the pictures are sorted by expert as they come."""
+    x = picture(SHAPE)
+    before = x.clone()
+    for top_k, bias in ((1, [900, -900]), (1, None), (2, None)):
+        layer = build(x, 2, top_k, bias=bias, experts=[nn.ReLU(inplace=True) for _ in range(2)], sync=sync)
+        with torch.set_grad_enabled(grad_mode):
+            output = layer(x)[0]
+        assert torch.equal(x, before)
+        torch.testing.assert_close(output, x.relu())
 
 
 def test_a_full_expert_takes_the_first_pictures():

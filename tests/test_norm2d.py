@@ -444,6 +444,7 @@ GOOD = {"x": torch.zeros(1, 6, 2, 4), "weight": torch.zeros(6), "bias": torch.ze
         ({"residual": torch.zeros(1, 6, 2, 4).half()}, TypeError, "residual must have dtype float32, got float16"),
         ({"residual": 1.0}, TypeError, "residual must be a torch.Tensor, got float"),
         ({"eps": 0}, ValueError, "eps must be > 0 and finite, got 0"),
+        ({"eps": 1e-50}, ValueError, "eps must be > 0 and finite in float32, got 1e-50"),
         ({"eps": -1e-6}, ValueError, "eps must be > 0 and finite, got -1e-06"),
         ({"eps": float("nan")}, ValueError, "eps must be > 0 and finite, got nan"),
         ({"eps": "1e-6"}, TypeError, "eps must be a number, got '1e-6'"),
@@ -480,6 +481,7 @@ def test_errors_from_c():
         ({"residual": torch.zeros(1, 6, 2, 5)}, "residual has size 5 in dimension 3, expected 4"),
         ({"residual": x.half()}, "residual must have the dtype of x"),
         ({"eps": 0.0}, "eps must be > 0 and finite, got 0"),
+        ({"eps": 1e-50}, "eps must be > 0 and finite, got 1e-50"),
         ({"eps": float("inf")}, "eps must be > 0 and finite, got inf"),
         ({"groups": 4}, "groups must be >= 1 and divide the 6 channels of x, got 4"),
         ({"groups": 0}, "groups must be >= 1 and divide the 6 channels of x, got 0"),
@@ -491,6 +493,13 @@ def test_errors_from_c():
         op.layer_norm2d_backward(torch.zeros(1, 6, 2, 5), x, weight, bias, stats, 1e-6, 1, "none")
     with pytest.raises(ValueError, match="layer_norm2d_backward: stats has size 1 in dimension 2, expected 2"):
         op.layer_norm2d_backward(x, x, weight, bias, stats, 1e-6, 2, "none")
+
+
+def test_least_eps():
+    """Constant channels: what is divided by is sqrt(eps) alone."""
+    for dtype, eps in ((torch.float32, 2.0**-149), (torch.float64, 1e-50)):
+        x = torch.ones(1, 4, 1, 1, dtype=dtype)
+        assert torch.equal(cx.layer_norm2d(x, x.flatten(), 0 * x.flatten(), eps=eps), 0 * x)
 
 
 def test_forward_mode_is_refused():

@@ -17,6 +17,7 @@ from torch.library import opcheck
 
 import camox_ops as cx
 from camox_ops import reference
+from camox_ops.ops._layout import has_internal_overlap, share_memory
 
 HALVES = (torch.bfloat16, torch.float16)
 MEMORY = ("contiguous", "strided", "expanded", "swapped")
@@ -378,6 +379,31 @@ def test_func_transforms():
     torch.testing.assert_close(pullback(y)[0], backward(y, xs[0], cos, sin)[0])
 
 
+def table_gradients(transform, x, cos, sin):
+    """Of the sum over three pairs of tables: by a loop, by autograd or torch.func through vmap."""
+
+    def loss(cos, sin):
+        return cx.rope(x, cos, sin).square().sum()
+
+    if transform == "loop":
+        return torch.autograd.grad(sum(loss(c, s) for c, s in zip(cos, sin, strict=True)), (cos, sin))
+    if transform == "autograd":
+        return torch.autograd.grad(torch.vmap(loss)(cos, sin).sum(), (cos, sin))
+    if transform == "func":
+        return torch.func.grad(lambda *t: torch.vmap(loss)(*t).sum(), (0, 1))(cos.detach(), sin.detach())
+    return torch.vmap(torch.func.grad(loss, (0, 1)))(cos.detach(), sin.detach())
+
+
+@ON_CPU
+@pytest.mark.parametrize("transform", ["autograd", "func", "vmap of grad"])
+def test_grad_of_tables_through_vmap(transform):
+    x = heads((1, 2, 4, 6), torch.float64)
+    cos, sin = (torch.stack([t, 2 * t, t - 1]).requires_grad_() for t in tables(4, 3, torch.float64))
+    expected = table_gradients("loop", x, cos, sin)
+    for ours, theirs in zip(table_gradients(transform, x, cos, sin), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @ON_CPU
 def test_autocast_keeps_dtype():
     cos, sin = cx.rope_tables(4, 4)
@@ -481,15 +507,120 @@ def test_inplace_without_grad_mode():
 def test_errors_of_inplace():
     x, (cos, sin) = torch.zeros(1, 2, 3, 4), tables(3, 2)
     for message, arguments in (
-        ("leaf x that requires a gradient", (torch.zeros(1, 2, 3, 4, requires_grad=True), cos, sin)),
+        ("a leaf that requires a gradient", (torch.zeros(1, 2, 3, 4, requires_grad=True), cos, sin)),
         ("gradient of cos and sin", (x, cos.clone().requires_grad_(), sin)),
-        (r"do not share memory, got strides \(0, 12, 4, 1\)", (x.expand(2, 2, 3, 4), cos, sin)),
-        ("one tensor twice", ((x, x), cos, sin)),
+        (
+            r"elements of x that do not share memory, got shape \(2, 2, 3, 4\) and strides \(0, 12, 4, 1\)",
+            (x.expand(2, 2, 3, 4), cos, sin),
+        ),
+        (r"do not share memory; x\[0\] and x\[1\] do", ((x, x), cos, sin)),
     ):
         with pytest.raises(ValueError, match=message):
             cx.rope(*arguments, inplace=True)
     with pytest.raises(ValueError, match="share memory, their stride is 0"):
         torch.ops.camox_ops.rope_(x.expand(2, 2, 3, 4), cos, sin, None, None, False, "bhtd", None, False)
+
+
+@pytest.mark.parametrize("case", ["view of a leaf", "unbind", "split", "chunk"])
+def test_errors_of_inplace_leave_what_autograd_protects(case):
+    cos, sin = tables(4, 4)
+    leaf = torch.randn(2, 4, 3, 2, 8, requires_grad=True)
+    qkv = leaf * 1
+    x, message = {
+        "view of a leaf": (leaf[:, :, 0], r"on x, a leaf that requires a gradient or a view of one"),
+        "unbind": (qkv.unbind(2)[:2], r"on x\[0\], a view that autograd does not let be written"),
+        "split": (qkv[0].split(3), r"on x\[0\], a view that autograd does not let be written"),
+        "chunk": ((qkv[0] * 1, qkv[0].chunk(2, 2)[0]), r"on x\[1\], a view that autograd does not let be written"),
+    }[case]
+    tensors = x if isinstance(x, tuple) else (x,)
+    before, values = qkv.detach().clone(), [value.detach().clone() for value in tensors]
+    versions = leaf._version, qkv._version
+    with pytest.raises(ValueError, match="rope: inplace=True " + message):
+        cx.rope(x, cos, sin, layout="bthd", inplace=True)
+    assert torch.equal(leaf.detach(), before)
+    assert torch.equal(qkv.detach(), before)
+    assert all(torch.equal(value.detach(), old) for value, old in zip(tensors, values, strict=True))
+    assert (leaf._version, qkv._version) == versions
+    with torch.no_grad():  # without grad mode there is nothing to protect
+        cx.rope(x, cos, sin, layout="bthd", inplace=True)
+
+
+def test_inplace_on_slices_of_one_projection():
+    """q and k by indexing, which share a storage and no element: the gradients of the projection."""
+    x, (cos, sin) = torch.randn(2, 4, 3, 2, 8, requires_grad=True), tables(4, 4)
+
+    def scores(inplace):
+        qkv = x * 1
+        q, k = cx.rope((qkv[:, :, 0], qkv[:, :, 1]), cos, sin, layout="bthd", inplace=inplace)
+        return (q * k * qkv[:, :, 2]).sum()
+
+    torch.testing.assert_close(torch.autograd.grad(scores(True), x), torch.autograd.grad(scores(False), x))
+
+
+def test_errors_of_inplace_before_anything_is_written():
+    cos, sin = tables(16, 4)
+    packed, longer = torch.randn(10, 2, 8), torch.randn(12, 2, 8)
+    memory = torch.randn(64)
+    overlapping = memory.as_strided((1, 1, 3, 8), (24, 24, 4, 1))
+    x = torch.randn(1, 2, 4, 8)
+    cu_seqlens = torch.tensor([0, 10], dtype=torch.int32)
+    for message, tensors, written, options in (
+        (
+            r"x\[1\] must have as many tokens as x\[0\], 10, with cu_seqlens, got shape \(12, 2, 8\)",
+            (packed, longer),
+            packed,
+            {"cu_seqlens": cu_seqlens},
+        ),
+        (r"x\[0\] and x\[1\] do, which", (x, x[:]), x, {}),
+        (r"x\[0\] and x\[1\] do, which", (x[:, :, :3], x[:, :, 1:]), x, {}),
+        (
+            r"elements of x that do not share memory, got shape \(1, 1, 3, 8\) and strides \(24, 24, 4, 1\)",
+            overlapping,
+            memory,
+            {},
+        ),
+    ):
+        before = written.clone()
+        with pytest.raises(ValueError, match="rope: .*" + message):
+            cx.rope(tensors, cos, sin, **options, inplace=True)
+        assert torch.equal(written, before)
+    with torch.inference_mode():
+        frozen = torch.randn(1, 2, 4, 8)
+    before = frozen.clone()
+    with pytest.raises(ValueError, match="rope: inplace=True on x, an inference tensor, outside inference mode"):
+        cx.rope(frozen, cos, sin, inplace=True)
+    assert torch.equal(frozen, before)
+
+
+@given(st.data())
+def test_shared_memory_is_told_exactly(data):
+    """Against the addresses themselves, of any two views of a small buffer."""
+    buffer = torch.zeros(2000, device="cpu")
+
+    def view():
+        dims = data.draw(st.integers(1, 4))
+        shape = [data.draw(st.integers(0 if dims == 1 else 1, 4)) for _ in range(dims)]
+        stride = [data.draw(st.integers(0, 12)) for _ in range(dims)]
+        return buffer.as_strided(shape, stride, data.draw(st.integers(0, 60)))
+
+    def addresses(x):
+        return torch.arange(2000, device="cpu").as_strided(x.shape, x.stride(), x.storage_offset()).flatten().tolist()
+
+    a, b = view(), view()
+    assert has_internal_overlap(a) == (len(set(addresses(a))) < a.numel())
+    assert share_memory(a, b) == bool(set(addresses(a)) & set(addresses(b)))
+    assert not share_memory(a, buffer.clone())
+
+
+def test_inplace_on_a_lazily_negated_view():
+    z, (cos, sin) = torch.randn(1, 1, 4, 8, dtype=torch.complex64), tables(4, 4)
+    x = z.conj().imag
+    assert x.is_neg()
+    expected, before = cx.rope(x.clone(), cos, sin), x._version
+    assert cx.rope(x, cos, sin, inplace=True) is x
+    torch.testing.assert_close(x.clone(), expected)
+    torch.testing.assert_close(z.imag, -expected)
+    assert x._version > before
 
 
 # ---- public variants ----

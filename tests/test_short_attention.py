@@ -175,6 +175,31 @@ def test_nan_stays_in_its_sequence_and_head():
         assert torch.equal(out, expected)
 
 
+def test_scores_that_are_all_minus_infinity_give_zeros():
+    for shape in ((2, 6, 2, 12), (2, 20, 2, 20)):
+        q, k, v = torch.full(shape, -math.inf), torch.ones(shape), torch.ones(shape)
+        stock = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        assert torch.equal(cx.short_attention(q, k, v), stock.transpose(1, 2))
+        assert not stock.any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_padded_keys_and_values_may_hold_anything(value, dtype):
+    """Of sequences by lanes and by rows, of more columns than a piece, of sequences without keys."""
+    for shape in ((40, 6, 2, 12), (9, 3, 1, 2), (3, 20, 2, 20), (2, 7, 1, 70)):
+        q, k, v = qkv_of(shape, dtype)
+        grad, padding = normal(shape, 7).to(DEVICE, dtype), padding_of(shape)
+        for which in range(1, 8, 2):
+            options = options_of(shape, which)
+            expected = [op.short_attention(q, k, v, *options), *op.short_attention_backward(grad, q, k, v, *options)]
+            filled = [x.masked_fill(padding[:, :, None, None], value) for x in (k, v)]
+            found = [op.short_attention(q, *filled, *options), *op.short_attention_backward(grad, q, *filled, *options)]
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.equal(ours, theirs)
+            assert not any(x[padding].any() for x in found[2:])
+
+
 @pytest.mark.parametrize("memory", MEMORY)
 def test_noncontiguous(memory):
     for shape in ((9, 6, 8, 12), (2, 18, 3, 20)):

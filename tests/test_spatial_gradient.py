@@ -31,6 +31,7 @@ SHAPES = [
     (1, 1, 3, 513),
     (1, 1, 2, 1051),
     (1, 31, 3, 17),
+    (1, 8, 2, 33),
     (1, 33, 66, 16),
     (2, 131, 3, 4),
 ]
@@ -202,13 +203,32 @@ def test_shapes(shape, operator, border, layout, dtype):
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_threads_do_not_change_bits(threads):
     for layout in ("contiguous", "channels_last"):
+        channels_last = layout == "channels_last"
         x = picture((3, 17, 170, 33), layout=layout)
         grads = [picture(x.shape, seed=i) for i in range(2)]
-        expected, expected_grad = cx.spatial_gradient(x), backward(grads, border="reflect")
+        expected, expected_grad = cx.spatial_gradient(x), backward(grads, "sobel", "reflect", channels_last)
         torch.set_num_threads(threads)
         assert all(torch.equal(a, b) for a, b in zip(cx.spatial_gradient(x), expected, strict=True))
-        assert torch.equal(backward(grads, border="reflect"), expected_grad)
+        assert torch.equal(backward(grads, "sobel", "reflect", channels_last), expected_grad)
         torch.set_num_threads(2)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 8, 32, 200])
+@pytest.mark.parametrize("border", ["replicate", "reflect"])
+def test_a_last_tile_of_one_column(channels, border):
+    """channels_last tiles have 16 columns: at widths of 16k+1 the border folds into the tile before the last one."""
+    for width in (17, 33, 49, 65, 129, 257):
+        for height in (2, 5):
+            shape = (2, channels, height, width)
+            x, grads = picture(shape), [picture(shape, seed=i) for i in range(1, 3)]
+            expected, expected_grad = cx.spatial_gradient(x, border=border), backward(grads, border=border)
+            truth = reference.spatial_gradient_backward(*(grad.double() for grad in grads), "sobel", border)
+            assert_close_to_reference(expected_grad, expected_grad, truth)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                ours = cx.spatial_gradient(x.to(memory_format=torch.channels_last), border=border)
+                assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+                assert torch.equal(backward(grads, border=border, channels_last=True), expected_grad)
 
 
 ISA_CODE = """

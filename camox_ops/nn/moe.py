@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from ..ops import _check
-from ..ops.moe import AUX_LOSSES, SCORES, Routing, moe_aux_loss, moe_combine, moe_dispatch, moe_route
+from ..ops.moe import (
+    AUX_LOSSES,
+    SCORES,
+    Routing,
+    check_capacity_factor,
+    copy_rows,
+    moe_aux_loss,
+    moe_combine,
+    moe_route,
+)
 from .bands import FrequencyExpert
 from .edge import EdgeExpert
 from .experts import AttentionExpert, ContrastExpert, HybridExpert, SemanticContextExpert, TextureExpert
@@ -101,7 +110,7 @@ class MoELayer(nn.Module):
             _check.choice(NAME, "aux_loss", aux_loss, AUX_LOSSES)
         _check.choice(NAME, "score", score, SCORES)
         if capacity_factor is not None:
-            _check.positive(NAME, "capacity_factor", capacity_factor)
+            check_capacity_factor(NAME, capacity_factor)
         _check.choice(NAME, "sync", sync, SYNCS)
         _check.flag(NAME, "streams", streams)
         self.in_channels = in_channels
@@ -140,16 +149,15 @@ class MoELayer(nn.Module):
         routing = moe_route(logits, self.top_k, score=self.score, capacity_factor=self.capacity_factor)
         padded = self.sync == "none"
         sizes = None if padded else _HostCounts(routing.counts)
-        groups = moe_dispatch(x, routing, padded=padded)
+        groups = copy_rows(NAME, x, routing, padded)
         aux_loss = self._aux_loss(routing, logits)
-        # An expert may work in place on its pictures, which autograd forbids on views from one split; with top_k=1 they
-        # can be x itself, and it is right to.
-        split = torch.split if self.top_k == 1 else torch.unsafe_split_with_sizes
+        # The groups are copies, on which an expert may work in place; autograd would forbid that on views of one split.
         if padded:
-            parts = [part[0] for part in split(groups, [1] * self.num_experts)]
-            mixed = torch.stack(self._run(parts, x.dtype))
+            parts = [part[0] for part in torch.unsafe_split(groups, 1)]
+            results = self._run(parts, x.dtype)
+            mixed = torch.stack(results) if results else groups
         else:
-            *parts, unused = split(groups, sizes.read(groups.shape[0]))
+            *parts, unused = torch.unsafe_split_with_sizes(groups, sizes.read(groups.shape[0]))
             results = self._run(parts, x.dtype)
             mixed = torch.cat([*results, unused] if len(unused) or not results else results)
         output = moe_combine(mixed, routing, padded=padded).to(x.dtype)
@@ -166,7 +174,7 @@ class MoELayer(nn.Module):
 
     def _run(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         """Each expert on its pictures; those without any are left out."""
-        busy = [number for number, part in enumerate(parts) if len(part)]
+        busy = [number for number, part in enumerate(parts) if part.shape[0]]  # len() is an int
         if not (self.streams and parts[0].is_cuda and len(busy) > 1):
             return [self._checked(number, self.experts[number](parts[number]), parts[number], dtype) for number in busy]
         current = torch.cuda.current_stream(parts[0].device)
@@ -205,7 +213,7 @@ class _HostCounts:
     def __init__(self, counts: torch.Tensor):
         self.counts, self.copied = counts, None
         if counts.is_cuda:
-            self.counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self.counts = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
             self.counts.copy_(counts, non_blocking=True)
             self.copied = torch.cuda.Event()
             self.copied.record(torch.cuda.current_stream(counts.device))

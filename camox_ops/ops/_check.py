@@ -60,6 +60,14 @@ def positive(op: str, name: str, value) -> float:
     return float(value)
 
 
+def eps(op: str, value, x: torch.Tensor) -> float:
+    """A positive number that is not 0 in what x is computed in: float32 has nothing between 0 and 2**-149."""
+    value = positive(op, "eps", value)
+    if value <= 2.0**-150 and x.dtype != torch.float64:
+        raise ValueError(f"{op}: eps must be > 0 and finite in float32, got {value!r}")
+    return value
+
+
 def probability(op: str, name: str, value) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}")
@@ -117,6 +125,9 @@ def flag(op: str, name: str, value) -> None:
 
 
 def choice(op: str, name: str, value, choices) -> None:
+    if isinstance(value, torch.Tensor):
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise TypeError(f"{op}: {name} must be one of {listed}, got a torch.Tensor")
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{op}: {name} must be one of {listed}, got {value!r}")

@@ -1,6 +1,10 @@
-"""The memory format of outputs, decided for fake tensors by the same rule as in csrc/common/torch_util.h."""
+"""The memory format of outputs, decided for fake tensors by the same rule as in csrc/common/torch_util.h, and whether
+tensors share memory."""
 
 from __future__ import annotations
+
+import functools
+import math
 
 import torch
 
@@ -78,3 +82,51 @@ def empty_rows(x: torch.Tensor, leading: int, outer: tuple[int, ...]) -> torch.T
     sizes = (*outer, *inner)
     order = [*range(lead), *(lead + d for d in memory_order(inner, x.stride()[leading:]))]
     return x.new_empty_strided(sizes, packed_strides(sizes, order))
+
+
+def has_internal_overlap(x: torch.Tensor) -> bool:
+    """Whether two elements of x lie at the same address."""
+    known = torch._debug_has_internal_overlap(x)
+    return known == 1 or (known == 2 and _overlaps(x.shape, x.stride()))  # 2: torch leaves every x with gaps open
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an element of a lies at the address of one of b, which has a's dtype."""
+    if not torch._C._is_alias_of(a, b):
+        return False
+    return _meet(a.shape, a.stride(), b.shape, b.stride(), b.storage_offset() - a.storage_offset())
+
+
+# Cached, as a model asks about the same few shapes at every step.
+@functools.lru_cache(maxsize=1024)
+def _overlaps(shape, strides) -> bool:
+    dims = [(stride, 1 - n, n - 1) for stride, n in zip(strides, shape, strict=True) if n > 1]
+    dims.sort(reverse=True)
+    # Two places that differ first in dimension i, in which they are 1 to n - 1 steps apart.
+    return any(_reaches([(dim[0], 1, dim[2]), *dims[i + 1 :]], 0) for i, dim in enumerate(dims))
+
+
+@functools.lru_cache(maxsize=1024)
+def _meet(shape_a, strides_a, shape_b, strides_b, distance: int) -> bool:
+    """Whether a tensor has an element in common with one that begins `distance` elements after it."""
+    if 0 in shape_a or 0 in shape_b:
+        return False
+    ranges: dict[int, list[int]] = {}
+    for shape, strides, end in ((shape_a, strides_a, 1), (shape_b, strides_b, 0)):
+        for stride, n in zip(strides, shape, strict=True):
+            if stride > 0:
+                ranges.setdefault(stride, [0, 0])[end] += n - 1 if end else 1 - n
+    return _reaches(sorted(((stride, *ends) for stride, ends in ranges.items()), reverse=True), distance)
+
+
+def _reaches(steps: list[tuple[int, int, int]], target: int) -> bool:
+    """Whether sum(stride * k) can be `target`, with an integer k of each (stride, lowest k, highest k), the strides
+    falling and > 0."""
+    if not steps:
+        return target == 0
+    if target % math.gcd(*(stride for stride, _, _ in steps)):
+        return False
+    (stride, low, high), rest = steps[0], steps[1:]
+    least, most = (sum(step[0] * step[end] for step in rest) for end in (1, 2))
+    low, high = max(low, -((most - target) // stride)), min(high, (target - least) // stride)
+    return any(_reaches(rest, target - stride * k) for k in range(low, high + 1))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 
 def register(
@@ -31,9 +32,13 @@ def register(
     overload = getattr(torch.ops.camox_ops, name).default
     torch.library.register_fake(qualified, fake)
     torch.library.register_autograd(qualified, backward, setup_context=setup_context)
-    torch.library.register_vmap(
-        qualified, vmap or (lambda info, in_dims, *args: one_by_one(overload, info, in_dims, args))
-    )
+
+    def vmap_rule(info, in_dims, *args):
+        if info.batch_size == 0:
+            return no_samples(overload, in_dims, args)
+        return vmap(info, in_dims, *args) if vmap else one_by_one(overload, info, in_dims, args)
+
+    torch.library.register_vmap(qualified, vmap_rule)
     title = "".join(part.capitalize() for part in name.split("_"))
     transformed = type(
         title,
@@ -52,8 +57,12 @@ def register(
     is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
     def forward(ctx, *args):
-        with guard():
-            output = kernel(*args)
+        try:
+            with guard():
+                output = kernel(*args)
+        except RuntimeError as error:
+            raise_as_torch_does(error)
+            raise
         setup_context(ctx, args, output)
         return output
 
@@ -70,14 +79,34 @@ def register(
             return overload(*args, *saving)
         if in_transform():
             return transformed.apply(*args, *saving)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(name, args)
         if is_grad_enabled():
             for arg in args:
                 if isinstance(arg, Tensor) and arg.requires_grad:
                     return apply(*[unwrap(arg) if isinstance(arg, Tensor) else arg for arg in args], *saving)
-        with guard():
-            return kernel(*args, *forgetting)
+        try:
+            with guard():
+                return kernel(*args, *forgetting)
+        except RuntimeError as error:
+            raise_as_torch_does(error)
+            raise
 
     return call
+
+
+def raise_as_torch_does(error: RuntimeError) -> None:
+    """What torch's C interface makes a plain RuntimeError of is an OutOfMemoryError again, which callers look for."""
+    if type(error) is RuntimeError and str(error).startswith("CUDA out of memory"):
+        raise torch.OutOfMemoryError(*error.args) from None
+
+
+def refuse_tangents(name: str, args) -> None:
+    """The kernels would drop a tangent. An op's own arguments were looked at before; what autograd hands to a backward
+    operator comes here first."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(f"{name}: forward-mode AD is not implemented, and an argument carries a tangent")
 
 
 def register_last_derivative(name: str, *, fake: Callable, vmap: Callable | None = None):
@@ -104,7 +133,7 @@ def fold_batch(info, in_dims, args, count: int):
 
 
 def unfold_batch(info, value: torch.Tensor) -> torch.Tensor:
-    return value.unflatten(0, (info.batch_size, value.shape[0] // max(info.batch_size, 1)))
+    return value.unflatten(0, (info.batch_size, value.shape[0] // info.batch_size))
 
 
 def vmap_folded(name: str, count: int):
@@ -127,6 +156,23 @@ def vmap_folded(name: str, count: int):
 def fold_batch_at(info, in_dim: int, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Moves the mapped dimension of a tensor into its dimension `dim`, before what is there."""
     return value.movedim(in_dim, dim).flatten(dim, dim + 1)
+
+
+def no_samples(op, in_dims, args):
+    """(outputs, their mapped dimensions) of the op mapped over nothing, in the shapes that it has for one sample on the
+    meta device."""
+
+    def one_sample(value, dim):
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = [size for d, size in enumerate(value.shape) if d != dim]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    device = next(value.device for value in args if isinstance(value, torch.Tensor))
+    outputs = op(*(one_sample(value, dim) for value, dim in zip(args, in_dims, strict=True)))
+    if isinstance(outputs, torch.Tensor):
+        return outputs.new_empty((0, *outputs.shape), device=device), 0
+    return tuple(y.new_empty((0, *y.shape), device=device) for y in outputs), (0,) * len(outputs)
 
 
 def one_by_one(op, info, in_dims, args):

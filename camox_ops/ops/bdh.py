@@ -52,6 +52,9 @@ def bdh_attention(
     On CUDA from sm_80 on float32 products are made in TF32 where torch.backends.cuda.matmul allows it (allow_tf32,
     torch.set_float32_matmul_precision), forward and backward alike.
 
+    Where cos or sin requires a gradient, the backward of bfloat16 and float16 is that of float32 on the CPU, which
+    takes its time and memory; on CUDA the gradients of the tables carry the rounding of q's dtype.
+
     First derivatives in q, v, cos and sin; a second one raises NotImplementedError, and so does forward-mode AD.
 
     Raises:
@@ -234,15 +237,21 @@ def _backward(ctx, grad, _):
         return (None,) * 11
     q, v, cos, sin, out, saved = ctx.saved_tensors
     relu = ctx.flags[0]
-    learned = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+    if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
+        inputs = (grad, q, v, cos, sin, out, saved)
+        return *_bdh_attention_backward(*inputs, *ctx.flags, ctx.form, False, ctx.tf32), *(None,) * 9
+    dtype = q.dtype
+    if q.is_cpu and dtype in (
+        torch.bfloat16,
+        torch.float16,
+    ):  # the tables' gradients sum what is not to be rounded first
+        grad, q, v, out = (None if t is None else t.float() for t in (grad, q, v, out))
     inputs = (grad, q, v, cos, sin, out, saved)
-    grad_q, grad_v = _bdh_attention_backward(*inputs, *ctx.flags, ctx.form, learned, ctx.tf32)
-    if not learned:
-        return grad_q, grad_v, *(None,) * 9
+    grad_r, grad_v = _bdh_attention_backward(*inputs, *ctx.flags, ctx.form, True, ctx.tf32)
     x = q.relu() if relu else q
-    grad_x, *grad_tables = _rope_backward(grad_q, x, cos, sin, None, None, True, "bhtd", None, False)
+    grad_x, *grad_tables = _rope_backward(grad_r, x, cos, sin, None, None, True, "bhtd", None, False)
     grad_q = grad_x.masked_fill(q <= 0, 0) if relu else grad_x
-    return grad_q, grad_v, *grad_tables, *(None,) * 7
+    return grad_q.to(dtype), grad_v.to(dtype), *grad_tables, *(None,) * 7
 
 
 def _fake_backward(grad, q, v, *_):

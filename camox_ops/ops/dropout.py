@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .. import reference
@@ -108,7 +110,7 @@ def dropout_add_layer_norm(
             but contiguous ones are copied.
         weight, bias: (D,), in x's dtype; float32 is welcome beside a half-precision x and is then read as float32.
         p, training, generator: as in camox_ops.dropout; p = 0 or training=False draws no seed and drops nothing.
-        eps: added to the variance, > 0. In the units of x squared.
+        eps: added to the variance, > 0 in float32 (float64 for float64). In the units of x squared.
 
     Returns:
         (..., D) in x's dtype, contiguous. Computed in float32 (float64 for float64) and rounded once; s is never
@@ -132,7 +134,7 @@ def dropout_add_layer_norm(
     _check.affine(op, "weight", weight, x, -1, "column")
     _check.affine(op, "bias", bias, x, -1, "column")
     p = _check.probability(op, "p", p)
-    eps = _check.positive(op, "eps", eps)
+    eps = _check.eps(op, eps, x)
     seed = draw_seed(op, x, p, training, generator)
     real = _check.computed_in(x)
     return _dropout_add_layer_norm(x, residual, as_read(weight, real), as_read(bias, real), seed, p, eps)[0]
@@ -191,7 +193,8 @@ def _gate_backward_backward(ctx, *grads):
 
 
 def _fake_norm(x, residual, weight, bias, seed, p, eps):
-    stats = weight.new_empty((2, x.shape[:-1].numel()))
+    rows = math.prod(x.shape[:-1])  # torch.Size.numel makes ints of SymInts, a graph for every shape
+    stats = weight.new_empty((2, rows))
     return torch.empty_like(x, memory_format=torch.contiguous_format), stats
 
 

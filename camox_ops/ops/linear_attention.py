@@ -47,7 +47,7 @@ def linear_attention(
         initial_state: (S_0, z_0), (B, H, N, D) and (B, H, N) whatever the layout, float32 (float64 for float64);
             None: zeros. z_0 is None unless normalize is "sum".
         return_state: also return (S, z), like initial_state.
-        eps: added to the denominator of "sum", > 0.
+        eps: added to the denominator of "sum", > 0 in float32 (float64 for float64).
 
     Returns:
         out, like v, in q's dtype and with its dimensions in memory in the order of q's strides, so that heads of a
@@ -68,16 +68,17 @@ def linear_attention(
 
     Source: Transformers are RNNs (arXiv 2006.16236, equations 4 to 7); "feature": SDTAEncoder.linear_attention of
     mahi-chan/camoXpert, models/backbone.py at 47e858c."""
-    eps = _check_options(feature_map, normalize, eps)
+    _check_options(feature_map, normalize)
     _check.choice(OP, "layout", layout, LAYOUTS)
     _check.choice(OP, "causal", causal, (False, True, "strict"))
     if causal:
-        raise NotImplementedError(f"{OP}: causal={causal!r} comes with a later issue, causal linear attention")
+        raise NotImplementedError(f"{OP}: causal={causal!r}: causal linear attention is not implemented")
     _check.flag(OP, "return_state", return_state)
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check.tensor(OP, name, value)
     q, k, v = _check.autocast(q, k, v)
     _check_shapes(q, k, v, layout)
+    eps = _check.eps(OP, eps, q)
     if layout == "bthd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if key_mask is not None:
@@ -101,9 +102,10 @@ def linear_attention_packed(
 
     For modules whose q, k and v are one layer's output: the gradient is one tensor too, in the order of qkv's strides,
     where three would be joined by a copy. Arguments, errors and numbers are those of linear_attention."""
-    eps = _check_options(feature_map, normalize, eps)
+    _check_options(feature_map, normalize)
     _check.tensor(OP, "qkv", qkv)
     (qkv,) = _check.autocast(qkv)
+    eps = _check.eps(OP, eps, qkv)
     if qkv.dim() != 5 or qkv.shape[1] != 3:
         raise ValueError(f"{OP}: qkv must have shape (B, 3, H, T, N), got {tuple(qkv.shape)}")
     if not 1 <= qkv.shape[4] <= MOST_DIM:
@@ -125,13 +127,12 @@ def linear_attention_step(
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]:
     """One position of causal linear attention: raises NotImplementedError until causal linear attention exists."""
-    raise NotImplementedError("linear_attention_step: comes with a later issue, causal linear attention")
+    raise NotImplementedError("linear_attention_step: causal linear attention is not implemented")
 
 
-def _check_options(feature_map: str, normalize: str, eps: float) -> float:
+def _check_options(feature_map: str, normalize: str) -> None:
     _check.choice(OP, "feature_map", feature_map, FEATURE_MAPS)
     _check.choice(OP, "normalize", normalize, NORMALIZATIONS)
-    return _check.positive(OP, "eps", eps)
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:

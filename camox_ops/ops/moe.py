@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ._register import register, register_last_derivative
 SCORES = ("topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
 AUX_LOSSES = ("switch", "importance_cv2", "z", "usage_mse")
 MOST_EXPERTS = 1024
+MOST_CAPACITY_FACTOR = 2**31  # far beyond E, which limits nothing, and times any number of rows an int64
 
 
 class Routing(NamedTuple):
@@ -56,8 +58,8 @@ def moe_route(
         score: the weights. "topk_softmax": softmax over the K chosen logits; "softmax_topk": softmax over all E, of the
             chosen; "softmax_topk_renorm": the same divided by their sum, which is topk_softmax; "sigmoid_topk":
             1/(1 + exp(-logit)) of the chosen.
-        capacity_factor: > 0: an expert gets at most ceil(capacity_factor * rows * K / E) copies, and later rows lose
-            theirs first. None: no limit.
+        capacity_factor: > 0, at most 2**31: an expert gets at most ceil(capacity_factor * rows * K / E) copies, and
+            later rows lose theirs first. None: no limit.
         valid: (rows,) bool, True where the row takes part; None: all do. Logits of the others are not looked at.
 
     Returns:
@@ -76,7 +78,7 @@ def moe_route(
         TypeError: logits is not a dense tensor of one of these dtypes, top_k not an int, capacity_factor not a number,
             valid not a bool tensor.
         ValueError: logits not (rows, E), more than 1024 experts, top_k < 1 or > E, an unknown score, capacity_factor
-            not > 0 and finite, valid of another shape, tensors on different devices, NaN."""
+            not > 0 or beyond 2**31, valid of another shape, tensors on different devices, NaN."""
     op = "moe_route"
     _check_logits(op, logits)
     top_k = _check_top_k(op, top_k, logits.shape[1])
@@ -85,7 +87,7 @@ def moe_route(
     rows, num_experts = logits.shape
     capacity = None
     if capacity_factor is not None:
-        capacity = math.ceil(_check.positive(op, "capacity_factor", capacity_factor) * rows * top_k / num_experts)
+        capacity = math.ceil(check_capacity_factor(op, capacity_factor) * rows * top_k / num_experts)
     return Routing(*_route(logits, valid, top_k, score, capacity), num_experts, top_k, capacity)
 
 
@@ -109,20 +111,28 @@ def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> 
     First derivatives; a second one raises NotImplementedError, and so does forward-mode AD. The same bits on every run.
 
     Raises:
-        TypeError: x is not a dense tensor of one of these dtypes, routing not a Routing, padded not a bool.
+        TypeError: x is not a dense tensor of one of these dtypes, routing not a Routing of int64 tensors, padded not a
+            bool.
         ValueError: another number of rows than was routed, tensors on different devices; on the CPU indices that lie
-            out of bounds. On CUDA such a slot has no copy and camox_ops.check_errors() raises."""
+            out of bounds, or positions that are not the places 0, 1, ... each once. On CUDA a slot out of bounds has no
+            copy and camox_ops.check_errors() raises."""
     op = "moe_dispatch"
     _check_routing(op, routing)
     _check.tensor(op, "x", x)
     _check.flag(op, "padded", padded)
+    _check_indices(op, routing, x, "x")
     rows = routing.experts.shape[0]
     if x.dim() < 1 or x.shape[0] != rows:
         raise ValueError(f"{op}: x must have shape ({rows}, ...), as many rows as were routed, got {tuple(x.shape)}")
-    _check.same_device(op, "routing", routing.position, x)
     if not padded and _is_sorted(routing):
         return x.view_as(x)
-    return _dispatch(x, routing.experts, routing.offsets, routing.position, _capacity(routing) if padded else None)
+    return copy_rows(op, x, routing, padded)
+
+
+def copy_rows(op: str, x: torch.Tensor, routing: Routing, padded: bool) -> torch.Tensor:
+    """moe_dispatch of checked arguments, never a view of x."""
+    capacity = _capacity(op, routing) if padded else None
+    return _dispatch(x, routing.experts, routing.offsets, routing.position, capacity)
 
 
 def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None) -> torch.Tensor:
@@ -135,6 +145,7 @@ def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None
         routing: as dispatched; its weights may be others of the same shape (`routing._replace(weights=...)`), in any
             floating dtype.
         padded: whether y is (E, capacity, ...). None: as its shape says; a shape that may be either is a ValueError.
+            Under torch.compile say it: reading it from the shape of a first batch can tie the graph to that shape.
 
     Returns:
         (rows, ...) in y's dtype, each row in memory as in y. Computed in float32 (float64 for float64) and rounded
@@ -145,17 +156,23 @@ def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None
     forward-mode AD. The same bits on every run and for any number of threads.
 
     Raises:
-        TypeError: y is not a dense tensor of one of these dtypes, routing not a Routing, padded not a bool or None.
+        TypeError: y is not a dense tensor of one of these dtypes, routing not a Routing of int64 tensors and floating
+            weights, padded not a bool or None.
         ValueError: another shape than was dispatched, or one that may be either, tensors on different devices; on the
-            CPU indices that lie out of bounds. On CUDA the row of such a slot becomes NaN and camox_ops.check_errors()
-            raises."""
+            CPU indices that lie out of bounds, or positions that are not the places 0, 1, ... each once. On CUDA the
+            row of a slot out of bounds becomes NaN and camox_ops.check_errors() raises."""
     op = "moe_combine"
     _check_routing(op, routing)
     _check.tensor(op, "y", y)
+    _check_indices(op, routing, y, "y")
+    weights = routing.weights
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
+        found = weights.dtype if isinstance(weights, torch.Tensor) else type(weights).__name__
+        raise TypeError(f"{op}: routing.weights must be a tensor of a floating dtype, got {found}")
+    _check.same_device(op, "routing.weights", weights, y, "y")
     padded = _check_combined(op, y, routing, padded)
-    _check.same_device(op, "routing", routing.position, y)
-    weights = as_read(routing.weights, _check.computed_in(y))
-    capacity = _capacity(routing) if padded else None
+    weights = as_read(weights, _check.computed_in(y))
+    capacity = _capacity(op, routing) if padded else None
     return _combine(y, weights, routing.experts, routing.offsets, routing.position, capacity)
 
 
@@ -194,14 +211,16 @@ def moe_aux_loss(
     op = "moe_aux_loss"
     _check_routing(op, routing)
     _check_logits(op, logits)
-    rows, num_experts = routing.experts.shape[0], routing.num_experts
+    for name in ("experts", "counts"):
+        _check_index(op, routing, name, logits, "logits")
+    _check_top_k(op, routing.top_k, logits.shape[1])
+    rows, num_experts = routing.experts.shape[0], routing.counts.shape[0]
     if logits.shape[0] != rows or logits.shape[1] != num_experts:
         raise ValueError(
             f"{op}: logits must have the shape that was routed, ({rows}, {num_experts}), got {tuple(logits.shape)}"
         )
     _check.choice(op, "kind", kind, AUX_LOSSES)
     _check_valid(op, valid, logits)
-    _check.same_device(op, "routing", routing.counts, logits)
     if kind == "usage_mse":
         logits = logits.detach()
     return _aux_loss(logits, routing.counts, valid, kind, routing.top_k)[0]
@@ -237,28 +256,56 @@ def _check_routing(op: str, routing) -> None:
         raise TypeError(f"{op}: routing must be a Routing, what moe_route returns, got {type(routing).__name__}")
 
 
+def _check_index(op: str, routing: Routing, name: str, x: torch.Tensor, of: str) -> None:
+    """One of routing's index tensors, which must lie beside x, the argument `of`."""
+    value, dimensions = getattr(routing, name), 2 if name == "experts" else 1
+    title = f"routing.{name}"
+    _check.tensor(op, title, value, dtypes=(torch.int64,))
+    if value.dim() != dimensions:
+        raise ValueError(f"{op}: {title} must have {dimensions} dimensions, got shape {tuple(value.shape)}")
+    _check.same_device(op, title, value, x, of)
+
+
+def _check_indices(op: str, routing: Routing, x: torch.Tensor, of: str) -> None:
+    for name in ("experts", "offsets", "position"):
+        _check_index(op, routing, name, x, of)
+
+
+def check_capacity_factor(op: str, value) -> float:
+    if isinstance(value, numbers.Real) and value > MOST_CAPACITY_FACTOR:
+        raise ValueError(f"{op}: capacity_factor must be at most {MOST_CAPACITY_FACTOR}, got {value!r}")
+    return _check.positive(op, "capacity_factor", value)
+
+
 def _is_sorted(routing: Routing) -> bool:
     """Whether the copies are the rows as they lie, where that can be told without waiting for a device or a graph."""
     position = routing.position
-    if routing.top_k != 1 or type(position) is not torch.Tensor or position.device.type != "cpu":
+    if routing.experts.shape[1] != 1 or type(position) is not torch.Tensor or position.device.type != "cpu":
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
         return False
-    return torch.equal(position, torch.arange(position.shape[0]))
+    return torch.equal(position, torch.arange(position.shape[0], device=position.device))
 
 
-def _capacity(routing: Routing) -> int:
+def _capacity(op: str, routing: Routing) -> int:
     """Without a limit an expert gets at most one copy of every row."""
-    return routing.experts.shape[0] if routing.capacity is None else routing.capacity
+    capacity = routing.capacity
+    if capacity is None:
+        return routing.experts.shape[0]
+    if not isinstance(capacity, (int, torch.SymInt)):
+        raise TypeError(f"{op}: routing.capacity must be an int or None, got {capacity!r}")
+    return capacity
 
 
 def _check_combined(op: str, y: torch.Tensor, routing: Routing, padded: bool | None) -> bool:
-    """Whether y is (E, capacity, ...)."""
-    slots, places = routing.position.shape[0], (routing.num_experts, _capacity(routing))
-    fits_sorted = y.dim() >= 1 and y.shape[0] == slots
-    fits_padded = y.dim() >= 2 and y.shape[0] == places[0] and y.shape[1] == places[1]
+    """Whether y is (E, capacity, ...). A shape that is not asked about is not compared: that would guard a graph."""
+    slots, places = routing.position.shape[0], (routing.offsets.shape[0] - 1, _capacity(op, routing))
+    if padded is not None:
+        _check.flag(op, "padded", padded)
+    fits_sorted = padded is not True and y.dim() >= 1 and y.shape[0] == slots
+    fits_padded = padded is not False and y.dim() >= 2 and y.shape[0] == places[0] and y.shape[1] == places[1]
     if padded is None:
-        if fits_sorted and fits_padded and routing.capacity is not None:
+        if fits_sorted and fits_padded:
             raise ValueError(
                 f"{op}: y of shape {tuple(y.shape)} may be ({slots}, ...) or ({places[0]}, {places[1]}, ...): "
                 "say which with padded="
@@ -270,8 +317,7 @@ def _check_combined(op: str, y: torch.Tensor, routing: Routing, padded: bool | N
                 f"got {tuple(y.shape)}"
             )
         return padded
-    _check.flag(op, "padded", padded)
-    if not (fits_padded if padded else fits_sorted):
+    if not (fits_padded or fits_sorted):
         expected = f"({places[0]}, {places[1]}, ...)" if padded else f"({slots}, ...)"
         raise ValueError(f"{op}: y must have shape {expected} with padded={padded}, got {tuple(y.shape)}")
     return padded

@@ -33,7 +33,7 @@ def layer_norm2d(
     Args:
         x: (B, C, H, W), float32, bfloat16, float16 or float64; any strides, any size from 0 on.
         weight, bias: (C,), in x's dtype; float32 is welcome beside a half-precision x and is then read as float32.
-        eps: added to the variance, > 0. In the units of x squared.
+        eps: added to the variance, > 0 in float32 (float64 for float64). In the units of x squared.
         activation: "none", "gelu" (x Phi(x), with erf), "gelu_tanh" (its tanh form), "relu" or "silu".
         residual: None or a tensor of x's shape and dtype, added after the activation.
         groups: number of groups of channels that are normalised on their own; must divide C.
@@ -56,7 +56,7 @@ def layer_norm2d(
     _check.picture("layer_norm2d", "x", x)
     _check.affine("layer_norm2d", "weight", weight, x, 1, "channel")
     _check.affine("layer_norm2d", "bias", bias, x, 1, "channel")
-    eps = _check.positive("layer_norm2d", "eps", eps)
+    eps = _check.eps("layer_norm2d", eps, x)
     _check.choice("layer_norm2d", "activation", activation, ACTIVATIONS)
     if residual is not None:
         _check.like("layer_norm2d", "residual", residual, x)

@@ -9,7 +9,7 @@ import torch
 from .. import reference
 from . import _check
 from ._check import dtype_names
-from ._layout import as_read, dense_strides
+from ._layout import as_read, dense_strides, has_internal_overlap, share_memory
 from ._register import fold_batch_at, one_by_one, register
 
 LAYOUTS = ("bhtd", "bthd")
@@ -121,6 +121,8 @@ def rope(
             positions begin again at 0; layout says nothing then.
         inplace: write into x and return it. Counts as an in-place operation for autograd: the version counter moves,
             and a backward that needs the old values raises. Under torch.compile and torch.func the result is copied.
+            What is refused is refused before any tensor of a tuple is written. q and k of one projection that carries a
+            gradient: index it (`qkv[:, :, 0]`), for autograd forbids writing into what unbind, split or chunk return.
 
     Returns:
         A tensor like x, in its dtype and with its dimensions in memory in the order of x's strides (x itself in place);
@@ -138,9 +140,10 @@ def rope(
             flag is not a bool.
         ValueError: another number of dimensions, an odd rotary_dim or one beyond D, cos and sin of different shapes,
             of another width or shorter than T, positions or cu_seqlens of another shape or with values beyond the
-            tables, both of them, tensors on different devices, an unknown layout, an empty tuple. With inplace=True: x
-            is a leaf that requires a gradient while grad mode is on, cos or sin requires one, elements of x share
-            memory, or a tuple has one tensor twice.
+            tables, both of them, tensors of different numbers of tokens with cu_seqlens, tensors on different devices,
+            an unknown layout, an empty tuple. With inplace=True: elements of x or of two tensors of a tuple share
+            memory; x is an inference tensor outside inference mode; while grad mode is on, cos or sin requires a
+            gradient, or x does and is a leaf, a view of a leaf or one of the views that unbind, split or chunk made.
 
     Source: RoFormer (arXiv 2104.09864, equation 34); Attention.rope of takzen/vision-bdh, models/bdh.py at 71cb8ab."""
     tensors = tuple(x) if isinstance(x, (tuple, list)) else (x,)
@@ -151,14 +154,14 @@ def rope(
     _check.flag("rope", "inplace", inplace)
     if positions is not None and cu_seqlens is not None:
         raise ValueError("rope: give positions or cu_seqlens, not both")
-    for i, value in enumerate(tensors):
-        name = "x" if len(tensors) == 1 else f"x[{i}]"
+    names = ["x"] if len(tensors) == 1 else [f"x[{i}]" for i in range(len(tensors))]
+    for name, value in zip(names, tensors, strict=True):
         _check_x(name, value, tensors[0], cu_seqlens)
         columns = _check_rotary_dim(rotary_dim, name, value)
         _check_tables(cos, sin, columns, value)
         _check_positions(name, value, cos, layout, positions, cu_seqlens)
     if inplace:
-        _check_inplace(tensors, cos, sin)
+        _check_inplace(names, tensors, cos, sin)
     cos, sin = (as_read(table, _check.computed_in(tensors[0])) for table in (cos, sin))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     arguments = (cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, False)
@@ -175,6 +178,12 @@ def _check_x(name: str, value, first, cu_seqlens) -> None:
     if value.dtype != first.dtype:
         raise TypeError(
             f"rope: {name} must have the dtype of x[0], {dtype_names(first.dtype)}, got {dtype_names(value.dtype)}"
+        )
+    # Then the values of cu_seqlens, which the kernel checks, are right for all tensors or for none.
+    if cu_seqlens is not None and value.shape[0] != first.shape[0]:
+        raise ValueError(
+            f"rope: {name} must have as many tokens as x[0], {first.shape[0]}, with cu_seqlens, "
+            f"got shape {tuple(value.shape)}"
         )
 
 
@@ -238,18 +247,47 @@ def _check_positions(name: str, x: torch.Tensor, cos: torch.Tensor, layout: str,
     _check.same_device("rope", "positions", positions, x)
 
 
-def _check_inplace(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor) -> None:
-    if len({id(value) for value in tensors}) < len(tensors):
-        raise ValueError("rope: inplace=True with one tensor twice in x would turn it twice")
-    for value in tensors:
-        if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
-            raise ValueError(
-                f"rope: inplace=True needs an x whose elements do not share memory, got strides {value.stride()}"
-            )
-        if torch.is_grad_enabled() and value.requires_grad and value.is_leaf:
-            raise ValueError("rope: inplace=True on a leaf x that requires a gradient; turn it out of place")
+def _check_inplace(names: list[str], tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Everything that torch or the kernel would refuse of any tensor, before the first is written."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("rope: inplace=True overwrites the x that the gradient of cos and sin needs")
+    # Of traced and of transformed tensors torch itself checks the copy that is made there.
+    plain = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    for i, (name, value) in enumerate(zip(names, tensors, strict=True)):
+        for other in range(i):
+            if value is tensors[other] or (plain and share_memory(tensors[other], value)):
+                raise ValueError(
+                    f"rope: inplace=True needs tensors that do not share memory; {names[other]} and {name} do, which "
+                    "would be rotated twice"
+                )
+        _check_overwritten(name, value, plain)
+
+
+def _check_overwritten(name: str, x: torch.Tensor, plain: bool) -> None:
+    if plain:
+        overlaps = has_internal_overlap(x)
+    else:
+        overlaps = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    if overlaps:
+        raise ValueError(
+            f"rope: inplace=True needs elements of {name} that do not share memory, got shape {tuple(x.shape)} and "
+            f"strides {x.stride()}"
+        )
+    if plain and x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"rope: inplace=True on {name}, an inference tensor, outside inference mode")
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return
+    is_view = plain and x._is_view()
+    if x.is_leaf or (is_view and x._base.is_leaf):
+        raise ValueError(
+            f"rope: inplace=True on {name}, a leaf that requires a gradient or a view of one; rotate it out of place"
+        )
+    autograd = torch._C._autograd
+    if is_view and autograd._get_creation_meta(x) != autograd.CreationMeta.DEFAULT:
+        raise ValueError(
+            f"rope: inplace=True on {name}, a view that autograd does not let be written: one of several that unbind, "
+            "split or chunk made; index the tensor instead, or rotate out of place"
+        )
 
 
 class _RopeInPlace(torch.autograd.Function):
@@ -270,8 +308,8 @@ class _RopeInPlace(torch.autograd.Function):
 
 
 def _turn_in_place(x: torch.Tensor, *arguments) -> torch.Tensor:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return x.copy_(_rope(x, *arguments))
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or x.is_neg():
+        return x.copy_(_rope(x, *arguments))  # a lazily negated view has no memory of its own values
     if torch.is_grad_enabled() and x.requires_grad:
         return _RopeInPlace.apply(x, *arguments)
     torch.ops.camox_ops.rope_(x, *arguments)
@@ -282,7 +320,7 @@ def _turn_in_place(x: torch.Tensor, *arguments) -> torch.Tensor:
 
 def _save(ctx, inputs, output):
     x, cos, sin, positions, cu_seqlens, *ctx.arguments = inputs
-    learned = cos.requires_grad or sin.requires_grad
+    learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]  # under vmap the tables themselves do not tell
     ctx.save_for_backward(x if learned else None, cos, sin, positions, cu_seqlens)
     ctx.set_materialize_grads(False)
 

@@ -38,7 +38,8 @@ def short_attention(
     Args:
         q, k, v: (S, T, H, D) of one shape and dtype, T <= 64, any S, H and D; float32, bfloat16, float16 or float64;
             any strides: slices of one (S, T, 3*H*D) projection are read where they lie.
-        key_padding_mask: bool (S, T), True = ignore this key; any strides.
+        key_padding_mask: bool (S, T), True = ignore this key: its k and v may hold anything, NaN as well, its query
+            is answered; any strides.
         causal: token i sees the tokens up to and including i.
         scale: of the scores, finite; None: 1/sqrt(D).
         p, training, generator: dropout of the weights as in camox_ops.dropout, whose mask counts the elements of the
@@ -46,8 +47,9 @@ def short_attention(
 
     Returns:
         (S, T, H, D) in the dtype of q, its dimensions in memory in the order of q's strides. A token without any key
-        that counts gives zeros (and zero gradients). Computed in float32 (float64 for float64) and rounded once; the
-        weights are never rounded. Under autocast q, k and v are cast to its dtype first.
+        that counts gives zeros (and zero gradients), and one whose scores are all -inf zeros, as torch's function does.
+        Computed in float32 (float64 for float64) and rounded once; the weights are never rounded. Under
+        autocast q, k and v are cast to its dtype first.
 
     Saved for backward: q, k, v, key_padding_mask and the seed: nothing of size T * T, and not the output. The scores
     and the dropout mask are computed again. First derivatives; a second one raises NotImplementedError, and so does

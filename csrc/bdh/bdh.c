@@ -48,7 +48,9 @@ int camox_bdh_check(const camox_bdh_params *p, int backward) {
                                     overlaps(&p->grad_v, p->batch, p->value_heads, p->length, p->value_dim)
                               : overlaps(&p->out, p->batch, p->heads, p->length, p->value_dim);
   if (shared) return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention: elements of what is written share memory");
-  if (backward && p->softmax && (!p->out.data || !(p->scores || p->logsumexp)))
+  /* An empty tensor may have no memory, and there is nothing to read from it. */
+  const int rows = p->batch > 0 && p->heads > 0 && p->length > 0;
+  if (backward && p->softmax && rows && ((p->value_dim > 0 && !p->out.data) || !(p->scores || p->logsumexp)))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention: the backward of softmax needs out and what was saved");
 #ifdef CAMOX_CUDA_PART
   const int summed = 0;

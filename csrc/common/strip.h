@@ -5,18 +5,18 @@
 #ifndef CAMOX_STRIP_H
 #define CAMOX_STRIP_H
 
+#include <stddef.h>
+
 #include "stencil.h"
 
-/* Reals of a strip with its border. Contiguous strips stay in the L1 cache; channels_last ones, whose border is larger
-   because a column has many channels, in the L2 cache. */
-#define CAMOX_STRIP_SIZE 16384
-#define CAMOX_STRIP_CONTIGUOUS 9216
+/* A strip with its border: two of them lie on the stack, of which a thread may have little. */
+#define CAMOX_STRIP_BYTES 49152
 /* The longest row of a contiguous strip; columns and channels of a channels_last one. */
 #define CAMOX_STRIP_WIDTH 512
 #define CAMOX_STRIP_COLUMNS 16
 #define CAMOX_STRIP_CHANNELS 32
-/* The longest row with up to 2 columns of border. */
-#define CAMOX_STRIP_PITCH 768
+/* The longest row with one column of border. */
+#define CAMOX_STRIP_PITCH 640
 
 typedef struct {
   int64_t lead, pitch;
@@ -30,12 +30,12 @@ static inline camox_strip camox_strip_of(const camox_tiling *t, int64_t reach) {
 }
 
 static inline camox_tiling camox_strip_tiling_of(int channels_last, int64_t batch, int64_t channels, int64_t height,
-                                                 int64_t width, int64_t reach) {
+                                                 int64_t width, int64_t reach, size_t real_size) {
   camox_tiling t = {.height = height, .width = width, .channels = channels};
   if (batch == 0 || channels == 0 || height == 0 || width == 0) return t;
   t.tile_channels = channels_last ? camox_min_i64(channels, CAMOX_STRIP_CHANNELS) : 1;
   t.tile_columns = camox_min_i64(width, channels_last ? CAMOX_STRIP_COLUMNS : CAMOX_STRIP_WIDTH);
-  int64_t size = channels_last ? CAMOX_STRIP_SIZE : CAMOX_STRIP_CONTIGUOUS;
+  int64_t size = CAMOX_STRIP_BYTES / (int64_t)real_size;
   int64_t most = camox_max_i64(size / camox_strip_of(&t, reach).pitch - 2 * reach, 1);
   t.tile_rows = camox_ceil_div(height, camox_ceil_div(height, most));
   t.row_tiles = camox_ceil_div(height, t.tile_rows);

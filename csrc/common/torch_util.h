@@ -7,6 +7,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <cstdlib>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -23,7 +25,7 @@
 #define CAMOX_BACKEND CUDA
 #define CAMOX_ON_CPU false
 extern "C" const char* camox_cuda_error_text(int error);
-extern "C" void* camox_cuda_current_stream(int device_index);
+extern "C" const char* camox_cuda_current_stream(int device_index, void** stream);
 extern "C" uint32_t* camox_cuda_error_word(int device_index);
 #else
 #define CAMOX_BACKEND CPU
@@ -32,6 +34,10 @@ extern "C" uint32_t* camox_cuda_error_word(int device_index);
 #include <sys/mman.h>
 #endif
 #endif
+
+// In torch from 2.13 on (torch/csrc/stable/c/shim.h): the text of the last exception that its C interface caught on this
+// thread.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace camox {
 
@@ -183,12 +189,24 @@ inline void use_huge_pages([[maybe_unused]] const Tensor& x) {
 #endif
 }
 
+// What torch says of the tensor of so many elements like x that it could not make; programs that look for a batch size that
+// fits recognise its words for want of memory, which stand in for them where torch does not tell.
+[[noreturn]] inline void allocation_failed([[maybe_unused]] int64_t elements) {
+  if (torch_exception_get_what_without_backtrace) throw std::runtime_error(torch_exception_get_what_without_backtrace());
+  throw std::runtime_error(std::string(CAMOX_ON_CPU ? "DefaultCPUAllocator: can't allocate memory:" : "CUDA out of memory.") +
+                           " Tried to allocate a tensor of " + std::to_string(elements) + " elements");
+}
+
 inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions, const int64_t* size, const int64_t* stride) {
   int32_t device_type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dimensions, size, stride, dtype, device_type, like.get_device_index(), &handle));
+  if (aoti_torch_empty_strided(dimensions, size, stride, dtype, device_type, like.get_device_index(), &handle) !=
+      AOTI_TORCH_SUCCESS) {
+    int64_t elements = 1;
+    for (size_t d = 0; d < dimensions; ++d) elements *= size[d];
+    allocation_failed(elements);
+  }
   Tensor made(handle);
   use_huge_pages(made);
   return made;
@@ -196,9 +214,13 @@ inline Tensor empty_strided(const Tensor& like, int32_t dtype, size_t dimensions
 
 // An uninitialised tensor like x, by torch's own rule.
 inline Tensor empty_as(const Tensor& x) {
-  Tensor made = torch::stable::empty_like(x);
-  use_huge_pages(made);
-  return made;
+  try {
+    Tensor made = torch::stable::empty_like(x);
+    use_huge_pages(made);
+    return made;
+  } catch (const std::runtime_error&) {  // which says no more than that the call failed
+    allocation_failed(x.numel());
+  }
 }
 
 // x's dimensions from `begin` up to `end` in the order of their strides, the innermost last. Dimensions of stride 0 or size 1
@@ -276,17 +298,53 @@ inline Tensor empty_picture(const Tensor& like, int64_t channels, bool channels_
 template <class Params>
 void launch(int (*launcher)(const Params*, void*), const Params& params, const Tensor& x, const char* op) {
   torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  int error = launcher(&params, camox_cuda_current_stream(x.get_device_index()));
+  void* stream = nullptr;
+  const char* why_not = camox_cuda_current_stream(x.get_device_index(), &stream);
+  if (why_not != nullptr) check(camox_fail(CAMOX_CUDA_ERROR, "%s: %s", op, why_not));
+  int error = launcher(&params, stream);
   if (error != 0) check(camox_fail(CAMOX_CUDA_ERROR, "%s: %s", op, camox_cuda_error_text(error)));
 }
 #else
+// Units of about `unit_cost` elements that are worth a thread.
+inline int64_t grain_of(int64_t unit_cost) {
+  constexpr int64_t elements_worth_a_thread = 16384;
+  const int64_t grain = elements_worth_a_thread / (unit_cost > 0 ? unit_cost : 1);
+  return grain > 0 ? grain : 1;
+}
+
 // Runs kernel(&params, begin, end) over `units` of about `unit_cost` elements each on torch's threads.
 template <class Kernel, class Params>
 void run(Kernel kernel, const Params& params, int64_t units, int64_t unit_cost) {
-  constexpr int64_t elements_worth_a_thread = 16384;
-  int64_t grain = elements_worth_a_thread / (unit_cost > 0 ? unit_cost : 1);
-  torch::stable::parallel_for(0, units, grain > 0 ? grain : 1,
-                              [&](int64_t begin, int64_t end) { kernel(&params, begin, end); });
+  torch::stable::parallel_for(0, units, grain_of(unit_cost), [&](int64_t begin, int64_t end) { kernel(&params, begin, end); });
+}
+
+// Memory of this thread until it ends, at least so many bytes, aligned to a cache line. Stacks of threads can be too small for
+// it.
+inline void* thread_scratch(size_t bytes) {
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  constexpr size_t line = 64;
+  static thread_local std::unique_ptr<void, Free> memory;
+  static thread_local size_t size = 0;
+  if (size < bytes) {
+    size = 0;
+    memory.reset();
+    memory.reset(std::aligned_alloc(line, (bytes + line - 1) / line * line));
+    if (!memory) throw std::runtime_error("camox_ops: no memory for " + std::to_string(bytes) + " bytes of scratch");
+    size = bytes;
+  }
+  return memory.get();
+}
+
+// The same with `bytes` of scratch for each thread in params.scratch.
+template <class Kernel, class Params>
+void run_with_scratch(Kernel kernel, const Params& params, int64_t units, int64_t unit_cost, size_t bytes) {
+  torch::stable::parallel_for(0, units, grain_of(unit_cost), [&](int64_t begin, int64_t end) {
+    Params own = params;
+    own.scratch = thread_scratch(bytes);
+    kernel(&own, begin, end);
+  });
 }
 #endif
 

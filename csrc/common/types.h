@@ -18,6 +18,11 @@ extern "C" {
 
 typedef enum { CAMOX_F32 = 0, CAMOX_BF16 = 1, CAMOX_F16 = 2, CAMOX_F64 = 3, CAMOX_DTYPE_COUNT = 4 } camox_dtype;
 
+/* A number in the type that this dtype is computed in: 1e-50 is 0 in float. */
+static inline double camox_as_computed(camox_dtype dtype, double number) {
+  return dtype == CAMOX_F64 ? number : (double)(float)number;
+}
+
 typedef enum { CAMOX_BORDER_ZEROS = 0, CAMOX_BORDER_REPLICATE = 1, CAMOX_BORDER_REFLECT = 2 } camox_border;
 
 /* A (B,C,H,W) tensor: data is NULL where an optional tensor is absent; strides count elements and may be 0. */

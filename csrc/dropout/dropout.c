@@ -69,7 +69,7 @@ static int check_affine(const camox_dropout_norm_params *p, const camox_dropout_
 int camox_dropout_norm_check(const camox_dropout_norm_params *p, int backward) {
   int status = check_common("dropout_add_layer_norm", p->dtype, p->p);
   if (status != CAMOX_OK) return status;
-  if (!(p->eps > 0) || isinf(p->eps))
+  if (!(camox_as_computed(p->dtype, p->eps) > 0) || isinf(p->eps))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "dropout_add_layer_norm: eps must be > 0 and finite, got %g", p->eps);
   if (p->rows < 0 || p->width < 0)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "dropout_add_layer_norm: x has a negative size (%lld, %lld)", (long long)p->rows,

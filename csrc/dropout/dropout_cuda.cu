@@ -14,7 +14,7 @@
 #define DROPOUT_THREADS 256
 #define DROPOUT_BLOCKS 3 /* of them a multiprocessor must hold: at most 80 registers a thread */
 #define DROPOUT_WARPS (DROPOUT_THREADS / CAMOX_WARP)
-#define DROPOUT_SHARED (48 << 10) /* bytes a block has without asking for more */
+#define DROPOUT_SHARED (48 << 10) /* bytes a block has without asking for more, static and dynamic together */
 #define DROPOUT_REDUCE_COLUMNS 32
 
 enum dropout_op { DROPOUT_PLAIN, DROPOUT_GATE, DROPOUT_GATE_BACKWARD };
@@ -437,7 +437,8 @@ template <typename T, int V, bool BACKWARD>
 static void norm_launch(norm_args a, void *stream) {
   const int64_t bytes = a.p.width * (BACKWARD ? 3 : 1) * static_cast<int64_t>(sizeof(float));
   const bool narrow = bytes * DROPOUT_WARPS <= DROPOUT_SHARED;
-  a.cached = bytes <= DROPOUT_SHARED;
+  const int64_t scratch = DROPOUT_WARPS * static_cast<int64_t>(sizeof(float)); /* static memory, which only wide kernels have */
+  a.cached = bytes + scratch <= DROPOUT_SHARED;
   const int64_t shared = narrow ? bytes * DROPOUT_WARPS : a.cached ? bytes : 0;
   const unsigned grid = camox_grid(BACKWARD ? a.units : camox_ceil_div(a.p.rows, narrow ? DROPOUT_WARPS : 1));
   if constexpr (BACKWARD) {

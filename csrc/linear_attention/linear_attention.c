@@ -47,7 +47,7 @@ int camox_linear_attention_check(const camox_linear_attention_params *p, int bac
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: unknown feature map code %d", p->feature_map);
   if (p->normalize < 0 || p->normalize > CAMOX_NORMALIZE_NONE)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: unknown normalization code %d", p->normalize);
-  if (!(p->eps > 0) || !isfinite(p->eps))
+  if (!(camox_as_computed(p->dtype, p->eps) > 0) || !isfinite(p->eps))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: eps must be > 0 and finite, got %g", p->eps);
   if (p->batch < 0 || p->heads < 0 || p->length < 0)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: q has a negative size (%lld, %lld, %lld)", (long long)p->batch,

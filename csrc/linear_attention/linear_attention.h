@@ -62,7 +62,10 @@ typedef struct {
   /* Scratch of both directions, which the binding allocates after camox_linear_attention_plan: a row for each chunk. */
   int64_t chunk, chunks;
   void *partial; /* real [B*H, chunks, N*D + N]: a chunk's part of S as [N,D], then of z as [N] (sum only); dS and dz alike */
+  void *scratch; /* CPU: CAMOX_LINEAR_ATTENTION_SCRATCH bytes of this thread alone, aligned to 64 bytes */
 } camox_linear_attention_params;
+
+#define CAMOX_LINEAR_ATTENTION_SCRATCH (480 << 10)
 
 /* Sets chunk and chunks; the sizes must be set. */
 void camox_linear_attention_plan(camox_linear_attention_params *p);

@@ -87,8 +87,8 @@ void run_steps(Variant variant, const camox_linear_attention_params& p) {
   for (int step = 0; step < CAMOX_ATTENTION_STEPS; ++step) {
     const auto which = static_cast<camox_attention_step>(step);
     const int64_t rows = which == CAMOX_ATTENTION_STATE ? p.chunks : p.chunk;
-    run(variant(which, p.dtype, camox_isa_current()), p, camox_linear_attention_units(&p, which),
-        rows * p.key_dim * p.value_dim);
+    run_with_scratch(variant(which, p.dtype, camox_isa_current()), p, camox_linear_attention_units(&p, which),
+                     rows * p.key_dim * p.value_dim, CAMOX_LINEAR_ATTENTION_SCRATCH);
   }
 }
 #endif

@@ -42,7 +42,7 @@ int camox_moe_check_experts(const int64_t *experts, int64_t slots, int64_t num_e
   return CAMOX_OK;
 }
 
-int camox_moe_check_places(const camox_moe_rows_params *p) {
+int camox_moe_check_places(const camox_moe_rows_params *p, uint8_t *taken) {
   const int64_t slots = p->rows * p->top_k, places = camox_moe_places(p);
   for (int64_t e = 0; e <= p->num_experts; ++e)
     if (p->offsets[e] < (e ? p->offsets[e - 1] : 0) || p->offsets[e] > slots)
@@ -50,15 +50,30 @@ int camox_moe_check_places(const camox_moe_rows_params *p) {
                         "moe: routing.offsets must rise from 0 to at most the %lld slots, got %lld at index %lld",
                         (long long)slots, (long long)p->offsets[e], (long long)e);
   int status = p->capacity < 0 ? CAMOX_OK : camox_moe_check_experts(p->experts, slots, p->num_experts);
-  for (int64_t slot = 0; status == CAMOX_OK && slot < slots; ++slot) {
-    if (p->position[slot] == -1) continue;
-    int64_t place = p->position[slot] < 0 ? -1 : camox_moe_place(p, slot);
+  if (status != CAMOX_OK) return status;
+  int64_t copies = 0;
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    const int64_t position = p->position[slot];
+    if (position == -1) continue;
+    int64_t place = position < 0 ? -1 : camox_moe_place(p, slot);
     if (place < 0 || place >= places || (p->capacity >= 0 && place / p->capacity != p->experts[slot]))
-      status =
-          camox_fail(CAMOX_INVALID_ARGUMENT, "moe: routing.position must be -1 or a place among %lld, got %lld in slot %lld",
-                     (long long)places, (long long)p->position[slot], (long long)slot);
+      return camox_fail(CAMOX_INVALID_ARGUMENT, "moe: routing.position must be -1 or a place among %lld, got %lld in slot %lld",
+                        (long long)places, (long long)position, (long long)slot);
+    const int64_t end = p->offsets[p->capacity < 0 ? p->num_experts : p->experts[slot] + 1];
+    if (position >= end)
+      return camox_fail(CAMOX_INVALID_ARGUMENT,
+                        "moe: routing.position must lie below %lld, where routing.offsets ends, got %lld in slot %lld",
+                        (long long)end, (long long)position, (long long)slot);
+    if (taken[position])
+      return camox_fail(CAMOX_INVALID_ARGUMENT, "moe: routing.position must have every place once, got %lld again in slot %lld",
+                        (long long)position, (long long)slot);
+    taken[position] = 1, ++copies;
   }
-  return status;
+  if (copies != p->offsets[p->num_experts])
+    return camox_fail(CAMOX_INVALID_ARGUMENT,
+                      "moe: routing.position must have each of the %lld places that routing.offsets counts, got %lld copies",
+                      (long long)p->offsets[p->num_experts], (long long)copies);
+  return CAMOX_OK;
 }
 
 int64_t camox_moe_blocks(const camox_moe_route_params *p) {

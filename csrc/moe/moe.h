@@ -26,9 +26,9 @@
    order     of every sum is set by the shape alone; the copies of an expert lie in the order of their rows.
    backward  of route reads the logits again; of combine y and the weights. Nothing else is saved.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype or kind, a negative size, E beyond 1024, top_k of 0 or beyond E. Values, on
-             the CPU: NaN among the logits of a valid row; offsets, experts and positions that lie out of bounds. On CUDA the
-             weights of such a row become NaN; a slot out of bounds has no copy, and makes NaN of its row in combine and of its
-             gradient; CAMOX_ERROR_MOE_* is set (common/device_errors.h).
+             the CPU: NaN among the logits of a valid row; offsets, experts and positions that lie out of bounds or contradict
+             each other. On CUDA the weights of such a row become NaN; a slot out of bounds has no copy, and makes NaN of its
+             row in combine and of its gradient; CAMOX_ERROR_MOE_* is set (common/device_errors.h).
    source    Shazeer et al., arXiv 1701.06538 (importance); Switch Transformers, arXiv 2101.03961 (switch, capacity); ST-MoE,
              arXiv 2202.08906 (z); usage_mse: MoELayer of CamoXpert. */
 #ifndef CAMOX_MOE_H
@@ -42,6 +42,7 @@ extern "C" {
 #endif
 
 #define CAMOX_MOE_MOST_EXPERTS 1024
+#define CAMOX_MOE_SCRATCH (193 << 10)
 
 typedef enum { CAMOX_MOE_TOPK_SOFTMAX = 0, CAMOX_MOE_SOFTMAX_TOPK = 1, CAMOX_MOE_SIGMOID_TOPK = 2 } camox_moe_score;
 typedef enum { CAMOX_MOE_SWITCH = 0, CAMOX_MOE_IMPORTANCE_CV2 = 1, CAMOX_MOE_Z = 2, CAMOX_MOE_USAGE_MSE = 3 } camox_moe_aux;
@@ -69,6 +70,7 @@ typedef struct {
   void *slope;       /* [E] */
   const void *grad;  /* backward: [slots] to the weights, or [1] to the loss */
   void *grad_logits; /* [rows, E] */
+  void *scratch;     /* CPU: CAMOX_MOE_SCRATCH bytes of this thread alone, aligned to 64 bytes */
   /* CUDA. */
   int32_t *block_totals; /* [blocks, E]: how many slots of each block of rows chose each expert */
   uint32_t *error_word;  /* of the device, may be NULL */
@@ -96,8 +98,9 @@ int camox_moe_rows_check(const camox_moe_rows_params *p);
 
 /* That experts, which must be readable here, lie within E. */
 int camox_moe_check_experts(const int64_t *experts, int64_t slots, int64_t num_experts);
-/* That every place lies within the places; the indices must be readable here. */
-int camox_moe_check_places(const camox_moe_rows_params *p);
+/* That the slots with a copy have the first offsets[E] sorted places, one each, and with a capacity those of their experts, so
+   that every place is either written by one slot or vacant; the indices must be readable here. taken: [slots], all 0. */
+int camox_moe_check_places(const camox_moe_rows_params *p, uint8_t *taken);
 
 static CAMOX_ANYWHERE inline int64_t camox_moe_places(const camox_moe_rows_params *p) {
   return p->capacity < 0 ? p->rows * p->top_k : p->num_experts * p->capacity;

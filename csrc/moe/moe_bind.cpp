@@ -74,6 +74,7 @@ Tensor empty_indices(const Tensor& like, std::initializer_list<int64_t> size) {
 #ifdef CAMOX_CUDA_PART
 template <class Params>
 void launch_told(int (*launcher)(const Params*, void*), Params& p, const Tensor& x, const char* op) {
+  torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   p.error_word = camox_cuda_error_word(x.get_device_index());
   launch(launcher, p, x, op);
 }
@@ -106,7 +107,7 @@ Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, Text
   const int64_t blocks = camox_moe_blocks(&p), cost = blocks > 0 ? logits.numel() * top_k / blocks : 0;
   std::vector<int64_t> block_counts(blocks * (experts_count + 1));
   p.block_counts = block_counts.data();
-  run(camox_moe_choose(p.dtype, camox_isa_current()), p, blocks, cost);
+  run_with_scratch(camox_moe_choose(p.dtype, camox_isa_current()), p, blocks, cost, CAMOX_MOE_SCRATCH);
   check(camox_moe_scan(&p));
   run(camox_moe_place_slots, p, blocks, blocks > 0 ? 4 * slots / blocks : 0);
 #endif
@@ -134,7 +135,8 @@ Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const 
 #else
   check(camox_moe_check_experts(p.experts, slots, p.num_experts));
   const int64_t blocks = camox_moe_blocks(&p);
-  run(camox_moe_route_backward(p.dtype, camox_isa_current()), p, blocks, blocks > 0 ? logits.numel() / blocks : 0);
+  run_with_scratch(camox_moe_route_backward(p.dtype, camox_isa_current()), p, blocks, blocks > 0 ? logits.numel() / blocks : 0,
+                   CAMOX_MOE_SCRATCH);
 #endif
   return grad_logits;
 }
@@ -158,7 +160,8 @@ std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& give
   const int64_t blocks = p.aux == CAMOX_MOE_USAGE_MSE ? 0 : camox_moe_blocks(&p);
   std::vector<double> partial(blocks * (p.num_experts + 2));
   p.partial = partial.data();
-  run(camox_moe_aux_sums(p.dtype, camox_isa_current()), p, blocks, blocks > 0 ? 4 * logits.numel() / blocks : 0);
+  run_with_scratch(camox_moe_aux_sums(p.dtype, camox_isa_current()), p, blocks, blocks > 0 ? 4 * logits.numel() / blocks : 0,
+                   CAMOX_MOE_SCRATCH);
   camox_moe_aux_finish(&p);
 #endif
   return {loss, slope};
@@ -182,7 +185,8 @@ Tensor moe_aux_loss_backward(const Tensor& grad, const Tensor& logits, const Ten
   launch_told(camox_moe_aux_backward_cuda, p, logits, op);
 #else
   const int64_t blocks = camox_moe_blocks(&p);
-  run(camox_moe_aux_backward(p.dtype, camox_isa_current()), p, blocks, blocks > 0 ? 4 * logits.numel() / blocks : 0);
+  run_with_scratch(camox_moe_aux_backward(p.dtype, camox_isa_current()), p, blocks,
+                   blocks > 0 ? 4 * logits.numel() / blocks : 0, CAMOX_MOE_SCRATCH);
 #endif
   return grad_logits;
 }
@@ -260,7 +264,8 @@ Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& exp
                 indices(position, x, slots, op, "position")};
   p.experts = data_of(found.experts), p.offsets = data_of(found.offsets), p.position = data_of(found.position);
 #ifndef CAMOX_CUDA_PART
-  check(camox_moe_check_places(&p));
+  std::vector<uint8_t> taken(slots);
+  check(camox_moe_check_places(&p, taken.data()));
 #endif
   return found;
 }

@@ -39,7 +39,7 @@ int camox_norm2d_check(const camox_norm2d_params *p) {
     return camox_fail(CAMOX_INVALID_ARGUMENT, "layer_norm2d: unknown dtype code %d", (int)p->dtype);
   if ((int)p->activation < 0 || p->activation >= CAMOX_ACT_COUNT)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "layer_norm2d: unknown activation code %d", (int)p->activation);
-  if (!(p->eps > 0) || isinf(p->eps))
+  if (!(camox_as_computed(p->dtype, p->eps) > 0) || isinf(p->eps))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "layer_norm2d: eps must be > 0 and finite, got %g", p->eps);
   if (p->batch < 0 || p->channels < 0 || p->height < 0 || p->width < 0)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "layer_norm2d: x has a negative size (%lld, %lld, %lld, %lld)",

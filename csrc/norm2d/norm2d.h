@@ -53,7 +53,10 @@ typedef struct {
   camox_view4 grad_x;            /* backward: what is written, and so the following */
   void *partial;                 /* [units, 2, C]: this unit's share of grad_weight and grad_bias */
   void *grad_weight, *grad_bias; /* [C] */
+  void *scratch; /* CPU, forward and backward: CAMOX_NORM2D_SCRATCH bytes of this thread alone, aligned to 64 bytes */
 } camox_norm2d_params;
+
+#define CAMOX_NORM2D_SCRATCH (704 << 10)
 
 /* Everything that can be wrong with a call; nothing has been written when it fails. */
 int camox_norm2d_check(const camox_norm2d_params *p);

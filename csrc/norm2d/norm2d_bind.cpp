@@ -52,8 +52,8 @@ void compute(const camox_norm2d_params& p, const Tensor& x, bool backward) {
 #else
   int64_t units = camox_norm2d_units(&p);
   camox_isa isa = camox_isa_current();
-  run(backward ? camox_norm2d_backward(p.dtype, isa) : camox_norm2d_forward(p.dtype, isa), p, units,
-      units > 0 ? x.numel() / units : 0);
+  run_with_scratch(backward ? camox_norm2d_backward(p.dtype, isa) : camox_norm2d_forward(p.dtype, isa), p, units,
+                   units > 0 ? x.numel() / units : 0, CAMOX_NORM2D_SCRATCH);
   if (backward) run(camox_norm2d_reduce(p.dtype, isa), p, p.channels, 2 * units);
 #endif
 }

@@ -34,7 +34,10 @@ typedef struct {
   int64_t padding_stride[2];
   camox_view4 out;                          /* forward */
   camox_view4 grad, grad_q, grad_k, grad_v; /* backward */
+  void *scratch; /* CPU: CAMOX_SHORT_ATTENTION_SCRATCH bytes of this thread alone, aligned to 64 bytes */
 } camox_short_attention_params;
+
+#define CAMOX_SHORT_ATTENTION_SCRATCH (200 << 10)
 
 /* Everything that can be wrong with a call; nothing has been written when it fails. */
 int camox_short_attention_check(const camox_short_attention_params *p, int backward);

@@ -29,7 +29,8 @@ template <typename T, bool STAGED>
 struct sa_rows {
   const float *shared;
   const T *global;
-  int64_t token, inner;
+  const uint8_t *padding; /* of keys and values that are not staged, may be null: tokens to be read as zeros */
+  int64_t token, inner, padding_step;
   int pitch, dim;
 
   /* Elements d ... d+3 of token t, 0 from dim on; d is a multiple of 4. */
@@ -37,8 +38,10 @@ struct sa_rows {
     if constexpr (STAGED) {
       camox_get_floats(x, shared + t * pitch + d);
     } else {
+      const bool ignored = padding != nullptr && __ldg(padding + t * padding_step) != 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = d + i < dim ? camox_to_float(__ldg(global + t * token + (d + i) * inner)) : 0.0f;
+      for (int i = 0; i < 4; ++i)
+        x[i] = d + i < dim && !ignored ? camox_to_float(__ldg(global + t * token + (d + i) * inner)) : 0.0f;
     }
   }
 };
@@ -49,14 +52,22 @@ __device__ __forceinline__ int64_t sa_offset(const sa_args &a, const camox_view4
   return s * view.stride[0] + h * view.stride[2];
 }
 
-/* A view's tokens of the block's items -> shared memory, V elements an access. */
+/* The padding of an item's keys and values, which are read as zeros there: a weight of 0 does not silence a NaN. */
+__device__ __forceinline__ const uint8_t *sa_padding(const sa_args &a, int64_t item) {
+  int64_t h;
+  return a.p.padding ? a.p.padding + camox_divide(item, a.p.heads, &h) * a.p.padding_stride[0] : nullptr;
+}
+
+/* A view's tokens of the block's items -> shared memory, V elements an access; `keys`: of keys or values. */
 template <typename T, int V>
-__device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camox_view4 &view, int64_t first, int items) {
+__device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camox_view4 &view, int64_t first, int items,
+                                         bool keys) {
   const int length = static_cast<int>(a.p.length), dim = static_cast<int>(a.p.dim), vectors = a.pitch / V;
   for (int i = static_cast<int>(threadIdx.x); i < vectors * items * length; i += SA_THREADS) {
     const int d = i % vectors * V, rest = i / vectors, item = rest % items, t = rest / items;
     float x[V] = {};
-    if (d < dim) {
+    const uint8_t *const padding = keys ? sa_padding(a, first + item) : nullptr;
+    if (d < dim && (padding == nullptr || __ldg(padding + t * a.p.padding_stride[1]) == 0)) {
       const T *const row = static_cast<const T *>(view.data) + sa_offset(a, view, first + item) + t * view.stride[1];
       if constexpr (V > 1)
         camox_load_float(x, row + d);
@@ -69,7 +80,7 @@ __device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camo
 
 template <typename T, bool STAGED>
 __device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const float *staged, const camox_view4 &view,
-                                                         int64_t first, int item) {
+                                                         int64_t first, int item, bool keys) {
   sa_rows<T, STAGED> rows = {};
   rows.pitch = a.pitch, rows.dim = static_cast<int>(a.p.dim);
   if constexpr (STAGED) {
@@ -77,6 +88,7 @@ __device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const
   } else {
     rows.global = static_cast<const T *>(view.data) + sa_offset(a, view, first + item);
     rows.token = view.stride[1], rows.inner = view.stride[3];
+    rows.padding = keys ? sa_padding(a, first + item) : nullptr, rows.padding_step = a.p.padding_stride[1];
   }
   return rows;
 }
@@ -190,17 +202,17 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_kernel(const __gri
     const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
     if constexpr (STAGED) {
       __syncthreads();
-      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
-      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
-      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
+      sa_stage<T, V>(staged_q, a, a.p.q, first, items, false);
+      sa_stage<T, V>(staged_k, a, a.p.k, first, items, true);
+      sa_stage<T, V>(staged_v, a, a.p.v, first, items, true);
       __syncthreads();
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
       float *const row = weights + item * a.weights + i * length;
-      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item);
-      const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item);
-      const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item);
+      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
+      const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
+      const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
       sa_dots(row, q, i, k, keys);
       int64_t h;
       sa_softmax(row, a, camox_divide(first + item, a.p.heads, &h), keys);
@@ -225,19 +237,19 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
     const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
     __syncthreads();
     if constexpr (STAGED) {
-      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
-      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
-      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
-      sa_stage<T, V>(staged_grad, a, a.p.grad, first, items);
+      sa_stage<T, V>(staged_q, a, a.p.q, first, items, false);
+      sa_stage<T, V>(staged_k, a, a.p.k, first, items, true);
+      sa_stage<T, V>(staged_v, a, a.p.v, first, items, true);
+      sa_stage<T, V>(staged_grad, a, a.p.grad, first, items, false);
       __syncthreads();
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
       float *const row = weights + item * a.weights + i * length, *const slope = slopes + item * a.weights + i * length;
-      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item);
-      const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item);
-      const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item);
-      const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item);
+      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
+      const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
+      const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
+      const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
       sa_dots(row, q, i, k, keys);
       sa_dots(slope, grad, i, v, keys);
       int64_t h;
@@ -259,8 +271,8 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
     __syncthreads();
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, j = token / items;
-      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item);
-      const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item);
+      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
+      const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
       sa_combine<T, V>(a, a.p.grad_k, first + item, j, slopes + item * a.weights + j, length, q);
       sa_combine<T, V>(a, a.p.grad_v, first + item, j, weights + item * a.weights + j, length, grad);
     }

@@ -58,6 +58,7 @@ int camox_spatial_gradient_check(const camox_spatial_gradient_params *p, int bac
 }
 
 int64_t camox_spatial_gradient_units(const camox_spatial_gradient_params *p) {
-  return camox_strip_tiling_of(p->channels_last, p->batch, p->channels, p->height, p->width, CAMOX_SPATIAL_GRADIENT_REACH)
+  return camox_strip_tiling_of(p->channels_last, p->batch, p->channels, p->height, p->width, CAMOX_SPATIAL_GRADIENT_REACH,
+                               p->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float))
       .units;
 }

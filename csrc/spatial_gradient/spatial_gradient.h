@@ -20,8 +20,8 @@
 extern "C" {
 #endif
 
-/* Columns and rows around a strip: the adjoint at a pixel of the border reads one more. */
-enum { CAMOX_SPATIAL_GRADIENT_REACH = 2 };
+/* Columns and rows around a strip that its pixels read. */
+enum { CAMOX_SPATIAL_GRADIENT_REACH = 1 };
 
 typedef struct {
   camox_dtype dtype;

@@ -45,6 +45,16 @@ typedef struct {
   size_t bytes;
 } test_picture;
 
+/* Fills the stack that the next call may use with NaN (bytes of 0xff are one in every dtype), as far as kernels keep scratch
+   there: what reads scratch that it did not write shows. AddressSanitizer gives memory of the heap the same bytes. */
+static __attribute__((noinline, unused)) void test_poison_scratch(void) {
+  volatile unsigned char scratch[512 * 1024];
+  memset((void *)scratch, 0xff, sizeof scratch);
+}
+
+const char *__asan_default_options(void);
+const char *__asan_default_options(void) { return "max_malloc_fill_size=1073741824:malloc_fill_byte=255"; }
+
 /* A uniform number of 2^bits steps in [-1, 1): exact in every dtype up to 8 bits. */
 static inline double test_random(int bits) {
   static uint64_t state = 0x9e3779b97f4a7c15u;
@@ -109,6 +119,13 @@ static inline test_picture test_allocate(camox_dtype dtype, const int64_t size[4
   memset(p.buffer, 0xa5, p.bytes);
   p.view.data = p.buffer;
   return p;
+}
+
+/* Scratch of one thread, all NaN: a kernel reads what it wrote there. */
+static inline void *test_scratch(size_t bytes) {
+  void *scratch = aligned_alloc(64, bytes);
+  if (scratch == NULL) abort();
+  return memset(scratch, 0xff, bytes);
 }
 
 /* What kernels write to: `gaps` as in a range of the channels of a larger picture. */

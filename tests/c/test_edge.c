@@ -55,7 +55,10 @@ static double *dense(const test_picture *p, const camox_edge_params *of) {
 
 static void run(camox_edge_kernel *kernel, const camox_edge_params *p, int pieces) {
   int64_t units = camox_edge_units(p);
-  for (int piece = 0; piece < pieces; ++piece) kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+  for (int piece = 0; piece < pieces; ++piece) {
+    test_poison_scratch();
+    kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+  }
 }
 
 /* given: a bit for each incoming gradient that is there; bit CAMOX_EDGE_INPUT also asks forward for its copy of x. */
@@ -142,9 +145,9 @@ static void test_checks_refuse(void) {
 int main(void) {
   /* one pixel; around one vector; flat tiles of odd width; a plane of two strips; wider than a flat row and than a tile;
      more channels than a tile holds; empty */
-  static const int64_t sizes[][4] = {{1, 1, 1, 1},   {2, 3, 2, 2},   {1, 2, 5, 7},   {2, 1, 3, 17},
-                                     {1, 2, 9, 31},  {1, 1, 66, 65}, {1, 1, 3, 513}, {1, 1, 2, 1027},
-                                     {1, 67, 3, 18}, {1, 130, 2, 3}, {0, 3, 4, 4},   {2, 3, 0, 4}};
+  static const int64_t sizes[][4] = {{1, 1, 1, 1},   {2, 3, 2, 2},    {1, 2, 5, 7},    {2, 1, 3, 17},  {1, 2, 9, 31},
+                                     {1, 1, 66, 65}, {1, 1, 3, 513},  {1, 1, 2, 1027}, {1, 67, 3, 18}, {1, 130, 2, 3},
+                                     {1, 8, 5, 33},  {1, 200, 3, 17}, {0, 3, 4, 4},    {2, 3, 0, 4}};
   static const unsigned given[] = {0xf, 0x7, 0x1, 0x2, 0x4};
   test_checks_refuse();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {

@@ -130,6 +130,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, int layout, const int64_
   const int64_t parts[4] = {1, size[0] * size[1], p.chunks, size[3] * (size[4] + 1)};
   test_picture partial = heads(real, TEST_CONTIGUOUS, parts, 0);
   if (mask == NULL) abort();
+  p.scratch = test_scratch(CAMOX_LINEAR_ATTENTION_SCRATCH);
   for (int64_t i = 0; i < size[0] * size[2]; ++i) mask[i] = i % 3 == 1 ? 1 + (uint8_t)(i % 5) : 0;
   p.q = q.view, p.k = k.view, p.v = v.view, p.out = out.view, p.grad = grad.view;
   p.grad_q = grad_q.view, p.grad_k = grad_k.view, p.grad_v = grad_v.view;
@@ -176,7 +177,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, int layout, const int64_
   test_picture *const all[] = {&q,       &k,      &v, &grad, &out,   &grad_q, &grad_k, &grad_v,
                                &initial, &grad_s, &s, &z,    &sum_s, &sum_z,  &partial};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
-  free(mask);
+  free(mask), free(p.scratch);
 }
 
 static void refused(const camox_linear_attention_params *p, int backward, const char *message) {

@@ -106,7 +106,11 @@ static void test_rows(const options *o, const int64_t *experts, const int64_t *o
       of_weights[slot] += value * test_at(&y, 0, 0, place, i);
     }
   }
-  TEST(camox_moe_rows_check(&p) == CAMOX_OK && camox_moe_check_places(&p) == CAMOX_OK, "%s: %s", o->what, camox_last_error());
+  uint8_t *taken = calloc((size_t)slots + 1, 1);
+  if (taken == NULL) abort();
+  TEST(camox_moe_rows_check(&p) == CAMOX_OK && camox_moe_check_places(&p, taken) == CAMOX_OK, "%s: %s", o->what,
+       camox_last_error());
+  free(taken);
   p.row = x.buffer, p.place = copies.buffer;
   run_rows(camox_moe_dispatch(o->dtype, o->isa), &p, 1);
   close_to(o, "dispatch", &copies, of_places);
@@ -187,6 +191,7 @@ static void test_case(options o) {
   p.weights = weights.buffer, p.experts = indices_of(slots), p.position = indices_of(slots), p.order = indices_of(slots);
   p.counts = indices_of(n.experts), p.offsets = indices_of(n.experts + 1);
   p.block_counts = indices_of(camox_moe_blocks(&p) * (n.experts + 1));
+  p.scratch = test_scratch(CAMOX_MOE_SCRATCH);
   TEST(camox_moe_route_check(&p) == CAMOX_OK, "%s: %s", o.what, camox_last_error());
   run_route(camox_moe_choose(o.dtype, o.isa), &p);
   TEST(camox_moe_scan(&p) == CAMOX_OK, "%s: %s", o.what, camox_last_error());
@@ -203,12 +208,17 @@ static void test_case(options o) {
   test_aux(&o, &logits, valid, p);
   int64_t *const owned[] = {experts, position, counts, p.experts, p.position, p.order, p.counts, p.offsets, p.block_counts};
   for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
-  free(valid), free(of_weights), test_free(&logits), test_free(&weights);
+  free(p.scratch), free(valid), free(of_weights), test_free(&logits), test_free(&weights);
 }
 
 static void refused(int status, const char *message) {
   TEST(status == CAMOX_INVALID_ARGUMENT && strstr(camox_last_error(), message), "%s: got %d, %s", message, status,
        camox_last_error());
+}
+
+static int check_places(const camox_moe_rows_params *p) {
+  uint8_t taken[4] = {0};
+  return camox_moe_check_places(p, taken);
 }
 
 static void test_checks_refuse(void) {
@@ -226,13 +236,20 @@ static void test_checks_refuse(void) {
   int64_t experts[4] = {0, 1, 2, 0}, offsets[4] = {0, 2, 3, 4}, position[4] = {0, 2, 3, 1};
   camox_moe_rows_params rows = {.rows = 2, .num_experts = 3, .top_k = 2, .row_size = 1, .capacity = -1};
   rows.experts = experts, rows.offsets = offsets, rows.position = position;
-  TEST(camox_moe_rows_check(&rows) == CAMOX_OK && camox_moe_check_places(&rows) == CAMOX_OK, "%s", camox_last_error());
+  TEST(camox_moe_rows_check(&rows) == CAMOX_OK && check_places(&rows) == CAMOX_OK, "%s", camox_last_error());
   rows.row_size = -1, refused(camox_moe_rows_check(&rows), "negative size"), rows.row_size = 1;
-  position[3] = 4, refused(camox_moe_check_places(&rows), "got 4 in slot 3"), position[3] = 1;
-  rows.capacity = 1, refused(camox_moe_check_places(&rows), "got 1 in slot 3"), rows.capacity = 2;
-  experts[1] = -1, refused(camox_moe_check_places(&rows), "experts must be >= 0 and < 3, got -1 in slot 1"), experts[1] = 1;
-  offsets[1] = 5, refused(camox_moe_check_places(&rows), "got 5 at index 1"), offsets[1] = 2;
-  offsets[2] = 1, refused(camox_moe_check_places(&rows), "got 1 at index 2");
+  position[3] = 4, refused(check_places(&rows), "got 4 in slot 3");
+  position[3] = 2, refused(check_places(&rows), "every place once, got 2 again in slot 3");
+  position[3] = -1, refused(check_places(&rows), "each of the 4 places that routing.offsets counts, got 3 copies");
+  position[3] = 1;
+  offsets[3] = 3, refused(check_places(&rows), "below 3, where routing.offsets ends, got 3 in slot 2"), offsets[3] = 4;
+  rows.capacity = 1, refused(check_places(&rows), "got 1 in slot 3"), rows.capacity = 2;
+  TEST(check_places(&rows) == CAMOX_OK, "%s", camox_last_error());
+  experts[3] = 1, position[3] = 3, refused(check_places(&rows), "below 3, where routing.offsets ends, got 3 in slot 3");
+  experts[3] = 0, position[3] = 1;
+  experts[1] = -1, refused(check_places(&rows), "experts must be >= 0 and < 3, got -1 in slot 1"), experts[1] = 1;
+  offsets[1] = 5, refused(check_places(&rows), "got 5 at index 1"), offsets[1] = 2;
+  offsets[2] = 1, refused(check_places(&rows), "got 1 at index 2");
 }
 
 int main(void) {

@@ -117,6 +117,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   p.bias = (camox_norm2d_affine){reals(dtype, p.channels, bias), p.channels, 1};
   p.stats = reals(dtype, 2 * p.batch * groups * pixels, NULL);
   p.grad_weight = reals(dtype, p.channels, NULL), p.grad_bias = reals(dtype, p.channels, NULL);
+  p.scratch = test_scratch(CAMOX_NORM2D_SCRATCH);
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t c = 0; c < p.channels; c += channels)
       for (int64_t i = 0; i < pixels; ++i) {
@@ -147,7 +148,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   free(weight), free(bias), free(true_y), free(true_grad), free(true_weight), free(true_bias);
   free(xs), free(grads), free(residuals);
   free((void *)p.weight.data), free((void *)p.bias.data);
-  free(p.stats), free(p.grad_weight), free(p.grad_bias), free(p.partial);
+  free(p.stats), free(p.grad_weight), free(p.grad_bias), free(p.partial), free(p.scratch);
 }
 
 static void test_checks_refuse(void) {

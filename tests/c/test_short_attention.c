@@ -44,10 +44,11 @@ static void naive(const camox_short_attention_params *p, const test_picture *q, 
         double mean = 0, slope[LONGEST];
         weigh(p, q, k, s, h, i, weight[i]);
         for (int64_t j = 0; j < p->length; ++j) {
-          slope[j] = factor_of(p, s, h, i, j) * dot(grad, v, s, i, j, h);
+          slope[j] = weight[i][j] == 0 ? 0 : factor_of(p, s, h, i, j) * dot(grad, v, s, i, j, h);
           mean += weight[i][j] * slope[j];
         }
         for (int64_t j = 0; j < p->length; ++j) {
+          if (weight[i][j] == 0) continue;
           const double dropped = weight[i][j] * factor_of(p, s, h, i, j), by = p->scale * weight[i][j] * (slope[j] - mean);
           for (int64_t d = 0; d < p->dim; ++d) {
             const int64_t at_i = ((s * p->length + i) * p->heads + h) * p->dim + d;
@@ -59,6 +60,14 @@ static void naive(const camox_short_attention_params *p, const test_picture *q, 
           }
         }
       }
+}
+
+/* NaN in the keys or values that are padding. */
+static void poison(const camox_short_attention_params *p, const test_picture *x) {
+  for (int64_t s = 0; s < p->sequences; ++s)
+    for (int64_t t = 0; t < p->length; ++t)
+      for (int64_t i = 0; p->padding[s * p->length + t] && i < p->heads * p->dim; ++i)
+        test_set(x->dtype, x->view.data, test_offset(x, s, t, i / p->dim, i % p->dim), NAN);
 }
 
 static void run(camox_short_attention_kernel *kernel, const camox_short_attention_params *p, int pieces) {
@@ -77,6 +86,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   for (int64_t i = 0; i < size[0] * size[1]; ++i) padding[i] = i < size[1] || test_random(8) > 0.5;
   if (padded) p.padding = padding, p.padding_stride[0] = size[1], p.padding_stride[1] = 1;
   if (dropped) p.seed = &seed;
+  p.scratch = test_scratch(CAMOX_SHORT_ATTENTION_SCRATCH);
   test_picture in[4], to[4];
   double *truth[4], error, allowed;
   for (int i = 0; i < 4; ++i) {
@@ -84,6 +94,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
     to[i] = test_output(dtype, layout == TEST_CHANNELS_LAST, layout == TEST_STRIDED, size);
     truth[i] = test_values(&to[i], 1);
   }
+  if (padded && layout != TEST_EXPANDED) poison(&p, &in[1]), poison(&p, &in[2]);
   p.q = in[0].view, p.k = in[1].view, p.v = in[2].view, p.grad = in[3].view;
   p.out = to[0].view, p.grad_q = to[1].view, p.grad_k = to[2].view, p.grad_v = to[3].view;
   naive(&p, &in[0], &in[1], &in[2], &in[3], truth);
@@ -100,6 +111,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
     TEST(test_untouched(&to[i]), "%s: %s written outside its elements", what, names[i]);
     free(truth[i]), test_free(&in[i]), test_free(&to[i]);
   }
+  free(p.scratch);
 }
 
 static void refused(const camox_short_attention_params *p, int backward, const char *message) {

@@ -27,7 +27,10 @@ static void naive_plane(const camox_spatial_gradient_params *p, const double *x,
 
 static void run(camox_spatial_gradient_kernel *kernel, const camox_spatial_gradient_params *p, int pieces) {
   int64_t units = camox_spatial_gradient_units(p);
-  for (int piece = 0; piece < pieces; ++piece) kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+  for (int piece = 0; piece < pieces; ++piece) {
+    test_poison_scratch();
+    kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+  }
 }
 
 /* given: a bit for each incoming gradient that is there. */
@@ -109,10 +112,10 @@ static void test_checks_refuse(void) {
 
 int main(void) {
   /* one pixel; around one vector; a plane of several strips; wider than a strip; more channels and columns than a strip of
-     channels_last holds; empty */
-  static const int64_t sizes[][4] = {{1, 1, 1, 1},    {2, 3, 2, 2},    {1, 2, 5, 7},   {2, 1, 3, 17},
-                                     {1, 2, 9, 31},   {1, 1, 150, 95}, {1, 1, 3, 513}, {1, 1, 2, 1027},
-                                     {1, 35, 70, 18}, {1, 67, 3, 18},  {0, 3, 4, 4},   {2, 3, 0, 4}};
+     channels_last holds; a last one of one column; empty */
+  static const int64_t sizes[][4] = {{1, 1, 1, 1},    {2, 3, 2, 2},   {1, 2, 5, 7},    {2, 1, 3, 17},   {1, 2, 9, 31},
+                                     {1, 1, 150, 95}, {1, 1, 3, 513}, {1, 1, 2, 1027}, {1, 35, 70, 18}, {1, 67, 3, 18},
+                                     {1, 8, 5, 33},   {1, 32, 2, 49}, {1, 200, 3, 17}, {0, 3, 4, 4},    {2, 3, 0, 4}};
   test_checks_refuse();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
     if (!camox_isa_supported((camox_isa)isa)) {

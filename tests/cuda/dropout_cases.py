@@ -11,8 +11,10 @@ SOURCE = rig.CSRC / "dropout" / "dropout_cuda.cu"
 # Around an access of 4 or 8 elements, a block of 256 threads and the tail of one; any dimensions.
 SHAPES = [(1,), (7,), (8,), (2 * 256 * 8 + 3,), (3, 5), (16, 24), (5, 3, 16), (2, 8, 3, 12), (2, 1, 3, 2, 5)]
 # A warp a row with and without whole accesses; a block a row; a block a row without room in shared memory, forward and
-# backward.
+# backward; the last widths of each that have room and the first that have none.
 NORM_SHAPES = [(1, 1), (5, 7), (70, 8), (33, 17), (9, 96), (3, 1000), (2, 1551), (2, 4100), (1, 12304)]
+NORM_SHAPES += [(9, 512), (1, 513), (1, 1536), (1, 1537)]
+NORM_SHAPES += [(1, 4088), (1, 4093), (1, 4094), (1, 4096), (1, 12280), (1, 12281), (1, 12288)]
 
 
 def _params(name, x, seed, p):

@@ -85,7 +85,7 @@ def _compiler_version() -> str:
     return subprocess.run([CXX, "--version"], check=True, capture_output=True, text=True).stdout
 
 
-def _build(name: str, sources: list[Path], flags: list[str], link: list[str]) -> Path:
+def build(name: str, sources: list[Path], link: list[str], flags: list[str] = ()) -> Path:
     """One shared object of C++ sources; -fsanitize is left out of the link, the runtime holds its handlers."""
     BUILD.mkdir(parents=True, exist_ok=True)
     target, stamp = BUILD / name, BUILD / f"{name}.json"
@@ -118,7 +118,7 @@ def _build(name: str, sources: list[Path], flags: list[str], link: list[str]) ->
 
 @cache
 def runtime_path() -> Path:
-    return _build("libcamox_host_cuda.so", [CSRC / "common/host_cuda/host_cuda.cpp"], [], ["-lpthread", "-ldl"])
+    return build("libcamox_host_cuda.so", [CSRC / "common/host_cuda/host_cuda.cpp"], ["-lpthread", "-ldl"])
 
 
 @cache
@@ -127,7 +127,7 @@ def object_path(source: Path, arch: int, define: str = "") -> Path:
     flags = [CHECKS, "-DCAMOX_HOST_CUDA=1", f"-DCAMOX_HOST_CUDA_ARCH={arch}", *([f"-D{define}"] if define else [])]
     name = "_".join(filter(None, (source.stem, define.lower(), f"sm{arch // 10}")))
     runtime = runtime_path()
-    return _build(f"{name}.so", [source], flags, [str(runtime), f"-Wl,-rpath,{runtime.parent}"])
+    return build(f"{name}.so", [source], [str(runtime), f"-Wl,-rpath,{runtime.parent}"], flags)
 
 
 def build_all(sources: list[Path], archs=ARCHS) -> None:
@@ -139,12 +139,14 @@ def build_all(sources: list[Path], archs=ARCHS) -> None:
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(runtime_path()), mode=ctypes.RTLD_GLOBAL)
+    # For itself alone, not RTLD_GLOBAL: whoever else in this process asks for cudaGetDevice must not find the one here.
+    library = ctypes.CDLL(str(runtime_path()))
     for name, result, arguments in (
         ("configure", None, [ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_double, ctypes.c_int64]),
         ("without_barrier", None, [ctypes.c_char_p, ctypes.c_int]),
         ("take_error", ctypes.c_char_p, []),
         ("take_runs", ctypes.c_char_p, []),
+        ("static_shared", None, [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]),
         ("alloc", ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]),
         ("check_slack", ctypes.c_char_p, []),
         ("free", None, [ctypes.c_void_p]),
@@ -156,9 +158,11 @@ def _runtime() -> ctypes.CDLL:
 
 @cache
 def load(source: Path, arch: int, define: str = "") -> ctypes.CDLL:
-    _runtime()
+    runtime, path = _runtime(), object_path(source, arch, define)
+    for address, size in static_shared(path).items():
+        runtime.camox_host_static_shared(str(path).encode(), address, size)
     # Its own runtime first: a torch with CUDA has loaded the real one, for all, under the same names.
-    return ctypes.CDLL(str(object_path(source, arch, define)), mode=os.RTLD_DEEPBIND)
+    return ctypes.CDLL(str(path), mode=os.RTLD_DEEPBIND)
 
 
 # ---- kernels: which exist, which were run ----
@@ -201,9 +205,43 @@ def kernels(path: Path) -> set[str]:
     return found
 
 
+def kernel_addresses(path: Path) -> dict[int, str]:
+    wanted = kernels(path)
+    return {address: name for address, name in _symbols(path).items() if name in wanted}
+
+
+@lru_cache
+def static_shared(path: Path) -> dict[int, int]:
+    """Address of each kernel in the object -> bytes of its __shared__ variables, in whole 16 bytes as dynamic memory
+    behind them needs.
+
+    What a function has that kernels call counts for all of them: the symbols do not tell which do."""
+    command = ["readelf", "--symbols", "--wide", str(path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+    mangled, variables = {}, {}
+    for fields in map(str.split, text.splitlines()):
+        if len(fields) == 8 and fields[3] in ("FUNC", "TLS") and fields[6] != "UND":
+            if fields[3] == "FUNC":
+                mangled[int(fields[1], 16)] = fields[7]
+            else:
+                variables[fields[7]] = int(fields[2], 0)
+    inside = {address: f"_ZZ{mangled[address][2:]}E" for address in kernel_addresses(path)}
+    of_all = sum(size for name, size in variables.items() if not name.startswith(tuple(inside.values())))
+    own = {at: sum(size for name, size in variables.items() if name.startswith(inside[at])) for at in inside}
+    return {at: (size + of_all + 15) // 16 * 16 for at, size in own.items()}
+
+
 def short_name(kernel: str) -> str:
     """A kernel's name with its template arguments, as csrc/cuda_budget.json has it."""
     return re.sub(r"^void |\(.*", "", kernel)
+
+
+@cache
+def most_threads() -> dict[str, int]:
+    """The threads that each kernel's block may have, as nvcc compiled its __launch_bounds__: here the qualifier says
+    nothing, on a GPU a launch of more fails."""
+    table = json.loads((CSRC / "cuda_budget.json").read_text())
+    return {name: line["threads"] for name, line in table.items()}
 
 
 def never_run(path: Path) -> set[str]:
@@ -241,9 +279,12 @@ def call(
     runtime.camox_host_take_error()
     status = function(*arguments)
     for line in runtime.camox_host_take_runs().decode().splitlines():
-        path, offset, _, _, name = line.split("\t")
+        path, offset, _, threads, name = line.split("\t")
         path = Path(path)
-        runs[path.name, _symbols(BUILD / path.name).get(int(offset), name), dtype, layout, direction, order] += 1
+        kernel = _symbols(BUILD / path.name).get(int(offset), name)
+        runs[path.name, kernel, dtype, layout, direction, order] += 1
+        if int(threads) > most_threads().get(short_name(kernel), 1024):
+            raise KernelError(f"kernel {kernel}: a block of {threads} threads is more than its launch bounds allow")
     message = runtime.camox_host_take_error().decode() or runtime.camox_host_check_slack().decode()
     if message or status:
         raise KernelError(message or f"the launcher returned {status}")

@@ -445,6 +445,7 @@ struct run_record {
 std::vector<run_record> records;
 std::string records_text;
 std::unordered_map<const void *, int> dynamic_limits;
+std::unordered_map<std::string, size_t> static_shared; /* of each kernel; its key is what place() makes */
 cudaError_t last_error = cudaSuccess;
 
 std::string kernel_name(const void *kernel, const char *text) {
@@ -456,6 +457,9 @@ std::string kernel_name(const void *kernel, const char *text) {
   free(plain);
   return name;
 }
+
+/* Where a kernel lies, whatever address its object was loaded at. */
+std::string place(const char *module, uintptr_t offset) { return format("%zu ", size_t(offset)) + module; }
 
 struct tls_query {
   uintptr_t address;
@@ -672,6 +676,9 @@ const char *camox_host_take_runs(void) {
   return records_text.c_str();
 }
 
+/* Bytes of the __shared__ variables of the kernel at this offset in an object; without them it is not launched. */
+void camox_host_static_shared(const char *module, size_t offset, size_t bytes) { static_shared[place(module, offset)] = bytes; }
+
 void camox_host_launch(const camox_host_launch_info *info, dim3 grid, dim3 block, size_t shared_bytes) {
   const std::string name = kernel_name(info->kernel, info->text);
   const uint64_t threads = uint64_t(block.x) * block.y * block.z;
@@ -680,17 +687,25 @@ void camox_host_launch(const camox_host_launch_info *info, dim3 grid, dim3 block
     return refuse(
         name, format("invalid launch: grid (%u,%u,%u), block (%u,%u,%u)", grid.x, grid.y, grid.z, block.x, block.y, block.z),
         cudaErrorInvalidConfiguration);
+  Dl_info object = {};
+  dladdr(info->kernel, &object);
+  const char *const module = object.dli_fname ? object.dli_fname : "";
+  const uintptr_t offset = reinterpret_cast<uintptr_t>(info->kernel) - reinterpret_cast<uintptr_t>(object.dli_fbase);
+  const auto known = static_shared.find(place(module, offset));
+  if (known == static_shared.end())
+    return refuse(name, "nobody has told how much static shared memory it has (camox_host_static_shared)",
+                  cudaErrorInvalidValue);
   const auto limit = dynamic_limits.find(info->kernel);
-  const size_t allowed = limit == dynamic_limits.end() ? 49152 : size_t(limit->second);
-  if (shared_bytes > allowed || shared_bytes > shared_limit(info->arch))
+  const size_t total = shared_bytes + known->second;
+  const bool too_much = limit == dynamic_limits.end() ? total > 49152 : shared_bytes > size_t(limit->second);
+  if (too_much || total > shared_limit(info->arch))
     return refuse(name,
-                  format("%zu bytes of dynamic shared memory, allowed are %zu (cudaFuncSetAttribute), sm_%d has %zu",
-                         shared_bytes, allowed, info->arch / 10, shared_limit(info->arch)),
+                  format("%zu bytes of dynamic and %zu of static shared memory; 49152 together need no cudaFuncSetAttribute, "
+                         "sm_%d has %zu",
+                         shared_bytes, known->second, info->arch / 10, shared_limit(info->arch)),
                   cudaErrorInvalidValue);
   if (info->parameter_bytes > 4096) return refuse(name, "more than 4096 bytes of parameters", cudaErrorInvalidValue);
 
-  Dl_info object = {};
-  dladdr(info->kernel, &object);
   tls_query q = {reinterpret_cast<uintptr_t>(info->kernel), 0, 0};
   dl_iterate_phdr(find_tls, &q);
   launch job = {};
@@ -708,8 +723,7 @@ void camox_host_launch(const camox_host_launch_info *info, dim3 grid, dim3 block
     for (uint64_t i = 0; i < job.blocks; ++i) job.shuffled[i] = i;
     for (uint64_t i = job.blocks; i > 1; --i) std::swap(job.shuffled[i - 1], job.shuffled[next_random(&state) % i]);
   }
-  const uintptr_t base = reinterpret_cast<uintptr_t>(object.dli_fbase);
-  records.push_back({object.dli_fname ? object.dli_fname : "", name, q.address - base, job.blocks, threads});
+  records.push_back({module, name, offset, job.blocks, threads});
 
   take_signals();
   std::unique_lock<std::mutex> hold(pool.lock);

@@ -1,0 +1,145 @@
+"""What every group of benchmark cases is called on the pages, what it is compared with, and which remarks it needs."""
+
+from typing import NamedTuple
+
+
+class Remark(NamedTuple):
+    """text: under a table. short: under the chart."""
+
+    text: str
+    short: str
+
+
+REMARKS = {
+    "pool": Remark(
+        "PyTorch's CPU kernel of `avg_pool2d` adds up every window anew in scalar code: much of this ratio is that "
+        "kernel being slow, not fusion.",
+        "much of it is PyTorch's avg_pool2d being slow on the CPU",
+    ),
+    "mask": Remark(
+        "PyTorch's CPU dropout spends most of its time drawing random numbers (`bernoulli_`): much of this ratio is "
+        "that generator being slow, not fusion.",
+        "much of it is PyTorch's dropout drawing random numbers slowly on the CPU",
+    ),
+    "regrouped": Remark(
+        "The same function computed in another order: one call per expert, where the other side makes one call per "
+        "image and choice.",
+        "one call per expert instead of one per image and choice",
+    ),
+    "algorithm": Remark(
+        "Another algorithm with other results (linear attention instead of softmax attention), not a faster way to the "
+        "same numbers.",
+        "another algorithm with other results",
+    ),
+    "state": Remark(
+        "At 1024 tokens `bdh_attention` uses the state form, whose cost grows with T, where the other side uses the "
+        "quadratic formula: the same numbers by another algorithm.",
+        "another algorithm for the same numbers",
+    ),
+    "forms": Remark(
+        "The alternatives are this library's own two forms, one of which `bdh_attention` picks by their cost.",
+        "the library's own two forms",
+    ),
+    "step": Remark(
+        "A whole training step of an example, optimizer included, most of it matrix products and convolutions.",
+        "a whole training step",
+    ),
+}
+
+
+class Group(NamedTuple):
+    """label: as users call it. page: under docs/, without .md. compared_with: the eager side. remarks: of REMARKS."""
+
+    label: str
+    page: str
+    compared_with: str
+    remarks: tuple[str, ...] = ()
+
+
+GROUPS = {
+    "edge_maps": Group("`edge_maps`", "edge", "3 grouped 3x3 convolutions, 11 elementwise ops"),
+    "edge_maps_stacked": Group("`edge_maps(stacked=True)`", "edge", "the same and `torch.cat`"),
+    "spatial_gradient": Group("`spatial_gradient`", "spatial_gradient", "2 grouped 3x3 convolutions"),
+    "frequency_bands": Group("`frequency_bands`", "bands", "3 `avg_pool2d`, 2 subtractions", ("pool",)),
+    "layer_norm2d_gelu": Group(
+        "`layer_norm2d` with GELU", "norm2d", "LayerNorm over the channels of NCHW in tensor ops, `F.gelu`"
+    ),
+    "dropout": Group("`dropout`", "dropout", "`F.dropout`", ("mask",)),
+    "sparse_gate": Group("`sparse_gate`", "dropout", "`F.dropout(F.relu(x) * F.relu(y))`", ("mask",)),
+    "dropout_add_layer_norm": Group(
+        "`dropout_add_layer_norm`", "dropout", "`F.layer_norm(residual + F.dropout(x))`", ("mask",)
+    ),
+    "bias_gelu": Group("`bias_gelu`", "bias_gelu", "`F.gelu(x + bias)`"),
+    "bias_gelu_dropout": Group("`bias_gelu` with dropout", "bias_gelu", "`F.dropout(F.gelu(x + bias))`", ("mask",)),
+    "rope_interleaved": Group("`rope(interleaved=True)`", "rope", "rotation in tensor ops, tables ready"),
+    "rope_half_split": Group("`rope`", "rope", "rotation in tensor ops, tables ready"),
+    "linear_attention_sum": Group(
+        "`linear_attention`", "linear_attention", "the same formula: `F.elu`, 2 matmuls, a quotient"
+    ),
+    "linear_attention_feature": Group(
+        '`linear_attention(normalize="feature")`', "linear_attention", "CamoXpert's formula: `F.elu`, sums, 2 matmuls"
+    ),
+    "standard_attention": Group(
+        "`linear_attention` beside softmax attention",
+        "linear_attention",
+        "`F.scaled_dot_product_attention`",
+        ("algorithm",),
+    ),
+    "short_attention": Group("`short_attention`", "short_attention", "`F.scaled_dot_product_attention`"),
+    "bdh_attention": Group("`bdh_attention`", "bdh", "relu, rotation, 2 matmuls", ("state",)),
+    "bdh_attention_causal": Group("`bdh_attention(causal=True)`", "bdh", "relu, rotation, 2 matmuls", ("state",)),
+    "bdh_attention_forms": Group("`bdh_attention`, its forms", "bdh", "relu, rotation, 2 matmuls", ("forms",)),
+    "bdh_attention_forms_causal": Group(
+        "`bdh_attention(causal=True)`, its forms", "bdh", "relu, rotation, 2 matmuls", ("forms",)
+    ),
+    "moe_route": Group("`moe_route`", "moe", "softmax, `topk`, `bincount`, `argsort`"),
+    "moe_rows": Group("`moe_dispatch`, `moe_combine`", "moe", "indexing, `index_add`"),
+    "moe_layer": Group("`cx.nn.MoELayer`", "moe_layer", "a loop over images and choices", ("regrouped",)),
+    "EdgeExpert": Group("`cx.nn.EdgeExpert`", "edge", "CamoXpert's module"),
+    "FrequencyExpert": Group("`cx.nn.FrequencyExpert`", "bands", "CamoXpert's module", ("pool",)),
+    "expert_branches": Group("the four 1x1 branches of an expert", "edge", "four 1x1 convolutions"),
+    "TemporalEncoder": Group(
+        "`cx.nn.TemporalEncoder`", "short_attention", "`nn.TransformerEncoder`, dropout 0.1", ("mask",)
+    ),
+    "TemporalEncoder_exact": Group(
+        "`cx.nn.TemporalEncoder`, dropout 0", "short_attention", "`nn.TransformerEncoder`, dropout 0"
+    ),
+    "demo_step": Group("training step of the CamoXpert example", "moe_layer", "the step on stock PyTorch", ("step",)),
+    "vision_bdh_step": Group("training step of Vision-BDH", "vision_bdh", "the public model's step", ("step", "mask")),
+    "vision_bdh_small_step": Group("the same, small model", "vision_bdh", "the public model's step", ("step", "mask")),
+    "vision_bdh_cls_softmax_step": Group(
+        "training step of Vision-BDH's CLS model", "vision_bdh", "the public model's step", ("step", "mask")
+    ),
+}
+
+
+class Featured(NamedTuple):
+    """A row of the README's table or of the chart: cases of `groups`, forward and backward, float32, contiguous."""
+
+    groups: tuple[str, ...]
+    label: str = ""  # "": the first group's
+    shape: tuple[int, ...] | None = None  # only this shape
+    in_readme: bool = False
+
+
+# bdh_attention's longer shape compares two algorithms, so it is not drawn.
+FEATURED = (
+    Featured(("edge_maps",), in_readme=True),
+    Featured(("layer_norm2d_gelu",), in_readme=True),
+    Featured(("linear_attention_sum",), in_readme=True),
+    Featured(("short_attention",), in_readme=True),
+    Featured(("rope_half_split", "rope_interleaved"), in_readme=True),
+    Featured(("moe_rows",), in_readme=True),
+    Featured(("frequency_bands",), in_readme=True),
+    Featured(("dropout_add_layer_norm",), in_readme=True),
+    Featured(("spatial_gradient",)),
+    Featured(("bias_gelu",)),
+    Featured(("dropout",)),
+    Featured(("sparse_gate",)),
+    Featured(("moe_route",)),
+    Featured(("bdh_attention",), shape=(8, 6, 64, 1024)),
+    Featured(("EdgeExpert",)),
+    Featured(("FrequencyExpert",)),
+    Featured(("TemporalEncoder",)),
+    Featured(("moe_layer",)),
+)
