@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import DEVICE, FLOATS, assert_close_to_reference, module_numbers
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import camox_ops as cx
@@ -163,3 +164,135 @@ def test_errors(tokens, valid, error, message):
         encoder(torch.ones(tokens), torch.ones(valid, dtype=torch.bool))
     with pytest.raises(TypeError, match="valid_t must have dtype bool"):
         encoder(torch.ones(4, 5, 6, 24), torch.ones(4, 6))
+
+
+# ---- inner modules that are not plain ----
+
+
+class Adapter(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + x.mean(-1, keepdim=True)
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, *arguments, **options):
+        mixed, weights = super().forward(*arguments, **options)
+        return 2 * mixed, weights
+
+
+def replaced(layer, name, kind):
+    old = getattr(layer, name)
+    if kind is Attention:
+        new = Attention(old.embed_dim, old.num_heads, batch_first=True)
+    else:
+        new = kind(old.in_features, old.out_features)
+    new.load_state_dict(old.state_dict())
+    setattr(layer, name, new.to(next(old.parameters())))
+
+
+def with_norm_first(layer):
+    layer.norm_first = True
+
+
+def with_activation(activation):
+    def change(layer):
+        layer.activation, layer.activation_relu_or_gelu = activation, 0
+
+    return change
+
+
+def with_hook(name):
+    def change(layer):
+        module = getattr(layer, name) if name else layer
+        module.register_forward_hook(lambda module, inputs, output: output + 0.5)
+
+    return change
+
+
+LAYER_CHANGES = {
+    "adapter in linear1": lambda layer: replaced(layer, "linear1", Adapter),
+    "adapter in linear2": lambda layer: replaced(layer, "linear2", Adapter),
+    "attention": lambda layer: replaced(layer, "self_attn", Attention),
+    "pruned": lambda layer: prune.l1_unstructured(layer.linear1, "weight", 0.5),
+    "pruned attention": lambda layer: prune.l1_unstructured(layer.self_attn, "in_proj_weight", 0.5),
+    "weight_norm": lambda layer: nn.utils.weight_norm(layer.linear1),
+    "parametrized": lambda layer: nn.utils.parametrizations.weight_norm(layer.linear1),
+    "hook of linear1": with_hook("linear1"),
+    "hook of norm1": with_hook("norm1"),
+    "hook of dropout": with_hook("dropout"),
+    "hook of the layer": with_hook(""),
+    "relu": with_activation(torch.relu),
+    "tanh GELU": with_activation(nn.GELU("tanh")),
+    "norm_first": with_norm_first,
+}
+
+
+def assert_train_alike(ours, plain, steps=3):
+    """The same outputs and parameters over some steps of SGD, in float64."""
+    tokens, valid = inputs_of("right", torch.float64)
+    optimizers = [torch.optim.SGD(module.parameters(), 1e-2) for module in (ours, plain)]
+    for _ in range(steps):
+        outputs = []
+        for module, optimizer in zip((ours, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            outputs.append(module(tokens, valid))
+            outputs[-1].square().mean().backward()
+            optimizer.step()
+        torch.testing.assert_close(*outputs, rtol=1e-8, atol=1e-9)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+
+
+@ON_CPU
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("change", LAYER_CHANGES.values(), ids=LAYER_CHANGES)
+def test_changed_layers_work_as_in_the_plain_module(change, place):
+    plain, ours = both(24, 4, 2, 48, 0.0, dtype=torch.float64)
+    for module in (ours, plain):
+        change(module.transformer.layers[place])
+    (reason,) = ours.why_not_fused()
+    assert reason.startswith(f"transformer.layers.{place} ")
+    assert_train_alike(ours, plain)
+
+
+def with_final_norm(module):
+    module.transformer.norm = nn.LayerNorm(24).double().to(DEVICE)
+
+
+def with_hook_of_the_stack(module):
+    module.transformer.register_forward_hook(lambda module, inputs, output: output.tanh())
+
+
+@ON_CPU
+@pytest.mark.parametrize("change", [with_final_norm, with_hook_of_the_stack], ids=lambda c: c.__name__)
+def test_changed_stacks_work_as_in_the_plain_module(change):
+    plain, ours = both(24, 4, 2, 48, 0.0, dtype=torch.float64)
+    for module in (ours, plain):
+        change(module)
+    assert len(ours.why_not_fused()) == 1
+    assert_train_alike(ours, plain)
+
+
+@ON_CPU
+def test_plain_layers_are_fused():
+    plain, ours = both(24, 4, 2, 48, 0.0, dtype=torch.float64)
+    for module in (ours, plain):
+        module.transformer.layers[0].norm1.eps = 0.1  # read where it is used
+        module.transformer.layers[1].activation = nn.GELU()
+    assert ours.why_not_fused() == []
+    assert_train_alike(ours, plain)
+
+
+def test_compile_of_a_changed_layer():
+    _, ours = both(24, 4, 2, 48, 0.0)
+    with_hook("linear1")(ours.transformer.layers[0])
+    tokens, valid = inputs_of("left")
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens, valid), ours(tokens, valid), rtol=1e-4, atol=1e-4)
+
+
+def test_errors_of_settings_and_of_no_step():
+    with pytest.raises(ValueError, match=r"TemporalEncoder: dropout must be in \[0, 1\), got 1.0"):
+        cx.nn.TemporalEncoder(24, dropout=1.0)
+    with pytest.raises(ValueError, match=r"tokens must have at least one step, got \(1, 2, 0, 24\)"):
+        cx.nn.TemporalEncoder(24)(torch.ones(1, 2, 0, 24), torch.ones(1, 0, dtype=torch.bool))

@@ -3,6 +3,7 @@
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import DEVICE
@@ -53,8 +54,25 @@ def test_known_values_of_the_meter():
     assert meter.take() == 1.5
 
 
+def test_meter_that_begins_in_inference_mode():
+    meter = cx.train.LossMeter()
+    with torch.inference_mode():
+        meter.update(torch.tensor(1.0, device=DEVICE))
+    meter.update(torch.tensor(2.0, device=DEVICE))
+    with torch.inference_mode():
+        inside = torch.tensor(6.0, device=DEVICE)
+    meter.update(inside, weight=2)
+    assert meter.take() == 3.75
+    meter.update(torch.tensor(2.0, device=DEVICE))
+    assert meter.take() == 2.0
+
+
 def test_errors_of_the_meter():
     meter = cx.train.LossMeter()
+    with pytest.raises(TypeError, match="weight must be a number, got Tensor"):
+        meter.update(torch.tensor(1.0), torch.tensor(2.0))
+    meter.update(1.0, weight=np.float32(2.0))
+    assert type(meter.take()) is float
     with pytest.raises(ValueError, match=r"loss must have one element, got shape \(2,\)"):
         meter.update(torch.zeros(2))
     with pytest.raises(ValueError, match="weight must be >= 0 and finite, got -1"):
@@ -100,7 +118,27 @@ def test_loader_options_keep_what_is_asked(monkeypatch):
         assert torch.cat([batch for (batch,) in batches]).tolist() == list(range(8))
 
 
+def test_loader_options_with_settings_of_the_users():
+    options = cx.train.loader_options(0, device="cpu")
+    options["batch_size"] = 32
+    assert "batch_size=32 (as set)" in str(options) and "num_workers=0 (as asked)" in str(options)
+
+
+def test_loader_options_and_local_world_size(monkeypatch):
+    monkeypatch.setattr(loader, "usable_cpus", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    assert cx.train.loader_options(device="cpu")["num_workers"] == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE must be a number, got 'two'"):
+        cx.train.loader_options(device="cpu")
+
+
 def test_errors_of_loader_options():
+    for wrong in (True, 2.0, "2"):
+        with pytest.raises(TypeError, match=f"num_workers must be an int or None, got {wrong!r}"):
+            cx.train.loader_options(wrong)
+    with pytest.raises(TypeError, match=r"prefetch_factor must be an int or None, got 2\.0"):
+        cx.train.loader_options(prefetch_factor=2.0)
     with pytest.raises(ValueError, match="num_workers must be >= 0, got -1"):
         cx.train.loader_options(-1)
     with pytest.raises(ValueError, match="prefetch_factor must be >= 1, got 0"):
@@ -188,6 +226,44 @@ def test_errors_of_the_checkpointing_policy():
         cx.train.gradient_checkpointing_policy(8, Squares())
     with pytest.raises(ValueError, match=r"sample must hold a picture, got \(0, 1000\)"):
         cx.train.gradient_checkpointing_policy(8, Squares(), torch.randn(0, 1000))
+
+
+class Moving(nn.Module):
+    """A mean that forward assigns anew, a buffer that it fills at the first call, and one in a child."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("later", None)
+        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + x.mean(0)
+        self.later = x.sum(0)
+        return self.norm(self.layer(x))
+
+
+def test_checkpointing_estimate_restores_buffers_that_forward_assigns():
+    model = Moving()
+    before = dict(model.named_buffers())
+    values = {name: buffer.clone() for name, buffer in before.items()}
+    cx.train.gradient_checkpointing_policy(8, model, torch.ones(2, 3))
+    after = dict(model.named_buffers())
+    assert after.keys() == before.keys() and model.later is None
+    assert all(after[name] is before[name] and torch.equal(after[name], values[name]) for name in before)
+
+
+def test_checkpointing_estimate_in_inference_mode():
+    net = nn.Sequential(nn.Linear(3, 300), nn.ReLU(), nn.Linear(300, 3))
+    expected = cx.train.gradient_checkpointing_policy(800, net, torch.randn(2, 3)).needed_bytes
+    with torch.inference_mode():
+        assert cx.train.gradient_checkpointing_policy(800, net, torch.randn(2, 3)).needed_bytes == expected
+
+
+@pytest.mark.parametrize("sample", [[torch.ones(2, 1000)], (), (3.0,), torch.ones(())])
+def test_errors_of_samples(sample):
+    with pytest.raises(TypeError, match="sample must be a tensor with a batch dimension, or a tuple"):
+        cx.train.gradient_checkpointing_policy(8, Squares(), sample)
 
 
 def test_a_failed_estimate_leaves_the_model_as_it_was():

@@ -1,6 +1,7 @@
 """Modules with the constructors, parameters and buffers of the modules they replace."""
 
 from . import projections
+from ._plain import why_not_fused
 from .attention import LinearAttention, SDTAEncoder
 from .bands import FrequencyExpert
 from .bdh import BidirectionalBDHAttention
@@ -27,4 +28,5 @@ __all__ = [
     "TemporalEncoder",
     "TextureExpert",
     "projections",
+    "why_not_fused",
 ]

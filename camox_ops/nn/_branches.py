@@ -1,12 +1,17 @@
-"""What CamoXpert's edge and frequency experts share: four branches over four stacked maps, and their fusion."""
+"""What CamoXpert's experts share: branches over stacked maps, computed together, and their fusion."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from ..ops.norm2d import layer_norm2d
+from . import _plain
 from .norm2d import LayerNorm2d
+
+KINDS = (nn.Conv2d, LayerNorm2d, nn.Identity)
 
 
 def check_dim(name: str, dim: int) -> None:
@@ -37,16 +42,38 @@ def stacked_branches(maps: torch.Tensor, convolutions: list[nn.Conv2d]) -> torch
     return stacked_product(maps, weight, torch.cat([convolution.bias for convolution in convolutions]))
 
 
-def fused_branches(
-    x: torch.Tensor, maps: torch.Tensor, branches: tuple[nn.Sequential, ...], fusion: nn.Sequential
-) -> torch.Tensor:
-    """maps (B, 4C, H, W), x (B, C, H, W): each branch over its channel range, fusion over all four, plus x.
+def why_not_merged(names: Sequence[str], branches: Sequence[nn.Module], kinds: Sequence[type] = KINDS) -> str | None:
+    """Why branches made as by `branch`, or of these kinds, have to be called instead of computed together."""
+    reason = _plain.not_alike(names, branches, kinds)
+    if reason is not None:
+        return reason
+    place = len(kinds) - 2
+    norms = [tuple(layers._modules.values())[place] for layers in branches]
+    return _plain.not_one_norm([f"{name}.{place}" for name in names], norms)
 
-    The four norms with their GELU are one call over four groups, the last norm takes its GELU and x along. The result
-    has the widest dtype of x, the parameters and what the convolutions give, as where each step is a module."""
-    convolutions, norms = [layers[0] for layers in branches], [layers[1] for layers in branches]
+
+def four_branches(x: torch.Tensor, maps_of: Callable, names: Sequence[str], branches: Sequence[nn.Module]):
+    """maps_of(x), three maps like x, and x itself through a branch each -> (B, 4D, H, W).
+
+    maps_of(x, stacked=True) gives the four as (B, 4C, H, W). Where branches may be computed together, their four norms
+    with their GELU are one call over four groups."""
+    if why_not_merged(names, branches) is not None:
+        return torch.cat([layers(part) for layers, part in zip(branches, (*maps_of(x), x), strict=True)], 1)
+    convolutions, norms, _ = zip(*(layers._modules.values() for layers in branches), strict=True)
     vectors = [c.bias for c in convolutions] + [n.weight for n in norms] + [n.bias for n in norms]
     bias, norm_weight, norm_bias = torch.cat(vectors).view(3, -1).unbind()
-    features = stacked_product(maps, torch.cat([c.weight for c in convolutions]), bias)
-    features = layer_norm2d(features, norm_weight, norm_bias, norms[0].eps, activation=norms[0].activation, groups=4)
-    return fusion[1](fusion[0](features), x)
+    features = stacked_product(maps_of(x, stacked=True), torch.cat([c.weight for c in convolutions]), bias)
+    return layer_norm2d(features, norm_weight, norm_bias, norms[0].eps, activation=norms[0].activation, groups=4)
+
+
+def why_residual_apart(name: str, fusion: nn.Module) -> str | None:
+    """Why the norm of `fusion`, made as by `branch`, cannot take the residual along."""
+    return _plain.global_hooks() or _plain.not_plain_layers(name, fusion, (None, LayerNorm2d, nn.Identity))
+
+
+def fused_with_residual(fusion: nn.Module, features: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """fusion(features) + x. The result has the widest dtype of x, the parameters and what the convolution gives."""
+    if why_residual_apart("", fusion) is not None:
+        return fusion(features) + x
+    convolution, norm, _ = fusion._modules.values()
+    return norm(convolution(features), x)

@@ -5,56 +5,68 @@ transposed, (B, C, w, h): what lies between works on single pixels."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..ops import _check
+from ._kept import made_beside
 
 LEVELS = (8, 4, 2, 1)
 
 _made: dict[tuple, torch.Tensor] = {}
 
 
-def _pooling(size: int) -> list[list[float]]:
+# Both matrices are made of whole numbers by tensor operations, with one division at the end: exact in every dtype, and
+# one compiled graph serves any size.
+
+
+def _pooling(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Rows: the means that adaptive pooling to each of LEVELS takes of `size` pixels."""
-    rows = []
+    pixel, rows = torch.arange(size, device=device), []
     for level in LEVELS:
-        for i in range(level):
-            begin, end = i * size // level, -(-(i + 1) * size // level)
-            rows.append([1 / (end - begin) if begin <= j < end else 0.0 for j in range(size)])
-    return rows
+        i = torch.arange(level, device=device)[:, None]
+        begin, end = i * size // level, ((i + 1) * size + level - 1) // level
+        rows.append(((begin <= pixel) & (pixel < end)).to(dtype) / (end - begin))
+    return torch.cat(rows)
 
 
-def _interpolation(size: int) -> list[list[float]]:
+def _interpolation(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Rows: the share of each pixel of each of LEVELS in `size` pixels, bilinear with corners not aligned."""
-    rows = []
+    pixel, rows = torch.arange(size, device=device), []
     for level in LEVELS:
-        shares = [[0.0] * size for _ in range(level)]
-        for j in range(size):
-            place = max(0.0, (j + 0.5) * level / size - 0.5)
-            first = min(int(place), level - 1)
-            shares[first][j] += 1 - (place - first)
-            shares[min(first + 1, level - 1)][j] += place - first
-        rows += shares
-    return rows
+        # of 2*size parts of the distance of two pixels of the level
+        place = ((2 * pixel + 1) * level - size).clamp(0, 2 * size * (level - 1))
+        distance = (place - torch.arange(level, device=device)[:, None] * (2 * size)).abs()
+        rows.append((2 * size - distance).clamp(min=0).to(dtype) / (2 * size))
+    return torch.cat(rows)
 
 
 def _matrix(make, size: int, x: torch.Tensor) -> torch.Tensor:
     """(sum of LEVELS, size), made once for each size, dtype and device."""
+    if torch.compiler.is_compiling():
+        return make(size, x.dtype, x.device)
+    with made_beside(x):
+        if is_in_torch_dispatch_mode():  # kept matrices are no fake ones
+            return make(size, x.dtype, x.device)
     key = (make, size, x.dtype, x.device)
-    found = None if torch.compiler.is_compiling() else _made.get(key)
+    found = _made.get(key)
     if found is None:
         # one made in inference mode could not be saved for a later backward
         with torch.inference_mode(False), torch.no_grad():
-            found = torch.tensor(make(size), dtype=x.dtype, device=x.device)
-        if type(found) is torch.Tensor and not torch.compiler.is_compiling():  # a fake one would outlive its mode
-            _made[key] = found
+            found = _made[key] = make(size, x.dtype, x.device)
     return found
+
+
+def _without_autocast(x: torch.Tensor) -> AbstractContextManager:
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # meta has no autocast
 
 
 def to_levels(x: torch.Tensor) -> list[torch.Tensor]:
     """x (B, C, H, W) -> adaptive_avg_pool2d(x, n) for n of LEVELS, each (B, C, w, h) and of x's dtype."""
     batch, channels, height, width = x.shape
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x):
         wide = x.to(_check.computed_in(x))
         columns = wide.reshape(-1, width) @ _matrix(_pooling, width, wide).t()
         rows = columns.view(batch, channels, height, -1).transpose(2, 3).reshape(-1, height)
@@ -70,7 +82,7 @@ def from_levels(levels: list[torch.Tensor], size: tuple[int, int]) -> torch.Tens
     batch, channels = levels[0].shape[:2]
     height, width = size
     dtype = levels[0].dtype
-    with torch.autocast(levels[0].device.type, enabled=False):
+    with _without_autocast(levels[0]):
         levels = [level.to(_check.computed_in(level)) for level in levels]
         shares = _matrix(_interpolation, height, levels[0]).split(LEVELS)
         rows = [level.reshape(-1, n) @ part for level, n, part in zip(levels, LEVELS, shares, strict=True)]

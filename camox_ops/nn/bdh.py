@@ -9,6 +9,7 @@ from torch import nn
 
 from ..ops import _check
 from ..ops.bdh import bdh_attention
+from ._kept import has_values
 
 THETA = 2.0**16
 
@@ -26,9 +27,11 @@ class BidirectionalBDHAttention(nn.Module):
         use_softmax: the softmax over scores / sqrt(N), or the scores themselves.
 
     `freqs`, (1, 1, 1, N), is a frozen parameter: turns per position of each element. The angles' cosines and sines are
-    made from it in its own precision (float32 at least) and kept while it stays what it is; they are not part of the
-    state_dict, of copies and of pickles. A freqs that requires a gradient gets one. A model
-    cast to bfloat16 as a whole rounds freqs too, as the class it stands for does; autocast leaves them float32."""
+    made from its present values in its own precision (float32 at least). On the CPU they are kept beside a copy of
+    freqs, which each call compares; on CUDA, where comparing would wait for the device, under torch.compile and under
+    torch.func they are made on each call. They are not part of the state_dict, of copies and of pickles. A freqs that
+    requires a gradient gets one. A model cast to bfloat16 as a whole rounds freqs too, as the class it stands for does;
+    autocast leaves them float32."""
 
     def __init__(self, config, use_softmax: bool = True):
         super().__init__()
@@ -43,7 +46,7 @@ class BidirectionalBDHAttention(nn.Module):
         self.use_softmax = use_softmax
         pairs = 1.0 / THETA ** (torch.arange(0, size, 2, dtype=torch.float32) / size) / (2 * math.pi)
         self.freqs = nn.Parameter(pairs.repeat_interleave(2).view(1, 1, 1, size), requires_grad=False)
-        self._cached: tuple[tuple, torch.Tensor, torch.Tensor] | None = None
+        self._cached: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def extra_repr(self) -> str:
         return f"{self.freqs.shape[-1]}, use_softmax={self.use_softmax}"
@@ -53,23 +56,18 @@ class BidirectionalBDHAttention(nn.Module):
 
     def tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) of `length` positions: (length, N/2), or (length, N) of freqs that differ within a pair."""
-        freqs, cached = self.freqs, self._cached
-        if torch.is_grad_enabled() and freqs.requires_grad:
+        freqs = self.freqs
+        if not freqs.is_cpu or (torch.is_grad_enabled() and freqs.requires_grad) or not has_values(freqs):
             return _tables(freqs.flatten(), length)
-        if torch.compiler.is_compiling():
-            if cached is not None and cached[1].shape[0] == length and cached[1].device == freqs.device:
-                return cached[1:]
-            return _tables(freqs.flatten(), length)
-        key = (length, freqs.data_ptr(), freqs._version, freqs.dtype, freqs.device)
-        if cached is not None and cached[0] == key:
+        cached = self._cached
+        # Values, not a version: what is written through .data, or in inference mode, moves no version.
+        if cached is not None and cached[1].shape[0] == length and _same(cached[0], freqs):
             return cached[1:]
         # Tables made in inference mode could not be saved for a later backward.
         with torch.inference_mode(False), torch.no_grad():
-            first, second = freqs.detach().view(-1, 2).unbind(1)
-            fake = type(first) is not torch.Tensor  # a fake one has no values, and its tables would outlive its mode
-            made = _tables(freqs.flatten() if fake or not torch.equal(first, second) else first, length)
-        if not fake:
-            self._cached = (key, *made)
+            first, second = freqs.view(-1, 2).unbind(1)
+            made = _tables(first if torch.equal(first, second) else freqs.flatten(), length)
+            self._cached = (freqs.clone(), *made)
         return made
 
     def forward(self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, *, relu: bool = False) -> torch.Tensor:
@@ -83,6 +81,10 @@ class BidirectionalBDHAttention(nn.Module):
         if Q.dtype != torch.float64:
             cos, sin = cos.float(), sin.float()
         return bdh_attention(Q, V, cos, sin, relu=relu, softmax=self.use_softmax)
+
+
+def _same(kept: torch.Tensor, freqs: torch.Tensor) -> bool:
+    return kept.dtype == freqs.dtype and torch.equal(kept, freqs)
 
 
 def _tables(turns_per_position: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

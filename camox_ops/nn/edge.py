@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from ..ops.edge import edge_maps
+from ..ops.edge import EdgeMaps, edge_maps
 from ..reference.edge import LAPLACIAN, SOBEL_X, SOBEL_Y
-from ._branches import branch, check_dim, fused_branches
+from ._branches import branch, check_dim, four_branches, fused_with_residual, why_not_merged, why_residual_apart
+from ._kept import has_values
+from ._plain import FusedModule
+
+BRANCHES = ("sobel_branch", "laplacian_branch", "gradient_branch", "spatial_branch")
+# what sobel_x_base, sobel_y_base and laplacian_base hold
+KERNELS = [
+    torch.tensor(kernel, dtype=torch.float32, device="cpu").view(1, 1, 3, 3) for kernel in (SOBEL_X, SOBEL_Y, LAPLACIAN)
+]
+EPS = 1e-8
 
 
-class EdgeExpert(nn.Module):
+class EdgeExpert(FusedModule):
     """Edge features of (B, dim, H, W): sobel, laplacian, gradient and x itself each through a 1x1 convolution to dim/4
     channels, LayerNorm2d and GELU; the four together through a 1x1 convolution, LayerNorm2d and GELU; plus x.
 
     Stands for EdgeExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor, parameters and
-    buffers. dim must be a multiple of 4."""
+    buffers. dim must be a multiple of 4. The four branches are computed together where their layers are what the
+    constructor made, else called one by one: see camox_ops.nn.why_not_fused. The maps come from camox_ops.edge_maps
+    where the buffers hold its kernels, else from convolutions with the buffers. On the CPU the buffers are compared on
+    each call; on CUDA, where that would wait for the device, and under torch.compile when a state_dict is loaded and
+    when the module is moved."""
+
+    _usual_kernels = True
 
     def __init__(self, dim: int):
         super().__init__()
@@ -31,5 +47,45 @@ class EdgeExpert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, dim, H, W) -> (B, dim, H, W)."""
-        branches = (self.sobel_branch, self.laplacian_branch, self.gradient_branch, self.spatial_branch)
-        return fused_branches(x, edge_maps(x, stacked=True), branches, self.fusion)
+        maps_of = edge_maps if self._has_usual_kernels() else self._maps_of_buffers
+        return fused_with_residual(self.fusion, four_branches(x, maps_of, BRANCHES, self._branches()), x)
+
+    def _branches(self) -> tuple[nn.Module, ...]:
+        return self.sobel_branch, self.laplacian_branch, self.gradient_branch, self.spatial_branch
+
+    def _has_usual_kernels(self) -> bool:
+        if self._buffers["sobel_x_base"].is_cpu:
+            self._compare_kernels()
+        return self._usual_kernels
+
+    def _compare_kernels(self) -> None:
+        """Sets _usual_kernels by the buffers' values, where they have any."""
+        buffers = self.sobel_x_base, self.sobel_y_base, self.laplacian_base
+        if has_values(*buffers):
+            pairs = zip(buffers, KERNELS, strict=True)
+            usual = all(torch.equal(buffer.cpu(), kernel.to(buffer.dtype)) for buffer, kernel in pairs)
+            if usual != self._usual_kernels:
+                self._usual_kernels = usual
+
+    def _maps_of_buffers(self, x: torch.Tensor, stacked: bool = False) -> EdgeMaps | torch.Tensor:
+        """As edge_maps."""
+        gx, gy, laplacian = (
+            F.conv2d(x, kernel.to(x.dtype).expand(self.dim, 1, 3, 3), padding=1, groups=self.dim)
+            for kernel in (self.sobel_x_base, self.sobel_y_base, self.laplacian_base)
+        )
+        sobel, laplacian = torch.sqrt(gx**2 + gy**2 + EPS), laplacian.abs()
+        maps = EdgeMaps(sobel, laplacian, torch.sqrt(sobel**2 + laplacian**2 + EPS))
+        return torch.cat([*maps, x], 1) if stacked else maps
+
+    def _load_from_state_dict(self, *arguments) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._compare_kernels()
+
+    def _apply(self, *arguments, **options):
+        self._compare_kernels()
+        return super()._apply(*arguments, **options)
+
+    def why_not_fused(self) -> list[str]:
+        kernels = None if self._has_usual_kernels() else "the buffers do not hold the kernels of edge_maps"
+        branches = why_not_merged(BRANCHES, self._branches())
+        return [r for r in (kernels, branches, why_residual_apart("fusion", self.fusion)) if r is not None]

@@ -9,18 +9,23 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..ops.norm2d import layer_norm2d
-from ._branches import branch, check_dim
+from ._branches import KINDS, branch, check_dim, fused_with_residual, why_not_merged, why_residual_apart
+from ._plain import FusedModule, not_alike, not_plain, not_plain_layers, not_pointwise
 from ._pyramid import LEVELS, from_levels, to_levels
 from .attention import SDTAEncoder
 from .norm2d import LayerNorm2d
 
 
-class TextureExpert(nn.Module):
+class TextureExpert(FusedModule):
     """Texture of (B, dim, H, W) at four scales: 1x1 convolutions to dim/4 channels, 3x3 convolutions of dilation 1 to
     4, LayerNorm2d and GELU; the four together through a 1x1 convolution, LayerNorm2d and GELU; plus x.
 
     Stands for TextureExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
-    dim must be a multiple of 4."""
+    dim must be a multiple of 4. The branches' 1x1 convolutions and norms are computed together where their layers are
+    what the constructor made, else called one by one: see camox_ops.nn.why_not_fused."""
+
+    BRANCHES = ("branch1", "branch2", "branch3", "branch4")
+    KINDS = (nn.Conv2d, *KINDS)
 
     def __init__(self, dim: int):
         super().__init__()
@@ -43,18 +48,28 @@ class TextureExpert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, dim, H, W) -> (B, dim, H, W)."""
-        branches = (self.branch1, self.branch2, self.branch3, self.branch4)
-        narrow, dilated, norms, _ = zip(*branches, strict=True)
+        return fused_with_residual(self.fusion, self._features(x), x)
+
+    def _features(self, x: torch.Tensor) -> torch.Tensor:
+        branches = self._branches()
+        if why_not_merged(self.BRANCHES, branches, self.KINDS) is not None:
+            return torch.cat([layers(x) for layers in branches], 1)
+        narrow, dilated, norms, _ = zip(*(layers._modules.values() for layers in branches), strict=True)
         # the four 1x1 convolutions read the same x: one product of their stacked weights
         vectors = [c.bias for c in narrow] + [n.weight for n in norms] + [n.bias for n in norms]
         bias, norm_weight, norm_bias = torch.cat(vectors).view(3, -1).unbind()
         stacked = F.conv2d(x, torch.cat([c.weight for c in narrow]), bias)
         scales = torch.cat([conv(part) for conv, part in zip(dilated, stacked.chunk(4, 1), strict=True)], 1)
         dtype = torch.promote_types(scales.dtype, norm_weight.dtype)
-        features = layer_norm2d(
-            scales.to(dtype), norm_weight, norm_bias, norms[0].eps, activation=norms[0].activation, groups=4
-        )
-        return self.fusion[1](self.fusion[0](features), x)
+        first = norms[0]
+        return layer_norm2d(scales.to(dtype), norm_weight, norm_bias, first.eps, activation=first.activation, groups=4)
+
+    def _branches(self) -> tuple[nn.Module, ...]:
+        return self.branch1, self.branch2, self.branch3, self.branch4
+
+    def why_not_fused(self) -> list[str]:
+        branches = why_not_merged(self.BRANCHES, self._branches(), self.KINDS)
+        return [r for r in (branches, why_residual_apart("fusion", self.fusion)) if r is not None]
 
 
 class AttentionExpert(nn.Module):
@@ -103,7 +118,7 @@ class HybridExpert(nn.Module):
         return x + hybrid
 
 
-class SemanticContextExpert(nn.Module):
+class SemanticContextExpert(FusedModule):
     """Context of (B, dim, H, W) from adaptive average poolings to 8x8, 4x4, 2x2 and 1: each through a 1x1 convolution
     to dim/4 channels, LayerNorm2d and GELU, and bilinearly back to HxW; the four together through a 1x1 convolution,
     LayerNorm2d and GELU; plus x.
@@ -113,7 +128,10 @@ class SemanticContextExpert(nn.Module):
 
     Interpolation acts on pixels and the last convolution on channels, so they change places: the convolution works on
     the 85 pooled pixels instead of H*W, and pooling and interpolation are two small matrix products each, in float32
-    under autocast too."""
+    under autocast too. So it is where all layers are what the constructor made; else they are called one by one and
+    the levels interpolated by PyTorch: see camox_ops.nn.why_not_fused."""
+
+    BRANCHES = ("conv_1", "conv_2", "conv_3", "conv_4")
 
     def __init__(self, dim: int):
         super().__init__()
@@ -127,9 +145,14 @@ class SemanticContextExpert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, dim, H, W) -> (B, dim, H, W)."""
-        convolution, norm, _ = self.context_fusion
+        branches = self._branches()
+        if self._why_apart() is not None:
+            levels = [layers(pool(x)) for layers, pool in zip(branches, self._pools(), strict=True)]
+            options = {"size": x.shape[2:], "mode": "bilinear", "align_corners": False}
+            pyramid = torch.cat([F.interpolate(level, **options) for level in levels], 1)
+            return fused_with_residual(self.context_fusion, pyramid, x)
+        convolution, norm, _ = self.context_fusion._modules.values()
         weights = convolution.weight.chunk(4, 1)
-        branches = (self.conv_1, self.conv_2, self.conv_3, self.conv_4)
         levels = [
             F.conv2d(layers(pooled), weight)
             for layers, pooled, weight in zip(branches, to_levels(x), weights, strict=True)
@@ -137,12 +160,42 @@ class SemanticContextExpert(nn.Module):
         context = from_levels(levels, x.shape[2:]) + convolution.bias.view(-1, 1, 1)
         return norm(context, x)
 
+    def _branches(self) -> tuple[nn.Module, ...]:
+        return self.conv_1, self.conv_2, self.conv_3, self.conv_4
 
-class ContrastExpert(nn.Module):
+    def _pools(self) -> tuple[nn.Module, ...]:
+        return self.pool_1, self.pool_2, self.pool_3, self.pool_4
+
+    def _why_apart(self) -> str | None:
+        branches = self._branches()
+        reason = not_alike(self.BRANCHES, branches, KINDS)
+        reason = reason or not_plain_layers("context_fusion", self.context_fusion, KINDS)
+        if reason is not None:
+            return reason
+        first, *_ = branches[0]._modules.values()
+        fusion, *_ = self.context_fusion._modules.values()
+        reason = not_pointwise("context_fusion.0", fusion)
+        if reason is None and fusion.weight.shape[1] != 4 * first.weight.shape[0]:
+            reason = "context_fusion.0 does not take a quarter of its channels from each level"
+        for number, (pool, size) in enumerate(zip(self._pools(), LEVELS, strict=True), 1):
+            plain = not_plain(pool, nn.AdaptiveAvgPool2d)
+            if plain is None and pool.output_size not in (size, (size, size)):
+                plain = f"has output_size={pool.output_size}"
+            if plain is not None:
+                return f"pool_{number} {plain}"
+        return reason
+
+    def why_not_fused(self) -> list[str]:
+        reason = self._why_apart()
+        return [] if reason is None else [reason]
+
+
+class ContrastExpert(FusedModule):
     """Local contrast of (B, dim, H, W): a 3x3 depthwise convolution, LayerNorm2d, GELU, 1x1 convolution, LayerNorm2d;
     then a 1x1 convolution, LayerNorm2d and GELU; plus x.
 
-    Stands for ContrastExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters."""
+    Stands for ContrastExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
+    The last norm adds x where it is what the constructor made: see camox_ops.nn.why_not_fused."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -157,4 +210,8 @@ class ContrastExpert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, dim, H, W) -> (B, dim, H, W)."""
-        return self.fusion[1](self.fusion[0](self.local_contrast(x)), x)
+        return fused_with_residual(self.fusion, self.local_contrast(x), x)
+
+    def why_not_fused(self) -> list[str]:
+        reason = why_residual_apart("fusion", self.fusion)
+        return [] if reason is None else [reason]

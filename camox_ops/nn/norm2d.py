@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..ops.norm2d import layer_norm2d
+from ..ops import _check
+from ..ops.norm2d import ACTIVATIONS, layer_norm2d
 
 
 class LayerNorm2d(nn.Module):
@@ -23,6 +24,8 @@ class LayerNorm2d(nn.Module):
 
     def __init__(self, num_features: int, eps: float = 1e-6, *, activation: str = "none", groups: int = 1):
         super().__init__()
+        _check.positive("LayerNorm2d", "eps", eps)
+        _check.choice("LayerNorm2d", "activation", activation, ACTIVATIONS)
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.eps = eps

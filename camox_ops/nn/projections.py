@@ -20,7 +20,13 @@ _FEWEST = 32  # rows, columns and summed elements of a product of our own
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (..., K) times weight (K, N) -> (..., N). Any strides; autocast casts both; derivatives of any order."""
-    x, weight = _check.autocast(x, weight)
+    x, weight = _operands("project", x, weight)
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"project: x (..., K) and weight (K, N) must share K, got shapes {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if x.dim() == 1:
+        return _Project.apply(x[None], weight)[0]
     return _Project.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
@@ -28,7 +34,25 @@ def project_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (M, H, K), each head times its own weight (H, K, N) -> (M, H, N), contiguous: no copy of weight, none of x.
 
     Any strides; autocast casts both. First derivatives."""
-    return _ProjectHeads.apply(*_check.autocast(x, weight))
+    x, weight = _operands("project_heads", x, weight)
+    if x.dim() != 3 or weight.dim() != 3 or x.shape[1:] != weight.shape[:2]:
+        raise ValueError(
+            "project_heads: x (M, H, K) and weight (H, K, N) must share H and K, "
+            f"got shapes {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    return _ProjectHeads.apply(x, weight)
+
+
+def _operands(op: str, x, weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both, in autocast's dtype where it is on."""
+    for name, value in (("x", x), ("weight", weight)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    x, weight = _check.autocast(x, weight)
+    if x.dtype != weight.dtype:
+        names = _check.dtype_names(x.dtype), _check.dtype_names(weight.dtype)
+        raise TypeError(f"{op}: weight must have the dtype of x, {names[0]}, got {names[1]}")
+    return x, weight
 
 
 def _by_onednn(x: torch.Tensor) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..ops import _check
 from ..ops.rope import LAYOUTS, rope, rope_tables
+from ._kept import made_beside
 
 
 class RotaryEmbedding(nn.Module):
@@ -14,6 +16,7 @@ class RotaryEmbedding(nn.Module):
 
     The tables are float32 whatever dtype the module is moved to, live on the device of the x that came last, and are
     neither parameters nor buffers: nothing of them is in the state_dict, and copies and pickles are made without them.
+    dim, theta, units and scaling may be changed later: the next call makes tables of the new ones.
     Under torch.compile a table that is there and long enough is used; one that is not is computed in the graph.
 
     Args:
@@ -35,6 +38,10 @@ class RotaryEmbedding(nn.Module):
     ):
         super().__init__()
         _check.choice("RotaryEmbedding", "layout", layout, LAYOUTS)
+        if isinstance(max_length, bool) or not isinstance(max_length, int):
+            raise TypeError(f"RotaryEmbedding: max_length must be an int, got {max_length!r}")
+        if max_length < 0:
+            raise ValueError(f"RotaryEmbedding: max_length must be >= 0, got {max_length}")
         rope_tables(dim, 0, theta=theta, units=units, scaling=scaling)  # refuses what it would refuse later
         self.dim = dim
         self.max_length = max_length
@@ -43,7 +50,7 @@ class RotaryEmbedding(nn.Module):
         self.scaling = scaling
         self.interleaved = interleaved
         self.layout = layout
-        self._cached: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._cached: tuple[tuple, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def extra_repr(self) -> str:
         pairs = "interleaved" if self.interleaved else "half-split"
@@ -53,22 +60,29 @@ class RotaryEmbedding(nn.Module):
         return {**self.__dict__, "_cached": None}
 
     def tables(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) on the device with at least `length` rows."""
+        """(cos, sin) on the device with at least `length` rows, of the present dim, theta, units and scaling."""
+        if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():  # kept tables are no fake ones
+            return self._make(max(length, self.max_length), device)
+        made_of = (self.dim, self.theta, self.units, None if self.scaling is None else dict(self.scaling))
         cached = self._cached
-        if cached is not None and cached[0].device == device and cached[0].shape[0] >= length:
-            return cached
+        if cached is not None and (cached[0] != made_of or cached[1][0].device != device):
+            cached = None
+        if cached is not None and cached[1][0].shape[0] >= length:
+            return cached[1]
         length = max(length, self.max_length)
-        options = {"theta": self.theta, "units": self.units, "scaling": self.scaling, "device": device}
         if torch.compiler.is_compiling():
-            return rope_tables(self.dim, length, **options)
-        if cached is not None and cached[0].shape[0] < length:
-            length = max(length, 2 * cached[0].shape[0])  # so that growing one by one stays cheap
+            return self._make(length, device)
+        if cached is not None:
+            length = max(length, 2 * cached[1][0].shape[0])  # so that growing one by one stays cheap
         # Tables made in inference mode could not be saved for a later backward.
         with torch.inference_mode(False), torch.no_grad():
-            made = rope_tables(self.dim, length, **options)
-        if type(made[0]) is torch.Tensor:  # a fake one would outlive its mode
-            self._cached = made
+            made = self._make(length, device)
+        self._cached = (made_of, made)
         return made
+
+    def _make(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {"theta": self.theta, "units": self.units, "scaling": self.scaling, "device": device}
+        return rope_tables(self.dim, length, **options)
 
     def forward(
         self,
@@ -83,12 +97,21 @@ class RotaryEmbedding(nn.Module):
 
         length: positions that the tables must have; None: as many as x has tokens, or max_length if that is more.
         With `positions` beyond both it must be given, for their values are not read here."""
-        first = x[0] if isinstance(x, (tuple, list)) else x
+        tensors = x if isinstance(x, (tuple, list)) else (x,)
+        if not tensors:
+            raise ValueError("RotaryEmbedding: x must be a tensor or a tuple of at least one, got ()")
+        for value in tensors:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"RotaryEmbedding: x must be a torch.Tensor, got {type(value).__name__}")
         if length is None:
             axis = 0 if cu_seqlens is not None else self.layout.index("t")
-            tensors = x if isinstance(x, (tuple, list)) else (x,)
+            for value in tensors:
+                if value.dim() <= axis:
+                    expected = "4 dimensions (3 with cu_seqlens)"
+                    raise ValueError(f"RotaryEmbedding: x must have {expected}, got shape {tuple(value.shape)}")
             length = max(value.shape[axis] for value in tensors)
-        cos, sin = self.tables(length, first.device)
+        with made_beside(tensors[0]):
+            cos, sin = self.tables(length, tensors[0].device)
         return rope(
             x,
             cos,

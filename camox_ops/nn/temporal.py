@@ -5,13 +5,28 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ..ops import _check
 from ..ops.bias_gelu import bias_gelu
 from ..ops.dropout import dropout_add_layer_norm
 from ..ops.short_attention import short_attention
+from ._plain import FusedModule, global_hooks, not_plain
+
+# what an nn.TransformerEncoderLayer holds
+KINDS = {
+    "self_attn": nn.MultiheadAttention,
+    "linear1": nn.Linear,
+    "dropout": nn.Dropout,
+    "linear2": nn.Linear,
+    "norm1": nn.LayerNorm,
+    "norm2": nn.LayerNorm,
+    "dropout1": nn.Dropout,
+    "dropout2": nn.Dropout,
+}
 
 
-class TemporalEncoder(nn.Module):
+class TemporalEncoder(FusedModule):
     """A stack of post-norm transformer layers over the T steps of every patch, (B, N, T, d_model) -> (B, N, d_model).
 
     Stands for TemporalTransformerEncoder of tampueroc/emberformer (models/emberformer.py at 80135a5): same constructor,
@@ -24,20 +39,25 @@ class TemporalEncoder(nn.Module):
     ways: dropout draws other masks (camox_ops.dropout), and a sequence without any valid step gives finite numbers, not
     NaN: its attention is zeros.
 
+    A layer is computed so where its inner modules and settings are what the constructor made; another one (with an
+    adapter, a hook, a parametrization, an inner module of another class, another activation) is called as PyTorch's
+    nn.TransformerEncoderLayer, whose dropout and NaN it then has: see camox_ops.nn.why_not_fused.
+
     Args:
         d_model: width of a token.
         nhead: number of heads, a divisor of d_model.
         num_layers: number of layers.
         dim_feedforward: width between the two products of a feed-forward block.
-        dropout: of the attention weights, of what is added to the residual stream, and behind GELU."""
+        dropout: of the attention weights, of what is added to the residual stream, and behind GELU; in [0, 1)."""
 
     def __init__(
         self, d_model: int, nhead: int = 4, num_layers: int = 3, dim_feedforward: int = 512, dropout: float = 0.1
     ):
         super().__init__()
+        _check.probability("TemporalEncoder", "dropout", dropout)
         self.d_model = d_model
         layer = nn.TransformerEncoderLayer(d_model, nhead, dim_feedforward, dropout, "gelu", batch_first=True)
-        # Holds the parameters; its own forward is not used.
+        # Holds the parameters; its own forward is used only where it has to be.
         self.transformer = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
 
     def forward(self, tokens: torch.Tensor, valid_t: torch.Tensor) -> torch.Tensor:
@@ -47,6 +67,8 @@ class TemporalEncoder(nn.Module):
                 f"TemporalEncoder: tokens must have shape (B, N, T, {self.d_model}), got {tuple(tokens.shape)}"
             )
         batch, patches, length, width = tokens.shape
+        if length == 0:
+            raise ValueError(f"TemporalEncoder: tokens must have at least one step, got {tuple(tokens.shape)}")
         if valid_t.dtype != torch.bool:
             raise TypeError(f"TemporalEncoder: valid_t must have dtype bool, got {valid_t.dtype}")
         if valid_t.shape != (batch, length):
@@ -57,11 +79,74 @@ class TemporalEncoder(nn.Module):
         step = (valid_t.sum(1) - 1).clamp(min=0).view(batch, 1, 1, 1).expand(batch, patches, 1, width)
         step = step.reshape(batch * patches, 1, width)
         x = tokens.reshape(batch * patches, length, width)
+        if self._why_called() is not None:
+            return self.transformer(x, src_key_padding_mask=padding).gather(1, step).view(batch, patches, width)
         *before, last = self.transformer.layers
         for layer in before:
-            x = _feed_forward(layer, *_attention(layer, x, padding))
-        x = _feed_forward(last, *(part.gather(1, step) for part in _attention(last, x, padding)))
+            x = _feed_forward(layer, *_attention(layer, x, padding)) if _fused(layer) else _called(layer, x, padding)
+        if _fused(last):
+            x = _feed_forward(last, *(part.gather(1, step) for part in _attention(last, x, padding)))
+        else:
+            x = _called(last, x, padding).gather(1, step)
         return x.view(batch, patches, width)
+
+    def _why_called(self) -> str | None:
+        """Why the whole stack has to be called."""
+        reason = global_hooks()
+        if reason is not None:
+            return reason
+        for name, module, kind in (
+            ("transformer", self.transformer, nn.TransformerEncoder),
+            ("transformer.layers", self.transformer.layers, nn.ModuleList),
+        ):
+            reason = not_plain(module, kind)
+            if reason is not None:
+                return f"{name} {reason}"
+        return None if self.transformer.norm is None else "transformer.norm is there"
+
+    def why_not_fused(self) -> list[str]:
+        reason = self._why_called()
+        if reason is not None:
+            return [reason]
+        found = ((number, _why_layer_called(layer)) for number, layer in enumerate(self.transformer.layers))
+        return [f"transformer.layers.{number} {reason}" for number, reason in found if reason is not None]
+
+
+def _why_layer_called(layer: nn.Module) -> str | None:
+    reason = not_plain(layer, nn.TransformerEncoderLayer)
+    if reason is not None:
+        return reason
+    inner = layer._modules
+    for name, kind in KINDS.items():
+        reason = not_plain(inner.get(name), kind)
+        if reason is not None:
+            return f"{name} {reason}"
+    attention, first = inner["self_attn"], inner["linear1"]
+    reason = not_plain(attention.out_proj, NonDynamicallyQuantizableLinear)
+    if reason is not None:
+        return f"self_attn.out_proj {reason}"
+    activation = layer.activation
+    if activation is not F.gelu and (not_plain(activation, nn.GELU) is not None or activation.approximate != "none"):
+        return "activation is not GELU"
+    if layer.norm_first or not attention.batch_first:
+        return "has norm_first or another batch_first"
+    if attention.in_proj_weight is None or attention.in_proj_bias is None or first.bias is None:
+        return "has separate projections or no bias"
+    if attention.bias_k is not None or attention.add_zero_attn:
+        return "has keys of its own"
+    for name in ("norm1", "norm2"):
+        norm = inner[name]
+        if len(norm.normalized_shape) != 1 or norm.weight is None or norm.bias is None:
+            return f"{name} has no weight or bias, or another shape"
+    return None
+
+
+def _fused(layer: nn.Module) -> bool:
+    return _why_layer_called(layer) is None
+
+
+def _called(layer: nn.Module, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return layer(x, src_key_padding_mask=padding)
 
 
 def _attention(layer: nn.TransformerEncoderLayer, x: torch.Tensor, padding: torch.Tensor):

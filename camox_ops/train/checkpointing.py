@@ -64,6 +64,11 @@ def gradient_checkpointing_policy(
         return CheckpointingPolicy(False, f"batch {batch_size} is at least {min_batch}{known}")
 
     inputs = sample if isinstance(sample, tuple) else (sample,)
+    if not inputs or not isinstance(inputs[0], torch.Tensor) or inputs[0].dim() == 0:
+        raise TypeError(
+            "gradient_checkpointing_policy: sample must be a tensor with a batch dimension, or a tuple whose first is "
+            f"one, got {type(sample).__name__}"
+        )
     pictures = inputs[0].shape[0]
     if not pictures:
         raise ValueError(f"gradient_checkpointing_policy: sample must hold a picture, got {tuple(inputs[0].shape)}")
@@ -105,15 +110,23 @@ def _kept_bytes(model: nn.Module, inputs: tuple) -> int:
         return tensor
 
     device = inputs[0].device
-    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    # by module and name: forward may write into a buffer or assign another tensor
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     training = [module for module in model.modules() if module.training]
     model.train()
     try:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.inference_mode(False),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
+            # autograd saves no tensor that was made in inference mode
+            inputs = [t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t for t in inputs]
             output = model(*inputs)
             total = sum(kept.values())
             del output
@@ -122,6 +135,8 @@ def _kept_bytes(model: nn.Module, inputs: tuple) -> int:
         for module in training:
             module.training = True
         with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None:
+                    buffer.copy_(before)
     return total

@@ -20,7 +20,8 @@ class LoaderOptions(dict):
         self.reasons = {name: reason for name, (_, reason) in chosen.items()}
 
     def __str__(self) -> str:
-        return "loader: " + "; ".join(f"{name}={value} ({self.reasons[name]})" for name, value in self.items())
+        shown = (f"{name}={value} ({self.reasons.get(name, 'as set')})" for name, value in self.items())
+        return "loader: " + "; ".join(shown)
 
 
 def loader_options(
@@ -39,10 +40,13 @@ def loader_options(
     prefetch_factor: batches that each worker keeps ready; None: 2.
 
     Without workers persistent_workers is False and prefetch_factor left out, as DataLoader wants it."""
-    if num_workers is not None and num_workers < 0:
-        raise ValueError(f"loader_options: num_workers must be >= 0, got {num_workers}")
-    if prefetch_factor is not None and prefetch_factor < 1:
-        raise ValueError(f"loader_options: prefetch_factor must be >= 1, got {prefetch_factor}")
+    for name, value, least in (("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"loader_options: {name} must be an int or None, got {value!r}")
+        if value < least:
+            raise ValueError(f"loader_options: {name} must be >= {least}, got {value}")
     gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     workers, reason = _workers(gpu) if num_workers is None else (num_workers, "as asked")
     if num_workers is not None and num_workers > usable_cpus():
@@ -59,7 +63,10 @@ def loader_options(
 
 
 def _workers(gpu: bool) -> tuple[int, str]:
-    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    told = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not told.isdecimal():
+        raise ValueError(f"loader_options: the environment's LOCAL_WORLD_SIZE must be a number, got {told!r}")
+    processes = max(1, int(told))
     cpus = max(1, usable_cpus() // processes)
     where = f"{cpus} CPU{'s' * (cpus > 1)}" + (f" for each of {processes} processes" if processes > 1 else "")
     if gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 
@@ -28,7 +29,12 @@ class LossMeter:
 
     @torch.no_grad()
     def update(self, loss: torch.Tensor | float, weight: float = 1.0) -> None:
-        """Adds loss, a tensor of one element or a number, counted `weight` times (the pictures of its batch, say)."""
+        """Adds loss, a tensor of one element or a number, counted `weight` times (the pictures of its batch, say).
+
+        weight is a number, not a tensor: reading one would wait for its device."""
+        if not isinstance(weight, numbers.Real):
+            raise TypeError(f"LossMeter: weight must be a number, got {type(weight).__name__}")
+        weight = float(weight)
         if not math.isfinite(weight) or weight < 0:
             raise ValueError(f"LossMeter: weight must be >= 0 and finite, got {weight}")
         if isinstance(loss, torch.Tensor):
@@ -42,7 +48,8 @@ class LossMeter:
             raise ValueError(f"LossMeter: loss must have one element, got shape {tuple(loss.shape)}")
         if self._sum is None:
             dtype = torch.float32 if loss.device.type == "mps" else torch.float64
-            self._sum = torch.zeros((), dtype=dtype, device=loss.device)
+            with torch.inference_mode(False):  # one made in inference mode could not be added to outside of it
+                self._sum = torch.zeros((), dtype=dtype, device=loss.device)
         elif self._sum.device != loss.device:
             raise ValueError(f"LossMeter: loss must be on {self._sum.device} as before, got {loss.device}")
         self._sum.add_(loss.detach().reshape(()), alpha=weight)
