@@ -365,6 +365,7 @@ def test_errors_of_x(arguments, error, message):
     [
         ({"eps": 0}, ValueError, "eps must be > 0 and finite, got 0"),
         ({"eps": -1e-8}, ValueError, "eps must be > 0 and finite, got -1e-08"),
+        ({"eps": 1e-46}, ValueError, "eps must be > 0 and finite in float32, got 1e-46"),
         ({"eps": float("nan")}, ValueError, "eps must be > 0 and finite, got nan"),
         ({"eps": float("inf")}, ValueError, "eps must be > 0 and finite, got inf"),
         ({"eps": "1e-8"}, TypeError, "eps must be a number, got '1e-8'"),
@@ -390,6 +391,9 @@ def test_errors_from_c():
     x = torch.zeros(1, 1, 1, 4)
     with pytest.raises(ValueError, match="edge_maps: eps must be > 0 and finite, got 0"):
         op.edge_maps(x, 0.0, "zeros")
+    with pytest.raises(ValueError, match="edge_maps: eps must be > 0 and finite, got 1e-46"):
+        op.edge_maps(x, 1e-46, "zeros")
+    assert op.edge_maps(x.double(), 1e-46, "zeros")[0].min() > 0
     with pytest.raises(ValueError, match="border must be 'zeros', 'replicate' or 'reflect', got 'wrap'"):
         op.edge_maps(x, 1e-8, "wrap")
     with pytest.raises(ValueError, match="'reflect' needs sides of at least 2, got x with H=1, W=4"):

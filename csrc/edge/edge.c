@@ -36,7 +36,7 @@ int camox_edge_check(const camox_edge_params *p, int backward) {
   static const char *const map_names[CAMOX_EDGE_MAPS] = {"sobel", "laplacian", "gradient", "x"};
   if ((int)p->dtype < 0 || p->dtype >= CAMOX_DTYPE_COUNT)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "edge_maps: unknown dtype code %d", (int)p->dtype);
-  if (!(p->eps > 0) || isinf(p->eps))
+  if (!(camox_as_computed(p->dtype, p->eps) > 0) || isinf(p->eps))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "edge_maps: eps must be > 0 and finite, got %g", p->eps);
   if (p->border != CAMOX_BORDER_ZEROS && p->border != CAMOX_BORDER_REPLICATE && p->border != CAMOX_BORDER_REFLECT)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "edge_maps: unknown border code %d", (int)p->border);
