@@ -154,9 +154,15 @@ def test_grad_of_edge_maps_and_spatial_gradient(border, dtype, layout):
                     (formula, x.double(), [grad.double() for grad in grads]),
                 )
             )
-            terms = 8 * sum(grad.double().abs() for grad in grads)
-            # the direction of a gradient is worse conditioned than its size
-            assert_close_around(ours, same, truth, windows(5), terms, factor=256)
+            parts, factor = [grad.double().abs() for grad in grads], 8
+            if op is cx.edge_maps and dtype == torch.float64:
+                # The gradient holds gx / sobel and its like, whose error is that of gx over sobel: many times the
+                # rounding where gx is a small difference of large numbers, as inside the object. In float32
+                # the same formula in float32 has that error too and allows for it; in float64 it is the truth itself.
+                sobel, _, gradient = formula(x, border=border)
+                sums = 8 * windows(3)(x.abs())
+                parts[0], parts[2], factor = parts[0] * (1 + sums / sobel), parts[2] * (1 + sums / gradient), 2
+            assert_close_around(ours, same, truth, windows(3), 8 * sum(parts), factor=factor)
 
 
 @layouts
