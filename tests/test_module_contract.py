@@ -459,6 +459,15 @@ def test_meta(make):
         assert module(torch.empty(shape)).device.type == "meta"
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_mixture_without_host_counts_on_meta(autocast):
+    with torch.device("meta"), torch.autocast("cpu", enabled=autocast):
+        layer = cx.nn.MoELayer(8, 7, 2, aux_loss="switch", sync="none")
+        y, loss, info = layer(torch.empty(2, 8, 9, 9))
+    assert y.device.type == loss.device.type == info["expert_usage"].device.type == "meta"
+    assert y.shape == (2, 8, 9, 9) and info["top_k_indices"].shape == (2, 2)
+
+
 # ---- RotaryEmbedding, LayerNorm2d, project ----
 
 

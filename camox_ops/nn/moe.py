@@ -199,8 +199,9 @@ class MoELayer(nn.Module):
         if result.shape != part.shape:
             raise ValueError(f"{name} must keep the shape of its input, {tuple(part.shape)}, got {tuple(result.shape)}")
         allowed = [dtype]
-        if torch.is_autocast_enabled(part.device.type):
-            allowed += [torch.get_autocast_dtype(part.device.type), torch.float32]
+        device = part.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):  # meta has no autocast
+            allowed += [torch.get_autocast_dtype(device), torch.float32]
         if result.dtype not in allowed:
             expected = _check.dtype_names(*allowed)
             raise TypeError(f"{name} must return dtype {expected}, got {_check.dtype_names(result.dtype)}")
