@@ -46,8 +46,8 @@ def edge_maps(
 
     Raises:
         TypeError: x is not a dense tensor of one of these dtypes, eps is not a number, or stacked is not a bool.
-        ValueError: x is not 4-dimensional or on an unsupported device, eps is not > 0 in what is computed in, an unknown border, "reflect" on a
-            side of 1.
+        ValueError: x is not 4-dimensional or on an unsupported device, eps is not > 0 in the dtype that is computed
+            in, an unknown border, "reflect" on a side of 1.
 
     Source of the formula: EdgeExpert.compute_edges in mahi-chan/camoXpert, models/experts.py at 47e858c."""
     _check.picture("edge_maps", "x", x)
