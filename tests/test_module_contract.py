@@ -358,6 +358,18 @@ def test_buffers_of_an_edge_expert_that_functional_call_gives():
 
 
 @ON_CPU
+def test_kernels_of_an_edge_expert_that_are_learned():
+    ours, plain = twins("EdgeExpert")
+    for module in (ours, plain):
+        for name in ("sobel_x_base", "sobel_y_base", "laplacian_base"):
+            values = getattr(module, name)
+            delattr(module, name)
+            setattr(module, name, nn.Parameter(values))
+    assert ours.why_not_fused() == ["the buffers do not hold the kernels of edge_maps"]
+    assert_train_alike(ours, plain)
+
+
+@ON_CPU
 def test_compile_follows_the_buffers_of_a_checkpoint():
     ours, plain = twins("EdgeExpert")
     x, compiled = picture((1, 8, 5, 5), torch.float64), torch.compile(ours, fullgraph=True, backend="aot_eager")

@@ -44,12 +44,7 @@ def stacked_branches(maps: torch.Tensor, convolutions: list[nn.Conv2d]) -> torch
 
 def why_not_merged(names: Sequence[str], branches: Sequence[nn.Module], kinds: Sequence[type] = KINDS) -> str | None:
     """Why branches made as by `branch`, or of these kinds, have to be called instead of computed together."""
-    reason = _plain.not_alike(names, branches, kinds)
-    if reason is not None:
-        return reason
-    place = len(kinds) - 2
-    norms = [tuple(layers._modules.values())[place] for layers in branches]
-    return _plain.not_one_norm([f"{name}.{place}" for name in names], norms)
+    return _plain.not_alike(names, branches, kinds, one_norm=True)
 
 
 def four_branches(x: torch.Tensor, maps_of: Callable, names: Sequence[str], branches: Sequence[nn.Module]):
@@ -68,6 +63,10 @@ def four_branches(x: torch.Tensor, maps_of: Callable, names: Sequence[str], bran
 
 def why_residual_apart(name: str, fusion: nn.Module) -> str | None:
     """Why the norm of `fusion`, made as by `branch`, cannot take the residual along."""
+    if type(fusion) is nn.Sequential and len(fusion._modules) == 3:
+        _, *rest = fusion._modules.values()
+        if _plain.all_plain([fusion, *rest], [nn.Sequential, LayerNorm2d, nn.Identity]):
+            return _plain.global_hooks()
     return _plain.global_hooks() or _plain.not_plain_layers(name, fusion, (None, LayerNorm2d, nn.Identity))
 
 

@@ -16,12 +16,12 @@ def has_values(*tensors: torch.Tensor) -> bool:
     a torch.func transform."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing():
         return False
-    return all(
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and not tensor.is_meta
-        and not is_functorch_wrapped_tensor(tensor)
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return False
+        if tensor.is_meta or is_functorch_wrapped_tensor(tensor):
+            return False
+    return True
 
 
 def made_beside(x: torch.Tensor) -> AbstractContextManager:

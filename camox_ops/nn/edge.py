@@ -54,16 +54,23 @@ class EdgeExpert(FusedModule):
         return self.sobel_branch, self.laplacian_branch, self.gradient_branch, self.spatial_branch
 
     def _has_usual_kernels(self) -> bool:
-        if self._buffers["sobel_x_base"].is_cpu:
-            self._compare_kernels()
-        return self._usual_kernels
+        buffers = self._kernels()
+        if buffers[0].is_cpu:
+            self._compare_kernels(buffers)
+        # edge_maps has no gradient with respect to its kernels
+        return self._usual_kernels and not any(buffer.requires_grad for buffer in buffers)
 
-    def _compare_kernels(self) -> None:
+    def _kernels(self) -> tuple[torch.Tensor, ...]:
+        return self.sobel_x_base, self.sobel_y_base, self.laplacian_base
+
+    def _compare_kernels(self, buffers: tuple[torch.Tensor, ...]) -> None:
         """Sets _usual_kernels by the buffers' values, where they have any."""
-        buffers = self.sobel_x_base, self.sobel_y_base, self.laplacian_base
         if has_values(*buffers):
-            pairs = zip(buffers, KERNELS, strict=True)
-            usual = all(torch.equal(buffer.cpu(), kernel.to(buffer.dtype)) for buffer, kernel in pairs)
+            usual = True
+            for buffer, kernel in zip(buffers, KERNELS, strict=True):
+                if not buffer.is_cpu or buffer.dtype != torch.float32:
+                    buffer, kernel = buffer.cpu(), kernel.to(buffer.dtype)
+                usual = usual and torch.equal(buffer, kernel)
             if usual != self._usual_kernels:
                 self._usual_kernels = usual
 
@@ -71,7 +78,7 @@ class EdgeExpert(FusedModule):
         """As edge_maps."""
         gx, gy, laplacian = (
             F.conv2d(x, kernel.to(x.dtype).expand(self.dim, 1, 3, 3), padding=1, groups=self.dim)
-            for kernel in (self.sobel_x_base, self.sobel_y_base, self.laplacian_base)
+            for kernel in self._kernels()
         )
         sobel, laplacian = torch.sqrt(gx**2 + gy**2 + EPS), laplacian.abs()
         maps = EdgeMaps(sobel, laplacian, torch.sqrt(sobel**2 + laplacian**2 + EPS))
@@ -79,10 +86,10 @@ class EdgeExpert(FusedModule):
 
     def _load_from_state_dict(self, *arguments) -> None:
         super()._load_from_state_dict(*arguments)
-        self._compare_kernels()
+        self._compare_kernels(self._kernels())
 
     def _apply(self, *arguments, **options):
-        self._compare_kernels()
+        self._compare_kernels(self._kernels())
         return super()._apply(*arguments, **options)
 
     def why_not_fused(self) -> list[str]:

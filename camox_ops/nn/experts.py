@@ -10,10 +10,12 @@ from torch.nn import functional as F
 
 from ..ops.norm2d import layer_norm2d
 from ._branches import KINDS, branch, check_dim, fused_with_residual, why_not_merged, why_residual_apart
-from ._plain import FusedModule, not_alike, not_plain, not_plain_layers, not_pointwise
+from ._plain import FusedModule, all_plain, not_alike, not_plain, not_plain_layers, not_pointwise, plain_layers
 from ._pyramid import LEVELS, from_levels, to_levels
 from .attention import SDTAEncoder
 from .norm2d import LayerNorm2d
+
+POOLS = ("pool_1", "pool_2", "pool_3", "pool_4")
 
 
 class TextureExpert(FusedModule):
@@ -146,7 +148,7 @@ class SemanticContextExpert(FusedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, dim, H, W) -> (B, dim, H, W)."""
         branches = self._branches()
-        if self._why_apart() is not None:
+        if self._why_apart(branches) is not None:
             levels = [layers(pool(x)) for layers, pool in zip(branches, self._pools(), strict=True)]
             options = {"size": x.shape[2:], "mode": "bilinear", "align_corners": False}
             pyramid = torch.cat([F.interpolate(level, **options) for level in levels], 1)
@@ -166,27 +168,34 @@ class SemanticContextExpert(FusedModule):
     def _pools(self) -> tuple[nn.Module, ...]:
         return self.pool_1, self.pool_2, self.pool_3, self.pool_4
 
-    def _why_apart(self) -> str | None:
-        branches = self._branches()
+    def _why_apart(self, branches: tuple[nn.Module, ...]) -> str | None:
         reason = not_alike(self.BRANCHES, branches, KINDS)
-        reason = reason or not_plain_layers("context_fusion", self.context_fusion, KINDS)
         if reason is not None:
             return reason
-        first, *_ = branches[0]._modules.values()
-        fusion, *_ = self.context_fusion._modules.values()
-        reason = not_pointwise("context_fusion.0", fusion)
-        if reason is None and fusion.weight.shape[1] != 4 * first.weight.shape[0]:
-            reason = "context_fusion.0 does not take a quarter of its channels from each level"
-        for number, (pool, size) in enumerate(zip(self._pools(), LEVELS, strict=True), 1):
-            plain = not_plain(pool, nn.AdaptiveAvgPool2d)
-            if plain is None and pool.output_size not in (size, (size, size)):
-                plain = f"has output_size={pool.output_size}"
-            if plain is not None:
-                return f"pool_{number} {plain}"
-        return reason
+        fusion = self.context_fusion
+        layers = plain_layers([fusion], KINDS)
+        if layers is None:
+            return not_plain_layers("context_fusion", fusion, KINDS)
+        reason = not_pointwise("context_fusion.0", layers[1])
+        if reason is not None:
+            return reason
+        first = branches[0]._modules["0"]
+        if layers[1]._parameters["weight"].shape[1] != 4 * first._parameters["weight"].shape[0]:
+            return "context_fusion.0 does not take a quarter of its channels from each level"
+        pools = [self._modules.get(name) for name in POOLS]
+        if not all_plain(pools, [nn.AdaptiveAvgPool2d] * 4):
+            for name, pool in zip(POOLS, pools, strict=True):
+                reason = not_plain(pool, nn.AdaptiveAvgPool2d)
+                if reason is not None:
+                    return f"{name} {reason}"
+        for name, pool, size in zip(POOLS, pools, LEVELS, strict=True):
+            own = pool.__dict__["output_size"]
+            if own != size and own != (size, size):
+                return f"{name} has output_size={own}"
+        return None
 
     def why_not_fused(self) -> list[str]:
-        reason = self._why_apart()
+        reason = self._why_apart(self._branches())
         return [] if reason is None else [reason]
 
 

@@ -11,7 +11,7 @@ from ..ops import _check
 from ..ops.bias_gelu import bias_gelu
 from ..ops.dropout import dropout_add_layer_norm
 from ..ops.short_attention import short_attention
-from ._plain import FusedModule, global_hooks, not_plain
+from ._plain import FusedModule, all_plain, global_hooks, not_plain
 
 # what an nn.TransformerEncoderLayer holds
 KINDS = {
@@ -117,10 +117,11 @@ def _why_layer_called(layer: nn.Module) -> str | None:
     if reason is not None:
         return reason
     inner = layer._modules
-    for name, kind in KINDS.items():
-        reason = not_plain(inner.get(name), kind)
-        if reason is not None:
-            return f"{name} {reason}"
+    if not all_plain([inner.get(name) for name in KINDS], list(KINDS.values())):
+        for name, kind in KINDS.items():
+            reason = not_plain(inner.get(name), kind)
+            if reason is not None:
+                return f"{name} {reason}"
     attention, first = inner["self_attn"], inner["linear1"]
     reason = not_plain(attention.out_proj, NonDynamicallyQuantizableLinear)
     if reason is not None:
