@@ -1549,10 +1549,10 @@ def test_short_attention_masks_are_those_of_the_cpu():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_short_attention_padded_keys_and_values_may_hold_anything(dtype):
     """Staged in shared memory, by vectors and by elements, and read where they lie."""
-    for shape in ((5, 6, 2, 12), (5, 5, 2, 7), (2, 40, 1, 100)):
+    for shape, causal in itertools.product(((5, 6, 2, 12), (5, 5, 2, 7), (2, 40, 1, 100)), (False, True)):
         grad, q, k, v = (normal(shape, dtype, seed=seed) for seed in range(4))
         padding = normal(shape[:2], seed=5) > 0.3
-        options = (padding, None, False, 0.3, 0.0)
+        options = (padding, None, causal, 0.3, 0.0)
         filled = [x.masked_fill(padding[:, :, None, None], math.nan) for x in (k, v)]
         zeros = [x.masked_fill(padding[:, :, None, None], 0) for x in (k, v)]
         out = short_attention_cases.forward(q, *filled, *options)
@@ -1667,7 +1667,9 @@ def bdh_with_barriers(**how):
 
 def short_attention_with_barriers(**how):
     grad, *qkv = picture((40, 20, 6, 4 * 12)).unflatten(3, (4, 12)).unbind(3)
-    options = (None, torch.tensor(7), False, 0.3, 0.2)
+    padding = picture((1, 1, 40, 20), seed=3)[0, 0] > 0.7
+    qkv[1:] = (x.masked_fill(padding[:, :, None, None], math.nan) for x in qkv[1:])
+    options = (padding, torch.tensor(7), False, 0.3, 0.2)
     yield [short_attention_cases.forward(*qkv, *options, **how)]
     yield short_attention_cases.backward(grad, *qkv, *options, **how)
 

@@ -29,19 +29,22 @@ template <typename T, bool STAGED>
 struct sa_rows {
   const float *shared;
   const T *global;
-  const uint8_t *padding; /* of keys and values that are not staged, may be null: tokens to be read as zeros */
+  const uint8_t *padding; /* of keys and values that are not staged, may be null: tokens that count as zeros */
   int64_t token, inner, padding_step;
   int pitch, dim;
+
+  /* Whether token t counts as zeros whatever it holds; staged tokens are zeros then. */
+  __device__ __forceinline__ bool ignored(int t) const {
+    return !STAGED && padding != nullptr && __ldg(padding + t * padding_step) != 0;
+  }
 
   /* Elements d ... d+3 of token t, 0 from dim on; d is a multiple of 4. */
   __device__ __forceinline__ void get(float (&x)[4], int t, int d) const {
     if constexpr (STAGED) {
       camox_get_floats(x, shared + t * pitch + d);
     } else {
-      const bool ignored = padding != nullptr && __ldg(padding + t * padding_step) != 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        x[i] = d + i < dim && !ignored ? camox_to_float(__ldg(global + t * token + (d + i) * inner)) : 0.0f;
+      for (int i = 0; i < 4; ++i) x[i] = d + i < dim ? camox_to_float(__ldg(global + t * token + (d + i) * inner)) : 0.0f;
     }
   }
 };
@@ -52,22 +55,19 @@ __device__ __forceinline__ int64_t sa_offset(const sa_args &a, const camox_view4
   return s * view.stride[0] + h * view.stride[2];
 }
 
-/* The padding of an item's keys and values, which are read as zeros there: a weight of 0 does not silence a NaN. */
 __device__ __forceinline__ const uint8_t *sa_padding(const sa_args &a, int64_t item) {
   int64_t h;
   return a.p.padding ? a.p.padding + camox_divide(item, a.p.heads, &h) * a.p.padding_stride[0] : nullptr;
 }
 
-/* A view's tokens of the block's items -> shared memory, V elements an access; `keys`: of keys or values. */
+/* A view's tokens of the block's items -> shared memory, V elements an access. */
 template <typename T, int V>
-__device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camox_view4 &view, int64_t first, int items,
-                                         bool keys) {
+__device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camox_view4 &view, int64_t first, int items) {
   const int length = static_cast<int>(a.p.length), dim = static_cast<int>(a.p.dim), vectors = a.pitch / V;
   for (int i = static_cast<int>(threadIdx.x); i < vectors * items * length; i += SA_THREADS) {
     const int d = i % vectors * V, rest = i / vectors, item = rest % items, t = rest / items;
     float x[V] = {};
-    const uint8_t *const padding = keys ? sa_padding(a, first + item) : nullptr;
-    if (d < dim && (padding == nullptr || __ldg(padding + t * a.p.padding_stride[1]) == 0)) {
+    if (d < dim) {
       const T *const row = static_cast<const T *>(view.data) + sa_offset(a, view, first + item) + t * view.stride[1];
       if constexpr (V > 1)
         camox_load_float(x, row + d);
@@ -75,6 +75,18 @@ __device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camo
         x[0] = camox_to_float(__ldg(row + d * view.stride[3]));
     }
     camox_put_floats(to + item * a.item_size + t * a.pitch + d, x);
+  }
+}
+
+/* Zeros for the staged keys and values of padded tokens: a weight of 0 does not silence a NaN. The values lie `tensor` floats
+   after the keys. */
+__device__ __forceinline__ void sa_zero_padded(float *keys, int tensor, const sa_args &a, int64_t first, int items) {
+  const int length = static_cast<int>(a.p.length);
+  for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
+    const int item = token % items, t = token / items;
+    if (__ldg(sa_padding(a, first + item) + t * a.p.padding_stride[1]) == 0) continue;
+    float *const row = keys + item * a.item_size + t * a.pitch;
+    for (int d = 0; d < a.pitch; ++d) row[d] = row[tensor + d] = 0.0f;
   }
 }
 
@@ -93,7 +105,7 @@ __device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const
   return rows;
 }
 
-/* to[j] = x[i] . y[j] for j < keys */
+/* to[j] = x[i] . y[j] for j < keys, 0 for an ignored y[j] */
 template <typename T, bool STAGED>
 __device__ __forceinline__ void sa_dots(float *to, const sa_rows<T, STAGED> &x, int i, const sa_rows<T, STAGED> &y, int keys) {
   for (int j = 0; j < keys; j += SA_KEYS) {
@@ -111,7 +123,7 @@ __device__ __forceinline__ void sa_dots(float *to, const sa_rows<T, STAGED> &x, 
     }
 #pragma unroll
     for (int key = 0; key < SA_KEYS; ++key)
-      if (j + key < keys) to[j + key] = sum[key];
+      if (j + key < keys) to[j + key] = y.ignored(j + key) ? 0.0f : sum[key];
   }
 }
 
@@ -163,6 +175,7 @@ __device__ __forceinline__ void sa_combine(const sa_args &a, const camox_view4 &
   for (int first = 0; first < rows.dim; first += SA_CHUNK) {
     float sum[SA_CHUNK / 4][4] = {};
     for (int j = 0; j < length; ++j) {
+      if (rows.ignored(j)) continue;
       const float w = weight[j * step];
 #pragma unroll
       for (int k = 0; k < SA_CHUNK / 4; ++k) {
@@ -202,10 +215,14 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_kernel(const __gri
     const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
     if constexpr (STAGED) {
       __syncthreads();
-      sa_stage<T, V>(staged_q, a, a.p.q, first, items, false);
-      sa_stage<T, V>(staged_k, a, a.p.k, first, items, true);
-      sa_stage<T, V>(staged_v, a, a.p.v, first, items, true);
+      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
+      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
+      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
       __syncthreads();
+      if (a.p.padding) {
+        sa_zero_padded(staged_k, tensor, a, first, items);
+        __syncthreads();
+      }
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
@@ -237,11 +254,15 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
     const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
     __syncthreads();
     if constexpr (STAGED) {
-      sa_stage<T, V>(staged_q, a, a.p.q, first, items, false);
-      sa_stage<T, V>(staged_k, a, a.p.k, first, items, true);
-      sa_stage<T, V>(staged_v, a, a.p.v, first, items, true);
-      sa_stage<T, V>(staged_grad, a, a.p.grad, first, items, false);
+      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
+      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
+      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
+      sa_stage<T, V>(staged_grad, a, a.p.grad, first, items);
       __syncthreads();
+      if (a.p.padding) {
+        sa_zero_padded(staged_k, tensor, a, first, items);
+        __syncthreads();
+      }
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
