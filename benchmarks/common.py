@@ -303,7 +303,7 @@ class Effort:
         return max(self.min_rounds, min(self.max_rounds, int(budget_s / round_s)))
 
 
-FULL = Effort(sample_s=0.004, cold_s=2.5, warm_s=1.0, min_rounds=9, max_rounds=41, attempts=3, patience_s=45.0)
+FULL = Effort(sample_s=0.004, cold_s=1.5, warm_s=0.5, min_rounds=9, max_rounds=41, attempts=3, patience_s=45.0)
 QUICK = Effort(sample_s=0.002, cold_s=0.5, warm_s=0.3, min_rounds=5, max_rounds=11, attempts=2, patience_s=3.0)
 
 
