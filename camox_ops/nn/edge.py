@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,23 +15,27 @@ from ._kept import has_values
 from ._plain import FusedModule
 
 BRANCHES = ("sobel_branch", "laplacian_branch", "gradient_branch", "spatial_branch")
-# what sobel_x_base, sobel_y_base and laplacian_base hold
-KERNELS = [
-    torch.tensor(kernel, dtype=torch.float32, device="cpu").view(1, 1, 3, 3) for kernel in (SOBEL_X, SOBEL_Y, LAPLACIAN)
-]
 EPS = 1e-8
+
+
+@functools.cache
+def usual_kernels() -> list[torch.Tensor]:
+    """What sobel_x_base, sobel_y_base and laplacian_base hold. Not made at import: tune_cpu_allocator must come before
+    a process's first tensor."""
+    kernels = (SOBEL_X, SOBEL_Y, LAPLACIAN)
+    return [torch.tensor(kernel, dtype=torch.float32, device="cpu").view(1, 1, 3, 3) for kernel in kernels]
 
 
 class EdgeExpert(FusedModule):
     """Edge features of (B, dim, H, W): sobel, laplacian, gradient and x itself each through a 1x1 convolution to dim/4
     channels, LayerNorm2d and GELU; the four together through a 1x1 convolution, LayerNorm2d and GELU; plus x.
 
-    Stands for EdgeExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor, parameters and
-    buffers. dim must be a multiple of 4. The four branches are computed together where their layers are what the
-    constructor made, else called one by one: see camox_ops.nn.why_not_fused. The maps come from camox_ops.edge_maps
-    where the buffers hold its kernels, else from convolutions with the buffers. On the CPU the buffers are compared on
-    each call; on CUDA, where that would wait for the device, and under torch.compile when a state_dict is loaded and
-    when the module is moved."""
+    Drop-in replacement for EdgeExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor,
+    parameters and buffers. dim must be a multiple of 4. The four branches are computed together where their layers are
+    what the constructor made, else called one by one: see camox_ops.nn.why_not_fused. The maps come from
+    camox_ops.edge_maps where the buffers hold its kernels, else from convolutions with the buffers. On the CPU the
+    buffers are compared on each call; on CUDA, where that would wait for the device, and under torch.compile when a
+    state_dict is loaded and when the module is moved."""
 
     _usual_kernels = True
 
@@ -67,7 +73,7 @@ class EdgeExpert(FusedModule):
         """Sets _usual_kernels by the buffers' values, where they have any."""
         if has_values(*buffers):
             usual = True
-            for buffer, kernel in zip(buffers, KERNELS, strict=True):
+            for buffer, kernel in zip(buffers, usual_kernels(), strict=True):
                 if not buffer.is_cpu or buffer.dtype != torch.float32:
                     buffer, kernel = buffer.cpu(), kernel.to(buffer.dtype)
                 usual = usual and torch.equal(buffer, kernel)
