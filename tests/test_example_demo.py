@@ -67,6 +67,23 @@ def test_a_wrong_expert_fails_the_comparison(pictures, batch):
     assert result["worst"]["share_of_limit"] > 10
 
 
+def test_a_scaled_gradient_fails_the_comparison(pictures, batch):
+    """Right values, but one expert's gradients 1e-4 too large."""
+    models = build(pictures)
+    expert = models["camox"].moe_layers[0].experts[0]
+    expert.register_forward_hook(lambda module, inputs, output: output + 1e-4 * (output - output.detach()))
+    result = parity.compare(models, *batch)
+    assert not result["passed"]
+    assert result["worst"]["tensor"].startswith("gradient") and result["worst"]["share_of_limit"] > 3
+
+
+def test_one_run_that_is_not_finite_is_not_outvoted():
+    exact = {"loss total": torch.ones(1, dtype=torch.float64)}
+    good, bad = {"loss total": torch.ones(1)}, {"loss total": torch.full((1,), torch.nan)}
+    assert common_parity.hold(exact, [good] * 3, [good])["worst"]["share_of_limit"] == 0
+    assert common_parity.hold(exact, [good, good, bad], [good])["worst"]["share_of_limit"] == np.inf
+
+
 def test_a_missing_gradient_fails_the_comparison(pictures, batch):
     models = build(pictures)
     models["camox"].moe_layers[0].experts[parity.EDGE_EXPERT].fusion[0].bias.requires_grad_(False)

@@ -60,10 +60,12 @@ def compare(models, images, masks):
     """
     stock, camox = comparable(models["torch"]), comparable(models["camox"])
     exact, exact_chosen, usage = run_once(copy.deepcopy(stock).double(), images.double(), masks.double())
-    found, chosen, _ = run_once(camox, images, masks)
-    samples = shifted_samples(lambda moved, shift: run_once(stock, moved, masks, shift), images)
-    routing_same = all(same_routing(run, exact_chosen) for run in [chosen, *(sample[1] for sample in samples)])
-    held = hold(exact, found, [sample[0] for sample in samples])
+    runs, samples = (
+        shifted_samples(lambda moved, shift, model=model: run_once(model, moved, masks, shift), images)
+        for model in (camox, stock)
+    )
+    routing_same = all(same_routing(chosen, exact_chosen) for _, chosen, _ in runs + samples)
+    held = hold(exact, [run[0] for run in runs], [sample[0] for sample in samples])
     edge_pictures = [int(layer[EDGE_EXPERT]) for layer in usage]
     right = not held["missing"] and held["worst"]["share_of_limit"] <= 1
     return {

@@ -1,13 +1,15 @@
 """Holds a network on camox_ops to float64, beside how far stock PyTorch itself is.
 
 Rule, per tensor: max|camox - ref64| <= NETWORK_FACTOR * max|torch - ref64| + 4 * eps * max|ref64|, where ref64 is the
-stock model in float64. One float32 run is one sample of its rounding, so PyTorch's own error is the largest of SAMPLES
-runs, on the batch in another order and on images moved by one rounding. With that, a run of stock PyTorch held to 2
-times the error of four to seven others reaches 1.1 to 1.3 of the limit in the worst of some 500 tensors, so the factor
-is 3 where single ops are held to 2.
+stock model in float64. One float32 run is one sample of its rounding, so both take SAMPLES runs, on the batch in
+another order and on images moved by one rounding: PyTorch's own error is its largest of them, camox's the median of its
+own. Of single runs, camox's or stock PyTorch's, 4% are past the limit in the worst of some 570 tensors (small
+gradients, such as a norm's of six channels, by up to 1.3 times), whereas what a kernel gets wrong is in every run
+and so in their median. A run that is not finite is never outvoted.
 """
 
 import math
+import statistics
 
 import torch
 
@@ -26,31 +28,33 @@ def moved_by_one_rounding(tensor, generator):
 
 
 def shifted_samples(run, images):
-    """[run(images, 0), ...]: SAMPLES results, all but the first of moved images and of the batch rotated by shift."""
+    """[run(images, 0), ...]: SAMPLES runs, all but the first of moved images and of the batch rotated by shift."""
     generator = torch.Generator().manual_seed(0)
     moved = (run(moved_by_one_rounding(images, generator), shift) for shift in range(1, SAMPLES))
     return [run(images, 0), *moved]
 
 
-def hold(exact, found, samples):
-    """Hold found, {"kind name": tensor} of camox, to exact, the float64 run's, beside samples, stock PyTorch's runs.
+def hold(exact, runs, samples):
+    """Hold camox's runs, each {"kind name": tensor}, to exact, the float64 run's, beside samples, stock PyTorch's.
 
     Returns {"missing", "kinds", "worst"}: names that only one of the two has; per kind (output, loss, gradient) the
-    largest absolute differences; the tensor that comes nearest to, or furthest past, its limit.
+    largest absolute differences of the first runs; the tensor that comes nearest to, or furthest past, its limit.
     """
     kinds = {kind: dict.fromkeys(COLUMNS, 0.0) for kind in KINDS}
     worst = {"tensor": None, "share_of_limit": 0.0}
+    found = runs[0]
     for name in sorted(exact.keys() & found.keys()):
         reference, stock_value = exact[name], samples[0].get(name)
         scale = reference.abs().max().item()
         own = max(difference(sample.get(name), reference) for sample in samples)
-        ours = difference(found[name], reference)
+        errors = [difference(run.get(name), reference) for run in runs]
+        ours = statistics.median(errors) if math.isfinite(max(errors)) else math.inf
         limit = NETWORK_FACTOR * own + 4 * torch.finfo(found[name].dtype).eps * scale
         share = ours / limit if limit and math.isfinite(ours) else ours
         if share > worst["share_of_limit"]:
             worst = {"tensor": name, "share_of_limit": share}
         row = kinds[name.split()[0]]
-        seen = (difference(found[name], stock_value), difference(stock_value, reference), ours, scale)
+        seen = (difference(found[name], stock_value), difference(stock_value, reference), errors[0], scale)
         for column, value in zip(COLUMNS, seen, strict=True):
             row[column] = max(row[column], value)
     return {"missing": sorted(exact.keys() ^ found.keys()), "kinds": kinds, "worst": worst}

@@ -79,8 +79,11 @@ def compare(models, images, labels):
     """Hold models {"torch", "camox"} to float64 by the rule of common/parity.py; "passed" says how that went."""
     stock, camox = (copy.deepcopy(models[name]).train() for name in ("torch", "camox"))
     exact = run_once(copy.deepcopy(stock).double(), images.double(), labels)
-    samples = parity.shifted_samples(lambda moved, shift: run_once(stock, moved, labels, shift), images)
-    held = parity.hold(exact, run_once(camox, images, labels), samples)
+    runs, samples = (
+        parity.shifted_samples(lambda moved, shift, model=model: run_once(model, moved, labels, shift), images)
+        for model in (camox, stock)
+    )
+    held = parity.hold(exact, runs, samples)
     return {"passed": not held["missing"] and held["worst"]["share_of_limit"] <= 1, **held}
 
 
