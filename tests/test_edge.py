@@ -3,7 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, module_numbers, picture, run_python
+from helpers import (
+    FLOATS,
+    LAYOUTS,
+    assert_close_to_reference,
+    assert_one_rounding,
+    module_numbers,
+    on_small_stack,
+    picture,
+    run_python,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -210,28 +219,8 @@ def test_grad_of_strided_gradients():
         assert torch.equal(backward(x.transpose(2, 3).contiguous().transpose(2, 3), strided), expected)
 
 
-SMALL_STACK_CODE = """
-import threading, torch
-import camox_ops as cx
-torch.set_num_threads(1)  # or torch's own threads do the work
-threading.stack_size(256 * 1024)
-def work():
-    for dtype in (torch.float32, torch.float64):
-        for shape in ((2, 3, 20, 33), (1, 2, 5, 1500), (1, 200, 9, 20)):
-            for memory_format in (torch.contiguous_format, torch.channels_last):
-                for border in ("zeros", "reflect"):
-                    x = torch.randn(shape, dtype=dtype).to(memory_format=memory_format).requires_grad_()
-                    maps = cx.edge_maps(x, border=border)
-                    sum(m.square().sum() for m in maps).backward()
-    print("done")
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-"""
-
-
 def test_small_stack():
-    assert run_python(SMALL_STACK_CODE) == "done\n"
+    assert run_python(on_small_stack("edge_maps")) == "done\n"
 
 
 ISA_CODE = """

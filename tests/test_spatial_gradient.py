@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture, run_python
+from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, on_small_stack, picture, run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -231,28 +231,8 @@ def test_a_last_tile_of_one_column(channels, border):
                 assert torch.equal(backward(grads, border=border, channels_last=True), expected_grad)
 
 
-SMALL_STACK_CODE = """
-import threading, torch
-import camox_ops as cx
-torch.set_num_threads(1)  # or torch's own threads do the work
-threading.stack_size(256 * 1024)
-def work():
-    for dtype in (torch.float32, torch.float64):
-        for shape in ((2, 3, 20, 33), (1, 2, 5, 1500), (1, 200, 9, 20)):
-            for memory_format in (torch.contiguous_format, torch.channels_last):
-                for border in ("zeros", "reflect"):
-                    x = torch.randn(shape, dtype=dtype).to(memory_format=memory_format).requires_grad_()
-                    maps = cx.spatial_gradient(x, border=border)
-                    sum(m.square().sum() for m in maps).backward()
-    print("done")
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-"""
-
-
 def test_small_stack():
-    assert run_python(SMALL_STACK_CODE) == "done\n"
+    assert run_python(on_small_stack("spatial_gradient")) == "done\n"
 
 
 ISA_CODE = """
