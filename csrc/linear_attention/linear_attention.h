@@ -20,7 +20,7 @@
    memory    forward: k, v read once for S, q read and out written once; backward: q and g read, dq written, then k and v read,
              dk and dv written.
    sums      over T in two steps of fixed order: `chunks` chunks of `chunk` positions, each summed by itself into its row of
-             `partial`, then the initial state and the rows in rising order. chunk depends on the shape alone.
+             `partial`, then the initial state and the rows in rising order, in runs of 16. chunk depends on the shape alone.
    dtypes    float32, bfloat16, float16 computed in float32 with a float32 state; float64 with a float64 state. One rounding, at
              the store.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype, feature map or normalization, a negative size, N or D outside 1 ... 256, eps
