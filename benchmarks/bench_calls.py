@@ -28,7 +28,5 @@ def cases() -> list[Case]:
         for direction in DIRECTIONS:
             case = make_case(shape, direction, torch.float32, "contiguous")
             quick = make_case is bench_edge.make_case
-            found.append(
-                replace(case, group=f"call_{case.group}", floor_bytes=0, default_allocator=False, quick=quick)
-            )
+            found.append(replace(case, group=f"call_{case.group}", floor_bytes=0, default_allocator=False, quick=quick))
     return found

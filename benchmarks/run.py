@@ -3,7 +3,8 @@
 Measures every case of ``benchmarks/bench_<op>.py``, with cold and with warm caches, in a child process whose allocator
 keeps freed memory, and the chosen ones again, cold, in a child with the allocator's defaults; prints a table and writes
 ``benchmarks/results/<machine>-<op>.json``.
-A run that is not the whole benchmark (--quick, --dtype, --case) writes only where --json says.
+A run that is not the whole benchmark (--quick, --dtype, --case) writes only where --json says. With --base REF another
+commit is built and compared with this tree instead (benchmarks/base.py); no record is written.
 """
 
 import argparse
@@ -22,7 +23,7 @@ sys.path.append(str(ROOT))  # behind site-packages: an installed camox_ops is me
 
 import torch  # noqa: E402
 
-from benchmarks import common, machine, record  # noqa: E402
+from benchmarks import base, common, machine, record  # noqa: E402
 
 NOT_MEASURED = 3
 DISTURBED_IN_A_ROW = 3
@@ -193,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--threads", type=int, default=2)
     new.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
     new.add_argument("--force", action="store_true", help="measure on a busy machine; the record says so")
+    new.add_argument("--base", metavar="REF", help="compare with this commit, call by call")
     new.add_argument("--json", type=Path, help="where to write the record; also writes a partial one")
     new.add_argument("--child", choices=("kept", "default"), help=argparse.SUPPRESS)
     new.add_argument("--child-out", help=argparse.SUPPRESS)
@@ -208,6 +210,12 @@ def main(arguments: list[str]) -> int:
         raise SystemExit(f"--op: {unknown.pop()!r} is not one of: {', '.join(all_ops())}")
     if options.json and len(ops) > 1:
         raise SystemExit("--json: one file holds one op, give --op as well")
+    if options.base:
+        fine = True
+        for op in ops:
+            options.op = op
+            fine &= base.compare(options.base, op, chosen_cases(options), options.threads)
+        return 0 if fine else 1
     passed_on = ["--threads", str(options.threads)]
     passed_on += [f"--{name}" for name in ("quick", "force") if getattr(options, name)]
     passed_on += [] if options.compile else ["--no-compile"]

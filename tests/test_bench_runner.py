@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks import common, machine, record, run, targets  # noqa: E402
+from benchmarks import base, bench_edge, common, machine, record, run, targets  # noqa: E402
 from benchmarks.common import Case, Effort, Refusal  # noqa: E402
 
 ONCE = Effort(sample_s=0.0, cold_s=0.0, warm_s=0.0, min_rounds=3, max_rounds=3, attempts=2, patience_s=0.0)
@@ -586,3 +586,35 @@ def test_keys_are_unique_and_quick_cases_exist():
         cases = importlib.import_module(f"benchmarks.bench_{op}").cases()
         assert len({case.key for case in cases}) == len(cases), op
         assert any(case.quick for case in cases), op
+
+
+class FakeBuild:
+    """A build whose calls take so long and whose forward saves so much."""
+
+    def __init__(self, seconds: float, saved: int):
+        self.seconds, self.saved = seconds, saved
+
+    def ask(self, **what):
+        return self.saved if "prepare" in what else self.seconds
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "seconds, saved, fine, told",
+    [
+        (1.0, 8, True, "cold  1.00"),
+        (1.04, 8, True, "cold  0.96"),
+        (1.2, 8, False, "slower"),
+        (1.0, 9, False, "saves 9 bytes, base 8"),
+    ],
+)
+def test_comparison_with_another_commit(monkeypatch, capsys, seconds, saved, fine, told):
+    builds = {"base": FakeBuild(1.0, 8), str(base.ROOT): FakeBuild(seconds, saved)}
+    monkeypatch.setattr(base, "build", lambda ref: "base")
+    monkeypatch.setattr(base, "Build", lambda folder, op, threads: builds[str(folder)])
+    cases = [case for case in bench_edge.cases() if case.key.startswith("edge_maps/forward/float32/contiguous")]
+    assert base.compare("HEAD", "edge", cases, 2) is fine
+    printed = capsys.readouterr().out
+    assert told in printed and f"geometric mean of {len(cases)}" in printed
