@@ -28,11 +28,11 @@ CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_f
 
 CAMOX_INLINE vf32 vf32_shift_up(vf32 a, vf32 b) { return (vf32)_mm512_alignr_epi32((__m512i)b, (__m512i)a, 15); }
 CAMOX_INLINE vf32 vf32_shift_down(vf32 a, vf32 b) { return (vf32)_mm512_alignr_epi32((__m512i)b, (__m512i)a, 1); }
-CAMOX_INLINE vf32 vf32_keep_shift_up(vi32 mask, vf32 a, vf32 b) {
-  return (vf32)_mm512_maskz_alignr_epi32(_mm512_movepi32_mask((__m512i)mask), (__m512i)b, (__m512i)a, 15);
+CAMOX_INLINE vf32 vf32_keep_shift_up(vf32_lanes_t lanes, vf32 a, vf32 b) {
+  return (vf32)_mm512_maskz_alignr_epi32(lanes, (__m512i)b, (__m512i)a, 15);
 }
-CAMOX_INLINE vf32 vf32_keep_shift_down(vi32 mask, vf32 a, vf32 b) {
-  return (vf32)_mm512_maskz_alignr_epi32(_mm512_movepi32_mask((__m512i)mask), (__m512i)b, (__m512i)a, 1);
+CAMOX_INLINE vf32 vf32_keep_shift_down(vf32_lanes_t lanes, vf32 a, vf32 b) {
+  return (vf32)_mm512_maskz_alignr_epi32(lanes, (__m512i)b, (__m512i)a, 1);
 }
 
 /* Whether a lane of a mask is set. */
