@@ -11,6 +11,8 @@
 
 #include <stdint.h>
 
+#include "types.h"
+
 /* A tile's line stays small enough that the rows a stencil keeps lie in the L1 cache. */
 #define CAMOX_TILE_ELEMENTS 2048
 #define CAMOX_TILE_CHANNELS 128
@@ -18,12 +20,6 @@
 /* Flat tiles: widest row, and elements of a strip. */
 #define CAMOX_FLAT_WIDTH 512
 #define CAMOX_FLAT_ELEMENTS 4096
-/* Planes up to this many pixels are crossed so often that every vector looks for their first and last rows. */
-#define CAMOX_FLAT_SMALL_PLANE 256
-/* The most tensors that a walk writes. */
-#define CAMOX_WALK_OUTPUTS 4
-/* Elements of a flat strip with `halo` more rows above and below and room to read a vector before and past the ends. */
-#define CAMOX_FLAT_SIZE(halo) (CAMOX_FLAT_ELEMENTS + 2 * (halo) * CAMOX_FLAT_WIDTH + 32)
 /* Elements of one line with up to `halo` more columns on both sides and room to read a whole vector past the end. */
 #define CAMOX_LINE_SIZE(halo) (CAMOX_TILE_ELEMENTS + 2 * (halo) * CAMOX_TILE_CHANNELS + 16)
 
@@ -84,6 +80,43 @@ static inline camox_tile camox_tile_at(const camox_tiling *t, int64_t unit) {
   tile.column_begin = column * t->tile_columns;
   tile.column_end = camox_min_i64(tile.column_begin + t->tile_columns, t->width);
   return tile;
+}
+
+/* ---- 3x3 stencils (stencil.inc) ---- */
+
+/* The most outputs of an op, and the most filters whose gradients its backward keeps. */
+#define CAMOX_STENCIL_MAPS 4
+#define CAMOX_STENCIL_FILTERS 3
+/* A line of a tile and the channels of one of its columns as they are computed: the backward keeps about twenty such lines on
+   the stack, of which a thread may have little. */
+#define CAMOX_STENCIL_LINE_BYTES 6144
+#define CAMOX_STENCIL_CHANNELS_BYTES 512
+/* Elements of a line with two more columns on both sides and room to read a whole vector past the end. */
+#define CAMOX_STENCIL_LINE ((CAMOX_STENCIL_LINE_BYTES + 4 * CAMOX_STENCIL_CHANNELS_BYTES) / sizeof(real) + 16)
+/* Planes up to this many pixels are crossed so often that every vector looks for their first and last rows. */
+#define CAMOX_STENCIL_SMALL_PLANE 256
+/* From so many bytes read and written on they come from memory, and this many bytes ahead of their use is early enough. */
+#define CAMOX_STENCIL_EXCEEDS_CACHE ((int64_t)12 << 20)
+#define CAMOX_STENCIL_PREFETCH_BYTES 2048
+
+/* What a stencil reads and writes. */
+typedef struct {
+  camox_dtype dtype;
+  camox_border border;
+  int channels_last;
+  int64_t batch, channels, height, width;
+  const camox_view4 *x;        /* NULL in a backward that does not look at the image */
+  const camox_view4 *map;      /* outputs, or in the backward their gradients; NULL data where one is absent */
+  const camox_view4 *residual; /* backward: added to grad_x; NULL: nothing */
+  const camox_view4 *grad_x;   /* backward: output */
+} camox_stencil;
+
+static inline camox_tiling camox_stencil_tiling(const camox_stencil *s) {
+  int64_t size = s->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float); /* as it is computed */
+  int64_t elements = CAMOX_STENCIL_LINE_BYTES / size, channels = CAMOX_STENCIL_CHANNELS_BYTES / size;
+  camox_tiling t = camox_tiling_within(s->channels_last, s->batch, s->channels, s->height, s->width, elements, channels);
+  if (t.units > 0) t.tile_columns = camox_ceil_div(s->width, t.column_tiles);
+  return t;
 }
 
 #endif

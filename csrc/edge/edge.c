@@ -57,4 +57,7 @@ int camox_edge_check(const camox_edge_params *p, int backward) {
   return CAMOX_OK;
 }
 
-int64_t camox_edge_units(const camox_edge_params *p) { return edge_tiling(p).units; }
+int64_t camox_edge_units(const camox_edge_params *p) {
+  camox_stencil s = edge_stencil(p);
+  return camox_stencil_tiling(&s).units;
+}

@@ -6,7 +6,7 @@
 
 #include "../common/kernel_table.h"
 #include "../common/status.h"
-#include "../common/strip.h"
+#include "spatial_gradient_plan.h"
 
 #ifndef CAMOX_CUDA_PART
 CAMOX_DECLARE_KERNELS(camox_spatial_gradient_forward_kernel, camox_spatial_gradient_kernel)
@@ -58,7 +58,6 @@ int camox_spatial_gradient_check(const camox_spatial_gradient_params *p, int bac
 }
 
 int64_t camox_spatial_gradient_units(const camox_spatial_gradient_params *p) {
-  return camox_strip_tiling_of(p->channels_last, p->batch, p->channels, p->height, p->width, CAMOX_SPATIAL_GRADIENT_REACH,
-                               p->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float))
-      .units;
+  camox_stencil s = gradient_stencil(p);
+  return camox_stencil_tiling(&s).units;
 }

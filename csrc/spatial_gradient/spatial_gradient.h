@@ -20,9 +20,6 @@
 extern "C" {
 #endif
 
-/* Columns and rows around a strip that its pixels read. */
-enum { CAMOX_SPATIAL_GRADIENT_REACH = 1 };
-
 typedef struct {
   camox_dtype dtype;
   camox_border border;
