@@ -422,8 +422,13 @@ def linear_attention_state(shape, dtype):
     return *linear_attention_inputs(shape, dtype), s, z, some_of(batch, length)
 
 
-def plain_linear_attention_state(q, k, v, s, z, mask):
-    out, *state = reference.linear_attention(q, k, v, s, z, key_mask=mask, eps=1e-2)
+def linear_attention_sums(q, k, v, s, z, mask, feature_map="elu1"):
+    options = {"feature_map": feature_map, "initial_state": (s, z), "key_mask": mask, "return_state": True}
+    return cx.linear_attention(q, k, v, eps=1e-2, **options)
+
+
+def plain_linear_attention_sums(q, k, v, s, z, mask, feature_map="elu1"):
+    out, *state = reference.linear_attention(q, k, v, s, z, feature_map=feature_map, key_mask=mask, eps=1e-2)
     return out, *(sums.to(s.dtype) for sums in state)
 
 
@@ -471,10 +476,8 @@ LINEAR_ATTENTION_MODES = tuple(
 )
 LINEAR_ATTENTION = (
     linear_attention(
-        ours=lambda q, k, v, s, z, mask: cx.linear_attention(
-            q, k, v, initial_state=(s, z), key_mask=mask, return_state=True, eps=1e-2
-        ),
-        plain=plain_linear_attention_state,
+        ours=linear_attention_sums,
+        plain=plain_linear_attention_sums,
         inputs=linear_attention_state,
         fixed=1,
         sums=tuple(range(8)),
@@ -731,6 +734,12 @@ VARIANTS = (
     *ROPE_PAIRS,
     *SHORT_ATTENTION_MASKED,
     *LINEAR_ATTENTION_MODES,
+    replace(
+        LINEAR_ATTENTION[0],
+        variant="relu",
+        ours=partial(linear_attention_sums, feature_map="relu"),
+        plain=partial(plain_linear_attention_sums, feature_map="relu"),
+    ),
     *ROUTE_SCORES,
 )
 CASES = (*EDGE, *SPATIAL_GRADIENT, *BANDS, *NORM2D, *ROWS, *ROPE, *SHORT_ATTENTION, *LINEAR_ATTENTION, *BDH, *MOE)

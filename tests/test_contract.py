@@ -52,13 +52,14 @@ def upstream_of(outputs, layout="contiguous"):
     return [arranged(normal(y.shape, y.dtype, seed=20 + i), layout) for i, y in enumerate(outputs) if y.requires_grad]
 
 
-def results(case, function, inputs, upstream=None):
-    """Outputs and gradients of a function of a case's inputs; the seeds are the same each time."""
+def results(case, function, inputs, upstream=None, layout="contiguous"):
+    """Outputs and gradients of a function of a case's inputs; the seeds are the same each time. layout: of the
+    gradients that flow in, where they are not given."""
     leaves = leaves_of(case, inputs)
     torch.manual_seed(SEED)
     outputs = tensors_of(function(*leaves))
     flowing = [y for y in outputs if y.requires_grad]
-    grads = upstream_of(outputs) if upstream is None else upstream
+    grads = upstream_of(outputs, layout) if upstream is None else upstream
     gradients = torch.autograd.grad(flowing, [leaf for leaf in leaves if leaf.requires_grad], grads)
     if case.gradient_of_reference:
         with torch.no_grad():  # only then its kernel runs
@@ -555,7 +556,7 @@ def odd(x, kind):
 def runs_of(case):
     """(dtype, layout, kind, inputs) of what is compared between instruction sets."""
     for dtype, shape, layout in itertools.product(
-        FLOATS, (*case.shapes, *case.wide), ("contiguous", "channels_last", "swapped")
+        FLOATS, (*case.shapes, *case.wide), ("contiguous", "channels_last", "swapped", "strided")
     ):
         inputs = case.inputs(shape, dtype)
         if layout != "contiguous" and inputs[0].dim() < 3:
@@ -570,7 +571,7 @@ def results_of_every_case() -> dict:
     found = {}
     for case in (*CASES, *VARIANTS):
         try:
-            found[str(case)] = [results(case, case.ours, inputs) for *_, inputs in runs_of(case)]
+            found[str(case)] = [results(case, case.ours, run[-1], layout=run[1]) for run in runs_of(case)]
         except Exception as error:  # of this case alone: the others are compared
             found[str(case)] = repr(error)
     return found
@@ -668,9 +669,9 @@ def on_small_stacks():
     """Runs every case on a thread of 256 KiB, and says which before it does."""
     for case in CASES:
         print(case, file=sys.stderr, flush=True)
-        for *_, kind, inputs in runs_of(case):
+        for _, layout, kind, inputs in runs_of(case):
             if kind == "normal":
-                results(case, case.ours, inputs)
+                results(case, case.ours, inputs, layout=layout)
 
 
 SMALL_STACK = """
