@@ -379,7 +379,7 @@ def what_is(tensor, inputs, outputs):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compile(family):
-    """One graph of all ops of a family: static, then made dynamic by another size, then of another memory order."""
+    """One graph of all ops of a family: static, then made dynamic by other sizes, which lie in another order."""
     cases = [case for case in CASES if case.family == family]
 
     def step(inputs):
@@ -396,7 +396,7 @@ def test_compile(family):
 
     compiled = torch.compile(step, fullgraph=True)
     with torch._inductor.config.patch(fallback_random=True):  # seeds as in eager mode
-        for turn, layout in ((0, "contiguous"), (1, "contiguous"), (0, "channels_last")):
+        for turn, layout in enumerate(("contiguous", "channels_last")):
             inputs = []
             for case in cases:
                 given = [arranged(x, layout) for x in case.inputs(case.shapes[turn], torch.float32)]
@@ -655,13 +655,13 @@ def test_calls_leave_no_memory_behind(case):
             flowing = [y for y in tensors_of(case.ours(*leaves)) if y.requires_grad]
             torch.autograd.grad(flowing, wanted, upstream)
 
-    calls(100)
+    calls(50)
     gc.collect()
     gc.freeze()  # what is older is not looked at again
     before = bytes_in_use()
-    calls(500)
+    calls(300)
     # A string that is forgotten takes 48 bytes of the heap.
-    assert (bytes_in_use() - before) / 500 < 16
+    assert (bytes_in_use() - before) / 300 < 16
     gc.unfreeze()
 
 
