@@ -34,7 +34,7 @@ class Case:
     makes, densely; of these the last `fixed` are not differentiated. A shape is whatever `inputs` takes.
     shapes: two for everything; a graph that was compiled for the first is made dynamic by the second.
     wide: around vectors and tiles, for instruction sets and layouts. large: several threads share them.
-    far: a shape and the dimension of the first input whose elements lie further apart than 2^31."""
+    beyond: a shape, and the dimension of the first input whose elements lie more than 2^31 apart."""
 
     name: str
     variant: str = ""
@@ -46,7 +46,7 @@ class Case:
     wide: tuple
     large: tuple
     empty: tuple
-    far: tuple
+    beyond: tuple
     # Outputs are dense. What of the first input's order of dimensions they keep: "nothing", "channels_last" alone, that
     # of a "dense" input, "everything", or all but the "last innermost" or the "first outermost".
     keeps: str = "nothing"
@@ -62,7 +62,6 @@ class Case:
     # Under autocast: so many inputs are cast to its dtype; None: none, everything stays as it is.
     cast: int | None = None
     twice: bool = True  # has second derivatives, or says that it has none
-    random: bool = False
     # The kernel runs where nothing is differentiated, and else the reference, by which torch derives all.
     gradient_of_reference: bool = False
     # Which inputs and outputs are saved for backward, and (dtype, elements) of what else is.
@@ -89,15 +88,15 @@ def drawn_seed() -> torch.Tensor:
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=DEVICE)
 
 
-# ---- ops of pictures (B, C, H, W) ----
-of_pictures = partial(
+# ---- ops of images (B, C, H, W) ----
+of_images = partial(
     Case,
     inputs=lambda shape, dtype: (normal(shape, dtype),),
     shapes=((2, 3, 5, 7), (1, 4, 7, 6)),
     wide=((2, 3, 13, 35), (1, 66, 4, 19), (1, 1, 3, 600), (1, 1, 5, 2100), (1, 200, 9, 20)),
     large=((3, 17, 170, 33),),
     empty=((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)),
-    far=((1, 1, 3, 8), 2),
+    beyond=((1, 1, 3, 8), 2),
     keeps="channels_last",
 )
 
@@ -107,7 +106,7 @@ def stacked(maps, x):
 
 
 # A larger eps keeps gradients off the kink of the root at 0.
-edge_maps = partial(of_pictures, name="edge_maps", saves=(0,))
+edge_maps = partial(of_images, name="edge_maps", saves=(0,))
 EDGE = (
     edge_maps(ours=partial(cx.edge_maps, eps=1e-3), plain=partial(reference.edge_maps, eps=1e-3)),
     edge_maps(
@@ -121,7 +120,7 @@ EDGE = (
         plain=lambda x: stacked(reference.edge_maps(x, 1e-3, "reflect"), x),
     ),
 )
-spatial_gradient = partial(of_pictures, name="spatial_gradient")
+spatial_gradient = partial(of_images, name="spatial_gradient")
 SPATIAL_GRADIENT = (
     spatial_gradient(ours=cx.spatial_gradient, plain=reference.spatial_gradient),
     *(
@@ -133,7 +132,7 @@ SPATIAL_GRADIENT = (
         for border in ("replicate", "reflect")
     ),
 )
-frequency_bands = partial(of_pictures, name="frequency_bands")
+frequency_bands = partial(of_images, name="frequency_bands")
 BANDS = (
     frequency_bands(ours=cx.frequency_bands, plain=reference.frequency_bands),
     frequency_bands(
@@ -150,10 +149,10 @@ def norm2d_inputs(shape, dtype):
 
 
 layer_norm2d = partial(
-    of_pictures,
+    of_images,
     name="layer_norm2d",
     near_in_layouts=tuple(range(5)),
-    far=((1, 3, 2, 8), 1),
+    beyond=((1, 3, 2, 8), 1),
     shapes=((2, 6, 5, 7), (1, 12, 7, 6)),
     wide=((2, 6, 13, 35), (1, 66, 4, 19)),
     large=((3, 18, 40, 33), (1, 600, 9, 13)),
@@ -202,16 +201,14 @@ of_rows = partial(
     wide=((999,), (17, 5, 300), (2, 2, 2, 2, 2, 2, 3)),
     large=((40, 300, 7),),
     empty=((0,), (0, 3), (3, 0), (2, 0, 4), (2, 3, 0)),
-    far=((3, 8), 0),
+    beyond=((3, 8), 0),
 )
-dropping = {"variant": "p", "random": True}
 dropout = of_rows(
     name="dropout",
     ours=lambda x: cx.dropout(x, 0.3),
     plain=lambda x: reference.dropout(x, drawn_seed(), 0.3),
     inputs=lambda shape, dtype: (normal(shape, dtype),),
     keeps="dense",
-    random=True,
     saves=(SEED,),
 )
 sparse_gate = of_rows(
@@ -244,7 +241,7 @@ ROWS = (
     sparse_gate,
     replace(
         sparse_gate,
-        **dropping,
+        variant="p",
         ours=partial(cx.sparse_gate, p=0.3, training=True),
         plain=lambda x, y: reference.sparse_gate(x, y, drawn_seed(), 0.3),
         saves=(0, 1, SEED),
@@ -252,7 +249,7 @@ ROWS = (
     dropout_add_layer_norm,
     replace(
         dropout_add_layer_norm,
-        **dropping,
+        variant="p",
         ours=partial(cx.dropout_add_layer_norm, p=0.3, training=True, eps=1e-3),
         plain=lambda *t: reference.dropout_add_layer_norm(*t, drawn_seed(), 0.3, 1e-3),
         saves=(0, 1, 2, (torch.float32, 12), SEED),
@@ -260,7 +257,7 @@ ROWS = (
     bias_gelu,
     replace(
         bias_gelu,
-        **dropping,
+        variant="p",
         ours=partial(cx.bias_gelu, p=0.3, training=True),
         plain=lambda x, bias: reference.bias_gelu(x, bias, drawn_seed(), 0.3),
         saves=(0, 1, SEED),
@@ -268,7 +265,7 @@ ROWS = (
 )
 
 # ---- attention ----
-of_heads = partial(Case, far=((1, 2, 4, 8), 1), empty=((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)))
+of_heads = partial(Case, beyond=((1, 2, 4, 8), 1), empty=((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)))
 
 
 def tables(rows, columns, dtype):
@@ -325,7 +322,7 @@ ROPE = (
         wide=((9, 3, 34), (7, 2, 96)),
         large=((130, 4, 48),),
         empty=((0, 3, 4), (4, 0, 4), (4, 3, 0)),
-        far=((3, 2, 8), 0),
+        beyond=((3, 2, 8), 0),
         saves=(0, 1, 2, 3),
     ),
     rope(
@@ -370,7 +367,7 @@ short_attention = Case(
     wide=((9, 6, 8, 12), (3, 16, 3, 5), (3, 33, 2, 40)),
     large=((300, 6, 8, 12), (40, 20, 3, 20)),
     empty=((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)),
-    far=((3, 4, 2, 8), 0),
+    beyond=((3, 4, 2, 8), 0),
     sums=(0, 1, 2, 3),
     cast=3,
     keeps="last innermost",
@@ -381,7 +378,7 @@ SHORT_ATTENTION = (
     short_attention,
     replace(
         short_attention,
-        **dropping,
+        variant="p",
         ours=lambda q, k, v: cx.short_attention(q, k, v, p=0.3, training=True),
         plain=lambda q, k, v: reference.short_attention(q, k, v, None, drawn_seed(), p=0.3),
         inputs=lambda shape, dtype: short_attention_inputs(shape, dtype)[:3],
@@ -400,7 +397,6 @@ SHORT_ATTENTION_MASKED = (
     replace(
         short_attention,
         variant="causal p",
-        random=True,
         ours=lambda q, k, v, mask: cx.short_attention(
             q, k, v, key_padding_mask=mask, causal=True, p=0.3, training=True
         ),
@@ -451,7 +447,7 @@ linear_attention = partial(
     wide=((2, 2, 150, 21, 35), (1, 3, 40, 10, 10)),
     large=((2, 3, 600, 20, 12), (1, 1, 5000, 8, 8)),
     empty=((0, 2, 3, 4, 4), (2, 0, 3, 4, 4), (2, 2, 0, 4, 4)),
-    far=((1, 2, 3, 4, 4), 1),
+    beyond=((1, 2, 3, 4, 4), 1),
     keeps="everything",
     sums=(0, 1, 2, 3),
     cast=3,
@@ -498,7 +494,7 @@ LINEAR_ATTENTION = (
         wide=((2, 3, 2, 150, 21), (1, 3, 3, 40, 10)),
         large=((2, 3, 3, 600, 20),),
         empty=((0, 3, 2, 3, 4), (2, 3, 0, 3, 4), (2, 3, 2, 0, 4)),
-        far=((1, 3, 2, 3, 4), 1),
+        beyond=((1, 3, 2, 3, 4), 1),
         sums=(0, 1),
         cast=1,
         saves=(0, 1, (torch.float32, 64), (torch.float32, 16)),
@@ -528,7 +524,7 @@ bdh = partial(
     wide=((1, 3, 5, 34, 7), (1, 3, 130, 40, 20)),
     large=((2, 3, 40, 96, 24), (2, 3, 140, 96, 24)),
     empty=((0, 3, 4, 8, 5), (2, 0, 4, 8, 5), (2, 3, 0, 8, 5), (2, 3, 4, 8, 0)),
-    far=((1, 2, 4, 8, 3), 1),
+    beyond=((1, 2, 4, 8, 3), 1),
     keeps="last innermost",
     sums=tuple(range(5)),
     cast=2,
@@ -541,7 +537,7 @@ bdh_step = partial(
     wide=((2, 3, 34, 7), (1, 2, 40, 20)),
     large=((4, 6, 96, 240),),
     empty=((0, 3, 8, 5), (2, 0, 8, 5), (2, 3, 8, 0)),
-    far=((1, 2, 8, 3), 1),
+    beyond=((1, 2, 8, 3), 1),
     keeps="nothing",
     sums=(0, 1),
     twice=True,
@@ -641,7 +637,7 @@ route = partial(
     wide=((40, 9), (17, 64)),
     large=((300, 9),),
     empty=((0, 4),),
-    far=((3, 4), 0),
+    beyond=((3, 4), 0),
     twice=False,
     takes_nan=False,
     saves=(0, *OF_ROUTE),
@@ -653,7 +649,7 @@ rows = partial(
     wide=((6, 3, 7, 5), (9, 2, 66, 67), (5, 33)),
     large=((200, 3, 5, 5),),
     empty=((0,), (0, 0), (0, 2, 3, 3), (3, 0), (3, 2, 0, 3)),
-    far=((3, 8), 0),
+    beyond=((3, 8), 0),
     keeps="first outermost",
     twice=False,
     saves=INDICES,
@@ -662,7 +658,7 @@ of_copies = partial(
     rows,
     name="moe_combine",
     fixed=0,
-    far=((1, 8), 0),
+    beyond=((1, 8), 0),
     sums=(2,),
     near_in_layouts=(2,),
     saves=(1, INDICES[0], INDICES[2], 0, (torch.float32, 12), *INDICES),

@@ -1,7 +1,7 @@
 """What every public op promises, checked over every entry of contract_cases.CASES.
 
 Formula, known values, tolerances and errors of an op are in its own file. Here is what surrounds any op: PyTorch's
-transforms and compiler, memory formats, threads, instruction sets, empty and far-apart tensors, leaks."""
+transforms and compiler, memory formats, threads, instruction sets, empty tensors and offsets past 32 bits, leaks."""
 
 import ctypes
 import gc
@@ -86,7 +86,7 @@ def arranged(x, layout):
 
     "permuted": the first dimension innermost; "swapped": the second and third changed; "positions": the last two;
     "reversed": all; "packed": one of three side by side, as q, k and v of a projection; "cropped": rows of a larger
-    picture in channels_last; "strided": gaps in every dimension, that hold NaN."""
+    image in channels_last; "strided": gaps in every dimension, that hold NaN."""
     if layout == "channels_last" and x.dim() == 4:
         return x.contiguous(memory_format=torch.channels_last)
     if layout == "permuted" and x.dim() > 1:
@@ -292,7 +292,7 @@ def test_vmap_over_no_samples(case):
 def test_offsets_past_32_bits(case):
     """Elements further apart than 2^31, in memory that is mapped and never touched elsewhere."""
     torch.use_deterministic_algorithms(False)  # or all of it would be filled with NaN
-    shape, dim = case.far
+    shape, dim = case.beyond
     x, *others = case.inputs(shape, torch.bfloat16)
     strides = list(x.stride())
     strides[dim] = 2**31 + 6
