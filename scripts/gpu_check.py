@@ -419,20 +419,21 @@ def bench(section: Section) -> None:
 
 
 def test_files(mode: str) -> list[str]:
-    """The tests of the ops; with --full all files whose tests can run on a GPU."""
+    """The contract of all ops and each op's own tests; with --full all files whose tests can run on a GPU."""
     if mode == "full":
-        pattern = re.compile(r"^from (?:helpers import .*\b(?:DEVICE|picture)|dropout_inputs|norm2d_truth)\b", re.M)
+        shared = r"helpers import (?:\([^)]*|.*)\b(?:DEVICE|picture)|contract_cases|dropout_inputs|norm2d_truth"
+        pattern = re.compile(rf"^from (?:{shared})\b", re.M)
         return [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if pattern.search(path.read_text())]
     ops = [path.parent.name for path in sorted((ROOT / "csrc").glob("*/*_cuda.cu"))]
-    files = [ROOT / "tests" / f"test_{name}.py" for name in ("cuda_part", *ops)]
+    files = [ROOT / "tests" / f"test_{name}.py" for name in ("cuda_part", "contract", *ops)]
     return [str(path) for path in files if path.exists()]
 
 
 def tests(section: Section, files: list[str] | None = None) -> None:
     """The suite against the installed wheel, from a folder without a camox_ops of its own.
 
-    Each file in a process of its own: an error that costs a process its device costs one file, and the CUDA emulator,
-    whose functions have the names of the driver's, is never beside real CUDA calls."""
+    Each file in a process of its own: an error that costs a process its device costs one file. The tests of the CUDA
+    emulator, whose functions have the names of the driver's, are in tests/cuda and never beside real CUDA calls."""
     found = section.take("tests")
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
         return section.finish("unavailable", "pytest and hypothesis are not installed")

@@ -128,24 +128,3 @@ def run_python(code: str, **environment) -> str:
     if result.returncode != 0:
         raise RuntimeError(result.stderr)
     return result.stdout
-
-
-def on_small_stack(op: str) -> str:
-    """Code that runs a 3x3 filter, forward and backward, on a thread with 256 KiB of stack and prints "done"."""
-    return f"""
-import threading, torch
-import camox_ops as cx
-torch.set_num_threads(1)  # or torch's own threads do the work
-threading.stack_size(256 * 1024)
-def work():
-    for dtype in (torch.float32, torch.float64):
-        for shape in ((2, 3, 20, 33), (1, 2, 5, 1500), (1, 200, 9, 20)):
-            for memory_format in (torch.contiguous_format, torch.channels_last):
-                for border in ("zeros", "reflect"):
-                    x = torch.randn(shape, dtype=dtype).to(memory_format=memory_format).requires_grad_()
-                    sum(m.square().sum() for m in cx.{op}(x, border=border)).backward()
-    print("done")
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-"""

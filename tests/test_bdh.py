@@ -4,12 +4,11 @@ import types
 
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture, run_python
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
-from torch.library import opcheck
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,16 +91,6 @@ def check(size, dtype, causal, softmax, forms=(BY_COST,), **how):
             assert_one_rounding(ours[0], run(grad.float(), single, form=form, **options)[0])
 
 
-def test_smoke():
-    q, v, cos, sin = inputs(6, 8, 4)
-    out = cx.bdh_attention(q, v, cos, sin)
-    assert out.shape == (2, 3, 6, 4)
-    assert out.dtype == torch.float32
-    row, state = cx.bdh_attention_step(q[:, :, 0], v[:, :, 0], cos[0], sin[0], None)
-    assert torch.equal(row, torch.zeros(2, 3, 4))
-    assert state.shape == (2, 3, 8, 4)
-
-
 def test_known_values():
     one, zero = torch.ones(3, 1), torch.zeros(3, 1)
     q = torch.tensor([[1.0, 2], [-5, 3], [4, 0]]).view(1, 1, 3, 2)
@@ -177,19 +166,6 @@ def test_causal_softmax_without_keys():
     assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
 
 
-@pytest.mark.parametrize("memory", ["contiguous", "strided", "expanded", "swapped"])
-def test_noncontiguous(memory):
-    q, v, cos, sin = inputs(20, 32, 12, memory=memory)
-    out = cx.bdh_attention(q, v, cos, sin)
-    assert torch.equal(out, cx.bdh_attention(q.contiguous(), v.contiguous(), cos, sin))
-    assert out.stride() == ((720, 12, 36, 1) if memory == "swapped" else (720, 240, 12, 1))
-    leaves = [t.detach().requires_grad_() for t in (q, v)]
-    cx.bdh_attention(*leaves, cos, sin).sum().backward()  # a gradient whose strides are all 0
-    packed = [t.contiguous().requires_grad_() for t in (q, v)]
-    grads = torch.autograd.grad(cx.bdh_attention(*packed, cos, sin), packed, torch.ones(2, 3, 20, 12))
-    assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves, grads, strict=True))
-
-
 def test_noncontiguous_projections_are_not_copied():
     """x @ encoder of all heads in one product, read through strides, and its gradient in the same memory order."""
     batch, heads, length, d, n = 2, 3, 10, 8, 32
@@ -200,20 +176,6 @@ def test_noncontiguous_projections_are_not_copied():
     (grad,) = torch.autograd.grad(out.square().sum(), latent)
     assert out.transpose(1, 2).is_contiguous()
     assert grad.is_contiguous()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("softmax", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_shapes_empty(dtype, softmax, causal):
-    for batch, heads, length, d in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
-        q = torch.randn(batch, heads, length, 8, dtype=dtype, device=DEVICE, requires_grad=True)
-        v = torch.randn(batch, 1, length, d, dtype=dtype, device=DEVICE, requires_grad=True)
-        cos, sin = (table.to(DEVICE, real_of(dtype)) for table in cx.rope_tables(8, length))
-        out = cx.bdh_attention(q, v, cos, sin, causal=causal, softmax=softmax)
-        assert out.shape == (batch, heads, length, d)
-        grads = torch.autograd.grad(out.sum(), (q, v))
-        assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
 
 
 @given(
@@ -271,24 +233,6 @@ def test_grad_of_float32_tables_is_not_rounded_to_halves(dtype):
         assert_one_rounding(ours[:2], float32[:2])
 
 
-def test_grad_twice_is_refused():
-    q, v, cos, sin = inputs(4, 8, 3)
-    (grad,) = torch.autograd.grad(cx.bdh_attention(q.requires_grad_(), v, cos, sin).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="bdh_attention: second derivatives"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize("threads", [1, 3, 8])
-def test_threads_do_not_change_bits(threads):
-    for length, form in ((40, QUADRATIC), (140, STATE)):
-        tensors = inputs(length, 96, 24)
-        grad = upstream(*tensors[:2])
-        before = run(grad, tensors, causal=True, form=form)
-        torch.set_num_threads(threads)
-        assert all(torch.equal(a, b) for a, b in zip(run(grad, tensors, causal=True, form=form), before, strict=True))
-        torch.set_num_threads(2)
-
-
 @ON_CPU
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_large_gradients_have_the_same_bits(dtype):
@@ -300,31 +244,6 @@ def test_large_gradients_have_the_same_bits(dtype):
     for i in range(2):
         part = run(grad[i : i + 1], (tensors[0][i : i + 1], tensors[1][i : i + 1], *tensors[2:]))
         assert all(torch.equal(a[i : i + 1], b) for a, b in zip(whole, part, strict=True))
-
-
-ISA_CODE = """
-import sys, torch
-sys.path.insert(0, {tests!r})
-import camox_ops as cx
-from test_bdh import FLAGS, FLOATS, QUADRATIC, STATE, check, inputs
-for dtype in FLOATS[:3]:
-    for causal, softmax in FLAGS:
-        for size in ((5, 34, 7), (130, 40, 20)):
-            check(size, dtype, causal, softmax, (QUADRATIC,) if softmax else (QUADRATIC, STATE), batch=1)
-    q, v, cos, sin = inputs(5, 34, 7, dtype)
-    token = q[:, :, 1], v[:, :, 1], cos[1], sin[1], torch.ones(2, 3, 34, 7, dtype=cos.dtype)
-    close = 1e-2 if dtype.itemsize == 2 else 1e-5
-    ours, theirs = cx.bdh_attention_step(*token), cx.reference.bdh_attention_step(*token)
-    torch.testing.assert_close(ours, theirs, atol=close, rtol=close)
-print(cx.isa())
-"""
-
-
-@ON_CPU
-def test_isa_agree(pytestconfig):
-    code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"))
-    for isa in cx.supported_isas():
-        assert run_python(code, CAMOX_FORCE_ISA=isa).strip() == isa
 
 
 def allocated(function) -> tuple[list[int], int]:
@@ -396,75 +315,6 @@ def test_step_leaves_its_state_alone():
     assert grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_opcheck(dtype):
-    for causal, softmax in ((True, False), (False, True)):
-        q, v, cos, sin = inputs(4, 32 if causal else 8, 3, dtype)
-        arguments = (True, causal, softmax, 0.5, True, BY_COST)
-        opcheck(op.bdh_attention.default, (q.requires_grad_(), v.requires_grad_(), cos, sin, *arguments))
-        out, saved = op.bdh_attention(q.detach(), v.detach(), cos, sin, *arguments)
-        grad = upstream(q.detach(), v)
-        tensors = (grad, q.detach(), v.detach(), cos, sin, out if softmax else None, saved)
-        opcheck(op.bdh_attention_backward.default, (*tensors, *arguments[:4], BY_COST, False))
-    token = (q.detach()[:, :, 0], v.detach()[:, :, 0], cos[0], sin[0])
-    for state in (None, torch.ones(2, 3, q.shape[-1], 3, dtype=real_of(dtype), device=DEVICE)):
-        opcheck(op.bdh_attention_step.default, (*token, state, True, 1.0))
-
-
-def test_compile():
-    def step(q, v, cos, sin):
-        out = cx.bdh_attention(q, v, cos, sin, causal=True)
-        row, state = cx.bdh_attention_step(q.detach()[:, :, 0], v.detach()[:, :, 0], cos[0], sin[0], None)
-        return (out.square().mean() + cx.bdh_attention(q, v, cos, sin, softmax=True).mean()), row, state
-
-    tensors = inputs(6, 16, 5)
-    leaves = [t.requires_grad_() for t in tensors[:2]]
-    wanted = step(*tensors)
-    got = torch.compile(step, fullgraph=True)(*tensors)
-    torch.testing.assert_close(got, wanted)
-    torch.testing.assert_close(torch.autograd.grad(got[0], leaves), torch.autograd.grad(wanted[0], leaves))
-
-
-@ON_CPU
-def test_func_transforms():
-    q, v, cos, sin = inputs(6, 8, 3, torch.float64, batch=4)
-    qs, vs = q.unflatten(0, (2, 2)), v.unflatten(0, (2, 2))
-    for options in ({}, {"softmax": True}, {"causal": True}):
-
-        def loss(*tensors, attention=cx.bdh_attention, options=options):
-            return attention(*tensors, **options).square().sum()
-
-        def truth(*tensors, loss=loss):
-            return loss(*tensors, attention=reference.bdh_attention)
-
-        for in_dims in ((0, 0, None, None), (0, None, None, None)):
-            values = vs if in_dims[1] == 0 else vs[0]
-            got, wanted = (
-                torch.vmap(torch.func.grad(f, (0, 1, 2)), in_dims)(qs, values, cos, sin) for f in (loss, truth)
-            )
-            torch.testing.assert_close(got, wanted)
-        tables = torch.stack([cos, sin]), torch.stack([sin, cos])
-        got, wanted = (torch.vmap(f)(qs, vs, *tables) for f in (loss, truth))
-        torch.testing.assert_close(got, wanted)
-    got, wanted = (
-        torch.vmap(lambda q, v, f=f: f(q, v, cos[0], sin[0], None))(qs[:, :, :, 0], vs[:, :, :, 0])
-        for f in (cx.bdh_attention_step, reference.bdh_attention_step)
-    )
-    torch.testing.assert_close(got, wanted)
-
-
-@ON_CPU
-def test_autocast_casts_q_and_v():
-    q, v, cos, sin = inputs(6, 8, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = cx.bdh_attention(q, v.bfloat16(), cos, sin)
-        row, state = cx.bdh_attention_step(q[:, :, 1], v[:, :, 1], cos[1], sin[1], None)
-        assert cx.bdh_attention(q.double(), v.double(), cos.double(), sin.double()).dtype == torch.float64
-    assert out.dtype == row.dtype == torch.bfloat16
-    assert state.dtype == torch.float32
-    assert torch.equal(out, cx.bdh_attention(q.bfloat16(), v.bfloat16(), cos, sin))
-
-
 class LastArgument(TorchDispatchMode):
     """The last argument of each call of bdh_attention's operator."""
 
@@ -510,21 +360,6 @@ def test_nan_passes_relu():
     q[0, 0, 1, 2] = torch.nan
     assert cx.bdh_attention(q, v, cos, sin)[0, 0].isnan().all()
     assert not cx.bdh_attention(q, v, cos, sin)[1].isnan().any()
-
-
-@pytest.mark.big
-@pytest.mark.slow
-def test_offsets_past_32_bits():
-    """Heads further apart than 2^31 elements, in memory that is never touched elsewhere."""
-    torch.use_deterministic_algorithms(False)  # or all of it would be filled with NaN
-    apart = 2**31 + 8
-    storage = torch.empty(apart + 64, dtype=torch.bfloat16, device=DEVICE)
-    q = storage.as_strided((1, 2, 4, 8), (1, apart, 8, 1))
-    small, v, cos, sin = inputs(4, 8, 3, torch.bfloat16, batch=1, heads=2)
-    q.copy_(small)
-    grad = upstream(small, v)
-    for ours, wanted in zip(run(grad, (q, v, cos, sin)), run(grad, (small, v, cos, sin)), strict=True):
-        assert torch.equal(ours, wanted)
 
 
 def refused(kind, match, function, *arguments, **options):

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dropout_inputs import LAYOUTS, affine, normal
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, run_python
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
-from torch.library import opcheck
-from torch.utils.checkpoint import checkpoint
 
 import camox_ops as cx
 from camox_ops import reference
@@ -161,17 +159,6 @@ def test_statistics_of_layers_and_ranks():
 # ---- values ----
 
 
-def test_smoke():
-    x = torch.rand(2, 3, 8, device=DEVICE)
-    y = cx.dropout(x, 0.5)
-    assert y.shape == x.shape
-    assert y.dtype == x.dtype
-    assert 0 < (y == 0).sum() < x.numel()
-    assert cx.sparse_gate(x, x, p=0.1, training=True).shape == x.shape
-    weight, bias = affine(8)
-    assert cx.dropout_add_layer_norm(x, x, weight, bias, p=0.1, training=True).shape == x.shape
-
-
 def test_nothing_to_drop_costs_nothing():
     x = torch.rand(4, device=DEVICE)
     state = torch.get_rng_state()
@@ -278,14 +265,6 @@ def test_grad(p):
             assert gradgradcheck(*plain)
 
 
-def test_errors_of_a_second_derivative():
-    leaves = [normal((3, 8)).requires_grad_(), normal((3, 8), seed=1).requires_grad_(), *affine(8)]
-    y = cx.dropout_add_layer_norm(*leaves, p=0.1, training=True)
-    (grad,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="dropout_add_layer_norm: second derivatives are not implemented"):
-        torch.autograd.grad(grad.sum(), leaves[0])
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_dropped_elements_depend_on_nothing(value):
     mask = reference.dropout_mask((1000,), seed_of(), 0.5)
@@ -313,28 +292,6 @@ def test_nan_opens_the_gate_as_in_torch():
 # ---- one seed, one mask ----
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_noncontiguous(dtype, layout):
-    for shape in ((7, 9), (2, 3, 6, 300), (300, 5, 7), (2, 2, 2, 2, 2, 2, 3)):
-        x, y = normal(shape, dtype, layout), normal(shape, dtype, seed=1)
-        ours = op.dropout(x, seed_of(), 0.3)
-        assert torch.equal(ours, op.dropout(x.contiguous(), seed_of(), 0.3))
-        assert ours.stride() == torch.empty_like(x).stride()
-        grads = op.sparse_gate_backward(y, x, y.flip(0), seed_of(), 0.3)
-        packed = op.sparse_gate_backward(y, x.contiguous(), y.flip(0), seed_of(), 0.3)
-        assert all(torch.equal(a, b) for a, b in zip(grads, packed, strict=True))
-    picture = normal((2, 5, 17, 20), dtype).to(memory_format=torch.channels_last)
-    ours = op.dropout(picture, seed_of(), 0.3)
-    assert ours.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(ours, op.dropout(picture.contiguous(), seed_of(), 0.3))
-    x = torch.rand(4, 5, device=DEVICE, requires_grad=True)
-    torch.manual_seed(0)
-    cx.dropout(x, 0.5).sum().backward()  # a gradient whose strides are all 0
-    torch.manual_seed(0)
-    assert torch.equal(x.grad, cx.dropout(torch.ones_like(x), 0.5))
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_noncontiguous_rows_side_by_side(dtype):
     """Long rows that lie apart in their own way in every tensor, as projections of all heads leave them."""
@@ -347,52 +304,6 @@ def test_noncontiguous_rows_side_by_side(dtype):
         grads = op.sparse_gate_backward(grad, x, y, seed_of(), 0.3)
         packed = op.sparse_gate_backward(grad, x.contiguous(), y.contiguous(), seed_of(), 0.3)
         assert all(torch.equal(a, b) for a, b in zip(grads, packed, strict=True))
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_threads_do_not_change_bits(threads):
-    def everything():
-        for layout in ("contiguous", "permuted"):
-            x, y = normal((40, 300, 7), layout=layout), normal((40, 300, 7), seed=1)
-            yield op.dropout(x, seed_of(), 0.3)
-            yield op.sparse_gate(x, y, seed_of(), 0.3)
-            yield from op.sparse_gate_backward(y, x, y, seed_of(), 0.3)
-        weight, bias = affine(7)
-        out, stats = op.dropout_add_layer_norm(x, y, weight, bias, seed_of(), 0.3, 1e-5)
-        yield from (out, stats, *op.dropout_add_layer_norm_backward(y, x, y, weight, stats, seed_of(), 0.3))
-
-    expected = list(everything())
-    torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(everything(), expected, strict=True))
-
-
-ISA_CODE = """
-import hashlib, sys, torch
-sys.path.insert(0, {tests!r})
-import camox_ops as cx
-from test_dropout import FLOATS, op, seed_of
-from dropout_inputs import affine, normal
-digest = hashlib.sha256()
-for dtype in FLOATS:
-    for layout in ("contiguous", "permuted"):
-        for shape in ((999,), (17, 5, 300)):
-            x, y = normal(shape, dtype, layout), normal(shape, dtype, seed=1)
-            for y in (op.dropout(x, seed_of(), 0.3), op.sparse_gate(x, y, seed_of(), 0.3),
-                      *op.sparse_gate_backward(y, x, y, seed_of(), 0.3)):
-                digest.update(y.contiguous().view(torch.uint8).numpy().tobytes())
-mask = op.dropout_add_layer_norm_backward(
-    *(normal((50, 33), seed=i) for i in range(3)), affine(33)[0], torch.ones(2, 50), seed_of(), 0.3)[0] == 0
-digest.update(mask.numpy().tobytes())
-print(cx.isa(), digest.hexdigest())
-"""
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="instruction sets of the CPU")
-def test_isa_agree(pytestconfig):
-    code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"))
-    results = [run_python(code, CAMOX_FORCE_ISA=isa).split() for isa in cx.supported_isas()]
-    assert [name for name, _ in results] == cx.supported_isas()
-    assert len({digest for _, digest in results}) == 1
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
@@ -415,56 +326,7 @@ def test_seed_is_drawn_from_the_generator():
     assert torch.equal(cx.dropout(x, 0.5), second)
 
 
-def test_saved_for_backward():
-    x, y = torch.rand(64, 8, device=DEVICE, requires_grad=True), torch.rand(64, 8, device=DEVICE, requires_grad=True)
-    weight, bias = (t.requires_grad_() for t in affine(8))
-
-    def saved(function):
-        found = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
-            function()
-        return found
-
-    (seed,) = saved(lambda: cx.dropout(x, 0.1))
-    assert (seed.dtype, seed.numel()) == (torch.int64, 1)
-    gate = saved(lambda: cx.sparse_gate(x, y, p=0.1, training=True))
-    assert [t.data_ptr() for t in gate[:2]] == [x.data_ptr(), y.data_ptr()]
-    assert [t.numel() for t in gate[2:]] == [1]
-    norm = saved(lambda: cx.dropout_add_layer_norm(x, y, weight, bias, p=0.1, training=True))
-    assert [t.data_ptr() for t in norm[:3]] == [x.data_ptr(), y.data_ptr(), weight.data_ptr()]
-    assert [t.numel() for t in norm[3:]] == [2 * 64, 1]
-
-
-def test_checkpointing():
-    x = normal((50, 16)).requires_grad_()
-    weight, bias = affine(16)
-
-    def block(x):
-        gate = cx.sparse_gate(cx.dropout(x, 0.2), x, p=0.2, training=True)
-        return cx.dropout_add_layer_norm(gate, x, weight, bias, p=0.2, training=True).square().sum()
-
-    torch.manual_seed(1)
-    (expected,) = torch.autograd.grad(block(x), x)
-    torch.manual_seed(1)
-    (got,) = torch.autograd.grad(checkpoint(block, x, use_reentrant=False), x)
-    assert torch.equal(got, expected)
-
-
 # ---- shapes ----
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4), (2, 3, 0)])
-def test_shapes_empty(shape):
-    x = torch.rand(shape, device=DEVICE, requires_grad=True)
-    for y in (cx.dropout(x, 0.5), cx.sparse_gate(x, x, p=0.5, training=True)):
-        assert y.shape == shape
-        assert torch.autograd.grad(y.sum(), x)[0].shape == shape
-    weight, bias = (t.requires_grad_() for t in affine(shape[-1]))
-    y = cx.dropout_add_layer_norm(x, x, weight, bias, p=0.5, training=True)
-    assert y.shape == shape
-    grads = torch.autograd.grad(y.sum(), (x, weight, bias))
-    assert [g.shape for g in grads] == [x.shape, weight.shape, bias.shape]
-    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
 
 
 @given(
@@ -486,58 +348,7 @@ def test_shapes(shape, layout, dtype, p):
     assert_close_to_reference(norm, same_norm, truth_norm, scale64=100.0)
 
 
-@pytest.mark.big
-@pytest.mark.slow
-def test_offsets_past_32_bits():
-    """Rows further apart than 2^31 elements, in memory that is never touched elsewhere."""
-    torch.use_deterministic_algorithms(False)  # or all of it would be filled with NaN
-    apart = 2**31 + 5
-    storage = torch.empty(2 * apart + 64, dtype=torch.bfloat16, device=DEVICE)
-    x = storage.as_strided((3, 8), (apart, 1))
-    x.copy_(normal((3, 8), torch.bfloat16))
-    out = storage.as_strided((3, 8), (apart, 1), 16)
-    assert torch.equal(op.sparse_gate(x, x, seed_of(), 0.3), op.sparse_gate(x.clone(), x.clone(), seed_of(), 0.3))
-    out.copy_(x)
-    grads = op.sparse_gate_backward(out, x, out, seed_of(), 0.3)
-    packed = op.sparse_gate_backward(*(x.clone() for _ in range(3)), seed_of(), 0.3)
-    assert all(torch.equal(a, b) for a, b in zip(grads, packed, strict=True))
-
-
 # ---- PyTorch around it ----
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "permuted"])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_opcheck(dtype, layout):
-    x, y, grad = (normal((2, 3, 5), dtype, layout, seed=i).requires_grad_() for i in range(3))
-    weight, bias = (t.requires_grad_() for t in affine(5, dtype))
-    opcheck(op.dropout.default, (x, seed_of(), 0.3))
-    for seed in (seed_of(), None):
-        opcheck(op.sparse_gate.default, (x, y, seed, 0.3))
-        opcheck(op.sparse_gate_backward.default, (grad, x, y, seed, 0.3))
-        opcheck(op.dropout_add_layer_norm.default, (x, y, weight, bias, seed, 0.3, 1e-5))
-    stats = torch.ones(2, 6, dtype=weight.dtype, device=DEVICE)
-    plain = [t.detach() for t in (grad, x, y, weight)]
-    for seed in (seed_of(), None):
-        opcheck(op.dropout_add_layer_norm_backward.default, (*plain, stats, seed, 0.3))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(dynamic):
-    def step(x, weight, bias):
-        gate = cx.sparse_gate(cx.dropout(x, 0.2), x, p=0.2, training=True)
-        return cx.dropout_add_layer_norm(gate, x, weight, bias, p=0.2, training=True).square().mean()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
-    with torch._inductor.config.patch(fallback_random=True):  # seeds as in eager mode
-        for shape in ((4, 9, 8), (3, 7, 6), (2, 12, 5)) if dynamic else ((4, 9, 8),):
-            leaves = [leaf.requires_grad_() for leaf in (normal(shape), *affine(shape[-1]))]
-            results = []
-            for function in (step, compiled):
-                torch.manual_seed(3)
-                loss = function(*leaves)
-                results.append([loss, *torch.autograd.grad(loss, leaves)])
-            torch.testing.assert_close(results[1], results[0])
 
 
 def test_compile_makes_one_dynamic_graph():
@@ -588,40 +399,6 @@ def test_cuda_graph_draws_a_new_seed_each_time():
     assert not torch.equal(y, first)
 
 
-def test_func_transforms():
-    xs, seed = normal((4, 3, 5), torch.float64).to(FLOATS[-1]), seed_of()
-    weight, bias = affine(5, xs.dtype)
-
-    def ours(x):
-        gate = op_gate(op_dropout(x, seed, 0.2), x, seed, 0.2)
-        return (op_norm(gate, x, weight, bias, seed, 0.2, 1e-5)[0] ** 2).sum()
-
-    def truth(x):
-        gate = reference.sparse_gate(reference.dropout(x, seed, 0.2), x, seed, 0.2)
-        return (reference.dropout_add_layer_norm(gate, x, weight, bias, seed, 0.2) ** 2).sum()
-
-    from camox_ops.ops.dropout import _dropout as op_dropout
-    from camox_ops.ops.dropout import _dropout_add_layer_norm as op_norm
-    from camox_ops.ops.dropout import _sparse_gate as op_gate
-
-    torch.testing.assert_close(torch.func.grad(ours)(xs[0]), torch.func.grad(truth)(xs[0]))
-    torch.testing.assert_close(torch.vmap(torch.func.grad(ours))(xs), torch.vmap(torch.func.grad(truth))(xs))
-    y, pullback = torch.func.vjp(lambda x: op_gate(x, x, seed, 0.2), xs[0])
-    torch.testing.assert_close(
-        pullback(torch.ones_like(y))[0], sum(op.sparse_gate_backward(torch.ones_like(y), xs[0], xs[0], seed, 0.2))
-    )
-
-    def norm_of_grad(f):
-        return torch.func.grad(lambda x: (torch.func.grad(f)(x) ** 2).sum())
-
-    def gate(f):
-        return lambda x: (f(x, x.flip(0), seed, 0.2) ** 2).sum()
-
-    torch.testing.assert_close(norm_of_grad(gate(op_gate))(xs[0]), norm_of_grad(gate(reference.sparse_gate))(xs[0]))
-    with pytest.raises(NotImplementedError, match="dropout_add_layer_norm: second derivatives are not implemented"):
-        norm_of_grad(ours)(xs[0])
-
-
 def test_vmap_follows_its_randomness():
     xs = torch.ones(6, 400, device=DEVICE)
     different = torch.vmap(lambda x: cx.dropout(x, 0.5), randomness="different")(xs)
@@ -634,27 +411,6 @@ def test_vmap_follows_its_randomness():
     assert torch.equal(torch.vmap(lambda x: cx.sparse_gate(x, x))(xs), xs)
     grads = torch.vmap(torch.func.grad(lambda x: cx.dropout(x, 0.5).sum()), randomness="different")(xs)
     assert set(grads.unique().tolist()) == {0.0, 2.0}
-
-
-def test_autocast_keeps_dtype():
-    x, (weight, bias) = torch.rand(4, 8, device=DEVICE), affine(8)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        for tensor in (x, x.bfloat16()):
-            assert cx.dropout(tensor, 0.5).dtype == tensor.dtype
-            assert cx.sparse_gate(tensor, tensor, p=0.5, training=True).dtype == tensor.dtype
-            assert cx.dropout_add_layer_norm(tensor, tensor, weight, bias).dtype == tensor.dtype
-
-
-def test_forward_mode_is_refused():
-    x, (weight, bias) = torch.rand(4, 8, device=DEVICE), affine(8)
-    functions = {
-        "dropout": lambda x: cx.dropout(x, 0.5),
-        "sparse_gate": lambda x: cx.sparse_gate(x, x),
-        "dropout_add_layer_norm": lambda x: cx.dropout_add_layer_norm(x, x, weight, bias),
-    }
-    for name, function in functions.items():
-        with pytest.raises(NotImplementedError, match=f"{name}: forward-mode AD is not implemented"):
-            torch.func.jvp(function, (x,), (x,))
 
 
 # ---- errors ----

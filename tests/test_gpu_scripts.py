@@ -1013,9 +1013,9 @@ def test_what_saw_no_gpu_is_no_result(tmp_path, monkeypatch):
 
 def test_the_suite_has_a_file_for_every_op_with_kernels():
     names = [Path(name).name for name in gpu_check.test_files("quick")]
-    assert len(names) == 1 + len(list((ROOT / "csrc").glob("*/*_cuda.cu")))
+    assert len(names) == 2 + len(list((ROOT / "csrc").glob("*/*_cuda.cu")))
     full = {Path(name).name for name in gpu_check.test_files("full")}
-    assert full >= {*names, "test_host_cuda.py", "test_train.py", "test_vision_bdh.py"}
+    assert full >= {*names, "test_contract.py", "test_train.py", "test_vision_bdh.py"}
     assert not full & {"test_gpu_scripts.py", "test_docs.py", "test_package.py", "test_bench_runner.py"}
 
 

@@ -6,11 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture, run_python
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
-from torch.library import opcheck
 
 import camox_ops as cx
 from camox_ops import reference
@@ -127,17 +126,6 @@ def test_rounding_allowed_on_cuda():
         assert_within_one_rounding([near], [state], torch.device("cpu"))
 
 
-def test_smoke():
-    q, k, v = (torch.rand(2, 3, 7, d) for d in (4, 4, 5))
-    out = cx.linear_attention(q, k, v)
-    assert out.shape == (2, 3, 7, 5)
-    assert out.dtype == torch.float32
-    out, (s, z) = cx.linear_attention(q, k, v, return_state=True)
-    assert s.shape == (2, 3, 4, 5)
-    assert z.shape == (2, 3, 4)
-    assert cx.linear_attention(q, k, v, normalize="none", return_state=True)[1][1] is None
-
-
 def test_known_values():
     q, k = (torch.tensor(rows).view(1, 1, 2, 2) for rows in ([[1.0, 3], [2, 0]], [[1.0, 1], [3, 1]]))
     v = torch.tensor([[10.0], [100.0]]).view(1, 1, 2, 1)
@@ -193,29 +181,6 @@ def test_matches_reference_of_large_heads(size):
 def test_shapes(size, mode, memory, dtype, both):
     tensors, mask, state = inputs(size, dtype, memory, both, both, mode[1])
     assert_right(tensors, mask, state, feature_map=mode[0], normalize=mode[1], eps=1e-2)
-
-
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
-def test_shapes_empty(normalize):
-    for shape in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)):
-        q = torch.rand(shape, requires_grad=True)
-        s0 = torch.rand(*shape[:2], 4, 4, requires_grad=True)
-        z0 = torch.rand(*shape[:2], 4) if normalize == "sum" else None
-        out, (s, z) = cx.linear_attention(
-            q,
-            q,
-            q,
-            normalize=normalize,
-            initial_state=(s0, z0),
-            return_state=True,
-            key_mask=torch.zeros(shape[0], shape[2]) > 0,
-        )
-        assert out.shape == shape
-        assert torch.equal(s, s0)
-        assert z is None or torch.equal(z, z0)
-        (out.sum() + s.sum()).backward()
-        assert q.grad.shape == shape
-        assert torch.equal(s0.grad, torch.ones_like(s0))
 
 
 @ON_CPU
@@ -396,25 +361,6 @@ def test_layout(normalize):
     assert_right(swapped, mask, state, normalize=normalize, layout="bthd")
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-def test_noncontiguous(memory):
-    """The same bits for every layout of q, k, v, the mask, the state and the gradient that flows in."""
-    tensors, mask, state = inputs((2, 3, 150, 10, 7), memory=memory, masked=True, stateful=True)
-    dense = [t.contiguous() for t in tensors]
-    wide = mask[:, None].expand(2, 4, 150).movedim(1, 2)[..., 1]
-    gaps = (heads(state[0].shape, seed=5), torch.stack([state[1], state[1]], -1)[..., 1])
-    results = []
-    for arguments, m, s in ((tensors, wide, gaps), (dense, mask, state)):
-        leaves = leaves_of(arguments, s)
-        results.append(numbers(ours, leaves, upstream(ours(*leaves)), key_mask=m))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-    leaves = leaves_of(tensors, None)
-    summed = torch.autograd.grad(cx.linear_attention(*leaves).sum(), leaves)  # a gradient whose strides are all 0
-    given = torch.autograd.grad(cx.linear_attention(*leaves), leaves, torch.ones(2, 3, 150, 7))
-    assert all(torch.equal(one, other) for one, other in zip(summed, given, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_camoxpert_parity(dtype):
     """SDTAEncoder.linear_attention of mahi-chan/camoXpert, models/backbone.py at 47e858c, in our own words."""
@@ -429,26 +375,6 @@ def test_camoxpert_parity(dtype):
     assert_close_to_reference(out, plain(*tensors), plain(*(t.double() for t in tensors)))
 
 
-def test_saved_for_backward():
-    tensors, mask, _ = inputs((2, 3, 50, 6, 5), memory="picture", masked=True)
-    leaves, saved = leaves_of(tensors, None), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        _, (s, z) = cx.linear_attention(*leaves, key_mask=mask, return_state=True)
-    expected = [t.data_ptr() for t in (*leaves, mask, s, z)]
-    assert [t.data_ptr() for t in saved] == expected
-
-
-def test_second_derivative_is_refused():
-    leaves = leaves_of(inputs((1, 2, 5, 3, 4))[0], None)
-    grads = torch.autograd.grad(cx.linear_attention(*leaves).sum(), leaves, create_graph=True)
-    with pytest.raises(NotImplementedError, match="linear_attention: second derivatives"):
-        grads[0].sum().backward()
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(leaves[0].detach(), torch.ones_like(leaves[0]))
-        with pytest.raises(NotImplementedError, match="linear_attention: forward-mode AD"):
-            cx.linear_attention(dual, leaves[1], leaves[2])
-
-
 def test_causal_comes_later():
     q = torch.rand(1, 1, 3, 4)
     for causal in (True, "strict"):
@@ -456,143 +382,6 @@ def test_causal_comes_later():
             cx.linear_attention(q, q, q, causal=causal)
     with pytest.raises(NotImplementedError, match="causal linear attention"):
         cx.linear_attention_step(q, q, q, (torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)))
-
-
-@ON_CPU
-def test_threads_do_not_change_bits():
-    for memory, size in (("picture", (2, 3, 600, 20, 12)), ("channels_last", (1, 1, 5000, 8, 8))):
-        tensors, mask, state = inputs(size, memory=memory, masked=True, stateful=True)
-        leaves = leaves_of(tensors, state)
-        given = upstream(ours(*leaves))
-        expected = numbers(ours, leaves, given, key_mask=mask)
-        for threads in (1, 3, 8):
-            torch.set_num_threads(threads)
-            found = numbers(ours, leaves, given, key_mask=mask)
-            torch.set_num_threads(2)
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-ISA_CODE = """
-import sys, torch
-sys.path.insert(0, {tests!r})
-import camox_ops as cx
-from test_linear_attention import FLOATS, MODES, assert_right, inputs
-for dtype in FLOATS[:2]:
-    for memory in ("picture", "contiguous"):
-        for i, (feature_map, normalize) in enumerate(MODES):
-            tensors, mask, state = inputs((2, 2, 150, 21, 35), dtype, memory, i % 2, i % 2, normalize)
-            assert_right(tensors, mask, state, feature_map=feature_map, normalize=normalize, eps=1e-2)
-print(cx.isa())
-"""
-
-
-@ON_CPU
-def test_isa_agree(pytestconfig):
-    """Sums differ between instruction sets, so each is held to the truth."""
-    code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"))
-    assert [run_python(code, CAMOX_FORCE_ISA=isa).strip() for isa in cx.supported_isas()] == cx.supported_isas()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype):
-    op = torch.ops.camox_ops
-    for normalize in ("sum", "none"):
-        tensors, mask, state = inputs((2, 2, 5, 3, 4), dtype, "picture", True, True, normalize)
-        q, k, v, s0, *z0 = leaves_of(tensors, state)
-        z0 = z0[0] if z0 else None
-        opcheck(op.linear_attention.default, (q, k, v, mask, s0, z0, "elu1", normalize, 1e-3))
-        out, s, z = op.linear_attention(q, k, v, None, None, None, "relu", normalize, 1e-3)
-        grad, *state = (t.detach() for t in (torch.ones_like(out), s, z))
-        opcheck(
-            op.linear_attention_backward.default,
-            (grad, None, None, q.detach(), k.detach(), v.detach(), mask, *state, "relu", normalize, 1e-3),
-        )
-    qkv = packed((2, 2, 5, 3), dtype).detach()
-    opcheck(op.linear_attention_packed.default, (qkv.requires_grad_(), mask, "elu1", "sum", 1e-3))
-    out, *state = op.linear_attention_packed(qkv.detach(), None, "elu1", "sum", 1e-3)
-    opcheck(
-        op.linear_attention_packed_backward.default,
-        (torch.ones_like(out), *state, qkv.detach(), mask, *state, "elu1", "sum", 1e-3),
-    )
-
-
-def test_compile():
-    def step(q, k, v, mask):
-        a, state = cx.linear_attention(q, k, v, normalize="sum", return_state=True)
-        b = cx.linear_attention(a, k, v, normalize="feature", key_mask=mask)
-        c = cx.linear_attention(b, k, v, initial_state=state) + linear_attention_packed(torch.stack((q, k, v), 1))
-        return (c * b).square().mean() + state[1].sum()
-
-    tensors, mask, _ = inputs((2, 3, 20, 4, 4), memory="picture", masked=True)
-    leaves = leaves_of(tensors, None)
-    expected = step(*leaves, mask)
-    result = torch.compile(step, fullgraph=True, dynamic=False)(*leaves, mask)
-    torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(torch.autograd.grad(result, leaves), torch.autograd.grad(expected, leaves))
-
-
-@ON_CPU
-def test_func_transforms():
-    xs = torch.randn(3, 3, 2, 2, 7, 4, dtype=torch.float64)  # (mapped, q k v, B, H, T, D)
-    mask = torch.arange(14).view(2, 7) % 4 == 0
-    first, every = tuple(xs[0]), (0, 1, 2)
-    for normalize in NORMALIZATIONS:
-        options = {"normalize": normalize, "key_mask": mask}
-
-        def loss(q, k, v, op, options=options):
-            return sum(t.square().sum() for t in op(q, k, v, **options))
-
-        got, expected = (torch.func.grad(loss, every)(*first, op) for op in (ours, reference.linear_attention))
-        torch.testing.assert_close(got, expected)
-        for in_dims, arguments in (
-            ((0, 0, 0), xs.unbind(1)),
-            ((0, None, 1), (xs[:, 0], xs[0, 1], xs[:, 2].movedim(0, 1))),
-        ):
-            got, expected = (
-                torch.vmap(lambda q, k, v, op=op, f=loss: torch.func.grad(f, every)(q, k, v, op), in_dims)(*arguments)
-                for op in (ours, reference.linear_attention)
-            )
-            torch.testing.assert_close(got, expected)
-        out, pullback = torch.func.vjp(lambda q, options=options: ours(q, *first[1:], **options)[0], first[0])
-        torch.testing.assert_close(out, reference.linear_attention(*first, **options)[0])
-        assert pullback(out)[0].shape == first[0].shape
-
-
-@ON_CPU
-def test_autocast_casts():
-    (q, k, v), _, state = inputs((1, 2, 9, 4, 5), stateful=True)
-    expected = cx.linear_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), initial_state=state)
-    with torch.autocast("cpu", torch.bfloat16):
-        out, (s, z) = cx.linear_attention(q, k.bfloat16(), v, initial_state=state, return_state=True)
-        assert cx.linear_attention(*(t.double() for t in (q, k, v))).dtype == torch.float64
-    assert torch.equal(out, expected)
-    assert s.dtype == z.dtype == torch.float32
-    q.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        cx.linear_attention(q, k, v).sum().backward()
-    assert q.grad.dtype == torch.float32
-
-
-def test_checkpointing():
-    leaves = leaves_of(inputs((1, 2, 30, 6, 6))[0], None)
-    expected = torch.autograd.grad(cx.linear_attention(*leaves).square().sum(), leaves)
-    y = torch.utils.checkpoint.checkpoint(
-        lambda *t: cx.linear_attention(*t).square().sum(), *leaves, use_reentrant=False
-    )
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, leaves), expected, strict=True))
-
-
-@ON_CPU
-@pytest.mark.big
-@pytest.mark.slow
-def test_offsets_past_32_bits():
-    """Heads that lie further apart than 2^31 elements, in memory that is never touched elsewhere."""
-    apart = 2**31 + 6
-    storage = torch.empty(apart + 12, dtype=torch.bfloat16)
-    x = storage.as_strided((1, 2, 3, 4), (1, apart, 4, 1))
-    x.copy_(heads((1, 2, 3, 4), torch.bfloat16))
-    dense = x.clone()
-    assert torch.equal(cx.linear_attention(x, x, x), cx.linear_attention(dense, dense, dense))
 
 
 # ---- errors ----

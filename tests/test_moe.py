@@ -6,11 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture, run_python
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
-from torch.library import opcheck
 
 import camox_ops as cx
 from camox_ops import reference
@@ -317,23 +316,6 @@ def test_grad(score, padded):
     assert gradcheck(op, (logits, x))
 
 
-@pytest.mark.parametrize("name", ["route", "dispatch", "combine", "aux_loss"])
-def test_second_derivative_is_refused(name):
-    logits, x = torch.rand(4, 3, requires_grad=True), torch.rand(4, 2, requires_grad=True)
-    y = torch.rand(8, 2, requires_grad=True)
-    routing = cx.moe_route(logits, 2)
-    output, leaf = {
-        "route": (routing.weights, logits),
-        "dispatch": (cx.moe_dispatch(x, routing), x),
-        "combine": (cx.moe_combine(y, routing), y),
-        "aux_loss": (cx.moe_aux_loss(routing, logits), logits),
-    }[name]
-    upstream = torch.rand_like(output).requires_grad_()
-    (grad,) = torch.autograd.grad(output, leaf, upstream, create_graph=True)
-    with pytest.raises(NotImplementedError, match=f"moe_{name}: second derivatives are not implemented"):
-        torch.autograd.grad(grad.sum(), upstream)
-
-
 def test_one_expert_takes_all_or_none():
     x = torch.rand(40, 6, requires_grad=True)
     for wanted in (0, 2, 4):
@@ -380,27 +362,6 @@ def test_noncontiguous_logits_and_routing():
     y = cx.moe_combine(copies, apart)
     assert torch.equal(y, cx.moe_combine(copies, ours))
     assert torch.autograd.grad(y.sum(), leaf)[0].shape == (3, 9)
-
-
-@pytest.mark.parametrize("rows", [0, 3])
-def test_shapes_empty(rows):
-    logits = torch.rand(rows, 4, requires_grad=True)
-    learned = cx.moe_route(logits, 2, capacity_factor=2.0)
-    routing = learned._replace(weights=learned.weights.detach())
-    for shape in ((rows,), (rows, 0), (rows, 2, 0, 3), (rows, 2, 3, 3)):
-        x = torch.rand(shape, requires_grad=True)
-        for padded in (False, True):
-            copies = cx.moe_dispatch(x, routing, padded=padded)
-            assert copies.shape == ((4, routing.capacity) if padded else (2 * rows,)) + shape[1:]
-            y = cx.moe_combine(copies, routing, padded=padded)
-            assert y.shape == shape
-            y.sum().backward()
-            assert x.grad.shape == shape
-    for kind in AUX_LOSSES:
-        loss = cx.moe_aux_loss(routing, logits, kind)
-        assert loss.isfinite()
-    (learned.weights.sum() + cx.moe_aux_loss(learned, logits)).backward()
-    assert logits.grad.shape == (rows, 4)
 
 
 @given(
@@ -475,117 +436,6 @@ def test_forty_repeats_have_one_hash():
 
 
 @ON_CPU
-@pytest.mark.parametrize("threads", [1, 3, 8])
-def test_threads_do_not_change_bits(threads):
-    expected = digest_of(numbers())
-    torch.set_num_threads(threads)
-    assert digest_of(numbers()) == expected
-
-
-ISA_CODE = """
-import sys, torch
-sys.path.insert(0, {tests!r})
-import camox_ops as cx
-from test_moe import FLOATS, SCORES, digest_of, indices_of, logits_of, picture, routed, weights_of, real_of
-found = []
-for dtype in FLOATS:
-    for score in SCORES:
-        logits = logits_of(40, 9, dtype).requires_grad_()
-        routing = cx.moe_route(logits, 3, score=score, capacity_factor=0.9)
-        found += [*routing[:6], *torch.autograd.grad(routing.weights, logits, weights_of((40, 3), real_of(dtype)))]
-    routing = routed(6, 4, 2)
-    x = picture((6, 3, 7, 5), dtype)
-    y = cx.moe_dispatch(x, routing) ** 2
-    weights = routing.weights.to(real_of(dtype))
-    found += [y, cx.moe_combine(y, routing), torch.ops.camox_ops.moe_dispatch_backward(y, *indices_of(routing), None)]
-    found += torch.ops.camox_ops.moe_combine_backward(x, y, weights, *indices_of(routing), None)[:1]
-print(cx.isa(), digest_of(found))
-"""
-
-
-@ON_CPU
-def test_isa_agree(pytestconfig):
-    """All but what is summed over elements or rows: the weights' gradient and the losses."""
-    code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"))
-    results = [run_python(code, CAMOX_FORCE_ISA=isa).split() for isa in cx.supported_isas()]
-    assert [name for name, _ in results] == cx.supported_isas()
-    assert len({digest for _, digest in results}) == 1
-
-
-@pytest.mark.parametrize("dtype", FLOATS[:2])
-def test_opcheck(dtype):
-    op, logits = torch.ops.camox_ops, logits_of(6, 4, dtype).requires_grad_()
-    real, valid = real_of(dtype), valid_of(6)
-    opcheck(op.moe_route.default, (logits, valid, 2, "topk_softmax", 3))
-    opcheck(op.moe_route.default, (logits, None, 2, "softmax_topk", None))
-    routing = routed(6, 4, 2, 0.8)
-    routed_indices = indices_of(routing)
-    weights, grad = routing.weights.to(real).requires_grad_(), weights_of((6, 2), real)
-    opcheck(op.moe_route_backward.default, (grad, logits.detach(), routing.experts, routing.position, "topk_softmax"))
-    x = picture((6, 3, 2, 5), dtype, "channels_last").requires_grad_()
-    for capacity in (None, routing.capacity):
-        opcheck(op.moe_dispatch.default, (x, *routed_indices, capacity))
-        y = op.moe_dispatch(x.detach(), *routed_indices, capacity)
-        opcheck(op.moe_dispatch_backward.default, (y, *routed_indices, capacity))
-        opcheck(op.moe_combine_backward.default, (x.detach(), y, weights.detach(), *routed_indices, capacity))
-        opcheck(op.moe_combine.default, (y.requires_grad_(), weights, *routed_indices, capacity))
-    for kind in ("switch", "usage_mse"):
-        opcheck(op.moe_aux_loss.default, (logits, routing.counts, valid, kind, 2))
-    slope = weights_of((4,), real)
-    opcheck(op.moe_aux_loss_backward.default, (slope[0].clone(), logits.detach(), slope, valid, "z"))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(dynamic):
-    def step(logits, x):
-        routing = cx.moe_route(logits, 2, capacity_factor=1.2)
-        copies = cx.moe_dispatch(x, routing)
-        y = cx.moe_combine(copies * copies, routing) + cx.moe_combine(
-            cx.moe_dispatch(x, routing, padded=True).sin(), routing, padded=True
-        )
-        return y.square().mean() + cx.moe_aux_loss(routing, logits), routing
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
-    for rows in (6, 9) if dynamic else (6,):
-        inputs = logits_of(rows, 4).requires_grad_(), picture((rows, 3, 5, 5), layout="channels_last").requires_grad_()
-        expected, routing = step(*inputs)
-        result, found = compiled(*inputs)
-        assert isinstance(found, cx.Routing)
-        assert found.capacity == routing.capacity
-        assert torch.equal(found.position, routing.position)
-        torch.testing.assert_close(result, expected)
-        torch.testing.assert_close(torch.autograd.grad(result, inputs), torch.autograd.grad(expected, inputs))
-
-
-@ON_CPU
-def test_func_transforms():
-    logits, xs = logits_of(6, 4, torch.float64), picture((3, 6, 2, 2), torch.float64)
-    many = torch.stack([logits, logits.roll(1, 1), logits.flip(1)])
-
-    def loss(logits, x):
-        routing = cx.moe_route(logits, 2)
-        y = cx.moe_combine(cx.moe_dispatch(x, routing) ** 2, routing)
-        return y.sin().sum() + cx.moe_aux_loss(routing, logits)
-
-    def plain(logits, x):
-        weights, *_ = routing = reference.moe_route(logits, 2)
-        _, experts, counts, offsets, _, position = routing
-        copies = reference.moe_dispatch(x, experts, offsets, position) ** 2
-        y = reference.moe_combine(copies, weights, experts, offsets, position)
-        return y.sin().sum() + reference.moe_aux_loss(logits, counts, 2)
-
-    expected = [torch.func.grad(plain, (0, 1))(logit, x) for logit, x in zip(many, xs, strict=True)]
-    torch.testing.assert_close(torch.func.grad(loss, (0, 1))(many[1], xs[1]), expected[1])
-    got = torch.vmap(torch.func.grad(loss, (0, 1)))(many, xs)
-    for ours, theirs in zip(got, zip(*expected, strict=True), strict=True):
-        torch.testing.assert_close(ours, torch.stack(theirs))
-    one = torch.vmap(torch.func.grad(loss, (0, 1)), in_dims=(None, 0))(logits, xs)
-    torch.testing.assert_close(one[1][2], torch.func.grad(plain, (0, 1))(logits, xs[2])[1])
-    y, pullback = torch.func.vjp(loss, logits, xs[0])
-    torch.testing.assert_close(pullback(torch.ones_like(y)), torch.func.grad(plain, (0, 1))(logits, xs[0]))
-
-
-@ON_CPU
 def test_autocast_routes_in_float32():
     logits, x = logits_of(6, 4, torch.bfloat16), torch.rand(6, 3).bfloat16()
     expected = cx.moe_route(logits.float(), 2)
@@ -596,19 +446,6 @@ def test_autocast_routes_in_float32():
         assert loss.dtype == torch.float32
         assert cx.moe_combine(cx.moe_dispatch(x, routing), routing).dtype == torch.bfloat16
     assert torch.equal(loss, cx.moe_aux_loss(expected, logits.float()))
-
-
-def test_checkpointing():
-    logits, x = logits_of(6, 4).requires_grad_(), torch.rand(6, 3, requires_grad=True)
-
-    def step(logits, x):
-        routing = cx.moe_route(logits, 2)
-        return cx.moe_combine(cx.moe_dispatch(x, routing).square(), routing).sum()
-
-    expected = torch.autograd.grad(step(logits, x), (logits, x))
-    y = torch.utils.checkpoint.checkpoint(step, logits, x, use_reentrant=False)
-    for ours, theirs in zip(torch.autograd.grad(y, (logits, x)), expected, strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @ON_CPU
@@ -880,31 +717,3 @@ def test_errors_from_c():
     ):
         with pytest.raises(ValueError, match="moe.*: " + message):
             call()
-
-
-def test_forward_mode_is_refused():
-    logits, routing = torch.rand(6, 4), routed(6, 4, 2)
-    for op, x in (
-        (lambda x: cx.moe_route(x, 2).weights, logits),
-        (lambda x: cx.moe_dispatch(x, routing), logits),
-        (lambda x: cx.moe_combine(x, routing), torch.rand(12, 3)),
-        (lambda x: cx.moe_aux_loss(routing, x), logits),
-    ):
-        with pytest.raises(NotImplementedError, match=r"moe_.*: forward-mode AD is not implemented"):
-            torch.func.jvp(op, (x,), (x,))
-
-
-@pytest.mark.big
-@pytest.mark.slow
-def test_offsets_past_32_bits():
-    """Rows that lie further apart than 2^31 elements, in memory that is never touched elsewhere."""
-    apart = 2**31 + 6
-    storage = torch.empty(2 * apart + 64, dtype=torch.bfloat16)
-    x = storage.as_strided((3, 8), (apart, 1))
-    x.copy_(picture((3, 8, 1, 1), torch.bfloat16)[:, :, 0, 0])
-    routing = routed(3, 4, 2)
-    y = cx.moe_dispatch(x, routing)
-    assert torch.equal(y, cx.moe_dispatch(x.contiguous(), routing))
-    wide = storage.as_strided((3, 4), (apart, 7))
-    wide.copy_(logits_of(3, 4))
-    assert torch.equal(cx.moe_route(wide, 2).order, cx.moe_route(wide.contiguous(), 2).order)

@@ -6,12 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, run_python
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
-from torch.library import opcheck
-from torch.utils.checkpoint import checkpoint
 
 import camox_ops as cx
 from camox_ops import reference
@@ -200,38 +198,6 @@ def test_padded_keys_and_values_may_hold_anything(value, dtype):
             assert not any(x[padding].any() for x in found[2:])
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-def test_noncontiguous(memory):
-    for shape in ((9, 6, 8, 12), (2, 18, 3, 20)):
-        q, k, v = qkv_of(shape, memory=memory)
-        options = options_of(shape, 3)
-        out = op.short_attention(q, k, v, *options)
-        assert torch.equal(out, op.short_attention(q.contiguous(), k.contiguous(), v.contiguous(), *options))
-        grad = torch.ones(1).expand(shape)
-        ours = op.short_attention_backward(grad, q, k, v, *options)
-        packed = (x.contiguous() for x in (grad, q, k, v))
-        for mine, other in zip(ours, op.short_attention_backward(*packed, *options), strict=True):
-            assert torch.equal(mine, other)
-        assert out.is_contiguous() == (memory != "heads_first")
-    mask = padding_of((9, 12))[:, ::2]
-    q, k, v = qkv_of((9, 6, 8, 12))
-    expected = cx.short_attention(q, k, v, key_padding_mask=mask.contiguous())
-    assert torch.equal(cx.short_attention(q, k, v, key_padding_mask=mask), expected)
-    one = mask[:1].expand(9, 6)
-    expected = cx.short_attention(q, k, v, key_padding_mask=one.contiguous())
-    assert torch.equal(cx.short_attention(q, k, v, key_padding_mask=one), expected)
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)])
-def test_shapes_empty(shape):
-    q, k, v = (torch.rand(shape, requires_grad=True) for _ in range(3))
-    mask = torch.zeros(shape[:2], dtype=torch.bool)
-    out = cx.short_attention(q, k, v, key_padding_mask=mask, p=0.5, training=True)
-    assert out.shape == shape
-    out.sum().backward()
-    assert q.grad.shape == shape
-
-
 def test_shapes_of_many_sequences():
     shape = (70_001, 2, 1, 3)
     q, k, v = qkv_of(shape, memory="packed")
@@ -258,21 +224,6 @@ def test_shapes(shape, which, memory, dtype):
     assert_close_to_reference(ours, same, truth, scale64=4.0)
 
 
-@ON_CPU
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_do_not_change_bits(threads):
-    def everything():
-        for shape in ((300, 6, 8, 12), (40, 20, 3, 20)):
-            q, k, v = qkv_of(shape, memory="packed")
-            out = op.short_attention(q, k, v, *options_of(shape, 7))
-            yield out
-            yield from op.short_attention_backward(out, q, k, v, *options_of(shape, 7))
-
-    expected = list(everything())
-    torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(everything(), expected, strict=True))
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_large_outputs_have_the_same_bits(dtype):
     """From 8 MiB on stores go past the caches; halves are below that."""
@@ -286,33 +237,6 @@ def test_large_outputs_have_the_same_bits(dtype):
             inputs, mine = [x[part] for x in (q, k, v)], (options[0][part], *options[1:])
             ours = op.short_attention(*inputs, *mine), *op.short_attention_backward(inputs[0], *inputs, *mine)
             assert all(torch.equal(a[part], b) for a, b in zip(whole, ours, strict=True))
-
-
-ISA_CODE = """
-import sys, torch
-sys.path.insert(0, {tests!r})
-import camox_ops as cx
-from test_short_attention import op, options_of, qkv_of
-found = []
-for memory in ("packed", "strided"):
-    for shape in ((9, 6, 8, 12), (3, 16, 3, 5), (3, 33, 2, 40)):
-        for which in range(8):
-            qkv, options = qkv_of(shape, torch.float32, memory), options_of(shape, which)
-            out = op.short_attention(*qkv, *options)
-            found += [out, *op.short_attention_backward(out, *qkv, *options)]
-torch.save(found, {path!r} + cx.isa())
-"""
-
-
-@ON_CPU
-def test_isa_agree(pytestconfig, tmp_path):
-    """Sums of products, so within rounding."""
-    code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"), path=str(tmp_path / "found-"))
-    for isa in cx.supported_isas():
-        run_python(code, CAMOX_FORCE_ISA=isa)
-    first, *others = (torch.load(tmp_path / f"found-{isa}") for isa in cx.supported_isas())
-    for other in others:
-        torch.testing.assert_close(other, first, rtol=1e-5, atol=4e-6)
 
 
 # ---- dropout ----
@@ -344,88 +268,7 @@ def test_seed_is_drawn_from_the_generator():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_saved_for_backward():
-    q, k, v = (x.requires_grad_() for x in qkv_of((9, 6, 8, 12)))
-    mask, saved = padding_of((9, 6)), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        cx.short_attention(q, k, v, key_padding_mask=mask, p=0.1, training=True)
-    assert [t.data_ptr() for t in saved[:4]] == [t.data_ptr() for t in (q, k, v, mask)]
-    assert [(t.dtype, t.numel()) for t in saved[4:]] == [(torch.int64, 1)]
-
-
 # ---- what surrounds an op ----
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_opcheck(dtype):
-    qkv = [x.requires_grad_() for x in qkv_of((3, 4, 2, 5), dtype, "packed")]
-    inputs = [normal((3, 4, 2, 5)).to(DEVICE, dtype), *(x.detach() for x in qkv)]
-    opcheck(op.short_attention.default, (*qkv, padding_of((3, 4)), seed_of(), True, 0.5, 0.25))
-    opcheck(op.short_attention.default, (*qkv_of((3, 4, 2, 5), dtype, "heads_first"), None, None, False, 0.5, 0.0))
-    opcheck(op.short_attention_backward.default, (*inputs, padding_of((3, 4)), None, False, 0.5, 0.0))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(dynamic):
-    def step(q, k, v, mask):
-        return cx.short_attention(q, k, v, key_padding_mask=mask, causal=True).square().mean()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
-    for shape in ((9, 6, 2, 12), (4, 5, 3, 8)) if dynamic else ((9, 6, 2, 12),):
-        qkv = [x.requires_grad_() for x in qkv_of(shape, memory="packed")]
-        mask = padding_of(shape)
-        expected, result = step(*qkv, mask), compiled(*qkv, mask)
-        torch.testing.assert_close(result, expected)
-        torch.testing.assert_close(torch.autograd.grad(result, qkv), torch.autograd.grad(expected, qkv))
-
-
-@ON_CPU
-def test_func_transforms():
-    shape = (3, 4, 2, 5)
-    batch = [torch.stack([qkv_of(shape, torch.float64, seed=s)[i] for s in range(2)], 1) for i in range(3)]
-    mask = padding_of(shape)
-
-    def loss(q, k, v, mask, attention=cx.short_attention):
-        return (attention(q, k, v, key_padding_mask=mask) ** 3).sum()
-
-    def truth(q, k, v, mask):
-        return loss(q, k, v, mask, reference.short_attention)
-
-    masks = torch.stack([mask, ~mask])
-    for in_dims, given_mask in (((1, 1, 1, None), mask), ((1, 1, 1, 0), masks), ((1, 1, 1, None), None)):
-        ours, theirs = (torch.vmap(torch.func.grad(f, (0, 1, 2)), in_dims)(*batch, given_mask) for f in (loss, truth))
-        torch.testing.assert_close(ours, theirs)
-    shared = torch.vmap(lambda q: cx.short_attention(q, *(x[:, 0] for x in batch[1:])), 1)(batch[0])
-    assert torch.equal(shared[1], cx.short_attention(batch[0][:, 1], *(x[:, 0] for x in batch[1:])))
-    drop = torch.vmap(lambda *x: cx.short_attention(*x, p=0.5, training=True), 1, randomness="different")(*batch)
-    assert not torch.equal(drop[0] == 0, drop[1] == 0)
-    one = tuple(x[:, 0] for x in batch)
-    out, pullback = torch.func.vjp(lambda *x: cx.short_attention(*x), *one)
-    theirs = reference.short_attention_backward(out, *one)
-    torch.testing.assert_close(pullback(out), theirs)
-
-
-@ON_CPU
-def test_autocast_casts():
-    q, k, v = (x.requires_grad_() for x in qkv_of((4, 6, 2, 8)))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = cx.short_attention(q, k.bfloat16(), v)
-        assert cx.short_attention(*(x.double() for x in (q, k, v))).dtype == torch.float64
-    assert torch.equal(out, cx.short_attention(*(x.bfloat16() for x in (q, k, v))))
-    assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
-
-
-def test_checkpointing():
-    qkv = [x.requires_grad_() for x in qkv_of((9, 6, 8, 12))]
-
-    def step(*qkv):
-        return cx.short_attention(*qkv, p=0.5, training=True).square().sum()
-
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(step(*qkv), qkv)
-    torch.manual_seed(3)
-    got = torch.autograd.grad(checkpoint(step, *qkv, use_reentrant=False), qkv)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 # ---- errors ----
@@ -482,16 +325,3 @@ def test_errors_of_the_operator():
             op.short_attention(*arguments)
     with pytest.raises(ValueError, match="grad must have the shape of q"):
         op.short_attention_backward(q[:1], q, q, q, None, None, False, 1.0, 0.0)
-
-
-def test_errors_of_a_second_derivative():
-    qkv = [x.requires_grad_() for x in qkv_of((3, 4, 2, 5))]
-    (grad,) = torch.autograd.grad(cx.short_attention(*qkv).square().sum(), qkv[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="short_attention: second derivatives are not implemented"):
-        torch.autograd.grad(grad.sum(), qkv[0])
-
-
-def test_errors_of_forward_mode():
-    q, k, v = qkv_of((3, 4, 2, 5))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode AD"):
-        cx.short_attention(torch.autograd.forward_ad.make_dual(q, q), k, v)

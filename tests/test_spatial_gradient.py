@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 import torch
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, on_small_stack, picture, run_python
+from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
-from torch.library import opcheck
 
 import camox_ops as cx
 from camox_ops import reference
@@ -43,12 +42,6 @@ def backward(grads, operator="sobel", border="zeros", channels_last=False):
 
 def reachable(shape, border):
     return not (border == "reflect" and 1 in shape[2:])
-
-
-def test_smoke():
-    gx, gy = cx.spatial_gradient(torch.rand(2, 3, 8, 9))
-    assert gx.shape == gy.shape == (2, 3, 8, 9)
-    assert gx.dtype == gy.dtype == torch.float32
 
 
 def test_known_values():
@@ -146,43 +139,6 @@ def test_grad_of_the_backward():
     assert gradcheck(lambda gy: backward((None, gy), border="replicate"), grads[1])
 
 
-def test_saves_nothing():
-    x = torch.rand(2, 3, 8, 8, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        cx.spatial_gradient(x)
-    assert saved == []
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_noncontiguous(layout):
-    for shape in ((2, 3, 6, 9), (2, 70, 5, 6)):
-        x = picture(shape, layout=layout)
-        plain = x.clone(memory_format=torch.contiguous_format)
-        memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
-        for ours, expected in zip(cx.spatial_gradient(x), cx.spatial_gradient(plain), strict=True):
-            assert torch.equal(ours, expected)
-            assert ours.is_contiguous(memory_format=memory_format)
-    x = torch.rand(7, 4, 6, 3).transpose(0, 3)
-    assert torch.equal(cx.spatial_gradient(x)[0], cx.spatial_gradient(x.contiguous())[0])
-    sliced = torch.rand(2, 8, 9, 9).to(memory_format=torch.channels_last)[:, :, 1:8]
-    assert torch.equal(cx.spatial_gradient(sliced)[1], cx.spatial_gradient(sliced.contiguous())[1])
-    x = torch.rand(2, 3, 4, 5, requires_grad=True)
-    cx.spatial_gradient(x)[0].sum().backward()  # a gradient whose strides are all 0
-    (expected,) = torch.autograd.grad(cx.spatial_gradient(x)[0], x, torch.ones(2, 3, 4, 5))
-    assert torch.equal(x.grad, expected)
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)])
-@pytest.mark.parametrize("border", BORDERS)
-def test_shapes_empty(shape, border):
-    x = torch.rand(shape, requires_grad=True)
-    gx, gy = cx.spatial_gradient(x, border=border)
-    assert gx.shape == gy.shape == shape
-    (gx + gy).sum().backward()
-    assert x.grad.shape == shape
-
-
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 40), st.integers(1, 70)),
     st.sampled_from(OPERATORS),
@@ -198,19 +154,6 @@ def test_shapes(shape, operator, border, layout, dtype):
     same = reference.spatial_gradient(x, operator, border)
     ours = cx.spatial_gradient(x, operator=operator, border=border)
     assert_close_to_reference(ours, same, truth, scale64=32 * x.abs().max().item())
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_threads_do_not_change_bits(threads):
-    for layout in ("contiguous", "channels_last"):
-        channels_last = layout == "channels_last"
-        x = picture((3, 17, 170, 33), layout=layout)
-        grads = [picture(x.shape, seed=i) for i in range(2)]
-        expected, expected_grad = cx.spatial_gradient(x), backward(grads, "sobel", "reflect", channels_last)
-        torch.set_num_threads(threads)
-        assert all(torch.equal(a, b) for a, b in zip(cx.spatial_gradient(x), expected, strict=True))
-        assert torch.equal(backward(grads, "sobel", "reflect", channels_last), expected_grad)
-        torch.set_num_threads(2)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 8, 32, 200])
@@ -231,36 +174,6 @@ def test_a_last_tile_of_one_column(channels, border):
                 assert torch.equal(backward(grads, border=border, channels_last=True), expected_grad)
 
 
-def test_small_stack():
-    assert run_python(on_small_stack("spatial_gradient")) == "done\n"
-
-
-ISA_CODE = """
-import hashlib, sys, torch
-sys.path.insert(0, {tests!r})
-import camox_ops as cx
-from helpers import FLOATS, picture
-digest = hashlib.sha256()
-for dtype in FLOATS:
-    for layout in ("contiguous", "channels_last"):
-        for shape in ((2, 3, 13, 35), (1, 66, 4, 19), (1, 1, 3, 600)):
-            for border in ("zeros", "replicate", "reflect"):
-                x = picture(shape, dtype, layout)
-                grads = [picture(shape, dtype, seed=i) for i in range(2)]
-                for y in (*cx.spatial_gradient(x, operator="scharr", border=border, normalized=True),
-                          torch.ops.camox_ops.spatial_gradient_backward(*grads, 3.0, 10.0, border, False)):
-                    digest.update(y.contiguous().view(torch.uint8).numpy().tobytes())
-print(cx.isa(), digest.hexdigest())
-"""
-
-
-def test_isa_agree(pytestconfig):
-    code = ISA_CODE.format(tests=str(pytestconfig.rootpath / "tests"))
-    results = [run_python(code, CAMOX_FORCE_ISA=isa).split() for isa in cx.supported_isas()]
-    assert [name for name, _ in results] == cx.supported_isas()
-    assert len({digest for _, digest in results}) == 1
-
-
 @pytest.mark.parametrize("values", [("nan", "nan"), ("inf", "inf"), ("-inf", "-inf"), ("inf", "-inf")])
 def test_nan_and_inf_as_in_a_convolution(values):
     for layout in ("contiguous", "channels_last"):
@@ -269,62 +182,6 @@ def test_nan_and_inf_as_in_a_convolution(values):
         x[0, 1, 0, 0] = float(values[0])
         for ours, theirs in zip(cx.spatial_gradient(x), reference.spatial_gradient(x), strict=True):
             torch.testing.assert_close(ours, theirs, equal_nan=True)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_opcheck(dtype, layout):
-    x = picture((2, 3, 5, 4), dtype, layout).requires_grad_()
-    grad = picture((2, 3, 5, 4), dtype).requires_grad_()
-    opcheck(torch.ops.camox_ops.spatial_gradient.default, (x, 1.0, 2.0, "reflect"))
-    opcheck(
-        torch.ops.camox_ops.spatial_gradient_backward.default,
-        (grad, None, 3.0, 10.0, "replicate", layout == "channels_last"),
-    )
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(dynamic):
-    def step(x):
-        gx, gy = cx.spatial_gradient(x, operator="scharr", border="reflect")
-        return (gx * gy).square().mean()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
-    shapes = ((2, 3, 8, 9), (1, 4, 7, 6), (3, 2, 5, 12)) if dynamic else ((2, 3, 8, 9),)
-    for shape in shapes:
-        for layout in ("contiguous", "channels_last"):
-            x = picture(shape, layout=layout).requires_grad_()
-            expected = step(x)
-            (expected_grad,) = torch.autograd.grad(expected, x)
-            torch.testing.assert_close(compiled(x), expected)
-            (grad,) = torch.autograd.grad(compiled(x), x)
-            torch.testing.assert_close(grad, expected_grad)
-
-
-def test_func_transforms():
-    xs = picture((4, 3, 5, 4), torch.float64).unsqueeze(1)
-
-    def loss(x):
-        return sum((g**3).sum() for g in cx.spatial_gradient(x, border="replicate"))
-
-    def truth(x):
-        return sum((g**3).sum() for g in reference.spatial_gradient(x, border="replicate"))
-
-    torch.testing.assert_close(torch.func.grad(loss)(xs[0]), torch.func.grad(truth)(xs[0]))
-    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(xs), torch.vmap(torch.func.grad(truth))(xs))
-    by_dim = torch.vmap(lambda x: cx.spatial_gradient(x)[0], in_dims=2)(xs.movedim(0, 2))
-    torch.testing.assert_close(by_dim, torch.stack([cx.spatial_gradient(x)[0] for x in xs]))
-
-    def norm_of_grad(f):
-        return torch.func.grad(lambda x: (torch.func.grad(f)(x) ** 2).sum())
-
-    torch.testing.assert_close(norm_of_grad(loss)(xs[0]), norm_of_grad(truth)(xs[0]))
-
-
-def test_autocast_keeps_dtype():
-    with torch.autocast("cpu", torch.bfloat16):
-        assert cx.spatial_gradient(torch.rand(1, 2, 4, 4))[0].dtype == torch.float32
-        assert cx.spatial_gradient(torch.rand(1, 2, 4, 4).bfloat16())[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -366,22 +223,3 @@ def test_errors_from_c():
         op.spatial_gradient_backward(x, torch.zeros(1, 2, 1, 5), 1.0, 2.0, "zeros", False)
     with pytest.raises(ValueError, match="grad_gy must have the dtype of x"):
         op.spatial_gradient_backward(x, x.double(), 1.0, 2.0, "zeros", False)
-
-
-def test_forward_mode_is_refused():
-    x = torch.rand(1, 1, 4, 4)
-    with pytest.raises(NotImplementedError, match="spatial_gradient: forward-mode AD is not implemented"):
-        torch.func.jvp(lambda x: cx.spatial_gradient(x)[0], (x,), (x,))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="x carries a tangent"):
-        cx.spatial_gradient(torch.autograd.forward_ad.make_dual(x, x))
-
-
-@pytest.mark.big
-@pytest.mark.slow
-def test_offsets_past_32_bits():
-    """A picture whose rows lie further apart than 2^31 elements, in memory that is mapped, not touched elsewhere."""
-    apart = 2**31 + 5
-    storage = torch.empty(2 * apart + 64, dtype=torch.bfloat16)
-    x = storage.as_strided((1, 1, 3, 8), (1, 1, apart, 1))
-    x.copy_(picture((1, 1, 3, 8), torch.bfloat16))
-    assert torch.equal(cx.spatial_gradient(x)[1], cx.spatial_gradient(x.contiguous())[1])

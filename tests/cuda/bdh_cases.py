@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import rig
 import torch
+from rope_cases import rope_input
 
 SOURCE = rig.CSRC / "bdh" / "bdh_cuda.cu"
 MEMORY = ("contiguous", "swapped", "strided", "expanded")
@@ -177,3 +179,25 @@ def every_kernel(arch) -> None:
         v = v.repeat(1, 1, 1, 2)
         backward(v.expand(1, 2, 1, 4), q, v, table, table, save="nothing", form=2, causal=True, **more)
         step(q[:, :, 0], v[:, :, 0], table[0], table[0], None, how=how)
+
+
+def bdh_inputs(shape, value_dim, dtype, memory="contiguous", shared=True, each=False):
+    """(grad, q, v, cos, sin); v shared by the heads or not, tables of an angle a pair or one an element."""
+    batch, heads, length, n = shape
+    grad = rope_input((batch, heads, length, value_dim), dtype, memory, seed=1)
+    v = rope_input((batch, 1 if shared else heads, length, value_dim), dtype, memory, seed=2)
+    angles = torch.randn(length + 1, n if each else n // 2, generator=torch.Generator().manual_seed(3)) * 3
+    return grad, rope_input(shape, dtype, memory), v, angles.cos(), angles.sin()
+
+
+def bdh_kernels(grad, q, v, cos, sin, flush="end", save=None, how=None, **options):
+    grads = backward(grad, q, v, cos, sin, flush=flush, save=save, how=how, **options)
+    return forward(q, v, cos, sin, flush=flush, save=save, how=how, **options)[0], *grads
+
+
+def with_barriers(**how):
+    for dtype, (causal, softmax) in itertools.product((torch.bfloat16, torch.float32), ((1, 0), (0, 1), (1, 1))):
+        inputs = bdh_inputs((1, 2, 70, 70), 66, dtype)
+        yield bdh_kernels(*inputs, causal=causal, softmax=softmax, save="logsumexp" if softmax else "nothing", how=how)
+    _, q, v, cos, sin = bdh_inputs((1, 2, 1, 518), 40, torch.float32)
+    yield step(q[:, :, 0], v[:, :, 0], cos[0], sin[0], None, how=how)

@@ -6,6 +6,7 @@ import ctypes
 
 import rig
 import torch
+from helpers import picture
 
 SOURCE = rig.CSRC / "bias_gelu" / "bias_gelu_cuda.cu"
 # (rows, columns): whole accesses and none, more rows than a unit, more columns than a block of the reduction.
@@ -51,3 +52,8 @@ def every_kernel(arch) -> None:
         for columns in (8, 7):
             x = torch.ones(2, columns).to(dtype)
             run(x, torch.ones(columns), x, torch.tensor(1), 0.5, arch=arch)
+
+
+def with_barriers(**how):
+    x, grad = (picture((1, 1, 90, 640), seed=k)[0, 0] for k in (0, 1))
+    yield run(x, picture((1, 1, 1, 640), seed=2).flatten(), grad, torch.tensor(5), 0.3, **how)

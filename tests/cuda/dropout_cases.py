@@ -6,6 +6,7 @@ import ctypes
 
 import rig
 import torch
+from helpers import picture
 
 SOURCE = rig.CSRC / "dropout" / "dropout_cuda.cu"
 # Around an access of 4 or 8 elements, a block of 256 threads and the tail of one; any dimensions.
@@ -108,3 +109,13 @@ def every_kernel(arch) -> None:
         for width in (8, 7, 1544, 1543):
             x, weight = torch.ones(1, width).to(dtype), torch.ones(width)
             norm(x, x, weight, weight, x, seed, 0.5, arch=arch)
+
+
+SEED = torch.tensor(0x0123456789ABCDEF)
+
+
+def with_barriers(**how):
+    for rows, width in ((9, 1544), (300, 40)):
+        x, residual, grad = (picture((1, 1, rows, width), seed=i)[0, 0] for i in range(3))
+        weight, bias = picture((1, 1, 2, width), seed=4)[0, 0]
+        yield norm(x, residual, weight, bias, grad, SEED, 0.3, **how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import rig
 import torch
@@ -180,3 +181,35 @@ def every_kernel(arch) -> None:
                 q, k, v, grad = heads((1, 1, 8, dim, dim), dtype, memory)
                 state = forward(q, k, v, how={"arch": arch})[1:]
                 backward([grad], q, k, v, state, how={"arch": arch})
+
+
+def attention_inputs(shape, dtype, memory="dense", normalize="sum", masked=False, state=False):
+    """(q, k, v), options of both directions, (S_0, z_0) or (), gradients of the forward's results."""
+    batch, count, length, n, d = shape
+    *qkv, grad = heads(shape, dtype, memory)
+    generator = torch.Generator().manual_seed(5)
+    sizes = [(batch, count, n, d), (batch, count, n)][: 2 if normalize == "sum" else 1]
+    initial = [torch.rand(size, generator=generator) for size in sizes]
+    grads = [grad, *(torch.randn(size, generator=generator) for size in sizes)]
+    mask = torch.rand(batch, length, generator=generator) < 0.3 if masked else None
+    options = {"normalize": normalize, "key_mask": mask}
+    return qkv, options, initial if state else [], grads if state else grads[:1]
+
+
+def attention_runs(inputs, *ways):
+    """The results of both directions for each of these keyword arguments; the state is the first one's."""
+    qkv, options, initial, grads = inputs
+    found = []
+    for way in ways:
+        results = forward(*qkv, *initial, **options, **way)
+        state = found[0][1:3] if found else results[1:]
+        found.append([*results, *backward(grads, *qkv, state, **options, **way)])
+    return found
+
+
+def with_barriers(**how):
+    for dim, dtype in itertools.product((16, 12, 70), (torch.float32, torch.bfloat16)):
+        for normalize in ("sum", "feature"):
+            shape = (1, 2, 136, dim, dim + 4 * (dim == 12))
+            inputs = attention_inputs(shape, dtype, "picture", normalize, state=normalize == "sum")
+            yield attention_runs(inputs, {"how": how})[0]

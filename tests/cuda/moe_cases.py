@@ -6,6 +6,9 @@ import ctypes
 
 import rig
 import torch
+from helpers import picture
+
+from camox_ops import reference
 
 SOURCE = rig.CSRC / "moe" / "moe_cuda.cu"
 SCORES = {
@@ -214,3 +217,21 @@ def every_kernel(arch) -> None:
             dispatch(x, *routed, **how)
             combine(x, None, *routed, **how)
             combine_backward(x, x, torch.ones(1, 1), *routed, **how)
+
+
+def moe_logits(rows, num_experts, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(rows, num_experts, generator=generator, dtype=torch.float64)).to(dtype)
+    return logits.round() / 2 if seed % 2 else logits  # ties
+
+
+def with_barriers(**how):
+    for rows, num_experts in ((300, 5), (40, 70)):
+        logits = moe_logits(rows, num_experts)
+        routed = route(logits, 2, capacity=90, **how)
+        weights, experts, counts, _, _, position = routed
+        loss, slope = aux_loss(logits, counts, 2, **how)
+        yield [*routed, loss, slope, route_backward(weights, logits, experts, position, **how)]
+    x, y = picture((1, 1, 5, 4098), seed=1)[0, 0], picture((1, 1, 10, 4098), seed=2)[0, 0]
+    weights, experts, _, offsets, _, position = reference.moe_route(moe_logits(5, 4), 2)
+    yield combine_backward(x, y, weights, experts, offsets, position, **how)

@@ -6,6 +6,8 @@ import ctypes
 
 import rig
 import torch
+from helpers import picture
+from norm2d_truth import parameters
 
 SOURCE = rig.CSRC / "norm2d" / "norm2d_cuda.cu"
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
@@ -129,3 +131,13 @@ def every_kernel(arch) -> None:
             for x in (planes.to(dtype), lines.to(dtype).to(memory_format=torch.channels_last)):
                 weight = torch.ones(x.shape[1])
                 forward_and_gradients(x, weight, weight, x, arch=arch)
+
+
+def norm2d_inputs(shape, dtype=torch.float32, layout="contiguous", kind="normal"):
+    """x, weight, bias and an incoming gradient."""
+    return picture(shape, dtype, layout, kind), *parameters(shape[1]), picture(shape, dtype, layout, seed=1)
+
+
+def with_barriers(**how):
+    for layout in ("contiguous", "channels_last"):
+        yield forward_and_gradients(*norm2d_inputs((1, 256, 30, 40), layout=layout), **how)

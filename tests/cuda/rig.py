@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -15,11 +16,11 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,7 @@ BUILD = ROOT / "build" / "host_cuda"
 ARCHS = (750, 900)  # one for each arm of __CUDA_ARCH__ that the sources know
 ORDERS = {"forward": (0, 1), "reverse": (1, 1), "random": (2, 1), "random2": (2, 7)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HALVES = (torch.bfloat16, torch.float16)
 
 CXX = os.environ.get("CXX", "g++")
 # Without -fno-gnu-unique the shared memory of one kernel would be one variable for the builds of all architectures.
@@ -121,20 +123,40 @@ def runtime_path() -> Path:
     return build("libcamox_host_cuda.so", [CSRC / "common/host_cuda/host_cuda.cpp"], ["-lpthread", "-ldl"])
 
 
+def sources() -> list[Path]:
+    """The CUDA sources of all ops."""
+    return sorted(CSRC.glob("*/*_cuda.cu"))
+
+
+@cache
+def all_cases() -> dict:
+    """Op -> the module <op>_cases beside this file, which calls its launchers."""
+    found = sorted(Path(__file__).parent.glob("*_cases.py"))
+    return {path.stem.removesuffix("_cases"): importlib.import_module(path.stem) for path in found}
+
+
+def doubled(*tensors):
+    return (tensor.double() for tensor in tensors)
+
+
+refused: set[Path] = set()  # sources that the compiler refused in this process
+
+
 @cache
 def object_path(source: Path, arch: int, define: str = "") -> Path:
-    """The shared object of one .cu: its __shared__ variables are the only thread_local ones in it."""
+    """The shared object of one .cu: its __shared__ variables are the only thread_local ones in it.
+
+    What the compiler says of a source is raised once: the tests that need the source after that are skipped."""
+    if source in refused:
+        pytest.skip(f"{source.name} does not compile: the first test of it that failed has the compiler's message")
     flags = [CHECKS, "-DCAMOX_HOST_CUDA=1", f"-DCAMOX_HOST_CUDA_ARCH={arch}", *([f"-D{define}"] if define else [])]
     name = "_".join(filter(None, (source.stem, define.lower(), f"sm{arch // 10}")))
     runtime = runtime_path()
-    return build(f"{name}.so", [source], [str(runtime), f"-Wl,-rpath,{runtime.parent}"], flags)
-
-
-def build_all(sources: list[Path], archs=ARCHS) -> None:
-    """Builds what is out of date, two compilers at a time."""
-    runtime_path()
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda job: object_path(*job), [(source, arch) for source in sources for arch in archs]))
+    try:
+        return build(f"{name}.so", [source], [str(runtime), f"-Wl,-rpath,{runtime.parent}"], flags)
+    except RuntimeError:
+        refused.add(source)
+        raise
 
 
 @cache

@@ -6,6 +6,7 @@ import ctypes
 
 import rig
 import torch
+from helpers import picture
 
 SOURCE = rig.CSRC / "rope" / "rope_cuda.cu"
 MEMORY = ("contiguous", "swapped", "strided", "expanded")
@@ -117,3 +118,21 @@ def every_kernel(arch) -> None:
         wide = torch.ones(1, 1, 2, 8).to(dtype)[..., ::2]
         forward(wide, torch.ones(2, 2), torch.ones(2, 2), how={"arch": arch})
         backward(wide, wide, torch.ones(2, 2), torch.ones(2, 2), how={"arch": arch})
+
+
+def rope_input(shape, dtype, memory="contiguous", seed=0):
+    """ "swapped": (B, T, H, D) in memory."""
+    if memory == "swapped":
+        return picture((shape[0], shape[2], shape[1], shape[3]), dtype, seed=seed).transpose(1, 2)
+    return picture(shape, dtype, memory, seed=seed)
+
+
+def rope_tables(length, columns):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(2, length, columns, generator=generator).unbind()
+
+
+def with_barriers(**how):
+    grad, x = picture((2, 1, 150, 2 * 16)).unflatten(3, (2, 16)).unbind(3)
+    positions = torch.randint(9, (2, 150), generator=torch.Generator().manual_seed(0))
+    yield backward(grad, x, *rope_tables(9, 8), rotary_dim=16, positions=positions, how=how)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import rig
 import torch
+from helpers import picture
 
 SOURCE = rig.CSRC / "short_attention" / "short_attention_cuda.cu"
 MEMORY = ("contiguous", "packed", "strided", "expanded")
@@ -80,3 +82,12 @@ def every_kernel(arch) -> None:
             x = torch.ones(shape).to(dtype)
             forward(x, x, x, None, None, False, 1.0, 0.0, arch=arch)
             backward(x, x, x, x, None, None, False, 1.0, 0.0, arch=arch)
+
+
+def with_barriers(**how):
+    grad, *qkv = picture((40, 20, 6, 4 * 12)).unflatten(3, (4, 12)).unbind(3)
+    padding = picture((1, 1, 40, 20), seed=3)[0, 0] > 0.7
+    qkv[1:] = (x.masked_fill(padding[:, :, None, None], math.nan) for x in qkv[1:])
+    options = (padding, torch.tensor(7), False, 0.3, 0.2)
+    yield [forward(*qkv, *options, **how)]
+    yield backward(grad, *qkv, *options, **how)

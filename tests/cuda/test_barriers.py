@@ -1,0 +1,66 @@
+"""A barrier that is taken out of a kernel is noticed: the tests of values would see a race."""
+
+import functools
+from pathlib import Path
+
+import edge_cases
+import pytest
+import rig
+import torch
+from helpers import picture
+
+# Ops whose cases run the kernels that have barriers, by with_barriers(**how) -> results.
+WITH_BARRIERS = {op: cases.with_barriers for op, cases in rig.all_cases().items() if hasattr(cases, "with_barriers")}
+
+
+@functools.cache
+def results_with_barriers(op):
+    return [*map(list, WITH_BARRIERS[op](grid_cap=1))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "path", "line"),
+    [
+        *((op, *at) for op in WITH_BARRIERS for at in rig.barriers(*sorted((rig.CSRC / op).glob("*.cu*")))),
+        *(("dropout", *at) for at in rig.barriers(rig.CSRC / "common" / "cuda_util.cuh")),  # of camox_block_sum
+    ],
+    ids=lambda part: part.name if isinstance(part, Path) else str(part),
+)
+def test_a_barrier_that_is_missing_is_noticed(op, path, line):
+    """By some order of threads, where one block does all the work; NaN and an access off its bounds count too."""
+    right = results_with_barriers(op)
+
+    def noticed(order):
+        try:
+            for results, wrong in zip(right, WITH_BARRIERS[op](grid_cap=1, order=order), strict=True):
+                if not all(map(torch.equal, results, wrong)):
+                    return True
+        except rig.KernelError:
+            return True
+        return False
+
+    with rig.without_barrier(path, line):
+        assert any(map(noticed, rig.ORDERS))
+
+
+def test_only_ops_without_barriers_are_left_out():
+    ops = {source.parent.name for source in rig.sources() if rig.barriers(*source.parent.glob("*.cu*"))}
+    assert ops - {"edge"} == WITH_BARRIERS.keys()  # edge's only one is below
+
+
+@pytest.mark.slow
+def test_edge_without_its_barrier_is_noticed(tmp_path, order):
+    """The one barrier of the channels_last backward, taken out of a copy of the source; the other ops' in the rig."""
+    op = edge_cases.OP
+    assert op.source.read_text().count("__syncthreads();") == 1
+    (tmp_path / "edge").mkdir()
+    for header in op.source.parent.glob("*.h"):
+        (tmp_path / "edge" / header.name).write_text(header.read_text())
+    (tmp_path / "common").symlink_to(rig.CSRC / "common")
+    source = tmp_path / "edge" / "edge_cuda_without_barrier.cu"
+    source.write_text(op.source.read_text().replace("__syncthreads();", ""))
+    x = picture((1, 8, 6, 40), layout="channels_last")
+    grads = [picture(x.shape, layout="channels_last", seed=i + 1) for i in range(4)]
+    right, wrong = op.backward(x, grads), op.backward(x, grads, source=source, order=order)
+    assert not torch.allclose(right, wrong)

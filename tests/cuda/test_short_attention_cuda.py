@@ -1,0 +1,103 @@
+"""short_attention's CUDA kernels on the CPU."""
+
+import itertools
+import math
+
+import pytest
+import rig
+import short_attention_cases
+import torch
+from dropout_inputs import normal
+from helpers import assert_close_to_reference, picture
+from rig import doubled
+
+from camox_ops import reference
+
+
+def short_attention_inputs(dtype, memory):
+    """(grad, q, k, v, options, order): padding, dropout and causal in turn."""
+    cases, orders = [], list(rig.ORDERS)
+    for i, shape in enumerate(short_attention_cases.SHAPES):
+        s, t, h, d = shape
+        x = picture((s, t, 3 * h, d), dtype).view(s, t, 3, h, d).unbind(2)
+        if memory == "strided":
+            x = torch.stack([torch.stack(x, 2), torch.full((s, t, 3, h, d), math.nan, dtype=dtype)], -1)
+            x = x[..., 0].unbind(2)
+        elif memory == "expanded":
+            x = [part[:1].expand(shape) for part in x]
+        elif memory == "contiguous":
+            x = [part.contiguous() for part in x]
+        padding = picture((1, 1, s, t), seed=3)[0, 0] > 0.7
+        padding[0] = True
+        for which in (i % 2, 2 + i % 2, 7):
+            seed = torch.tensor(0x0123456789ABCDEF) if which & 2 else None
+            options = (padding if which & 1 else None, seed, bool(which & 4), d**-0.5, 0.3)
+            cases.append((picture(shape, dtype, seed=1), *x, options, orders[len(cases) % len(orders)]))
+    return cases
+
+
+@pytest.mark.parametrize("memory", short_attention_cases.MEMORY)
+def test_short_attention(dtype, memory, arch):
+    for grad, *qkv, options, order in short_attention_inputs(dtype, memory):
+        ours = short_attention_cases.forward(*qkv, *options, arch=arch, order=order)
+        same, truth = (reference.short_attention(*x, *options) for x in (qkv, doubled(*qkv)))
+        assert_close_to_reference(ours, same, truth)
+        ours = short_attention_cases.backward(grad, *qkv, *options, arch=arch, order=order)
+        same = reference.short_attention_backward(grad, *qkv, *options)
+        # A lone key's gradients are 0 but for rounding.
+        truth = reference.short_attention_backward(*doubled(grad, *qkv), *options)
+        truth = [t if t.any() else t + 8 * torch.finfo(torch.float32).eps for t in truth]
+        assert_close_to_reference(ours, same, truth)
+
+
+def test_short_attention_strides_over_a_small_grid(dtype, order):
+    q, k, v, grad = picture((4, 50, 6, 4 * 12), dtype).unflatten(3, (4, 12)).transpose(1, 2)[:, :, :20].unbind(3)
+    options = (None, torch.tensor(7), False, 0.3, 0.2)
+    capped = {"grid_cap": 2, "order": order}
+    out = short_attention_cases.forward(q, k, v, *options)
+    assert torch.equal(short_attention_cases.forward(q, k, v, *options, **capped), out)
+    grads = short_attention_cases.backward(grad, q, k, v, *options)
+    for mine, theirs in zip(short_attention_cases.backward(grad, q, k, v, *options, **capped), grads, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_short_attention_masks_are_those_of_the_cpu():
+    q, k = picture((3, 6, 4, 2 * 6)).unflatten(3, (2, 6)).unbind(3)
+    options = (None, torch.tensor(-5), False, 1.0, 0.4)
+    eye = torch.eye(6).view(1, 6, 1, 6).expand(3, 6, 4, 6)
+    cpu = torch.ops.camox_ops.short_attention(q, k, eye, *options)
+    assert torch.equal(short_attention_cases.forward(q, k, eye, *options) == 0, cpu == 0)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_short_attention_padded_keys_and_values_may_hold_anything(dtype):
+    """Staged in shared memory, by vectors and by elements, and read where they lie."""
+    for shape, causal in itertools.product(((5, 6, 2, 12), (5, 5, 2, 7), (2, 40, 1, 100)), (False, True)):
+        grad, q, k, v = (normal(shape, dtype, seed=seed) for seed in range(4))
+        padding = normal(shape[:2], seed=5) > 0.3
+        options = (padding, None, causal, 0.3, 0.0)
+        filled = [x.masked_fill(padding[:, :, None, None], math.nan) for x in (k, v)]
+        zeros = [x.masked_fill(padding[:, :, None, None], 0) for x in (k, v)]
+        out = short_attention_cases.forward(q, *filled, *options)
+        assert torch.equal(out, short_attention_cases.forward(q, *zeros, *options))
+        grads = short_attention_cases.backward(grad, q, *filled, *options)
+        expected = short_attention_cases.backward(grad, q, *zeros, *options)
+        for ours, theirs in zip(grads, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_short_attention_empty():
+    for shape in ((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)):
+        x = torch.empty(shape)
+        assert short_attention_cases.forward(x, x, x, None, None, False, 1.0, 0.0).shape == shape
+        assert short_attention_cases.backward(x, x, x, x, None, None, False, 1.0, 0.0)[0].shape == shape
+
+
+@pytest.mark.slow
+def test_short_attention_broken_build_is_noticed():
+    x = picture((2, 3, 2, 4))
+    options = (None, None, False, 0.5, 0.0)
+    wrong = short_attention_cases.forward(x, x, x, *options, define="CAMOX_BREAK_SHORT_ATTENTION")
+    assert not torch.allclose(wrong, short_attention_cases.forward(x, x, x, *options), atol=1e-4)
+    wrong = short_attention_cases.backward(x, x, x, x, *options, define="CAMOX_BREAK_SHORT_ATTENTION")[0]
+    assert not torch.allclose(wrong, short_attention_cases.backward(x, x, x, x, *options)[0], atol=1e-4)
