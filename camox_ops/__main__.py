@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import _cuda, _selftest, build_info, isa, supported_isas, train
+from . import _cuda, _selftest, _torch_private, build_info, isa, supported_isas, train
 
 
 def cpu_name() -> str:
@@ -31,6 +31,7 @@ def info() -> int:
         "CPU": f"{cpu_name()}, {platform.machine()}",
         "kernels": f"{isa()} (supported: {', '.join(supported_isas())})",
         "threads": str(torch.get_num_threads()),
+        "torch calls": _torch_private.state(),
         "CUDA": _cuda.status(),
         "allocator": allocator_state(),
     }

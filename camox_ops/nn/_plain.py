@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
+from .._torch_private import any_global_hook
 from .norm2d import LayerNorm2d
 
 
@@ -41,7 +41,7 @@ def why_not_fused(model: nn.Module) -> dict[str, list[str]]:
 
 def global_hooks() -> str | None:
     """Hooks that were registered for all modules of the process see each call of an inner module."""
-    return "hooks on all modules are registered" if _has_any_global_hook() else None
+    return "hooks on all modules are registered" if any_global_hook() else None
 
 
 def not_plain(module: nn.Module, kind: type) -> str | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from .._torch_private import in_dispatch_mode
 from ..ops import _check
 from ._kept import made_beside
 
@@ -48,7 +48,7 @@ def _matrix(make, size: int, x: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return make(size, x.dtype, x.device)
     with made_beside(x):
-        if is_in_torch_dispatch_mode():  # kept matrices are no fake ones
+        if in_dispatch_mode():  # kept matrices are no fake ones
             return make(size, x.dtype, x.device)
     key = (make, size, x.dtype, x.device)
     found = _made.get(key)

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from .. import _C
+from .._torch_private import linear_pointwise
 from ..ops import _check
 
 _MULTIPLIES_BFLOAT16 = _C.multiplies_bfloat16()
@@ -57,6 +58,8 @@ def _operands(op: str, x, weight) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _by_onednn(x: torch.Tensor) -> bool:
     mkldnn = torch.backends.mkldnn
+    if linear_pointwise is None:
+        return False
     return x.device.type == "cpu" and x.dtype == torch.float32 and mkldnn.is_available() and mkldnn.enabled
 
 
@@ -93,9 +96,7 @@ def _copied(first: torch.Tensor, second: torch.Tensor) -> int:
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (M, K) times the transpose of weight (N, K). For a weight that is not dense oneDNN has only a slow loop."""
-    return torch.ops.mkldnn._linear_pointwise(
-        x, weight if _dense(weight) else weight.contiguous(), None, "none", [], ""
-    )
+    return linear_pointwise(x, weight if _dense(weight) else weight.contiguous(), None, "none", [], "")
 
 
 def _mm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

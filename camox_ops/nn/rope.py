@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from .._torch_private import in_dispatch_mode
 from ..ops import _check
 from ..ops.rope import LAYOUTS, rope, rope_tables
 from ._kept import made_beside
@@ -61,7 +61,7 @@ class RotaryEmbedding(nn.Module):
 
     def tables(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) on the device with at least `length` rows, of the present dim, theta, units and scaling."""
-        if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():  # kept tables are no fake ones
+        if not torch.compiler.is_compiling() and in_dispatch_mode():  # kept tables are no fake ones
             return self._make(max(length, self.max_length), device)
         made_of = (self.dim, self.theta, self.units, None if self.scaling is None else dict(self.scaling))
         cached = self._cached

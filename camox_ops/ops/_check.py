@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .. import _cuda
+from .._torch_private import forward_levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BORDERS = ("zeros", "replicate", "reflect")
@@ -39,14 +40,16 @@ def tensor(op: str, name: str, value, *, dtypes=DTYPES) -> None:
             raise TypeError(f"{op}: {name} is float64 on {value.device}; float64 runs on the CPU only")
     elif value.device.type != "meta":
         raise ValueError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:  # else dropped silently
+    if (
+        forward_levels._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+    ):  # else dropped silently
         raise NotImplementedError(f"{op}: forward-mode AD is not implemented, and {name} carries a tangent")
 
 
 def picture(op: str, name: str, value, *, dtypes=DTYPES) -> None:
     right = isinstance(value, torch.Tensor) and value.is_cpu and value.dim() == 4 and value.dtype in dtypes
     if (
-        right and value.layout is torch.strided and not value.is_nested and forward_ad._current_level < 0
+        right and value.layout is torch.strided and not value.is_nested and forward_levels._current_level < 0
     ):  # at once: a call costs more
         return
     tensor(op, name, value, dtypes=dtypes)

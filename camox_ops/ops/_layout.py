@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from .._torch_private import internal_overlap, shares_storage
+
 
 def is_channels_last(x: torch.Tensor) -> bool:
     """torch's rule for "strides like channels_last": a 4-d tensor that is not also plainly contiguous."""
@@ -86,13 +88,13 @@ def empty_rows(x: torch.Tensor, leading: int, outer: tuple[int, ...]) -> torch.T
 
 def has_internal_overlap(x: torch.Tensor) -> bool:
     """Whether two elements of x lie at the same address."""
-    known = torch._debug_has_internal_overlap(x)
+    known = internal_overlap(x)
     return known == 1 or (known == 2 and _overlaps(x.shape, x.stride()))  # 2: torch leaves every x with gaps open
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether an element of a lies at the address of one of b, which has a's dtype."""
-    if not torch._C._is_alias_of(a, b):
+    if not shares_storage(a, b):
         return False
     return _meet(a.shape, a.stride(), b.shape, b.stride(), b.storage_offset() - a.storage_offset())
 

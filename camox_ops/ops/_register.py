@@ -2,9 +2,8 @@
 
 `register` gives the operator a fake kernel, an autograd formula and a vmap rule. torch.func transforms need an
 autograd.Function (register_autograd alone fails under them) and opcheck needs register_autograd (a Function alone fails
-it), so both are made from the same two functions, and the callable that is returned picks by what is active. In plain
-eager mode it goes around the dispatcher's autograd, whose registered formulas cost more than a Function without
-setup_context, and more than nothing where no gradient is needed. Tensors are arguments of their own, never in lists.
+it), so both are made from the same two functions, and the callable that is returned picks by what is active, as
+`_torch_private.differentiable_call` says. Tensors are arguments of their own, never in lists.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.autograd import forward_ad
+
+from .._torch_private import differentiable_call
 
 
 def register(
@@ -40,7 +40,7 @@ def register(
 
     torch.library.register_vmap(qualified, vmap_rule)
     title = "".join(part.capitalize() for part in name.split("_"))
-    transformed = type(
+    transformable = type(
         title,
         (torch.autograd.Function,),
         {
@@ -50,63 +50,7 @@ def register(
             "generate_vmap_rule": True,
         },
     )
-
-    # Not through OpOverload.__call__ nor, below, Function.apply: they are Python, and most of a small op's time.
-    # A large op's data has driven this code out of the caches: there too every function less on the way counts.
-    kernel, guard = overload._op, torch._C._AutoDispatchBelowAutograd
-    is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-
-    def forward(ctx, *args):
-        try:
-            with guard():
-                output = kernel(*args)
-        except RuntimeError as error:
-            raise_as_torch_does(error)
-            raise
-        setup_context(ctx, args, output)
-        return output
-
-    eager = type(
-        title, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    )
-    eager._backward_cls.apply = backward  # what torch puts here looks for a vjp first
-    apply, unwrap = super(torch.autograd.Function, eager).apply, torch._C._functorch.unwrap_if_dead
-    in_transform, Tensor = torch._C._are_functorch_transforms_active, torch.Tensor
-    saving, forgetting = ((True,), (False,)) if saves_if_asked else ((), ())
-
-    def call(*args):
-        if is_compiling():
-            return overload(*args, *saving)
-        if in_transform():
-            return transformed.apply(*args, *saving)
-        if forward_ad._current_level >= 0:
-            refuse_tangents(name, args)
-        if is_grad_enabled():
-            for arg in args:
-                if isinstance(arg, Tensor) and arg.requires_grad:
-                    return apply(*[unwrap(arg) if isinstance(arg, Tensor) else arg for arg in args], *saving)
-        try:
-            with guard():
-                return kernel(*args, *forgetting)
-        except RuntimeError as error:
-            raise_as_torch_does(error)
-            raise
-
-    return call
-
-
-def raise_as_torch_does(error: RuntimeError) -> None:
-    """What torch's C interface makes a plain RuntimeError of is an OutOfMemoryError again, which callers look for."""
-    if type(error) is RuntimeError and str(error).startswith("CUDA out of memory"):
-        raise torch.OutOfMemoryError(*error.args) from None
-
-
-def refuse_tangents(name: str, args) -> None:
-    """The kernels would drop a tangent. An op's own arguments were looked at before; what autograd hands to a backward
-    operator comes here first."""
-    for arg in args:
-        if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
-            raise NotImplementedError(f"{name}: forward-mode AD is not implemented, and an argument carries a tangent")
+    return differentiable_call(name, overload, transformable, saves_if_asked)
 
 
 def register_last_derivative(name: str, *, fake: Callable, vmap: Callable | None = None):

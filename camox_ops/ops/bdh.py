@@ -8,6 +8,7 @@ import numbers
 import torch
 
 from .. import reference
+from .._torch_private import in_transform
 from . import _check
 from ._check import dtype_names
 from ._layout import as_read, dense_strides
@@ -144,7 +145,7 @@ def _tf32(q: torch.Tensor) -> bool:
 
 
 def _differentiated(*tensors: torch.Tensor) -> bool:
-    if torch._C._are_functorch_transforms_active():
+    if in_transform(*tensors):
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._torch_private import in_transform
 from . import _check
 from ._layout import as_read, empty_rows
 from ._register import register, register_last_derivative
@@ -282,7 +283,7 @@ def _is_sorted(routing: Routing) -> bool:
     position = routing.position
     if routing.experts.shape[1] != 1 or type(position) is not torch.Tensor or position.device.type != "cpu":
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or in_transform(position) or torch.jit.is_tracing():
         return False
     return torch.equal(position, torch.arange(position.shape[0], device=position.device))
 

@@ -7,6 +7,7 @@ import math
 import torch
 
 from .. import reference
+from .._torch_private import in_transform, why_not_overwritten
 from . import _check
 from ._check import dtype_names
 from ._layout import as_read, dense_strides, has_internal_overlap, share_memory
@@ -252,7 +253,7 @@ def _check_inplace(names: list[str], tensors: tuple[torch.Tensor, ...], cos: tor
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("rope: inplace=True overwrites the x that the gradient of cos and sin needs")
     # Of traced and of transformed tensors torch itself checks the copy that is made there.
-    plain = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    plain = not (torch.compiler.is_compiling() or in_transform(*tensors, cos, sin))
     for i, (name, value) in enumerate(zip(names, tensors, strict=True)):
         for other in range(i):
             if value is tensors[other] or (plain and share_memory(tensors[other], value)):
@@ -277,13 +278,12 @@ def _check_overwritten(name: str, x: torch.Tensor, plain: bool) -> None:
         raise ValueError(f"rope: inplace=True on {name}, an inference tensor, outside inference mode")
     if not (torch.is_grad_enabled() and x.requires_grad):
         return
-    is_view = plain and x._is_view()
-    if x.is_leaf or (is_view and x._base.is_leaf):
+    reason = why_not_overwritten(x) if plain else "leaf" if x.is_leaf else ""
+    if reason == "leaf":
         raise ValueError(
             f"rope: inplace=True on {name}, a leaf that requires a gradient or a view of one; rotate it out of place"
         )
-    autograd = torch._C._autograd
-    if is_view and autograd._get_creation_meta(x) != autograd.CreationMeta.DEFAULT:
+    if reason == "view":
         raise ValueError(
             f"rope: inplace=True on {name}, a view that autograd does not let be written: one of several that unbind, "
             "split or chunk made; index the tensor instead, or rotate out of place"
@@ -308,7 +308,8 @@ class _RopeInPlace(torch.autograd.Function):
 
 
 def _turn_in_place(x: torch.Tensor, *arguments) -> torch.Tensor:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or x.is_neg():
+    tensors = (argument for argument in (x, *arguments) if isinstance(argument, torch.Tensor))
+    if torch.compiler.is_compiling() or in_transform(*tensors) or x.is_neg():
         return x.copy_(_rope(x, *arguments))  # a lazily negated view has no memory of its own values
     if torch.is_grad_enabled() and x.requires_grad:
         return _RopeInPlace.apply(x, *arguments)

@@ -1,0 +1,252 @@
+"""Every name of torch that is not public and that this package uses, and what takes its place where a torch has none of
+that name: camox_ops is imported all the same and computes the same, with more time for each call. `python -m camox_ops
+info` says which names are missing.
+
+CAMOX_HIDE_TORCH=all, or some names of NAMES with commas between them, treats them as missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch.autograd import Function, forward_ad
+
+NAMES = (
+    # the way of a call past the Python of OpOverload and Function, all of it or nothing
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._FunctionBase.apply",
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.unwrap_if_dead",
+    "torch._ops.OpOverload._op",
+    "torch.autograd.Function._backward_cls",
+    "torch.autograd.forward_ad._current_level",
+    # views and memory of tensors that are written in place
+    "torch.Tensor._base",
+    "torch.Tensor._is_view",
+    "torch._C._autograd._get_creation_meta",
+    "torch._C._autograd.CreationMeta",
+    "torch._C._is_alias_of",
+    "torch._debug_has_internal_overlap",
+    # whether what a module keeps may serve, and a product of oneDNN
+    "torch.nn.modules.module._has_any_global_hook",
+    "torch.ops.mkldnn._linear_pointwise",
+    "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
+)
+
+
+def _names_to_hide() -> tuple[str, ...]:
+    asked = os.environ.get("CAMOX_HIDE_TORCH", "")
+    names = NAMES if asked == "all" else tuple(asked.split(",")) if asked else ()
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ImportError(f"CAMOX_HIDE_TORCH must be 'all' or some of {', '.join(NAMES)}, got {unknown[0]!r}")
+    return names
+
+
+_hidden = _names_to_hide()
+missing: list[str] = []
+"""Those of NAMES that this torch does not have."""
+
+
+def _find(name: str, owner=None):
+    """What torch has by one of NAMES, or None. owner: what has the last part of it, where that is no module."""
+    assert name in NAMES
+    try:
+        if name in _hidden:
+            raise AttributeError(name)
+        if owner is not None:
+            return getattr(owner, name.rpartition(".")[2])
+        value = torch
+        for part in name.split(".")[1:]:
+            value = getattr(value, part)
+        return value
+    except AttributeError:
+        missing.append(name)
+        return None
+
+
+class _Example(Function):
+    """An autograd.Function like all others."""
+
+
+_guard = _find("torch._C._AutoDispatchBelowAutograd")
+_base_apply = _find("torch._C._FunctionBase.apply", super(Function, _Example))
+_transforms_active = _find("torch._C._are_functorch_transforms_active")
+_unwrap = _find("torch._C._functorch.unwrap_if_dead")
+_kernel = _find("torch._ops.OpOverload._op", torch.ops.aten.add.Tensor)
+_backward_class = _find("torch.autograd.Function._backward_cls", _Example)
+_level = _find("torch.autograd.forward_ad._current_level")
+_base = _find("torch.Tensor._base", torch.Tensor)
+_is_view = _find("torch.Tensor._is_view", torch.Tensor)
+_creation_meta = _find("torch._C._autograd._get_creation_meta")
+_creation_metas = _find("torch._C._autograd.CreationMeta")
+_is_alias = _find("torch._C._is_alias_of")
+_overlap = _find("torch._debug_has_internal_overlap")
+_any_global_hook = _find("torch.nn.modules.module._has_any_global_hook")
+_dispatch_mode = _find("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
+
+linear_pointwise = _find("torch.ops.mkldnn._linear_pointwise")
+"""oneDNN's x times the transpose of weight, or None."""
+
+# Without the level of forward-mode AD every tensor is asked for its tangent, which is public.
+forward_levels = SimpleNamespace(_current_level=0) if _level is None else forward_ad
+"""Has a `_current_level`, < 0 where no tensor carries a tangent: an attribute, as a function would cost a call more."""
+
+CALLS_ARE_FAST = all(
+    part is not None for part in (_guard, _base_apply, _transforms_active, _unwrap, _kernel, _backward_class, _level)
+)
+
+
+def state() -> str:
+    """One line for people on which way calls take."""
+    if not missing:
+        return "short, past the Python of torch's operators"
+    way = "short" if CALLS_ARE_FAST else "long, through public torch alone (more time for each call)"
+    why = "CAMOX_HIDE_TORCH hides" if _hidden else "this torch does not have"
+    return f"{way}; {why} {', '.join(missing)}"
+
+
+def differentiable_call(name: str, overload, transformable: type[Function], saves_if_asked: bool) -> Callable:
+    """What an op calls in place of its operator `overload`, so that gradients and torch.func transforms follow.
+
+    transformable: the op as a Function with setup_context, which transforms need. saves_if_asked: as for
+    camox_ops.ops._register.register."""
+    make = _short_call if CALLS_ARE_FAST else _long_call
+    return make(name, overload, transformable, *(((True,), (False,)) if saves_if_asked else ((), ())))
+
+
+def _short_call(name: str, overload, transformable: type[Function], saving: tuple, forgetting: tuple) -> Callable:
+    """In plain eager mode goes around the dispatcher's autograd, whose registered formulas cost more than a Function
+    without setup_context, and more than nothing where no gradient is needed."""
+    # Not through OpOverload.__call__ nor, below, Function.apply: they are Python, and most of a small op's time.
+    # A large op's data has driven this code out of the caches: there too every function less on the way counts.
+    kernel, guard, unwrap, in_transform = overload._op, _guard, _unwrap, _transforms_active
+    setup_context, backward = transformable.setup_context, transformable.backward
+    is_compiling, is_grad_enabled, Tensor = torch.compiler.is_compiling, torch.is_grad_enabled, torch.Tensor
+
+    def forward(ctx, *args):
+        try:
+            with guard():
+                output = kernel(*args)
+        except RuntimeError as error:
+            raise_as_torch_does(error)
+            raise
+        setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    eager = type(transformable.__name__, (Function,), methods)
+    eager._backward_cls.apply = backward  # what torch puts here looks for a vjp first
+    apply = super(Function, eager).apply
+
+    def call(*args):
+        if is_compiling():
+            return overload(*args, *saving)
+        if in_transform():
+            return transformable.apply(*args, *saving)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(name, args)
+        if is_grad_enabled():
+            for arg in args:
+                if isinstance(arg, Tensor) and arg.requires_grad:
+                    return apply(*[unwrap(arg) if isinstance(arg, Tensor) else arg for arg in args], *saving)
+        try:
+            with guard():
+                return kernel(*args, *forgetting)
+        except RuntimeError as error:
+            raise_as_torch_does(error)
+            raise
+
+    return call
+
+
+def _long_call(name: str, overload, transformable: type[Function], saving: tuple, forgetting: tuple) -> Callable:
+    """The same by public means."""
+
+    def call(*args):
+        if torch.compiler.is_compiling():
+            return overload(*args, *saving)
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        transformed = any(is_wrapped(tensor) for tensor in tensors)
+        if not transformed:
+            refuse_tangents(name, args)
+        try:
+            if transformed or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+                return transformable.apply(*args, *saving)
+            return overload(*args, *forgetting)
+        except RuntimeError as error:
+            raise_as_torch_does(error)
+            raise
+
+    return call
+
+
+def raise_as_torch_does(error: RuntimeError) -> None:
+    """What torch's C interface makes a plain RuntimeError of is an OutOfMemoryError again, which callers look for."""
+    if type(error) is RuntimeError and str(error).startswith("CUDA out of memory"):
+        raise torch.OutOfMemoryError(*error.args) from None
+
+
+def refuse_tangents(name: str, args) -> None:
+    """The kernels would drop a tangent. An op's own arguments were looked at before; what autograd hands to a backward
+    operator comes here first."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(f"{name}: forward-mode AD is not implemented, and an argument carries a tangent")
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a torch.func transform follows this tensor."""
+    return torch.func.debug_unwrap(tensor, recurse=False) is not tensor
+
+
+def in_transform(*tensors: torch.Tensor) -> bool:
+    """Whether a torch.func transform is active; or, where torch does not tell, whether one follows these tensors."""
+    if _transforms_active is not None:
+        return _transforms_active()
+    return torch.compiler.is_compiling() or any(is_wrapped(tensor) for tensor in tensors)
+
+
+def in_dispatch_mode() -> bool:
+    """Whether Python sees every operator that is called: then what a module keeps must not serve. True where torch does
+    not tell."""
+    return _dispatch_mode is None or _dispatch_mode()
+
+
+def any_global_hook() -> bool:
+    """Whether hooks for all modules are registered. True where torch does not tell."""
+    return _any_global_hook is None or _any_global_hook()
+
+
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if _is_alias is not None:
+        return _is_alias(a, b)
+    try:
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # fake tensors have none
+        return False
+
+
+def internal_overlap(x: torch.Tensor) -> int:
+    """0: no two elements of x lie at the same address, 1: some do, 2: torch does not tell."""
+    if _overlap is not None:
+        return _overlap(x)
+    return 1 if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) else 2
+
+
+def why_not_overwritten(x: torch.Tensor) -> str:
+    """Why autograd would refuse an in-place operation on x, which requires a gradient, before anything is written:
+    "leaf", for a leaf or a view of one, "view" for one of several views that a function made, or an empty string."""
+    if x.is_leaf:
+        return "leaf"
+    if None not in (_base, _is_view, _creation_meta, _creation_metas):
+        if not x._is_view():
+            return ""
+        return "leaf" if x._base.is_leaf else "view" if _creation_meta(x) != _creation_metas.DEFAULT else ""
+    try:
+        x[..., :0].zero_()  # writes nothing, but autograd checks the view and moves the version counter all the same
+    except RuntimeError as error:
+        return "leaf" if "leaf" in str(error) else "view"
+    return ""
