@@ -8,6 +8,7 @@ from benchmarks.common import Case
 
 FIVE = ((4, 80, 72, 72), (4, 160, 36, 36), (4, 288, 18, 18), (4, 584, 9, 9), (2, 256, 32, 32))
 QUICK = (FIVE[0], FIVE[3])
+FEW_CHANNELS = (4, 3, 224, 224)
 DIRECTIONS = ("forward", "forward_backward")
 
 
@@ -28,4 +29,14 @@ def picture_cases(make_case) -> list[Case]:
                 replace(beside, companions={"contiguous": plain}, default_allocator=False),
                 replace(half, companions={"float32": plain}, default_allocator=False),
             ]
+    return found
+
+
+def few_channels_cases(make_case) -> list[Case]:
+    """A batch of photographs in channels_last, beside the same contiguous: no target is stated over it."""
+    found = []
+    for direction in DIRECTIONS:
+        plain = make_case(FEW_CHANNELS, direction, torch.float32, "contiguous")
+        last = make_case(FEW_CHANNELS, direction, torch.float32, "channels_last")
+        found.append(replace(last, companions={"contiguous": plain}, default_allocator=False))
     return found

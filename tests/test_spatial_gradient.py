@@ -16,7 +16,7 @@ from camox_ops import reference
 BORDERS = ("zeros", "replicate", "reflect")
 OPERATORS = ("sobel", "scharr")
 SIDE_AND_MIDDLE = {"sobel": (1.0, 2.0), "scharr": (3.0, 10.0)}
-# Below, at and above vector and tile widths: 16 lanes, 512 columns, or 16 columns and 32 channels, of a strip.
+# Below, at and above vector and tile widths: 16 lanes, 512 columns, 1536 elements of a row of a tile, 128 channels.
 SHAPES = [
     (2, 3, 5, 7),
     (1, 2, 1, 1),

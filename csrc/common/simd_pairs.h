@@ -46,11 +46,15 @@ CAMOX_INLINE vf32 vf32_shift_down(vf32 a, vf32 b) {
 #endif
 #if VF32_LANES < 16
 CAMOX_INLINE vf32 vf32_keep_shift_up(vf32_lanes_t lanes, vf32 a, vf32 b) { return vf32_keep_lanes(lanes, vf32_shift_up(a, b)); }
-CAMOX_INLINE vf32 vf32_keep_shift_down(vf32_lanes_t lanes, vf32 a, vf32 b) { return vf32_keep_lanes(lanes, vf32_shift_down(a, b)); }
+CAMOX_INLINE vf32 vf32_keep_shift_down(vf32_lanes_t lanes, vf32 a, vf32 b) {
+  return vf32_keep_lanes(lanes, vf32_shift_down(a, b));
+}
 #endif
 #if VF64_LANES == 2
 CAMOX_INLINE vf64 vf64_shift_up(vf64 a, vf64 b) { return CAMOX_SHUFFLE(vi64, a, b, 1, 2); }
 CAMOX_INLINE vf64 vf64_shift_down(vf64 a, vf64 b) { return CAMOX_SHUFFLE(vi64, a, b, 1, 2); }
 CAMOX_INLINE vf64 vf64_keep_shift_up(vf64_lanes_t lanes, vf64 a, vf64 b) { return vf64_keep_lanes(lanes, vf64_shift_up(a, b)); }
-CAMOX_INLINE vf64 vf64_keep_shift_down(vf64_lanes_t lanes, vf64 a, vf64 b) { return vf64_keep_lanes(lanes, vf64_shift_down(a, b)); }
+CAMOX_INLINE vf64 vf64_keep_shift_down(vf64_lanes_t lanes, vf64 a, vf64 b) {
+  return vf64_keep_lanes(lanes, vf64_shift_down(a, b));
+}
 #endif

@@ -107,14 +107,16 @@ typedef struct {
   int64_t batch, channels, height, width;
   const camox_view4 *x;        /* NULL in a backward that does not look at the image */
   const camox_view4 *map;      /* outputs, or in the backward their gradients; NULL data where one is absent */
-  const camox_view4 *residual; /* backward: added to grad_x; NULL or NULL data: nothing */
+  const camox_view4 *residual; /* backward: added to grad_x; NULL: nothing */
   const camox_view4 *grad_x;   /* backward: output */
 } camox_stencil;
 
 static inline camox_tiling camox_stencil_tiling(const camox_stencil *s) {
   int64_t size = s->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float); /* as it is computed */
-  return camox_tiling_within(s->channels_last, s->batch, s->channels, s->height, s->width, CAMOX_STENCIL_LINE_BYTES / size,
-                             CAMOX_STENCIL_CHANNELS_BYTES / size);
+  int64_t elements = CAMOX_STENCIL_LINE_BYTES / size, channels = CAMOX_STENCIL_CHANNELS_BYTES / size;
+  camox_tiling t = camox_tiling_within(s->channels_last, s->batch, s->channels, s->height, s->width, elements, channels);
+  if (t.units > 0) t.tile_columns = camox_ceil_div(s->width, t.column_tiles);
+  return t;
 }
 
 #endif

@@ -143,7 +143,7 @@ static void test_checks_refuse(void) {
 }
 
 int main(void) {
-  /* one pixel; around one vector; flat tiles of odd width; a plane of two strips; wider than a flat row and than a tile;
+  /* one pixel; around one vector; flat tiles of odd width; a plane of two tiles; wider than a flat row and than a tile;
      more channels than a tile holds; empty */
   static const int64_t sizes[][4] = {{1, 1, 1, 1},   {2, 3, 2, 2},    {1, 2, 5, 7},    {2, 1, 3, 17},  {1, 2, 9, 31},
                                      {1, 1, 66, 65}, {1, 1, 3, 513},  {1, 1, 2, 1027}, {1, 67, 3, 18}, {1, 130, 2, 3},

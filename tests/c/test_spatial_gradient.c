@@ -111,8 +111,8 @@ static void test_checks_refuse(void) {
 }
 
 int main(void) {
-  /* one pixel; around one vector; a plane of several strips; wider than a strip; more channels and columns than a strip of
-     channels_last holds; a last one of one column; empty */
+  /* one pixel; around one vector; a plane of several tiles; wider than a flat row and than a tile; channels of one tile and of
+     two; several tiles of columns; a last one of one column; empty */
   static const int64_t sizes[][4] = {{1, 1, 1, 1},    {2, 3, 2, 2},   {1, 2, 5, 7},    {2, 1, 3, 17},   {1, 2, 9, 31},
                                      {1, 1, 150, 95}, {1, 1, 3, 513}, {1, 1, 2, 1027}, {1, 35, 70, 18}, {1, 67, 3, 18},
                                      {1, 8, 5, 33},   {1, 32, 2, 49}, {1, 200, 3, 17}, {0, 3, 4, 4},    {2, 3, 0, 4}};
