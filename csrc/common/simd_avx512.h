@@ -16,8 +16,6 @@ CAMOX_INLINE vf32 vf32_select_lanes(vf32_lanes_t lanes, vf32 yes, vf32 no) {
   return (vf32)_mm512_mask_blend_ps(lanes, (__m512)no, (__m512)yes);
 }
 CAMOX_INLINE vf32 vf32_load_lanes(vf32_lanes_t lanes, const float *from) { return (vf32)_mm512_maskz_loadu_ps(lanes, from); }
-CAMOX_INLINE vf32_lanes_t vf32_subnormal(vf32 v) { return _mm512_fpclass_ps_mask((__m512)v, 0x20); }
-CAMOX_INLINE vf32_lanes_t vf32_unordered(vf32 a, vf32 b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q); }
 CAMOX_INLINE int vf32_any_lane(vf32_lanes_t lanes) { return lanes != 0; }
 /* `first` is a constant, which an inline function's argument is not without optimisation. */
 #define vf32_lanes_from(lanes, a, b, first) ((vf32)_mm512_maskz_alignr_epi32(lanes, (__m512i)(b), (__m512i)(a), first))
@@ -62,23 +60,6 @@ CAMOX_INLINE __m256i vf32_to_bf16(vf32 value) {
   __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
   __mmask16 is_number = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_ORD_Q);
   return vf32_upper_halves(_mm512_mask_add_epi32(_mm512_set1_epi32(0x7fc00000), is_number, rounded, odd));
-}
-
-/* Every second word is the upper half of a lane: no permutation. */
-CAMOX_INLINE vf32 vload_even_bf16(const uint16_t *from) { return (vf32)_mm512_slli_epi32(_mm512_loadu_si512(from), 16); }
-CAMOX_INLINE vf32 vload_odd_bf16(const uint16_t *from) {
-  return (vf32)_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32((int)0xffff0000u));
-}
-
-/* AVX512_BF16 rounds two vectors in one instruction, to the same bits unless a lane is subnormal or NaN. It is no part of this
-   instruction set: written as assembly, for processors that have it. */
-CAMOX_INLINE int has_zip_bf16(void) { return __builtin_cpu_supports("avx512bf16"); }
-CAMOX_INLINE void vstore_zip_bf16(uint16_t *to, vf32 even, vf32 odd) {
-  static const uint16_t place[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  __m512i words;
-  __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(words) : "v"(even), "v"(odd));
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(place), words));
 }
 
 CAMOX_INLINE __mmask16 vf32_mask(ptrdiff_t n) { return (__mmask16)((1u << n) - 1u); }

@@ -58,7 +58,7 @@ CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
 
 /* Which lanes of a vector to keep, the others being zero or, select_lanes, another's. load_lanes reads all of them where masks
    cost that. lanes_from: lanes first, first + 1, ... of a and then b. wrapped: a number below 2 * period, modulo period. */
-#define CAMOX_DEFINE_LANES(V, I, T, LANES, NORMAL)                                                            \
+#define CAMOX_DEFINE_LANES(V, I, T, LANES)                                                                    \
   typedef I V##_lanes_t;                                                                                      \
   CAMOX_INLINE V##_lanes_t V##_lanes_below(I a, I b) { return a < b; }                                        \
   CAMOX_INLINE I V##_wrapped(I v, I period) { return v - ((v >= period) & period); }                          \
@@ -68,8 +68,6 @@ CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
   CAMOX_INLINE V V##_lanes_from(V##_lanes_t lanes, V a, V b, int first) {                                     \
     return V##_keep(lanes, __builtin_shuffle(a, b, V##_lane() + first));                                      \
   }                                                                                                           \
-  CAMOX_INLINE V##_lanes_t V##_subnormal(V v) { return (v != 0) & (v < (NORMAL)) & (v > -(NORMAL)); }         \
-  CAMOX_INLINE V##_lanes_t V##_unordered(V a, V b) { return (a != a) | (b != b); }                            \
   CAMOX_INLINE int V##_any_lane(V##_lanes_t lanes) {                                                          \
     int any = 0;                                                                                              \
     for (int i = 0; i < (LANES); ++i) any |= lanes[i] != 0;                                                   \
@@ -77,9 +75,9 @@ CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
   }
 
 #ifndef CAMOX_OWN_LANES
-CAMOX_DEFINE_LANES(vf32, vi32, float, VF32_LANES, 0x1p-126f)
+CAMOX_DEFINE_LANES(vf32, vi32, float, VF32_LANES)
 #endif
-CAMOX_DEFINE_LANES(vf64, vi64, double, VF64_LANES, 0x1p-1022)
+CAMOX_DEFINE_LANES(vf64, vi64, double, VF64_LANES)
 
 #include "simd_pairs.h"
 
@@ -159,24 +157,6 @@ CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
 
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
-
-/* Elements 0, 2, 4, ... and 1, 3, 5, ... of 2 * lanes, and both put together again. has_zip: that is the quickest way to read
-   and round them; only bfloat16 ever is so. */
-#define CAMOX_DEFINE_ZIP(S, T, V, LANES)                                                                        \
-  CAMOX_INLINE V vload_even_##S(const T *from) { return V##_even(vload_##S(from), vload_##S(from + (LANES))); } \
-  CAMOX_INLINE V vload_odd_##S(const T *from) { return V##_odd(vload_##S(from), vload_##S(from + (LANES))); }   \
-  CAMOX_INLINE void vstore_zip_##S(T *to, V even, V odd) {                                                      \
-    vstore_##S(to, V##_zip_low(even, odd)), vstore_##S(to + (LANES), V##_zip_high(even, odd));                  \
-  }                                                                                                             \
-  CAMOX_INLINE int has_zip_##S(void) { return 0; }
-CAMOX_DEFINE_ZIP(f32, float, vf32, VF32_LANES)
-CAMOX_DEFINE_ZIP(f16, uint16_t, vf32, VF32_LANES)
-#ifndef CAMOX_OWN_BF16
-CAMOX_DEFINE_ZIP(bf16, uint16_t, vf32, VF32_LANES)
-#endif
-#if VF64_LANES == 2
-CAMOX_DEFINE_ZIP(f64, double, vf64, VF64_LANES)
-#endif
 
 /* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with
    masks have parts of their own. */
