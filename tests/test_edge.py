@@ -22,7 +22,8 @@ import camox_ops as cx
 from camox_ops import reference
 
 BORDERS = ("zeros", "replicate", "reflect")
-# Around vector and tile sizes: 16 lanes, 512 columns and 4096 elements of a flat tile, 1536 elements and 128 channels of another.
+# Around vector and tile sizes: 16 lanes, 512 columns and 4096 elements of a flat tile, 1536 elements and 128 channels
+# of another.
 SHAPES = [
     (2, 3, 5, 7),
     (1, 2, 1, 1),
