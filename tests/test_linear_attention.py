@@ -496,23 +496,23 @@ def test_isa_agree(pytestconfig):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype):
     op = torch.ops.camox_ops
-    for normalize in ("sum", "none"):
+    for normalize, code in (("sum", 0), ("none", 2)):
         tensors, mask, state = inputs((2, 2, 5, 3, 4), dtype, "picture", True, True, normalize)
         q, k, v, s0, *z0 = leaves_of(tensors, state)
         z0 = z0[0] if z0 else None
-        opcheck(op.linear_attention.default, (q, k, v, mask, s0, z0, "elu1", normalize, 1e-3))
-        out, s, z = op.linear_attention(q, k, v, None, None, None, "relu", normalize, 1e-3)
+        opcheck(op.linear_attention.default, (q, k, v, mask, s0, z0, 0, code, 1e-3))
+        out, s, z = op.linear_attention(q, k, v, None, None, None, 1, code, 1e-3)
         grad, *state = (t.detach() for t in (torch.ones_like(out), s, z))
         opcheck(
             op.linear_attention_backward.default,
-            (grad, None, None, q.detach(), k.detach(), v.detach(), mask, *state, "relu", normalize, 1e-3),
+            (grad, None, None, q.detach(), k.detach(), v.detach(), mask, *state, 1, code, 1e-3),
         )
     qkv = packed((2, 2, 5, 3), dtype).detach()
-    opcheck(op.linear_attention_packed.default, (qkv.requires_grad_(), mask, "elu1", "sum", 1e-3))
-    out, *state = op.linear_attention_packed(qkv.detach(), None, "elu1", "sum", 1e-3)
+    opcheck(op.linear_attention_packed.default, (qkv.requires_grad_(), mask, 0, 0, 1e-3))
+    out, *state = op.linear_attention_packed(qkv.detach(), None, 0, 0, 1e-3)
     opcheck(
         op.linear_attention_packed_backward.default,
-        (torch.ones_like(out), *state, qkv.detach(), mask, *state, "elu1", "sum", 1e-3),
+        (torch.ones_like(out), *state, qkv.detach(), mask, *state, 0, 0, 1e-3),
     )
 
 
@@ -707,9 +707,9 @@ def test_errors_packed(qkv, options, error, message):
         ({"initial_s": STATE[1]}, "initial_s must have 4 dimensions"),
         ({"initial_s": STATE[0].transpose(0, 1).contiguous().transpose(0, 1)}, "initial_s must be contiguous"),
         ({"initial_z": STATE[1].double()}, "initial_z must have dtype float32"),
-        ({"initial_z": STATE[1], "normalize": "none"}, "z belongs to the normalization 'sum' only"),
-        ({"feature_map": "gelu"}, "feature_map must be 'elu1', 'relu' or 'identity', got 'gelu'"),
-        ({"normalize": "l2"}, "normalize must be 'sum', 'feature' or 'none', got 'l2'"),
+        ({"initial_z": STATE[1], "normalize": 2}, "z belongs to the normalization 'sum' only"),
+        ({"feature_map": 3}, "unknown feature map code 3"),
+        ({"normalize": -1}, "unknown normalization code -1"),
         ({"eps": -1.0}, "eps must be > 0 and finite, got -1"),
     ],
 )
@@ -717,8 +717,8 @@ def test_errors_of_the_operator(changes, message):
     arguments = {
         **dict.fromkeys("qkv", Q),
         **dict.fromkeys(("key_mask", "initial_s", "initial_z")),
-        "feature_map": "elu1",
-        "normalize": "sum",
+        "feature_map": 0,
+        "normalize": 0,
         "eps": 1e-6,
     }
     with pytest.raises((ValueError, RuntimeError), match=message):
