@@ -834,6 +834,25 @@ def test_errors_of_places_that_are_not_taken_once():
 
 
 @ON_CPU
+def test_a_backward_takes_what_its_forward_validated():
+    """So autograd must notice what is written to the indices in between; a backward alone validates them."""
+    x, routing = torch.rand(6, 3, requires_grad=True), routed(6, 4, 2)
+    for step in (
+        lambda routing: cx.moe_dispatch(x, routing),
+        lambda routing: cx.moe_combine(torch.cat((x, x)), routing),
+    ):
+        changed = routing._replace(position=routing.position.clone())
+        y = step(changed)
+        changed.position[0] = 100
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        with pytest.raises(ValueError, match=r"moe: routing\.position must"):
+            step(changed)
+    with pytest.raises(ValueError, match=r"moe: routing\.position must"):
+        torch.ops.camox_ops.moe_dispatch_backward(torch.rand(12, 3), *indices_of(changed), None)
+
+
+@ON_CPU
 def test_errors_from_c():
     op, logits, routing, x = torch.ops.camox_ops, torch.zeros(6, 4), routed(6, 4, 2, 0.8), torch.zeros(6, 3)
     experts, offsets, position = indices_of(routing)

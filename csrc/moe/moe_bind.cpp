@@ -229,9 +229,10 @@ struct Indices {
   Tensor experts, offsets, position;
 };
 
-// What moe_route gave, for tensors on x's device.
+// What moe_route gave, for tensors on x's device. checked: these indices were validated before, as those of a forward are
+// before its backward; autograd refuses what was written to in between.
 Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& experts, const Tensor& offsets,
-                    const Tensor& position, OptionalInt capacity, const char* op) {
+                    const Tensor& position, OptionalInt capacity, bool checked, const char* op) {
   if (experts.dim() != 2 || offsets.dim() != 1)
     throw std::invalid_argument(std::string(op) + ": experts must have shape (rows, K) and offsets (E+1,)");
   if (capacity.has_value() && *capacity < 0)
@@ -245,6 +246,7 @@ Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& exp
                 indices(position, x, slots, op, "position")};
   p.experts = data_of(found.experts), p.offsets = data_of(found.offsets), p.position = data_of(found.position);
 #ifndef CAMOX_CUDA_PART
+  if (checked) return found;
   std::vector<uint8_t> taken(slots);
   check(camox_moe_check_places(&p, taken.data()));
 #endif
@@ -279,10 +281,10 @@ void run_rows(camox_moe_rows_kernel* kernel, const camox_moe_rows_params& p, boo
 #endif
 
 Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                    OptionalInt capacity) {
+                    OptionalInt capacity, bool checked) {
   const char* op = "moe_dispatch";
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, op);
+  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
   check_outer(given, outer_of_rows(p), op, "x");
   const RowLayout layout = row_layout(given, 1);
   Tensor x = as_rows(given, layout, outer_of_rows(p)), y = empty_rows(x, layout, outer_of_places(p));
@@ -298,9 +300,9 @@ Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& of
 
 // weights: NULL for the plain sum, the backward of dispatch.
 Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const Tensor& experts, const Tensor& offsets,
-               const Tensor& position, OptionalInt capacity, const char* op, const char* name) {
+               const Tensor& position, OptionalInt capacity, bool checked, const char* op, const char* name) {
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, op);
+  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, name);
   const RowLayout layout = row_layout(given, outer.count);
@@ -323,21 +325,21 @@ Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const T
 }
 
 Tensor moe_dispatch_backward(const Tensor& grad, const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                             OptionalInt capacity) {
-  return combine(grad, std::nullopt, experts, offsets, position, capacity, "moe_dispatch_backward", "grad");
+                             OptionalInt capacity, bool checked) {
+  return combine(grad, std::nullopt, experts, offsets, position, capacity, checked, "moe_dispatch_backward", "grad");
 }
 
 Tensor moe_combine(const Tensor& y, const Tensor& weights, const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                   OptionalInt capacity) {
-  return combine(y, weights, experts, offsets, position, capacity, "moe_combine", "y");
+                   OptionalInt capacity, bool checked) {
+  return combine(y, weights, experts, offsets, position, capacity, checked, "moe_combine", "y");
 }
 
 std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const Tensor& given, const Tensor& given_weights,
                                                 const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                                                OptionalInt capacity) {
+                                                OptionalInt capacity, bool checked) {
   const char* op = "moe_combine_backward";
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, op);
+  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, "y");
   const RowLayout layout = row_layout(given, outer.count);
@@ -374,7 +376,7 @@ std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const 
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
-#define MOE_INDICES "Tensor experts, Tensor offsets, Tensor position, SymInt? capacity"
+#define MOE_INDICES "Tensor experts, Tensor offsets, Tensor position, SymInt? capacity, bool checked=False"
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "moe_route(Tensor logits, Tensor? valid, int top_k, int score, SymInt? capacity) -> (Tensor, Tensor, Tensor, Tensor, "
