@@ -244,7 +244,7 @@ def compilations():
 
 def cuda_compilations():
     """The same of the CUDA part: each op's kernels, and its checks and bindings again for the CUDA backend."""
-    for source in ("status.c", "old_glibc.c"):
+    for source in ("check.c", "status.c", "old_glibc.c"):
         yield str(CSRC / "common" / source), "cuda", C_FLAGS
     yield str(CSRC / "common" / "old_libstdcxx.cpp"), "cuda", CXX_FLAGS
     # Other architectures, other objects: a build for one must not find those of another.

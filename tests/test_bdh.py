@@ -55,9 +55,9 @@ def run(grad, tensors, relu=True, causal=False, softmax=False, scale=None, form=
     """[out, grad_q, grad_v] of the operators."""
     scale = scale or (tensors[0].shape[-1] ** -0.5 if softmax else 1.0)
     flags = (relu, causal, softmax, scale)
-    out, saved = op.bdh_attention(*tensors, *flags, save, form)
+    out, *saved = op.bdh_attention(*tensors, *flags, save, form)
     kept = out if softmax else None
-    return [out, *op.bdh_attention_backward(grad, *tensors, kept, saved, *flags, form, False)]
+    return [out, *op.bdh_attention_backward(grad, *tensors, kept, *saved, *flags, form, False)]
 
 
 def expected(grad, tensors, **options):
@@ -140,14 +140,15 @@ def test_shapes_of_what_is_saved():
 
     def saved(length, n, d, softmax=False, save=True, form=BY_COST):
         q, v, cos, sin = inputs(length, n, d)
-        return tuple(op.bdh_attention(q, v, cos, sin, True, False, softmax, 1.0, save, form)[1].shape)
+        _, scores, logsumexp = op.bdh_attention(q, v, cos, sin, True, False, softmax, 1.0, save, form)
+        return tuple(scores.shape), tuple(logsumexp.shape)
 
-    assert saved(16, 64, 32) == (2, 3, 16, 16)
-    assert saved(17, 64, 32) == (0,)
-    assert saved(16, 64, 32, form=STATE) == saved(16, 64, 2) == (0,)
-    assert saved(16, 64, 2, softmax=True) == (2, 3, 16, 16)
-    assert saved(17, 64, 32, softmax=True) == (2, 3, 17)
-    assert saved(16, 64, 32, save=False) == (0,)
+    assert saved(16, 64, 32) == ((2, 3, 16, 16), (0,))
+    assert saved(17, 64, 32) == ((0,), (0,))
+    assert saved(16, 64, 32, form=STATE) == saved(16, 64, 2) == ((0,), (0,))
+    assert saved(16, 64, 2, softmax=True) == ((2, 3, 16, 16), (0,))
+    assert saved(17, 64, 32, softmax=True) == ((0,), (2, 3, 17))
+    assert saved(16, 64, 32, save=False) == ((0,), (0,))
 
 
 @pytest.mark.parametrize("softmax", [False, True])

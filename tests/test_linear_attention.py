@@ -496,9 +496,9 @@ def test_errors_packed(qkv, options, error, message):
         ({"initial_s": STATE[1]}, "initial_s must have 4 dimensions"),
         ({"initial_s": STATE[0].transpose(0, 1).contiguous().transpose(0, 1)}, "initial_s must be contiguous"),
         ({"initial_z": STATE[1].double()}, "initial_z must have dtype float32"),
-        ({"initial_z": STATE[1], "normalize": "none"}, "z belongs to the normalization 'sum' only"),
-        ({"feature_map": "gelu"}, "feature_map must be 'elu1', 'relu' or 'identity', got 'gelu'"),
-        ({"normalize": "l2"}, "normalize must be 'sum', 'feature' or 'none', got 'l2'"),
+        ({"initial_z": STATE[1], "normalize": 2}, "z belongs to the normalization 'sum' only"),
+        ({"feature_map": 3}, "unknown feature map code 3"),
+        ({"normalize": -1}, "unknown normalization code -1"),
         ({"eps": -1.0}, "eps must be > 0 and finite, got -1"),
     ],
 )
@@ -506,8 +506,8 @@ def test_errors_of_the_operator(changes, message):
     arguments = {
         **dict.fromkeys("qkv", Q),
         **dict.fromkeys(("key_mask", "initial_s", "initial_z")),
-        "feature_map": "elu1",
-        "normalize": "sum",
+        "feature_map": 0,
+        "normalize": 0,
         "eps": 1e-6,
     }
     with pytest.raises((ValueError, RuntimeError), match=message):

@@ -250,7 +250,8 @@ def test_hooks_on_all_modules_see_each_inner_module(name):
     finally:
         handle.remove()
     assert set(seen) == set(expert.modules())
-    torch.testing.assert_close(output, expected)
+    # batch norm over one small image divides by small deviations, which amplifies what the two ways round differently
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
     assert expert.why_not_fused() == []
 
 

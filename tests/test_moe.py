@@ -449,21 +449,15 @@ def test_autocast_routes_in_float32():
 
 
 @ON_CPU
-def test_sorted_rows_are_not_copied():
+def test_the_copies_are_memory_of_their_own():
+    """Whatever the routing says: rows that are sorted already are copied too."""
     logits = torch.eye(4)[torch.tensor([0, 0, 1, 3, 3])]
     x = torch.rand(5, 3, requires_grad=True)
-    routing = cx.moe_route(logits, 1)
-    copies = cx.moe_dispatch(x, routing)
-    assert copies.data_ptr() == x.data_ptr()
-    assert copies._base is x
+    copies = cx.moe_dispatch(x, cx.moe_route(logits, 1))
+    assert torch.equal(copies, x)
+    assert copies.data_ptr() != x.data_ptr()
+    assert not copies._is_view()
     torch.testing.assert_close(torch.autograd.grad(copies, x, 2 * x)[0], 2 * x)
-    for other in (
-        cx.moe_route(logits.flip(0), 1),
-        cx.moe_route(logits, 2),
-        cx.moe_route(logits, 1, valid=torch.tensor([True, True, True, True, False])),
-    ):
-        assert cx.moe_dispatch(x, other).data_ptr() != x.data_ptr()
-    assert cx.moe_dispatch(x, routing, padded=True).data_ptr() != x.data_ptr()
 
 
 @ON_CPU
@@ -677,30 +671,49 @@ def test_errors_of_places_that_are_not_taken_once():
 
 
 @ON_CPU
+def test_a_backward_takes_what_its_forward_validated():
+    """So autograd must notice what is written to the indices in between; a backward alone validates them."""
+    x, routing = torch.rand(6, 3, requires_grad=True), routed(6, 4, 2)
+    for step in (
+        lambda routing: cx.moe_dispatch(x, routing),
+        lambda routing: cx.moe_combine(torch.cat((x, x)), routing),
+    ):
+        changed = routing._replace(position=routing.position.clone())
+        y = step(changed)
+        changed.position[0] = 100
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        with pytest.raises(ValueError, match=r"moe: routing\.position must"):
+            step(changed)
+    with pytest.raises(ValueError, match=r"moe: routing\.position must"):
+        torch.ops.camox_ops.moe_dispatch_backward(torch.rand(12, 3), *indices_of(changed), None)
+
+
+@ON_CPU
 def test_errors_from_c():
     op, logits, routing, x = torch.ops.camox_ops, torch.zeros(6, 4), routed(6, 4, 2, 0.8), torch.zeros(6, 3)
     experts, offsets, position = indices_of(routing)
     weights, y = routing.weights, torch.zeros(12, 3)
     for message, call in (
-        ("score must be 'topk_softmax', .*, got 'mean'", lambda: op.moe_route(logits, None, 2, "mean", None)),
-        ("top_k must be from 1 to .*, 4, got 5", lambda: op.moe_route(logits, None, 5, "topk_softmax", None)),
-        ("capacity must be >= 0, got -1", lambda: op.moe_route(logits, None, 2, "topk_softmax", -1)),
-        ("logits must have 2 dimensions", lambda: op.moe_route(x[0], None, 2, "topk_softmax", None)),
-        ("valid must have dtype bool", lambda: op.moe_route(logits, x[:, 0], 2, "topk_softmax", None)),
-        ("valid must have shape", lambda: op.moe_route(logits, x[:5, 0] > 0, 2, "topk_softmax", None)),
+        ("unknown score code 3", lambda: op.moe_route(logits, None, 2, 3, None)),
+        ("top_k must be from 1 to .*, 4, got 5", lambda: op.moe_route(logits, None, 5, 0, None)),
+        ("capacity must be >= 0, got -1", lambda: op.moe_route(logits, None, 2, 0, -1)),
+        ("logits must have 2 dimensions", lambda: op.moe_route(x[0], None, 2, 0, None)),
+        ("valid must have dtype bool", lambda: op.moe_route(logits, x[:, 0], 2, 0, None)),
+        ("valid must have shape", lambda: op.moe_route(logits, x[:5, 0] > 0, 2, 0, None)),
         (
             "grad must have the shape of experts",
-            lambda: op.moe_route_backward(weights[:5], logits, experts, position, "topk_softmax"),
+            lambda: op.moe_route_backward(weights[:5], logits, experts, position, 0),
         ),
         (
             "routing.experts must be >= 0 and < 4, got 7",
-            lambda: op.moe_route_backward(weights, logits, experts + 7 - experts, position, "topk_softmax"),
+            lambda: op.moe_route_backward(weights, logits, experts + 7 - experts, position, 0),
         ),
-        ("kind must be 'switch', .*, got 'mse'", lambda: op.moe_aux_loss(logits, routing.counts, None, "mse", 2)),
-        ("counts must have 4 elements, got 3", lambda: op.moe_aux_loss(logits, routing.counts[:3], None, "z", 2)),
+        ("unknown kind code 4", lambda: op.moe_aux_loss(logits, routing.counts, None, 4, 2)),
+        ("counts must have 4 elements, got 3", lambda: op.moe_aux_loss(logits, routing.counts[:3], None, 2, 2)),
         (
             "slope must have 4 elements",
-            lambda: op.moe_aux_loss_backward(x[0, 0].clone(), logits, x[0].clone(), None, "z"),
+            lambda: op.moe_aux_loss_backward(x[0, 0].clone(), logits, x[0].clone(), None, 2),
         ),
         (r"x must have shape \(6, ...\)", lambda: op.moe_dispatch(x[:5], experts, offsets, position, None)),
         ("position must have 12 elements, got 11", lambda: op.moe_dispatch(x, experts, offsets, position[:11], None)),

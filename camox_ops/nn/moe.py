@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from ..ops import _check
+from ..ops._codes import AUX_LOSSES, SCORES
 from ..ops.moe import (
-    AUX_LOSSES,
-    SCORES,
     Routing,
     check_capacity_factor,
-    copy_rows,
     moe_aux_loss,
     moe_combine,
+    moe_dispatch,
     moe_route,
 )
 from .bands import FrequencyExpert
@@ -149,7 +148,7 @@ class MoELayer(nn.Module):
         routing = moe_route(logits, self.top_k, score=self.score, capacity_factor=self.capacity_factor)
         padded = self.sync == "none"
         sizes = None if padded else _HostCounts(routing.counts)
-        groups = copy_rows(NAME, x, routing, padded)
+        groups = moe_dispatch(x, routing, padded=padded)
         aux_loss = self._aux_loss(routing, logits)
         # The groups are copies, on which an expert may work in place; autograd would forbid that on views of one split.
         if padded:

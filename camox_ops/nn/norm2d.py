@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from ..ops import _check
-from ..ops.norm2d import ACTIVATIONS, layer_norm2d
+from ..ops._codes import ACTIVATIONS
+from ..ops.norm2d import layer_norm2d
 
 
 class LayerNorm2d(nn.Module):

@@ -7,7 +7,8 @@ from torch import nn
 
 from .._torch_private import in_dispatch_mode
 from ..ops import _check
-from ..ops.rope import LAYOUTS, rope, rope_tables
+from ..ops._codes import LAYOUTS
+from ..ops.rope import rope, rope_tables
 from ._kept import made_beside
 
 

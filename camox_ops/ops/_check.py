@@ -12,7 +12,6 @@ from .. import _cuda
 from .._torch_private import forward_levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BORDERS = ("zeros", "replicate", "reflect")
 
 
 def dtype_names(*dtypes: torch.dtype, last: str = " or ") -> str:
@@ -132,16 +131,10 @@ def flag(op: str, name: str, value) -> None:
 
 
 def choice(op: str, name: str, value, choices) -> None:
+    choices = tuple(choices)
     if isinstance(value, torch.Tensor):
         listed = ", ".join(repr(choice) for choice in choices)
         raise TypeError(f"{op}: {name} must be one of {listed}, got a torch.Tensor")
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{op}: {name} must be one of {listed}, got {value!r}")
-
-
-def border(op: str, value, x: torch.Tensor) -> None:
-    """x extended by one pixel: "reflect" needs a neighbour to mirror."""
-    choice(op, "border", value, BORDERS)
-    if value == "reflect" and (x.shape[2] == 1 or x.shape[3] == 1):
-        raise ValueError(f"{op}: border 'reflect' needs sides of at least 2, got x of shape {tuple(x.shape)}")

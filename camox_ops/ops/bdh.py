@@ -11,8 +11,9 @@ from .. import reference
 from .._torch_private import in_transform
 from . import _check
 from ._check import dtype_names
+from ._codes import LAYOUTS
 from ._layout import as_read, dense_strides
-from ._register import fold_batch, one_by_one, register, register_last_derivative, unfold_batch
+from ._register import one_by_one, register, register_last_derivative, vmap_folded
 from .rope import _rope_backward
 
 # How the scores are computed (csrc/bdh/bdh.h); tests and benchmarks choose, users get BY_COST.
@@ -205,41 +206,41 @@ def _scale(op: str, scale, default: float) -> float:
     return float(scale)
 
 
-def _saved_shape(q: torch.Tensor, v: torch.Tensor, causal: bool, softmax: bool, save: bool, form: int) -> tuple:
-    """The same rule as camox_bdh_saves_scores in csrc/bdh/bdh.h."""
+def _saved_shapes(q: torch.Tensor, v: torch.Tensor, causal: bool, softmax: bool, save: bool, form: int) -> tuple:
+    """Of the scores and the rows' log of the sum of exp, by the rule of camox_bdh_saves_scores in csrc/bdh/bdh.h."""
     b, h, length, n = q.shape
     d = v.shape[-1]
     if not save:
-        return (0,)
+        return (0,), (0,)
     costly = length * (n + (1 if causal else 2) * d) > 4 * n * d
     in_state = not softmax and (form == STATE or (form == BY_COST and costly))
     if not in_state and 4 * length <= n:
-        return b, h, length, length
-    return (b, h, length) if softmax else (0,)
+        return (b, h, length, length), (0,)
+    return (0,), (b, h, length) if softmax else (0,)
 
 
 def _fake(q, v, cos, sin, relu, causal, softmax, scale, save, form, tf32=False):
     sizes = (*q.shape[:3], v.shape[-1])
     out = q.new_empty_strided(sizes, dense_strides(q, sizes))
-    return out, cos.new_empty(_saved_shape(q, v, causal, softmax, save, form))
+    return out, *(cos.new_empty(shape) for shape in _saved_shapes(q, v, causal, softmax, save, form))
 
 
 def _save(ctx, inputs, output):
     q, v, cos, sin, *ctx.flags, _, ctx.form, ctx.tf32 = inputs
-    out, saved = output
+    out, *saved = output
     softmax = ctx.flags[2]
-    ctx.mark_non_differentiable(saved)
-    ctx.save_for_backward(q, v, cos, sin, out if softmax else None, saved)
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(q, v, cos, sin, out if softmax else None, *saved)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _):
+def _backward(ctx, grad, *_):
     if grad is None:
         return (None,) * 11
-    q, v, cos, sin, out, saved = ctx.saved_tensors
+    q, v, cos, sin, out, *saved = ctx.saved_tensors
     relu = ctx.flags[0]
     if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
-        inputs = (grad, q, v, cos, sin, out, saved)
+        inputs = (grad, q, v, cos, sin, out, *saved)
         return *_bdh_attention_backward(*inputs, *ctx.flags, ctx.form, False, ctx.tf32), *(None,) * 9
     dtype = q.dtype
     if q.is_cpu and dtype in (
@@ -247,10 +248,10 @@ def _backward(ctx, grad, _):
         torch.float16,
     ):  # the tables' gradients sum what is not to be rounded first
         grad, q, v, out = (None if t is None else t.float() for t in (grad, q, v, out))
-    inputs = (grad, q, v, cos, sin, out, saved)
+    inputs = (grad, q, v, cos, sin, out, *saved)
     grad_r, grad_v = _bdh_attention_backward(*inputs, *ctx.flags, ctx.form, True, ctx.tf32)
     x = q.relu() if relu else q
-    grad_x, *grad_tables = _rope_backward(grad_r, x, cos, sin, None, None, True, "bhtd", None, False)
+    grad_x, *grad_tables = _rope_backward(grad_r, x, cos, sin, None, None, True, LAYOUTS["bhtd"], None, False)
     grad_q = grad_x.masked_fill(q <= 0, 0) if relu else grad_x
     return grad_q.to(dtype), grad_v.to(dtype), *grad_tables, *(None,) * 7
 
@@ -260,13 +261,9 @@ def _fake_backward(grad, q, v, *_):
 
 
 def _vmap(info, in_dims, q, v, cos, sin, *arguments):
-    op = torch.ops.camox_ops.bdh_attention
     if in_dims[2] is not None or in_dims[3] is not None:
-        return one_by_one(op, info, in_dims, (q, v, cos, sin, *arguments))
-    out, saved = op(*fold_batch(info, in_dims, (q, v, cos, sin, *arguments), 2))
-    if saved.dim() == 1:
-        return (unfold_batch(info, out), saved), (0, None)
-    return (unfold_batch(info, out), unfold_batch(info, saved)), (0, 0)
+        return one_by_one(torch.ops.camox_ops.bdh_attention, info, in_dims, (q, v, cos, sin, *arguments))
+    return vmap_folded("bdh_attention", 2)(info, in_dims, q, v, cos, sin, *arguments)
 
 
 def _fake_step(q, v, cos, sin, state, relu, scale):

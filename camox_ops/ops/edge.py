@@ -8,6 +8,7 @@ import torch
 
 from .. import reference
 from . import _check
+from ._codes import BORDERS, border_of, name_of
 from ._layout import empty_picture
 from ._register import register, vmap_folded
 
@@ -52,11 +53,11 @@ def edge_maps(
     Source of the formula: EdgeExpert.compute_edges in mahi-chan/camoXpert, models/experts.py at 47e858c."""
     _check.picture("edge_maps", "x", x)
     eps = _check.eps("edge_maps", eps, x)
-    _check.border("edge_maps", border, x)
+    border_code = border_of("edge_maps", border, x)
     _check.flag("edge_maps", "stacked", stacked)
     if stacked:
-        return _edge_maps_stacked(x, eps, border)
-    return EdgeMaps(*_edge_maps(x, eps, border))
+        return _edge_maps_stacked(x, eps, border_code)
+    return EdgeMaps(*_edge_maps(x, eps, border_code))
 
 
 def _save(ctx, inputs, output):
@@ -92,7 +93,7 @@ def _backward_backward(ctx, grad):
         every = list(tensors)
         for i, tensor in zip(given, some, strict=True):
             every[i] = tensor
-        return reference.edge_maps_backward(*every, ctx.eps, ctx.border)
+        return reference.edge_maps_backward(*every, ctx.eps, name_of(BORDERS, ctx.border))
 
     _, pullback = torch.func.vjp(backward, *(tensors[i] for i in given))
     grads = [None] * 7

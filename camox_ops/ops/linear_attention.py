@@ -6,12 +6,11 @@ import torch
 
 from . import _check
 from ._check import dtype_names
+from ._codes import FEATURE_MAPS, LAYOUTS, NORMALIZATIONS, code_of
 from ._layout import as_read, dense_strides
 from ._register import register, register_last_derivative, vmap_folded
 
-FEATURE_MAPS = ("elu1", "relu", "identity")
-NORMALIZATIONS = ("sum", "feature", "none")
-LAYOUTS = ("bhtd", "bthd")
+SUM = NORMALIZATIONS["sum"]
 MOST_DIM = 256
 OP = "linear_attention"
 
@@ -68,7 +67,7 @@ def linear_attention(
 
     Source: Transformers are RNNs (arXiv 2006.16236, equations 4 to 7); "feature": SDTAEncoder.linear_attention of
     mahi-chan/camoXpert, models/backbone.py at 47e858c."""
-    _check_options(feature_map, normalize)
+    options = _codes_of(feature_map, normalize)
     _check.choice(OP, "layout", layout, LAYOUTS)
     _check.choice(OP, "causal", causal, (False, True, "strict"))
     if causal:
@@ -84,7 +83,7 @@ def linear_attention(
     if key_mask is not None:
         _check_mask(key_mask, q.shape[0], q.shape[2], q)
     initial_s, initial_z = _check_state(initial_state, q, v, normalize)
-    out, s, z = _linear_attention(q, k, v, key_mask, initial_s, initial_z, feature_map, normalize, eps)
+    out, s, z = _linear_attention(q, k, v, key_mask, initial_s, initial_z, *options, eps)
     if layout == "bthd":
         out = out.transpose(1, 2)
     return (out, (s, z if normalize == "sum" else None)) if return_state else out
@@ -102,7 +101,7 @@ def linear_attention_packed(
 
     For modules whose q, k and v are one layer's output: the gradient is one tensor too, in the order of qkv's strides,
     where three would be joined by a copy. Arguments, errors and numbers are those of linear_attention."""
-    _check_options(feature_map, normalize)
+    options = _codes_of(feature_map, normalize)
     _check.tensor(OP, "qkv", qkv)
     (qkv,) = _check.autocast(qkv)
     eps = _check.eps(OP, eps, qkv)
@@ -112,7 +111,7 @@ def linear_attention_packed(
         raise ValueError(f"{OP}: the head size must be from 1 to {MOST_DIM}, got {qkv.shape[4]}")
     if key_mask is not None:
         _check_mask(key_mask, qkv.shape[0], qkv.shape[3], qkv)
-    return _linear_attention_packed(qkv, key_mask, feature_map, normalize, eps)[0]
+    return _linear_attention_packed(qkv, key_mask, *options, eps)[0]
 
 
 def linear_attention_step(
@@ -130,9 +129,8 @@ def linear_attention_step(
     raise NotImplementedError("linear_attention_step: causal linear attention is not implemented")
 
 
-def _check_options(feature_map: str, normalize: str) -> None:
-    _check.choice(OP, "feature_map", feature_map, FEATURE_MAPS)
-    _check.choice(OP, "normalize", normalize, NORMALIZATIONS)
+def _codes_of(feature_map: str, normalize: str) -> tuple[int, int]:
+    return code_of(OP, "feature_map", feature_map, FEATURE_MAPS), code_of(OP, "normalize", normalize, NORMALIZATIONS)
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
@@ -192,10 +190,10 @@ def _like(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.new_empty_strided(shape, dense_strides(x, shape, sort_last=True))
 
 
-def _state(q: torch.Tensor, v: torch.Tensor, normalize: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _state(q: torch.Tensor, v: torch.Tensor, normalize: int) -> tuple[torch.Tensor, torch.Tensor]:
     real, (batch, heads, _, dim) = _check.computed_in(q), q.shape
     s = q.new_empty((batch, heads, dim, v.shape[3]), dtype=real)
-    return s, q.new_empty((batch, heads, dim) if normalize == "sum" else (0,), dtype=real)
+    return s, q.new_empty((batch, heads, dim) if normalize == SUM else (0,), dtype=real)
 
 
 def _fake(q, k, v, key_mask, initial_s, initial_z, feature_map, normalize, eps):
@@ -210,11 +208,11 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _given(grad, grad_s, grad_z, v, s, normalize: str):
+def _given(grad, grad_s, grad_z, v, s, normalize: int):
     """The gradients that flow in, as the kernels read them."""
     if grad is None:
         grad = v.new_zeros(()).expand(v.shape)
-    if normalize != "sum":
+    if normalize != SUM:
         grad_z = None
     return grad, *(g if g is None else as_read(g, s.dtype) for g in (grad_s, grad_z))
 

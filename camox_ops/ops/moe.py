@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch_private import in_transform
 from . import _check
+from ._codes import AUX_LOSSES, SCORES, code_of
 from ._layout import as_read, empty_rows
 from ._register import register, register_last_derivative
 
-SCORES = ("topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
-AUX_LOSSES = ("switch", "importance_cv2", "z", "usage_mse")
 MOST_EXPERTS = 1024
 MOST_CAPACITY_FACTOR = 2**31  # far beyond E, which limits nothing, and times any number of rows an int64
 
@@ -83,13 +81,13 @@ def moe_route(
     op = "moe_route"
     _check_logits(op, logits)
     top_k = _check_top_k(op, top_k, logits.shape[1])
-    _check.choice(op, "score", score, SCORES)
+    score_code = code_of(op, "score", score, SCORES)
     _check_valid(op, valid, logits)
     rows, num_experts = logits.shape
     capacity = None
     if capacity_factor is not None:
         capacity = math.ceil(check_capacity_factor(op, capacity_factor) * rows * top_k / num_experts)
-    return Routing(*_route(logits, valid, top_k, score, capacity), num_experts, top_k, capacity)
+    return Routing(*_route(logits, valid, top_k, score_code, capacity), num_experts, top_k, capacity)
 
 
 def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> torch.Tensor:
@@ -104,9 +102,7 @@ def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> 
             without a capacity_factor capacity is the number of rows.
 
     Returns:
-        A tensor in x's dtype, each row in memory as in x (channels_last stays so). With K = 1 and rows that are sorted
-        by expert already it is a view of x and nothing is copied, where that can be told without waiting: eagerly on
-        the CPU. So do not write into it in place.
+        A tensor in x's dtype, each row in memory as in x (channels_last stays so). Always memory of its own.
 
     The backward adds up the copies' gradients of each row in the order of its choices. Saved: the routing's indices.
     First derivatives; a second one raises NotImplementedError, and so does forward-mode AD. The same bits on every run.
@@ -125,15 +121,8 @@ def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> 
     rows = routing.experts.shape[0]
     if x.dim() < 1 or x.shape[0] != rows:
         raise ValueError(f"{op}: x must have shape ({rows}, ...), as many rows as were routed, got {tuple(x.shape)}")
-    if not padded and _is_sorted(routing):
-        return x.view_as(x)
-    return copy_rows(op, x, routing, padded)
-
-
-def copy_rows(op: str, x: torch.Tensor, routing: Routing, padded: bool) -> torch.Tensor:
-    """moe_dispatch of checked arguments, never a view of x."""
     capacity = _capacity(op, routing) if padded else None
-    return _dispatch(x, routing.experts, routing.offsets, routing.position, capacity)
+    return _dispatch(x, routing.experts, routing.offsets, routing.position, capacity, False)
 
 
 def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None) -> torch.Tensor:
@@ -174,7 +163,7 @@ def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None
     padded = _check_combined(op, y, routing, padded)
     weights = as_read(weights, _check.computed_in(y))
     capacity = _capacity(op, routing) if padded else None
-    return _combine(y, weights, routing.experts, routing.offsets, routing.position, capacity)
+    return _combine(y, weights, routing.experts, routing.offsets, routing.position, capacity, False)
 
 
 def moe_aux_loss(
@@ -220,11 +209,11 @@ def moe_aux_loss(
         raise ValueError(
             f"{op}: logits must have the shape that was routed, ({rows}, {num_experts}), got {tuple(logits.shape)}"
         )
-    _check.choice(op, "kind", kind, AUX_LOSSES)
+    kind_code = code_of(op, "kind", kind, AUX_LOSSES)
     _check_valid(op, valid, logits)
     if kind == "usage_mse":
         logits = logits.detach()
-    return _aux_loss(logits, routing.counts, valid, kind, routing.top_k)[0]
+    return _aux_loss(logits, routing.counts, valid, kind_code, routing.top_k)[0]
 
 
 def _check_logits(op: str, logits) -> None:
@@ -276,16 +265,6 @@ def check_capacity_factor(op: str, value) -> float:
     if isinstance(value, numbers.Real) and value > MOST_CAPACITY_FACTOR:
         raise ValueError(f"{op}: capacity_factor must be at most {MOST_CAPACITY_FACTOR}, got {value!r}")
     return _check.positive(op, "capacity_factor", value)
-
-
-def _is_sorted(routing: Routing) -> bool:
-    """Whether the copies are the rows as they lie, where that can be told without waiting for a device or a graph."""
-    position = routing.position
-    if routing.experts.shape[1] != 1 or type(position) is not torch.Tensor or position.device.type != "cpu":
-        return False
-    if torch.compiler.is_compiling() or in_transform(position) or torch.jit.is_tracing():
-        return False
-    return torch.equal(position, torch.arange(position.shape[0], device=position.device))
 
 
 def _capacity(op: str, routing: Routing) -> int:
@@ -351,22 +330,22 @@ def _fake_route(logits, valid, top_k, score, capacity):
 
 
 def _save_dispatch(ctx, inputs, output):
-    _, *routed, ctx.capacity = inputs
+    _, *routed, ctx.capacity, _ = inputs
     ctx.save_for_backward(*routed)
     ctx.set_materialize_grads(False)
 
 
 def _dispatch_backward(ctx, grad):
     if grad is None:
-        return (None,) * 5
-    return _moe_dispatch_backward(grad, *ctx.saved_tensors, ctx.capacity), *(None,) * 4
+        return (None,) * 6
+    return _moe_dispatch_backward(grad, *ctx.saved_tensors, ctx.capacity, True), *(None,) * 5
 
 
-def _fake_dispatch(x, experts, offsets, position, capacity):
+def _fake_dispatch(x, experts, offsets, position, capacity, checked=False):
     return empty_rows(x, 1, _outer(experts, offsets, capacity))
 
 
-def _fake_rows(y, experts, offsets, position, capacity):
+def _fake_rows(y, experts, offsets, position, capacity, checked=False):
     return empty_rows(y, 1 if capacity is None else 2, (experts.shape[0],))
 
 
@@ -376,18 +355,18 @@ def _outer(experts, offsets, capacity: int | None) -> tuple[int, ...]:
 
 
 def _save_combine(ctx, inputs, output):
-    *tensors, ctx.capacity = inputs
+    *tensors, ctx.capacity, _ = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
 
 def _combine_backward(ctx, grad):
     if grad is None:
-        return (None,) * 6
-    return *_moe_combine_backward(grad, *ctx.saved_tensors, ctx.capacity), *(None,) * 4
+        return (None,) * 7
+    return *_moe_combine_backward(grad, *ctx.saved_tensors, ctx.capacity, True), *(None,) * 5
 
 
-def _fake_combine_backward(grad, y, weights, experts, offsets, position, capacity):
+def _fake_combine_backward(grad, y, weights, experts, offsets, position, capacity, checked=False):
     outer = _outer(experts, offsets, capacity)
     return empty_rows(y, len(outer), outer), torch.empty_like(weights, memory_format=torch.contiguous_format)
 

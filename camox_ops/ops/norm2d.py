@@ -6,10 +6,9 @@ import torch
 
 from .. import reference
 from . import _check
+from ._codes import ACTIVATIONS, code_of, name_of
 from ._layout import as_read, empty_picture
 from ._register import fold_batch, one_by_one, register, unfold_batch
-
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 
 
 def layer_norm2d(
@@ -57,12 +56,12 @@ def layer_norm2d(
     _check.affine("layer_norm2d", "weight", weight, x, 1, "channel")
     _check.affine("layer_norm2d", "bias", bias, x, 1, "channel")
     eps = _check.eps("layer_norm2d", eps, x)
-    _check.choice("layer_norm2d", "activation", activation, ACTIVATIONS)
+    activation_code = code_of("layer_norm2d", "activation", activation, ACTIVATIONS)
     if residual is not None:
         _check.like("layer_norm2d", "residual", residual, x)
     _check_groups(groups, x)
     real = _check.computed_in(x)
-    return _layer_norm2d(x, as_read(weight, real), as_read(bias, real), residual, eps, groups, activation)[0]
+    return _layer_norm2d(x, as_read(weight, real), as_read(bias, real), residual, eps, groups, activation_code)[0]
 
 
 def _check_groups(groups: int, x: torch.Tensor) -> None:
@@ -106,7 +105,7 @@ def _backward_backward(ctx, *grads):
 
     def backward(grad, x, weight, bias):
         outputs = reference.layer_norm2d_backward(
-            grad, x, weight, bias, ctx.eps, activation=ctx.activation, groups=ctx.groups
+            grad, x, weight, bias, ctx.eps, activation=name_of(ACTIVATIONS, ctx.activation), groups=ctx.groups
         )
         return tuple(output for output, g in zip(outputs, grads, strict=True) if g is not None)
 

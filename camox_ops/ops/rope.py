@@ -10,10 +10,10 @@ from .. import reference
 from .._torch_private import in_transform, why_not_overwritten
 from . import _check
 from ._check import dtype_names
+from ._codes import LAYOUTS, code_of, name_of
 from ._layout import as_read, dense_strides, has_internal_overlap, share_memory
 from ._register import fold_batch_at, one_by_one, register
 
-LAYOUTS = ("bhtd", "bthd")
 UNITS = ("radians", "turns")
 
 
@@ -151,7 +151,7 @@ def rope(
     if not tensors:
         raise ValueError("rope: x must be a tensor or a tuple of at least one, got ()")
     _check.flag("rope", "interleaved", interleaved)
-    _check.choice("rope", "layout", layout, LAYOUTS)
+    layout_code = code_of("rope", "layout", layout, LAYOUTS)
     _check.flag("rope", "inplace", inplace)
     if positions is not None and cu_seqlens is not None:
         raise ValueError("rope: give positions or cu_seqlens, not both")
@@ -165,7 +165,7 @@ def rope(
         _check_inplace(names, tensors, cos, sin)
     cos, sin = (as_read(table, _check.computed_in(tensors[0])) for table in (cos, sin))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    arguments = (cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, False)
+    arguments = (cos, sin, positions, cu_seqlens, interleaved, layout_code, rotary_dim, False)
     turn = _turn_in_place if inplace else _rope
     turned = tuple(turn(value, *arguments) for value in tensors)
     return turned if isinstance(x, (tuple, list)) else turned[0]
@@ -354,7 +354,7 @@ def _backward_backward(ctx, *grads):
             cos,
             sin,
             interleaved=ctx.interleaved,
-            layout=ctx.layout,
+            layout=name_of(LAYOUTS, ctx.layout),
             rotary_dim=ctx.rotary_dim,
             positions=positions,
             cu_seqlens=cu_seqlens,
@@ -384,7 +384,7 @@ def _vmap(info, in_dims, x, *arguments):
         return one_by_one(op, info, in_dims, (x, *arguments))
     # More heads: they share the positions and the tables.
     cu_seqlens, layout = arguments[3], arguments[5]
-    heads = 2 if cu_seqlens is None and layout == "bthd" else 1
+    heads = 2 if cu_seqlens is None and layout == LAYOUTS["bthd"] else 1
     y = op(fold_batch_at(info, in_dims[0], x, heads), *arguments)
     return y.unflatten(heads, (info.batch_size, -1)), heads
 

@@ -6,6 +6,7 @@ import torch
 
 from ..reference.spatial_gradient import WEIGHTS
 from . import _check
+from ._codes import border_of
 from ._layout import empty_picture, is_channels_last
 from ._register import register, vmap_folded
 
@@ -42,11 +43,11 @@ def spatial_gradient(
             side of 1."""
     _check.picture("spatial_gradient", "x", x)
     _check.choice("spatial_gradient", "operator", operator, tuple(WEIGHTS))
-    _check.border("spatial_gradient", border, x)
+    border_code = border_of("spatial_gradient", border, x)
     _check.flag("spatial_gradient", "normalized", normalized)
     side, middle = WEIGHTS[operator]
     scale = 1 / (4 * side + 2 * middle) if normalized else 1.0
-    return _spatial_gradient(x, scale * side, scale * middle, border)
+    return _spatial_gradient(x, scale * side, scale * middle, border_code)
 
 
 def _save(ctx, inputs, output):

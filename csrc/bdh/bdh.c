@@ -3,14 +3,13 @@
 
 #include <math.h>
 
+#include "../common/check.h"
 #include "../common/kernel_table.h"
-#include "../common/status.h"
 #include "bdh_plan.h"
 
 static int check_sizes(const char *op, camox_dtype dtype, int64_t batch, int64_t heads, int64_t value_heads, int64_t length,
                        int64_t dim, int64_t value_dim, int64_t table_columns, double scale) {
-  if ((int)dtype < 0 || dtype >= CAMOX_DTYPE_COUNT)
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: unknown dtype code %d", op, (int)dtype);
+  CAMOX_REQUIRE(camox_check_dtype(op, (int)dtype));
   if (batch < 0 || heads < 0 || value_heads < 0 || length < 0 || dim < 0 || value_dim < 0)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: q or v has a negative size", op);
   if (dim == 0 || dim % 2 != 0)
@@ -29,10 +28,7 @@ static int check_sizes(const char *op, camox_dtype dtype, int64_t batch, int64_t
 /* Whether elements of a tensor of this shape share memory. */
 static int overlaps(const camox_view4 *view, int64_t batch, int64_t heads, int64_t length, int64_t dim) {
   const int64_t size[4] = {batch, heads, length, dim};
-  if (batch == 0 || heads == 0 || length == 0 || dim == 0) return 0;
-  for (int d = 0; d < 4; ++d)
-    if (size[d] > 1 && view->stride[d] == 0) return 1;
-  return 0;
+  return camox_shares_elements(view, size);
 }
 
 int camox_bdh_check(const camox_bdh_params *p, int backward) {
@@ -92,8 +88,8 @@ int64_t camox_bdh_product_scratch(const camox_bdh_product_params *p) { return ca
 
 /* The least multiple of `unit` that cuts n into as few tiles as `most` does. */
 static int64_t even_tile(int64_t n, int64_t most, int64_t unit) {
-  const int64_t tiles = n > most ? camox_bdh_product_tiles(n, most) : 1;
-  return camox_bdh_product_tiles(n > 0 ? camox_bdh_product_tiles(n, tiles) : 1, unit) * unit;
+  const int64_t tiles = n > most ? camox_ceil_div(n, most) : 1;
+  return camox_ceil_div(n > 0 ? camox_ceil_div(n, tiles) : 1, unit) * unit;
 }
 
 void camox_bdh_product_cut(camox_bdh_product_params *p, int64_t threads) {
@@ -111,27 +107,20 @@ void camox_bdh_product_cut(camox_bdh_product_params *p, int64_t threads) {
       break;
     units = camox_bdh_product_plan_of(p).units;
   }
-  p->slots = camox_bdh_smaller(units, threads);
+  p->slots = camox_min_i64(units, threads);
 }
 
 int64_t camox_bdh_scratch(const camox_bdh_params *p, int backward) { return camox_bdh_plan_of(p, backward).total; }
 
-CAMOX_DECLARE_KERNELS(camox_bdh_forward_kernel, camox_bdh_kernel)
-CAMOX_DECLARE_KERNELS(camox_bdh_backward_kernel, camox_bdh_kernel)
-CAMOX_DECLARE_KERNELS(camox_bdh_sum_kernel, camox_bdh_kernel)
+CAMOX_KERNEL_TABLE(camox_bdh_kernel, camox_bdh_forward, camox_bdh_forward_kernel)
+CAMOX_KERNEL_TABLE(camox_bdh_kernel, camox_bdh_backward, camox_bdh_backward_kernel)
+CAMOX_KERNEL_TABLE(camox_bdh_kernel, camox_bdh_sum, camox_bdh_sum_kernel)
+CAMOX_KERNEL_TABLE(camox_bdh_step_fn, camox_bdh_step, camox_bdh_step_kernel)
 #if defined(CAMOX_HAVE_X86)
 extern camox_bdh_kernel camox_bdh_backward_pairs_kernel_bf16_avx512;
 extern camox_bdh_product_fn camox_bdh_product_kernel_bf16_avx512;
 #endif
-CAMOX_DECLARE_KERNELS(camox_bdh_step_kernel, camox_bdh_step_fn)
 
-static camox_bdh_kernel *const forward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_bdh_forward_kernel);
-static camox_bdh_kernel *const backward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_bdh_backward_kernel);
-static camox_bdh_kernel *const sum_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_bdh_sum_kernel);
-static camox_bdh_step_fn *const step_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_bdh_step_kernel);
-
-camox_bdh_kernel *camox_bdh_forward(camox_dtype dtype, camox_isa isa) { return forward_kernels[dtype][isa]; }
-camox_bdh_kernel *camox_bdh_backward(camox_dtype dtype, camox_isa isa) { return backward_kernels[dtype][isa]; }
 camox_bdh_kernel *camox_bdh_backward_pairs(void) {
 #if defined(CAMOX_HAVE_X86)
   return camox_bdh_backward_pairs_kernel_bf16_avx512;
@@ -146,6 +135,4 @@ camox_bdh_product_fn *camox_bdh_product(void) {
   return NULL;
 #endif
 }
-camox_bdh_kernel *camox_bdh_sum(camox_dtype dtype, camox_isa isa) { return sum_kernels[dtype][isa]; }
-camox_bdh_step_fn *camox_bdh_step(camox_dtype dtype, camox_isa isa) { return step_kernels[dtype][isa]; }
 #endif

@@ -81,46 +81,49 @@ void run_slots(camox_bdh_kernel* kernel, camox_bdh_params& p, const Tensor& q, b
 }
 #endif
 
-// out, and what the backward reads: the scores, the rows' log of the sum of exp, or an empty tensor.
-std::tuple<Tensor, Tensor> bdh_attention(const Tensor& q, const Tensor& v, const Tensor& cos, const Tensor& sin, bool relu,
-                                         bool causal, bool softmax, double scale, bool save, int64_t form, bool tf32) {
+// NULL for a tensor without elements: what was not saved.
+void* data_of_saved(const Tensor& saved, const Tensor& q, std::initializer_list<int64_t> size, const char* op,
+                    const char* name) {
+  if (saved.numel() == 0) return nullptr;
+  check_real(saved, q, static_cast<int64_t>(size.size()), op, name);
+  check_sizes(saved, size, op, name);
+  if (!saved.is_contiguous()) throw std::invalid_argument(std::string(op) + ": " + name + " must be contiguous");
+  return saved.data_ptr();
+}
+
+// out, and what the backward reads: the scores or, with softmax, the rows' log of the sum of exp, or neither. What is not
+// saved has no elements.
+std::tuple<Tensor, Tensor, Tensor> bdh_attention(const Tensor& q, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                                                 bool relu, bool causal, bool softmax, double scale, bool save, int64_t form,
+                                                 bool tf32) {
   camox_bdh_params p = bdh_params(q, v, cos, sin, relu, causal, softmax, scale, form, tf32);
   Tensor out = empty_in_order(q, {p.batch, p.heads, p.length, p.value_dim}, 3);
   p.out = view4(out);
   check(camox_bdh_check(&p, 0));
-  Tensor saved = !save                        ? empty_real(q, {0})
-                 : camox_bdh_saves_scores(&p) ? empty_real(q, {p.batch, p.heads, p.length, p.length})
-                 : softmax                    ? empty_real(q, {p.batch, p.heads, p.length})
-                                              : empty_real(q, {0});
-  if (saved.dim() == 4) p.scores = saved.data_ptr();
-  if (saved.dim() == 3) p.logsumexp = saved.data_ptr();
+  const bool saves_scores = save && camox_bdh_saves_scores(&p), saves_sums = save && !saves_scores && softmax;
+  Tensor scores = saves_scores ? empty_real(q, {p.batch, p.heads, p.length, p.length}) : empty_real(q, {0});
+  Tensor logsumexp = saves_sums ? empty_real(q, {p.batch, p.heads, p.length}) : empty_real(q, {0});
+  if (saves_scores) p.scores = scores.data_ptr();
+  if (saves_sums) p.logsumexp = logsumexp.data_ptr();
 #ifdef CAMOX_CUDA_PART
   Tensor scratch = scratch_of(p, q, false);
   launch(camox_bdh_cuda, p, q, "bdh_attention");
 #else
   run_slots(camox_bdh_forward(p.dtype, camox_isa_current()), p, q, false);
 #endif
-  return {out, saved};
+  return {out, scores, logsumexp};
 }
 
 std::tuple<Tensor, Tensor> bdh_attention_backward(const Tensor& grad, const Tensor& q, const Tensor& v, const Tensor& cos,
-                                                  const Tensor& sin, OptionalTensor out, const Tensor& saved, bool relu,
-                                                  bool causal, bool softmax, double scale, int64_t form, bool unturned,
-                                                  bool tf32) {
+                                                  const Tensor& sin, OptionalTensor out, const Tensor& scores,
+                                                  const Tensor& logsumexp, bool relu, bool causal, bool softmax, double scale,
+                                                  int64_t form, bool unturned, bool tf32) {
   const char* op = "bdh_attention_backward";
   camox_bdh_params p = bdh_params(q, v, cos, sin, relu, causal, softmax, scale, form, tf32);
   check_companion(grad, q, 4, op, "grad");
   check_sizes(grad, {p.batch, p.heads, p.length, p.value_dim}, op, "grad");
-  check_real(saved, q, saved.dim(), op, "saved");
-  if (!saved.is_contiguous()) throw std::invalid_argument("bdh_attention_backward: saved must be contiguous");
-  if (saved.dim() == 4) {
-    check_sizes(saved, {p.batch, p.heads, p.length, p.length}, op, "saved");
-    p.scores = saved.data_ptr();
-  }
-  if (saved.dim() == 3) {
-    check_sizes(saved, {p.batch, p.heads, p.length}, op, "saved");
-    p.logsumexp = saved.data_ptr();
-  }
+  p.scores = data_of_saved(scores, q, {p.batch, p.heads, p.length, p.length}, op, "scores");
+  p.logsumexp = data_of_saved(logsumexp, q, {p.batch, p.heads, p.length}, op, "logsumexp");
   if (out.has_value()) {
     check_companion(*out, q, 4, op, "out");
     check_sizes(*out, {p.batch, p.heads, p.length, p.value_dim}, op, "out");
@@ -225,9 +228,10 @@ Tensor bdh_product(const Tensor& a, const Tensor& b, bool by_row) {
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "bdh_attention(Tensor q, Tensor v, Tensor cos, Tensor sin, bool relu, bool causal, bool softmax, float scale, "
-      "bool save, int form, bool tf32=False) -> (Tensor, Tensor)");
+      "bool save, int form, bool tf32=False) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "bdh_attention_backward(Tensor grad, Tensor q, Tensor v, Tensor cos, Tensor sin, Tensor? out, Tensor saved, bool relu, "
+      "bdh_attention_backward(Tensor grad, Tensor q, Tensor v, Tensor cos, Tensor sin, Tensor? out, Tensor scores, Tensor "
+      "logsumexp, bool relu, "
       "bool causal, bool softmax, float scale, int form, bool unturned, bool tf32=False) -> (Tensor, Tensor)");
   m.def(
       "bdh_attention_step(Tensor q, Tensor v, Tensor cos, Tensor sin, Tensor? state, bool relu, float scale) -> "

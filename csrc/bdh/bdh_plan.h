@@ -2,6 +2,7 @@
 #ifndef CAMOX_BDH_PLAN_H
 #define CAMOX_BDH_PLAN_H
 
+#include "../common/integers.h"
 #include "bdh.h"
 
 #define CAMOX_BDH_ROWS 128          /* tokens of a tile at most */
@@ -35,9 +36,7 @@ typedef struct {
   int64_t offset[BDH_BUFFERS], total;
 } camox_bdh_plan;
 
-static inline int64_t camox_bdh_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline int64_t camox_bdh_padded(int64_t n) { return (n + CAMOX_BDH_LINE - 1) / CAMOX_BDH_LINE * CAMOX_BDH_LINE; }
+static inline int64_t camox_bdh_padded(int64_t n) { return camox_round_up(n, CAMOX_BDH_LINE); }
 
 /* One more vector, so that rows do not all begin in one set of the L1 cache. */
 static inline int64_t camox_bdh_pitch(int64_t n) { return camox_bdh_padded(n) + CAMOX_BDH_LINE; }
@@ -87,16 +86,16 @@ static inline int camox_bdh_in_pairs(const camox_bdh_params *p, const camox_bdh_
 static inline camox_bdh_plan camox_bdh_plan_of(const camox_bdh_params *p, int backward) {
   camox_bdh_plan plan = {0};
   const int64_t length = p->length > 0 ? p->length : 1, state = camox_bdh_state_form(p);
-  plan.rows = camox_bdh_smaller(length, CAMOX_BDH_ROWS);
+  plan.rows = camox_min_i64(length, CAMOX_BDH_ROWS);
   int64_t columns = CAMOX_BDH_TILE / plan.rows;
   if (state) columns = CAMOX_BDH_STATE_COLUMNS;
   if (state && backward && p->causal) { /* a gradient of r is held for every token */
-    columns = camox_bdh_smaller(columns, 2 * CAMOX_BDH_TILE / length);
+    columns = camox_min_i64(columns, 2 * CAMOX_BDH_TILE / length);
     if (columns < 2 * CAMOX_BDH_LINE) columns = 2 * CAMOX_BDH_LINE;
   }
-  if (backward && p->scores) columns = camox_bdh_smaller(columns, CAMOX_BDH_TILE / 2 / plan.rows);
+  if (backward && p->scores) columns = camox_min_i64(columns, CAMOX_BDH_TILE / 2 / plan.rows);
   columns = columns / (2 * CAMOX_BDH_LINE) * (2 * CAMOX_BDH_LINE);
-  plan.columns = camox_bdh_smaller(columns, p->dim);
+  plan.columns = camox_min_i64(columns, p->dim);
   plan.strip = p->scores || length <= CAMOX_BDH_WHOLE ? length : plan.rows;
   plan.pitch = camox_bdh_pitch(plan.columns);
   plan.value_pitch = camox_bdh_pitch(p->value_dim);
@@ -118,19 +117,16 @@ typedef struct {
   int64_t b_panels, a_panels, total;
 } camox_bdh_product_plan;
 
-static inline int64_t camox_bdh_product_tiles(int64_t n, int64_t tile) { return (n + tile - 1) / tile; }
-
 static inline camox_bdh_product_plan camox_bdh_product_plan_of(const camox_bdh_product_params *p) {
   camox_bdh_product_plan plan = {0};
-  const int64_t pairs = (camox_bdh_smaller(p->depth, CAMOX_BDH_PRODUCT_DEPTH) + 1) / 2;
-  plan.down = camox_bdh_product_tiles(p->rows, p->tile_rows);
-  plan.across = camox_bdh_product_tiles(p->columns, p->tile_columns);
+  const int64_t pairs = (camox_min_i64(p->depth, CAMOX_BDH_PRODUCT_DEPTH) + 1) / 2;
+  plan.down = camox_ceil_div(p->rows, p->tile_rows);
+  plan.across = camox_ceil_div(p->columns, p->tile_columns);
   plan.units = p->heads * plan.down * plan.across;
   plan.pitch = camox_bdh_padded(p->tile_columns);
   plan.b_panels = p->tile_rows * plan.pitch;
-  plan.a_panels =
-      plan.b_panels + camox_bdh_product_tiles(p->tile_columns, CAMOX_BDH_PRODUCT_COLUMNS) * CAMOX_BDH_PRODUCT_COLUMNS * pairs;
-  const int64_t panels = p->a_stride[2] == 1 ? 1 : camox_bdh_product_tiles(p->tile_rows, CAMOX_BDH_PRODUCT_ROWS);
+  plan.a_panels = plan.b_panels + camox_round_up(p->tile_columns, CAMOX_BDH_PRODUCT_COLUMNS) * pairs;
+  const int64_t panels = p->a_stride[2] == 1 ? 1 : camox_ceil_div(p->tile_rows, CAMOX_BDH_PRODUCT_ROWS);
   plan.total = plan.a_panels + panels * CAMOX_BDH_PRODUCT_ROWS * camox_bdh_padded(pairs);
   return plan;
 }

@@ -21,6 +21,14 @@
 #define CAMOX_NAMES_(name, dtype) name##_##dtype##_portable
 #endif
 
+/* Declares the kernels `kernel` and defines get(dtype, isa), which returns one of them. type: as above. */
+#define CAMOX_KERNEL_TABLE(type, get, kernel)                                                \
+  CAMOX_DECLARE_KERNELS(kernel, type)                                                        \
+  type *get(camox_dtype dtype, camox_isa isa) {                                              \
+    static type *const variants[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(kernel); \
+    return variants[dtype][isa];                                                             \
+  }
+
 /* Rows in the order of camox_dtype, columns in the order of camox_isa. */
 #define CAMOX_KERNELS(name) \
   {CAMOX_ISA_ROW_(name, f32), CAMOX_ISA_ROW_(name, bf16), CAMOX_ISA_ROW_(name, f16), CAMOX_PORTABLE_ROW_(name)}

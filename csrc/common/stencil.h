@@ -11,6 +11,7 @@
 
 #include <stdint.h>
 
+#include "integers.h"
 #include "types.h"
 
 /* A tile's line stays small enough that the rows a stencil keeps lie in the L1 cache. */
@@ -34,10 +35,6 @@ typedef struct {
 typedef struct {
   int64_t batch, channel, channels, row_begin, row_end, column_begin, column_end;
 } camox_tile;
-
-static inline int64_t camox_min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t camox_max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t camox_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* Tiles whose lines have up to `elements`, their columns up to `most_channels`. */
 static inline camox_tiling camox_tiling_within(int channels_last, int64_t batch, int64_t channels, int64_t height,

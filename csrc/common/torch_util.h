@@ -44,30 +44,6 @@ namespace camox {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// A str argument. Taken as std::string, every call would leak one: torch's conversion (2.10 to 2.13) never deletes what it
-// makes.
-struct Text : std::string {
-  using std::string::string;
-};
-
-}  // namespace camox
-
-template <>
-struct torch::stable::detail::ToImpl<camox::Text> {
-  static camox::Text call(StableIValue value, uint64_t, bool) {
-    StringHandle handle = torch::stable::detail::to<StringHandle>(value);
-    size_t length;
-    const char* data;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
-    camox::Text text(data, length);
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
-    return text;
-  }
-};
-
-namespace camox {
-
 // A failed C check becomes ValueError (std::invalid_argument), anything else RuntimeError.
 inline void check(int status) {
   if (status == CAMOX_OK) return;
@@ -90,11 +66,12 @@ inline camox_dtype dtype_of(const Tensor& x, const char* op) {
   }
 }
 
-inline camox_border border_of(const std::string& border, const char* op) {
-  if (border == "zeros") return CAMOX_BORDER_ZEROS;
-  if (border == "replicate") return CAMOX_BORDER_REPLICATE;
-  if (border == "reflect") return CAMOX_BORDER_REFLECT;
-  throw std::invalid_argument(std::string(op) + ": border must be 'zeros', 'replicate' or 'reflect', got '" + border + "'");
+// An option that came as a number: an enumerator of an enum whose last one is `last`.
+template <class Enum>
+Enum code_of(int64_t code, Enum last, const char* op, const char* name) {
+  if (code < 0 || code > static_cast<int64_t>(last))
+    throw std::invalid_argument(std::string(op) + ": unknown " + name + " code " + std::to_string(code));
+  return static_cast<Enum>(code);
 }
 
 inline camox_view4 view4(const Tensor& x) {

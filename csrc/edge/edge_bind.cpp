@@ -6,11 +6,11 @@ namespace {
 
 using namespace camox;
 
-camox_edge_params edge_params(const Tensor& x, double eps, const std::string& border) {
+camox_edge_params edge_params(const Tensor& x, double eps, int64_t border) {
   check_picture(x, "edge_maps", "x");
   camox_edge_params p{};
   p.dtype = dtype_of(x, "edge_maps");
-  p.border = border_of(border, "edge_maps");
+  p.border = code_of(border, CAMOX_BORDER_REFLECT, "edge_maps", "border");
   p.channels_last = is_channels_last(x);
   p.eps = eps;
   p.batch = x.size(0), p.channels = x.size(1), p.height = x.size(2), p.width = x.size(3);
@@ -30,7 +30,7 @@ void compute(const camox_edge_params& p, const Tensor& x, bool backward) {
 #endif
 }
 
-std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, Text border) {
+std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, int64_t border) {
   camox_edge_params p = edge_params(x, eps, border);
   std::array<Tensor, 3> maps;
   for (int map = 0; map < 3; ++map) {
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, Text b
 }
 
 // The four maps are channel ranges of one (B,4C,H,W) tensor.
-Tensor edge_maps_stacked(const Tensor& x, double eps, Text border) {
+Tensor edge_maps_stacked(const Tensor& x, double eps, int64_t border) {
   camox_edge_params p = edge_params(x, eps, border);
   Tensor out = empty_picture(x, CAMOX_EDGE_MAPS * p.channels, p.channels_last);
   size_t element = out.element_size();
@@ -55,7 +55,7 @@ Tensor edge_maps_stacked(const Tensor& x, double eps, Text border) {
 }
 
 Tensor edge_maps_backward(const Tensor& x, OptionalTensor grad_sobel, OptionalTensor grad_laplacian,
-                          OptionalTensor grad_gradient, OptionalTensor grad_input, double eps, Text border) {
+                          OptionalTensor grad_gradient, OptionalTensor grad_input, double eps, int64_t border) {
   camox_edge_params p = edge_params(x, eps, border);
   const std::array<std::pair<const OptionalTensor*, const char*>, CAMOX_EDGE_MAPS> grads = {
       {{&grad_sobel, "grad_sobel"},
@@ -78,11 +78,11 @@ Tensor edge_maps_backward(const Tensor& x, OptionalTensor grad_sobel, OptionalTe
 
 #ifndef CAMOX_CUDA_PART
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
-  m.def("edge_maps(Tensor x, float eps, str border) -> (Tensor, Tensor, Tensor)");
-  m.def("edge_maps_stacked(Tensor x, float eps, str border) -> Tensor");
+  m.def("edge_maps(Tensor x, float eps, int border) -> (Tensor, Tensor, Tensor)");
+  m.def("edge_maps_stacked(Tensor x, float eps, int border) -> Tensor");
   m.def(
       "edge_maps_backward(Tensor x, Tensor? grad_sobel, Tensor? grad_laplacian, Tensor? grad_gradient, "
-      "Tensor? grad_input, float eps, str border) -> Tensor");
+      "Tensor? grad_input, float eps, int border) -> Tensor");
 }
 #endif
 

@@ -8,20 +8,6 @@ using namespace camox;
 
 constexpr const char* op = "linear_attention";
 
-int feature_map_of(const std::string& name) {
-  if (name == "elu1") return CAMOX_FEATURE_ELU1;
-  if (name == "relu") return CAMOX_FEATURE_RELU;
-  if (name == "identity") return CAMOX_FEATURE_IDENTITY;
-  throw std::invalid_argument("linear_attention: feature_map must be 'elu1', 'relu' or 'identity', got '" + name + "'");
-}
-
-int normalize_of(const std::string& name) {
-  if (name == "sum") return CAMOX_NORMALIZE_SUM;
-  if (name == "feature") return CAMOX_NORMALIZE_FEATURE;
-  if (name == "none") return CAMOX_NORMALIZE_NONE;
-  throw std::invalid_argument("linear_attention: normalize must be 'sum', 'feature' or 'none', got '" + name + "'");
-}
-
 void check_shape(const Tensor& y, std::initializer_list<int64_t> size, const char* name) {
   bool same = y.dim() == static_cast<int64_t>(size.size());
   for (size_t d = 0; same && d < size.size(); ++d) same = y.size(d) == size.begin()[d];
@@ -41,10 +27,11 @@ const void* real_data(const OptionalTensor& y, const Tensor& q, std::initializer
 }
 
 camox_linear_attention_params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& key_mask,
-                                        const std::string& feature_map, const std::string& normalize, double eps) {
+                                        int64_t feature_map, int64_t normalize, double eps) {
   camox_linear_attention_params p{};
   p.dtype = dtype_of(q, op);
-  p.feature_map = feature_map_of(feature_map), p.normalize = normalize_of(normalize), p.eps = eps;
+  p.feature_map = code_of(feature_map, CAMOX_FEATURE_IDENTITY, op, "feature map"),
+  p.normalize = code_of(normalize, CAMOX_NORMALIZE_NONE, op, "normalization"), p.eps = eps;
   check_picture(q, op, "q");
   check_picture(v, op, "v");
   p.batch = q.size(0), p.heads = q.size(1), p.length = q.size(2), p.key_dim = q.size(3), p.value_dim = v.size(3);
@@ -94,8 +81,8 @@ void run_steps(Variant variant, const camox_linear_attention_params& p) {
 #endif
 
 std::tuple<Tensor, Tensor, Tensor> linear_attention(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor key_mask,
-                                                    OptionalTensor initial_s, OptionalTensor initial_z, Text feature_map,
-                                                    Text normalize, double eps) {
+                                                    OptionalTensor initial_s, OptionalTensor initial_z, int64_t feature_map,
+                                                    int64_t normalize, double eps) {
   camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps);
   p.initial_s = real_data(initial_s, q, {p.batch, p.heads, p.key_dim, p.value_dim}, "initial_s");
   p.initial_z = real_data(initial_z, q, {p.batch, p.heads, p.key_dim}, "initial_z");
@@ -136,7 +123,7 @@ std::tuple<Tensor, Tensor> backward_into(const Tensor& grad_q, const Tensor& gra
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_backward(
     const Tensor& grad, OptionalTensor grad_s, OptionalTensor grad_z, const Tensor& q, const Tensor& k, const Tensor& v,
-    OptionalTensor key_mask, const Tensor& s, const Tensor& z, Text feature_map, Text normalize, double eps) {
+    OptionalTensor key_mask, const Tensor& s, const Tensor& z, int64_t feature_map, int64_t normalize, double eps) {
   camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps);
   const std::vector<int64_t> keys = {p.batch, p.heads, p.length, p.key_dim};
   Tensor grad_q = empty_in_order(q, keys, 4), grad_k = empty_in_order(k, keys, 4);
@@ -151,15 +138,15 @@ Tensor part_of(const Tensor& qkv, int64_t part) {
   return torch::stable::select(qkv, 1, part);
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_attention_packed(const Tensor& qkv, OptionalTensor key_mask, Text feature_map,
-                                                           Text normalize, double eps) {
+std::tuple<Tensor, Tensor, Tensor> linear_attention_packed(const Tensor& qkv, OptionalTensor key_mask, int64_t feature_map,
+                                                           int64_t normalize, double eps) {
   return linear_attention(part_of(qkv, 0), part_of(qkv, 1), part_of(qkv, 2), key_mask, std::nullopt, std::nullopt, feature_map,
                           normalize, eps);
 }
 
 Tensor linear_attention_packed_backward(const Tensor& grad, OptionalTensor grad_s, OptionalTensor grad_z, const Tensor& qkv,
-                                        OptionalTensor key_mask, const Tensor& s, const Tensor& z, Text feature_map,
-                                        Text normalize, double eps) {
+                                        OptionalTensor key_mask, const Tensor& s, const Tensor& z, int64_t feature_map,
+                                        int64_t normalize, double eps) {
   const Tensor q = part_of(qkv, 0);
   auto p = params_of(q, part_of(qkv, 1), part_of(qkv, 2), key_mask, feature_map, normalize, eps);
   auto sizes = qkv.sizes();
@@ -173,17 +160,17 @@ Tensor linear_attention_packed_backward(const Tensor& grad, OptionalTensor grad_
 #ifndef CAMOX_CUDA_PART
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
-      "linear_attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? initial_s, Tensor? initial_z, str feature_map, "
-      "str normalize, float eps) -> (Tensor, Tensor, Tensor)");
+      "linear_attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? initial_s, Tensor? initial_z, int feature_map, "
+      "int normalize, float eps) -> (Tensor, Tensor, Tensor)");
   m.def(
       "linear_attention_backward(Tensor grad, Tensor? grad_s, Tensor? grad_z, Tensor q, Tensor k, Tensor v, Tensor? key_mask, "
-      "Tensor s, Tensor z, str feature_map, str normalize, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor s, Tensor z, int feature_map, int normalize, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "linear_attention_packed(Tensor qkv, Tensor? key_mask, str feature_map, str normalize, float eps) -> (Tensor, Tensor, "
+      "linear_attention_packed(Tensor qkv, Tensor? key_mask, int feature_map, int normalize, float eps) -> (Tensor, Tensor, "
       "Tensor)");
   m.def(
       "linear_attention_packed_backward(Tensor grad, Tensor? grad_s, Tensor? grad_z, Tensor qkv, Tensor? key_mask, Tensor s, "
-      "Tensor z, str feature_map, str normalize, float eps) -> Tensor");
+      "Tensor z, int feature_map, int normalize, float eps) -> Tensor");
 }
 #endif
 

@@ -3,12 +3,13 @@
 
 #include <string.h>
 
+#include "../common/check.h"
+#include "../common/integers.h"
 #include "../common/kernel_table.h"
-#include "../common/status.h"
 #include "moe_plan.h"
 
 static int check_sizes(int dtype, int64_t rows, int64_t experts, int64_t top_k) {
-  if (dtype < 0 || dtype >= CAMOX_DTYPE_COUNT) return camox_fail(CAMOX_INVALID_ARGUMENT, "moe: unknown dtype code %d", dtype);
+  CAMOX_REQUIRE(camox_check_dtype("moe", dtype));
   if (rows < 0) return camox_fail(CAMOX_INVALID_ARGUMENT, "moe: rows must be >= 0, got %lld", (long long)rows);
   if (experts < 1 || experts > CAMOX_MOE_MOST_EXPERTS)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "moe: the number of experts must be from 1 to %d, got %lld",
@@ -76,10 +77,7 @@ int camox_moe_check_places(const camox_moe_rows_params *p, uint8_t *taken) {
   return CAMOX_OK;
 }
 
-int64_t camox_moe_blocks(const camox_moe_route_params *p) {
-  int64_t rows = camox_moe_block_rows(p);
-  return (p->rows + rows - 1) / rows;
-}
+int64_t camox_moe_blocks(const camox_moe_route_params *p) { return camox_ceil_div(p->rows, camox_moe_block_rows(p)); }
 
 int64_t camox_moe_units(const camox_moe_rows_params *p, int fills_places) {
   int64_t units = p->rows * camox_moe_chunks(p);
@@ -204,24 +202,11 @@ void camox_moe_sum_chunks(const camox_moe_rows_params *p) {
   }
 }
 
-CAMOX_DECLARE_KERNELS(camox_moe_choose_kernel, camox_moe_route_kernel)
-CAMOX_DECLARE_KERNELS(camox_moe_route_backward_kernel, camox_moe_route_kernel)
-CAMOX_DECLARE_KERNELS(camox_moe_aux_sums_kernel, camox_moe_route_kernel)
-CAMOX_DECLARE_KERNELS(camox_moe_aux_backward_kernel, camox_moe_route_kernel)
-CAMOX_DECLARE_KERNELS(camox_moe_dispatch_kernel, camox_moe_rows_kernel)
-CAMOX_DECLARE_KERNELS(camox_moe_combine_kernel, camox_moe_rows_kernel)
-CAMOX_DECLARE_KERNELS(camox_moe_combine_backward_kernel, camox_moe_rows_kernel)
-
-#define MOE_TABLE(name, type)                                                                                  \
-  type *camox_moe_##name(camox_dtype dtype, camox_isa isa) {                                                   \
-    static type *const kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_moe_##name##_kernel); \
-    return kernels[dtype][isa];                                                                                \
-  }
-MOE_TABLE(choose, camox_moe_route_kernel)
-MOE_TABLE(route_backward, camox_moe_route_kernel)
-MOE_TABLE(aux_sums, camox_moe_route_kernel)
-MOE_TABLE(aux_backward, camox_moe_route_kernel)
-MOE_TABLE(dispatch, camox_moe_rows_kernel)
-MOE_TABLE(combine, camox_moe_rows_kernel)
-MOE_TABLE(combine_backward, camox_moe_rows_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_route_kernel, camox_moe_choose, camox_moe_choose_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_route_kernel, camox_moe_route_backward, camox_moe_route_backward_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_route_kernel, camox_moe_aux_sums, camox_moe_aux_sums_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_route_kernel, camox_moe_aux_backward, camox_moe_aux_backward_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_rows_kernel, camox_moe_dispatch, camox_moe_dispatch_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_rows_kernel, camox_moe_combine, camox_moe_combine_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_rows_kernel, camox_moe_combine_backward, camox_moe_combine_backward_kernel)
 #endif

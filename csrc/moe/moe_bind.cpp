@@ -13,25 +13,6 @@ std::string text(int64_t value) { return std::to_string(value); }
 
 // ---- routing ----
 
-int score_of(const std::string& score) {
-  // A softmax over all experts whose chosen values are divided by their sum is the softmax over the chosen.
-  if (score == "topk_softmax" || score == "softmax_topk_renorm") return CAMOX_MOE_TOPK_SOFTMAX;
-  if (score == "softmax_topk") return CAMOX_MOE_SOFTMAX_TOPK;
-  if (score == "sigmoid_topk") return CAMOX_MOE_SIGMOID_TOPK;
-  throw std::invalid_argument(
-      "moe_route: score must be 'topk_softmax', 'softmax_topk', 'softmax_topk_renorm' or "
-      "'sigmoid_topk', got '" +
-      score + "'");
-}
-
-int aux_of(const std::string& kind) {
-  if (kind == "switch") return CAMOX_MOE_SWITCH;
-  if (kind == "importance_cv2") return CAMOX_MOE_IMPORTANCE_CV2;
-  if (kind == "z") return CAMOX_MOE_Z;
-  if (kind == "usage_mse") return CAMOX_MOE_USAGE_MSE;
-  throw std::invalid_argument("moe_aux_loss: kind must be 'switch', 'importance_cv2', 'z' or 'usage_mse', got '" + kind + "'");
-}
-
 // int64 indices of a routing, as the kernels read them.
 Tensor indices(const Tensor& value, const Tensor& x, int64_t numel, const char* op, const char* name) {
   if (value.scalar_type() != ScalarType::Long)
@@ -82,10 +63,10 @@ void launch_told(int (*launcher)(const Params*, void*), Params& p, const Tensor&
 
 using Routed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, Text score, OptionalInt capacity) {
+Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, int64_t score, OptionalInt capacity) {
   const char* op = "moe_route";
   camox_moe_route_params p = route_params(logits, top_k, op);
-  p.score = score_of(score);
+  p.score = code_of(score, CAMOX_MOE_SIGMOID_TOPK, op, "score");
   if (capacity.has_value() && *capacity < 0)
     throw std::invalid_argument(std::string(op) + ": capacity must be >= 0, got " + text(*capacity));
   p.capacity = capacity.value_or(-1);
@@ -115,11 +96,11 @@ Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, Text
 }
 
 Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const Tensor& given_experts,
-                          const Tensor& given_position, Text score) {
+                          const Tensor& given_position, int64_t score) {
   const char* op = "moe_route_backward";
   if (given_experts.dim() != 2) throw std::invalid_argument(std::string(op) + ": experts must have 2 dimensions");
   camox_moe_route_params p = route_params(logits, given_experts.size(1), op);
-  p.score = score_of(score);
+  p.score = code_of(score, CAMOX_MOE_SIGMOID_TOPK, op, "score");
   check(camox_moe_route_check(&p));
   const int64_t slots = p.rows * p.top_k;
   Tensor experts = indices(given_experts, logits, slots, op, "experts");
@@ -141,11 +122,11 @@ Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const 
   return grad_logits;
 }
 
-std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& given_counts, OptionalTensor valid, Text kind,
+std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& given_counts, OptionalTensor valid, int64_t kind,
                                         int64_t top_k) {
   const char* op = "moe_aux_loss";
   camox_moe_route_params p = route_params(logits, top_k, op);
-  p.aux = aux_of(kind);
+  p.aux = code_of(kind, CAMOX_MOE_USAGE_MSE, op, "kind");
   set_valid(p, valid, logits, op);
   check(camox_moe_route_check(&p));
   Tensor counts = indices(given_counts, logits, p.num_experts, op, "counts");
@@ -168,10 +149,10 @@ std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& give
 }
 
 Tensor moe_aux_loss_backward(const Tensor& grad, const Tensor& logits, const Tensor& given_slope, OptionalTensor valid,
-                             Text kind) {
+                             int64_t kind) {
   const char* op = "moe_aux_loss_backward";
   camox_moe_route_params p = route_params(logits, 1, op);
-  p.aux = aux_of(kind);
+  p.aux = code_of(kind, CAMOX_MOE_USAGE_MSE, op, "kind");
   set_valid(p, valid, logits, op);
   check(camox_moe_route_check(&p));
   check_real(grad, logits, 0, op, "grad");
@@ -248,9 +229,10 @@ struct Indices {
   Tensor experts, offsets, position;
 };
 
-// What moe_route gave, for tensors on x's device.
+// What moe_route gave, for tensors on x's device. checked: these indices were validated before, as those of a forward are
+// before its backward; autograd refuses what was written to in between.
 Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& experts, const Tensor& offsets,
-                    const Tensor& position, OptionalInt capacity, const char* op) {
+                    const Tensor& position, OptionalInt capacity, bool checked, const char* op) {
   if (experts.dim() != 2 || offsets.dim() != 1)
     throw std::invalid_argument(std::string(op) + ": experts must have shape (rows, K) and offsets (E+1,)");
   if (capacity.has_value() && *capacity < 0)
@@ -264,6 +246,7 @@ Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& exp
                 indices(position, x, slots, op, "position")};
   p.experts = data_of(found.experts), p.offsets = data_of(found.offsets), p.position = data_of(found.position);
 #ifndef CAMOX_CUDA_PART
+  if (checked) return found;
   std::vector<uint8_t> taken(slots);
   check(camox_moe_check_places(&p, taken.data()));
 #endif
@@ -298,10 +281,10 @@ void run_rows(camox_moe_rows_kernel* kernel, const camox_moe_rows_params& p, boo
 #endif
 
 Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                    OptionalInt capacity) {
+                    OptionalInt capacity, bool checked) {
   const char* op = "moe_dispatch";
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, op);
+  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
   check_outer(given, outer_of_rows(p), op, "x");
   const RowLayout layout = row_layout(given, 1);
   Tensor x = as_rows(given, layout, outer_of_rows(p)), y = empty_rows(x, layout, outer_of_places(p));
@@ -317,9 +300,9 @@ Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& of
 
 // weights: NULL for the plain sum, the backward of dispatch.
 Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const Tensor& experts, const Tensor& offsets,
-               const Tensor& position, OptionalInt capacity, const char* op, const char* name) {
+               const Tensor& position, OptionalInt capacity, bool checked, const char* op, const char* name) {
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, op);
+  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, name);
   const RowLayout layout = row_layout(given, outer.count);
@@ -342,21 +325,21 @@ Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const T
 }
 
 Tensor moe_dispatch_backward(const Tensor& grad, const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                             OptionalInt capacity) {
-  return combine(grad, std::nullopt, experts, offsets, position, capacity, "moe_dispatch_backward", "grad");
+                             OptionalInt capacity, bool checked) {
+  return combine(grad, std::nullopt, experts, offsets, position, capacity, checked, "moe_dispatch_backward", "grad");
 }
 
 Tensor moe_combine(const Tensor& y, const Tensor& weights, const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                   OptionalInt capacity) {
-  return combine(y, weights, experts, offsets, position, capacity, "moe_combine", "y");
+                   OptionalInt capacity, bool checked) {
+  return combine(y, weights, experts, offsets, position, capacity, checked, "moe_combine", "y");
 }
 
 std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const Tensor& given, const Tensor& given_weights,
                                                 const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                                                OptionalInt capacity) {
+                                                OptionalInt capacity, bool checked) {
   const char* op = "moe_combine_backward";
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, op);
+  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, "y");
   const RowLayout layout = row_layout(given, outer.count);
@@ -393,14 +376,14 @@ std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const 
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
-#define MOE_INDICES "Tensor experts, Tensor offsets, Tensor position, SymInt? capacity"
+#define MOE_INDICES "Tensor experts, Tensor offsets, Tensor position, SymInt? capacity, bool checked=False"
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
-      "moe_route(Tensor logits, Tensor? valid, int top_k, str score, SymInt? capacity) -> (Tensor, Tensor, Tensor, Tensor, "
+      "moe_route(Tensor logits, Tensor? valid, int top_k, int score, SymInt? capacity) -> (Tensor, Tensor, Tensor, Tensor, "
       "Tensor, Tensor)");
-  m.def("moe_route_backward(Tensor grad, Tensor logits, Tensor experts, Tensor position, str score) -> Tensor");
-  m.def("moe_aux_loss(Tensor logits, Tensor counts, Tensor? valid, str kind, int top_k) -> (Tensor, Tensor)");
-  m.def("moe_aux_loss_backward(Tensor grad, Tensor logits, Tensor slope, Tensor? valid, str kind) -> Tensor");
+  m.def("moe_route_backward(Tensor grad, Tensor logits, Tensor experts, Tensor position, int score) -> Tensor");
+  m.def("moe_aux_loss(Tensor logits, Tensor counts, Tensor? valid, int kind, int top_k) -> (Tensor, Tensor)");
+  m.def("moe_aux_loss_backward(Tensor grad, Tensor logits, Tensor slope, Tensor? valid, int kind) -> Tensor");
   m.def("moe_dispatch(Tensor x, " MOE_INDICES ") -> Tensor");
   m.def("moe_dispatch_backward(Tensor grad, " MOE_INDICES ") -> Tensor");
   m.def("moe_combine(Tensor y, Tensor weights, " MOE_INDICES ") -> Tensor");

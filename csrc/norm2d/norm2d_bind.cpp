@@ -6,27 +6,17 @@ namespace {
 
 using namespace camox;
 
-camox_activation activation_of(const std::string& activation) {
-  if (activation == "none") return CAMOX_ACT_NONE;
-  if (activation == "gelu") return CAMOX_ACT_GELU;
-  if (activation == "gelu_tanh") return CAMOX_ACT_GELU_TANH;
-  if (activation == "relu") return CAMOX_ACT_RELU;
-  if (activation == "silu") return CAMOX_ACT_SILU;
-  throw std::invalid_argument("layer_norm2d: activation must be 'none', 'gelu', 'gelu_tanh', 'relu' or 'silu', got '" +
-                              activation + "'");
-}
-
 camox_norm2d_affine affine_of(const Tensor& v, const Tensor& x, const char* name) {
   check_real(v, x, 1, "layer_norm2d", name);
   return {v.data_ptr(), v.size(0), v.stride(0)};
 }
 
 camox_norm2d_params norm2d_params(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps, int64_t groups,
-                                  const std::string& activation) {
+                                  int64_t activation) {
   check_picture(x, "layer_norm2d", "x");
   camox_norm2d_params p{};
   p.dtype = dtype_of(x, "layer_norm2d");
-  p.activation = activation_of(activation);
+  p.activation = code_of(activation, CAMOX_ACT_SILU, "layer_norm2d", "activation");
   p.eps = eps;
   p.batch = x.size(0), p.channels = x.size(1), p.height = x.size(2), p.width = x.size(3);
   p.groups = groups;
@@ -59,7 +49,7 @@ void compute(const camox_norm2d_params& p, const Tensor& x, bool backward) {
 }
 
 std::tuple<Tensor, Tensor> layer_norm2d(const Tensor& x, const Tensor& weight, const Tensor& bias, OptionalTensor residual,
-                                        double eps, int64_t groups, Text activation, bool save) {
+                                        double eps, int64_t groups, int64_t activation, bool save) {
   camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
   if (residual.has_value()) {
     check_like(*residual, x, p.channels, "layer_norm2d", "residual");
@@ -75,7 +65,7 @@ std::tuple<Tensor, Tensor> layer_norm2d(const Tensor& x, const Tensor& weight, c
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                                          const Tensor& bias, const Tensor& stats, double eps, int64_t groups,
-                                                         Text activation) {
+                                                         int64_t activation) {
   camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
   check_like(grad, x, p.channels, "layer_norm2d_backward", "grad");
   check_real(stats, x, 5, "layer_norm2d_backward", "stats");
@@ -103,11 +93,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, con
 #ifndef CAMOX_CUDA_PART
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
-      "layer_norm2d(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps, int groups, str activation, "
+      "layer_norm2d(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps, int groups, int activation, "
       "bool save) -> (Tensor, Tensor)");
   m.def(
       "layer_norm2d_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor stats, float eps, int groups, "
-      "str activation) -> (Tensor, Tensor, Tensor)");
+      "int activation) -> (Tensor, Tensor, Tensor)");
 }
 #endif
 

@@ -2,6 +2,7 @@
 #ifndef CAMOX_NORM2D_PLAN_H
 #define CAMOX_NORM2D_PLAN_H
 
+#include "../common/integers.h"
 #include "norm2d.h"
 
 /* Most pixels of a block, and most elements of a group's block: x, its gradient and d then stay in the L2 cache. */
@@ -16,8 +17,6 @@ typedef struct {
   int64_t pixels, block, blocks, units, group_channels;
 } camox_norm2d_plan;
 
-static inline int64_t camox_norm2d_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 static inline camox_norm2d_plan camox_norm2d_plan_of(const camox_norm2d_params *p) {
   camox_norm2d_plan plan = {.pixels = p->height * p->width, .group_channels = p->channels / p->groups};
   if (p->batch == 0 || p->channels == 0 || plan.pixels == 0) return plan;
@@ -25,12 +24,12 @@ static inline camox_norm2d_plan camox_norm2d_plan_of(const camox_norm2d_params *
   if (most > CAMOX_NORM2D_PIXELS) most = CAMOX_NORM2D_PIXELS;
   most -= most % 16; /* whole vectors of the widest instruction set */
   if (most < 16) most = 16;
-  int64_t blocks = camox_norm2d_ceil_div(plan.pixels, most);
+  int64_t blocks = camox_ceil_div(plan.pixels, most);
   while (p->batch * blocks < CAMOX_NORM2D_UNITS && plan.pixels / (2 * blocks) >= CAMOX_NORM2D_LEAST_PIXELS &&
          plan.pixels * p->channels / (2 * blocks) >= CAMOX_NORM2D_LEAST_ELEMENTS)
     blocks *= 2;
-  plan.block = camox_norm2d_ceil_div(camox_norm2d_ceil_div(plan.pixels, blocks), 16) * 16;
-  plan.blocks = camox_norm2d_ceil_div(plan.pixels, plan.block);
+  plan.block = camox_round_up(camox_ceil_div(plan.pixels, blocks), 16);
+  plan.blocks = camox_ceil_div(plan.pixels, plan.block);
   plan.units = p->batch * plan.blocks;
   return plan;
 }

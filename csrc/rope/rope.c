@@ -3,16 +3,15 @@
 
 #include <stddef.h>
 
+#include "../common/check.h"
+#include "../common/integers.h"
 #include "../common/kernel_table.h"
-#include "../common/status.h"
 #include "rope_tile.h"
 
 int camox_rope_check(const camox_rope_params *p, int backward) {
-  if ((int)p->dtype < 0 || p->dtype >= CAMOX_DTYPE_COUNT)
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: unknown dtype code %d", (int)p->dtype);
-  if (p->batch < 0 || p->heads < 0 || p->length < 0 || p->dim < 0)
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: x has a negative size (%lld, %lld, %lld, %lld)", (long long)p->batch,
-                      (long long)p->heads, (long long)p->length, (long long)p->dim);
+  const int64_t size[4] = {p->batch, p->heads, p->length, p->dim};
+  CAMOX_REQUIRE(camox_check_dtype("rope", (int)p->dtype));
+  CAMOX_REQUIRE(camox_check_sizes("rope", "x", size, 4));
   if (p->rotary_dim < 0 || p->rotary_dim > p->dim || p->rotary_dim % 2 != 0)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: rotary_dim must be even, from 0 to x's last dimension %lld, got %lld",
                       (long long)p->dim, (long long)p->rotary_dim);
@@ -26,11 +25,7 @@ int camox_rope_check(const camox_rope_params *p, int backward) {
   if (!p->positions && !p->cu_seqlens && p->table_length < p->length)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: cos and sin have %lld rows, fewer than the %lld positions of x",
                       (long long)p->table_length, (long long)p->length);
-  const int64_t size[4] = {p->batch, p->heads, p->length, p->dim};
-  const int empty = p->batch == 0 || p->heads == 0 || p->length == 0 || p->dim == 0;
-  for (int d = 0; d < 4; ++d)
-    if (!empty && size[d] > 1 && p->y.stride[d] == 0)
-      return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: elements of what is written share memory, their stride is 0");
+  CAMOX_REQUIRE(camox_check_apart("rope", "what is written", &p->y, size));
 #ifndef CAMOX_CUDA_PART
   if (backward && (p->positions || p->cu_seqlens) && !(p->tokens && p->row_begin))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: the order of the tokens is missing");
@@ -42,22 +37,14 @@ int camox_rope_check(const camox_rope_params *p, int backward) {
 
 int64_t camox_rope_units(const camox_rope_params *p) {
   if (p->heads == 0 || p->dim == 0) return 0;
-  int64_t tile = camox_rope_tile(p);
-  return p->batch * ((p->length + tile - 1) / tile);
+  return p->batch * camox_ceil_div(p->length, camox_rope_tile(p));
 }
 
 int64_t camox_rope_backward_units(const camox_rope_params *p) { return p->table_length; }
 
 #ifndef CAMOX_CUDA_PART
-CAMOX_DECLARE_KERNELS(camox_rope_forward_kernel, camox_rope_kernel)
-CAMOX_DECLARE_KERNELS(camox_rope_backward_kernel, camox_rope_kernel)
-
-static camox_rope_kernel *const forward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(camox_rope_forward_kernel);
-static camox_rope_kernel *const backward_kernels[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] =
-    CAMOX_KERNELS(camox_rope_backward_kernel);
-
-camox_rope_kernel *camox_rope_forward(camox_dtype dtype, camox_isa isa) { return forward_kernels[dtype][isa]; }
-camox_rope_kernel *camox_rope_backward(camox_dtype dtype, camox_isa isa) { return backward_kernels[dtype][isa]; }
+CAMOX_KERNEL_TABLE(camox_rope_kernel, camox_rope_forward, camox_rope_forward_kernel)
+CAMOX_KERNEL_TABLE(camox_rope_kernel, camox_rope_backward, camox_rope_backward_kernel)
 
 static int check_cu_seqlens(const camox_rope_params *p) {
   const int32_t *cu = p->cu_seqlens;

@@ -26,6 +26,9 @@
 extern "C" {
 #endif
 
+/* How a (B,H,T,D) tensor comes: as that, or with T before H. */
+typedef enum { CAMOX_ROPE_BHTD = 0, CAMOX_ROPE_BTHD = 1 } camox_rope_layout;
+
 typedef struct {
   camox_dtype dtype;
   int interleaved, transposed;

@@ -13,16 +13,15 @@ struct Axes {
   int64_t batch, heads, length, dim;
 };
 
-Axes axes_of(const Tensor& x, const std::string& layout, bool packed, const char* name) {
-  if (layout != "bhtd" && layout != "bthd")
-    throw std::invalid_argument("rope: layout must be 'bhtd' or 'bthd', got '" + layout + "'");
+Axes axes_of(const Tensor& x, int64_t layout, bool packed, const char* name) {
+  const camox_rope_layout order = code_of(layout, CAMOX_ROPE_BTHD, "rope", "layout");
   int64_t dimensions = packed ? 3 : 4;
   if (x.dim() != dimensions)
     throw std::invalid_argument(std::string("rope: ") + name + " must have " + std::to_string(dimensions) +
                                 (packed ? " dimensions (total, H, D) with cu_seqlens, got " : " dimensions, got ") +
                                 std::to_string(x.dim()));
   if (packed) return {-1, 1, 0, 2};
-  return layout == "bhtd" ? Axes{0, 1, 2, 3} : Axes{0, 2, 1, 3};
+  return order == CAMOX_ROPE_BHTD ? Axes{0, 1, 2, 3} : Axes{0, 2, 1, 3};
 }
 
 camox_view4 view_of(const Tensor& x, const Axes& axes) {
@@ -71,7 +70,7 @@ void set_cu_seqlens(camox_rope_params& p, const Tensor& cu_seqlens, const Tensor
 }
 
 camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& sin, const OptionalTensor& positions,
-                              const OptionalTensor& cu_seqlens, bool interleaved, const std::string& layout,
+                              const OptionalTensor& cu_seqlens, bool interleaved, int64_t layout,
                               std::optional<int64_t> rotary_dim, bool transposed) {
   camox_rope_params p{};
   const bool packed = cu_seqlens.has_value();
@@ -114,7 +113,7 @@ void turn(camox_rope_params& p, const Tensor& x, const Tensor& y, const Axes& ax
 }
 
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTensor positions, OptionalTensor cu_seqlens,
-            bool interleaved, Text layout, std::optional<int64_t> rotary_dim, bool transposed) {
+            bool interleaved, int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
   camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
   Tensor y = empty_in_order(x);
   turn(p, x, y, axes_of(x, layout, cu_seqlens.has_value(), "x"));
@@ -122,14 +121,14 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTenso
 }
 
 void rope_(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTensor positions, OptionalTensor cu_seqlens,
-           bool interleaved, Text layout, std::optional<int64_t> rotary_dim, bool transposed) {
+           bool interleaved, int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
   camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
   turn(p, x, x, axes_of(x, layout, cu_seqlens.has_value(), "x"));
 }
 
 std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tensor& x, const Tensor& cos, const Tensor& sin,
                                                  OptionalTensor positions, OptionalTensor cu_seqlens, bool interleaved,
-                                                 Text layout, std::optional<int64_t> rotary_dim, bool transposed) {
+                                                 int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
   camox_rope_params p = rope_params(grad, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, !transposed);
   const Axes axes = axes_of(x, layout, cu_seqlens.has_value(), "x");
   for (int64_t d = 0; d < x.dim(); ++d)
@@ -167,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tenso
 
 #ifndef CAMOX_CUDA_PART
 #define ROPE_ARGUMENTS                                                                                                  \
-  "Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, bool interleaved, str layout, int? rotary_dim, bool " \
+  "Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, bool interleaved, int layout, int? rotary_dim, bool " \
   "transposed"
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("rope(Tensor x, " ROPE_ARGUMENTS ") -> Tensor");

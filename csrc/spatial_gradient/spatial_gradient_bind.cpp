@@ -6,12 +6,11 @@ namespace {
 
 using namespace camox;
 
-camox_spatial_gradient_params gradient_params(const Tensor& x, const char* name, double side, double middle,
-                                              const std::string& border) {
+camox_spatial_gradient_params gradient_params(const Tensor& x, const char* name, double side, double middle, int64_t border) {
   check_picture(x, "spatial_gradient", name);
   camox_spatial_gradient_params p{};
   p.dtype = dtype_of(x, "spatial_gradient");
-  p.border = border_of(border, "spatial_gradient");
+  p.border = code_of(border, CAMOX_BORDER_REFLECT, "spatial_gradient", "border");
   p.channels_last = is_channels_last(x);
   p.side = side, p.middle = middle;
   p.batch = x.size(0), p.channels = x.size(1), p.height = x.size(2), p.width = x.size(3);
@@ -31,7 +30,7 @@ void compute(const camox_spatial_gradient_params& p, const Tensor& like, bool ba
 #endif
 }
 
-std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double middle, Text border) {
+std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double middle, int64_t border) {
   camox_spatial_gradient_params p = gradient_params(x, "x", side, middle, border);
   p.x = view4(x);
   Tensor gx = empty_picture(x, p.channels, p.channels_last), gy = empty_picture(x, p.channels, p.channels_last);
@@ -41,7 +40,7 @@ std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double
 }
 
 // The op is linear, so backward has the gradients alone: x's memory format is handed over.
-Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy, double side, double middle, Text border,
+Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy, double side, double middle, int64_t border,
                                  bool channels_last) {
   if (!grad_gx.has_value() && !grad_gy.has_value())
     throw std::invalid_argument("spatial_gradient_backward: at least one gradient must be given");
@@ -63,9 +62,9 @@ Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy,
 
 #ifndef CAMOX_CUDA_PART
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
-  m.def("spatial_gradient(Tensor x, float side, float middle, str border) -> (Tensor, Tensor)");
+  m.def("spatial_gradient(Tensor x, float side, float middle, int border) -> (Tensor, Tensor)");
   m.def(
-      "spatial_gradient_backward(Tensor? grad_gx, Tensor? grad_gy, float side, float middle, str border, "
+      "spatial_gradient_backward(Tensor? grad_gx, Tensor? grad_gy, float side, float middle, int border, "
       "bool channels_last) -> Tensor");
 }
 #endif
