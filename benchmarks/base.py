@@ -77,6 +77,7 @@ def worker(folder: str, op: str, threads: int) -> int:
     sys.path.insert(0, folder)
     import camox_ops
 
+    sys.path.remove(folder)  # what is imported from here on, the cases too, is of this tree
     if not Path(camox_ops.__file__).is_relative_to(folder):
         raise SystemExit(f"{camox_ops.__file__} is not of {folder}")
     torch.set_num_threads(threads)
