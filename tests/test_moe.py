@@ -566,9 +566,14 @@ def test_errors_of_rows():
     padded = cx.moe_dispatch(torch.ones(4, 5), unlimited, padded=True)
     with pytest.raises(ValueError, match=r"moe_combine: y of shape \(4, 4, 5\) may be .*: say which with padded="):
         cx.moe_combine(padded, unlimited)
-    assert torch.equal(cx.moe_combine(padded, unlimited, padded=True), torch.ones(4, 5))
     assert cx.moe_combine(torch.zeros(4, 2), alike, padded=True).shape == (2,)
     assert cx.moe_combine(torch.zeros(4, 2), alike, padded=False).shape == (2, 2)
+
+
+def test_padded_copies_that_could_be_either_layout_come_back():
+    routing = cx.moe_route(torch.randn(4, 4), 1)  # without a capacity it is 4, the rows
+    padded = cx.moe_dispatch(torch.ones(4, 5), routing, padded=True)
+    assert torch.equal(cx.moe_combine(padded, routing, padded=True), torch.ones(4, 5))
 
 
 def test_errors_of_a_routing_put_together():
