@@ -122,7 +122,7 @@ def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> 
     if x.dim() < 1 or x.shape[0] != rows:
         raise ValueError(f"{op}: x must have shape ({rows}, ...), as many rows as were routed, got {tuple(x.shape)}")
     capacity = _capacity(op, routing) if padded else None
-    return _dispatch(x, routing.experts, routing.offsets, routing.position, capacity, False)
+    return _dispatch(x, routing.experts, routing.offsets, routing.position, capacity)
 
 
 def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None) -> torch.Tensor:
@@ -163,7 +163,7 @@ def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None
     padded = _check_combined(op, y, routing, padded)
     weights = as_read(weights, _check.computed_in(y))
     capacity = _capacity(op, routing) if padded else None
-    return _combine(y, weights, routing.experts, routing.offsets, routing.position, capacity, False)
+    return _combine(y, weights, routing.experts, routing.offsets, routing.position, capacity)
 
 
 def moe_aux_loss(
@@ -330,18 +330,18 @@ def _fake_route(logits, valid, top_k, score, capacity):
 
 
 def _save_dispatch(ctx, inputs, output):
-    _, *routed, ctx.capacity, _ = inputs
+    _, *routed, ctx.capacity = inputs
     ctx.save_for_backward(*routed)
     ctx.set_materialize_grads(False)
 
 
 def _dispatch_backward(ctx, grad):
     if grad is None:
-        return (None,) * 6
-    return _moe_dispatch_backward(grad, *ctx.saved_tensors, ctx.capacity, True), *(None,) * 5
+        return (None,) * 5
+    return _moe_dispatch_backward(grad, *ctx.saved_tensors, ctx.capacity, True), *(None,) * 4
 
 
-def _fake_dispatch(x, experts, offsets, position, capacity, checked=False):
+def _fake_dispatch(x, experts, offsets, position, capacity):
     return empty_rows(x, 1, _outer(experts, offsets, capacity))
 
 
@@ -355,15 +355,15 @@ def _outer(experts, offsets, capacity: int | None) -> tuple[int, ...]:
 
 
 def _save_combine(ctx, inputs, output):
-    *tensors, ctx.capacity, _ = inputs
+    *tensors, ctx.capacity = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
 
 def _combine_backward(ctx, grad):
     if grad is None:
-        return (None,) * 7
-    return *_moe_combine_backward(grad, *ctx.saved_tensors, ctx.capacity, True), *(None,) * 5
+        return (None,) * 6
+    return *_moe_combine_backward(grad, *ctx.saved_tensors, ctx.capacity, True), *(None,) * 4
 
 
 def _fake_combine_backward(grad, y, weights, experts, offsets, position, capacity, checked=False):

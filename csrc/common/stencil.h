@@ -1,11 +1,11 @@
-/* How a (B,C,H,W) picture is cut into tiles for kernels that look at neighbouring pixels.
+/* How a (B,C,H,W) image is divided into tiles, the work items of kernels that look at neighbouring pixels.
 
-   A tile is a strip of rows by a run of columns by a run of channels. In memory order a row of a tile is one line of
-   columns * channels elements in which a step of one column is `channels` elements: 1 for contiguous pictures, whose
-   tiles hold one channel, and up to CAMOX_TILE_CHANNELS for channels_last. One stencil body serves both.
+   A tile is a band of rows, some of their columns and some of the channels. In memory order a row of a tile is one line of
+   columns * channels elements, in which one column is `channels` elements from the next: 1 for contiguous images, whose
+   tiles hold one channel, and up to CAMOX_TILE_CHANNELS for channels_last.
 
-   Narrow contiguous pictures, whose rows would leave vectors half empty, are `flat` instead: a tile is a strip of whole
-   rows that is walked as one run across row ends, with masks where a neighbour lies in another row.                  */
+   Narrow contiguous images, whose rows would leave vectors half empty, are `flat` instead: a tile is a band of whole rows
+   that is traversed as one run of memory across the ends of rows, with masks where a neighbour lies in another row.     */
 #ifndef CAMOX_STENCIL_H
 #define CAMOX_STENCIL_H
 
@@ -18,7 +18,7 @@
 #define CAMOX_TILE_ELEMENTS 2048
 #define CAMOX_TILE_CHANNELS 128
 #define CAMOX_TILE_ROWS 64
-/* Flat tiles: widest row, and elements of a strip. */
+/* Flat tiles: widest row, and elements of a band. */
 #define CAMOX_FLAT_WIDTH 512
 #define CAMOX_FLAT_ELEMENTS 4096
 /* Elements of one line with up to `halo` more columns on both sides and room to read a whole vector past the end. */
@@ -44,9 +44,9 @@ static inline camox_tiling camox_tiling_within(int channels_last, int64_t batch,
   t.flat = !channels_last && width <= CAMOX_FLAT_WIDTH;
   t.tile_channels = channels_last ? channels : 1;
   if (t.tile_channels > most_channels) /* equal parts, in whole vectors */
-    t.tile_channels = camox_ceil_div(camox_ceil_div(channels, camox_ceil_div(channels, most_channels)), 16) * 16;
+    t.tile_channels = camox_round_up(camox_ceil_div(channels, camox_ceil_div(channels, most_channels)), 16);
   t.tile_columns = t.flat ? width : camox_min_i64(width, elements / t.tile_channels);
-  /* A picture up to half as high again as a strip stays whole: each cut loads its border rows twice. */
+  /* An image up to half as high again as a band stays whole: each cut loads its border rows twice. */
   t.tile_rows = height <= CAMOX_TILE_ROWS * 3 / 2 ? height : CAMOX_TILE_ROWS;
   if (t.flat) {
     int64_t most = CAMOX_FLAT_ELEMENTS / width;
@@ -107,6 +107,19 @@ typedef struct {
   const camox_view4 *residual; /* backward: added to grad_x; NULL: nothing */
   const camox_view4 *grad_x;   /* backward: output */
 } camox_stencil;
+
+/* The initialiser of a camox_stencil from an op's params, which call their sizes, x and grad_x so. */
+#define CAMOX_STENCIL_OF(p, maps)       \
+  {.dtype = (p)->dtype,                 \
+   .border = (p)->border,               \
+   .channels_last = (p)->channels_last, \
+   .batch = (p)->batch,                 \
+   .channels = (p)->channels,           \
+   .height = (p)->height,               \
+   .width = (p)->width,                 \
+   .x = &(p)->x,                        \
+   .map = (maps),                       \
+   .grad_x = &(p)->grad_x}
 
 static inline camox_tiling camox_stencil_tiling(const camox_stencil *s) {
   int64_t size = s->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float); /* as it is computed */

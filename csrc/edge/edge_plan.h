@@ -5,17 +5,6 @@
 #include "../common/stencil.h"
 #include "edge.h"
 
-static inline camox_stencil edge_stencil(const camox_edge_params *p) {
-  return (camox_stencil){.dtype = p->dtype,
-                         .border = p->border,
-                         .channels_last = p->channels_last,
-                         .batch = p->batch,
-                         .channels = p->channels,
-                         .height = p->height,
-                         .width = p->width,
-                         .x = &p->x,
-                         .map = p->maps,
-                         .grad_x = &p->grad_x};
-}
+static inline camox_stencil edge_stencil(const camox_edge_params *p) { return (camox_stencil)CAMOX_STENCIL_OF(p, p->maps); }
 
 #endif

@@ -281,10 +281,10 @@ void run_rows(camox_moe_rows_kernel* kernel, const camox_moe_rows_params& p, boo
 #endif
 
 Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                    OptionalInt capacity, bool checked) {
+                    OptionalInt capacity) {
   const char* op = "moe_dispatch";
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
+  const Indices held = set_routing(p, given, experts, offsets, position, capacity, false, op);
   check_outer(given, outer_of_rows(p), op, "x");
   const RowLayout layout = row_layout(given, 1);
   Tensor x = as_rows(given, layout, outer_of_rows(p)), y = empty_rows(x, layout, outer_of_places(p));
@@ -330,8 +330,8 @@ Tensor moe_dispatch_backward(const Tensor& grad, const Tensor& experts, const Te
 }
 
 Tensor moe_combine(const Tensor& y, const Tensor& weights, const Tensor& experts, const Tensor& offsets, const Tensor& position,
-                   OptionalInt capacity, bool checked) {
-  return combine(y, weights, experts, offsets, position, capacity, checked, "moe_combine", "y");
+                   OptionalInt capacity) {
+  return combine(y, weights, experts, offsets, position, capacity, false, "moe_combine", "y");
 }
 
 std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const Tensor& given, const Tensor& given_weights,
@@ -376,7 +376,7 @@ std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const 
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
-#define MOE_INDICES "Tensor experts, Tensor offsets, Tensor position, SymInt? capacity, bool checked=False"
+#define MOE_INDICES "Tensor experts, Tensor offsets, Tensor position, SymInt? capacity"
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "moe_route(Tensor logits, Tensor? valid, int top_k, int score, SymInt? capacity) -> (Tensor, Tensor, Tensor, Tensor, "
@@ -385,9 +385,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("moe_aux_loss(Tensor logits, Tensor counts, Tensor? valid, int kind, int top_k) -> (Tensor, Tensor)");
   m.def("moe_aux_loss_backward(Tensor grad, Tensor logits, Tensor slope, Tensor? valid, int kind) -> Tensor");
   m.def("moe_dispatch(Tensor x, " MOE_INDICES ") -> Tensor");
-  m.def("moe_dispatch_backward(Tensor grad, " MOE_INDICES ") -> Tensor");
+  m.def("moe_dispatch_backward(Tensor grad, " MOE_INDICES ", bool checked=False) -> Tensor");
   m.def("moe_combine(Tensor y, Tensor weights, " MOE_INDICES ") -> Tensor");
-  m.def("moe_combine_backward(Tensor grad, Tensor y, Tensor weights, " MOE_INDICES ") -> (Tensor, Tensor)");
+  m.def("moe_combine_backward(Tensor grad, Tensor y, Tensor weights, " MOE_INDICES ", bool checked=False) -> (Tensor, Tensor)");
 }
 #endif
 

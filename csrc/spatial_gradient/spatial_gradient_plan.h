@@ -6,16 +6,7 @@
 #include "spatial_gradient.h"
 
 static inline camox_stencil gradient_stencil(const camox_spatial_gradient_params *p) {
-  return (camox_stencil){.dtype = p->dtype,
-                         .border = p->border,
-                         .channels_last = p->channels_last,
-                         .batch = p->batch,
-                         .channels = p->channels,
-                         .height = p->height,
-                         .width = p->width,
-                         .x = &p->x,
-                         .map = p->gradient,
-                         .grad_x = &p->grad_x};
+  return (camox_stencil)CAMOX_STENCIL_OF(p, p->gradient);
 }
 
 #endif
