@@ -46,6 +46,11 @@ def frequency_bands(x: torch.Tensor, *, stacked: bool = False) -> FrequencyBands
         ValueError: x is not 4-dimensional or on an unsupported device.
 
     Source of the formula: FrequencyExpert in mahi-chan/camoXpert, models/experts.py at 47e858c."""
+    if type(stacked) is bool:
+        call = _frequency_bands_stacked if stacked else _frequency_bands
+        bands = call.attempt(x)
+        if bands is not None:
+            return bands if stacked else FrequencyBands(*bands)
     _check.picture("frequency_bands", "x", x)
     _check.flag("frequency_bands", "stacked", stacked)
     if stacked:

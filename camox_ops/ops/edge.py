@@ -51,6 +51,11 @@ def edge_maps(
             in, an unknown border, "reflect" on a side of 1.
 
     Source of the formula: EdgeExpert.compute_edges in mahi-chan/camoXpert, models/experts.py at 47e858c."""
+    if type(eps) is float and type(border) is str and type(stacked) is bool:
+        call = _edge_maps_stacked if stacked else _edge_maps
+        maps = call.attempt(x, eps, BORDERS.get(border))
+        if maps is not None:
+            return maps if stacked else EdgeMaps(*maps)
     _check.picture("edge_maps", "x", x)
     eps = _check.eps("edge_maps", eps, x)
     border_code = border_of("edge_maps", border, x)

@@ -6,7 +6,7 @@ import torch
 
 from ..reference.spatial_gradient import WEIGHTS
 from . import _check
-from ._codes import border_of
+from ._codes import BORDERS, border_of
 from ._layout import empty_picture, is_channels_last
 from ._register import register, vmap_folded
 
@@ -41,13 +41,22 @@ def spatial_gradient(
         TypeError: x is not a dense tensor of one of these dtypes, or normalized is not a bool.
         ValueError: x is not 4-dimensional or on an unsupported device, an unknown operator or border, "reflect" on a
             side of 1."""
+    if type(operator) is str and operator in WEIGHTS and type(border) is str and type(normalized) is bool:
+        gradients = _spatial_gradient.attempt(x, *_filter(operator, normalized), BORDERS.get(border))
+        if gradients is not None:
+            return gradients
     _check.picture("spatial_gradient", "x", x)
     _check.choice("spatial_gradient", "operator", operator, tuple(WEIGHTS))
     border_code = border_of("spatial_gradient", border, x)
     _check.flag("spatial_gradient", "normalized", normalized)
+    return _spatial_gradient(x, *_filter(operator, normalized), border_code)
+
+
+def _filter(operator: str, normalized: bool) -> tuple[float, float]:
+    """The kernel's weights beside the middle and in it."""
     side, middle = WEIGHTS[operator]
     scale = 1 / (4 * side + 2 * middle) if normalized else 1.0
-    return _spatial_gradient(x, scale * side, scale * middle, border_code)
+    return scale * side, scale * middle
 
 
 def _save(ctx, inputs, output):
