@@ -94,7 +94,7 @@ def module_numbers(module, forward, x, grad) -> list[torch.Tensor]:
     return [y, *torch.autograd.grad(y, [x, *module.parameters()], grad)]
 
 
-def picture(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
+def random_image(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
     """A (B, C, H, W) input on DEVICE; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over
     the batch; kind "offset" has mean 1e4 and standard deviation 1, "constant" one value a channel."""
     generator = torch.Generator().manual_seed(seed)

@@ -224,7 +224,7 @@ def test_errors_of_the_checkpointing_policy():
         cx.train.gradient_checkpointing_policy(0)
     with pytest.raises(ValueError, match="model and sample together"):
         cx.train.gradient_checkpointing_policy(8, Squares())
-    with pytest.raises(ValueError, match=r"sample must hold a picture, got \(0, 1000\)"):
+    with pytest.raises(ValueError, match=r"sample must hold an image, got \(0, 1000\)"):
         cx.train.gradient_checkpointing_policy(8, Squares(), torch.randn(0, 1000))
 
 

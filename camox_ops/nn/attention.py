@@ -21,7 +21,7 @@ class SDTAEncoder(nn.Module):
 
     Stands for SDTAEncoder of mahi-chan/camoXpert (models/backbone.py at 47e858c): same constructor and parameters, the
     same numbers with dropout 0. Linear attention is camox_ops.linear_attention(feature_map="elu1",
-    normalize="feature"): it reads the heads where the qkv convolution wrote them and writes a picture, so nothing is
+    normalize="feature"): it reads the heads where the qkv convolution wrote them and writes an image, so nothing is
     rearranged, and keeps for the backward pass that convolution's output and a head_dim x head_dim state per head; the
     gradient of that output is written as one tensor.
 
@@ -56,8 +56,8 @@ class SDTAEncoder(nn.Module):
         else:
             # fused kernels, which keep no matrix of all pairs, want the channels of a head side by side
             mixed = F.scaled_dot_product_attention(*qkv.contiguous().unbind(1))
-        picture = mixed.transpose(-2, -1).flatten(1, 2).unflatten(2, x.shape[2:])
-        return self.drop_path(self.proj(picture)) + x
+        image = mixed.transpose(-2, -1).flatten(1, 2).unflatten(2, x.shape[2:])
+        return self.drop_path(self.proj(image)) + x
 
 
 class LinearAttention(nn.Module):

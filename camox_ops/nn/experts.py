@@ -1,6 +1,6 @@
 """CamoXpert's other experts on camox_ops' norms; EdgeExpert and FrequencyExpert lie in edge.py and bands.py.
 
-None of them mixes the pictures of a batch: each picture's result is the same alone or among others."""
+None of them mixes the images of a batch: each image's result is the same alone or among others."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class AttentionExpert(nn.Module):
 
     Stands for AttentionExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
     dim must be a multiple of num_heads. In training its dropout draws for the whole batch at once, other numbers than
-    picture by picture."""
+    image by image."""
 
     def __init__(self, dim: int, num_heads: int = 8):
         super().__init__()
@@ -92,7 +92,7 @@ class AttentionExpert(nn.Module):
 
 class HybridExpert(nn.Module):
     """(B, dim, H, W): a 5x5 depthwise convolution, LayerNorm2d, 1x1 convolution and GELU, times a gate for each channel
-    from the picture's mean, through a 1x1 convolution; plus x.
+    from the image's mean, through a 1x1 convolution; plus x.
 
     Stands for HybridExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters. dim
     must be a multiple of 4."""

@@ -27,7 +27,7 @@ class LoaderOptions(dict):
 def loader_options(
     num_workers: int | None = None, *, device: torch.device | str | None = None, prefetch_factor: int | None = None
 ) -> LoaderOptions:
-    """Settings of a training DataLoader: `DataLoader(pictures, 32, **cx.train.loader_options())`.
+    """Settings of a training DataLoader: `DataLoader(images, 32, **cx.train.loader_options())`.
 
     Workers live through all epochs (persistent_workers), each keeps a few batches ready (prefetch_factor), and batches
     lie in pinned memory when they go to a GPU, so that `.to(device, non_blocking=True)` runs beside the host.

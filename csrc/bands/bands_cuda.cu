@@ -1,7 +1,7 @@
 /* frequency_bands on CUDA: the walk of common/stencil.cuh, so each element is read once from memory and its neighbours from the
    cache; the next row is under way while one is computed. A row is summed over 3 and 5 columns once, and added to the outputs
    of the five rows that it reaches, which wait in registers: the two passes of a separable filter in one. No atomics: fixed
-   bits. Windows that end inside the picture are summed as differences from their centre, in which what their pixels have in
+   bits. Windows that end inside the image are summed as differences from their centre, in which what their pixels have in
    common cancels before anything is rounded: a large mean then costs no accuracy. */
 #include "../common/stencil.cuh"
 #include "bands.h"
@@ -9,7 +9,7 @@
 #include <float.h>
 
 #define BANDS_THREADS 128
-#define BANDS_ROWS 16 /* rows a thread walks down in a large picture */
+#define BANDS_ROWS 16 /* rows a thread walks down in a large image */
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
 template <int V, bool LAST>
@@ -23,8 +23,8 @@ struct bands_plan {
   camox_view4 shared_view; /* the strides that all bands have, where several elements are accessed at once */
 };
 
-/* Whether the windows of a row's pixels end inside the picture, those of its first and last columns excepted, and are summed
-   as differences from their centre; elsewhere, and in pictures so narrow that most windows do not, pixels are summed. */
+/* Whether the windows of a row's pixels end inside the image, those of its first and last columns excepted, and are summed
+   as differences from their centre; elsewhere, and in images so narrow that most windows do not, pixels are summed. */
 __device__ __forceinline__ bool bands_inside(const camox_bands_params &p, int64_t y) {
   return p.width > 4 * CAMOX_BANDS_REACH && y >= CAMOX_BANDS_REACH && y < p.height - CAMOX_BANDS_REACH;
 }
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
 
 /* ---- backward: grad_x = box3(low + mid - high) - box5(mid) + high + input, of the incoming gradients ---- */
 
-/* A row of the gradients, each with the columns that it reaches; zeros off the picture and where there is none. */
+/* A row of the gradients, each with the columns that it reaches; zeros off the image and where there is none. */
 template <typename T, int V, bool LAST>
 struct bands_rows {
   camox_window<T, V, LAST, 1> low, high;

@@ -1,5 +1,5 @@
 /* What the CUDA kernels of 3x3 and 5x5 filters share. A thread owns V neighbours along the innermost dimension (columns, or
-   with LAST the channels of channels_last) and walks down `rows` rows of a picture. Of each row it sees a window: its own V
+   with LAST the channels of channels_last) and walks down `rows` rows of an image. Of each row it sees a window: its own V
    elements and REACH columns to either side, which it reads from the cache. V is the widest access that all tensors allow: 16
    bytes, 4 bytes, or one element with any strides. */
 #ifndef CAMOX_STENCIL_CUH
@@ -8,20 +8,20 @@
 #include "cuda_util.cuh"
 #include "types.h"
 
-/* How the pictures are cut among threads. */
+/* How the images are cut among threads. */
 struct camox_walk {
   int64_t channels, height, width;
   int rows;        /* rows that one thread walks down */
-  int64_t strips;  /* of that many rows in a picture */
+  int64_t strips;  /* of that many rows in an image */
   int64_t vectors; /* along the innermost dimension */
   int64_t items;   /* threads with work */
 };
 
-/* Threads that fill a large GPU: below it a thread takes fewer rows. The rig's is as small as its grid may be. */
+/* Threads that fill a large GPU: below it a thread takes fewer rows. The emulator's is as small as its grid may be. */
 static inline int64_t camox_walk_fill(void) {
   const int64_t fill = 1 << 17;
-#if defined(CAMOX_HOST_CUDA)
-  if (camox_host_grid_cap() < fill) return camox_host_grid_cap();
+#if defined(CAMOX_CUDA_EMULATOR)
+  if (camox_emulator_grid_cap() < fill) return camox_emulator_grid_cap();
 #endif
   return fill;
 }
@@ -45,7 +45,7 @@ static inline void camox_walk_even(camox_walk *walk) {
   walk->rows = static_cast<int>(camox_ceil_div(walk->height, walk->strips));
 }
 
-/* Thread `item` -> picture, channel, column and first row; neighbouring threads are neighbours in memory. */
+/* Thread `item` -> image, channel, column and first row; neighbouring threads are neighbours in memory. */
 template <int V, bool LAST>
 __device__ __forceinline__ void camox_place(const camox_walk &walk, int64_t item, int64_t *b, int64_t *c, int64_t *column,
                                             int64_t *y) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ int64_t camox_offset(const camox_view4 &view, int64_t
   return b * view.stride[0] + c * view.stride[1] + y * view.stride[2] + column * view.stride[3];
 }
 
-/* The picture's rows as a strip that begins at y counts them: -above ... span-above-1; up to two above the strip are told. */
+/* The image's rows as a strip that begins at y counts them: -above ... span-above-1; up to two above the strip are told. */
 struct camox_rows {
   int above, span;
 };
@@ -157,7 +157,7 @@ __device__ __forceinline__ void camox_fetch_at(camox_window<T, V, LAST, REACH> &
   }
 }
 
-/* Reads a thread's column of one picture downwards, row by row, the border's rows and columns included. Rows count from the
+/* Reads a thread's column of one image downwards, row by row, the border's rows and columns included. Rows count from the
    strip's first. */
 template <typename T, int V, bool LAST, int REACH>
 struct camox_reader {
@@ -184,7 +184,7 @@ __device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw
   const T *at = reader.next;
   bool known = true;
   if (!camox_inside(reader.rows, row)) {
-    /* replicate: back to the picture's side; reflect: as far again. Two rows off a picture of two nothing is used. */
+    /* replicate: back to the image's side; reflect: as far again. Two rows off an image of two nothing is used. */
     const int place = row + reader.rows.above, beyond = place < 0 ? place : place - (reader.rows.span - 1);
     const int back = border == CAMOX_BORDER_REFLECT ? 2 * beyond : beyond;
     known = border != CAMOX_BORDER_ZEROS && camox_inside(reader.rows, row - back);

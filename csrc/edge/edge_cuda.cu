@@ -12,7 +12,7 @@
 #define EDGE_BACKWARD_BLOCKS 3 /* at most 168 */
 #define EDGE_WIDE_THREADS 192  /* channels_last backward: the wider a block, the fewer columns are computed twice */
 #define EDGE_WIDE_BLOCKS 2     /* at most 168 registers */
-#define EDGE_ROWS 8            /* rows a thread walks down in a large picture */
+#define EDGE_ROWS 8            /* rows a thread walks down in a large image */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
 
 struct edge_plan {
@@ -131,7 +131,7 @@ struct edge_maps_raw {
   T map[CAMOX_EDGE_MAPS][V];
 };
 
-/* The incoming gradients of one row; zeros off the picture and where there is none. */
+/* The incoming gradients of one row; zeros off the image and where there is none. */
 template <typename T, int V>
 __device__ __forceinline__ void edge_fetch_maps(edge_maps_raw<T, V> &raw, const edge_plan &plan,
                                                 camox_cursor<V, CAMOX_EDGE_MAPS> &cursor, bool inside) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ edge_grads<V> edge_filter_gradient(const edge_row<V> 
 
 /* The walk down a strip that both layouts share. Row r of filter gradients adds to rows r-1, r and r+1 of the result, so row
    r-1 is complete once r is added. exchange(d, left, right) hands out the gradients of the neighbouring columns: of contiguous
-   pictures the columns beside the thread's, of channels_last one for each channel. */
+   images the columns beside the thread's, of channels_last one for each channel. */
 template <typename T, int V, bool LAST, typename Exchange>
 __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y, bool inside,
                                           bool writes, const Exchange &exchange) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int6
   auto maps = camox_cursor_at<V>(p.maps, plan.shared_view, b, c, y - 1, column);
   T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
   const int rows = writes ? static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.walk.rows))) : 0;
-  /* the picture's first and last row, where they are near enough to matter */
+  /* the image's first and last row, where they are near enough to matter */
   const bool folds = p.border != CAMOX_BORDER_ZEROS, reflect = p.border == CAMOX_BORDER_REFLECT;
   const int first_row = y < 2 ? -static_cast<int>(y) : INT32_MIN;
   const int last_row =

@@ -688,8 +688,8 @@ static void la_set_queries(la_pass *pass, const camox_linear_attention_params *p
   if (pass->weight == LA_DIVIDE) pass->line = static_cast<const float *>(p->z);
 }
 
-/* The rig runs one architecture; nvcc's host code must not depend on the device's. */
-#if defined(CAMOX_HOST_CUDA)
+/* The emulator runs one architecture; nvcc's host code must not depend on the device's. */
+#if defined(CAMOX_CUDA_EMULATOR)
 static constexpr bool la_may_use_mma = CAMOX_CUDA_ARCH >= 800;
 static bool la_device_has_mma(void) { return true; }
 #else

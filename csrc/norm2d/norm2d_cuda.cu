@@ -26,14 +26,14 @@
 #define NORM2D_SUM_COLUMNS 8        /* side by side, the other threads along the shares */
 
 struct norm2d_plan {
-  camox_norm2d_params p; /* where all tensors allow it as pictures of one row, see norm2d_flat */
+  camox_norm2d_params p; /* where all tensors allow it as images of one row, see norm2d_flat */
   float eps, inverse;    /* 1 / group_channels */
   int64_t pixels, group_channels;
-  int64_t recorded;          /* pixels of a picture whose statistics the forward writes: all or none */
+  int64_t recorded;          /* pixels of an image whose statistics the forward writes: all or none */
   int inner, outer;          /* threads of a block along the vectors of a row, and rows' worth of threads */
   int chunks;                /* walks over the channels of a group */
   int tile;                  /* pixels of a block, */
-  int64_t tiles, tile_count; /* tiles in a picture, in all pictures */
+  int64_t tiles, tile_count; /* tiles in an image, in all images */
   int64_t units, unit_tiles; /* blocks of a group, and the tiles each walks over */
   int scratch;               /* floats of shared memory for the partial sums of one kind: pixel i's t-th of `terms` is at */
   int terms, pixel_step, term_step; /* i * pixel_step + t * term_step */
@@ -150,7 +150,7 @@ __device__ __forceinline__ norm2d_thread norm2d_thread_of(const norm2d_plan &pla
   return {thread - outer * plan.inner, outer};
 }
 
-/* Pixels [first, first + plan.tile) of picture `batch`, channels of `group`. */
+/* Pixels [first, first + plan.tile) of image `batch`, channels of `group`. */
 struct norm2d_tile {
   int64_t batch, group, first;
 };
@@ -641,7 +641,7 @@ static norm2d_views norm2d_views_of(camox_norm2d_params *p) {
   return views;
 }
 
-/* The same pictures as one row each, where every tensor has its pixels at equal distances. */
+/* The same images as one row each, where every tensor has its pixels at equal distances. */
 static camox_norm2d_params norm2d_flat(const camox_norm2d_params *given) {
   camox_norm2d_params p = *given;
   const norm2d_views views = norm2d_views_of(&p);
@@ -656,7 +656,7 @@ static camox_norm2d_params norm2d_flat(const camox_norm2d_params *given) {
   return p;
 }
 
-/* All pictures as one where pixels lie at equal distances throughout: with one group stats are one row too. */
+/* All images as one where pixels lie at equal distances throughout: with one group stats are one row too. */
 static void norm2d_merge_batch(camox_norm2d_params *p) {
   const norm2d_views views = norm2d_views_of(p);
   for (int i = 0; i < views.count; ++i)
@@ -701,7 +701,7 @@ static void norm2d_launch_reduce(const norm2d_plan &plan, void *stream) {
 template <int V, bool LAST>
 static int norm2d_cut(norm2d_plan *plan, bool backward) {
   constexpr int rows = norm2d_shape<V, LAST>::rows;
-  const int64_t pictures = plan->p.batch * plan->p.groups;
+  const int64_t images = plan->p.batch * plan->p.groups;
   const int most = backward ? NORM2D_BACKWARD_THREADS : NORM2D_FORWARD_THREADS;
   if (LAST) {
     const int64_t vectors = plan->group_channels / V;
@@ -710,7 +710,7 @@ static int norm2d_cut(norm2d_plan *plan, bool backward) {
     int64_t outer = NORM2D_TARGET_THREADS / plan->inner;
     if (outer > camox_ceil_div(plan->pixels, rows)) outer = camox_ceil_div(plan->pixels, rows);
     while (outer > 1 && outer * plan->inner > 2 * CAMOX_WARP &&
-           pictures * camox_ceil_div(plan->pixels, outer * rows) < NORM2D_FILL)
+           images * camox_ceil_div(plan->pixels, outer * rows) < NORM2D_FILL)
       outer = (outer + 1) / 2;
     plan->outer = outer < 1 ? 1 : static_cast<int>(outer);
     plan->tile = plan->outer * rows;
@@ -724,7 +724,7 @@ static int norm2d_cut(norm2d_plan *plan, bool backward) {
     int lanes = CAMOX_WARP;
     while (lanes > 1 && lanes / 2 >= vectors) lanes /= 2;
     while (lanes > NORM2D_LEAST_LANES &&
-           (lanes * slices > NORM2D_TARGET_THREADS || pictures * camox_ceil_div(vectors, lanes) < NORM2D_FILL))
+           (lanes * slices > NORM2D_TARGET_THREADS || images * camox_ceil_div(vectors, lanes) < NORM2D_FILL))
       lanes /= 2;
     while (lanes > fewest && lanes * slices > most) lanes /= 2;
     const int whole = CAMOX_WARP / lanes; /* slices of a warp */

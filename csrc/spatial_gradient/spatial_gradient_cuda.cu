@@ -5,7 +5,7 @@
 #include "spatial_gradient.h"
 
 #define GRADIENT_THREADS 128
-#define GRADIENT_ROWS 8 /* rows a thread walks down in a large picture */
+#define GRADIENT_ROWS 8 /* rows a thread walks down in a large image */
 #define GRADIENT_MAPS 2
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
@@ -115,7 +115,7 @@ __device__ __forceinline__ void gradient_across(const camox_window<float, V, LAS
   }
 }
 
-/* A row of both gradients; zeros off the picture and where there is none. */
+/* A row of both gradients; zeros off the image and where there is none. */
 template <typename T, int V, bool LAST>
 struct gradient_rows {
   camox_window<T, V, LAST, 1> map[GRADIENT_MAPS];

@@ -1,12 +1,12 @@
-"""frequency_bands in the rig."""
+"""frequency_bands in the emulator."""
 
 from __future__ import annotations
 
-from pictures import SHAPES, PictureOp
+from images import SHAPES, ImageOp
 
 from camox_ops import reference
 
-OP = PictureOp(
+OP = ImageOp(
     name="bands",
     maps="bands",
     outputs=("low", "mid", "high"),
