@@ -83,7 +83,7 @@ def worker(folder: str, op: str, threads: int) -> int:
     torch.set_num_threads(threads)
     evict = machine.Eviction()
     cases = {case.key: case for case in importlib.import_module(f"benchmarks.bench_{op}").cases()}
-    bound = None
+    candidate = None
     for line in sys.stdin:
         question = json.loads(line)
         if "prepare" in question:
@@ -92,16 +92,16 @@ def worker(folder: str, op: str, threads: int) -> int:
             torch.set_grad_enabled(case.direction != "forward")
             function, inputs = case.candidates()[common.SUBJECT], case.make_inputs()
             upstream = common.upstream_like(case, function, inputs) if case.direction == "forward_backward" else []
-            bound = common.Bound(case, function, inputs, upstream)
+            candidate = common.Candidate(case, function, inputs, upstream)
             for _ in range(3):
-                bound.step()
-            answer = common.memory_of(bound)["saved"] if case.direction != "forward" else 0
+                candidate.step()
+            answer = common.memory_of(candidate)["saved"] if case.direction != "forward" else 0
         else:
             if question["cold"]:
                 evict()
             else:
-                bound.step()
-            answer = common.seconds_of(bound.step, question["calls"]) / question["calls"]
+                candidate.step()
+            answer = common.seconds_of(candidate.step, question["calls"]) / question["calls"]
         print(json.dumps(answer), file=answers, flush=True)
     return 0
 

@@ -101,7 +101,7 @@ def cases() -> list[Case]:
     found = []
     for direction in DIRECTIONS:
         plain = case_of(8, 64, direction, single, quick=True)
-        halved = case_of(8, 64, direction, half, default_allocator=False, companions={"float32": plain})
+        halved = case_of(8, 64, direction, half, default_allocator=False, compare_with={"float32": plain})
         found += [plain, halved]
     found.append(case_of(2, 1024, both, single, rounds=ROUNDS))
     for dtype, causal in ((half, False), (single, True)):

@@ -68,6 +68,6 @@ def cases() -> list[Case]:
             for shape in SHAPES:
                 found.append(replace(case_of(group, shape, direction, torch.float32), quick=shape == SHAPES[0]))
             half = case_of(group, SHAPES[0], direction, torch.bfloat16)
-            companion = case_of(group, SHAPES[0], direction, torch.float32)
-            found.append(replace(half, companions={"float32": companion}, default_allocator=False))
+            plain = case_of(group, SHAPES[0], direction, torch.float32)
+            found.append(replace(half, compare_with={"float32": plain}, default_allocator=False))
     return found

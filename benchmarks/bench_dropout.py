@@ -122,6 +122,6 @@ def cases() -> list[Case]:
                 half = case_of(group, shape, direction, torch.bfloat16)
                 found += [
                     replace(plain, quick=shape == shapes[-1]),
-                    replace(half, companions={"float32": plain}, default_allocator=False),
+                    replace(half, compare_with={"float32": plain}, default_allocator=False),
                 ]
     return found

@@ -90,5 +90,5 @@ def cases() -> list[Case]:
         for direction in DIRECTIONS:
             plain = make_case(shape, direction, torch.float32, "contiguous")
             half = make_case(shape, direction, torch.bfloat16, "contiguous")
-            found += [plain, replace(half, companions={"float32": plain}, default_allocator=False)]
+            found += [plain, replace(half, compare_with={"float32": plain}, default_allocator=False)]
     return found
