@@ -36,7 +36,7 @@ extern __shared__ __align__(16) unsigned char camox_dynamic_shared[];
 #define CAMOX_DYNAMIC_SHARED(type, name) type *const name = reinterpret_cast<type *>(camox_dynamic_shared)
 #endif
 
-/* Clears the error it returns, so a failed launch is told once, by the call that made it. */
+/* Clears the error it returns, so a failed launch is reported once, by the call that made it. */
 static inline int camox_launch_status(void) { return static_cast<int>(cudaGetLastError()); }
 
 template <typename A, typename B>
@@ -265,15 +265,16 @@ __device__ __forceinline__ void camox_load_float(float (&to)[N], const T *p, int
   }
 }
 
-/* n / d and its rest for n >= 0, d > 0: 64-bit division costs a GPU some hundred instructions, so 32 bits where they do. */
-__device__ __forceinline__ int64_t camox_divide(int64_t n, int64_t d, int64_t *rest) {
+/* n / d and its remainder for n >= 0, d > 0: 64-bit division costs a GPU some hundred instructions, so 32 bits where they do.
+ */
+__device__ __forceinline__ int64_t camox_divide(int64_t n, int64_t d, int64_t *remainder) {
   if (((n | d) >> 32) == 0) {
     const uint32_t quotient = static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
-    *rest = static_cast<int64_t>(static_cast<uint32_t>(n) - quotient * static_cast<uint32_t>(d));
+    *remainder = static_cast<int64_t>(static_cast<uint32_t>(n) - quotient * static_cast<uint32_t>(d));
     return static_cast<int64_t>(quotient);
   }
   const int64_t quotient = n / d;
-  *rest = n - quotient * d;
+  *remainder = n - quotient * d;
   return quotient;
 }
 
