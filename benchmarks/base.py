@@ -132,8 +132,8 @@ def compare(ref: str, op: str, cases: list[common.Case], threads: int) -> bool:
         if saved[1] > saved[0]:
             verdict += f"  saves {saved[1]} bytes, base {saved[0]}"
         fine &= not verdict
-        told = f"{warm:5.2f}" if warm else "    -"
-        print(f"{case.key:66} cold {cold:5.2f}  warm {told}{verdict}  ({taken:.0f} s)", flush=True)
+        shown = f"{warm:5.2f}" if warm else "    -"
+        print(f"{case.key:66} cold {cold:5.2f}  warm {shown}{verdict}  ({taken:.0f} s)", flush=True)
     for name, found in groups.items():
         mean = math.exp(statistics.fmean(map(math.log, found)))
         fine &= mean >= SLOWER_GROUP

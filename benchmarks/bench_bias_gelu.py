@@ -1,4 +1,4 @@
-"""bias_gelu between the products of EmberFormer's feed-forward blocks, with and without dropout behind it.
+"""bias_gelu between the products of EmberFormer's feed-forward blocks, with and without dropout after it.
 
 With dropout the results are random: kept elements and their share are checked. Ideal bytes in elements of x: forward
 reads 1, writes 1; backward reads the gradient and x, writes 1.

@@ -67,8 +67,8 @@ def limits(case, functions, inputs, upstream):
     own, together = dict.fromkeys(truth, 0.0), 0.0
     formats = torch.contiguous_format, torch.channels_last
     for name, layout, shift in itertools.product(("eager", "grouped"), formats, range(3)):
-        turned = [[t.detach().roll(shift, 0).contiguous(memory_format=layout) for t in ts] for ts in (inputs, upstream)]
-        numbers = Candidate(case, functions[name], *turned).numbers()
+        rolled = [[t.detach().roll(shift, 0).contiguous(memory_format=layout) for t in ts] for ts in (inputs, upstream)]
+        numbers = Candidate(case, functions[name], *rolled).numbers()
         for key in ("output0", "grad input0"):
             numbers[key] = numbers[key].roll(-shift, 0)
         own = {key: max(own[key], (value.double() - truth[key]).abs().max().item()) for key, value in numbers.items()}

@@ -193,7 +193,7 @@ def upstream_like(case: Case, function, inputs) -> list[torch.Tensor]:
 
 
 def float64_numbers(case: Case, function, inputs, upstream) -> dict[str, torch.Tensor]:
-    """The baseline in float64: the truth that all candidates are held to."""
+    """The baseline in float64: the truth that all candidates are compared with."""
     function = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
     inputs = tuple(t.detach().double() if t.is_floating_point() else t for t in inputs)
     return Candidate(case, function, inputs, [g.double() for g in upstream]).numbers()
@@ -323,7 +323,7 @@ def repetitions(step: Callable, sample_s: float) -> int:
 
 
 def interleave(steps: dict[str, Callable], reps: dict[str, int], rounds: int, before: Callable) -> dict:
-    """Seconds per call of every step, one sample of ``reps`` calls per round, ``before(step)`` called ahead of each.
+    """Seconds per call of every step, one sample of ``reps`` calls per round, ``before(step)`` called before each.
 
     The steps take turns (A B C, B C A, ...), so that no step always follows the same one.
     """

@@ -36,7 +36,7 @@ ALLOWED = NEEDED | {"over", "at_least", "at_most", "noise"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """A target held against the records of one machine."""
+    """A target compared with the records of one machine."""
 
     target: dict
     machine: str

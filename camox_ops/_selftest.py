@@ -336,7 +336,7 @@ def weights(output: torch.Tensor) -> torch.Tensor:
 def allowance(theirs: torch.Tensor, truth: torch.Tensor) -> float:
     """The tolerance rule: 2 max|torch in the same dtype - float64| + 4 eps(dtype) max|float64|.
 
-    In float64 the truth is rounded like what is held to it: 16 eps. Where plain PyTorch overflows or divides by a
+    In float64 the truth is rounded like what is compared with it: 16 eps. Where plain PyTorch overflows or divides by a
     rounded zero its error says nothing and is left out."""
     times = 16 if theirs.dtype == torch.float64 else 4
     rounding = times * torch.finfo(theirs.dtype).eps * truth.abs().max().item()

@@ -97,8 +97,8 @@ class Section:
 
     def save(self) -> None:
         scratch = self.path.with_suffix(".tmp")
-        told = {"status": self.status, "message": self.message, "now": self.now, "data": self.data}
-        scratch.write_text(json.dumps(told))
+        state = {"status": self.status, "message": self.message, "now": self.now, "data": self.data}
+        scratch.write_text(json.dumps(state))
         os.replace(scratch, self.path)
 
     def finish(self, status: str, message: str = "") -> None:
@@ -673,8 +673,8 @@ def run_part(name: str, options, seconds: float, folder: Path, known: dict, miss
         for file in options.tests or () if name == "tests" else ():
             command += ["--tests", file]
         how = watched(command, left, path, STALLED_S.get(name) if options.device == "cuda" else None)
-        told = json.loads(path.read_text()) if path.exists() else {}
-        found = {"status": "incomplete", "message": "", "now": None, "data": {}} | told
+        state = json.loads(path.read_text()) if path.exists() else {}
+        found = {"status": "incomplete", "message": "", "now": None, "data": {}} | state
         data |= found["data"]
         if not how or found["now"] is None or how == OUT_OF_TIME or name not in RESTARTED:
             break

@@ -65,12 +65,12 @@ def assert_close_around(ours, same_dtype, reference64, around, terms64=None, fac
         assert mine.shape == truth.shape
         assert mine.dtype == theirs.dtype
         mine, theirs, truth, terms = (y.detach().cpu() for y in (mine, theirs, truth, terms))
-        held = truth.to(mine.dtype).isfinite()
-        assert mine[held].isfinite().all(), (
-            f"{int((~mine[held].isfinite()).sum())} elements are not finite ({mine.dtype})"
+        representable = truth.to(mine.dtype).isfinite()
+        assert mine[representable].isfinite().all(), (
+            f"{int((~mine[representable].isfinite()).sum())} elements are not finite ({mine.dtype})"
         )
-        error = torch.where(held, mine.double() - truth, 0.0).abs()
-        torch_error = torch.where(held, theirs.double() - truth, 0.0).abs()
+        error = torch.where(representable, mine.double() - truth, 0.0).abs()
+        torch_error = torch.where(representable, theirs.double() - truth, 0.0).abs()
         info = torch.finfo(mine.dtype)
         size = around(torch.where(terms.isnan(), 0.0, terms).abs())
         allowed = 2 * around(torch_error) + factor * info.eps * size + info.smallest_normal * info.eps

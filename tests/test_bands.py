@@ -12,7 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import camox_ops as cx
 from camox_ops import reference
 
-# Below, at and above vectors of 16 lanes, flat units of 128 columns and 4096 or 8192 elements, lines of 2048 elements.
+# Below, at and above vectors of 16 lanes, flat tiles of 128 columns and 4096 or 8192 elements, lines of 2048 elements.
 SHAPES = [
     (2, 3, 5, 7),
     (1, 2, 1, 1),

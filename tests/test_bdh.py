@@ -104,7 +104,7 @@ def test_known_values():
     assert rows(one, zero, causal=True) == [0, 6, 4]
     assert rows(one, zero, scale=0.5) == [232.5, 48, 802]
     assert rows(one, zero, relu=False, causal=True) == [0, 1, 4 - 200]
-    assert rows(zero, one, causal=True) == [0, 6, 4]  # all turned alike
+    assert rows(zero, one, causal=True) == [0, 6, 4]  # all rotated alike
     quarter = torch.tensor([[1.0], [0], [1]]), torch.tensor([[0.0], [1], [0]])
     assert rows(*quarter, causal=True) == [0, -3, 4 - 120]  # (0, 3) becomes (-3, 0)
     assert rows(one, zero, causal=True, softmax=True)[:2] == [0, 1]

@@ -29,7 +29,7 @@ def run_case(case, effort, **options):
 
 
 def toy(direction="forward", **candidates) -> Case:
-    """x -> exp(x) + 1 with both needed candidates right unless told otherwise."""
+    """x -> exp(x) + 1 with both needed candidates right unless given otherwise."""
     chosen = {"camox": lambda x: 1 + torch.exp(x), "eager": lambda x: torch.exp(x) + 1, "compile": None, **candidates}
     return Case(
         group="toy",
@@ -602,7 +602,7 @@ class FakeBuild:
 
 
 @pytest.mark.parametrize(
-    "seconds, saved, fine, told",
+    "seconds, saved, fine, printed_line",
     [
         (1.0, 8, True, "cold  1.00"),
         (1.04, 8, True, "cold  0.96"),
@@ -610,11 +610,11 @@ class FakeBuild:
         (1.0, 9, False, "saves 9 bytes, base 8"),
     ],
 )
-def test_comparison_with_another_commit(monkeypatch, capsys, seconds, saved, fine, told):
+def test_comparison_with_another_commit(monkeypatch, capsys, seconds, saved, fine, printed_line):
     builds = {"base": FakeBuild(1.0, 8), str(base.ROOT): FakeBuild(seconds, saved)}
     monkeypatch.setattr(base, "build", lambda ref: "base")
     monkeypatch.setattr(base, "Build", lambda folder, op, threads: builds[str(folder)])
     cases = [case for case in bench_edge.cases() if case.key.startswith("edge_maps/forward/float32/contiguous")]
     assert base.compare("HEAD", "edge", cases, 2) is fine
     printed = capsys.readouterr().out
-    assert told in printed and f"geometric mean of {len(cases)}" in printed
+    assert printed_line in printed and f"geometric mean of {len(cases)}" in printed

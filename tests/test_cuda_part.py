@@ -181,7 +181,7 @@ def test_check_errors_touches_only_devices_that_ran_kernels(machine):
 
 
 def test_a_word_that_is_not_found_leaves_no_error_behind(machine):
-    """The launch that follows asks for the last error, and would be told to have failed."""
+    """The launch that follows asks for the last error, and would seem to have failed."""
     fails = ctypes.c_bool.in_dll(machine, "fake_symbol_fails")
     fails.value = True
     assert machine.camox_cuda_error_word(0) is None
@@ -211,9 +211,9 @@ def test_without_the_stream_of_torch_it_is_said_why(machine, tmp_path):
     )
     missing = run_python(f"import ctypes\n{ask}")
     assert missing.count("this torch has no aoti_torch_get_current_cuda_stream to ask for its stream") == 2
-    told, failed = run_python(f"import ctypes\ntorch = ctypes.CDLL({str(torch_cuda)!r})\n{ask}").splitlines()
-    assert told == "None 43"
-    assert "torch failed to tell its current stream" in failed
+    found, failed = run_python(f"import ctypes\ntorch = ctypes.CDLL({str(torch_cuda)!r})\n{ask}").splitlines()
+    assert found == "None 43"
+    assert "torch failed to return its current stream" in failed
 
 
 def test_check_errors_without_cuda():

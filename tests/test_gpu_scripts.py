@@ -298,8 +298,8 @@ def test_a_lost_device_is_noticed(section, monkeypatch):
     monkeypatch.setattr(_selftest, "OPS", (EDGE._replace(ours=lost), LINEAR))
     with pytest.raises(ContextLost, match="RuntimeError: an illegal memory access"):
         gpu_check.correctness(section)
-    told = written(section)
-    assert (told["status"], told["now"]) == ("incomplete", ["edge_maps", "2x3x5x7", "float32 contiguous"])
+    state = written(section)
+    assert (state["status"], state["now"]) == ("incomplete", ["edge_maps", "2x3x5x7", "float32 contiguous"])
 
 
 DIES = """

@@ -121,12 +121,12 @@ def assert_within_one_rounding(half, float32, device=DEVICE):
 def test_rounding_allowed_on_cuda():
     """A state in float32 as ex2.approx leaves it, and one whose keys were rounded to half precision."""
     state = random_image((1, 2, 6, 6), seed=1)
-    near, far = (state * (1 + step * torch.ones_like(state)) for step in (3 * 2**-23, 2**-9))
-    assert_within_one_rounding([near], [state], torch.device("cuda"))
+    close, distant = (state * (1 + step * torch.ones_like(state)) for step in (3 * 2**-23, 2**-9))
+    assert_within_one_rounding([close], [state], torch.device("cuda"))
     with pytest.raises(AssertionError, match="excess"):
-        assert_within_one_rounding([far], [state], torch.device("cuda"))
+        assert_within_one_rounding([distant], [state], torch.device("cuda"))
     with pytest.raises(AssertionError, match="excess"):
-        assert_within_one_rounding([near], [state], torch.device("cpu"))
+        assert_within_one_rounding([close], [state], torch.device("cpu"))
 
 
 def test_known_values():

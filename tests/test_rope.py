@@ -74,7 +74,7 @@ def test_smoke():
     y = cx.rope(x, *cx.rope_tables(8, 5))
     assert y.shape == x.shape
     assert y.dtype == torch.float32
-    assert torch.equal(y[:, :, 0], x[:, :, 0])  # position 0 does not turn
+    assert torch.equal(y[:, :, 0], x[:, :, 0])  # position 0 is not rotated
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
 
 
@@ -185,13 +185,13 @@ def test_packed_sequences_begin_again(interleaved):
 def test_tuple_of_tensors():
     q, k, v = heads((2, 8, 5, 6)), heads((2, 2, 5, 6), seed=1), heads((2, 1, 4, 8), seed=2)
     cos, sin = tables(5, 2)
-    turned = cx.rope((q, k, v), cos, sin, rotary_dim=4)
-    assert isinstance(turned, tuple)
-    for ours, x in zip(turned, (q, k, v), strict=True):
+    rotated = cx.rope((q, k, v), cos, sin, rotary_dim=4)
+    assert isinstance(rotated, tuple)
+    for ours, x in zip(rotated, (q, k, v), strict=True):
         assert torch.equal(ours, cx.rope(x, cos, sin, rotary_dim=4))
     both = (q.clone(), k.clone())
     assert all(a is b for a, b in zip(cx.rope(both, cos, sin, rotary_dim=4, inplace=True), both, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(both, turned, strict=False))
+    assert all(torch.equal(a, b) for a, b in zip(both, rotated, strict=False))
 
 
 @given(
@@ -423,7 +423,7 @@ def test_errors_of_inplace_before_anything_is_written():
 
 
 @given(st.data())
-def test_shared_memory_is_told_exactly(data):
+def test_shared_memory_is_found_exactly(data):
     """Against the addresses themselves, of any two views of a small buffer."""
     buffer = torch.zeros(2000, device="cpu")
 
@@ -493,7 +493,7 @@ def test_public_vision_bdh_v2_v3(n, length):
 @ON_CPU
 def test_public_train_bdh_unet():
     """takzen/vision-bdh train_bdh_unet.py and fine_tune_bdh_unet.py at 71cb8ab: the tables are two halves side by side,
-    the pairs are neighbours, so that the two elements of a pair turn by different angles."""
+    the pairs are neighbours, so that the two elements of a pair are rotated by different angles."""
     n, length = 32, 20
     growing = (2**16) ** (torch.arange(0, n // 2, dtype=torch.float32) / (n // 2))
     phases = (torch.arange(0, length, dtype=torch.float32)[:, None] * growing % 1) * (2 * math.pi)
@@ -530,7 +530,7 @@ def test_public_gpt_neox():
     angles = torch.outer(torch.arange(length).float(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
-    def turned(x):
+    def rotated(x):
         turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
         half = rotary_dim // 2
         partners = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1)
@@ -543,12 +543,12 @@ def test_public_gpt_neox():
         rotary_dim=rotary_dim,
     )
     for mine, x in zip(ours, (q, k), strict=True):
-        torch.testing.assert_close(mine.transpose(0, 1), turned(x))
+        torch.testing.assert_close(mine.transpose(0, 1), rotated(x))
         assert mine.transpose(0, 1).is_contiguous()
 
 
 def test_public_gpt_j():
-    """Neighbours are pairs, the first 64 of 256 elements turn, positions are given: GPTJAttention of
+    """Neighbours are pairs, the first 64 of 256 elements are rotated, positions are given: GPTJAttention of
     huggingface/transformers, src/transformers/models/gptj/modeling_gptj.py at cb6cd7e, on (B, T, H, D)."""
     batch, length, count, dim, rotary_dim = 2, 7, 3, 256, 64
     key = random_image((batch, length, count, dim))

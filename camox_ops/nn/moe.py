@@ -53,13 +53,13 @@ class MoELayer(nn.Module):
     """Each image of x (B, in_channels, H, W) goes through the top_k experts that its gate chooses, weighted by the
     softmax of their logits.
 
-    Stands for MoELayer of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor, parameters, results.
-    The gate is a global mean and a 1x1 convolution. That module calls an expert for every choice of every image and
-    waits for the device before each; this one sorts the images by expert (moe_route, moe_dispatch), calls each expert
-    that was chosen once, on its images together, and adds up with moe_combine. An image's result is what it is
-    alone, so long as no expert mixes the images of a batch (BatchNorm in training does: its statistics are then those
-    of the images that chose the expert together) and none draws random numbers (dropout draws for the group).
-    Experts that no image chose are not run: their parameters keep grad=None.
+    Drop-in replacement for MoELayer of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor,
+    parameters, results. The gate is a global mean and a 1x1 convolution. That module calls an expert for every choice
+    of every image and waits for the device before each; this one sorts the images by expert (moe_route, moe_dispatch),
+    calls each expert that was chosen once, on its images together, and adds up with moe_combine. An image's result is
+    what it is alone, so long as no expert mixes the images of a batch (BatchNorm in training does: its statistics are
+    then those of the images that chose the expert together) and none draws random numbers (dropout draws for the
+    group). Experts that no image chose are not run: their parameters keep grad=None.
 
     Differences: a top_k above num_experts is refused, not lowered; among equal logits the lower expert is chosen; NaN
     in the gate's logits is an error (see moe_route).

@@ -78,8 +78,8 @@ def dense_strides(x: torch.Tensor, sizes=None, sort_last: bool = False) -> list[
 
 
 def empty_rows(x: torch.Tensor, leading: int, outer: tuple[int, ...]) -> torch.Tensor:
-    """An uninitialised tensor in which `outer` stands for the first `leading` dimensions of x: rows without gaps, their
-    dimensions in memory in the order of x's strides."""
+    """An uninitialised tensor in which `outer` takes the place of the first `leading` dimensions of x: rows without
+    gaps, their dimensions in memory in the order of x's strides."""
     inner, lead = x.shape[leading:], len(outer)
     sizes = (*outer, *inner)
     order = [*range(lead), *(lead + d for d in memory_order(inner, x.stride()[leading:]))]

@@ -63,10 +63,10 @@ def loader_options(
 
 
 def _workers(gpu: bool) -> tuple[int, str]:
-    told = os.environ.get("LOCAL_WORLD_SIZE") or "1"
-    if not told.isdecimal():
-        raise ValueError(f"loader_options: the environment's LOCAL_WORLD_SIZE must be a number, got {told!r}")
-    processes = max(1, int(told))
+    given = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not given.isdecimal():
+        raise ValueError(f"loader_options: the environment's LOCAL_WORLD_SIZE must be a number, got {given!r}")
+    processes = max(1, int(given))
     cpus = max(1, usable_cpus() // processes)
     where = f"{cpus} CPU{'s' * (cpus > 1)}" + (f" for each of {processes} processes" if processes > 1 else "")
     if gpu:

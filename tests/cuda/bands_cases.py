@@ -14,7 +14,7 @@ OP = ImageOp(
     options=[{}],
     reference=reference.frequency_bands,
     reference_backward=lambda x, grads: reference.frequency_bands_backward(*grads),
-    # around the reach of a filter of 5, and a strip of 16 rows
+    # around the reach of a filter of 5, and a row band of 16
     shapes=[*SHAPES, (1, 2, 3, 4), (1, 2, 5, 8), (1, 8, 15, 3), (1, 1, 16, 2), (2, 1, 17, 8), (1, 1, 35, 4)],
 )
 every_kernel = OP.every_kernel

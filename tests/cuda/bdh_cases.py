@@ -11,7 +11,7 @@ from rope_cases import rope_input
 
 SOURCE = emulator.CSRC / "bdh" / "bdh_cuda.cu"
 MEMORY = ("contiguous", "swapped", "strided", "expanded")
-# (B, H, T, N), D: one row; around a tile of 64 and a turn of the loop over N; scores saved where 4 T <= N; accesses of
+# (B, H, T, N), D: one row; around a tile of 64 and an iteration over N; scores saved where 4 T <= N; accesses of
 # 16 bytes and of one element.
 SHAPES = [
     ((1, 1, 1, 2), 1),
@@ -173,7 +173,7 @@ def every_kernel(arch) -> None:
                 backward(*inputs, softmax=softmax, save=save, **more)
         for causal in (False, True):
             backward(*inputs, save="nothing", form=2, causal=causal, **more)
-        long = [t.repeat(1, 1, 65, 1) for t in (v.expand(1, 2, 1, 2), q, v)]  # in strips
+        long = [t.repeat(1, 1, 65, 1) for t in (v.expand(1, 2, 1, 2), q, v)]  # in row bands
         tables = (table.repeat(65, 1),) * 2
         backward(*long, *tables, softmax=True, save="logsumexp", tf32=tf32, how={**how, "grid_cap": 1})
         v = v.repeat(1, 1, 1, 2)

@@ -9,7 +9,7 @@ import torch
 from helpers import random_image
 
 SOURCE = emulator.CSRC / "bias_gelu" / "bias_gelu_cuda.cu"
-# (rows, columns): whole accesses and none, more rows than a unit, more columns than a block of the reduction.
+# (rows, columns): whole accesses and none, more rows than a band, more columns than a block of the reduction.
 SHAPES = [(1, 1), (5, 7), (70, 16), (33, 40), (9, 96), (3, 520)]
 
 
@@ -27,17 +27,17 @@ def run(x, bias, grad, seed, p, flush="end", **how):
         def new(name, *shape, dtype=torch.float32):
             return memory.empty_strided(shape, torch.empty(shape, device="meta").stride(), dtype, name)
 
-        held = {name: memory.copy(t, name) for name, t in (("x", x), ("bias", bias), ("grad", grad))}
-        held |= {name: new(name, rows, columns, dtype=x.dtype) for name in ("y", "grad_x")}
-        held |= {"partial": new("partial", rows, columns), "grad_bias": new("grad_bias", columns)}
+        buffers = {name: memory.copy(t, name) for name, t in (("x", x), ("bias", bias), ("grad", grad))}
+        buffers |= {name: new(name, rows, columns, dtype=x.dtype) for name in ("y", "grad_x")}
+        buffers |= {"partial": new("partial", rows, columns), "grad_bias": new("grad_bias", columns)}
         if seed is not None:
-            held["seed"] = memory.copy(seed.reshape(1), "seed")
-        for name, tensor in held.items():
+            buffers["seed"] = memory.copy(seed.reshape(1), "seed")
+        for name, tensor in buffers.items():
             setattr(params, name, tensor.data_ptr())
         params.bias_length, params.bias_stride = columns, 1
         _call("camox_bias_gelu_cuda", params, x, "forward", **how)
         _call("camox_bias_gelu_backward_cuda", params, x, "backward", **how)
-        return [held[name].clone() for name in ("y", "grad_x", "grad_bias")]
+        return [buffers[name].clone() for name in ("y", "grad_x", "grad_bias")]
 
 
 def _call(name, params, x, direction, arch=900, define="", **how):

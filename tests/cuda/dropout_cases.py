@@ -74,11 +74,11 @@ def norm(x, residual, weight, bias, grad, seed, p, eps=1e-5, flush="end", **how)
             return memory.empty_strided(shape, strides, dtype, name)
 
         inputs = {"x": x, "residual": residual, "grad": grad}
-        held = {name: memory.copy(tensor, name) for name, tensor in inputs.items()}
-        held |= {"stats": new("stats", 2, rows), "partial": new("partial", rows, 2, width)}
-        held |= {name: new(name, rows, width, dtype=x.dtype) for name in ("y", "grad_x", "grad_residual")}
-        held |= {name: new(name, width) for name in ("grad_weight", "grad_bias")}
-        for name, tensor in held.items():
+        buffers = {name: memory.copy(tensor, name) for name, tensor in inputs.items()}
+        buffers |= {"stats": new("stats", 2, rows), "partial": new("partial", rows, 2, width)}
+        buffers |= {name: new(name, rows, width, dtype=x.dtype) for name in ("y", "grad_x", "grad_residual")}
+        buffers |= {name: new(name, width) for name in ("grad_weight", "grad_bias")}
+        for name, tensor in buffers.items():
             if name != "grad_x" or seed is not None:
                 setattr(params, name, tensor.data_ptr())
         affine = {name: memory.copy(tensor, name) for name, tensor in (("weight", weight), ("bias", bias))}
@@ -88,7 +88,7 @@ def norm(x, residual, weight, bias, grad, seed, p, eps=1e-5, flush="end", **how)
         _call("camox_dropout_norm_cuda", params, x, "norm", **how)
         _call("camox_dropout_norm_backward_cuda", params, x, "norm backward", **how)
         names = ("y", "grad_x", "grad_residual", "grad_weight", "grad_bias")
-        return [None if name == "grad_x" and seed is None else held[name].clone() for name in names]
+        return [None if name == "grad_x" and seed is None else buffers[name].clone() for name in names]
 
 
 def _call(name, params, x, direction, arch=900, define="", **how):

@@ -11,7 +11,7 @@ import torch
 
 BORDERS = ("zeros", "replicate", "reflect")
 DTYPE_CODES = {torch.float32: "CAMOX_F32", torch.bfloat16: "CAMOX_BF16", torch.float16: "CAMOX_F16"}
-# Below, at and above a 16-byte and a 4-byte access, a warp of edge_maps' backward (30 vectors), a strip of rows, and in
+# Below, at and above a 16-byte and a 4-byte access, a warp of edge_maps' backward (30 vectors), a row band, and in
 # channels_last a block's columns and channel vectors.
 SHAPES = [
     (1, 2, 1, 1),

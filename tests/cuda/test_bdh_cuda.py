@@ -39,8 +39,8 @@ def test_bdh_attention(dtype, memory, arch):
 
 
 @pytest.mark.parametrize("options", BDH_OPTIONS[:4], ids=str)
-def test_bdh_strips_and_small_grids(options, dtype):
-    """The scores of one head at a time, or of a strip of its rows."""
+def test_bdh_row_bands_and_small_grids(options, dtype):
+    """The scores of one head at a time, or of a band of its rows."""
     inputs = bdh_inputs((1, 2, 130, 4), 3, dtype)
     truth, same = bdh_reference(*doubled(*inputs), **options), bdh_reference(*inputs, **options)
     for save in ("logsumexp", "scores"):
@@ -213,9 +213,9 @@ def test_bdh_unturned_gradient(softmax, dtype, arch):
     ours = bdh_cases.backward(grad, q, v, cos, sin, unturned=True, how={"arch": arch}, **options)[0]
 
     def of_turned(grad, q, v, cos, sin):
-        turned = reference.rope(q.relu(), cos, sin, interleaved=True)
+        rotated = reference.rope(q.relu(), cos, sin, interleaved=True)
         straight, crooked = torch.ones_like(cos), torch.zeros_like(sin)
-        return reference.bdh_attention_backward(grad, turned, v, straight, crooked, relu=False, **options)[0]
+        return reference.bdh_attention_backward(grad, rotated, v, straight, crooked, relu=False, **options)[0]
 
     inputs = (grad, q, v, cos, sin)
     assert_close_to_reference(ours, of_turned(*inputs), of_turned(*doubled(*inputs)))

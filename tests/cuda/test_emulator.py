@@ -118,7 +118,7 @@ def test_missing_cp_async_wait_reads_nan(order):
     assert same(missing_cp_async_wait(2, order, 750))  # no cp.async on sm_75: the copy is made at once
 
 
-OUT = r"out of bounds at 0x\w+: "  # "read", "write", or "access" where the processor does not tell
+OUT = r"out of bounds at 0x\w+: "  # "read", "write", or "access" where the processor does not say
 
 
 @pytest.mark.parametrize(

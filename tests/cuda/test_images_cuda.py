@@ -88,8 +88,8 @@ def test_image_stays_inside_at_both_ends(op, layout, dtype, order):
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
 def test_image_small_grid_strides_over_the_rest(op, layout, dtype, order):
-    """A grid of two blocks, whose threads walk down long strips, does the work of many: what a grid at its limit of
-    2^31-1 does on a GPU, and what large images do."""
+    """A grid of two blocks, whose threads iterate down long row bands, does the work of many: what a grid at its limit
+    of 2^31-1 does on a GPU, and what large images do."""
     x = random_image((3, 24, 18, 32), dtype, layout)
     grads = gradients(op, x, layout)
     few = [*op.forward(x, grid_cap=2, order=order), op.backward(x, grads, grid_cap=2, order=order)]

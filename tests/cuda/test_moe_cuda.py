@@ -129,7 +129,7 @@ def test_moe_strides_over_a_small_grid(dtype):
                 assert torch.equal(mine, other)
 
 
-def test_moe_bad_values_become_nan_and_are_told(dtype, order):
+def test_moe_bad_values_become_nan_and_are_reported(dtype, order):
     logits = moe_logits(6, 4, dtype)
     logits[2, 1] = logits[4, 0] = float("nan")
     valid = torch.tensor([True, True, True, True, False, True])

@@ -67,7 +67,7 @@ def test_norm2d_activation_of_zero_and_tails(layout):
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
 def test_norm2d_more_channels_than_registers(layout, dtype):
-    """Walked in chunks."""
+    """Iterated in chunks."""
     for shape, order in zip(norm2d_cases.MANY_CHANNELS, ("random", "reverse"), strict=True):
         tensors = norm2d_inputs(shape, dtype, layout)
         ours = norm2d_cases.forward_and_gradients(*tensors, activation="silu", order=order)
@@ -114,7 +114,8 @@ def test_norm2d_small_grid_strides_over_the_rest(layout, dtype, order):
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
 def test_norm2d_blocks_of_several_tiles(layout):
-    """More tiles than shares of grad_weight and grad_bias: each block walks over several, in chunks too, and adds."""
+    """More tiles than shares of grad_weight and grad_bias: each block iterates over several, in chunks too, and
+    adds."""
     for shape in norm2d_cases.MANY_TILES:
         tensors = norm2d_inputs(shape, layout=layout)
         ours = norm2d_cases.forward_and_gradients(*tensors, activation="silu")

@@ -70,7 +70,7 @@ def test_rope_layouts_and_packed_sequences(interleaved, dtype, order):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_rope_bad_values_become_nan_and_are_told(dtype, order, inplace):
+def test_rope_bad_values_become_nan_and_are_reported(dtype, order, inplace):
     how = {"order": order}
     x, (cos, sin) = random_image((2, 5, 4, 20), dtype), rope_tables(6, 8)
     good = rope_cases.forward(x, cos, sin, rotary_dim=16, with_errors=True, inplace=inplace, how=how)

@@ -238,7 +238,7 @@ def static_shared(path: Path) -> dict[int, int]:
     """Address of each kernel in the object -> bytes of its __shared__ variables, in whole 16 bytes as dynamic memory
     behind them needs.
 
-    What a function has that kernels call counts for all of them: the symbols do not tell which do."""
+    What a function has that kernels call counts for all of them: the symbols do not say which do."""
     command = ["readelf", "--symbols", "--wide", str(path)]
     text = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
     mangled, variables = {}, {}
