@@ -6,7 +6,7 @@
      pairs    e = d s + d s^T                                           grad_q   scale e r, rotated back
      state    z = r^T v, or r^T g   from_state  out = scale r z, d v = scale r (r^T g)
 
-     scratch  [ scores of a band of rows ][ pairs of the same band ][ states of a segment of chunks ][ delta ]
+     scratch  [ delta ][ scores of a band of rows ][ pairs of the same band ][ states of a segment of chunks ]
 
        T x T scores of a head             a band has as many heads, or rows or chunks of one, as fill a GPU;
        +--------------------+             since s is symmetric, bands need nothing of each other in the backward either

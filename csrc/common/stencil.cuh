@@ -7,7 +7,7 @@
      row r+1    v v v v | v v v v  | v v v v     a window in registers: its own V elements and REACH columns beside them
         |
         v                                        global memory -> registers: own elements by one access, neighbours from the
-                                                 L1 cache; no shared memory; row r+2 is loaded while row r is computed
+                                                 L1 cache; the next row is loaded while one is computed
 
    A work item is a thread: V neighbours along the innermost dimension times one row band of one image. V is the widest access
    that all tensors allow: 16 bytes, 4 bytes, or one element with any strides. */
