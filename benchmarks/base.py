@@ -83,7 +83,7 @@ def worker(folder: str, op: str, threads: int) -> int:
     torch.set_num_threads(threads)
     evict = machine.Eviction()
     cases = {case.key: case for case in importlib.import_module(f"benchmarks.bench_{op}").cases()}
-    bound = None
+    candidate = None
     for line in sys.stdin:
         question = json.loads(line)
         if "prepare" in question:
@@ -92,16 +92,16 @@ def worker(folder: str, op: str, threads: int) -> int:
             torch.set_grad_enabled(case.direction != "forward")
             function, inputs = case.candidates()[common.SUBJECT], case.make_inputs()
             upstream = common.upstream_like(case, function, inputs) if case.direction == "forward_backward" else []
-            bound = common.Bound(case, function, inputs, upstream)
+            candidate = common.Candidate(case, function, inputs, upstream)
             for _ in range(3):
-                bound.step()
-            answer = common.memory_of(bound)["saved"] if case.direction != "forward" else 0
+                candidate.step()
+            answer = common.memory_of(candidate)["saved"] if case.direction != "forward" else 0
         else:
             if question["cold"]:
                 evict()
             else:
-                bound.step()
-            answer = common.seconds_of(bound.step, question["calls"]) / question["calls"]
+                candidate.step()
+            answer = common.seconds_of(candidate.step, question["calls"]) / question["calls"]
         print(json.dumps(answer), file=answers, flush=True)
     return 0
 
@@ -132,8 +132,8 @@ def compare(ref: str, op: str, cases: list[common.Case], threads: int) -> bool:
         if saved[1] > saved[0]:
             verdict += f"  saves {saved[1]} bytes, base {saved[0]}"
         fine &= not verdict
-        told = f"{warm:5.2f}" if warm else "    -"
-        print(f"{case.key:66} cold {cold:5.2f}  warm {told}{verdict}  ({taken:.0f} s)", flush=True)
+        shown = f"{warm:5.2f}" if warm else "    -"
+        print(f"{case.key:66} cold {cold:5.2f}  warm {shown}{verdict}  ({taken:.0f} s)", flush=True)
     for name, found in groups.items():
         mean = math.exp(statistics.fmean(map(math.log, found)))
         fine &= mean >= SLOWER_GROUP

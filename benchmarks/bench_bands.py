@@ -11,7 +11,7 @@ import math
 import torch.nn.functional as F
 
 from benchmarks.common import Case, camox_attr, random_tensor
-from benchmarks.shapes import picture_cases
+from benchmarks.shapes import image_cases
 
 
 def box(x, size):
@@ -43,4 +43,4 @@ def make_case(shape, direction, dtype, layout) -> Case:
 
 
 def cases() -> list[Case]:
-    return picture_cases(make_case)
+    return image_cases(make_case)

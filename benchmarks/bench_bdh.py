@@ -1,7 +1,7 @@
 """bdh_attention: BDH's attention of 6 heads of 1024 columns whose values, 192 columns, the heads share.
 
 The eager side is the formula of takzen/vision-bdh, models/bdh.py (Attention, causal) and models/vision_bdh_v2.py
-(BidirectionalAttentionV2) at 71cb8ab, but with its tables ready, which it computes anew on every call. The peers
+(BidirectionalAttentionV2) at 71cb8ab, but with its tables ready, which it computes again on every call. The peers
 ``quadratic`` and ``state`` are our two forms, one of which camox picks by its count of products: where the other is
 faster, the rule is wrong; they are timed on both sides of where it changes.
 
@@ -24,8 +24,8 @@ ROUNDS = 9  # of the steps of 1,024 tokens, which take up to a second
 def eager(q, v, cos, sin, wide_cos, wide_sin, causal):
     q = torch.relu(q)
     partners = torch.stack((-q[..., 1::2], q[..., ::2]), dim=-1).view(q.shape)
-    turned = (q * wide_cos).to(q.dtype) + (partners * wide_sin).to(q.dtype)
-    scores = turned @ turned.mT
+    rotated = (q * wide_cos).to(q.dtype) + (partners * wide_sin).to(q.dtype)
+    scores = rotated @ rotated.mT
     return (scores.tril(diagonal=-1) if causal else scores) @ v
 
 
@@ -101,7 +101,7 @@ def cases() -> list[Case]:
     found = []
     for direction in DIRECTIONS:
         plain = case_of(8, 64, direction, single, quick=True)
-        halved = case_of(8, 64, direction, half, default_allocator=False, companions={"float32": plain})
+        halved = case_of(8, 64, direction, half, default_allocator=False, compare_with={"float32": plain})
         found += [plain, halved]
     found.append(case_of(2, 1024, both, single, rounds=ROUNDS))
     for dtype, causal in ((half, False), (single, True)):

@@ -1,4 +1,4 @@
-"""bias_gelu between the products of EmberFormer's feed-forward blocks, with and without dropout behind it.
+"""bias_gelu between the products of EmberFormer's feed-forward blocks, with and without dropout after it.
 
 With dropout the results are random: kept elements and their share are checked. Ideal bytes in elements of x: forward
 reads 1, writes 1; backward reads the gradient and x, writes 1.
@@ -68,6 +68,6 @@ def cases() -> list[Case]:
             for shape in SHAPES:
                 found.append(replace(case_of(group, shape, direction, torch.float32), quick=shape == SHAPES[0]))
             half = case_of(group, SHAPES[0], direction, torch.bfloat16)
-            companion = case_of(group, SHAPES[0], direction, torch.float32)
-            found.append(replace(half, companions={"float32": companion}, default_allocator=False))
+            plain = case_of(group, SHAPES[0], direction, torch.float32)
+            found.append(replace(half, compare_with={"float32": plain}, default_allocator=False))
     return found

@@ -1,7 +1,7 @@
 """dropout, sparse_gate (Vision-BDH) and dropout_add_layer_norm (EmberFormer, K-1), against what PyTorch code writes.
 
-Masks are random, so candidates are held to what any right one has: the share of dropped elements, the values of kept
-ones, gradients that are 0 where the output was dropped, rows of mean 0 and variance 1.
+Masks are random, so candidates are compared with what any right one has: the share of dropped elements, the values of
+kept ones, gradients that are 0 where the output was dropped, rows of mean 0 and variance 1.
 
 Ideal bytes in elements of x: dropout reads 1, writes 1, in each direction; sparse_gate forward reads 2, writes 1,
 backward reads the gradient, x and y, writes 2; dropout_add_layer_norm the same with residual as y.
@@ -122,6 +122,6 @@ def cases() -> list[Case]:
                 half = case_of(group, shape, direction, torch.bfloat16)
                 found += [
                     replace(plain, quick=shape == shapes[-1]),
-                    replace(half, companions={"float32": plain}, default_allocator=False),
+                    replace(half, compare_with={"float32": plain}, default_allocator=False),
                 ]
     return found

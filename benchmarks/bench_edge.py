@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import Case, camox_attr, random_tensor
-from benchmarks.shapes import DIRECTIONS, FIVE, few_channels_cases, picture_cases
+from benchmarks.shapes import DIRECTIONS, FIVE, few_channels_cases, image_cases
 
 EPS = 1e-8
 SOBEL = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]).view(1, 1, 3, 3)
@@ -78,4 +78,4 @@ def make_case(shape, direction, dtype, layout, stacked=False) -> Case:
 
 def cases() -> list[Case]:
     stacked = [make_case(shape, d, torch.float32, "contiguous", stacked=True) for d in DIRECTIONS for shape in FIVE]
-    return picture_cases(make_case) + few_channels_cases(make_case) + stacked
+    return image_cases(make_case) + few_channels_cases(make_case) + stacked

@@ -29,7 +29,7 @@ def heads_of(shape, dtype, layout):
     return tuple(part.unflatten(1, (heads, dim)).flatten(3).transpose(2, 3) for part in qkv.chunk(3, dim=1))
 
 
-def as_picture(out):
+def as_image(out):
     batch, heads, length, dim = out.shape
     side = math.isqrt(length)
     return out.transpose(2, 3).reshape(batch, heads * dim, side, side)
@@ -38,22 +38,22 @@ def as_picture(out):
 def eager_feature(q, k, v):
     q, k = F.elu(q) + 1, F.elu(k) + 1
     q, k = q / q.sum(dim=-1, keepdim=True), k / k.sum(dim=-1, keepdim=True)
-    return as_picture(q @ (k.transpose(-2, -1) @ v))
+    return as_image(q @ (k.transpose(-2, -1) @ v))
 
 
 def eager_sum(q, k, v):
     q, k = F.elu(q) + 1, F.elu(k) + 1
-    return as_picture(q @ (k.transpose(-2, -1) @ v) / (q @ k.sum(dim=-2).unsqueeze(-1) + 1e-6))
+    return as_image(q @ (k.transpose(-2, -1) @ v) / (q @ k.sum(dim=-2).unsqueeze(-1) + 1e-6))
 
 
 def standard(q, k, v):
-    return as_picture(F.scaled_dot_product_attention(q, k, v))
+    return as_image(F.scaled_dot_product_attention(q, k, v))
 
 
 def attention_case(normalize, eager, shape, direction, dtype=torch.float32, layout="contiguous") -> Case:
     def candidates():
         attention = camox_attr("linear_attention")
-        return {"camox": lambda q, k, v: as_picture(attention(q, k, v, normalize=normalize)), "eager": eager}
+        return {"camox": lambda q, k, v: as_image(attention(q, k, v, normalize=normalize)), "eager": eager}
 
     elements = 11 if direction == "forward_backward" else 4
     return Case(
@@ -102,6 +102,6 @@ def cases() -> list[Case]:
             (torch.bfloat16, "contiguous", "float32"),
         ):
             beside = attention_case("feature", eager_feature, SHAPES[0], direction, dtype, layout)
-            found.append(replace(beside, companions={name: plain}, default_allocator=False))
+            found.append(replace(beside, compare_with={name: plain}, default_allocator=False))
         found.append(standard_case(direction))
     return found

@@ -1,4 +1,4 @@
-"""moe: routing of tokens to 8 of 64 experts, and dispatch and combine of pictures that go to 3 of 7.
+"""moe: routing of tokens to 8 of 64 experts, and dispatch and combine of images that go to 3 of 7.
 
 The eager side of routing is softmax, topk, bincount and argsort, what every plain implementation does; of the rows an
 index and an index_add, with the routing ready on both sides. On GPUs dispatch and combine are measured apart.

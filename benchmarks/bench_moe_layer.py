@@ -1,6 +1,6 @@
-"""cx.nn.MoELayer, 7 experts of which every picture takes 3, beside the users' loop over pictures and choices.
+"""cx.nn.MoELayer, 7 experts of which every image takes 3, beside the users' loop over images and choices.
 
-Equal weights, gates spread so that the pictures go to all experts, dropout off. ``eager`` is the CamoXpert example's
+Equal weights, gates spread so that the images go to all experts, dropout off. ``eager`` is the CamoXpert example's
 layer on stock modules; it reads the chosen experts once, the users' own code waits for each. The peer ``grouped`` is
 our layer around those stock modules: what one call per expert gives alone. torch.compile is left out: the loop breaks
 its graph.
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import nn
 
-from benchmarks.common import Bound, Case, camox_attr, float64_numbers, on_gpu, random_tensor, upstream_like
+from benchmarks.common import Candidate, Case, camox_attr, float64_numbers, on_gpu, random_tensor, upstream_like
 
 SHAPES = ((8, 48, 56, 56), (8, 96, 28, 28), (8, 160, 14, 14), (8, 304, 7, 7))
 EXPERTS, TOP_K = 7, 3
@@ -67,8 +67,8 @@ def limits(case, functions, inputs, upstream):
     own, together = dict.fromkeys(truth, 0.0), 0.0
     formats = torch.contiguous_format, torch.channels_last
     for name, layout, shift in itertools.product(("eager", "grouped"), formats, range(3)):
-        turned = [[t.detach().roll(shift, 0).contiguous(memory_format=layout) for t in ts] for ts in (inputs, upstream)]
-        numbers = Bound(case, functions[name], *turned).numbers()
+        rolled = [[t.detach().roll(shift, 0).contiguous(memory_format=layout) for t in ts] for ts in (inputs, upstream)]
+        numbers = Candidate(case, functions[name], *rolled).numbers()
         for key in ("output0", "grad input0"):
             numbers[key] = numbers[key].roll(-shift, 0)
         own = {key: max(own[key], (value.double() - truth[key]).abs().max().item()) for key, value in numbers.items()}

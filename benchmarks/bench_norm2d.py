@@ -1,4 +1,4 @@
-"""layer_norm2d with GELU: LayerNorm over the channels of a picture, then the exact GELU.
+"""layer_norm2d with GELU: LayerNorm over the channels of an image, then the exact GELU.
 
 The eager side is LayerNorm2d as CamoXpert writes it (mahi-chan/camoXpert models/backbone.py, 47e858c) followed by GELU.
 The peer ``permuted`` is torch's own layer_norm on a channels-last view, the usual faster spelling.
@@ -11,7 +11,7 @@ import math
 import torch.nn.functional as F
 
 from benchmarks.common import Case, camox_attr, random_tensor
-from benchmarks.shapes import picture_cases
+from benchmarks.shapes import image_cases
 
 EPS = 1e-6
 
@@ -59,4 +59,4 @@ def make_case(shape, direction, dtype, layout) -> Case:
 
 
 def cases() -> list[Case]:
-    return picture_cases(make_case)
+    return image_cases(make_case)

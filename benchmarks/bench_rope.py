@@ -1,7 +1,7 @@
 """rope: rotary position embedding from ready tables, pairs of neighbours (BDH) and of halves (GPT-NeoX, Llama).
 
 The eager sides are the formulas of takzen/vision-bdh, models/vision_bdh_v3.py at 71cb8ab (but with its tables ready,
-which it computes anew on every call), and of EleutherAI/gpt-neox, megatron/model/positional_embeddings.py at 007003a:
+which it computes again on every call), and of EleutherAI/gpt-neox, megatron/model/positional_embeddings.py at 007003a:
 they read tables with one column an element, ours tables with one a pair. The peer ``complex`` multiplies complex
 numbers, as the first Llama did.
 
@@ -17,7 +17,7 @@ from benchmarks.common import Case, camox_attr, random_tensor
 from benchmarks.shapes import DIRECTIONS
 
 
-def turned(x, wide_cos, wide_sin, partners_of):
+def rotated(x, wide_cos, wide_sin, partners_of):
     rotary_dim = wide_cos.shape[-1]
     turning = x if x.shape[-1] == rotary_dim else x[..., :rotary_dim]
     y = ((turning * wide_cos) + (partners_of(turning) * wide_sin)).to(x.dtype)
@@ -52,7 +52,7 @@ def rope_case(shape, direction, dtype, layout, interleaved) -> Case:
         rope, partners_of = camox_attr("rope"), neighbours if interleaved else halves
         found = {
             "camox": lambda x, cos, sin, *_: rope(x, cos, sin, interleaved=interleaved, rotary_dim=rotary_dim),
-            "eager": lambda x, cos, sin, *wide: turned(x, *wide, partners_of),
+            "eager": lambda x, cos, sin, *wide: rotated(x, *wide, partners_of),
         }
         if interleaved and dtype is torch.float32 and rotary_dim == shape[3] and layout == "contiguous":
             found["complex"] = complex_product
@@ -90,5 +90,5 @@ def cases() -> list[Case]:
         for direction in DIRECTIONS:
             plain = make_case(shape, direction, torch.float32, "contiguous")
             half = make_case(shape, direction, torch.bfloat16, "contiguous")
-            found += [plain, replace(half, companions={"float32": plain}, default_allocator=False)]
+            found += [plain, replace(half, compare_with={"float32": plain}, default_allocator=False)]
     return found

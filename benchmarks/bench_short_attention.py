@@ -64,6 +64,6 @@ def cases() -> list[Case]:
             case = make_case(shape, direction, torch.float32)
             found.append(replace(case, quick=shape == SHAPES[0]))
         half = make_case(SHAPES[0], direction, torch.bfloat16)
-        companion = make_case(SHAPES[0], direction, torch.float32)
-        found.append(replace(half, companions={"float32": companion}, default_allocator=False))
+        plain = make_case(SHAPES[0], direction, torch.float32)
+        found.append(replace(half, compare_with={"float32": plain}, default_allocator=False))
     return found

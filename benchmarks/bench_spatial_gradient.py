@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import Case, camox_attr, random_tensor
-from benchmarks.shapes import few_channels_cases, picture_cases
+from benchmarks.shapes import few_channels_cases, image_cases
 
 SOBEL = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]).view(1, 1, 3, 3)
 
@@ -36,4 +36,4 @@ def make_case(shape, direction, dtype, layout) -> Case:
 
 
 def cases() -> list[Case]:
-    return picture_cases(make_case) + few_channels_cases(make_case)
+    return image_cases(make_case) + few_channels_cases(make_case)

@@ -36,25 +36,25 @@ run_backward = torch.autograd.Variable._execution_engine.run_backward
 GEMM_SIZE = 1024
 
 
-class Refusal(Exception):
+class Skipped(Exception):
     """Why something was not measured; its text goes into the record."""
 
 
-class Disturbed(Refusal):
+class NoisyMachine(Skipped):
     """Other processes used the machine while a case was timed."""
 
 
 def camox_attr(path: str):
-    """``camox_ops.<path>``, or a Refusal that says that this build has no such op."""
+    """``camox_ops.<path>``, or Skipped, which says that this build has no such op."""
     try:
         import camox_ops
     except ImportError as error:
-        raise Refusal(f"camox_ops cannot be imported: {error}") from None
+        raise Skipped(f"camox_ops cannot be imported: {error}") from None
     found = camox_ops
     for name in path.split("."):
         found = getattr(found, name, None)
         if found is None:
-            raise Refusal(f"camox_ops.{path}: op not in this build")
+            raise Skipped(f"camox_ops.{path}: op not in this build")
     return found
 
 
@@ -68,11 +68,11 @@ class Case:
     candidates   () -> {"camox": f, "eager": f, ...}; functions or nn.Modules of the inputs that return a tensor or a
                  tuple of tensors. "compile" (absent: the eager one; None: left out) and names that begin with
                  "compile_" go through torch.compile; any other name is a peer. All must give the same numbers.
-                 A Refusal raised here refuses the case.
+                 Skipped, raised here, leaves the case out.
     direction    "forward" (under no_grad), "forward_backward", or "step": the function does its own backward
     floor_bytes  bytes that the ideal kernel reads plus writes, all passes
     floor_flops  its FLOP instead, for ops bound by a GEMM
-    companions   {name: case}: that case's camox on its own inputs, timed in the same rounds as ``camox_<name>``
+    compare_with {name: case}: that case's camox on its own inputs, timed in the same rounds as ``camox_<name>``
     grad_inputs  positions of the inputs that get gradients; None: all floating-point ones
     verify       (numbers by name, inputs) -> None or what is wrong, for ops whose numbers are random
     own_outputs  () -> camox as a function of the inputs that writes into given outputs: ``camox_own_outputs``
@@ -91,7 +91,7 @@ class Case:
     layout: str = "contiguous"
     floor_bytes: int = 0
     floor_flops: int = 0
-    companions: dict = field(default_factory=dict)
+    compare_with: dict = field(default_factory=dict)
     grad_inputs: tuple[int, ...] | None = None
     verify: Callable | None = None
     own_outputs: Callable | None = None
@@ -124,7 +124,7 @@ DIRECTIONS_ON_GPU = ("forward", "backward", "forward_backward")
 
 def on_gpu(shapes, rehearsal, size="large", directions=DIRECTIONS_ON_GPU, dtypes=None, full=False):
     """What scripts/gpu_bench.py measures of a make_case(shape, direction, dtype, layout), contiguous, in the place of
-    its own pictures: these shapes, the one of a rehearsal, only these directions and dtypes (None: those of the plan),
+    its own images: these shapes, the one of a rehearsal, only these directions and dtypes (None: those of the plan),
     and with `full` only in a full run."""
 
     def mark(make_case):
@@ -148,7 +148,7 @@ def tensors_of(outputs) -> tuple[torch.Tensor, ...]:
     return tuple(t for t in outputs if isinstance(t, torch.Tensor) and t.is_floating_point())
 
 
-class Bound:
+class Candidate:
     """A candidate with inputs, gradients that flow in, and the tensors that gradients are asked of."""
 
     def __init__(self, case: Case, function, inputs, upstream=None):
@@ -193,25 +193,25 @@ def upstream_like(case: Case, function, inputs) -> list[torch.Tensor]:
 
 
 def float64_numbers(case: Case, function, inputs, upstream) -> dict[str, torch.Tensor]:
-    """The baseline in float64: the truth that all candidates are held to."""
+    """The baseline in float64: the truth that all candidates are compared with."""
     function = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
     inputs = tuple(t.detach().double() if t.is_floating_point() else t for t in inputs)
-    return Bound(case, function, inputs, [g.double() for g in upstream]).numbers()
+    return Candidate(case, function, inputs, [g.double() for g in upstream]).numbers()
 
 
 def share_of_tolerance(numbers: dict, baseline: dict, truth: dict) -> float:
     """Largest |candidate - truth| over 2 * max|baseline - truth| + 4 * eps * max|truth|; above 1 is a wrong result.
 
-    Raises Refusal where names, shapes or dtypes differ from the baseline's.
+    Raises Skipped where names, shapes or dtypes differ from the baseline's.
     """
     if numbers.keys() != baseline.keys():
-        raise Refusal(f"gives {sorted(numbers)} where {BASELINE} gives {sorted(baseline)}")
+        raise Skipped(f"gives {sorted(numbers)} where {BASELINE} gives {sorted(baseline)}")
     worst = 0.0
     for name, value in numbers.items():
         expected = baseline[name]
         if value.shape != expected.shape or value.dtype != expected.dtype:
             got, wanted = (f"{tuple(t.shape)} {t.dtype}" for t in (value, expected))
-            raise Refusal(f"{name} is {got}, {BASELINE}'s {wanted}")
+            raise Skipped(f"{name} is {got}, {BASELINE}'s {wanted}")
         if not value.numel():
             continue
         error = (value.double() - truth[name]).abs().max().item()
@@ -224,29 +224,29 @@ def share_of_tolerance(numbers: dict, baseline: dict, truth: dict) -> float:
     return worst
 
 
-def checked(case: Case, bound: Bound, baseline: dict, truth: dict) -> float:
-    """How much of the tolerance a candidate uses; Refusal when its result is wrong."""
-    numbers = bound.numbers()
+def checked(case: Case, candidate: Candidate, baseline: dict, truth: dict) -> float:
+    """How much of the tolerance a candidate uses; Skipped when its result is wrong."""
+    numbers = candidate.numbers()
     if case.verify is not None:
-        wrong = case.verify(numbers, bound.inputs)
+        wrong = case.verify(numbers, candidate.inputs)
         if wrong:
-            raise Refusal(f"{record.WRONG}: {wrong}")
+            raise Skipped(f"{record.WRONG}: {wrong}")
         return 0.0
     share = share_of_tolerance(numbers, baseline, truth)
     if not share <= 1:
-        raise Refusal(f"{record.WRONG}: {share:.3g} times the tolerance against float64")
+        raise Skipped(f"{record.WRONG}: {share:.3g} times the tolerance against float64")
     return share
 
 
 @contextmanager
 def time_limit(seconds: int, what: str):
-    """Raises Refusal after ``seconds`` of the main thread."""
+    """Raises Skipped after ``seconds`` of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(signum, frame):
-        raise Refusal(f"{what} did not finish in {seconds} s")
+        raise Skipped(f"{what} did not finish in {seconds} s")
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -282,13 +282,13 @@ def compile_fault(graphs: int) -> str | None:
 def reason(error: Exception, limit: int = 200) -> str:
     """An exception as one line of a record."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"[:limit]
+    return text if isinstance(error, Skipped) else f"{type(error).__name__}: {text}"[:limit]
 
 
 @dataclass(frozen=True)
 class Effort:
     """How long to measure: seconds of one warm sample at least, seconds of one case about with cold and with warm
-    caches, rounds within bounds, how often a case that other processes disturbed is tried and how many seconds each
+    caches, rounds within bounds, how often a case on a noisy machine is tried and how many seconds each
     further attempt waits for quiet at most."""
 
     sample_s: float
@@ -323,7 +323,7 @@ def repetitions(step: Callable, sample_s: float) -> int:
 
 
 def interleave(steps: dict[str, Callable], reps: dict[str, int], rounds: int, before: Callable) -> dict:
-    """Seconds per call of every step, one sample of ``reps`` calls per round, ``before(step)`` called ahead of each.
+    """Seconds per call of every step, one sample of ``reps`` calls per round, ``before(step)`` called before each.
 
     The steps take turns (A B C, B C A, ...), so that no step always follows the same one.
     """
@@ -369,8 +369,8 @@ def time_warm(steps: dict, effort: Effort) -> tuple[dict, dict]:
     return interleave(steps, reps, rounds, before=lambda step: step()), reps
 
 
-def undisturbed(measure: Callable, effort: Effort, force: bool) -> tuple[dict, dict, float]:
-    """What ``measure`` gives and the cores that other processes used meanwhile; Disturbed when those are too many in
+def on_quiet_machine(measure: Callable, effort: Effort, force: bool) -> tuple[dict, dict, float]:
+    """What ``measure`` gives and the cores that other processes used meanwhile; NoisyMachine when those are too many in
     every attempt."""
     for attempt in range(effort.attempts):
         if attempt:
@@ -380,7 +380,7 @@ def undisturbed(measure: Callable, effort: Effort, force: bool) -> tuple[dict, d
         other_cpu = others.cores()
         if other_cpu <= record.OTHER_CPU_LIMIT or force:
             return samples, reps, other_cpu
-    raise Disturbed(f"other processes used {other_cpu:.2f} cores in each of {effort.attempts} attempts")
+    raise NoisyMachine(f"other processes used {other_cpu:.2f} cores in each of {effort.attempts} attempts")
 
 
 def floor_step(case: Case) -> tuple[Callable, float]:
@@ -412,10 +412,10 @@ def summarise(samples: dict[str, list[float]], reps: dict[str, int], other_cpu: 
 
 
 @contextmanager
-def saved_for_backward(bound: Bound):
+def saved_for_backward(candidate: Candidate):
     """A dict that holds afterwards the bytes of the distinct storages that a forward pass in the block saved: inputs
     and parameters apart from what the op made. The graph keeps them while others are saved, not this function."""
-    given = {t.untyped_storage().data_ptr() for t in (*bound.inputs, *bound.parameters.values())}
+    given = {t.untyped_storage().data_ptr() for t in (*candidate.inputs, *candidate.parameters.values())}
     sizes, found = {}, {}
 
     def note(tensor):
@@ -442,73 +442,74 @@ def allocated_by(step: Callable) -> tuple[int, int]:
     return peak, now
 
 
-def memory_of(bound: Bound) -> dict:
+def memory_of(candidate: Candidate) -> dict:
     """What a training step saves and holds.
 
     ``held_after_forward`` counts outputs and all that the graph keeps alive, also what a Function hides from the
     saved-tensor hooks; ``peak`` is the most of the whole step, gradients included; ``returned`` is the outputs and the
     gradients alone.
     """
-    watched = (lambda: bound.function(*bound.inputs)) if bound.backward else bound.step
+    watched = (lambda: candidate.function(*candidate.inputs)) if candidate.backward else candidate.step
     try:
-        with saved_for_backward(bound) as saved:
+        with saved_for_backward(candidate) as saved:
             peak, held = allocated_by(watched)
     except Exception:  # a compiled function may refuse hooks; the profiler's numbers stand
         saved = {"saved": None, "saved_inputs": None}
         peak, held = allocated_by(watched)
-    if bound.backward:
-        peak, _ = allocated_by(bound.step)
-    returned = sum(t.nbytes for t in bound.numbers().values()) if bound.backward else 0
+    if candidate.backward:
+        peak, _ = allocated_by(candidate.step)
+    returned = sum(t.nbytes for t in candidate.numbers().values()) if candidate.backward else 0
     return {**saved, "held_after_forward": max(0, held), "peak": peak, "returned": returned}
 
 
-def withdraw(name: str, why: str, bounds: dict, entry: dict) -> None:
+def reject(name: str, why: str, accepted: dict, entry: dict) -> None:
     entry["refused"][name] = why
     entry["check"].pop(name, None)
-    bounds.pop(name, None)
+    accepted.pop(name, None)
 
 
-def bind_all(case: Case, entry: dict, with_compile: bool) -> dict[str, Bound]:
+def accepted_candidates(case: Case, entry: dict, with_compile: bool) -> dict[str, Candidate]:
     """The candidates of a case that gave right results; the others go into ``entry["refused"]``.
 
-    Raises Refusal when camox itself is missing or wrong.
+    Raises Skipped when camox itself is missing or wrong.
     """
     candidates = dict(case.candidates())
     for needed in (SUBJECT, BASELINE):
         if needed not in candidates:
-            raise Refusal(f"the case has no candidate {needed!r}")
+            raise Skipped(f"the case has no candidate {needed!r}")
     inputs = case.make_inputs()
     baseline = candidates[BASELINE]
     upstream = upstream_like(case, baseline, inputs) if case.direction == "forward_backward" else []
     candidates.setdefault("compile", baseline)
     to_compile = {name: candidates.pop(name) for name in list(candidates) if re.match(r"compile(_|$)", name)}
 
-    bounds = {BASELINE: Bound(case, baseline, inputs, upstream)}
+    accepted = {BASELINE: Candidate(case, baseline, inputs, upstream)}
     truth = float64_numbers(case, baseline, inputs, upstream) if case.verify is None else {}
     numbers = {}
     if case.verify is None:
-        bounds[BASELINE].numbers()  # the first pass of a process may take another numeric path
-        numbers = bounds[BASELINE].numbers()
+        accepted[BASELINE].numbers()  # the first pass of a process may take another numeric path
+        numbers = accepted[BASELINE].numbers()
 
-    def admit(name, function):
-        bound = Bound(case, function, inputs, upstream)
-        entry["check"][name] = float(f"{checked(case, bound, numbers, truth):.3g}")
-        bounds[name] = bound
+    def accept(name, function):
+        candidate = Candidate(case, function, inputs, upstream)
+        entry["check"][name] = float(f"{checked(case, candidate, numbers, truth):.3g}")
+        accepted[name] = candidate
 
-    admit(SUBJECT, candidates.pop(SUBJECT))
+    accept(SUBJECT, candidates.pop(SUBJECT))
     for name, function in candidates.items():
         if name == BASELINE:
             continue
         try:
-            admit(name, function)
+            accept(name, function)
         except Exception as error:
             entry["refused"][name] = reason(error)
     if case.own_outputs is not None:
-        admit(f"{SUBJECT}_own_outputs", case.own_outputs())
-    for name, other in case.companions.items():
+        accept(f"{SUBJECT}_own_outputs", case.own_outputs())
+    for name, other in case.compare_with.items():
         if other.direction != case.direction:
-            raise ValueError(f"companion {name}: direction {other.direction}, the case's is {case.direction}")
-        bounds[f"{SUBJECT}_{name}"] = bind_all(other, {"check": {}, "refused": {}}, with_compile=False)[SUBJECT]
+            raise ValueError(f"compare_with {name}: direction {other.direction}, the case's is {case.direction}")
+        others = accepted_candidates(other, {"check": {}, "refused": {}}, with_compile=False)
+        accepted[f"{SUBJECT}_{name}"] = others[SUBJECT]
     if with_compile:
         forget_compiled()
     for name, function in to_compile.items() if with_compile else ():
@@ -517,21 +518,21 @@ def bind_all(case: Case, entry: dict, with_compile: bool) -> dict[str, Bound]:
         graphs = graphs_compiled()
         try:
             with time_limit(COMPILE_LIMIT_S, "torch.compile"):
-                admit(name, torch.compile(function, dynamic=False, fullgraph=True))
+                accept(name, torch.compile(function, dynamic=False, fullgraph=True))
                 for _ in range(3):
-                    bounds[name].step()
+                    accepted[name].step()
             fault = compile_fault(graphs + 1)
         except Exception as error:
             fault = reason(error)
         if fault:
-            withdraw(name, fault, bounds, entry)
-    return bounds
+            reject(name, fault, accepted, entry)
+    return accepted
 
 
 def run_case(
     case: Case, effort: Effort, evict: Callable, *, with_compile=True, with_memory=True, with_warm=True, force=False
 ) -> tuple[dict, dict]:
-    """(entry without measurements, {"cold": ..., "warm": ... or None}); Refusal when there is nothing to record."""
+    """(entry without measurements, {"cold": ..., "warm": ... or None}); Skipped when there is nothing to record."""
     entry = {
         "key": case.key,
         "group": case.group,
@@ -547,8 +548,8 @@ def run_case(
     if case.floor_flops:
         entry["floor"] = {"flops": case.floor_flops}
     with torch.set_grad_enabled(case.direction != "forward"):
-        bounds = bind_all(case, entry, with_compile)
-        steps = {name: bound.step for name, bound in bounds.items()}
+        accepted = accepted_candidates(case, entry, with_compile)
+        steps = {name: candidate.step for name, candidate in accepted.items()}
         scale = 1.0
         if entry["floor"]:
             steps["floor"], scale = floor_step(case)
@@ -558,11 +559,11 @@ def run_case(
         ways = {"cold": lambda: time_cold(steps, effort, evict, case.rounds)}
         if with_warm and case.rounds is None:
             ways["warm"] = lambda: time_warm(steps, effort)
-        timed = {caches: undisturbed(measure, effort, force) for caches, measure in ways.items()}
-        compiled = [name for name in bounds if name.startswith("compile")]
+        timed = {caches: on_quiet_machine(measure, effort, force) for caches, measure in ways.items()}
+        compiled = [name for name in accepted if name.startswith("compile")]
         if compiled and (fault := compile_fault(graphs)):
             for name in compiled:
-                withdraw(name, fault, bounds, entry)
+                reject(name, fault, accepted, entry)
                 for samples, _, _ in timed.values():
                     del samples[name]
         for samples, _, _ in timed.values():
@@ -570,5 +571,7 @@ def run_case(
                 samples["floor"] = [t * scale for t in samples["floor"]]
         if with_memory and case.direction != "forward":
             own = f"{SUBJECT}_"
-            entry["memory"] = {name: memory_of(bound) for name, bound in bounds.items() if not name.startswith(own)}
+            entry["memory"] = {
+                name: memory_of(candidate) for name, candidate in accepted.items() if not name.startswith(own)
+            }
     return entry, {"warm": None, **{caches: summarise(*found) for caches, found in timed.items()}}

@@ -23,7 +23,7 @@ EVICTION_LIMIT = 512 << 20
 
 
 def busy_seconds() -> float | None:
-    """CPU seconds that all processes of this machine, and its host where it steals, have used; None where not told."""
+    """CPU seconds that all processes of this machine, and its host where it steals, have used; None where not known."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:
@@ -33,7 +33,7 @@ def busy_seconds() -> float | None:
 
 
 class OtherCpu:
-    """Cores that other processes use between creation and ``cores()``; 0 where the system does not tell."""
+    """Cores that other processes use between creation and ``cores()``; 0 where the system does not say."""
 
     def __init__(self):
         self._wall, self._busy, self._own = time.monotonic(), busy_seconds(), time.process_time()
@@ -68,7 +68,7 @@ def last_level_cache() -> int:
 class Eviction:
     """Makes the caches cold: calling it writes memory of three times the last-level cache.
 
-    A virtual machine is told the size of a cache that it shares with others: more than EVICTION_LIMIT is not written.
+    A virtual machine reports the size of a cache that it shares with others: more than EVICTION_LIMIT is not written.
     With a cache of 480 MiB, the bandwidth of a copy falls until 256 MiB are written before it, and not after that.
     """
 
@@ -122,7 +122,7 @@ def git_state(root: Path) -> tuple[str, bool]:
 
 
 def package_facts() -> tuple[str, str]:
-    """Version and instruction set of the camox_ops that is measured, "unknown" where it does not tell."""
+    """Version and instruction set of the camox_ops that is measured, "unknown" where it does not say."""
     try:
         import camox_ops
     except ImportError:

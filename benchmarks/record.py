@@ -151,7 +151,7 @@ def geomean(values) -> float:
     return math.exp(math.fsum(math.log(v) for v in values) / len(values))
 
 
-def disturbed(measured: dict) -> bool:
+def noisy(measured: dict) -> bool:
     """Whether other processes used the machine during a measurement, which only --force records."""
     return measured["other_cpu"] > OTHER_CPU_LIMIT
 
@@ -180,7 +180,7 @@ def metric(entry: dict, name: str, over: str = "eager", allocator: str = "kept",
     if name in ("speed", "times_floor"):
         measured = measurement(entry, allocator, caches)
         other = "floor" if name == "times_floor" else over
-        if measured is None or disturbed(measured) or other not in measured["speed"]:
+        if measured is None or noisy(measured) or other not in measured["speed"]:
             return None
         speed = measured["speed"][other]["median"]
         return 1 / speed if name == "times_floor" else speed

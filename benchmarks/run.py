@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from benchmarks import base, common, machine, record  # noqa: E402
 
 NOT_MEASURED = 3
-DISTURBED_IN_A_ROW = 3
+NOISY_IN_A_ROW = 3
 
 
 def all_ops() -> list[str]:
@@ -64,7 +64,7 @@ def child(options) -> int:
     found = {"allocator": {"set_by": set_by, "reuse_page_faults": faults}, "entries": [], "refused": []}
     found["caches"] = evict.facts()
     found["version"], found["isa"] = machine.package_facts()
-    disturbed = 0
+    noisy = 0
     for case in chosen_cases(options):
         if not kept and not case.default_allocator:
             continue
@@ -80,17 +80,17 @@ def child(options) -> int:
                 with_warm=kept,
                 force=options.force,
             )
-            disturbed = 0
+            noisy = 0
             found["entries"].append({**entry, "kept": None, "default": None, options.child: measured})
             print(row(found["entries"][-1], options.child, time.monotonic() - start), flush=True)
         except Exception as error:  # one case that fails must not cost the others; its reason is in the record
             reason = common.reason(error)
             found["refused"].append({"key": case.key, "reason": reason})
             print(f"{case.key:62} refused: {reason}", flush=True)
-            disturbed = disturbed + 1 if isinstance(error, common.Disturbed) else 0
-            if disturbed == DISTURBED_IN_A_ROW:
+            noisy = noisy + 1 if isinstance(error, common.NoisyMachine) else 0
+            if noisy == NOISY_IN_A_ROW:
                 print(
-                    f"stopped: {disturbed} cases in a row were disturbed; try again on a quiet machine", file=sys.stderr
+                    f"stopped: {noisy} cases in a row ran on a noisy machine; try again on a quiet one", file=sys.stderr
                 )
                 return NOT_MEASURED
     Path(options.child_out).write_text(json.dumps(found))
@@ -159,9 +159,9 @@ def measure(op: str, options, arguments: list[str]) -> dict:
     entries, refused = merge(kept, default)
     found = [record.measurement(entry, name, caches) for entry in entries for name, caches in record.WAYS]
     measured = list(filter(None, found))
-    disturbed = sum(record.disturbed(found) for found in measured)
-    if disturbed:
-        reasons.append(f"other processes disturbed {disturbed} of {len(measured)} measurements")
+    noisy = sum(record.noisy(found) for found in measured)
+    if noisy:
+        reasons.append(f"other processes used the machine during {noisy} of {len(measured)} measurements")
     commit, dirty = machine.git_state(ROOT)
     return {
         "schema_version": record.SCHEMA_VERSION,

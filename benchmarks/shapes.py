@@ -12,7 +12,7 @@ FEW_CHANNELS = (4, 3, 224, 224)
 DIRECTIONS = ("forward", "forward_backward")
 
 
-def picture_cases(make_case) -> list[Case]:
+def image_cases(make_case) -> list[Case]:
     """The five shapes in both directions: float32 contiguous, channels_last beside contiguous, bfloat16 beside float32.
 
     make_case(shape, direction, dtype, layout) -> Case. The channels_last and bfloat16 cases time the float32 contiguous
@@ -26,8 +26,8 @@ def picture_cases(make_case) -> list[Case]:
             half = make_case(shape, direction, torch.bfloat16, "contiguous")
             found += [
                 replace(plain, quick=shape in QUICK),
-                replace(beside, companions={"contiguous": plain}, default_allocator=False),
-                replace(half, companions={"float32": plain}, default_allocator=False),
+                replace(beside, compare_with={"contiguous": plain}, default_allocator=False),
+                replace(half, compare_with={"float32": plain}, default_allocator=False),
             ]
     return found
 
@@ -38,5 +38,5 @@ def few_channels_cases(make_case) -> list[Case]:
     for direction in DIRECTIONS:
         plain = make_case(FEW_CHANNELS, direction, torch.float32, "contiguous")
         last = make_case(FEW_CHANNELS, direction, torch.float32, "channels_last")
-        found.append(replace(last, companions={"contiguous": plain}, default_allocator=False))
+        found.append(replace(last, compare_with={"contiguous": plain}, default_allocator=False))
     return found

@@ -36,7 +36,7 @@ ALLOWED = NEEDED | {"over", "at_least", "at_most", "noise"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """A target held against the records of one machine."""
+    """A target compared with the records of one machine."""
 
     target: dict
     machine: str
@@ -103,7 +103,7 @@ def why_missing(found: dict, target: dict, entries: list, shape: list) -> str:
     """What the record says about a number that it does not have."""
     size = "x".join(map(str, shape))
     measured = record.measurement(entries[0]) if entries else None
-    if measured and record.disturbed(measured):
+    if measured and record.noisy(measured):
         return f"{size}: other processes used {measured['other_cpu']:.2f} cores"
     if entries:
         over = target.get("over", "eager")

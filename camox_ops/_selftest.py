@@ -1,4 +1,4 @@
-"""What `python -m camox_ops check` and `bench` run: every op on small pictures against camox_ops.reference."""
+"""What `python -m camox_ops check` and `bench` run: every op on small images against camox_ops.reference."""
 
 from __future__ import annotations
 
@@ -67,23 +67,23 @@ class Result(NamedTuple):
         return self.error <= self.allowed
 
 
-def picture(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor]:
+def image(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor]:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype),)
 
 
-def picture_and_affine(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def image_and_affine(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x, weight and bias."""
-    return (*picture(shape, dtype), *torch.linspace(-1, 1, 2 * shape[1]).to(dtype).chunk(2))
+    return (*image(shape, dtype), *torch.linspace(-1, 1, 2 * shape[1]).to(dtype).chunk(2))
 
 
-def pictures(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def images(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x and y."""
     return tuple(torch.randn((2, *shape), generator=torch.Generator().manual_seed(0)).to(dtype))
 
 
 def rows_and_affine(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x, residual, and weight and bias of the last dimension."""
-    return (*pictures(shape, dtype), *torch.linspace(-1, 1, 2 * shape[-1]).to(dtype).chunk(2))
+    return (*images(shape, dtype), *torch.linspace(-1, 1, 2 * shape[-1]).to(dtype).chunk(2))
 
 
 def seed_on(device: torch.device) -> torch.Tensor:
@@ -99,7 +99,7 @@ def norm_with_seed(x, residual, weight, bias) -> torch.Tensor:
 
 def heads_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x as (B, H, T, D), cos and sin of the even part of D."""
-    x = picture(shape, dtype)[0]
+    x = image(shape, dtype)[0]
     angles = torch.linspace(-3, 3, shape[2] * (shape[3] // 2)).view(shape[2], -1)
     return x, angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -126,12 +126,12 @@ def attention_with_padding(q, k, v, function) -> torch.Tensor:
 def attention_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q, k and v of sequences of six tokens and heads of twelve."""
     sequences = max(2, torch.Size(shape).numel() // (6 * 4 * 12))
-    return tuple(picture((sequences, 6, 3, 4, 12), dtype)[0].unbind(2))
+    return tuple(image((sequences, 6, 3, 4, 12), dtype)[0].unbind(2))
 
 
 def rows_and_bias(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x, and a bias of the last dimension."""
-    return *picture(shape, dtype), torch.linspace(-1, 1, shape[-1]).to(dtype)
+    return *image(shape, dtype), torch.linspace(-1, 1, shape[-1]).to(dtype)
 
 
 def bias_gelu_with_seed(x, bias) -> torch.Tensor:
@@ -144,9 +144,9 @@ def stock_attention(q, k, v) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2)
 
 
-def picture_and_logits(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """x, and logits over 5 experts for its pictures."""
-    return (*picture(shape, dtype), torch.linspace(-2, 3, 5 * shape[0]).view(5, shape[0]).t().contiguous().to(dtype))
+def image_and_logits(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x, and logits over 5 experts for its images."""
+    return (*image(shape, dtype), torch.linspace(-2, 3, 5 * shape[0]).view(5, shape[0]).t().contiguous().to(dtype))
 
 
 def scales(copies: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def scales(copies: torch.Tensor) -> torch.Tensor:
 
 
 def mixture(x, logits) -> tuple[torch.Tensor, ...]:
-    """Two experts a picture, each copy multiplied by another number."""
+    """Two experts per image, each copy multiplied by another number."""
     routing = moe_route(logits, 2)
     copies = moe_dispatch(x, routing)
     y = moe_combine(copies * scales(copies), routing)
@@ -175,7 +175,7 @@ def queries_and_tables(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torc
 
     T is limited: the reference holds T x T scores of every head."""
     shape = (*shape[:2], min(shape[2], MOST_TOKENS), max(2, shape[3] // 2 * 2))
-    q, v = pictures(shape, dtype)
+    q, v = images(shape, dtype)
     angles = torch.linspace(-3, 3, shape[2] * (shape[3] // 2)).view(shape[2], -1)
     q = (q * shape[3] ** -0.25).to(dtype)
     return q, v[:, :1].contiguous(), angles.cos().to(dtype), angles.sin().to(dtype)
@@ -192,12 +192,12 @@ def causal_and_step(q, v, cos, sin, attention, step) -> tuple[torch.Tensor, ...]
 
 
 OPS = (
-    Op("edge_maps", edge_maps, reference.edge_maps, picture),
+    Op("edge_maps", edge_maps, reference.edge_maps, image),
     Op(
         "edge_maps reflect",
         lambda x: edge_maps(x, border="reflect"),
         lambda x: reference.edge_maps(x, border="reflect"),
-        picture,
+        image,
         least_side=2,
     ),
     Op(
@@ -238,7 +238,7 @@ OPS = (
         "dropout",
         lambda x: torch.ops.camox_ops.dropout(x, seed_on(x.device), 0.25),
         lambda x: reference.dropout(x, seed_on(x.device), 0.25),
-        picture,
+        image,
         lambda x: F.dropout(x, 0.25),
     ),
     Op(
@@ -248,14 +248,14 @@ OPS = (
         rows_and_affine,
         lambda x, residual, weight, bias: F.layer_norm(residual + F.dropout(x, 0.25), weight.shape, weight, bias, 1e-3),
     ),
-    Op("frequency_bands", frequency_bands, reference.frequency_bands, picture),
+    Op("frequency_bands", frequency_bands, reference.frequency_bands, image),
     Op(
         "layer_norm2d gelu",
         lambda x, weight, bias: layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         lambda x, weight, bias: reference.layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
-        picture_and_affine,
+        image_and_affine,
     ),
-    Op("moe_combine", mixture, plain_mixture, picture_and_logits),
+    Op("moe_combine", mixture, plain_mixture, image_and_logits),
     Op(
         "linear_attention",
         lambda q, k, v: linear_attention(q, k, v, eps=1e-2),
@@ -293,10 +293,10 @@ OPS = (
         "sparse_gate",
         lambda x, y: torch.ops.camox_ops.sparse_gate(x, y, seed_on(x.device), 0.25),
         lambda x, y: reference.sparse_gate(x, y, seed_on(x.device), 0.25),
-        pictures,
+        images,
         lambda x, y: F.dropout(F.relu(x) * F.relu(y), 0.25),
     ),
-    Op("spatial_gradient", spatial_gradient, reference.spatial_gradient, picture),
+    Op("spatial_gradient", spatial_gradient, reference.spatial_gradient, image),
 )
 
 
@@ -307,7 +307,7 @@ def devices() -> list[str]:
 
 def arranged(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """The same values in another layout; "strided" is every second column of a larger tensor, "positions" has the
-    last but one dimension adjacent, as heads of a picture have it."""
+    last but one dimension adjacent, as heads of an image have it."""
     if layout == "positions" and tensor.dim() >= 4:
         return tensor.detach().mT.clone(memory_format=torch.contiguous_format).mT
     if tensor.dim() != 4 or layout == "contiguous":
@@ -336,7 +336,7 @@ def weights(output: torch.Tensor) -> torch.Tensor:
 def allowance(theirs: torch.Tensor, truth: torch.Tensor) -> float:
     """The tolerance rule: 2 max|torch in the same dtype - float64| + 4 eps(dtype) max|float64|.
 
-    In float64 the truth is rounded like what is held to it: 16 eps. Where plain PyTorch overflows or divides by a
+    In float64 the truth is rounded like what is compared with it: 16 eps. Where plain PyTorch overflows or divides by a
     rounded zero its error says nothing and is left out."""
     times = 16 if theirs.dtype == torch.float64 else 4
     rounding = times * torch.finfo(theirs.dtype).eps * truth.abs().max().item()

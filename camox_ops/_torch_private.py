@@ -14,7 +14,7 @@ import torch
 from torch.autograd import Function, forward_ad
 
 NAMES = (
-    # the way of a call past the Python of OpOverload and Function, all of it or nothing
+    # the call path past the Python of OpOverload and Function, all of it or nothing
     "torch._C._AutoDispatchBelowAutograd",
     "torch._C._FunctionBase.apply",
     "torch._C._are_functorch_transforms_active",
@@ -231,7 +231,7 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 
 
 def in_transform(*tensors: torch.Tensor) -> bool:
-    """Whether a torch.func transform is active; or, where torch does not tell, whether one follows these tensors."""
+    """Whether a torch.func transform is active; or, where torch does not say, whether one follows these tensors."""
     if _transforms_active is not None:
         return _transforms_active()
     return torch.compiler.is_compiling() or any(is_wrapped(tensor) for tensor in tensors)
@@ -239,12 +239,12 @@ def in_transform(*tensors: torch.Tensor) -> bool:
 
 def in_dispatch_mode() -> bool:
     """Whether Python sees every operator that is called: then what a module keeps must not serve. True where torch does
-    not tell."""
+    not say."""
     return _dispatch_mode is None or _dispatch_mode()
 
 
 def any_global_hook() -> bool:
-    """Whether hooks for all modules are registered. True where torch does not tell."""
+    """Whether hooks for all modules are registered. True where torch does not say."""
     return _any_global_hook is None or _any_global_hook()
 
 
@@ -258,7 +258,7 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def internal_overlap(x: torch.Tensor) -> int:
-    """0: no two elements of x lie at the same address, 1: some do, 2: torch does not tell."""
+    """0: no two elements of x lie at the same address, 1: some do, 2: torch does not say."""
     if _overlap is not None:
         return _overlap(x)
     return 1 if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) else 2

@@ -1,7 +1,7 @@
-"""What attention over a picture's positions costs: python examples/linear_attention_memory.py [--out demo].
+"""What attention over an image's positions costs: python examples/linear_attention_memory.py [--out demo].
 
 One training step, forward and backward, of CamoXpert's SDTAEncoder on the features of its first stage, a quarter of the
-picture's side: softmax attention through the matrix of all pairs of positions, the same through PyTorch's fused kernel,
+image's side: softmax attention through the matrix of all pairs of positions, the same through PyTorch's fused kernel,
 linear attention as the users' code writes it, and camox_ops. Prints a table of peak memory and time and writes
 linear_attention_memory.png and .json.
 """
@@ -83,7 +83,7 @@ def measure(name, batch, dim, side, repeats):
 
 def table(rows):
     """Lines of text: peak memory in MB and time in ms of every kind, one line for each size."""
-    lines = [f"{'picture':>8}{'positions':>11}" + "".join(f"{name:>24}" for name in STEPS)]
+    lines = [f"{'image':>8}{'positions':>11}" + "".join(f"{name:>24}" for name in STEPS)]
     for row in rows:
         cells = (row["steps"][name] for name in STEPS)
         shown = (f"{cell['peak_mb']:.0f} MB {cell['ms']:8.1f} ms" if cell else "does not fit" for cell in cells)
@@ -92,7 +92,7 @@ def table(rows):
 
 
 def draw(path, rows):
-    """Peak memory and time over the size of the picture."""
+    """Peak memory and time over the size of the image."""
     from matplotlib import pyplot as plt
 
     figure, places = plt.subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
@@ -102,7 +102,7 @@ def draw(path, rows):
         for name in STEPS:
             seen = [(row["size"], row["steps"][name][key]) for row in rows if row["steps"][name]]
             axes.plot(*zip(*seen, strict=True), marker="o", label=name)
-        axes.set(xlabel="side of the picture, pixels", ylabel=label, yscale="log", xticks=[row["size"] for row in rows])
+        axes.set(xlabel="side of the image, pixels", ylabel=label, yscale="log", xticks=[row["size"] for row in rows])
         axes.grid(alpha=0.3)
     places[0].legend()
     figure.savefig(path, dpi=80)
@@ -111,7 +111,7 @@ def draw(path, rows):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="sides of the pictures, in pixels")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="sides of the images, in pixels")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dim", type=int, default=48, help=f"channels, a multiple of {HEADS}")
     parser.add_argument("--repeats", type=int, default=3)

@@ -12,7 +12,7 @@ class Remark(NamedTuple):
 
 REMARKS = {
     "pool": Remark(
-        "PyTorch's CPU kernel of `avg_pool2d` adds up every window anew in scalar code: much of this ratio is that "
+        "PyTorch's CPU kernel of `avg_pool2d` adds up every window again in scalar code: much of this ratio is that "
         "kernel being slow, not fusion.",
         "much of it is PyTorch's avg_pool2d being slow on the CPU",
     ),

@@ -1,10 +1,12 @@
-"""The tree is as CONTRIBUTING.md says: every op has all its files, no file carries a private path or a foreign host.
+"""The tree is as CONTRIBUTING.md says: every op has all its files, no file carries a private path or a foreign host,
+and words that its vocabulary has replaced do not come back.
 
     python scripts/check_layout.py
 
-An op is a folder of csrc other than common; its name is the same in every room of the house.
+An op is a folder of csrc other than common; its name is the same in every folder of the repository.
 """
 
+import fnmatch
 import re
 import subprocess
 import sys
@@ -25,12 +27,38 @@ OP_FILES = (
     "benchmarks/bench_{op}.py",
     "docs/{op}.md",
 )
-ROOM_OF_OPS = "camox_ops/ops"
+OPS_FOLDER = "camox_ops/ops"
 LARGEST_FILE = 1 << 20
 HOSTS = re.compile(r"(?:https?|git|ssh)://(?:[^/\s@]+@)?([\w.-]+)")
 KNOWN_HOSTS = {"github.com", "keepachangelog.com", "semver.org", "www.w3.org"}  # the last: in every SVG
 PRIVATE_PATH = re.compile(r"(?<![\w./$}:-])/(?:home|root|work|Users|tmp)/[\w.-]+")
 LEFT_OPEN = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
+# Where the words below are not used any more: patterns of paths, to which others are added as they become clean.
+PLAIN_WORDS = (
+    "CONTRIBUTING.md",
+    "README.md",
+    "benchmarks/*.py",
+    "camox_ops/*.py",
+    "csrc/*.cu",
+    "csrc/*.cuh",
+    "docs/*.md",
+    "examples/*.md",
+    "examples/*.py",
+    "tests/*.py",
+    "tests/cuda/*",
+)
+# What to say instead: "Vocabulary" in CONTRIBUTING.md. Only words that have no right use; a string's strip(), os.walk
+# and the <picture> of HTML are none of these.
+REPLACED_WORDS = re.compile(
+    r"(?<![a-z.])walk(?:s|ed|er|ing)?(?![a-z])"
+    r"|(?<![a-z.])strips?(?![a-z])"
+    r"|(?<![a-z])rigs?(?![a-z])"
+    r"|(?<![a-z</])pictures?(?![a-z])"
+    r"|(?<![a-z])planted(?![a-z])"
+    r"|\w_ahead(?![a-z])|(?<![a-z])ahead_\w"
+    r"|\b(?:anew|the house|both arms of|turn(?:s|ed)? red|knows? torch|the way of a call)\b",
+    re.IGNORECASE,
+)
 SOURCES = (".c", ".h", ".inc", ".cu", ".cuh", ".cpp", ".py", ".sh")
 
 
@@ -47,9 +75,9 @@ def missing_files() -> list[str]:
     for op in sorted(ops):
         wanted = [pattern.format(op=op) for pattern in OP_FILES]
         found += [f"op {op}: {name} is missing" for name in wanted if not (ROOT / name).is_file()]
-    for path in sorted((ROOT / ROOM_OF_OPS).glob("[a-z]*.py")):
+    for path in sorted((ROOT / OPS_FOLDER).glob("[a-z]*.py")):
         if path.stem not in ops:
-            found.append(f"{ROOM_OF_OPS}/{path.name}: there is no csrc/{path.stem}")
+            found.append(f"{OPS_FOLDER}/{path.name}: there is no csrc/{path.stem}")
     return found
 
 
@@ -62,13 +90,15 @@ def faults_of(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         return []
-    found = []
+    found, plain = [], any(fnmatch.fnmatchcase(name, pattern) for pattern in PLAIN_WORDS)
     for number, line in enumerate(lines, 1):
         where = f"{name}:{number}"
         found += [f"{where}: host {host}" for host in HOSTS.findall(line) if host not in KNOWN_HOSTS]
         found += [f"{where}: path of one machine, {private}" for private in PRIVATE_PATH.findall(line)]
         if path.suffix in SOURCES and path != Path(__file__).resolve():
             found += [f"{where}: left open, {word}" for word in LEFT_OPEN.findall(line)]
+        if plain:
+            found += [f"{where}: {word!r}, see Vocabulary in CONTRIBUTING.md" for word in REPLACED_WORDS.findall(line)]
     return found
 
 

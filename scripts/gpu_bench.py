@@ -226,19 +226,19 @@ class Candidates:
             self.upstream = [g.to(device.torch_device) for g in common.upstream_like(self.case, baseline, self.inputs)]
             with exact_float32():
                 self.truth = common.float64_numbers(self.case, baseline, self.inputs, self.upstream)
-                self.baseline = self.bound(baseline).numbers()
+                self.baseline = self.candidate(baseline).numbers()
         for name in list(self.functions):
             if name != common.BASELINE:
-                self.admit(name, self.functions[name])
+                self.accept(name, self.functions[name])
 
-    def bound(self, function) -> common.Bound:
-        return common.Bound(self.case, function, self.inputs, self.upstream)
+    def candidate(self, function) -> common.Candidate:
+        return common.Candidate(self.case, function, self.inputs, self.upstream)
 
-    def admit(self, name: str, function) -> None:
-        """Takes a function whose numbers are right; Refusal where camox's own are wrong."""
+    def accept(self, name: str, function) -> None:
+        """Takes a function whose numbers are right; Skipped where camox's own are wrong."""
         try:
             with exact_float32():
-                share = common.checked(self.case, self.bound(function), self.baseline, self.truth)
+                share = common.checked(self.case, self.candidate(function), self.baseline, self.truth)
         except Exception as error:
             if name == common.SUBJECT:
                 raise
@@ -260,7 +260,7 @@ class Candidates:
             try:
                 seconds = max(1, int(min(COMPILE_LIMIT_S, deadline - time.monotonic())))
                 with common.time_limit(seconds, "torch.compile"):
-                    self.admit(name, torch.compile(function, dynamic=False, fullgraph=True))
+                    self.accept(name, torch.compile(function, dynamic=False, fullgraph=True))
                 fault = self.refused.get(name) or common.compile_fault(graphs + 1)
             except Exception as error:
                 fault = common.reason(error)
@@ -273,13 +273,15 @@ class Candidates:
         """name -> a function that makes the step; for "backward" it runs the forward pass first."""
         makers = {}
         for name, function in self.functions.items():
-            bound = self.bound(function)
+            candidate = self.candidate(function)
             if direction == "forward":
-                makers[name] = lambda bound=bound: torch.no_grad()(functools.partial(bound.function, *bound.inputs))
+                makers[name] = lambda candidate=candidate: torch.no_grad()(
+                    functools.partial(candidate.function, *candidate.inputs)
+                )
             elif direction in ("forward_backward", "step"):
-                makers[name] = lambda bound=bound: bound.step
+                makers[name] = lambda candidate=candidate: candidate.step
             elif name == common.SUBJECT:
-                makers[name] = lambda bound=bound: backward_step(bound)
+                makers[name] = lambda candidate=candidate: backward_step(candidate)
         return makers
 
     def floor_bytes(self, direction: str) -> int:
@@ -288,10 +290,10 @@ class Candidates:
         return self.cases[direction].floor_bytes
 
 
-def backward_step(bound: common.Bound) -> Callable:
-    outputs = common.tensors_of(bound.function(*bound.inputs))
-    asked = list(bound.targets.values())
-    return lambda: torch.autograd.grad(outputs, asked, bound.upstream, retain_graph=True)
+def backward_step(candidate: common.Candidate) -> Callable:
+    outputs = common.tensors_of(candidate.function(*candidate.inputs))
+    asked = list(candidate.targets.values())
+    return lambda: torch.autograd.grad(outputs, asked, candidate.upstream, retain_graph=True)
 
 
 def measured_direction(device, candidates: Candidates, direction: str, rounds: int) -> dict:
@@ -336,7 +338,7 @@ def measured_direction(device, candidates: Candidates, direction: str, rounds: i
 
 
 def measured_case(device, choice: Choice, plan: Plan, deadline: float) -> dict:
-    """An entry of the record; Refusal where camox is missing or wrong."""
+    """An entry of the record; Skipped where camox is missing or wrong."""
     candidates = Candidates(device, choice.make_case, choice.shape, choice.dtype, choice.layout)
     entry = {
         "key": choice.key,
@@ -387,7 +389,7 @@ def run(device, plan: Plan, deadline: float, known=None, ops=None, missing=False
         reasons.pop(label, None)
         try:
             entries[choice.key] = measured_case(device, choice, plan, deadline)
-        except common.Refusal as error:
+        except common.Skipped as error:
             reasons[label] = common.reason(error)
             if "not in this build" in reasons[label]:
                 reasons[choice.group] = reasons.pop(label)

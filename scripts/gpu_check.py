@@ -49,7 +49,7 @@ RESTARTED = tuple(STALLED_S)
 WITH_OPS = (*RESTARTED, *gpu_record.SANITIZERS)  # the parts that --ops chooses from
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("contiguous", "channels_last", "strided")
-# What training uses: rows and channels of whole 16-byte accesses; heads as rows, and as a picture's columns.
+# What training uses: rows and channels of whole 16-byte accesses; heads as rows, and as an image's columns.
 WIDE = [(2, 16, 24, 32), (1, 8, 9, 264)]
 HEADS = (1, 2, 64, 32)
 HEADS_LAYOUTS = ("contiguous", "positions")
@@ -97,8 +97,8 @@ class Section:
 
     def save(self) -> None:
         scratch = self.path.with_suffix(".tmp")
-        told = {"status": self.status, "message": self.message, "now": self.now, "data": self.data}
-        scratch.write_text(json.dumps(told))
+        state = {"status": self.status, "message": self.message, "now": self.now, "data": self.data}
+        scratch.write_text(json.dumps(state))
         os.replace(scratch, self.path)
 
     def finish(self, status: str, message: str = "") -> None:
@@ -196,7 +196,7 @@ def ops_here(device: str) -> tuple[list, list[str]]:
 
 
 def exact(inputs: tuple, offset: float) -> tuple:
-    """Pictures rounded to multiples of 1/64 below 4: every dtype holds them, sums are exact, so is every sign."""
+    """Images rounded to multiples of 1/64 below 4: every dtype holds them, sums are exact, so is every sign."""
     return tuple(t if t.dim() != 4 else ((t * 64).round() / 64).clamp(-3.75, 3.75) + offset for t in inputs)
 
 
@@ -421,7 +421,7 @@ def bench(section: Section) -> None:
 def test_files(mode: str) -> list[str]:
     """The contract of all ops and each op's own tests; with --full all files whose tests can run on a GPU."""
     if mode == "full":
-        shared = r"helpers import (?:\([^)]*|.*)\b(?:DEVICE|picture)|contract_cases|dropout_inputs|norm2d_truth"
+        shared = r"helpers import (?:\([^)]*|.*)\b(?:DEVICE|random_image)|contract_cases|dropout_inputs|norm2d_truth"
         pattern = re.compile(rf"^from (?:{shared})\b", re.M)
         return [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if pattern.search(path.read_text())]
     ops = [path.parent.name for path in sorted((ROOT / "csrc").glob("*/*_cuda.cu"))]
@@ -673,8 +673,8 @@ def run_part(name: str, options, seconds: float, folder: Path, known: dict, miss
         for file in options.tests or () if name == "tests" else ():
             command += ["--tests", file]
         how = watched(command, left, path, STALLED_S.get(name) if options.device == "cuda" else None)
-        told = json.loads(path.read_text()) if path.exists() else {}
-        found = {"status": "incomplete", "message": "", "now": None, "data": {}} | told
+        state = json.loads(path.read_text()) if path.exists() else {}
+        found = {"status": "incomplete", "message": "", "now": None, "data": {}} | state
         data |= found["data"]
         if not how or found["now"] is None or how == OUT_OF_TIME or name not in RESTARTED:
             break

@@ -1,4 +1,4 @@
-"""The record of scripts/gpu_check.py: its schema, the targets it is held against, the tables drawn from it.
+"""The record of scripts/gpu_check.py: its schema, the targets it is compared with, the tables drawn from it.
 
 Needs the standard library alone. A record is one JSON file for a GPU, benchmarks/results/<gpu-name>-gpu.json.
 """
@@ -50,7 +50,7 @@ SMALL_SLACK = 1.2
 
 
 class Target(NamedTuple):
-    """What is held against a bound: number(a direction's measurements), None where there is none."""
+    """What is compared with a bound: number(a direction's measurements), None where there is none."""
 
     what: str
     direction: str
@@ -260,7 +260,7 @@ def verdict_at_most(measured: float, bound: float) -> str:
 
 
 def targets(record: dict) -> list[dict]:
-    """Every target of an H200 held against the measurements: one of each group, shape, dtype and direction."""
+    """Every target of an H200 compared with the measurements: one of each group, shape, dtype and direction."""
     bench, outcomes = record["bench"], []
     for group in GROUPS:
         entries = [e for e in bench["entries"] if e["group"] == group and e["layout"] == "contiguous"]

@@ -65,12 +65,12 @@ def assert_close_around(ours, same_dtype, reference64, around, terms64=None, fac
         assert mine.shape == truth.shape
         assert mine.dtype == theirs.dtype
         mine, theirs, truth, terms = (y.detach().cpu() for y in (mine, theirs, truth, terms))
-        held = truth.to(mine.dtype).isfinite()
-        assert mine[held].isfinite().all(), (
-            f"{int((~mine[held].isfinite()).sum())} elements are not finite ({mine.dtype})"
+        representable = truth.to(mine.dtype).isfinite()
+        assert mine[representable].isfinite().all(), (
+            f"{int((~mine[representable].isfinite()).sum())} elements are not finite ({mine.dtype})"
         )
-        error = torch.where(held, mine.double() - truth, 0.0).abs()
-        torch_error = torch.where(held, theirs.double() - truth, 0.0).abs()
+        error = torch.where(representable, mine.double() - truth, 0.0).abs()
+        torch_error = torch.where(representable, theirs.double() - truth, 0.0).abs()
         info = torch.finfo(mine.dtype)
         size = around(torch.where(terms.isnan(), 0.0, terms).abs())
         allowed = 2 * around(torch_error) + factor * info.eps * size + info.smallest_normal * info.eps
@@ -94,7 +94,7 @@ def module_numbers(module, forward, x, grad) -> list[torch.Tensor]:
     return [y, *torch.autograd.grad(y, [x, *module.parameters()], grad)]
 
 
-def picture(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
+def random_image(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
     """A (B, C, H, W) input on DEVICE; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over
     the batch; kind "offset" has mean 1e4 and standard deviation 1, "constant" one value a channel."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What layer_norm2d must give, and how near, for its tests on every backend."""
+"""What layer_norm2d must give, and how close, for its tests on every backend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def forward_and_gradients(function, x, weight, bias, grad):
 
 
 def sizes_of_terms(x, weight, grad, groups):
-    """How large the terms are that y, grad_x, grad_weight and grad_bias add up, from the largest 1/std and slope."""
+    """How large the terms are that y, grad_x, grad_weight and grad_bias add up, from the largest 1/std and
+    derivative."""
     grouped = x.double().unflatten(1, (groups, -1))
     scale = (grouped.var(dim=2, correction=0).min() + 1e-6) ** -0.5
     z = 1 + scale * x.double().abs().max()
@@ -44,8 +45,8 @@ def sizes_of_terms(x, weight, grad, groups):
 def assert_right(ours, x, weight, bias, grad, **options):
     """[y, grad_x, grad_weight, grad_bias] against float64 under the tolerance rule.
 
-    grad_x is what remains of d when its mean and its part along z are taken off. Of groups of two or three channels
-    nothing or little remains, so there the size of what is taken off counts, not that of the remainder."""
+    grad_x is what remains of d when its mean and its part along z are subtracted. Of groups of two or three channels
+    nothing or little remains, so there the size of what is subtracted counts, not that of the remainder."""
     groups = options.get("groups", 1)
     same = forward_and_gradients(lambda *t: eager(*t, **options), x, weight, bias, grad)
     double = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}

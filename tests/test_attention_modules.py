@@ -5,12 +5,12 @@ import json
 import example_path
 import pytest
 import torch
-from helpers import DEVICE, assert_close_to_reference, module_numbers, picture
+from helpers import DEVICE, assert_close_to_reference, module_numbers, random_image
 
 import camox_ops as cx
 
 stock = example_path.load("backbone")
-PICTURES = [(2, 16, 5, 7), (1, 48, 12, 12), (2, 304, 3, 3), (2, 16, 1, 1)]
+IMAGES = [(2, 16, 5, 7), (1, 48, 12, 12), (2, 304, 3, 3), (2, 16, 1, 1)]
 
 
 def encoders(dim, dtype=torch.float32, **options):
@@ -25,10 +25,10 @@ def encoders(dim, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize("use_linear_attention", [True, False])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
-@pytest.mark.parametrize("shape", PICTURES, ids=str)
+@pytest.mark.parametrize("shape", IMAGES, ids=str)
 def test_sdta_encoder_matches_stock(shape, layout, use_linear_attention):
     ours, plain = encoders(shape[1], use_linear_attention=use_linear_attention)
-    x, grad = picture(shape, layout=layout), picture(shape, seed=1)
+    x, grad = random_image(shape, layout=layout), random_image(shape, seed=1)
     mine, same = (module_numbers(module, module, x, grad) for module in (ours, plain))
     truth = module_numbers(plain.double(), plain, x.double(), grad.double())
     assert_close_to_reference(mine, same, truth)
@@ -37,7 +37,7 @@ def test_sdta_encoder_matches_stock(shape, layout, use_linear_attention):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_sdta_encoder_copies_no_heads(layout):
     ours, _ = encoders(16)
-    x = picture((2, 16, 6, 5), layout=layout)
+    x = random_image((2, 16, 6, 5), layout=layout)
     seen = {}
     ours.qkv.register_forward_hook(lambda module, inputs, y: seen.update(qkv=y))
     ours.proj.register_forward_pre_hook(lambda module, inputs: seen.update(mixed=inputs[0]))
@@ -54,7 +54,7 @@ def test_sdta_encoder_copies_no_heads(layout):
 
 def test_sdta_encoder_dtype_under_autocast():
     ours, plain = encoders(16)
-    x = picture((2, 16, 5, 7))
+    x = random_image((2, 16, 5, 7))
     with torch.autocast(DEVICE.type, torch.bfloat16):
         mine, same = ours(x), plain(x)
         assert mine.dtype == same.dtype == torch.float32
@@ -65,7 +65,7 @@ def test_sdta_encoder_dtype_under_autocast():
 def test_sdta_encoder_dropout_and_attention_expert():
     torch.manual_seed(0)
     module = cx.nn.SDTAEncoder(16, 4, drop_path=0.5).to(DEVICE)
-    x = picture((2, 16, 8, 8))
+    x = random_image((2, 16, 8, 8))
     assert 0.3 < (module(x) == x).float().mean() < 0.7
     module.eval()
     assert torch.equal(module(x), module(x))
@@ -90,7 +90,7 @@ def plain_tokens(module, x, key_mask=None):
 def test_linear_attention_module(masked):
     torch.manual_seed(0)
     module = cx.nn.LinearAttention(24, 4, qkv_bias=True).to(DEVICE)
-    x, grad = (picture((2, 1, 33, 24), seed=seed)[:, 0] for seed in (0, 1))
+    x, grad = (random_image((2, 1, 33, 24), seed=seed)[:, 0] for seed in (0, 1))
     mask = torch.arange(33, device=DEVICE) % 3 == torch.arange(2, device=DEVICE)[:, None] if masked else None
     mine = module_numbers(module, lambda x: module(x, mask), x, grad)
     same = module_numbers(module, lambda x: plain_tokens(module, x, mask), x, grad)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, module_numbers, picture
+from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, module_numbers, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from test_edge import randomised
@@ -12,7 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import camox_ops as cx
 from camox_ops import reference
 
-# Below, at and above vectors of 16 lanes, flat units of 128 columns and 4096 or 8192 elements, lines of 2048 elements.
+# Below, at and above vectors of 16 lanes, flat tiles of 128 columns and 4096 or 8192 elements, lines of 2048 elements.
 SHAPES = [
     (2, 3, 5, 7),
     (1, 2, 1, 1),
@@ -60,8 +60,8 @@ def test_known_values():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(2, 3, 20, 40), (1, 2, 70, 128), (1, 2, 9, 140), (1, 140, 6, 20)])
 def test_known_values_of_a_large_mean(shape, layout):
-    x = picture(shape, layout=layout, kind="offset")
-    x[:1, :1] = picture((1, 1, *shape[2:]))  # beside channels without one
+    x = random_image(shape, layout=layout, kind="offset")
+    x[:1, :1] = random_image((1, 1, *shape[2:]))  # beside channels without one
     bands = cx.frequency_bands(x)
     for ours, truth in zip(bands[1:], reference.frequency_bands(x.double())[1:], strict=True):
         inside = (ours.double() - truth)[..., 2:-2, 2:-2].abs().max()
@@ -73,7 +73,7 @@ def test_known_values_of_a_large_mean(shape, layout):
 def test_stacked_is_the_bands_and_x():
     for layout in ("contiguous", "channels_last"):
         for shape in ((2, 3, 6, 7), (1, 66, 3, 5)):
-            x = picture(shape, layout=layout)
+            x = random_image(shape, layout=layout)
             stacked = cx.frequency_bands(x, stacked=True)
             assert torch.equal(stacked, torch.cat([*cx.frequency_bands(x), x], dim=1))
             memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
@@ -85,7 +85,7 @@ def test_stacked_is_the_bands_and_x():
 def test_matches_reference(dtype, layout):
     for shape in SHAPES:
         for kind in ("normal", "offset", "constant"):
-            x = picture(shape, dtype, layout, kind)
+            x = random_image(shape, dtype, layout, kind)
             ours, same = cx.frequency_bands(x), reference.frequency_bands(x)
             truth = reference.frequency_bands(x.double())
             assert_close_to_reference(ours, same, truth, scale64=x.abs().max().item())
@@ -98,7 +98,7 @@ def test_matches_reference(dtype, layout):
 def test_grad_matches_reference(dtype, layout):
     for shape in SHAPES:
         for chosen_bits in (0b1111, 0b0111, 0b0001, 0b0010, 0b0100, 0b1000, 0b1101):
-            grads = [picture(shape, dtype, "contiguous" if i == 1 else layout, seed=i + 1) for i in range(4)]
+            grads = [random_image(shape, dtype, "contiguous" if i == 1 else layout, seed=i + 1) for i in range(4)]
             grads = [grad if chosen_bits >> i & 1 else None for i, grad in enumerate(grads)]
             ours = backward(grads, layout == "channels_last")
             same = reference.frequency_bands_backward(*grads)
@@ -109,9 +109,9 @@ def test_grad_matches_reference(dtype, layout):
 
 
 def test_grad_of_some_bands():
-    x = picture((2, 3, 6, 7), torch.float64).requires_grad_()
+    x = random_image((2, 3, 6, 7), torch.float64).requires_grad_()
     for index, chosen in enumerate(("low", "mid", "high")):
-        weight = picture(x.shape, torch.float64, seed=index + 1)
+        weight = random_image(x.shape, torch.float64, seed=index + 1)
         (ours,) = torch.autograd.grad(getattr(cx.frequency_bands(x), chosen), x, weight)
         (truth,) = torch.autograd.grad(reference.frequency_bands(x)[index], x, weight)
         torch.testing.assert_close(ours, truth)
@@ -120,7 +120,7 @@ def test_grad_of_some_bands():
 @pytest.mark.parametrize("stacked", [False, True])
 def test_grad(stacked):
     for layout in ("contiguous", "channels_last"):
-        x = picture((2, 3, 5, 4), torch.float64, layout).requires_grad_()
+        x = random_image((2, 3, 5, 4), torch.float64, layout).requires_grad_()
 
         def op(x):
             return cx.frequency_bands(x, stacked=stacked)
@@ -130,7 +130,7 @@ def test_grad(stacked):
 
 
 def test_grad_of_the_backward_of_some_bands():
-    grads = [picture((1, 2, 4, 5), torch.float64, seed=i).requires_grad_() for i in range(4)]
+    grads = [random_image((1, 2, 4, 5), torch.float64, seed=i).requires_grad_() for i in range(4)]
     for chosen_bits in (0b1111, 0b0101, 0b1000):
         chosen = [grad if chosen_bits >> i & 1 else None for i, grad in enumerate(grads)]
         inputs = [grad for grad in chosen if grad is not None]
@@ -143,7 +143,7 @@ def test_grad_of_the_backward_of_some_bands():
 
 
 def test_grad_where_pixels_are_not_finite():
-    x = picture((1, 1, 6, 6))
+    x = random_image((1, 1, 6, 6))
     x[0, 0, 3, 3] = float("nan")
     x.requires_grad_()
     (grad,) = torch.autograd.grad(cx.frequency_bands(x).mid.sum(), x)
@@ -156,7 +156,7 @@ def test_grad_where_pixels_are_not_finite():
     st.sampled_from(FLOATS),
 )
 def test_shapes(shape, layout, dtype):
-    x = picture(shape, dtype, layout)
+    x = random_image(shape, dtype, layout)
     truth, same = reference.frequency_bands(x.double()), reference.frequency_bands(x)
     assert_close_to_reference(cx.frequency_bands(x), same, truth, scale64=x.abs().max().item())
 
@@ -168,7 +168,7 @@ def test_shapes(shape, layout, dtype):
     st.integers(1, 15),
 )
 def test_shapes_of_the_backward(shape, layout, dtype, chosen_bits):
-    grads = [picture(shape, dtype, layout, seed=i) if chosen_bits >> i & 1 else None for i in range(4)]
+    grads = [random_image(shape, dtype, layout, seed=i) if chosen_bits >> i & 1 else None for i in range(4)]
     truth = reference.frequency_bands_backward(*(None if grad is None else grad.double() for grad in grads))
     same = reference.frequency_bands_backward(*grads)
     assert_close_to_reference(backward(grads, layout == "channels_last"), same, truth, scale64=8.0)
@@ -177,7 +177,7 @@ def test_shapes_of_the_backward(shape, layout, dtype, chosen_bits):
 @pytest.mark.parametrize("values", [("nan", "nan"), ("inf", "inf"), ("-inf", "-inf"), ("inf", "-inf"), ("nan", "inf")])
 def test_nan_and_inf_as_in_avg_pool2d(values):
     for layout in ("contiguous", "channels_last"):
-        x = picture((1, 2, 9, 40), layout=layout)
+        x = random_image((1, 2, 9, 40), layout=layout)
         x[0, 0, 4, 17], x[0, 0, 5, 19] = float(values[0]), float(values[1])
         x[0, 1, 0, 0], x[0, 1, 8, 39] = float(values[0]), float(values[1])
         for ours, theirs in zip(cx.frequency_bands(x), reference.frequency_bands(x), strict=True):
@@ -185,7 +185,7 @@ def test_nan_and_inf_as_in_avg_pool2d(values):
 
 
 def test_grad_of_a_tensor_that_outlived_a_transform():
-    x, kept = picture((1, 2, 5, 4)).requires_grad_(), []
+    x, kept = random_image((1, 2, 5, 4)).requires_grad_(), []
     torch.func.grad(lambda inner: (kept.append(inner), inner.sum())[1])(x)
     (grad,) = torch.autograd.grad(cx.frequency_bands(kept[0]).high.sum(), x)
     (expected,) = torch.autograd.grad(cx.frequency_bands(x).high.sum(), x)
@@ -243,7 +243,7 @@ def stock_frequency_expert_forward(expert, x):
 def test_expert_matches_reference(shape, layout):
     expert = randomised(cx.nn.FrequencyExpert(shape[1]))
     exact = randomised(cx.nn.FrequencyExpert(shape[1])).double()
-    x, grad = picture(shape, layout=layout), picture(shape, seed=1)
+    x, grad = random_image(shape, layout=layout), random_image(shape, seed=1)
 
     ours = module_numbers(expert, expert, x, grad)
     stock = module_numbers(expert, lambda x: stock_frequency_expert_forward(expert, x), x, grad)
@@ -264,7 +264,7 @@ def test_expert_names():
     assert {name: tuple(value.shape) for name, value in expert.state_dict().items()} == expected
     other = cx.nn.FrequencyExpert(16)
     other.load_state_dict(expert.state_dict(), strict=True)
-    x = picture((1, 16, 5, 5))
+    x = random_image((1, 16, 5, 5))
     assert torch.equal(other(x), expert(x))
 
 
@@ -280,7 +280,7 @@ def test_expert_names():
 )
 def test_expert_dtype(of_x, of_module, autocast, expected):
     expert = randomised(cx.nn.FrequencyExpert(16)).to(of_module)
-    x = picture((2, 16, 6, 7), of_x).requires_grad_()
+    x = random_image((2, 16, 6, 7), of_x).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = expert(x)
         # the public LayerNorm2d multiplies by its parameters, which promotes to their dtype
@@ -295,7 +295,7 @@ def test_expert_dtype(of_x, of_module, autocast, expected):
     assert (y.double() - truth).abs().max() <= (0.15 if torch.bfloat16 in (of_x, of_module) or autocast else 1e-5)
 
 
-def test_expert_of_no_pictures():
+def test_expert_of_no_images():
     x = torch.rand(0, 16, 4, 5, requires_grad=True)
     y = cx.nn.FrequencyExpert(16)(x)
     assert y.shape == x.shape
@@ -305,7 +305,7 @@ def test_expert_of_no_pictures():
 
 def test_expert_compiles():
     expert = randomised(cx.nn.FrequencyExpert(16))
-    x = picture((2, 16, 6, 7)).requires_grad_()
+    x = random_image((2, 16, 6, 7)).requires_grad_()
     expected = expert(x)
     (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
     y = torch.compile(expert, fullgraph=True)(x)

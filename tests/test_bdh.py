@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,18 +33,18 @@ def inputs(length, n, d, dtype=torch.float32, batch=2, heads=3, value_heads=1, m
     """q whose scores are of the size of 1, v, cos, sin; "swapped": (B, T, H, N) in memory, as a product with all
     heads' encoders leaves it."""
     if memory == "swapped":
-        q = picture((batch, length, heads, n), torch.float64, seed=1).transpose(1, 2)
+        q = random_image((batch, length, heads, n), torch.float64, seed=1).transpose(1, 2)
     else:
-        q = picture((batch, heads, length, n), torch.float64, memory, seed=1)
+        q = random_image((batch, heads, length, n), torch.float64, memory, seed=1)
     q = (q * n**-0.25).to(dtype) if memory == "swapped" else q.to(dtype).mul_(n**-0.25)
-    v = picture((batch, value_heads, length, d), dtype, "strided" if memory == "strided" else "contiguous", seed=2)
+    v = random_image((batch, value_heads, length, d), dtype, "strided" if memory == "strided" else "contiguous", seed=2)
     angles = torch.rand(length + 2, n if each else n // 2, generator=torch.Generator().manual_seed(3)) * 6
     cos, sin = (table.to(DEVICE, real_of(dtype)) for table in (angles.cos(), angles.sin()))
     return q, v, cos, sin
 
 
 def upstream(q, v):
-    return picture((*q.shape[:3], v.shape[-1]), q.dtype, seed=4)
+    return random_image((*q.shape[:3], v.shape[-1]), q.dtype, seed=4)
 
 
 def doubled(tensors):
@@ -104,7 +104,7 @@ def test_known_values():
     assert rows(one, zero, causal=True) == [0, 6, 4]
     assert rows(one, zero, scale=0.5) == [232.5, 48, 802]
     assert rows(one, zero, relu=False, causal=True) == [0, 1, 4 - 200]
-    assert rows(zero, one, causal=True) == [0, 6, 4]  # all turned alike
+    assert rows(zero, one, causal=True) == [0, 6, 4]  # all rotated alike
     quarter = torch.tensor([[1.0], [0], [1]]), torch.tensor([[0.0], [1], [0]])
     assert rows(*quarter, causal=True) == [0, -3, 4 - 120]  # (0, 3) becomes (-3, 0)
     assert rows(one, zero, causal=True, softmax=True)[:2] == [0, 1]

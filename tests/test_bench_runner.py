@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks import base, bench_edge, common, machine, record, run, targets  # noqa: E402
-from benchmarks.common import Case, Effort, Refusal  # noqa: E402
+from benchmarks.common import Case, Effort, Skipped  # noqa: E402
 
 ONCE = Effort(sample_s=0.0, cold_s=0.0, warm_s=0.0, min_rounds=3, max_rounds=3, attempts=2, patience_s=0.0)
 SHAPE = (4, 33)
@@ -29,7 +29,7 @@ def run_case(case, effort, **options):
 
 
 def toy(direction="forward", **candidates) -> Case:
-    """x -> exp(x) + 1 with both needed candidates right unless told otherwise."""
+    """x -> exp(x) + 1 with both needed candidates right unless given otherwise."""
     chosen = {"camox": lambda x: 1 + torch.exp(x), "eager": lambda x: torch.exp(x) + 1, "compile": None, **candidates}
     return Case(
         group="toy",
@@ -151,7 +151,7 @@ class WrongBackward(torch.autograd.Function):
     ],
 )
 def test_wrong_results_are_not_timed(direction, wrong, message):
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(Skipped, match=message):
         run_case(toy(direction, camox=wrong), ONCE)
     entry, measured = run_case(toy(direction, peer=wrong), ONCE)
     assert "peer" in entry["refused"]
@@ -170,14 +170,14 @@ def test_modules_are_compared_with_their_parameters_gradients():
 
     entry, _ = run_case(toy("forward_backward", camox=Scale(), eager=Scale()), ONCE)
     assert entry["check"]["camox"] <= 1
-    with pytest.raises(Refusal, match="wrong result"):
+    with pytest.raises(Skipped, match="wrong result"):
         run_case(toy("forward_backward", camox=Scale(1.5), eager=Scale()), ONCE)
 
 
 def test_random_ops_bring_their_own_check():
     case = replace(toy(camox=torch.rand_like), verify=lambda numbers, inputs: None)
     assert run_case(case, ONCE)[0]["check"] == {"camox": 0.0}
-    with pytest.raises(Refusal, match="wrong result: all alike"):
+    with pytest.raises(Skipped, match="wrong result: all alike"):
         run_case(replace(case, verify=lambda numbers, inputs: "all alike"), ONCE)
 
 
@@ -260,32 +260,32 @@ def test_a_compiled_function_with_wrong_numbers_is_refused(light_compile):
 
 
 def test_compiling_has_a_time_limit(monkeypatch):
-    with pytest.raises(Refusal, match="did not finish in 1 s"), common.time_limit(1, "compiling"):
+    with pytest.raises(Skipped, match="did not finish in 1 s"), common.time_limit(1, "compiling"):
         while True:
             pass
 
 
-def test_companions_run_in_the_same_rounds():
-    half = replace(toy(), dtype=torch.bfloat16, companions={"float32": toy()})
+def test_cases_to_compare_with_run_in_the_same_rounds():
+    half = replace(toy(), dtype=torch.bfloat16, compare_with={"float32": toy()})
     _, measured = run_case(half, ONCE)
     for times in (measured["cold"]["time_us"], measured["warm"]["time_us"]):
         assert times["camox_float32"]["rounds"] == times["camox"]["rounds"]
-    with pytest.raises(ValueError, match="companion float32: direction"):
-        run_case(replace(half, companions={"float32": toy("forward_backward")}), ONCE)
+    with pytest.raises(ValueError, match="compare_with float32: direction"):
+        run_case(replace(half, compare_with={"float32": toy("forward_backward")}), ONCE)
 
 
 def test_an_op_that_is_not_built_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "camox_ops", None)
-    with pytest.raises(Refusal, match="cannot be imported"):
+    with pytest.raises(Skipped, match="cannot be imported"):
         common.camox_attr("edge_maps")
     monkeypatch.setitem(sys.modules, "camox_ops", type(sys)("camox_ops"))
-    with pytest.raises(Refusal, match="edge_maps: op not in this build"):
+    with pytest.raises(Skipped, match="edge_maps: op not in this build"):
         common.camox_attr("edge_maps")
 
 
 def test_a_busy_machine_is_refused(monkeypatch):
     monkeypatch.setattr(machine.OtherCpu, "cores", lambda self: 1.5)
-    with pytest.raises(Refusal, match=r"used 1\.50 cores in each of 2 attempts"):
+    with pytest.raises(Skipped, match=r"used 1\.50 cores in each of 2 attempts"):
         run_case(toy(), ONCE)
     assert run_case(toy(), ONCE, force=True)[1]["cold"]["other_cpu"] == 1.5
     options = run.parser().parse_args(["--op", "toy"])
@@ -294,12 +294,12 @@ def test_a_busy_machine_is_refused(monkeypatch):
     assert stopped.value.code == run.NOT_MEASURED
 
 
-def test_a_disturbed_case_is_tried_again(monkeypatch):
+def test_a_case_on_a_noisy_machine_is_tried_again(monkeypatch):
     seen = iter([1.5, 0.0, 0.1])
     monkeypatch.setattr(machine.OtherCpu, "cores", lambda self: next(seen))
     _, measured = run_case(toy(), replace(ONCE, patience_s=60.0), with_warm=False)
     assert (measured["cold"]["other_cpu"], measured["warm"]) == (0.1, None)
-    assert list(seen) == [], "disturbed, waited for quiet, measured"
+    assert list(seen) == [], "noisy, waited for quiet, measured"
 
 
 def test_a_step_of_seconds_is_not_measured_warm():
@@ -507,7 +507,7 @@ def test_what_was_not_measured_is_never_passed():
     assert targets.evaluate(easy, SHAPES, refused, "toy-1c").verdict == "not measured: 1x2: not built"
 
 
-def test_what_others_disturbed_is_never_passed():
+def test_what_a_noisy_machine_measured_is_never_passed():
     found = example_record()
     found["entries"][1]["kept"]["cold"]["other_cpu"] = 1.5
     outcome = targets.evaluate(target(at_least=0), SHAPES, found, "toy-1c")
@@ -578,7 +578,7 @@ def test_every_target_has_its_cases():
             ]
             assert len(matching) == 1, f"{item['name']}: {len(matching)} cases of shape {shape}"
             over = item.get("over", "eager")
-            assert not over.startswith("camox_") or over.removeprefix("camox_") in matching[0].companions
+            assert not over.startswith("camox_") or over.removeprefix("camox_") in matching[0].compare_with
 
 
 def test_keys_are_unique_and_quick_cases_exist():
@@ -602,7 +602,7 @@ class FakeBuild:
 
 
 @pytest.mark.parametrize(
-    "seconds, saved, fine, told",
+    "seconds, saved, fine, printed_line",
     [
         (1.0, 8, True, "cold  1.00"),
         (1.04, 8, True, "cold  0.96"),
@@ -610,11 +610,11 @@ class FakeBuild:
         (1.0, 9, False, "saves 9 bytes, base 8"),
     ],
 )
-def test_comparison_with_another_commit(monkeypatch, capsys, seconds, saved, fine, told):
+def test_comparison_with_another_commit(monkeypatch, capsys, seconds, saved, fine, printed_line):
     builds = {"base": FakeBuild(1.0, 8), str(base.ROOT): FakeBuild(seconds, saved)}
     monkeypatch.setattr(base, "build", lambda ref: "base")
     monkeypatch.setattr(base, "Build", lambda folder, op, threads: builds[str(folder)])
     cases = [case for case in bench_edge.cases() if case.key.startswith("edge_maps/forward/float32/contiguous")]
     assert base.compare("HEAD", "edge", cases, 2) is fine
     printed = capsys.readouterr().out
-    assert told in printed and f"geometric mean of {len(cases)}" in printed
+    assert printed_line in printed and f"geometric mean of {len(cases)}" in printed

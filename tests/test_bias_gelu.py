@@ -15,7 +15,7 @@ import camox_ops as cx
 from camox_ops import reference
 
 HALVES = (torch.bfloat16, torch.float16)
-# Around a vector, a block of masks, a piece of 1024 columns and the rows of a unit.
+# Around a vector, a block of masks, a piece of 1024 columns and the rows of a work item.
 SHAPES = [(1,), (5, 1), (3, 7), (300, 16), (2, 3, 17), (259, 130), (2, 40, 96), (3, 1000), (2, 1025), (2, 3, 2080)]
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits and threads: on the CPU")
 op = torch.ops.camox_ops
@@ -46,10 +46,10 @@ def test_known_values():
     expected = torch.tensor([[0.0, 0.8413447, -0.1586553]], device=DEVICE)
     torch.testing.assert_close(cx.bias_gelu(x, bias), expected)
     leaves = x.requires_grad_(), bias.requires_grad_()
-    slopes = torch.tensor([0.5, 1.0833154, -0.0833155], device=DEVICE)
+    derivatives = torch.tensor([0.5, 1.0833154, -0.0833155], device=DEVICE)
     grad_x, grad_bias = torch.autograd.grad(cx.bias_gelu(*leaves).sum(), leaves)
-    torch.testing.assert_close(grad_x, slopes[None])
-    torch.testing.assert_close(grad_bias, slopes)
+    torch.testing.assert_close(grad_x, derivatives[None])
+    torch.testing.assert_close(grad_bias, derivatives)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])

@@ -297,8 +297,8 @@ def test_offsets_past_32_bits(case):
     strides = list(x.stride())
     strides[dim] = 2**31 + 6
     storage = torch.empty((x.shape[dim] - 1) * strides[dim] + x.numel(), dtype=x.dtype, device=DEVICE)
-    far = storage.as_strided(x.shape, strides).copy_(x)
-    assert same_bits(results(case, case.ours, (far, *others)), results(case, case.ours, (x, *others)))
+    distant = storage.as_strided(x.shape, strides).copy_(x)
+    assert same_bits(results(case, case.ours, (distant, *others)), results(case, case.ours, (x, *others)))
 
 
 # ---- around the dispatcher ----

@@ -15,7 +15,7 @@ import camox_ops
 from camox_ops import _cuda
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
-import rig
+import emulator
 
 
 def test_cpu_torch_never_opens_it():
@@ -122,8 +122,8 @@ def test_status_names_the_driver(monkeypatch, driver, expected):
 def machine(monkeypatch):
     """csrc/common/cuda_part.cu on a made-up machine of four GPUs, the first of them current, in a copy of its own: it
     remembers the addresses that it found."""
-    if rig.why_unavailable() is not None:
-        pytest.skip(rig.why_unavailable())
+    if emulator.why_unavailable() is not None:
+        pytest.skip(emulator.why_unavailable())
     library = fake_devices()
     library.camox_cuda_error_word.restype = ctypes.c_void_p
     monkeypatch.setattr(_cuda.part, "library", library)
@@ -133,7 +133,7 @@ def machine(monkeypatch):
 
 
 def fake_devices():
-    built = rig.build("fake_devices.so", [Path(__file__).parent / "cuda" / "fake_devices.cpp"], ["-ldl"])
+    built = emulator.build("fake_devices.so", [emulator.HERE / "fake_devices.cpp"], ["-ldl"])
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / built.name
         copy.write_bytes(built.read_bytes())
@@ -181,7 +181,7 @@ def test_check_errors_touches_only_devices_that_ran_kernels(machine):
 
 
 def test_a_word_that_is_not_found_leaves_no_error_behind(machine):
-    """The launch that follows asks for the last error, and would be told to have failed."""
+    """The launch that follows asks for the last error, and would seem to have failed."""
     fails = ctypes.c_bool.in_dll(machine, "fake_symbol_fails")
     fails.value = True
     assert machine.camox_cuda_error_word(0) is None
@@ -200,8 +200,8 @@ def test_without_the_stream_of_torch_it_is_said_why(machine, tmp_path):
         "  *stream = reinterpret_cast<void *>(device + 40L);\n"
         "  return device != 3;\n}\n"
     )
-    torch_cuda = rig.build("libtorch_cuda.so", [source], ["-Wl,-soname,libtorch_cuda.so"])
-    fake = rig.build("fake_devices.so", [Path(__file__).parent / "cuda" / "fake_devices.cpp"], ["-ldl"])
+    torch_cuda = emulator.build("libtorch_cuda.so", [source], ["-Wl,-soname,libtorch_cuda.so"])
+    fake = emulator.build("fake_devices.so", [emulator.HERE / "fake_devices.cpp"], ["-ldl"])
     ask = (
         f"library = ctypes.CDLL({str(fake)!r})\n"
         "library.camox_cuda_current_stream.restype = ctypes.c_char_p\n"
@@ -211,9 +211,9 @@ def test_without_the_stream_of_torch_it_is_said_why(machine, tmp_path):
     )
     missing = run_python(f"import ctypes\n{ask}")
     assert missing.count("this torch has no aoti_torch_get_current_cuda_stream to ask for its stream") == 2
-    told, failed = run_python(f"import ctypes\ntorch = ctypes.CDLL({str(torch_cuda)!r})\n{ask}").splitlines()
-    assert told == "None 43"
-    assert "torch failed to tell its current stream" in failed
+    found, failed = run_python(f"import ctypes\ntorch = ctypes.CDLL({str(torch_cuda)!r})\n{ask}").splitlines()
+    assert found == "None 43"
+    assert "torch failed to return its current stream" in failed
 
 
 def test_check_errors_without_cuda():

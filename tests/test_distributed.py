@@ -47,14 +47,14 @@ def gradients(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]
     return found
 
 
-def pictures() -> torch.Tensor:
+def batch() -> torch.Tensor:
     return torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    x = pictures().chunk(WORLD)[rank]
+    x = batch().chunk(WORLD)[rank]
     parallel = DistributedDataParallel(model("counts"), find_unused_parameters=True)
     sharded = model("none")
     for layer in sharded:
@@ -76,7 +76,7 @@ def distributed(tmp_path_factory):
 
 @pytest.mark.parametrize(("wrapper", "sync"), [("DDP", "counts"), ("FSDP2", "none")])
 def test_gradients_are_those_of_one_process(distributed, wrapper, sync):
-    expected, got = gradients(model(sync), pictures()), distributed[wrapper]
+    expected, got = gradients(model(sync), batch()), distributed[wrapper]
     assert got.keys() == expected.keys()
     assert {name for name in got if got[name] is None} == {name for name in expected if expected[name] is None}
     for name, grad in expected.items():

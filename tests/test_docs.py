@@ -75,6 +75,38 @@ def test_layout_allows_what_is_used(tmp_path, monkeypatch):
     assert check_layout.faults_of(path) == []
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "int wa" + "lk = 0;",
+        "x_ahe" + "ad = 1",
+        "/* two pict" + "ures */",
+        "def of_str" + "ips(x):",
+        "# built ane" + "w",
+    ],
+)
+def test_layout_finds_replaced_words(tmp_path, monkeypatch, line):
+    """In the folders that PLAIN_WORDS names, and in no other."""
+    monkeypatch.setattr(check_layout, "ROOT", tmp_path)
+    monkeypatch.setattr(check_layout, "PLAIN_WORDS", ("clean/*.py",))
+    (tmp_path / "clean").mkdir()
+    for name in ("clean/file.py", "file.py"):
+        (tmp_path / name).write_text(f"import os\n{line}\n")
+    (found,) = check_layout.faults_of(tmp_path / "clean/file.py")
+    assert found.startswith("clean/file.py:2: ") and found.endswith("see Vocabulary in CONTRIBUTING.md")
+    assert check_layout.faults_of(tmp_path / "file.py") == []
+
+
+def test_layout_allows_words_that_only_look_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_layout, "ROOT", tmp_path)
+    monkeypatch.setattr(check_layout, "PLAIN_WORDS", ("*.py",))
+    path = tmp_path / "file.py"
+    path.write_text(
+        "for x in os.walk(text.strip()): x.rstrip(), map(str.strip, x)  # right, compiled ahead, <picture>\n"
+    )
+    assert check_layout.faults_of(path) == []
+
+
 def test_the_status_line_of_the_readme_is_true():
     """What it says of version, Python, PyTorch and GPU architectures is what the build files say."""
     readme = (ROOT / "README.md").read_text()

@@ -16,7 +16,8 @@ from camox_ops import reference
 from camox_ops.reference.dropout import dropout_scale, dropout_threshold
 
 HALVES = (torch.bfloat16, torch.float16)
-# Around 8 elements of a call, 16 to 64 of a block, 256 of a tile of a strided row, 16384 of a unit; any dimensions.
+# Around 8 elements of a call, 16 to 64 of a block, 256 of a tile of a strided row, 16384 of a work item; any
+# dimensions.
 SHAPES = [(), (1,), (7,), (65,), (16384 + 65,), (3, 5), (2, 3, 257), (5, 300, 2), (2, 3, 13, 35), (2, 5, 16, 20)]
 # Around a vector, a chunk of 4096 and its 64 rows; rows that start anywhere in a block of masks.
 NORM_SHAPES = [

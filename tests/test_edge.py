@@ -9,7 +9,7 @@ from helpers import (
     assert_close_to_reference,
     assert_one_rounding,
     module_numbers,
-    picture,
+    random_image,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,7 +69,7 @@ def test_known_values():
 def test_stacked_is_the_maps_and_x():
     for layout in ("contiguous", "channels_last"):
         for shape in ((2, 3, 6, 7), (1, 66, 3, 5)):
-            x = picture(shape, layout=layout)
+            x = random_image(shape, layout=layout)
             assert torch.equal(cx.edge_maps(x, stacked=True), torch.cat([*cx.edge_maps(x), x], dim=1))
 
 
@@ -81,7 +81,7 @@ def test_matches_reference(dtype, layout, border):
         if not reachable(shape, border):
             continue
         for kind in ("normal", "offset", "constant"):
-            x = picture(shape, dtype, layout, kind)
+            x = random_image(shape, dtype, layout, kind)
             ours, same = cx.edge_maps(x, border=border), reference.edge_maps(x, 1e-8, border)
             truth = reference.edge_maps(x.double(), 1e-8, border)
             assert_close_to_reference(ours, same, truth, scale64=16 * x.abs().max().item())
@@ -96,8 +96,8 @@ def test_grad_matches_reference(dtype, layout, border):
     for shape in SHAPES:
         if not reachable(shape, border):
             continue
-        x = picture(shape, dtype, layout)
-        grads = [picture(shape, dtype, "contiguous" if i % 2 else layout, seed=i + 1) for i in range(4)]
+        x = random_image(shape, dtype, layout)
+        grads = [random_image(shape, dtype, "contiguous" if i % 2 else layout, seed=i + 1) for i in range(4)]
         eps = 1e-2  # away from the kink of the root at 0, where float32 itself is lost
         ours = backward(x, grads, eps, border)
         same = reference.edge_maps_backward(x, *grads, eps, border)
@@ -108,7 +108,7 @@ def test_grad_matches_reference(dtype, layout, border):
 
 
 def test_grad_of_some_maps():
-    x = picture((2, 3, 6, 7), torch.float64).requires_grad_()
+    x = random_image((2, 3, 6, 7), torch.float64).requires_grad_()
     for chosen in ("sobel", "laplacian", "gradient"):
         (ours,) = torch.autograd.grad(getattr(cx.edge_maps(x), chosen).sum(), x)
         index = ("sobel", "laplacian", "gradient").index(chosen)
@@ -122,7 +122,7 @@ def test_grad_of_some_maps():
 @pytest.mark.parametrize("stacked", [False, True])
 def test_grad(border, stacked):
     for layout in ("contiguous", "channels_last"):
-        x = picture((2, 3, 5, 4), torch.float64, layout).requires_grad_()
+        x = random_image((2, 3, 5, 4), torch.float64, layout).requires_grad_()
 
         def op(x):
             return cx.edge_maps(x, eps=1e-3, border=border, stacked=stacked)
@@ -140,7 +140,7 @@ def test_grad(border, stacked):
 def test_shapes(shape, border, layout, dtype):
     if not reachable(shape, border):
         return
-    x = picture(shape, dtype, layout)
+    x = random_image(shape, dtype, layout)
     truth = reference.edge_maps(x.double(), 1e-8, border)
     same = reference.edge_maps(x, 1e-8, border)
     assert_close_to_reference(cx.edge_maps(x, border=border), same, truth, scale64=16 * x.abs().max().item())
@@ -149,8 +149,9 @@ def test_shapes(shape, border, layout, dtype):
 def test_grad_of_strided_gradients():
     """Gradients that are read in place, or in rows that are copied, across the ends of planes and blocks of rows."""
     for shape in ((3, 5, 9, 9), (2, 3, 40, 33), (1, 2, 5, 512), (2, 2, 3, 300), (1, 3, 1, 40)):
-        x = picture(shape)
-        dense = [picture(shape, seed=i) for i in range(1, 4)] + [picture(shape, seed=4)[:1, :1, :1, :1].expand(shape)]
+        x = random_image(shape)
+        dense = [random_image(shape, seed=i) for i in range(1, 4)]
+        dense.append(random_image(shape, seed=4)[:1, :1, :1, :1].expand(shape))
         strided = [
             dense[0],
             dense[1].transpose(2, 3).contiguous().transpose(2, 3),
@@ -165,7 +166,7 @@ def test_grad_of_strided_gradients():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_inf_as_in_a_convolution(value):
     for layout in ("contiguous", "channels_last"):
-        x = picture((1, 2, 6, 20), layout=layout)
+        x = random_image((1, 2, 6, 20), layout=layout)
         x[0, 0, 2, 7] = value
         x[0, 1, 0, 0] = value
         for ours, theirs in zip(cx.edge_maps(x), reference.edge_maps(x), strict=True):
@@ -276,7 +277,7 @@ def randomised(module, seed=0):
 def test_expert_matches_reference(shape, layout):
     expert = randomised(cx.nn.EdgeExpert(shape[1]))
     exact = randomised(cx.nn.EdgeExpert(shape[1])).double()
-    x, grad = picture(shape, layout=layout), picture(shape, seed=1)
+    x, grad = random_image(shape, layout=layout), random_image(shape, seed=1)
 
     ours = module_numbers(expert, expert, x, grad)
     truth = module_numbers(exact, lambda x: stock_edge_expert_forward(exact, x), x.double(), grad.double())
@@ -303,7 +304,7 @@ def test_expert_state_dict():
     assert expert.sobel_x_base.shape == (1, 1, 3, 3)
     other = cx.nn.EdgeExpert(8)
     other.load_state_dict(expert.state_dict(), strict=True)
-    x = picture((1, 8, 5, 5))
+    x = random_image((1, 8, 5, 5))
     assert torch.equal(other(x), expert(x))
 
 

@@ -11,9 +11,9 @@ one_thread = example_path.one_thread
 data, synthetic, metrics = map(example_path.load, ("data", "synthetic", "metrics"))
 
 
-def write_pair(root, picture, mask, size=(40, 30), mask_size=None):
+def write_pair(root, image, mask, size=(40, 30), mask_size=None):
     rng = np.random.default_rng(0)
-    for path, mode, pixels in ((picture, "RGB", size), (mask, "L", mask_size or size)):
+    for path, mode, pixels in ((image, "RGB", size), (mask, "L", mask_size or size)):
         path = root / path
         path.parent.mkdir(parents=True, exist_ok=True)
         shape = (pixels[1], pixels[0], 3) if mode == "RGB" else (pixels[1], pixels[0])
@@ -45,7 +45,7 @@ def test_no_photograph_is_on_both_sides(builtin):
     assert not any(synthetic.photograph_path(name).read_bytes() in hashes for name in synthetic.HELD_OUT_PHOTOGRAPHS)
 
 
-def test_builtin_pictures_and_masks(builtin):
+def test_builtin_images_and_masks(builtin):
     for images, masks, _ in builtin.values():
         for image, mask in zip(images, masks, strict=True):
             assert image.shape == (48, 48, 3) and image.dtype == np.uint8
@@ -121,25 +121,25 @@ def test_missing_mask_is_named(tmp_path):
 
 @pytest.mark.parametrize("path", ["Train/Image/p1.jpg", "Train/GT_Object/p1.png", "Test/Image/p0.jpg"])
 @pytest.mark.parametrize("kept", [0, 0.5])
-def test_unreadable_picture_is_named(tmp_path, path, kept):
+def test_unreadable_image_is_named(tmp_path, path, kept):
     root = write_cod10k(tmp_path)
     whole = (root / path).read_bytes()
     (root / path).write_bytes(whole[: int(len(whole) * kept)])
-    with pytest.raises(data.DatasetError, match=f"unreadable picture {root / path}"):
+    with pytest.raises(data.DatasetError, match=f"unreadable image {root / path}"):
         data.check_folder(root)
 
 
-def test_text_in_place_of_a_picture_is_named(tmp_path):
+def test_text_in_place_of_a_image_is_named(tmp_path):
     root = write_cod10k(tmp_path)
-    (root / "Train/Image/p3.jpg").write_text("no picture")
-    with pytest.raises(data.DatasetError, match=f"unreadable picture {root}/Train/Image/p3.jpg"):
+    (root / "Train/Image/p3.jpg").write_text("no image")
+    with pytest.raises(data.DatasetError, match=f"unreadable image {root}/Train/Image/p3.jpg"):
         data.check_folder(root)
 
 
 def test_mask_of_another_size_is_named(tmp_path):
     root = write_cod10k(tmp_path)
     write_pair(root, "Train/Image/p0.jpg", "Train/GT_Object/p0.png", mask_size=(30, 40))
-    message = f"mask {root}/Train/GT_Object/p0.png is 30x40, its picture {root}/Train/Image/p0.jpg is 40x30"
+    message = f"mask {root}/Train/GT_Object/p0.png is 30x40, its image {root}/Train/Image/p0.jpg is 40x30"
     with pytest.raises(data.DatasetError, match=message):
         data.check_folder(root)
 
@@ -167,20 +167,20 @@ def test_folders_without_data_are_named(tmp_path):
 def test_empty_folders_are_refused(tmp_path):
     for part in data.SPLIT_LAYOUTS[0]:
         (tmp_path / part).mkdir(parents=True)
-    with pytest.raises(data.DatasetError, match="no train pictures"):
+    with pytest.raises(data.DatasetError, match="no train images"):
         data.check_folder(tmp_path)
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone():
-    pictures = data.BuiltinSet("train", 48, seed=3, augmented=True, count=6)
+    dataset = data.BuiltinSet("train", 48, seed=3, augmented=True, count=6)
     same = data.BuiltinSet("train", 48, seed=3, augmented=True, count=6)
-    first = [pictures[(1, index)] for index in range(6)]
+    first = [dataset[(1, index)] for index in range(6)]
     second = [same[(1, index)] for index in reversed(range(6))][::-1]
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True))
-    assert not all(torch.equal(a[0], pictures[(2, index)][0]) for index, a in enumerate(first))
+    assert not all(torch.equal(a[0], dataset[(2, index)][0]) for index, a in enumerate(first))
 
 
-def test_augmentation_moves_picture_and_mask_together():
+def test_augmentation_moves_image_and_mask_together():
     mask = np.zeros((20, 20), np.uint8)
     mask[2:7, 3:11] = 255
     image = np.repeat(mask[..., None], 3, 2)

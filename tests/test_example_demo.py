@@ -23,42 +23,42 @@ SIZE = 64
 
 
 @pytest.fixture(scope="module")
-def pictures():
+def dataset():
     return example_path.load("data").BuiltinSet("train", SIZE, augmented=True, count=24)
 
 
 @pytest.fixture(scope="module")
-def batch(pictures):
-    return next(iter(duel.batches(pictures, 6, 1)))
+def batch(dataset):
+    return next(iter(duel.batches(dataset, 6, 1)))
 
 
-def build(pictures):
-    return twins.build_twins(next(iter(duel.batches(pictures, 24, 1)))[0])
+def build(dataset):
+    return twins.build_twins(next(iter(duel.batches(dataset, 24, 1)))[0])
 
 
-def test_twins_share_weights_and_spread_their_pictures(pictures):
-    models = build(pictures)
+def test_twins_share_weights_and_spread_their_images(dataset):
+    models = build(dataset)
     first, second = (models[name].state_dict() for name in ("torch", "camox"))
     assert all(torch.equal(first[name], second[name]) for name in first)
     recorder = twins.RoutingRecorder(models["torch"].eval())
     with torch.no_grad():
-        models["torch"](next(iter(duel.batches(pictures, 24, 1)))[0])
+        models["torch"](next(iter(duel.batches(dataset, 24, 1)))[0])
     usage = torch.stack(recorder.take()[1])
     assert usage.shape == (4, 7)
     assert (usage > 0).all()
 
 
-def test_camox_is_as_near_to_float64_as_torch(pictures, batch):
-    result = parity.compare(build(pictures), *batch)
+def test_camox_is_as_near_to_float64_as_torch(dataset, batch):
+    result = parity.compare(build(dataset), *batch)
     assert result["passed"], result["worst"]
     assert result["routing_same"] and not result["missing"]
-    assert min(result["edge_pictures"]) > 0
+    assert min(result["edge_images"]) > 0
     assert result["kinds"]["gradient"]["torch_vs_float64"] > 0
     assert 0 < result["worst"]["share_of_limit"] <= 1
 
 
-def test_a_wrong_expert_fails_the_comparison(pictures, batch):
-    models = build(pictures)
+def test_a_wrong_expert_fails_the_comparison(dataset, batch):
+    models = build(dataset)
     for layer in models["camox"].moe_layers:
         right = layer.experts[parity.EDGE_EXPERT]
         right.register_forward_hook(lambda module, inputs, output: output + 1e-3 * inputs[0])
@@ -67,9 +67,9 @@ def test_a_wrong_expert_fails_the_comparison(pictures, batch):
     assert result["worst"]["share_of_limit"] > 10
 
 
-def test_a_scaled_gradient_fails_the_comparison(pictures, batch):
+def test_a_scaled_gradient_fails_the_comparison(dataset, batch):
     """Right values, but one expert's gradients 1e-4 too large."""
-    models = build(pictures)
+    models = build(dataset)
     expert = models["camox"].moe_layers[0].experts[0]
     expert.register_forward_hook(lambda module, inputs, output: output + 1e-4 * (output - output.detach()))
     result = parity.compare(models, *batch)
@@ -84,24 +84,24 @@ def test_one_run_that_is_not_finite_is_not_outvoted():
     assert common_parity.hold(exact, [good, good, bad], [good])["worst"]["share_of_limit"] == np.inf
 
 
-def test_a_missing_gradient_fails_the_comparison(pictures, batch):
-    models = build(pictures)
+def test_a_missing_gradient_fails_the_comparison(dataset, batch):
+    models = build(dataset)
     models["camox"].moe_layers[0].experts[parity.EDGE_EXPERT].fusion[0].bias.requires_grad_(False)
     result = parity.compare(models, *batch)
     assert not result["passed"]
     assert result["missing"] == ["gradient moe_layers.0.experts.4.fusion.0.bias"]
 
 
-def test_nan_fails_the_comparison(pictures, batch):
-    models = build(pictures)
+def test_nan_fails_the_comparison(dataset, batch):
+    models = build(dataset)
     models["camox"].deep_heads[0].weight.data[0, 0] = torch.nan
     assert not parity.compare(models, *batch)["passed"]
 
 
-def test_training_side_by_side_and_its_report(pictures, batch, tmp_path):
-    models = build(pictures)
-    gaps = duel.early_loss_gaps(models, pictures, 4, 1e-3, warmup=10)
-    trained, training = duel.train_both(models, pictures, 4, 8, 1e-3)
+def test_training_side_by_side_and_its_report(dataset, batch, tmp_path):
+    models = build(dataset)
+    gaps = duel.early_loss_gaps(models, dataset, 4, 1e-3, warmup=10)
+    trained, training = duel.train_both(models, dataset, 4, 8, 1e-3)
     assert set(gaps) == {"camox", "torch_one_rounding_away"} and max(gaps.values()) < 0.1
     for name in ("torch", "camox"):
         assert len(trained[name]["losses"]) == 8 and np.isfinite(trained[name]["losses"]).all()
@@ -125,8 +125,8 @@ def test_training_side_by_side_and_its_report(pictures, batch, tmp_path):
     assert any(line.startswith("time per step, ms") and line.endswith("x") for line in lines)
     assert [line.split()[-2:] for line in lines if line.startswith("of it convolutions")] == [["62%", "62%"]]
     assert [line.split()[0] for line in lines if len(line.split()) == 5 and "e-" in line] == list(common_parity.KINDS)
-    picture, mask = pictures.images[0], pictures.masks[0] / 255
-    report.draw(tmp_path / "report.png", result, [(picture, mask, {"torch": mask, "camox": mask})] * 3)
+    image, mask = dataset.images[0], dataset.masks[0] / 255
+    report.draw(tmp_path / "report.png", result, [(image, mask, {"torch": mask, "camox": mask})] * 3)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     common_report.write_json(tmp_path / "report.json", result)
     assert json.loads((tmp_path / "report.json").read_text())["models"].keys() == {"torch", "camox"}
@@ -142,14 +142,14 @@ def test_failures_are_said_and_success_is_silent():
     assert demo_run.failures(good) == []
     weak = good | {"models": {"torch": {"iou": 0.5}, "camox": {"iou": 0.2}}}
     assert demo_run.failures(weak) == ["--ops camox reached an IoU of 0.2000, not above 0.2000 without training"]
-    found = {"passed": False, "worst": "w", "routing_same": True, "missing": [], "edge_pictures": [1]}
+    found = {"passed": False, "worst": "w", "routing_same": True, "missing": [], "edge_images": [1]}
     assert "camox differs from float64" in demo_run.failures(good | {"parity": found})[0]
 
 
-def test_memory_of_known_steps(pictures, batch):
+def test_memory_of_known_steps(dataset, batch):
     peak = common_memory.peak_bytes(lambda: torch.ones(1000, 1000) + torch.ones(1000, 1000))
     assert peak == pytest.approx(12e6, rel=1e-3)
-    model = build(pictures)["torch"]
+    model = build(dataset)["torch"]
     state = {name: value.clone() for name, value in model.state_dict().items()}
     images, masks = batch
     small, large = (memory.measure(model, images[:n], masks[:n]) for n in (2, 4))
@@ -158,8 +158,8 @@ def test_memory_of_known_steps(pictures, batch):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
-def test_convolutions_share_of_a_step(pictures, batch):
-    model = build(pictures)["camox"]
+def test_convolutions_share_of_a_step(dataset, batch):
+    model = build(dataset)["camox"]
     assert 0 < steptime.convolution_share(model, *batch, repeats=1) < 1
     with steptime.Stopwatch([model.final_conv[0].weight]) as watch:
         logits = model.final_conv(torch.zeros(1, 64, 8, 8))
@@ -175,9 +175,9 @@ def test_convolutions_share_of_a_step(pictures, batch):
         assert (watch.seconds > 0) is counted
 
 
-def test_switch_balances_the_experts_and_usage_mse_does_not(pictures):
+def test_switch_balances_the_experts_and_usage_mse_does_not(dataset):
     """From the same fresh gates; effective experts of 7, the mean of the four layers."""
-    runs = {kind: balance.train(kind, pictures, steps=24, batch_size=6) for kind in ("usage_mse", "switch")}
+    runs = {kind: balance.train(kind, dataset, steps=24, batch_size=6) for kind in ("usage_mse", "switch")}
     first, last = ({kind: np.mean(run[name]) for kind, run in runs.items()} for name in ("first", "last"))
     assert first["usage_mse"] == first["switch"] < 5
     assert last["switch"] > first["switch"] + 1

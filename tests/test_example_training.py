@@ -30,7 +30,7 @@ SMALL = {
 
 
 class Plain(nn.Module):
-    """A model with CamoXpert's interface and nothing that mixes the pictures of a batch."""
+    """A model with CamoXpert's interface and nothing that mixes the images of a batch."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def make_stepper(model, **options):
 
 @pytest.fixture
 def small_set(monkeypatch):
-    """Twelve training and five held-out pictures in place of the whole built-in set."""
+    """Twelve training and five held-out images in place of the whole built-in set."""
     monkeypatch.setattr(example_path.load("synthetic"), "COUNTS", {"train": 12, "val": 5})
 
 

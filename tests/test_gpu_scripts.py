@@ -108,7 +108,7 @@ def test_correctness_of_every_op(section):
 
 
 def test_what_training_uses_is_tried():
-    """Whole 16-byte accesses of halves in rows and in channels; heads as rows and as a picture's columns."""
+    """Whole 16-byte accesses of halves in rows and in channels; heads as rows and as an image's columns."""
     for shapes in (gpu_check.SHAPES["quick"], gpu_check.SHAPES["full"], gpu_check.WIDE):
         assert {(2, 16, 24, 32), (1, 8, 9, 264)} <= set(shapes)
     assert gpu_check.HEADS in gpu_check.SHAPES["quick"]
@@ -149,7 +149,7 @@ def rounded(x):
     [(Rehearsal, None, 1), (ProductsOf, None, 0), (ProductsOf, _selftest.FLOAT32_SLACK, 1), (ProductsOf, 0.1, 0)],
 )
 def test_products_that_cuda_rounds(kind, slack, fails):
-    op = _selftest.Op("x", rounded, lambda x: x * (1 + 0 * x.std()) + x - x, _selftest.picture, half_slack=slack)
+    op = _selftest.Op("x", rounded, lambda x: x * (1 + 0 * x.std()) + x - x, _selftest.image, half_slack=slack)
     problems = gpu_check.check_op(op, (1, 1, 2, 3), torch.bfloat16, 0.0, "contiguous", kind(), {}, {})
     assert problems.count("more than one rounding") == fails
     assert (BDH.half_slack, LINEAR.half_slack, EDGE.half_slack) == (None, 2**-19, 2**-21)
@@ -298,8 +298,8 @@ def test_a_lost_device_is_noticed(section, monkeypatch):
     monkeypatch.setattr(_selftest, "OPS", (EDGE._replace(ours=lost), LINEAR))
     with pytest.raises(ContextLost, match="RuntimeError: an illegal memory access"):
         gpu_check.correctness(section)
-    told = written(section)
-    assert (told["status"], told["now"]) == ("incomplete", ["edge_maps", "2x3x5x7", "float32 contiguous"])
+    state = written(section)
+    assert (state["status"], state["now"]) == ("incomplete", ["edge_maps", "2x3x5x7", "float32 contiguous"])
 
 
 DIES = """

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -21,7 +21,7 @@ HALVES = (torch.bfloat16, torch.float16)
 # Sums of identity features come near 0, where no two orders of adding agree.
 MODES = [(f, n) for f in MAPS for n in NORMALIZATIONS if f != "identity" or n == "none"]
 # Positions side by side (a qkv convolution), elements side by side (channels_last, and dense), neither, stride 0.
-MEMORY = ("picture", "channels_last", "contiguous", "strided", "expanded")
+MEMORY = ("image", "channels_last", "contiguous", "strided", "expanded")
 # (B, H, T, N, D): head sizes of the users' models, one tile and a bit, one position, more than a chunk.
 # One position alone has gradients that are 0 but for rounding, and so has N = 1 with "feature".
 SIZES = (
@@ -43,13 +43,13 @@ def on_device():
 
 
 def heads(shape, dtype=torch.float32, memory="contiguous", seed=0):
-    """A (B, H, T, D) input; "picture" and "channels_last": a third of the channels of a (B, 3C, H, W) picture."""
+    """A (B, H, T, D) input; "image" and "channels_last": a third of the channels of a (B, 3C, H, W) image."""
     b, h, t, d = shape
-    if memory in ("picture", "channels_last"):
-        layout = "contiguous" if memory == "picture" else memory
-        part = picture((b, 3 * h * d, 1, t), dtype, layout, seed=seed).chunk(3, dim=1)[1]
+    if memory in ("image", "channels_last"):
+        layout = "contiguous" if memory == "image" else memory
+        part = random_image((b, 3 * h * d, 1, t), dtype, layout, seed=seed).chunk(3, dim=1)[1]
         return part.unflatten(1, (h, d)).flatten(3).transpose(2, 3)
-    return picture(shape, dtype, memory, seed=seed)
+    return random_image(shape, dtype, memory, seed=seed)
 
 
 def real_of(dtype):
@@ -61,7 +61,10 @@ def inputs(size, dtype=torch.float32, memory="contiguous", masked=False, statefu
     b, h, t, n, d = size
     tensors = tuple(heads((b, h, t, m), dtype, memory, seed) for seed, m in enumerate((n, n, d)))
     mask = torch.arange(b * t).view(b, t) % 3 == 1 if masked else None
-    s, z = picture((b, h, n, d), real_of(dtype), seed=5), picture((b, h, n, 1), real_of(dtype), seed=6)[..., 0].abs()
+    s, z = (
+        random_image((b, h, n, d), real_of(dtype), seed=5),
+        random_image((b, h, n, 1), real_of(dtype), seed=6)[..., 0].abs(),
+    )
     return tensors, mask, (s, z if normalize == "sum" else None) if stateful else None
 
 
@@ -77,7 +80,7 @@ def ours(q, k, v, *state, **options):
 
 
 def upstream(outputs):
-    return [picture((1, 1, 1, o.numel()), o.dtype, seed=20 + i).view(o.shape) for i, o in enumerate(outputs)]
+    return [random_image((1, 1, 1, o.numel()), o.dtype, seed=20 + i).view(o.shape) for i, o in enumerate(outputs)]
 
 
 def numbers(op, leaves, given, real=None, **options):
@@ -117,13 +120,13 @@ def assert_within_one_rounding(half, float32, device=DEVICE):
 
 def test_rounding_allowed_on_cuda():
     """A state in float32 as ex2.approx leaves it, and one whose keys were rounded to half precision."""
-    state = picture((1, 2, 6, 6), seed=1)
-    near, far = (state * (1 + step * torch.ones_like(state)) for step in (3 * 2**-23, 2**-9))
-    assert_within_one_rounding([near], [state], torch.device("cuda"))
+    state = random_image((1, 2, 6, 6), seed=1)
+    close, distant = (state * (1 + step * torch.ones_like(state)) for step in (3 * 2**-23, 2**-9))
+    assert_within_one_rounding([close], [state], torch.device("cuda"))
     with pytest.raises(AssertionError, match="excess"):
-        assert_within_one_rounding([far], [state], torch.device("cuda"))
+        assert_within_one_rounding([distant], [state], torch.device("cuda"))
     with pytest.raises(AssertionError, match="excess"):
-        assert_within_one_rounding([near], [state], torch.device("cpu"))
+        assert_within_one_rounding([close], [state], torch.device("cpu"))
 
 
 def test_known_values():
@@ -166,7 +169,7 @@ def test_matches_reference_and_grad(dtype, memory):
 
 @pytest.mark.parametrize("size", [(1, 2, 700, 128, 64), (1, 1, 200, 256, 256), (1, 1, 300, 255, 1), (1, 1, 99, 2, 256)])
 def test_matches_reference_of_large_heads(size):
-    for memory, (feature_map, normalize) in itertools.product(("picture", "contiguous"), MODES[:3]):
+    for memory, (feature_map, normalize) in itertools.product(("image", "contiguous"), MODES[:3]):
         tensors, mask, state = inputs(size, memory=memory, masked=True, normalize=normalize)
         assert_right(tensors, mask, state, feature_map=feature_map, normalize=normalize)
 
@@ -214,7 +217,7 @@ def test_state_carries_on(normalize):
 
 
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
-@pytest.mark.parametrize("memory", ["picture", "contiguous", "strided"])
+@pytest.mark.parametrize("memory", ["image", "contiguous", "strided"])
 def test_masked_keys_may_hold_anything(normalize, memory):
     (q, k, v), mask, _ = inputs((2, 2, 70, 5, 6), memory=memory, masked=True)
     clean = [t.masked_fill(mask[:, None, :, None], 0) for t in (k, v)]
@@ -254,7 +257,7 @@ def test_zero_sums_are_finite(normalize, dtype):
 
 def test_next_to_nothing_is_normalized():
     """Rows of elu1 features of 1e-35 have sums whose inverse times v would be infinite."""
-    (q, k, v), _, _ = inputs((1, 2, 150, 6, 5), memory="picture")
+    (q, k, v), _, _ = inputs((1, 2, 150, 6, 5), memory="image")
     q, k, v = q.clone(), k.clone(), v * 1e6
     q[:, :, 3:9], k[:, :, 5:90] = -80, -80
     given = upstream(ours(q, k, v, normalize="feature"))
@@ -269,7 +272,7 @@ def test_next_to_nothing_is_normalized():
 def test_hundred_thousand_positions(normalize, dtype):
     """bfloat16 sums would stop growing at 256; a mean of many values of one sign shows it."""
     shape, options = (1, 1, 100_000, 12), {"normalize": normalize}
-    q, k, v = (heads(shape, dtype, "picture", seed) for seed in range(3))
+    q, k, v = (heads(shape, dtype, "image", seed) for seed in range(3))
     leaves = (q, k, (v.float() + 3).to(dtype))
     given = upstream(ours(*leaves, **options))
     single = numbers(ours, leaves, given, torch.float32, **options)
@@ -281,8 +284,8 @@ def test_hundred_thousand_positions(normalize, dtype):
 
 
 @pytest.mark.parametrize("normalize", ["sum", "feature"])
-def test_heads_of_a_picture_are_views(normalize):
-    """The result and the gradients of heads of a qkv convolution's output are pictures without a copy."""
+def test_heads_of_a_image_are_views(normalize):
+    """The result and the gradients of heads of a qkv convolution's output are images without a copy."""
     b, heads_, d, height, width = 2, 3, 5, 6, 7
     for memory_format in (torch.contiguous_format, torch.channels_last):
         qkv = torch.randn(b, 3 * heads_ * d, height, width).to(memory_format=memory_format)
@@ -299,19 +302,19 @@ def test_heads_of_a_picture_are_views(normalize):
             assert image.is_contiguous(memory_format=memory_format)
 
 
-def packed(shape, dtype=torch.float32, memory="picture"):
+def packed(shape, dtype=torch.float32, memory="image"):
     """(B, 3, H, T, N): the heads of a qkv convolution's output, of a qkv layer's output (B, T, 3C), or dense."""
     b, h, t, n = shape
     if memory == "tokens":
-        return picture((b, t, 1, 3 * h * n), dtype).view(b, t, 3, h, n).permute(0, 2, 3, 1, 4)
+        return random_image((b, t, 1, 3 * h * n), dtype).view(b, t, 3, h, n).permute(0, 2, 3, 1, 4)
     if memory == "contiguous":
-        return picture((b, 3 * h, t, n), dtype).view(b, 3, h, t, n)
-    layout = "contiguous" if memory == "picture" else memory
-    image = picture((b, 3 * h * n, 1, t), dtype, layout)
+        return random_image((b, 3 * h, t, n), dtype).view(b, 3, h, t, n)
+    layout = "contiguous" if memory == "image" else memory
+    image = random_image((b, 3 * h * n, 1, t), dtype, layout)
     return image.unflatten(1, (3, h, n)).flatten(4).squeeze(4).transpose(3, 4)
 
 
-@pytest.mark.parametrize("memory", ["picture", "channels_last", "tokens", "contiguous"])
+@pytest.mark.parametrize("memory", ["image", "channels_last", "tokens", "contiguous"])
 def test_packed_matches_and_grad(memory):
     """One tensor for q, k and v: the bits of linear_attention, and one gradient, in the order of that tensor."""
     mask = torch.arange(2 * 70).view(2, 70) % 5 == 1
@@ -370,7 +373,7 @@ def test_camoxpert_parity(dtype):
         q, k = (x / x.sum(dim=-1, keepdim=True) for x in (q, k))
         return torch.einsum("bhtn,bhnd->bhtd", q, torch.einsum("bhtn,bhtd->bhnd", k, v))
 
-    tensors, _, _ = inputs((2, 8, 144, 10, 10), dtype, "picture")
+    tensors, _, _ = inputs((2, 8, 144, 10, 10), dtype, "image")
     out = cx.linear_attention(*tensors, normalize="feature")
     assert_close_to_reference(out, plain(*tensors), plain(*(t.double() for t in tensors)))
 

@@ -13,7 +13,7 @@ from camox_ops import reference
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 import bands_cases
-import rig
+import emulator
 
 IMAGES = ("object", "huge", "infinite")
 # Rows traversed across their ends, small planes, rows on their own; a quarter of the way in lies inside the object.
@@ -106,9 +106,11 @@ def test_frequency_bands_are_not_finite_where_avg_pool2d_is_not(kind, layout):
             assert torch.equal(ours.isinf(), theirs.isinf())
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu" or rig.why_unavailable() is not None, reason="runs CUDA kernels on the CPU")
+@pytest.mark.skipif(
+    DEVICE.type != "cpu" or emulator.why_unavailable() is not None, reason="runs CUDA kernels on the CPU"
+)
 @layouts
-@pytest.mark.parametrize("dtype", rig.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", emulator.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("kind", IMAGES)
 def test_cuda_kernels_of_frequency_bands(kind, dtype, layout):
     for shape in ((1, 8, 37, 24), (1, 2, 20, 35)):

@@ -7,7 +7,7 @@ import types
 import example_path
 import pytest
 import torch
-from helpers import DEVICE, picture
+from helpers import DEVICE, random_image
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -167,7 +167,7 @@ def assert_train_alike(ours, plain, steps=3, shape=(2, 8, 9, 7)):
     """The same outputs and parameters over some steps of SGD."""
     optimizers = [torch.optim.SGD(module.parameters(), 1e-2) for module in (ours, plain)]
     for step in range(steps):
-        x = picture(shape, torch.float64, seed=step).requires_grad_()
+        x = random_image(shape, torch.float64, seed=step).requires_grad_()
         outputs = []
         for module, optimizer in zip((ours, plain), optimizers, strict=True):
             optimizer.zero_grad()
@@ -241,7 +241,7 @@ def test_a_module_in_place_of_the_identity_is_called(name):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_hooks_on_all_modules_see_each_inner_module(name):
-    expert, x = getattr(cx.nn, name)(8).to(DEVICE), picture((1, 8, 9, 9))
+    expert, x = getattr(cx.nn, name)(8).to(DEVICE), random_image((1, 8, 9, 9))
     expected, seen = expert(x), []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
     try:
@@ -282,10 +282,10 @@ def test_why_not_fused_names_modules_and_reasons():
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("change", [None, adapter, hook, parametrized, eps], ids=lambda c: getattr(c, "__name__", "no"))
 def test_compile_of_experts(name, change):
-    expert, x = getattr(cx.nn, name)(8).to(DEVICE), picture((2, 8, 9, 9))
+    expert, x = getattr(cx.nn, name)(8).to(DEVICE), random_image((2, 8, 9, 9))
     if change is not None:
         change(getattr(expert, PARTS[name][0]))
-    grad = picture((2, 8, 9, 9), seed=1)
+    grad = random_image((2, 8, 9, 9), seed=1)
 
     def numbers(forward):
         y = forward(x)
@@ -304,7 +304,7 @@ def test_functional_call_and_ensembles(name, changed):
     if changed:
         for expert in experts:
             adapter(getattr(expert, PARTS[name][0]))
-    x = picture((2, 8, 9, 9))
+    x = random_image((2, 8, 9, 9))
     state = {**dict(experts[1].named_parameters()), **dict(experts[1].named_buffers())}
     torch.testing.assert_close(torch.func.functional_call(experts[0], state, (x,)), experts[1](x))
     stacked = torch.func.stack_module_state(experts)
@@ -336,7 +336,7 @@ def assigned(expert):
 @pytest.mark.parametrize("change", [in_place, through_data, of_a_checkpoint, assigned], ids=lambda c: c.__name__)
 def test_buffers_of_an_edge_expert_count(change):
     ours, plain = twins("EdgeExpert")
-    ours(picture((1, 8, 5, 5), torch.float64))
+    ours(random_image((1, 8, 5, 5), torch.float64))
     saved = copy.deepcopy(ours.state_dict())
     for module in (ours, plain):
         change(module)
@@ -352,7 +352,7 @@ def test_buffers_of_an_edge_expert_count(change):
 @ON_CPU
 def test_buffers_of_an_edge_expert_that_functional_call_gives():
     ours, plain = twins("EdgeExpert")
-    x, state = picture((1, 8, 5, 5), torch.float64), {"sobel_x_base": plain.sobel_x_base * 2}
+    x, state = random_image((1, 8, 5, 5), torch.float64), {"sobel_x_base": plain.sobel_x_base * 2}
     expected = torch.func.functional_call(plain, state, (x,))
     torch.testing.assert_close(torch.func.functional_call(ours, state, (x,)), expected)
     torch.testing.assert_close(ours(x), plain(x))
@@ -373,7 +373,7 @@ def test_kernels_of_an_edge_expert_that_are_learned():
 @ON_CPU
 def test_compile_follows_the_buffers_of_a_checkpoint():
     ours, plain = twins("EdgeExpert")
-    x, compiled = picture((1, 8, 5, 5), torch.float64), torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x, compiled = random_image((1, 8, 5, 5), torch.float64), torch.compile(ours, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), plain(x))
     for module in (ours, plain):
         of_a_checkpoint(module)
@@ -425,7 +425,7 @@ def test_compile_of_the_pyramid_makes_one_graph_for_any_size():
 
     compiled = torch.compile(expert, dynamic=True, fullgraph=True, backend=backend)
     for size in (*range(10, 22), 3):  # of 8 channels and 8 rows torch.compile would make one symbol
-        x = picture((2, 8, size, size + 1))
+        x = random_image((2, 8, size, size + 1))
         torch.testing.assert_close(compiled(x), expert(x), rtol=1e-4, atol=1e-4)
     assert len(graphs) == 1
 

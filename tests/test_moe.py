@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -198,8 +198,8 @@ def test_masked_experts_are_not_chosen():
 
 def rows_of(shape, dtype, layout, seed=0):
     if len(shape) == 4:
-        return picture(shape, dtype, layout, seed=seed)
-    x = picture(
+        return random_image(shape, dtype, layout, seed=seed)
+    x = random_image(
         (*shape, *[1] * (4 - len(shape))), dtype, "expanded" if layout == "expanded" else "contiguous", seed=seed
     )
     x = x.reshape(shape) if layout != "expanded" else x[(...,) + (0,) * (4 - len(shape))]
@@ -305,7 +305,7 @@ def test_usage_mse_has_no_gradient():
 def test_grad(score, padded):
     """Through route, dispatch, an expert and combine, and the losses; differences small enough to leave the choices."""
     logits = logits_of(6, 4, torch.float64).requires_grad_()
-    x = picture((6, 2, 3, 1), torch.float64).requires_grad_()
+    x = random_image((6, 2, 3, 1), torch.float64).requires_grad_()
     valid = torch.tensor([True, True, True, False, True, True])
 
     def op(logits, x):
@@ -335,7 +335,7 @@ def test_one_expert_takes_all_or_none():
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_noncontiguous_keeps_memory_format(layout):
     routing = routed(6, 4, 2, capacity_factor=0.8)
-    x = picture((6, 3, 5, 7), layout=layout).requires_grad_()
+    x = random_image((6, 3, 5, 7), layout=layout).requires_grad_()
     expected = torch.channels_last if layout == "channels_last" else torch.contiguous_format
     copies = cx.moe_dispatch(x, routing)
     assert copies.is_contiguous(memory_format=expected)
@@ -378,7 +378,7 @@ def test_shapes(size, data, score, capacity_factor, dtype):
     ours = cx.moe_route(logits, top_k, score=score, capacity_factor=capacity_factor)
     truth = reference.moe_route(logits.double(), top_k, score=score, capacity=ours.capacity)
     assert all(torch.equal(a, b) for a, b in zip(ours[1:6], truth[1:], strict=True))
-    x = picture((rows, 3, 2, 2), dtype)
+    x = random_image((rows, 3, 2, 2), dtype)
     for padded in (False, True):
         copies = cx.moe_dispatch(x, ours, padded=padded)
         capacity = capacity_of(ours, padded)
@@ -393,7 +393,7 @@ def test_large_outputs_have_the_same_bits(dtype):
     """From 32 MiB on stores go past the caches; each channel alone is below that."""
     routing = routed(8, 4, 3)
     size = (32 << 20) // dtype.itemsize // 8 // 5 + 1
-    x = picture((8, 5, size, 1), dtype)
+    x = random_image((8, 5, size, 1), dtype)
     y = cx.moe_dispatch(x, routing)
     out, weights = cx.moe_combine(y, routing), routing.weights.to(real_of(dtype))
     backward = torch.ops.camox_ops.moe_combine_backward
@@ -415,7 +415,7 @@ def test_copies_keep_the_bits_of_nan():
 
 def numbers(seed=0, dtype=torch.float32):
     """Every output and gradient of one pass through all ops."""
-    logits, x = logits_of(200, 9, dtype, seed).requires_grad_(), picture((200, 3, 5, 5), dtype).requires_grad_()
+    logits, x = logits_of(200, 9, dtype, seed).requires_grad_(), random_image((200, 3, 5, 5), dtype).requires_grad_()
     routing = cx.moe_route(logits, 3, score="softmax_topk", capacity_factor=0.9, valid=valid_of(200))
     copies = cx.moe_dispatch(x, routing)
     y = cx.moe_combine(copies * copies, routing)

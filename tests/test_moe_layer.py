@@ -10,7 +10,7 @@ from collections import Counter
 import example_path
 import pytest
 import torch
-from helpers import DEVICE, assert_close_to_reference, picture
+from helpers import DEVICE, assert_close_to_reference, random_image
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,7 +31,7 @@ def default_warned(monkeypatch):
 
 @torch.no_grad()
 def spread(layer, x, bias=None):
-    """Gates that send the pictures of x to different experts, clearly."""
+    """Gates that send the images of x to different experts, clearly."""
     convolution = layer.gate[1]
     nn.init.normal_(convolution.weight, std=20)
     convolution.bias.zero_()
@@ -48,7 +48,7 @@ def build(x, num_experts=7, top_k=3, bias=None, **options):
 
 
 def one_at_a_time(layer, x):
-    """The same mixture, picture by picture and choice by choice."""
+    """The same mixture, image by image and choice by choice."""
     logits = layer.gate(x).flatten(1)
     chosen_logits, chosen = logits.topk(layer.top_k)
     weights = chosen_logits.softmax(1)
@@ -60,7 +60,7 @@ def one_at_a_time(layer, x):
 
 
 def every_expert(layer, x):
-    """The same mixture from every expert on all pictures."""
+    """The same mixture from every expert on all images."""
     logits = layer.gate(x).flatten(1)
     values, chosen = logits.topk(layer.top_k)
     weights = torch.zeros_like(logits).scatter(1, chosen, values.softmax(1))
@@ -97,7 +97,7 @@ def assert_as_near_as_stock(ours, stock, exact, x, grad):
 
 
 class Scale(nn.Module):
-    """x times a parameter; counts its calls and remembers the pictures of each."""
+    """x times a parameter; counts its calls and remembers the images of each."""
 
     def __init__(self, value=1.0):
         super().__init__()
@@ -114,7 +114,7 @@ def scales(count):
 
 
 def test_smoke_moe_layer():
-    x = picture(SHAPE)
+    x = random_image(SHAPE)
     output, aux_loss, info = build(x).eval()(x)
     assert output.shape == x.shape and output.dtype == x.dtype
     assert aux_loss.shape == () and not aux_loss.requires_grad
@@ -191,7 +191,7 @@ def test_errors_of_experts(sync, error, message, wrong):
 
     layer = cx.nn.MoELayer(16, 2, 2, experts=[Scale(), Wrong()], sync=sync).to(DEVICE)
     with pytest.raises(error, match=rf"MoELayer: expert 1 \(Wrong\) must {message}"):
-        layer(picture(SHAPE))
+        layer(random_image(SHAPE))
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -202,7 +202,7 @@ def test_matches_reference_of_each_expert(name, shape):
     ours = getattr(cx.nn, name)(shape[1]).to(DEVICE).eval()
     ours.load_state_dict(stock.state_dict(), strict=True)
     exact = copy.deepcopy(stock).double()
-    x, grad = picture(shape), picture(shape, seed=1)
+    x, grad = random_image(shape), random_image(shape, seed=1)
     assert_as_near_as_stock((ours, ours), [(stock, stock)], (exact, exact), x, grad)
 
 
@@ -219,8 +219,8 @@ def test_matches_reference_of_the_pyramid(size):
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 7])
-def test_matches_reference_of_every_picture_alone(top_k):
-    x, grad = picture((6, 32, 12, 9)), picture((6, 32, 12, 9), seed=1)
+def test_matches_reference_of_every_image_alone(top_k):
+    x, grad = random_image((6, 32, 12, 9)), random_image((6, 32, 12, 9), seed=1)
     layer = build(x, top_k=top_k).eval()
     exact = copy.deepcopy(layer).double()
     ours = (lambda t: layer(t)[0], layer)
@@ -229,7 +229,7 @@ def test_matches_reference_of_every_picture_alone(top_k):
 
 
 def test_matches_reference_of_the_users_layer():
-    x = picture(SHAPE)
+    x = random_image(SHAPE)
     stock = stock_moe.MoELayer(16, 7, 3).to(DEVICE).eval()
     ours = build(x).eval()
     stock.load_state_dict(ours.state_dict(), strict=True)
@@ -242,9 +242,9 @@ def test_matches_reference_of_the_users_layer():
     assert torch.equal(info["expert_usage"], expected_info["expert_usage"])
 
 
-def test_known_values_of_scaled_pictures():
+def test_known_values_of_scaled_images():
     """Experts that multiply by 1, 2, 3, 4: the output is x times the weighted mean of the chosen factors."""
-    x = picture((5, 3, 4, 4))
+    x = random_image((5, 3, 4, 4))
     layer = build(x, 4, 2, experts=scales(4))
     output, _, info = layer(x)
     factor = ((info["top_k_indices"] + 1) * info["top_k_weights"]).sum(1)
@@ -255,7 +255,7 @@ def test_known_values_of_scaled_pictures():
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_one_call_per_active_expert_and_one_reading(monkeypatch, batch):
-    x = picture((batch, 16, 6, 6))
+    x = random_image((batch, 16, 6, 6))
     layer = build(x, 7, 3, experts=scales(7), aux_loss="switch")
     readings = Counter()
     for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
@@ -275,7 +275,7 @@ def test_one_call_per_active_expert_and_one_reading(monkeypatch, batch):
 
 
 def test_experts_not_chosen_keep_no_gradient():
-    x = picture(SHAPE)
+    x = random_image(SHAPE)
     layer = build(x, top_k=2, bias=[0, -900, -900, -900, 0, -900, -900])
     layer(x)[0].sum().backward()
     for number, expert in enumerate(layer.experts):
@@ -284,13 +284,13 @@ def test_experts_not_chosen_keep_no_gradient():
     assert layer.gate[1].weight.grad.abs().sum() > 0
 
 
-def test_shapes_of_no_picture_and_of_one_expert_taking_all():
+def test_shapes_of_no_image_and_of_one_expert_taking_all():
     empty = torch.zeros(0, 16, 5, 5, device=DEVICE, requires_grad=True)
     layer = cx.nn.MoELayer(16, 3, 2, experts=scales(3)).to(DEVICE)
     output, aux_loss, info = layer(empty)
     assert output.shape == empty.shape and info["expert_usage"].tolist() == [0, 0, 0]
     assert aux_loss.isfinite()
-    x = picture(SHAPE)
+    x = random_image(SHAPE)
     layer = build(x, 3, 1, bias=[-900, 900, -900], experts=scales(3))
     output, _, info = layer(x)
     assert info["expert_usage"].tolist() == [0, 6, 0]
@@ -298,7 +298,7 @@ def test_shapes_of_no_picture_and_of_one_expert_taking_all():
 
 
 @pytest.mark.parametrize("aux_loss", ["usage_mse", "switch"])
-def test_shapes_of_no_picture_in_padded_groups(aux_loss):
+def test_shapes_of_no_image_in_padded_groups(aux_loss):
     empty = torch.zeros(0, 16, 5, 5, device=DEVICE, requires_grad=True)
     layer = cx.nn.MoELayer(16, 3, 2, experts=scales(3), sync="none", aux_loss=aux_loss).to(DEVICE)
     output, loss, info = layer(empty)
@@ -308,7 +308,7 @@ def test_shapes_of_no_picture_in_padded_groups(aux_loss):
 
 
 def test_vmap_of_padded_groups():
-    xs = torch.stack([picture(SHAPE, seed=seed) for seed in range(3)])
+    xs = torch.stack([random_image(SHAPE, seed=seed) for seed in range(3)])
     layer = build(
         xs[0], 3, 2, experts=[nn.Sequential(nn.ReLU(inplace=True), Scale(2.0)) for _ in range(3)], sync="none"
     )
@@ -324,17 +324,17 @@ def test_vmap_of_padded_groups():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_of_padded_groups_with_any_batch(strict):
-    x = picture((3, 16, 5, 5))
+    x = random_image((3, 16, 5, 5))
     layer = build(x, 3, 2, experts=[nn.Conv2d(16, 16, 1) for _ in range(3)], sync="none")
     shapes = ({0: torch.export.Dim("batch", min=2)},)
     exported = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=strict).module()
     for batch in (2, 3, 8):
-        x = picture((batch, 16, 5, 5), seed=1)
+        x = random_image((batch, 16, 5, 5), seed=1)
         torch.testing.assert_close(exported(x)[0], layer(x)[0])
 
 
 def test_another_default_device():
-    x = picture(SHAPE)
+    x = random_image(SHAPE)
     for sync, top_k in (("counts", 1), ("counts", 2), ("none", 1)):
         layer = build(x, 2, top_k, experts=scales(2), sync=sync)
         expected = layer(x)[0]
@@ -344,14 +344,14 @@ def test_another_default_device():
 
 @pytest.mark.parametrize("layout", ["channels_last", "strided", "expanded"])
 def test_noncontiguous(layout):
-    x = picture(SHAPE, layout=layout)
-    layer = build(picture(SHAPE)).eval()
+    x = random_image(SHAPE, layout=layout)
+    layer = build(random_image(SHAPE)).eval()
     torch.testing.assert_close(layer(x)[0], layer(x.contiguous())[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("capacity_factor", [None, 1.0, 3.0])
 def test_padded_groups_give_the_same(monkeypatch, capacity_factor):
-    x, grad = picture((8, 16, 6, 6)), picture((8, 16, 6, 6), seed=1)
+    x, grad = random_image((8, 16, 6, 6)), random_image((8, 16, 6, 6), seed=1)
     layer = build(x, capacity_factor=capacity_factor).eval()
     counted = grown(lambda t: layer(t)[0], layer, x, grad)
     layer.sync = "none"
@@ -369,7 +369,7 @@ def test_padded_groups_give_the_same(monkeypatch, capacity_factor):
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("sync", moe_file.SYNCS)
 def test_experts_may_work_in_place(sync, top_k):
-    x = picture(SHAPE)
+    x = random_image(SHAPE)
     made = [[nn.Sequential(nn.ReLU(inplace=inplace), Scale(2.0)) for _ in range(3)] for inplace in (True, False)]
     layers = [build(x, 3, top_k, experts=experts, sync=sync) for experts in made]
     first, second = (grown(lambda t, layer=layer: layer(t)[0], layer, x, x) for layer in layers)
@@ -379,8 +379,8 @@ def test_experts_may_work_in_place(sync, top_k):
 @pytest.mark.parametrize("sync", moe_file.SYNCS)
 @pytest.mark.parametrize("grad_mode", [True, False])
 def test_experts_that_work_in_place_leave_x(sync, grad_mode):
-    """Also where the pictures are sorted by expert as they come."""
-    x = picture(SHAPE)
+    """Also where the images are sorted by expert as they come."""
+    x = random_image(SHAPE)
     before = x.clone()
     for top_k, bias in ((1, [900, -900]), (1, None), (2, None)):
         layer = build(x, 2, top_k, bias=bias, experts=[nn.ReLU(inplace=True) for _ in range(2)], sync=sync)
@@ -390,8 +390,8 @@ def test_experts_that_work_in_place_leave_x(sync, grad_mode):
         torch.testing.assert_close(output, x.relu())
 
 
-def test_a_full_expert_takes_the_first_pictures():
-    x = picture((4, 3, 2, 2))
+def test_a_full_expert_takes_the_first_images():
+    x = random_image((4, 3, 2, 2))
     layer = build(x, 2, 1, bias=[900, -900], experts=scales(2), capacity_factor=1.0)
     output, _, info = layer(x)
     assert info["expert_usage"].tolist() == [2, 0]
@@ -400,7 +400,7 @@ def test_a_full_expert_takes_the_first_pictures():
 
 
 def test_grad_through_route_dispatch_and_combine():
-    x = picture((3, 4, 2, 2), torch.float64).cpu().requires_grad_()
+    x = random_image((3, 4, 2, 2), torch.float64).cpu().requires_grad_()
     for options in ({"aux_loss": "switch"}, {"aux_loss": "importance_cv2", "sync": "none"}, {"aux_loss": "z"}):
         layer = build(x.detach(), 3, 2, experts=scales(3), **options)
         weight = layer.gate[1].weight
@@ -414,7 +414,7 @@ def test_grad_through_route_dispatch_and_combine():
 
 @pytest.mark.parametrize("kind", ["switch", "importance_cv2", "z"])
 def test_grad_of_the_balance_losses_reaches_the_gate(kind):
-    x = picture(SHAPE)
+    x = random_image(SHAPE)
     layer = build(x, aux_loss=kind)
     layer(x)[1].backward()
     assert layer.gate[1].weight.grad.abs().sum() > 0
@@ -437,7 +437,7 @@ def test_the_default_balance_loss_warns_once(monkeypatch):
 
 @pytest.mark.parametrize("sync", moe_file.SYNCS)
 def test_the_same_bits_forty_times(sync):
-    x, grad = picture(SHAPE), picture(SHAPE, seed=1)
+    x, grad = random_image(SHAPE), random_image(SHAPE, seed=1)
     layer = build(x, experts=scales(7), sync=sync)
     hashes = set()
     for _ in range(40):
@@ -456,7 +456,7 @@ def test_dtypes_are_the_users(dtype, autocast):
         make, context = (lambda layer: layer.bfloat16()), torch.autocast(DEVICE.type, enabled=False)
     else:
         make, context = (lambda layer: layer), torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast)
-    x = picture(SHAPE)
+    x = random_image(SHAPE)
     layer = build(x)
     stock = stock_moe.MoELayer(16, 7, 3).to(DEVICE)
     stock.load_state_dict(layer.state_dict())
@@ -472,7 +472,7 @@ def test_dtypes_are_the_users(dtype, autocast):
 
 
 def test_copies_pickles_and_checkpoints():
-    x = picture(SHAPE)
+    x = random_image(SHAPE)
     layer = build(x).eval()
     expected = layer(x)[0]
     assert torch.equal(copy.deepcopy(layer)(x)[0], expected)
@@ -485,7 +485,7 @@ def test_copies_pickles_and_checkpoints():
 
 @pytest.mark.slow
 def test_compile_of_padded_groups():
-    x = picture((4, 16, 6, 6))
+    x = random_image((4, 16, 6, 6))
     layer = build(x, experts=scales(7), sync="none", capacity_factor=2.0)
     compiled = torch.compile(lambda t: layer(t)[:2], fullgraph=True, dynamic=False)
     for mine, expected in zip(compiled(x), layer(x)[:2], strict=True):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture
+from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from norm2d_truth import HALVES, assert_right, forward_and_gradients, parameters
@@ -77,7 +77,7 @@ def test_activation_of_zero_and_tails():
 def test_matches_reference(dtype, layout, activation):
     for shape in SHAPES if activation in ("none", "gelu") else SMALL:
         weight, bias = parameters(shape[1], dtype)
-        x, grad = picture(shape, dtype, layout), picture(shape, dtype, layout, seed=1)
+        x, grad = random_image(shape, dtype, layout), random_image(shape, dtype, layout, seed=1)
         assert_all_close(x, weight, bias, grad, activation=activation)
 
 
@@ -86,7 +86,7 @@ def test_matches_reference(dtype, layout, activation):
 def test_matches_reference_far_from_zero(layout, kind):
     for shape in SHAPES:
         weight, bias = parameters(shape[1])
-        x, grad = picture(shape, torch.float32, layout, kind), picture(shape, seed=1)
+        x, grad = random_image(shape, torch.float32, layout, kind), random_image(shape, seed=1)
         assert_all_close(x, weight, bias, grad, activation="gelu")
 
 
@@ -95,8 +95,8 @@ def test_large_mean_keeps_its_digits(layout):
     """Mean 1e4, standard deviation 1: as close to float64 as without the mean, output and gradients alike."""
     shape = (2, 80, 9, 14)
     weight, bias = parameters(80)
-    grad = picture(shape, seed=1)
-    x = picture(shape, layout=layout, kind="offset")
+    grad = random_image(shape, seed=1)
+    x = random_image(shape, layout=layout, kind="offset")
     ours = forward_and_gradients(cx.layer_norm2d, x, weight, bias, grad)
     truth = forward_and_gradients(reference.layer_norm2d, *(t.double() for t in (x, weight, bias, grad)))
     for mine, true in zip(ours, truth, strict=True):
@@ -107,10 +107,10 @@ def test_large_mean_keeps_its_digits(layout):
 @pytest.mark.parametrize("channels", [20, 300])
 def test_first_channels_far_from_the_rest(layout, channels):
     """Neither 0 nor the first channels are near the mean of such pixels, which must not cost digits."""
-    x = picture((2, channels, 5, 9), layout=layout)
+    x = random_image((2, channels, 5, 9), layout=layout)
     x[:, :9] += 1e4
     weight, bias = parameters(channels)
-    assert_all_close(x, weight, bias, picture(x.shape, seed=1), activation="silu")
+    assert_all_close(x, weight, bias, random_image(x.shape, seed=1), activation="silu")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,15 +118,15 @@ def test_first_channels_far_from_the_rest(layout, channels):
 def test_matches_reference_residual_and_groups(dtype, layout):
     for shape, groups in (((2, 12, 5, 7), 4), ((1, 36, 6, 9), 3), ((2, 6, 4, 4), 6), ((1, 80, 3, 17), 2)):
         weight, bias = parameters(shape[1], dtype)
-        x, grad = picture(shape, dtype, layout), picture(shape, dtype, layout, seed=1)
-        residual = picture(shape, dtype, "contiguous" if groups % 2 else layout, seed=2)
+        x, grad = random_image(shape, dtype, layout), random_image(shape, dtype, layout, seed=1)
+        residual = random_image(shape, dtype, "contiguous" if groups % 2 else layout, seed=2)
         assert_all_close(x, weight, bias, grad, activation="gelu", groups=groups, residual=residual)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_float32_parameters_beside_halves(dtype):
     weight, bias = parameters(12)
-    x, grad = picture((2, 12, 5, 7), dtype), picture((2, 12, 5, 7), dtype, seed=1)
+    x, grad = random_image((2, 12, 5, 7), dtype), random_image((2, 12, 5, 7), dtype, seed=1)
     y, grad_x, grad_weight, grad_bias = forward_and_gradients(cx.layer_norm2d, x, weight, bias, grad)
     assert y.dtype == grad_x.dtype == dtype
     assert grad_weight.dtype == grad_bias.dtype == torch.float32
@@ -139,8 +139,8 @@ def test_float32_parameters_beside_halves(dtype):
 def test_grad(activation):
     weight, bias = (v.requires_grad_() for v in parameters(6, torch.float64))
     for layout in ("contiguous", "channels_last"):
-        x = picture((2, 6, 3, 4), torch.float64, layout).requires_grad_()
-        residual = picture((2, 6, 3, 4), torch.float64, seed=3).requires_grad_()
+        x = random_image((2, 6, 3, 4), torch.float64, layout).requires_grad_()
+        residual = random_image((2, 6, 3, 4), torch.float64, seed=3).requires_grad_()
 
         def op(x, weight, bias, residual):
             return cx.layer_norm2d(x, weight, bias, 1e-3, activation=activation, residual=residual, groups=2)
@@ -151,7 +151,7 @@ def test_grad(activation):
 
 def test_grad_where_some_need_none():
     weight, bias = parameters(6)
-    x = picture((2, 6, 3, 4))
+    x = random_image((2, 6, 3, 4))
     full = forward_and_gradients(cx.layer_norm2d, x, weight, bias, torch.ones_like(x))
     for index in range(3):
         leaves = [x, weight, bias]
@@ -166,7 +166,7 @@ def test_grad_where_some_need_none():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_gradients_nothing_is_made_for_them(layout):
     op = torch.ops.camox_ops.layer_norm2d
-    x, (weight, bias) = picture((2, 12, 7, 9), layout=layout), parameters(12)
+    x, (weight, bias) = random_image((2, 12, 7, 9), layout=layout), parameters(12)
     y, stats = op(x, weight, bias, x, 1e-6, 3, 1, False)
     assert stats.numel() == 0
     assert torch.equal(y, op(x, weight, bias, x, 1e-6, 3, 1, True)[0])
@@ -214,8 +214,8 @@ def test_shapes(shape, group_channels, activation, layout, dtype, with_residual)
     batch, groups, height, width = shape
     shape = (batch, groups * group_channels, height, width)
     weight, bias = parameters(shape[1], dtype)
-    residual = picture(shape, dtype, layout, seed=2) if with_residual else None
-    x, grad = picture(shape, dtype, layout), picture(shape, dtype, seed=1)
+    residual = random_image(shape, dtype, layout, seed=2) if with_residual else None
+    x, grad = random_image(shape, dtype, layout), random_image(shape, dtype, seed=1)
     assert_all_close(x, weight, bias, grad, activation=activation, groups=groups, residual=residual)
 
 
@@ -224,7 +224,7 @@ def test_shapes(shape, group_channels, activation, layout, dtype, with_residual)
 def test_nan_and_inf_stay_in_their_pixel_and_group(value, activation):
     weight, bias = parameters(8)
     for layout in ("contiguous", "channels_last"):
-        x = picture((1, 8, 6, 20), layout=layout)
+        x = random_image((1, 8, 6, 20), layout=layout)
         x[0, 2, 2, 7] = value
         y = cx.layer_norm2d(x, weight, bias, activation=activation, groups=2)
         assert y[0, :4, 2, 7].isnan().all()
@@ -341,7 +341,7 @@ def test_module_matches_reference(layout):
     module = cx.nn.LayerNorm2d(24, eps=1e-5)
     with torch.no_grad():
         module.weight.copy_(parameters(24)[0]), module.bias.copy_(parameters(24)[1])
-    x, grad = picture((2, 24, 6, 7), layout=layout), picture((2, 24, 6, 7), seed=1)
+    x, grad = random_image((2, 24, 6, 7), layout=layout), random_image((2, 24, 6, 7), seed=1)
 
     def outputs(forward, dtype):
         copy = cx.nn.LayerNorm2d(24, eps=1e-5)
@@ -356,7 +356,7 @@ def test_module_matches_reference(layout):
 
 def test_module_is_the_op():
     module = cx.nn.LayerNorm2d(8, activation="gelu", groups=2)
-    x = picture((2, 8, 5, 5))
+    x = random_image((2, 8, 5, 5))
     expected = cx.layer_norm2d(x, module.weight, module.bias, activation="gelu", groups=2, residual=x)
     assert torch.equal(module(x, x), expected)
     assert list(module.state_dict()) == ["weight", "bias"]
@@ -369,7 +369,7 @@ def test_module_is_the_op():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_module_keeps_the_stock_dtype(autocast, x_dtype, parameter_dtype):
     module = cx.nn.LayerNorm2d(6).to(parameter_dtype)
-    x = picture((1, 6, 4, 4), x_dtype).requires_grad_()
+    x = random_image((1, 6, 4, 4), x_dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         ours, theirs = module(x), stock(module, x)
     assert ours.dtype == theirs.dtype

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, picture
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,11 +33,11 @@ def on_device():
 
 
 def heads(shape, dtype=torch.float32, memory="contiguous", seed=0):
-    """A (B, H, T, D) input; "swapped": (B, T, H, D) in memory; "expanded" and "strided": see picture."""
+    """A (B, H, T, D) input; "swapped": (B, T, H, D) in memory; "expanded" and "strided": see image."""
     if memory == "swapped":
         b, h, t, d = shape
-        return picture((b, t, h, d), dtype, seed=seed).transpose(1, 2)
-    return picture(shape, dtype, memory, seed=seed)
+        return random_image((b, t, h, d), dtype, seed=seed).transpose(1, 2)
+    return random_image(shape, dtype, memory, seed=seed)
 
 
 def tables(length, columns, dtype=torch.float32, seed=9):
@@ -74,7 +74,7 @@ def test_smoke():
     y = cx.rope(x, *cx.rope_tables(8, 5))
     assert y.shape == x.shape
     assert y.dtype == torch.float32
-    assert torch.equal(y[:, :, 0], x[:, :, 0])  # position 0 does not turn
+    assert torch.equal(y[:, :, 0], x[:, :, 0])  # position 0 is not rotated
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
 
 
@@ -159,7 +159,7 @@ def test_grad(interleaved, each):
 
 @ON_CPU
 def test_grad_of_packed_sequences():
-    x = picture((1, 7, 2, 6), torch.float64)[0].requires_grad_()
+    x = random_image((1, 7, 2, 6), torch.float64)[0].requires_grad_()
     cos, sin = (t.requires_grad_() for t in tables(4, 3, torch.float64))
     cu_seqlens = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     assert gradcheck(lambda *t: cx.rope(*t, cu_seqlens=cu_seqlens), (x, cos, sin))
@@ -174,7 +174,7 @@ def test_nothing_turns():
 def test_packed_sequences_begin_again(interleaved):
     lengths = (3, 0, 70, 1, 0, 64, 2)
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    x, (cos, sin) = picture((1, sum(lengths), 3, 10))[0], tables(70, 5)
+    x, (cos, sin) = random_image((1, sum(lengths), 3, 10))[0], tables(70, 5)
     for layout in ("bhtd", "bthd"):
         y = cx.rope(x, cos, sin, interleaved=interleaved, layout=layout, cu_seqlens=cu_seqlens)
         parts = (cx.rope(part[None], cos, sin, interleaved=interleaved, layout="bthd")[0] for part in x.split(lengths))
@@ -185,13 +185,13 @@ def test_packed_sequences_begin_again(interleaved):
 def test_tuple_of_tensors():
     q, k, v = heads((2, 8, 5, 6)), heads((2, 2, 5, 6), seed=1), heads((2, 1, 4, 8), seed=2)
     cos, sin = tables(5, 2)
-    turned = cx.rope((q, k, v), cos, sin, rotary_dim=4)
-    assert isinstance(turned, tuple)
-    for ours, x in zip(turned, (q, k, v), strict=True):
+    rotated = cx.rope((q, k, v), cos, sin, rotary_dim=4)
+    assert isinstance(rotated, tuple)
+    for ours, x in zip(rotated, (q, k, v), strict=True):
         assert torch.equal(ours, cx.rope(x, cos, sin, rotary_dim=4))
     both = (q.clone(), k.clone())
     assert all(a is b for a, b in zip(cx.rope(both, cos, sin, rotary_dim=4, inplace=True), both, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(both, turned, strict=False))
+    assert all(torch.equal(a, b) for a, b in zip(both, rotated, strict=False))
 
 
 @given(
@@ -423,7 +423,7 @@ def test_errors_of_inplace_before_anything_is_written():
 
 
 @given(st.data())
-def test_shared_memory_is_told_exactly(data):
+def test_shared_memory_is_found_exactly(data):
     """Against the addresses themselves, of any two views of a small buffer."""
     buffer = torch.zeros(2000, device="cpu")
 
@@ -493,7 +493,7 @@ def test_public_vision_bdh_v2_v3(n, length):
 @ON_CPU
 def test_public_train_bdh_unet():
     """takzen/vision-bdh train_bdh_unet.py and fine_tune_bdh_unet.py at 71cb8ab: the tables are two halves side by side,
-    the pairs are neighbours, so that the two elements of a pair turn by different angles."""
+    the pairs are neighbours, so that the two elements of a pair are rotated by different angles."""
     n, length = 32, 20
     growing = (2**16) ** (torch.arange(0, n // 2, dtype=torch.float32) / (n // 2))
     phases = (torch.arange(0, length, dtype=torch.float32)[:, None] * growing % 1) * (2 * math.pi)
@@ -525,12 +525,12 @@ def test_public_gpt_neox():
     """Half-split pairs of a quarter of the head: apply_rotary_pos_emb of EleutherAI/gpt-neox,
     megatron/model/positional_embeddings.py at 007003a, on (T, B, H, D)."""
     length, batch, count, dim, rotary_dim = 12, 2, 3, 64, 16
-    q, k = (picture((length, batch, count, dim), seed=seed) for seed in (0, 1))
+    q, k = (random_image((length, batch, count, dim), seed=seed) for seed in (0, 1))
     frequencies = 1.0 / 10000 ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
     angles = torch.outer(torch.arange(length).float(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
-    def turned(x):
+    def rotated(x):
         turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
         half = rotary_dim // 2
         partners = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1)
@@ -543,15 +543,15 @@ def test_public_gpt_neox():
         rotary_dim=rotary_dim,
     )
     for mine, x in zip(ours, (q, k), strict=True):
-        torch.testing.assert_close(mine.transpose(0, 1), turned(x))
+        torch.testing.assert_close(mine.transpose(0, 1), rotated(x))
         assert mine.transpose(0, 1).is_contiguous()
 
 
 def test_public_gpt_j():
-    """Neighbours are pairs, the first 64 of 256 elements turn, positions are given: GPTJAttention of
+    """Neighbours are pairs, the first 64 of 256 elements are rotated, positions are given: GPTJAttention of
     huggingface/transformers, src/transformers/models/gptj/modeling_gptj.py at cb6cd7e, on (B, T, H, D)."""
     batch, length, count, dim, rotary_dim = 2, 7, 3, 256, 64
-    key = picture((batch, length, count, dim))
+    key = random_image((batch, length, count, dim))
     positions = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [0, 0, 0, 0, 1, 2, 3]])
     frequencies = 1.0 / (10000 ** (torch.arange(0, rotary_dim, 2) / rotary_dim))
     angles = torch.outer(torch.arange(2048).float(), frequencies)

@@ -16,7 +16,7 @@ from camox_ops import reference
 
 HALVES = (torch.bfloat16, torch.float16)
 MEMORY = ("contiguous", "packed", "strided", "heads_first", "expanded")
-# (S, T, H, D): of EmberFormer; around vectors and both walks (T 16, T D 256); more columns than a piece; odd ones.
+# (S, T, H, D): of EmberFormer; around vectors and both traversals (T 16, T D 256); more columns than a piece; odd ones.
 SHAPES = [(9, 6, 8, 12), (3, 1, 1, 1), (5, 3, 3, 2), (2, 16, 5, 16), (2, 16, 3, 17), (3, 17, 2, 7), (2, 33, 1, 65)]
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits and threads: on the CPU")
 op = torch.ops.camox_ops

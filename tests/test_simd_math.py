@@ -86,20 +86,20 @@ DOUBLE = torch.from_numpy(X).double()
 def truth(name):
     """In float64, from formulas that cancel nowhere."""
     x = DOUBLE
-    near = x.clamp(-60, 60)
-    tail = torch.special.erfc(near.abs() / math.sqrt(2)) / 2
-    bell = torch.exp(-near * near / 2) / math.sqrt(2 * math.pi)
-    cubic = math.sqrt(8 / math.pi) * (near + 0.044715 * near**3)
-    slope = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * near**2)
+    clamped = x.clamp(-60, 60)
+    tail = torch.special.erfc(clamped.abs() / math.sqrt(2)) / 2
+    bell = torch.exp(-clamped * clamped / 2) / math.sqrt(2 * math.pi)
+    cubic = math.sqrt(8 / math.pi) * (clamped + 0.044715 * clamped**3)
+    slope = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * clamped**2)
     sigmoid, falling = torch.sigmoid, lambda u: torch.sigmoid(u) * torch.sigmoid(-u)
     formulas = {
-        "gelu": lambda: x.clamp_min(0) - near.abs() * tail,
-        "gelu_slope": lambda: torch.where(x > 0, 1 - tail + near * bell, tail + near * bell) + 0 * near,
+        "gelu": lambda: x.clamp_min(0) - clamped.abs() * tail,
+        "gelu_slope": lambda: torch.where(x > 0, 1 - tail + clamped * bell, tail + clamped * bell) + 0 * clamped,
         "sigmoid": lambda: sigmoid(x),
         "silu": lambda: x * sigmoid(x),
         "silu_slope": lambda: sigmoid(x) + x.clamp(-700, 700) * falling(x),
         "gelu_tanh": lambda: x * sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
-        "gelu_tanh_slope": lambda: sigmoid(cubic) + near * falling(cubic) * slope,
+        "gelu_tanh_slope": lambda: sigmoid(cubic) + clamped * falling(cubic) * slope,
         "rsqrt": lambda: x.rsqrt(),
     }
     return formulas[name]() if name in formulas else getattr(torch, name)(x)

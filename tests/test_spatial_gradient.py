@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, picture
+from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -68,7 +68,7 @@ def test_known_values_of_a_ramp(operator):
 
 
 def test_known_values_of_a_large_mean():
-    x = picture((2, 3, 20, 40), kind="offset")
+    x = random_image((2, 3, 20, 40), kind="offset")
     for ours, truth in zip(cx.spatial_gradient(x), reference.spatial_gradient(x.double()), strict=True):
         assert (ours.double() - truth)[..., 1:-1, 1:-1].abs().max() < 4e-6  # of values near 4, pixels near 1e4
 
@@ -83,7 +83,7 @@ def test_matches_reference(dtype, layout, border):
         kind = ("normal", "offset", "constant")[sum(shape) % 3]
         if dtype == torch.float16 and kind == "offset" and not normalized:
             continue  # ten times 1e4 is past float16's largest number
-        x = picture(shape, dtype, layout, kind)
+        x = random_image(shape, dtype, layout, kind)
         ours = cx.spatial_gradient(x, operator=operator, border=border, normalized=normalized)
         same = reference.spatial_gradient(x, operator, border, normalized)
         truth = reference.spatial_gradient(x.double(), operator, border, normalized)
@@ -101,7 +101,7 @@ def test_grad_matches_reference(dtype, layout, border):
         if not reachable(shape, border):
             continue
         for given_ in ((True, True), (True, False), (False, True)):
-            grads = [picture(shape, dtype, "contiguous" if i else layout, seed=i) for i in range(2)]
+            grads = [random_image(shape, dtype, "contiguous" if i else layout, seed=i) for i in range(2)]
             grads = [grad if here else None for grad, here in zip(grads, given_, strict=True)]
             ours = backward(grads, operator, border, layout == "channels_last")
             same = reference.spatial_gradient_backward(*grads, operator, border)
@@ -117,7 +117,7 @@ def test_grad_matches_reference(dtype, layout, border):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_grad(operator, border):
     for layout in ("contiguous", "channels_last"):
-        x = picture((2, 3, 5, 4), torch.float64, layout).requires_grad_()
+        x = random_image((2, 3, 5, 4), torch.float64, layout).requires_grad_()
 
         def op(x):
             return cx.spatial_gradient(x, operator=operator, border=border, normalized=True)
@@ -127,7 +127,7 @@ def test_grad(operator, border):
 
 
 def test_grad_of_one_output():
-    x = picture((2, 3, 6, 7), torch.float64).requires_grad_()
+    x = random_image((2, 3, 6, 7), torch.float64).requires_grad_()
     for index in range(2):
         (ours,) = torch.autograd.grad(cx.spatial_gradient(x)[index].square().sum(), x)
         (truth,) = torch.autograd.grad(reference.spatial_gradient(x)[index].square().sum(), x)
@@ -135,7 +135,7 @@ def test_grad_of_one_output():
 
 
 def test_grad_of_the_backward():
-    grads = [picture((1, 2, 4, 5), torch.float64, seed=i).requires_grad_() for i in range(2)]
+    grads = [random_image((1, 2, 4, 5), torch.float64, seed=i).requires_grad_() for i in range(2)]
     assert gradcheck(lambda gx, gy: backward((gx, gy), border="reflect"), grads)
     assert gradcheck(lambda gy: backward((None, gy), border="replicate"), grads[1])
 
@@ -150,7 +150,7 @@ def test_grad_of_the_backward():
 def test_shapes(shape, operator, border, layout, dtype):
     if not reachable(shape, border):
         return
-    x = picture(shape, dtype, layout)
+    x = random_image(shape, dtype, layout)
     truth = reference.spatial_gradient(x.double(), operator, border)
     same = reference.spatial_gradient(x, operator, border)
     ours = cx.spatial_gradient(x, operator=operator, border=border)
@@ -164,7 +164,7 @@ def test_a_last_tile_of_one_column(channels, border):
     for width in (17, 33, 49, 65, 129, 257):
         for height in (2, 5):
             shape = (2, channels, height, width)
-            x, grads = picture(shape), [picture(shape, seed=i) for i in range(1, 3)]
+            x, grads = random_image(shape), [random_image(shape, seed=i) for i in range(1, 3)]
             expected, expected_grad = cx.spatial_gradient(x, border=border), backward(grads, border=border)
             truth = reference.spatial_gradient_backward(*(grad.double() for grad in grads), "sobel", border)
             assert_close_to_reference(expected_grad, expected_grad, truth)
@@ -178,7 +178,7 @@ def test_a_last_tile_of_one_column(channels, border):
 @pytest.mark.parametrize("values", [("nan", "nan"), ("inf", "inf"), ("-inf", "-inf"), ("inf", "-inf")])
 def test_nan_and_inf_as_in_a_convolution(values):
     for layout in ("contiguous", "channels_last"):
-        x = picture((1, 2, 6, 20), layout=layout)
+        x = random_image((1, 2, 6, 20), layout=layout)
         x[0, 0, 2, 7], x[0, 0, 3, 9] = float(values[0]), float(values[1])
         x[0, 1, 0, 0] = float(values[0])
         for ours, theirs in zip(cx.spatial_gradient(x), reference.spatial_gradient(x), strict=True):

@@ -224,12 +224,12 @@ def test_errors_of_the_checkpointing_policy():
         cx.train.gradient_checkpointing_policy(0)
     with pytest.raises(ValueError, match="model and sample together"):
         cx.train.gradient_checkpointing_policy(8, Squares())
-    with pytest.raises(ValueError, match=r"sample must hold a picture, got \(0, 1000\)"):
+    with pytest.raises(ValueError, match=r"sample must hold an image, got \(0, 1000\)"):
         cx.train.gradient_checkpointing_policy(8, Squares(), torch.randn(0, 1000))
 
 
 class Moving(nn.Module):
-    """A mean that forward assigns anew, a buffer that it fills at the first call, and one in a child."""
+    """A mean that forward assigns again, a buffer that it fills at the first call, and one in a child."""
 
     def __init__(self):
         super().__init__()
@@ -301,7 +301,7 @@ def test_progress_on_a_terminal_redraws_one_line(monkeypatch):
 
 
 class Driver:
-    """Stands for the NVIDIA driver's library."""
+    """Takes the place of the NVIDIA driver's library."""
 
     def __init__(self, status=0):
         self.status, self.asked = status, None

@@ -30,7 +30,7 @@ text_data, text_model, text_training = (example_path.load(name, "bdh_text") for 
 
 SIZES = {"n_layer": 3, "n_embd": 24, "n_head": 3, "mlp_internal_dim_multiplier": 8, "dropout": 0.0}
 CONFIG = bdh.BDHConfig(**SIZES)  # heads are 64 wide
-# Names and shapes of the public models' state_dict at these sizes, 3x32x32 pictures, patches of 4, 10 classes.
+# Names and shapes of the public models' state_dict at these sizes, 3x32x32 images, patches of 4, 10 classes.
 SHARED = {
     "decoder": (192, 24),
     "encoder": (3, 24, 64),
@@ -319,7 +319,7 @@ def test_projections_autocast():
 # ---- models ----
 
 
-def pictures(count=4, channels=3, seed=0):
+def random_batch(count=4, channels=3, seed=0):
     generator = torch.Generator("cpu").manual_seed(seed)
     images = torch.randn(count, channels, 32, 32, generator=generator, device="cpu")
     return images.to(DEVICE), torch.arange(count, device=DEVICE) % 10
@@ -338,7 +338,7 @@ def test_models_have_the_public_parameters(kind):
 @pytest.mark.parametrize("kind", ["v2", "cls"])
 @pytest.mark.parametrize("softmax", [False, True])
 def test_models_of_both_op_sets_agree(kind, softmax):
-    images, labels = pictures()
+    images, labels = random_batch()
     torch.manual_seed(0)
     stock = model.MODELS[kind](CONFIG, use_softmax_attn=softmax, ops="torch").to(DEVICE)
     found = {}
@@ -357,17 +357,17 @@ def test_models_of_both_op_sets_agree(kind, softmax):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 on the CPU")
 def test_models_are_held_to_float64_and_a_wrong_one_fails():
     models = demo_run.build_twins(CONFIG)
-    held = demo_run.compare(models, *pictures())
+    held = demo_run.compare(models, *random_batch())
     assert held["passed"], held["worst"]
     models["camox"].attn.register_forward_hook(lambda module, inputs, out: out * (1 + 1e-3))
     models["camox"].ln.eps = 1e-3
-    assert not demo_run.compare(models, *pictures())["passed"]
+    assert not demo_run.compare(models, *random_batch())["passed"]
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="counts what the CPU allocates")
 def test_camox_saves_less_for_backward():
     config = bdh.BDHConfig(**SIZES | {"dropout": 0.1, "mlp_internal_dim_multiplier": 32})
-    used = {name: demo_run.used(made, *pictures(8)) for name, made in demo_run.build_twins(config).items()}
+    used = {name: demo_run.used(made, *random_batch(8)) for name, made in demo_run.build_twins(config).items()}
     wide = config.n_layer * 8 * 64 * config.n_head * config.head_size * 4 / 1e6  # one (B, H, T, N) tensor a pass, in MB
     assert used["camox"]["saved_mb"] <= 3.9 * wide  # both sides of the gate, its result, the small ones
     assert used["camox"]["saved_mb"] <= 0.6 * used["torch"]["saved_mb"]
@@ -376,7 +376,7 @@ def test_camox_saves_less_for_backward():
 
 def test_dropout_is_drawn_from_the_seed_and_off_in_evaluation():
     made = model.VisionBDHv2(bdh.BDHConfig(**SIZES | {"dropout": 0.5})).to(DEVICE)
-    images, _ = pictures()
+    images, _ = random_batch()
     drawn = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -388,7 +388,7 @@ def test_dropout_is_drawn_from_the_seed_and_off_in_evaluation():
 
 
 def test_model_under_autocast():
-    images, labels = pictures()
+    images, labels = random_batch()
     for ops in bdh.OPS:
         torch.manual_seed(0)
         made = model.VisionBDHv2(CONFIG, ops=ops).to(DEVICE)
@@ -403,7 +403,7 @@ def test_model_under_autocast():
 @pytest.mark.parametrize("ops", bdh.OPS)
 @pytest.mark.parametrize("softmax", [False, True])
 def test_attention_maps(ops, softmax):
-    images, _ = pictures(2)
+    images, _ = random_batch(2)
     made = model.VisionBDHv2CLS(CONFIG, use_softmax_attn=softmax, ops=ops).to(DEVICE)
     maps = model.attention_maps(made, images)
     assert [tuple(one.shape) for one in maps] == [(2, 3, 65, 65)] * 3
@@ -509,7 +509,7 @@ TINY = {"n_layer": 2, "n_embd": 12, "n_head": 2, "mlp_multiplier": 4, "epochs": 
 
 @pytest.fixture
 def few_digits(digits, monkeypatch):
-    some = tuple(pictures.part(torch.arange(60, device="cpu")) for pictures in digits)
+    some = tuple(dataset.part(torch.arange(60, device="cpu")) for dataset in digits)
     monkeypatch.setattr(training, "open_data", lambda path: some)
 
 

@@ -29,7 +29,7 @@ def stacked_product(maps: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     """Four 1x1 convolutions, weight (4D, C, 1, 1) and bias (4D,), over the four channel ranges of maps (B, 4C, H, W) ->
     (B, 4D, H, W).
 
-    One batched product over all branches and pictures beats four convolutions and a grouped one alike: see
+    One batched product over all branches and images beats four convolutions and a grouped one alike: see
     benchmarks/bench_edge_expert.py."""
     batch, channels, height, width = maps.shape
     product = weight.view(1, 4, -1, channels // 4) @ maps.reshape(batch, 4, channels // 4, height * width)

@@ -34,7 +34,7 @@ def why_not_fused(model: nn.Module) -> dict[str, list[str]]:
     of those layers at once. They do so only where the layers are what the constructor made: of exactly that class,
     without hooks, and with settings that agree. Otherwise the layers are called, so that LoRA adapters, quantised
     layers, pruning, weight_norm, spectral_norm and hooks work as they do in the replaced module, at its speed. This
-    function tells which modules do that now, and why. A module is named as in model.named_modules()."""
+    function lists which modules do that now, and why. A module is named as in model.named_modules()."""
     found = {name: module.why_not_fused() for name, module in model.named_modules() if isinstance(module, FusedModule)}
     return {name: reasons for name, reasons in found.items() if reasons}
 
@@ -83,7 +83,7 @@ def plain_layers(sequentials: Sequence[nn.Module], kinds: Sequence[type]) -> lis
 
 
 def not_plain_layers(name: str, layers: nn.Module, kinds: Sequence[type | None]) -> str | None:
-    """layers: a Sequential of these classes; None stands for any module, one that is called."""
+    """layers: a Sequential of these classes; None: any module, one that is called."""
     reason = not_plain(layers, nn.Sequential)
     if reason is None and len(layers) != len(kinds):
         reason = f"has {len(layers)} modules, not {len(kinds)}"

@@ -1,4 +1,4 @@
-"""Adaptive average pooling of pictures to four sizes at once, and their bilinear way back, as matrix products.
+"""Adaptive average pooling of images to four sizes at once, and their bilinear way back, as matrix products.
 
 Both are separable: a (sum of LEVELS, size) matrix for the columns and one for the rows. The levels come and go
 transposed, (B, C, w, h): what lies between works on single pixels."""

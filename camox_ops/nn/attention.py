@@ -19,16 +19,16 @@ def _check_heads(module: str, dim: int, num_heads: int) -> None:
 class SDTAEncoder(nn.Module):
     """Attention over the pixels of (B, dim, H, W) in num_heads heads between two 1x1 convolutions, plus x.
 
-    Stands for SDTAEncoder of mahi-chan/camoXpert (models/backbone.py at 47e858c): same constructor and parameters, the
-    same numbers with dropout 0. Linear attention is camox_ops.linear_attention(feature_map="elu1",
-    normalize="feature"): it reads the heads where the qkv convolution wrote them and writes a picture, so nothing is
+    Drop-in replacement for SDTAEncoder of mahi-chan/camoXpert (models/backbone.py at 47e858c): same constructor and
+    parameters, the same numbers with dropout 0. Linear attention is camox_ops.linear_attention(feature_map="elu1",
+    normalize="feature"): it reads the heads where the qkv convolution wrote them and writes an image, so nothing is
     rearranged, and keeps for the backward pass that convolution's output and a head_dim x head_dim state per head; the
     gradient of that output is written as one tensor.
 
     Args:
         dim: channels, a multiple of num_heads; at most 256 a head where attention is linear.
         num_heads: heads.
-        drop_path: dropout of single elements of the result, as in the module it stands for, before x is added.
+        drop_path: dropout of single elements of the result, as in the module it replaces, before x is added.
         use_linear_attention: False for softmax attention, F.scaled_dot_product_attention, whose cost grows with
             (H*W)^2."""
 
@@ -56,8 +56,8 @@ class SDTAEncoder(nn.Module):
         else:
             # fused kernels, which keep no matrix of all pairs, want the channels of a head side by side
             mixed = F.scaled_dot_product_attention(*qkv.contiguous().unbind(1))
-        picture = mixed.transpose(-2, -1).flatten(1, 2).unflatten(2, x.shape[2:])
-        return self.drop_path(self.proj(picture)) + x
+        image = mixed.transpose(-2, -1).flatten(1, 2).unflatten(2, x.shape[2:])
+        return self.drop_path(self.proj(image)) + x
 
 
 class LinearAttention(nn.Module):

@@ -16,9 +16,9 @@ class FrequencyExpert(FusedModule):
     """Frequency features of (B, dim, H, W): low, middle and high band and x itself each through a 1x1 convolution to
     dim/4 channels, LayerNorm2d and GELU; the four together through a 1x1 convolution, LayerNorm2d and GELU; plus x.
 
-    Stands for FrequencyExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
-    dim must be a multiple of 4. The four branches are computed together where their layers are what the constructor
-    made, else called one by one: see camox_ops.nn.why_not_fused."""
+    Drop-in replacement for FrequencyExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and
+    parameters. dim must be a multiple of 4. The four branches are computed together where their layers are what the
+    constructor made, else called one by one: see camox_ops.nn.why_not_fused."""
 
     def __init__(self, dim: int):
         super().__init__()

@@ -19,8 +19,9 @@ class BidirectionalBDHAttention(nn.Module):
 
         R = rotated Q    out = [softmax](R R^T [/ sqrt(N)]) V
 
-    Stands for BidirectionalAttentionV2 of takzen/vision-bdh (models/vision_bdh_v2.py and vision_bdh_v3.py at 71cb8ab)
-    and of jinotter3/vision-bdh (models/vision_bdh_v2_cls.py at 8ea7ddf): same constructor, arguments and state_dict.
+    Drop-in replacement for BidirectionalAttentionV2 of takzen/vision-bdh (models/vision_bdh_v2.py and vision_bdh_v3.py
+    at 71cb8ab) and of jinotter3/vision-bdh (models/vision_bdh_v2_cls.py at 8ea7ddf): same constructor, arguments and
+    state_dict.
 
     Args:
         config: an object with n_head H, n_embd D and mlp_internal_dim_multiplier m; heads are N = m * D // H wide.
@@ -30,7 +31,7 @@ class BidirectionalBDHAttention(nn.Module):
     made from its present values in its own precision (float32 at least). On the CPU they are kept beside a copy of
     freqs, which each call compares; on CUDA, where comparing would wait for the device, under torch.compile and under
     torch.func they are made on each call. They are not part of the state_dict, of copies and of pickles. A freqs that
-    requires a gradient gets one. A model cast to bfloat16 as a whole rounds freqs too, as the class it stands for does;
+    requires a gradient gets one. A model cast to bfloat16 as a whole rounds freqs too, as the class it replaces does;
     autocast leaves them float32."""
 
     def __init__(self, config, use_softmax: bool = True):

@@ -1,6 +1,6 @@
 """CamoXpert's other experts on camox_ops' norms; EdgeExpert and FrequencyExpert lie in edge.py and bands.py.
 
-None of them mixes the pictures of a batch: each picture's result is the same alone or among others."""
+None of them mixes the images of a batch: each image's result is the same alone or among others."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TextureExpert(FusedModule):
     """Texture of (B, dim, H, W) at four scales: 1x1 convolutions to dim/4 channels, 3x3 convolutions of dilation 1 to
     4, LayerNorm2d and GELU; the four together through a 1x1 convolution, LayerNorm2d and GELU; plus x.
 
-    Stands for TextureExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
-    dim must be a multiple of 4. The branches' 1x1 convolutions and norms are computed together where their layers are
-    what the constructor made, else called one by one: see camox_ops.nn.why_not_fused."""
+    Drop-in replacement for TextureExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and
+    parameters. dim must be a multiple of 4. The branches' 1x1 convolutions and norms are computed together where their
+    layers are what the constructor made, else called one by one: see camox_ops.nn.why_not_fused."""
 
     BRANCHES = ("branch1", "branch2", "branch3", "branch4")
     KINDS = (nn.Conv2d, *KINDS)
@@ -77,9 +77,9 @@ class TextureExpert(FusedModule):
 class AttentionExpert(nn.Module):
     """Global context of (B, dim, H, W) by linear attention over its pixels.
 
-    Stands for AttentionExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
-    dim must be a multiple of num_heads. In training its dropout draws for the whole batch at once, other numbers than
-    picture by picture."""
+    Drop-in replacement for AttentionExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and
+    parameters. dim must be a multiple of num_heads. In training its dropout draws for the whole batch at once, other
+    numbers than image by image."""
 
     def __init__(self, dim: int, num_heads: int = 8):
         super().__init__()
@@ -92,10 +92,10 @@ class AttentionExpert(nn.Module):
 
 class HybridExpert(nn.Module):
     """(B, dim, H, W): a 5x5 depthwise convolution, LayerNorm2d, 1x1 convolution and GELU, times a gate for each channel
-    from the picture's mean, through a 1x1 convolution; plus x.
+    from the image's mean, through a 1x1 convolution; plus x.
 
-    Stands for HybridExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters. dim
-    must be a multiple of 4."""
+    Drop-in replacement for HybridExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and
+    parameters. dim must be a multiple of 4."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -125,8 +125,8 @@ class SemanticContextExpert(FusedModule):
     to dim/4 channels, LayerNorm2d and GELU, and bilinearly back to HxW; the four together through a 1x1 convolution,
     LayerNorm2d and GELU; plus x.
 
-    Stands for SemanticContextExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and
-    parameters. dim must be a multiple of 4.
+    Drop-in replacement for SemanticContextExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same
+    constructor and parameters. dim must be a multiple of 4.
 
     Interpolation acts on pixels and the last convolution on channels, so they change places: the convolution works on
     the 85 pooled pixels instead of H*W, and pooling and interpolation are two small matrix products each, in float32
@@ -203,8 +203,8 @@ class ContrastExpert(FusedModule):
     """Local contrast of (B, dim, H, W): a 3x3 depthwise convolution, LayerNorm2d, GELU, 1x1 convolution, LayerNorm2d;
     then a 1x1 convolution, LayerNorm2d and GELU; plus x.
 
-    Stands for ContrastExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and parameters.
-    The last norm adds x where it is what the constructor made: see camox_ops.nn.why_not_fused."""
+    Drop-in replacement for ContrastExpert of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor and
+    parameters. The last norm adds x where it is what the constructor made: see camox_ops.nn.why_not_fused."""
 
     def __init__(self, dim: int):
         super().__init__()

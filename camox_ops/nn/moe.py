@@ -1,4 +1,4 @@
-"""CamoXpert's sparse mixture of experts, one call per expert instead of one per picture and choice."""
+"""CamoXpert's sparse mixture of experts, one call per expert instead of one per image and choice."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def _warn_of_usage_mse() -> None:
 
 
 class MoELayer(nn.Module):
-    """Each picture of x (B, in_channels, H, W) goes through the top_k experts that its gate chooses, weighted by the
+    """Each image of x (B, in_channels, H, W) goes through the top_k experts that its gate chooses, weighted by the
     softmax of their logits.
 
-    Stands for MoELayer of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor, parameters, results.
-    The gate is a global mean and a 1x1 convolution. That module calls an expert for every choice of every picture and
-    waits for the device before each; this one sorts the pictures by expert (moe_route, moe_dispatch), calls each expert
-    that was chosen once, on its pictures together, and adds up with moe_combine. A picture's result is what it is
-    alone, so long as no expert mixes the pictures of a batch (BatchNorm in training does: its statistics are then those
-    of the pictures that chose the expert together) and none draws random numbers (dropout draws for the group).
-    Experts that no picture chose are not run: their parameters keep grad=None.
+    Drop-in replacement for MoELayer of mahi-chan/camoXpert (models/experts.py at 47e858c): same constructor,
+    parameters, results. The gate is a global mean and a 1x1 convolution. That module calls an expert for every choice
+    of every image and waits for the device before each; this one sorts the images by expert (moe_route, moe_dispatch),
+    calls each expert that was chosen once, on its images together, and adds up with moe_combine. An image's result is
+    what it is alone, so long as no expert mixes the images of a batch (BatchNorm in training does: its statistics are
+    then those of the images that chose the expert together) and none draws random numbers (dropout draws for the
+    group). Experts that no image chose are not run: their parameters keep grad=None.
 
     Differences: a top_k above num_experts is refused, not lowered; among equal logits the lower expert is chosen; NaN
     in the gate's logits is an error (see moe_route).
@@ -68,20 +68,20 @@ class MoELayer(nn.Module):
         in_channels: C.
         num_experts: E; without `experts`, CamoXpert's seven classes in turn: Texture, Attention, Hybrid, Frequency,
             Edge, SemanticContext, Contrast; in_channels must then be a multiple of 8.
-        top_k: experts per picture, 1 to E.
+        top_k: experts per image, 1 to E.
         experts: num_experts modules to use instead, as unlike as one likes: each maps (n, C, H, W) to that shape and
             x's dtype (under autocast, float32 or the autocast dtype will do).
         aux_loss: the second result. "usage_mse", the default and the users', is 0.01 times the mean squared distance of
             the experts' shares from 1/E: made of counts, it has NO GRADIENT and balances nothing, and who leaves the
             default is warned once. "switch", "importance_cv2" and "z" (camox_ops.moe_aux_loss) have one.
         score: how weights come from logits, as for camox_ops.moe_route.
-        capacity_factor: an expert takes at most ceil(capacity_factor * B * top_k / E) pictures; later ones lose that
+        capacity_factor: an expert takes at most ceil(capacity_factor * B * top_k / E) images; later ones lose that
             expert's share. None: no limit.
-        sync: "counts": the host reads how many pictures each expert has, once per call; on CUDA the copy runs beside
+        sync: "counts": the host reads how many images each expert has, once per call; on CUDA the copy runs beside
             the gate's and dispatch's work and is waited for just before the first expert. "none": nothing is read and
             no shape depends on data, so a CUDA graph can capture it; every expert runs on its whole capacity (all B
-            pictures without capacity_factor), filled up with pictures of zeros that are not used, and gets zero
-            gradients where no picture chose it.
+            images without capacity_factor), filled up with images of zeros that are not used, and gets zero
+            gradients where no image chose it.
         streams: on CUDA, run the experts on streams of their own. Off by default: not yet measured on a GPU."""
 
     def __init__(
@@ -140,8 +140,8 @@ class MoELayer(nn.Module):
         """x (B, in_channels, H, W) -> (output like x, aux_loss (), routing_info).
 
         routing_info: `top_k_indices` (B, top_k) int64, best first; `top_k_weights` (B, top_k), 0 where an expert was
-        full; `expert_usage` (E,) float32, pictures that each expert took. All are detached and on x's device."""
-        _check.picture(NAME, "x", x)
+        full; `expert_usage` (E,) float32, images that each expert took. All are detached and on x's device."""
+        _check.image(NAME, "x", x)
         if x.shape[1] != self.in_channels:
             raise ValueError(f"{NAME}: x must have in_channels={self.in_channels} channels, got {tuple(x.shape)}")
         logits = self.gate(x).flatten(1)
@@ -172,7 +172,7 @@ class MoELayer(nn.Module):
         return loss.float() if self.aux_loss == "usage_mse" else loss
 
     def _run(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Each expert on its pictures; those without any are left out."""
+        """Each expert on its images; those without any are left out."""
         busy = [number for number, part in enumerate(parts) if part.shape[0]]  # len() is an int
         if not (self.streams and parts[0].is_cuda and len(busy) > 1):
             return [self._checked(number, self.experts[number](parts[number]), parts[number], dtype) for number in busy]

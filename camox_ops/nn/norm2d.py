@@ -13,10 +13,10 @@ from ..ops.norm2d import layer_norm2d
 class LayerNorm2d(nn.Module):
     """Normalises (B, C, H, W) over C at every pixel, scales and shifts each channel, and activates.
 
-    Stands for LayerNorm2d of mahi-chan/camoXpert (models/backbone.py at 47e858c): same constructor and parameters, and
-    the same dtype of the result in and out of autocast, the wider of x's and the parameters': a bfloat16 x (as
-    convolutions give under autocast) and float32 parameters give float32, without the rounding to bfloat16 on the way
-    that the public module's formula has.
+    Drop-in replacement for LayerNorm2d of mahi-chan/camoXpert (models/backbone.py at 47e858c): same constructor and
+    parameters, and the same dtype of the result in and out of autocast, the wider of x's and the parameters': a
+    bfloat16 x (as convolutions give under autocast) and float32 parameters give float32, without the rounding to
+    bfloat16 on the way that the public module's formula has.
 
     Args:
         num_features: C.

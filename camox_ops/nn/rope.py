@@ -21,7 +21,7 @@ class RotaryEmbedding(nn.Module):
     Under torch.compile a table that is there and long enough is used; one that is not is computed in the graph.
 
     Args:
-        dim: how many elements turn (rotary_dim of camox_ops.rope), even; the rest of a head passes.
+        dim: how many elements are rotated (rotary_dim of camox_ops.rope), even; the rest of a head passes.
         max_length: positions that the tables have from the start; they grow beyond when x or `length` asks for it.
         theta, units, scaling: as for camox_ops.rope_tables.
         interleaved, layout: as for camox_ops.rope."""
@@ -94,7 +94,7 @@ class RotaryEmbedding(nn.Module):
         length: int | None = None,
         inplace: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """x as camox_ops.rope takes it -> the same, turned.
+        """x as camox_ops.rope takes it -> the same, rotated.
 
         length: positions that the tables must have; None: as many as x has tokens, or max_length if that is more.
         With `positions` beyond both it must be given, for their values are not read here."""

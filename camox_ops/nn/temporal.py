@@ -29,13 +29,13 @@ KINDS = {
 class TemporalEncoder(FusedModule):
     """A stack of post-norm transformer layers over the T steps of every patch, (B, N, T, d_model) -> (B, N, d_model).
 
-    Stands for TemporalTransformerEncoder of tampueroc/emberformer (models/emberformer.py at 80135a5): same constructor,
-    forward arguments, parameter names (those of an nn.TransformerEncoder called `transformer`) and initial values, and
-    the same numbers with dropout 0. Like it, forward takes of each sequence the step `valid_t.sum(1) - 1`, or 0 where
-    that is negative. That is the last valid step where valid steps come first; in batches padded on the left, as that
-    project's collate function makes them, it is another slot, and may be a padded one.
+    Drop-in replacement for TemporalTransformerEncoder of tampueroc/emberformer (models/emberformer.py at 80135a5): same
+    constructor, forward arguments, parameter names (those of an nn.TransformerEncoder called `transformer`) and initial
+    values, and the same numbers with dropout 0. Like it, forward takes of each sequence the step `valid_t.sum(1) - 1`,
+    or 0 where that is negative. That is the last valid step where valid steps come first; in batches padded on the
+    left, as that project's collate function makes them, it is another slot, and may be a padded one.
 
-    Of the last layer only that step is computed behind the attention. Differs from the module it stands for in two
+    Of the last layer only that step is computed after the attention. Differs from the module it replaces in two
     ways: dropout draws other masks (camox_ops.dropout), and a sequence without any valid step gives finite numbers, not
     NaN: its attention is zeros.
 
@@ -48,7 +48,7 @@ class TemporalEncoder(FusedModule):
         nhead: number of heads, a divisor of d_model.
         num_layers: number of layers.
         dim_feedforward: width between the two products of a feed-forward block.
-        dropout: of the attention weights, of what is added to the residual stream, and behind GELU; in [0, 1)."""
+        dropout: of the attention weights, of what is added to the residual stream, and after GELU; in [0, 1)."""
 
     def __init__(
         self, d_model: int, nhead: int = 4, num_layers: int = 3, dim_feedforward: int = 512, dropout: float = 0.1

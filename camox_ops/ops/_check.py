@@ -45,7 +45,7 @@ def tensor(op: str, name: str, value, *, dtypes=DTYPES) -> None:
         raise NotImplementedError(f"{op}: forward-mode AD is not implemented, and {name} carries a tangent")
 
 
-def picture(op: str, name: str, value, *, dtypes=DTYPES) -> None:
+def image(op: str, name: str, value, *, dtypes=DTYPES) -> None:
     right = isinstance(value, torch.Tensor) and value.is_cpu and value.dim() == 4 and value.dtype in dtypes
     if (
         right and value.layout is torch.strided and not value.is_nested and forward_levels._current_level < 0

@@ -14,7 +14,7 @@ from .._torch_private import internal_overlap, shares_storage
 def is_channels_last(x: torch.Tensor) -> bool:
     """torch's rule for "strides like channels_last": a 4-d tensor that is not also plainly contiguous."""
     strides = x.stride()
-    if strides[1] == 0 or strides[3] < strides[1]:  # the latter at once, as most pictures are contiguous
+    if strides[1] == 0 or strides[3] < strides[1]:  # the latter at once, as most images are contiguous
         return False
     sizes, smallest = x.shape, 0
     for d in (1, 3, 2, 0):
@@ -26,7 +26,7 @@ def is_channels_last(x: torch.Tensor) -> bool:
     return True
 
 
-def empty_picture(x: torch.Tensor, channels: int) -> torch.Tensor:
+def empty_image(x: torch.Tensor, channels: int) -> torch.Tensor:
     """An uninitialised (B, channels, H, W) tensor in x's memory format."""
     memory_format = torch.channels_last if is_channels_last(x) else torch.contiguous_format
     return torch.empty(
@@ -78,8 +78,8 @@ def dense_strides(x: torch.Tensor, sizes=None, sort_last: bool = False) -> list[
 
 
 def empty_rows(x: torch.Tensor, leading: int, outer: tuple[int, ...]) -> torch.Tensor:
-    """An uninitialised tensor in which `outer` stands for the first `leading` dimensions of x: rows without gaps, their
-    dimensions in memory in the order of x's strides."""
+    """An uninitialised tensor in which `outer` takes the place of the first `leading` dimensions of x: rows without
+    gaps, their dimensions in memory in the order of x's strides."""
     inner, lead = x.shape[leading:], len(outer)
     sizes = (*outer, *inner)
     order = [*range(lead), *(lead + d for d in memory_order(inner, x.stride()[leading:]))]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from . import _check
-from ._layout import empty_picture, is_channels_last
+from ._layout import empty_image, is_channels_last
 from ._register import register, vmap_folded
 
 
@@ -20,9 +20,9 @@ class FrequencyBands(NamedTuple):
 
 
 def frequency_bands(x: torch.Tensor, *, stacked: bool = False) -> FrequencyBands | torch.Tensor:
-    """Splits every channel of a picture into three bands by box filters.
+    """Splits every channel of an image into three bands by box filters.
 
-    With box_k the mean over k*k pixels, zeros outside the picture counted (avg_pool2d(k, stride=1, padding=k//2)):
+    With box_k the mean over k*k pixels, zeros outside the image counted (avg_pool2d(k, stride=1, padding=k//2)):
 
         low = box_3(x)    mid = box_3(x) - box_5(x)    high = x - box_3(x)
 
@@ -51,7 +51,7 @@ def frequency_bands(x: torch.Tensor, *, stacked: bool = False) -> FrequencyBands
         bands = call.attempt(x)
         if bands is not None:
             return bands if stacked else FrequencyBands(*bands)
-    _check.picture("frequency_bands", "x", x)
+    _check.image("frequency_bands", "x", x)
     _check.flag("frequency_bands", "stacked", stacked)
     if stacked:
         return _frequency_bands_stacked(x)
@@ -94,14 +94,14 @@ def _fake_backward(grad_low, grad_mid, grad_high, grad_input, channels_last):
 
 _frequency_bands = register(
     "frequency_bands",
-    fake=lambda x: tuple(empty_picture(x, x.shape[1]) for _ in range(3)),
+    fake=lambda x: tuple(empty_image(x, x.shape[1]) for _ in range(3)),
     setup_context=_save,
     backward=_backward,
     vmap=vmap_folded("frequency_bands", 1),
 )
 _frequency_bands_stacked = register(
     "frequency_bands_stacked",
-    fake=lambda x: empty_picture(x, 4 * x.shape[1]),
+    fake=lambda x: empty_image(x, 4 * x.shape[1]),
     setup_context=_save,
     backward=_backward_stacked,
     vmap=vmap_folded("frequency_bands_stacked", 1),

@@ -35,7 +35,7 @@ def bdh_attention(
 
         r = rope(relu(q))    s = r r^T * scale    out = s v    or, with softmax, out = softmax(s) v
 
-    rope turns neighbouring pairs (interleaved=True of camox_ops.rope).
+    rope rotates neighbouring pairs (interleaved=True of camox_ops.rope).
 
     Args:
         q: (B, H, T, N), N even; float32, bfloat16, float16 or float64; any strides.
@@ -141,7 +141,7 @@ def _tf32(q: torch.Tensor) -> bool:
     if not q.is_cuda or q.dtype != torch.float32:
         return False
     matmul = torch.backends.cuda.matmul
-    # The first is what dynamo knows and guards, the second what tells of either way to allow it.
+    # The first is what dynamo knows and guards, the second what shows either way to allow it.
     return matmul.allow_tf32 if torch.compiler.is_compiling() else matmul.fp32_precision == "tf32"
 
 

@@ -33,9 +33,9 @@ def bias_gelu(
         (..., D) in x's dtype, contiguous. Computed in float32 (float64 for float64) and rounded once; x + bias is never
         rounded. Autocast leaves x's dtype alone.
 
-    Saved for backward: x, bias and the seed; x + bias, the slope of GELU and the mask are computed again. The gradient
-    of bias is summed over rows in a fixed order: the same bits on every run and for any number of threads. Derivatives
-    of any order. Forward-mode AD raises NotImplementedError. Masks and torch.vmap as in camox_ops.dropout.
+    Saved for backward: x, bias and the seed; x + bias, the derivative of GELU and the mask are computed again. The
+    gradient of bias is summed over rows in a fixed order: the same bits on every run and for any number of threads.
+    Derivatives of any order. Forward-mode AD raises NotImplementedError. Masks and torch.vmap as in camox_ops.dropout.
 
     Raises:
         TypeError: x or bias is not a dense tensor of one of these dtypes, their dtypes do not go together, p is not a

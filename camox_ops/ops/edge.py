@@ -9,7 +9,7 @@ import torch
 from .. import reference
 from . import _check
 from ._codes import BORDERS, border_of, name_of
-from ._layout import empty_picture
+from ._layout import empty_image
 from ._register import register, vmap_folded
 
 
@@ -24,7 +24,7 @@ class EdgeMaps(NamedTuple):
 def edge_maps(
     x: torch.Tensor, *, eps: float = 1e-8, border: str = "zeros", stacked: bool = False
 ) -> EdgeMaps | torch.Tensor:
-    """Edge magnitudes of every channel of a picture.
+    """Edge magnitudes of every channel of an image.
 
     With * the cross-correlation of each channel, x extended by one pixel as `border` says:
 
@@ -56,7 +56,7 @@ def edge_maps(
         maps = call.attempt(x, eps, BORDERS.get(border))
         if maps is not None:
             return maps if stacked else EdgeMaps(*maps)
-    _check.picture("edge_maps", "x", x)
+    _check.image("edge_maps", "x", x)
     eps = _check.eps("edge_maps", eps, x)
     border_code = border_of("edge_maps", border, x)
     _check.flag("edge_maps", "stacked", stacked)
@@ -109,21 +109,21 @@ def _backward_backward(ctx, grad):
 
 _edge_maps = register(
     "edge_maps",
-    fake=lambda x, eps, border: tuple(empty_picture(x, x.shape[1]) for _ in range(3)),
+    fake=lambda x, eps, border: tuple(empty_image(x, x.shape[1]) for _ in range(3)),
     setup_context=_save,
     backward=_backward,
     vmap=vmap_folded("edge_maps", 1),
 )
 _edge_maps_stacked = register(
     "edge_maps_stacked",
-    fake=lambda x, eps, border: empty_picture(x, 4 * x.shape[1]),
+    fake=lambda x, eps, border: empty_image(x, 4 * x.shape[1]),
     setup_context=_save,
     backward=_backward_stacked,
     vmap=vmap_folded("edge_maps_stacked", 1),
 )
 _edge_maps_backward = register(
     "edge_maps_backward",
-    fake=lambda x, *_: empty_picture(x, x.shape[1]),
+    fake=lambda x, *_: empty_image(x, x.shape[1]),
     setup_context=_save_backward,
     backward=_backward_backward,
     vmap=vmap_folded("edge_maps_backward", 5),

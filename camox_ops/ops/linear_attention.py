@@ -49,8 +49,8 @@ def linear_attention(
         eps: added to the denominator of "sum", > 0 in float32 (float64 for float64).
 
     Returns:
-        out, like v, in q's dtype and with its dimensions in memory in the order of q's strides, so that heads of a
-        picture give a picture, contiguous or channels_last, as a view; with return_state (out, (S, z)). Computed in
+        out, like v, in q's dtype and with its dimensions in memory in the order of q's strides, so that heads of an
+        image give an image, contiguous or channels_last, as a view; with return_state (out, (S, z)). Computed in
         float32 (float64 for float64) and rounded once; sums over T are taken chunk by chunk. Under autocast q, k and v
         are cast to its dtype.
 

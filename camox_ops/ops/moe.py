@@ -94,7 +94,7 @@ def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> 
     """Copies each row once for each of its experts, the copies sorted by expert and then by row.
 
     Args:
-        x: (rows, ...), rows of any shape: tokens or whole pictures; float32, bfloat16, float16 or float64; any strides,
+        x: (rows, ...), rows of any shape: tokens or whole images; float32, bfloat16, float16 or float64; any strides,
             of which those that leave gaps within a row are copied first.
         routing: what moe_route gave for these rows.
         padded: False: (rows*K, ...), zeros past the last copy; the copies of expert e are

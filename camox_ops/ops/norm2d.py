@@ -1,4 +1,4 @@
-"""layer_norm2d: LayerNorm over the channels of a picture, an activation and a residual, in one pass."""
+"""layer_norm2d: LayerNorm over the channels of an image, an activation and a residual, in one pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from .. import reference
 from . import _check
 from ._codes import ACTIVATIONS, code_of, name_of
-from ._layout import as_read, empty_picture
+from ._layout import as_read, empty_image
 from ._register import fold_batch, one_by_one, register, unfold_batch
 
 
@@ -21,7 +21,7 @@ def layer_norm2d(
     residual: torch.Tensor | None = None,
     groups: int = 1,
 ) -> torch.Tensor:
-    """Normalises every pixel of a picture over its channels, then scales, shifts, activates and adds.
+    """Normalises every pixel of an image over its channels, then scales, shifts, activates and adds.
 
     Over each group of C/groups neighbouring channels, at every pixel:
 
@@ -56,7 +56,7 @@ def layer_norm2d(
         outputs = _layer_norm2d.attempt(x, weight, bias, residual, eps, groups, ACTIVATIONS.get(activation))
         if outputs is not None:
             return outputs[0]
-    _check.picture("layer_norm2d", "x", x)
+    _check.image("layer_norm2d", "x", x)
     _check.affine("layer_norm2d", "weight", weight, x, 1, "channel")
     _check.affine("layer_norm2d", "bias", bias, x, 1, "channel")
     eps = _check.eps("layer_norm2d", eps, x)
@@ -83,7 +83,7 @@ def _check_groups(groups: int, x: torch.Tensor) -> None:
 
 def _fake(x, weight, bias, residual, eps, groups, activation, save):
     stats = weight.new_empty((2, x.shape[0] if save else 0, groups, *x.shape[2:]))
-    return empty_picture(x, x.shape[1]), stats
+    return empty_image(x, x.shape[1]), stats
 
 
 def _save(ctx, inputs, output):
@@ -144,7 +144,7 @@ _layer_norm2d = register(
 _layer_norm2d_backward = register(
     "layer_norm2d_backward",
     fake=lambda grad, x, weight, bias, *_: (
-        empty_picture(x, x.shape[1]),
+        empty_image(x, x.shape[1]),
         torch.empty_like(weight, memory_format=torch.contiguous_format),
         torch.empty_like(bias, memory_format=torch.contiguous_format),
     ),

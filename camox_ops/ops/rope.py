@@ -26,10 +26,10 @@ def rope_tables(
     scaling: dict | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the angles that rope turns by: angle[t, j] = t * theta**(-2j/dim).
+    """Cosines and sines of the angles that rope rotates by: angle[t, j] = t * theta**(-2j/dim).
 
     Args:
-        dim: how many elements turn, even; pair j of dim/2 has the frequency theta**(-2j/dim).
+        dim: how many elements are rotated, even; pair j of dim/2 has the frequency theta**(-2j/dim).
         length: number of positions, from 0 on.
         theta: base of the frequencies, > 0.
         units: "radians": angles in float64, so that they are exact at any position, then rounded once. "turns": the
@@ -106,19 +106,19 @@ def rope(
 
         y[a] = x[a] c[a] - x[b] s[a]    y[b] = x[b] c[b] + x[a] s[b]
 
-    The first r elements turn, the rest pass.
+    The first r elements are rotated, the others pass.
 
     Args:
         x: (B, H, T, D) for layout "bhtd", (B, T, H, D) for "bthd"; float32, bfloat16, float16 or float64; any strides,
             any size from 0 on. Or a tuple of such tensors, each of its own number of heads (q, k, ...).
         cos, sin: (length, r/2), one angle a pair, as rope_tables gives; or (length, r) where the two elements of a pair
-            turn by different angles, columns in the order of x's elements. float32 or x's dtype; a float32 table
+            are rotated by different angles, columns in the order of x's elements. float32 or x's dtype; a float32 table
             beside half-precision or float64 x is read as it is.
         interleaved: which elements are pairs (GPT-J, BDH: True; GPT-NeoX, Llama: False).
         layout: "bhtd" or "bthd".
         rotary_dim: r, even, at most D; None: D.
         positions: None (token t has position t), or int64 (T,) or (B, T).
-        cu_seqlens: int32 (S+1,), rising from 0 to total: x is (total, H, D), S sequences one after the other whose
+        cu_seqlens: int32 (S+1,), rising from 0 to total: x is (total, H, D), S contiguous sequences whose
             positions begin again at 0; layout says nothing then.
         inplace: write into x and return it. Counts as an in-place operation for autograd: the version counter moves,
             and a backward that needs the old values raises. Under torch.compile and torch.func the result is copied.
@@ -166,9 +166,9 @@ def rope(
     cos, sin = (as_read(table, _check.computed_in(tensors[0])) for table in (cos, sin))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     arguments = (cos, sin, positions, cu_seqlens, interleaved, layout_code, rotary_dim, False)
-    turn = _turn_in_place if inplace else _rope
-    turned = tuple(turn(value, *arguments) for value in tensors)
-    return turned if isinstance(x, (tuple, list)) else turned[0]
+    rotate = _rotate_in_place if inplace else _rope
+    rotated = tuple(rotate(value, *arguments) for value in tensors)
+    return rotated if isinstance(x, (tuple, list)) else rotated[0]
 
 
 def _check_x(name: str, value, first, cu_seqlens) -> None:
@@ -192,7 +192,7 @@ def _check_rotary_dim(rotary_dim, name: str, value: torch.Tensor) -> int:
     dim = value.shape[-1]
     if rotary_dim is None:
         if dim % 2:
-            raise ValueError(f"rope: {name} has an odd last dimension, {dim}: rotary_dim must say how many turn")
+            raise ValueError(f"rope: {name} has an odd last dimension, {dim}: rotary_dim must say how many are rotated")
         return dim
     if isinstance(rotary_dim, bool) or not isinstance(rotary_dim, (int, torch.SymInt)):
         raise TypeError(f"rope: rotary_dim must be an int or None, got {rotary_dim!r}")
@@ -291,7 +291,7 @@ def _check_overwritten(name: str, x: torch.Tensor, plain: bool) -> None:
 
 
 class _RopeInPlace(torch.autograd.Function):
-    """The in-place turn of a tensor that carries a gradient. mark_dirty moves the version counter."""
+    """The in-place rotation of a tensor that carries a gradient. mark_dirty moves the version counter."""
 
     @staticmethod
     def forward(ctx, x, *arguments):
@@ -307,7 +307,7 @@ class _RopeInPlace(torch.autograd.Function):
         return _rope(grad, *ctx.saved_tensors, *arguments, not transposed), *(None,) * 8
 
 
-def _turn_in_place(x: torch.Tensor, *arguments) -> torch.Tensor:
+def _rotate_in_place(x: torch.Tensor, *arguments) -> torch.Tensor:
     tensors = (argument for argument in (x, *arguments) if isinstance(argument, torch.Tensor))
     if torch.compiler.is_compiling() or in_transform(*tensors) or x.is_neg():
         return x.copy_(_rope(x, *arguments))  # a lazily negated view has no memory of its own values
@@ -321,7 +321,7 @@ def _turn_in_place(x: torch.Tensor, *arguments) -> torch.Tensor:
 
 def _save(ctx, inputs, output):
     x, cos, sin, positions, cu_seqlens, *ctx.arguments = inputs
-    learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]  # under vmap the tables themselves do not tell
+    learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]  # under vmap the tables themselves do not say
     ctx.save_for_backward(x if learned else None, cos, sin, positions, cu_seqlens)
     ctx.set_materialize_grads(False)
 

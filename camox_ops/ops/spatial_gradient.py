@@ -7,14 +7,14 @@ import torch
 from ..reference.spatial_gradient import WEIGHTS
 from . import _check
 from ._codes import BORDERS, border_of
-from ._layout import empty_picture, is_channels_last
+from ._layout import empty_image, is_channels_last
 from ._register import register, vmap_folded
 
 
 def spatial_gradient(
     x: torch.Tensor, *, operator: str = "sobel", border: str = "zeros", normalized: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Derivatives of every channel of a picture along x and y.
+    """Derivatives of every channel of an image along x and y.
 
     The cross-correlation of each channel, x extended by one pixel as `border` says, with a kernel and its transpose:
 
@@ -45,7 +45,7 @@ def spatial_gradient(
         gradients = _spatial_gradient.attempt(x, *_filter(operator, normalized), BORDERS.get(border))
         if gradients is not None:
             return gradients
-    _check.picture("spatial_gradient", "x", x)
+    _check.image("spatial_gradient", "x", x)
     _check.choice("spatial_gradient", "operator", operator, tuple(WEIGHTS))
     border_code = border_of("spatial_gradient", border, x)
     _check.flag("spatial_gradient", "normalized", normalized)
@@ -93,7 +93,7 @@ def _fake_backward(grad_gx, grad_gy, side, middle, border, channels_last):
 
 _spatial_gradient = register(
     "spatial_gradient",
-    fake=lambda x, *_: tuple(empty_picture(x, x.shape[1]) for _ in range(2)),
+    fake=lambda x, *_: tuple(empty_image(x, x.shape[1]) for _ in range(2)),
     setup_context=_save,
     backward=_backward,
     vmap=vmap_folded("spatial_gradient", 1),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def box(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Mean over size * size pixels of (B, C, H, W), zeros outside the picture counted."""
+    """Mean over size * size pixels of (B, C, H, W), zeros outside the image counted."""
     return F.avg_pool2d(x, size, stride=1, padding=size // 2)
 
 

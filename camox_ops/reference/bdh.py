@@ -19,8 +19,8 @@ def bdh_attention(
     scale: float | None = None,
 ) -> torch.Tensor:
     """q (B, H, T, N), v (B, 1 or H, T, D), tables (>= T, N/2 or N) -> (B, H, T, D)."""
-    turned = rope(q.relu() if relu else q, cos, sin, interleaved=True)
-    scores = turned @ turned.mT
+    rotated = rope(q.relu() if relu else q, cos, sin, interleaved=True)
+    scores = rotated @ rotated.mT
     if scale is None:
         scale = q.shape[-1] ** -0.5 if softmax else 1
     if scale != 1:
@@ -55,12 +55,12 @@ def bdh_attention_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, H, N), v (B, 1 or H, D), tables (N/2,) or (N,), state (B, H, N, D) or None -> (out (B, H, D), state)."""
     q, v = q.unsqueeze(2), v.unsqueeze(2)
-    turned = rope(q.relu() if relu else q, cos[None], sin[None], interleaved=True)
+    rotated = rope(q.relu() if relu else q, cos[None], sin[None], interleaved=True)
     if state is None:
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
-        state = turned.new_zeros((*q.shape[:2], q.shape[-1], v.shape[-1]), dtype=real)
-    turned, values = turned.to(state.dtype), v.to(state.dtype)
-    out = (turned @ state).squeeze(2)
+        state = rotated.new_zeros((*q.shape[:2], q.shape[-1], v.shape[-1]), dtype=real)
+    rotated, values = rotated.to(state.dtype), v.to(state.dtype)
+    out = (rotated @ state).squeeze(2)
     if scale is not None:
         out = out * scale
-    return out.to(v.dtype), state + turned.mT * values
+    return out.to(v.dtype), state + rotated.mT * values

@@ -15,7 +15,7 @@ def pad_border(x: torch.Tensor, border: str) -> torch.Tensor:
 
 
 def correlate(padded: torch.Tensor, kernel) -> torch.Tensor:
-    """Cross-correlation of every channel of an already padded (B, C, H+2, W+2) picture with one 3x3 kernel."""
+    """Cross-correlation of every channel of an already padded (B, C, H+2, W+2) image with one 3x3 kernel."""
     channels = padded.shape[1]
     weight = torch.tensor(kernel, dtype=padded.dtype, device=padded.device)
     return F.conv2d(padded, weight.expand(channels, 1, 3, 3), groups=channels)
@@ -44,7 +44,7 @@ def edge_maps_backward(
     border: str = "zeros",
 ) -> torch.Tensor:
     """The gradient with respect to x; differentiable in x and in every gradient that is given."""
-    outputs, pullback = torch.func.vjp(lambda picture: edge_maps(picture, eps, border), x)
+    outputs, pullback = torch.func.vjp(lambda image: edge_maps(image, eps, border), x)
     grads = (grad_sobel, grad_laplacian, grad_gradient)
     (grad_x,) = pullback(tuple(torch.zeros_like(y) if g is None else g for y, g in zip(outputs, grads, strict=True)))
     return grad_x if grad_input is None else grad_x + grad_input

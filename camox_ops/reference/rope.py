@@ -24,12 +24,12 @@ def rope(
     heads_inside = cu_seqlens is not None or layout == "bthd"
     rows = _rows(x.shape[0 if cu_seqlens is not None else 1 if heads_inside else 2], positions, cu_seqlens)
     cos, sin = (_angles(table, rows, rotary_dim, interleaved, heads_inside) for table in (cos, sin))
-    turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
+    to_rotate, passing = x[..., :rotary_dim], x[..., rotary_dim:]
     if transposed:
-        turned = turning * cos - _partners(turning * sin, interleaved)
+        rotated = to_rotate * cos - _partners(to_rotate * sin, interleaved)
     else:
-        turned = turning * cos + _partners(turning, interleaved) * sin
-    return torch.cat([turned.to(x.dtype), passing], dim=-1)
+        rotated = to_rotate * cos + _partners(to_rotate, interleaved) * sin
+    return torch.cat([rotated.to(x.dtype), passing], dim=-1)
 
 
 def _rows(length: int, positions: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor | slice:

@@ -39,7 +39,7 @@ def gradient_checkpointing_policy(
     """Off when the batch is at least min_batch and the step fits into memory, else on; with the reason.
 
     Checkpointing runs the forward pass twice to store less. A batch of 8 or more that fits gains nothing from it; a
-    smaller one usually is small because memory was short, and the reason says how many pictures would fit without.
+    smaller one usually is small because memory was short, and the reason says how many images would fit without.
 
     Memory is estimated, not guessed from names: one training forward of `sample` counts the bytes that autograd keeps
     for the backward pass (every storage once; parameters left out), times batch_size / the sample's batch; plus the
@@ -48,7 +48,7 @@ def gradient_checkpointing_policy(
     and buffers (running statistics) are as before afterwards. Run it under the autocast that training will use.
 
     Args:
-        batch_size: pictures per forward pass.
+        batch_size: images per forward pass.
         model, sample: the model on its device, and its positional arguments for a small batch (a tensor, or a tuple
             whose first is batched). Both or none; without, memory is taken to suffice, and the reason says so.
         min_batch, optimizer_states: see above.
@@ -69,10 +69,10 @@ def gradient_checkpointing_policy(
             "gradient_checkpointing_policy: sample must be a tensor with a batch dimension, or a tuple whose first is "
             f"one, got {type(sample).__name__}"
         )
-    pictures = inputs[0].shape[0]
-    if not pictures:
-        raise ValueError(f"gradient_checkpointing_policy: sample must hold a picture, got {tuple(inputs[0].shape)}")
-    each = _kept_bytes(model, inputs) / pictures
+    images = inputs[0].shape[0]
+    if not images:
+        raise ValueError(f"gradient_checkpointing_policy: sample must hold an image, got {tuple(inputs[0].shape)}")
+    each = _kept_bytes(model, inputs) / images
     fixed = _fixed_bytes(model, optimizer_states)
     needed = round(fixed + batch_size * each)
     free = free_memory(inputs[0].device) if available_bytes is None else available_bytes

@@ -27,7 +27,7 @@ class LoaderOptions(dict):
 def loader_options(
     num_workers: int | None = None, *, device: torch.device | str | None = None, prefetch_factor: int | None = None
 ) -> LoaderOptions:
-    """Settings of a training DataLoader: `DataLoader(pictures, 32, **cx.train.loader_options())`.
+    """Settings of a training DataLoader: `DataLoader(images, 32, **cx.train.loader_options())`.
 
     Workers live through all epochs (persistent_workers), each keeps a few batches ready (prefetch_factor), and batches
     lie in pinned memory when they go to a GPU, so that `.to(device, non_blocking=True)` runs beside the host.
@@ -63,10 +63,10 @@ def loader_options(
 
 
 def _workers(gpu: bool) -> tuple[int, str]:
-    told = os.environ.get("LOCAL_WORLD_SIZE") or "1"
-    if not told.isdecimal():
-        raise ValueError(f"loader_options: the environment's LOCAL_WORLD_SIZE must be a number, got {told!r}")
-    processes = max(1, int(told))
+    given = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not given.isdecimal():
+        raise ValueError(f"loader_options: the environment's LOCAL_WORLD_SIZE must be a number, got {given!r}")
+    processes = max(1, int(given))
     cpus = max(1, usable_cpus() // processes)
     where = f"{cpus} CPU{'s' * (cpus > 1)}" + (f" for each of {processes} processes" if processes > 1 else "")
     if gpu:

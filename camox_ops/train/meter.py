@@ -29,7 +29,7 @@ class LossMeter:
 
     @torch.no_grad()
     def update(self, loss: torch.Tensor | float, weight: float = 1.0) -> None:
-        """Adds loss, a tensor of one element or a number, counted `weight` times (the pictures of its batch, say).
+        """Adds loss, a tensor of one element or a number, counted `weight` times (the images of its batch, say).
 
         weight is a number, not a tensor: reading one would wait for its device."""
         if not isinstance(weight, numbers.Real):

@@ -1,15 +1,24 @@
-/* frequency_bands on CUDA: the walk of common/stencil.cuh, so each element is read once from memory and its neighbours from the
-   cache; the next row is under way while one is computed. A row is summed over 3 and 5 columns once, and added to the outputs
-   of the five rows that it reaches, which wait in registers: the two passes of a separable filter in one. No atomics: fixed
-   bits. Windows that end inside the picture are summed as differences from their centre, in which what their pixels have in
-   common cancels before anything is rounded: a large mean then costs no accuracy. */
+/* frequency_bands on CUDA, with the division of work, windows and borders of common/stencil.cuh.
+
+     forward: a row is summed over 3 and 5 columns once and added to the five rows of output that it reaches
+                        row r-2   r-1    r    r+1   r+2
+       sums of row r  ->  [ pending[0] | [1] | [2] | [3] | new ]     registers, V elements each
+                            complete: stored, then all move up by one
+       row r: copied to the input's map; row r-1: low and high are complete; row r-2: mid is
+
+     backward: the same with rows of gradients, grad_x = box3(low + mid - high) - box5(mid) + high + input
+
+   So the two passes of a separable filter are one; each element is read once from memory (16 B), its neighbours from the L1
+   cache, no shared memory. Windows that end inside the image are summed as differences from their centre: what their pixels
+   have in common cancels before anything is rounded, so a large mean costs no accuracy. No atomics: the same bits on every
+   run. */
 #include "../common/stencil.cuh"
 #include "bands.h"
 
 #include <float.h>
 
 #define BANDS_THREADS 128
-#define BANDS_ROWS 16 /* rows a thread walks down in a large picture */
+#define BANDS_ROWS 16 /* of a row band in a large image */
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
 template <int V, bool LAST>
@@ -19,12 +28,12 @@ struct bands_blocks {
 
 struct bands_plan {
   camox_bands_params p;
-  camox_walk walk;
+  camox_partition partition;
   camox_view4 shared_view; /* the strides that all bands have, where several elements are accessed at once */
 };
 
-/* Whether the windows of a row's pixels end inside the picture, those of its first and last columns excepted, and are summed
-   as differences from their centre; elsewhere, and in pictures so narrow that most windows do not, pixels are summed. */
+/* Whether the windows of a row's pixels end inside the image, those of its first and last columns excepted, and are summed
+   as differences from their centre; elsewhere, and in images so narrow that most windows do not, pixels are summed. */
 __device__ __forceinline__ bool bands_inside(const camox_bands_params &p, int64_t y) {
   return p.width > 4 * CAMOX_BANDS_REACH && y >= CAMOX_BANDS_REACH && y < p.height - CAMOX_BANDS_REACH;
 }
@@ -66,29 +75,30 @@ template <typename T, int V, bool LAST>
 __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
     bands_kernel(const __grid_constant__ bands_plan plan) {
   const camox_bands_params &p = plan.p;
-  for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.walk.items; block += gridDim.x) {
+  for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.partition.items; block += gridDim.x) {
     const int64_t item = block * BANDS_THREADS + threadIdx.x;
-    if (item >= plan.walk.items) continue;
+    if (item >= plan.partition.items) continue;
     int64_t b, c, column, y;
-    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
-    auto reader = camox_reader_at<T, V, LAST, CAMOX_BANDS_REACH>(plan.walk, p.x, CAMOX_BORDER_ZEROS, b, c, column, y, -2);
+    camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
+    auto reader = camox_reader_at<T, V, LAST, CAMOX_BANDS_REACH>(plan.partition, p.x, CAMOX_BORDER_ZEROS, b, c, column, y, -2);
     auto out = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
-    camox_window<T, V, LAST, CAMOX_BANDS_REACH> ahead;
-    camox_fetch(ahead, reader, p.x, CAMOX_BORDER_ZEROS, -2);
-    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.walk.rows)));
+    camox_window<T, V, LAST, CAMOX_BANDS_REACH> prefetched;
+    camox_fetch(prefetched, reader, p.x, CAMOX_BORDER_ZEROS, -2);
+    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
 
     float above[V], above2[V];            /* pixels of rows r-1 and r-2 */
-    float sum3_above[V], sum3_waiting[V]; /* row r-1: of 3 columns, alone and with row r-2, the latter for its own output */
-    float wait[4][V];                     /* -25 mid of rows r-2 to r+1, as far as it is known */
-    const float most = sizeof(T) == 2 ? 65504.0f : FLT_MAX;
+    float sum3_above[V], sum3_pending[V]; /* row r-1: of 3 columns, alone and with row r-2, the latter for its own output */
+    float pending[4][V];                  /* -25 mid of rows r-2 to r+1, as far as it is known */
+    const float largest = sizeof(T) == 2 ? 65504.0f : FLT_MAX;
     bool overflow = false;
 #pragma unroll
     for (int i = 0; i < V; ++i)
-      above[i] = above2[i] = sum3_above[i] = sum3_waiting[i] = wait[0][i] = wait[1][i] = wait[2][i] = wait[3][i] = 0.0f;
+      above[i] = above2[i] = sum3_above[i] = sum3_pending[i] = pending[0][i] = pending[1][i] = pending[2][i] = pending[3][i] =
+          0.0f;
 #pragma unroll 2
     for (int r = -2; r < rows + 2; ++r) {
-      const camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw = ahead;
-      if (r < rows + 1) camox_fetch(ahead, reader, p.x, CAMOX_BORDER_ZEROS, r + 1);
+      const camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw = prefetched;
+      if (r < rows + 1) camox_fetch(prefetched, reader, p.x, CAMOX_BORDER_ZEROS, r + 1);
       const camox_window<float, V, LAST, CAMOX_BANDS_REACH> x = camox_widen(raw);
       const bool inside = bands_inside(p, y + r), inside1 = bands_inside(p, y + r - 1), inside2 = bands_inside(p, y + r - 2);
       float low[V], mid[V], high[V];
@@ -99,19 +109,19 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
         const float sum3 = (x.x[at - x.step] - pixel) + (x.x[at + x.step] - pixel);
         const float sum5 = sum3 + ((x.x[at - 2 * x.step] - pixel) + (x.x[at + 2 * x.step] - pixel));
         const float offset = inside ? pixel : 0.0f, offset1 = inside1 ? above[i] : 0.0f, offset2 = inside2 ? above2[i] : 0.0f;
-        const float box = (sum3_waiting[i] + fmaf(3.0f, pixel - offset1, sum3)) * (1.0f / 9.0f);
+        const float box = (sum3_pending[i] + fmaf(3.0f, pixel - offset1, sum3)) * (1.0f / 9.0f);
         low[i] = offset1 + box;
         high[i] = (above[i] - offset1) - box;
-        mid[i] = (wait[0][i] + fmaf(5.0f, pixel - offset2, sum5)) * (-1.0f / 25.0f);
+        mid[i] = (pending[0][i] + fmaf(5.0f, pixel - offset2, sum5)) * (-1.0f / 25.0f);
 #ifdef CAMOX_BREAK_BANDS
         mid[i] += 1e-3f;
 #endif
-        overflow |= !(fabsf(mid[i]) + fabsf(high[i]) <= most);
-        const float both = fmaf(-25.0f / 9.0f, sum3, sum5), near = (above[i] - offset) + (pixel - offset);
-        sum3_waiting[i] = fmaf(3.0f, near, sum3_above[i] + sum3), sum3_above[i] = sum3;
-        wait[0][i] = wait[1][i] + fmaf(-10.0f / 3.0f, pixel - offset1, both);
-        wait[1][i] = wait[2][i] + fmaf(-10.0f / 3.0f, near, fmaf(5.0f, above2[i] - offset, both));
-        wait[2][i] = wait[3][i] + both, wait[3][i] = sum5;
+        overflow |= !(fabsf(mid[i]) + fabsf(high[i]) <= largest);
+        const float both = fmaf(-25.0f / 9.0f, sum3, sum5), vertical = (above[i] - offset) + (pixel - offset);
+        sum3_pending[i] = fmaf(3.0f, vertical, sum3_above[i] + sum3), sum3_above[i] = sum3;
+        pending[0][i] = pending[1][i] + fmaf(-10.0f / 3.0f, pixel - offset1, both);
+        pending[1][i] = pending[2][i] + fmaf(-10.0f / 3.0f, vertical, fmaf(5.0f, above2[i] - offset, both));
+        pending[2][i] = pending[3][i] + both, pending[3][i] = sum5;
         above2[i] = above[i], above[i] = pixel;
       }
       if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data) {
@@ -135,7 +145,7 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
 
 /* ---- backward: grad_x = box3(low + mid - high) - box5(mid) + high + input, of the incoming gradients ---- */
 
-/* A row of the gradients, each with the columns that it reaches; zeros off the picture and where there is none. */
+/* A row of the gradients, each with the columns that it reaches; zeros off the image and where there is none. */
 template <typename T, int V, bool LAST>
 struct bands_rows {
   camox_window<T, V, LAST, 1> low, high;
@@ -169,48 +179,49 @@ template <typename T, int V, bool LAST>
 __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::backward)
     bands_backward_kernel(const __grid_constant__ bands_plan plan) {
   const camox_bands_params &p = plan.p;
-  for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.walk.items; block += gridDim.x) {
+  for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.partition.items; block += gridDim.x) {
     const int64_t item = block * BANDS_THREADS + threadIdx.x;
-    if (item >= plan.walk.items) continue;
+    if (item >= plan.partition.items) continue;
     int64_t b, c, column, y;
-    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
+    camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
     auto cursor = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
     camox_sides<V, LAST, CAMOX_BANDS_REACH> sides[cursor.distinct];
 #pragma unroll
     for (int map = 0; map < cursor.distinct; ++map)
       sides[map] = camox_sides_at<V, LAST, CAMOX_BANDS_REACH>(
-          plan.walk, column, camox_strides<V>(p.bands, plan.shared_view, map).stride[3], CAMOX_BORDER_ZEROS);
+          plan.partition, column, camox_strides<V>(p.bands, plan.shared_view, map).stride[3], CAMOX_BORDER_ZEROS);
     T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
-    const camox_rows known = camox_rows_at(plan.walk, y);
-    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.walk.rows)));
+    const camox_rows image_rows = camox_rows_at(plan.partition, y);
+    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
 
-    bands_rows<T, V, LAST> ahead;
-    bands_fetch(ahead, plan, cursor, sides, camox_inside(known, -2));
-    float wait[4][V]; /* rows r-2 to r+1 of the result, as far as they are known */
+    bands_rows<T, V, LAST> prefetched;
+    bands_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, -2));
+    float pending[4][V]; /* rows r-2 to r+1 of the result, as far as they are known */
 #pragma unroll
-    for (int i = 0; i < V; ++i) wait[0][i] = wait[1][i] = wait[2][i] = wait[3][i] = 0.0f;
+    for (int i = 0; i < V; ++i) pending[0][i] = pending[1][i] = pending[2][i] = pending[3][i] = 0.0f;
 #pragma unroll 2
     for (int r = -2; r < rows + 2; ++r) {
-      const bands_rows<T, V, LAST> raw = ahead;
-      if (r < rows + 1) bands_fetch(ahead, plan, cursor, sides, camox_inside(known, r + 1));
+      const bands_rows<T, V, LAST> raw = prefetched;
+      if (r < rows + 1) bands_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, r + 1));
       const camox_window<float, V, LAST, 1> low = camox_widen(raw.low), high = camox_widen(raw.high);
       const camox_window<float, V, LAST, 2> mid = camox_widen(raw.mid);
-      camox_window<float, V, LAST, 1> near;
+      camox_window<float, V, LAST, 1> narrow;
 #pragma unroll
-      for (int i = 0; i < near.size; ++i) near.x[i] = (low.x[i] + mid.x[mid.step + i]) - high.x[i];
+      for (int i = 0; i < narrow.size; ++i) narrow.x[i] = (low.x[i] + mid.x[mid.step + i]) - high.x[i];
       float done[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        const int at = near.center + i, wide = mid.center + i, step = mid.step;
-        const float sum3 = (near.x[at - step] + near.x[at]) + near.x[at + step];
+        const int at = narrow.center + i, wide_at = mid.center + i, step = mid.step;
+        const float sum3 = (narrow.x[at - step] + narrow.x[at]) + narrow.x[at + step];
         const float sum5 =
-            ((mid.x[wide - 2 * step] + mid.x[wide + 2 * step]) + (mid.x[wide - step] + mid.x[wide + step])) + mid.x[wide];
-        const float far = sum5 * (-1.0f / 25.0f), both = fmaf(1.0f / 9.0f, sum3, far);
-        done[i] = wait[0][i] + far;
-        wait[0][i] = wait[1][i] + both;
-        wait[1][i] = wait[2][i] + both + (high.x[at] + camox_to_float(raw.input[i]));
-        wait[2][i] = wait[3][i] + both;
-        wait[3][i] = far;
+            ((mid.x[wide_at - 2 * step] + mid.x[wide_at + 2 * step]) + (mid.x[wide_at - step] + mid.x[wide_at + step])) +
+            mid.x[wide_at];
+        const float only5 = sum5 * (-1.0f / 25.0f), both = fmaf(1.0f / 9.0f, sum3, only5);
+        done[i] = pending[0][i] + only5;
+        pending[0][i] = pending[1][i] + both;
+        pending[1][i] = pending[2][i] + both + (high.x[at] + camox_to_float(raw.input[i]));
+        pending[2][i] = pending[3][i] + both;
+        pending[3][i] = only5;
       }
       if (r >= 2) {
 #ifdef CAMOX_BREAK_BANDS
@@ -235,8 +246,8 @@ struct bands_op {
     bands_plan plan = {};
     plan.p = *p;
     plan.shared_view = camox_first_map(p->bands);
-    plan.walk = camox_walk_of(LAST, p->batch, p->channels, p->height, p->width, V, BANDS_ROWS);
-    const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, BANDS_THREADS));
+    plan.partition = camox_partition_of(LAST, p->batch, p->channels, p->height, p->width, V, BANDS_ROWS);
+    const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, BANDS_THREADS));
     if (backward)
       CAMOX_LAUNCH((bands_backward_kernel<T, V, LAST>), grid, BANDS_THREADS, 0, stream, plan);
     else

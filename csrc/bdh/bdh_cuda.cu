@@ -1,54 +1,62 @@
-/* bdh_attention on CUDA: products of 64 x 64 tiles, whose operands are turned, masked or weighed on their way into shared
-   memory; float16 and bfloat16 on tensor cores, float32 (and bfloat16 on sm_75) by FMA, sums in float32.
-     scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp a row
+/* bdh_attention on CUDA: products of 64 x 64 tiles (bdh_tile.cuh), whose operands are rotated, masked or weighed on their way
+   into shared memory; float16 and bfloat16 on tensor cores, float32 (and bfloat16 on sm_75) by FMA, sums in float32.
+
+     scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp per row
      values   out = w v                                                 grad_v   w^T g
-     pairs    e = d s + d s^T                                           grad_q   scale e r, turned back
+     pairs    e = d s + d s^T                                           grad_q   scale e r, rotated back
      state    z = r^T v, or r^T g   from_state  out = scale r z, d v = scale r (r^T g)
-   The state form, where it has fewer products, has these two and grad_q from both states. Causal it goes by chunks of tokens: a
-   scan adds up the states of the chunks before (of r^T g: behind), and what the scores inside a chunk give is added where
-   values, grad_v and grad_q are made. Scores and pairs, and states, of as many heads, or of rows or chunks of one, as fill a
-   GPU lie in scratch at a time: strips of rows need nothing of each other in the backward either, because s is symmetric, and a
-   segment of chunks only what the states of the others add up to. No atomics: fixed bits. Half types: r, w, e and z are rounded
-   to the type as the tensor cores take them, in float16 to infinity beyond its range. float32 is multiplied in float32, or
-   where `tf32` allows it on tensor cores from sm_80 on, operands rounded to TF32. */
+
+     scratch  [ delta ][ scores of a band of rows ][ pairs of the same band ][ states of a segment of chunks ]
+
+       T x T scores of a head             a band has as many heads, or rows or chunks of one, as fill a GPU;
+       +--------------------+             since s is symmetric, bands need nothing of each other in the backward either
+       | band 0             |
+       +--------------------+             causal state form: chunks of tokens on the diagonal, before them the scan of the
+       | band 1             |             states of the chunks before (of r^T g: after)
+       +--------------------+
+
+   The state form, where it has fewer products, has the state kernels and grad_q from both states; causal it goes by chunks:
+   the scores inside a chunk are added where values, grad_v and grad_q are computed. No atomics: the same bits on every run.
+   Half types: r, w, e and z are rounded to the type as the tensor cores take them, in float16 to infinity beyond its range.
+   float32 is multiplied in float32, or where `tf32` allows it on tensor cores from sm_80 on, operands rounded to TF32. */
 #include "../common/cuda_util.cuh"
 #include "bdh.h"
 #include "bdh_tile.cuh"
 
 #define BDH_TILES_AT_ONCE 2048 /* of scores, pairs and states in scratch, or the least there can be: enough to fill a GPU */
 #define BDH_FILL 256           /* blocks that fill a large GPU */
-#define BDH_TURNS 8            /* of a block of grad_q, at most */
+#define BDH_HEADS_PER_BLOCK 8  /* of a block of grad_q, at most */
 #define BDH_STEP_THREADS 256
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
 
 /* The heads of a launch, and the rows and chunks of each; there is more than one chunk in causal state form alone. */
-struct bdh_strip {
-  int64_t first_unit, units, first_row, rows, first_chunk, chunks;
+struct bdh_row_band {
+  int64_t first_sequence, sequences, first_row, rows, first_chunk, chunks;
 };
 
 struct bdh_plan {
   camox_bdh_params p;
   float scale;
-  bdh_strip strip;
-  int64_t chunk;     /* tokens, T where there are no chunks */
-  float *scores;     /* [units, chunks, rows, chunk] of the strip, or p.scores */
-  void *pairs;       /* likewise, in the element type */
-  float *delta;      /* [B*H, T] */
-  float *state[2];   /* [units, chunks, N, D]: r^T v, and r^T g */
-  float *carried[2]; /* [segments, N, D]: of the chunks before, or behind, the strip's; NULL where it has all */
-  int64_t turns;     /* heads of a block of grad_q, one after the other: their angles are the same */
-  bool together;     /* a block of grad_v adds up the heads that share a v */
-  bool masked;       /* the forward's scores: only keys that count */
-  bool weights;      /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
+  bdh_row_band band;
+  int64_t chunk;           /* tokens, T where there are no chunks */
+  float *scores;           /* [sequences, chunks, rows, chunk] of the band, or p.scores */
+  void *pairs;             /* likewise, in the element type */
+  float *delta;            /* [B*H, T] */
+  float *state[2];         /* [sequences, chunks, N, D]: r^T v, and r^T g */
+  float *carried[2];       /* [segments, N, D]: of the chunks before, or after, the band's; NULL where it has all */
+  int64_t heads_per_block; /* of grad_q, in sequence: their angles are the same */
+  bool adds_heads;         /* a block of grad_v adds up the heads that share a v */
+  bool masked;             /* the forward's scores: only keys that count */
+  bool weights;            /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
   bool wide_state, wide_q, wide_v, wide_out, wide_grad, wide_grad_q, wide_grad_v, wide_tables, wide_scores, wide_pairs,
       wide_partial;
 };
 
 /* Which tile an item is: `slot` counts the launch's heads and chunks; its row is one of the chunk, or of a state. */
 struct bdh_place {
-  int64_t slot, unit, b, h, first, length, row, column; /* the chunk's first token, its tokens, the tile's first */
-  int rows;                                             /* at most 0 beyond the end of a shorter chunk */
+  int64_t slot, sequence, b, h, first, length, row, column; /* the chunk's first token, its tokens, the tile's first */
+  int rows;                                                 /* at most 0 beyond the end of a shorter chunk */
 };
 
 /* A chunk of the launch's; the place of a tile in it is not set. */
@@ -56,9 +64,9 @@ __device__ __forceinline__ bdh_place bdh_chunk_of(const bdh_plan &plan, int64_t 
   bdh_place at = {};
   int64_t chunk;
   at.slot = slot;
-  at.unit = plan.strip.first_unit + camox_divide(slot, plan.strip.chunks, &chunk);
-  at.b = camox_divide(at.unit, plan.p.heads, &at.h);
-  at.first = (plan.strip.first_chunk + chunk) * plan.chunk;
+  at.sequence = plan.band.first_sequence + camox_divide(slot, plan.band.chunks, &chunk);
+  at.b = camox_divide(at.sequence, plan.p.heads, &at.h);
+  at.first = (plan.band.first_chunk + chunk) * plan.chunk;
   at.length = min(plan.p.length - at.first, plan.chunk);
   return at;
 }
@@ -67,16 +75,16 @@ __device__ __forceinline__ bdh_place bdh_chunk_of(const bdh_plan &plan, int64_t 
 __device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns, int64_t first,
                                                   int64_t rows) {
   int64_t row, column;
-  const int64_t rest = camox_divide(item, camox_ceil_div(columns, BDH_TILE), &column);
-  bdh_place at = bdh_chunk_of(plan, camox_divide(rest, camox_ceil_div(rows, BDH_TILE), &row));
+  const int64_t remaining = camox_divide(item, camox_ceil_div(columns, BDH_TILE), &column);
+  bdh_place at = bdh_chunk_of(plan, camox_divide(remaining, camox_ceil_div(rows, BDH_TILE), &row));
   at.row = first + row * BDH_TILE, at.column = column * BDH_TILE;
   at.rows = static_cast<int>(min(rows - row * BDH_TILE, static_cast<int64_t>(BDH_TILE)));
   return at;
 }
 
-/* Of the strip's rows. */
+/* Of the band's rows. */
 __device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns) {
-  bdh_place at = bdh_place_of(plan, item, columns, plan.strip.first_row, plan.strip.rows);
+  bdh_place at = bdh_place_of(plan, item, columns, plan.band.first_row, plan.band.rows);
   at.rows = static_cast<int>(min(static_cast<int64_t>(at.rows), at.length - at.row));
   return at;
 }
@@ -94,8 +102,8 @@ __device__ __forceinline__ E *bdh_at(const camox_view4 &view, const bdh_place &a
 
 #define BDH_FOR_TILES(item, items) for (int64_t item = blockIdx.x; item < (items); item += gridDim.x)
 
-__device__ __forceinline__ float *bdh_scores_of(const bdh_plan &plan, int64_t slot, int64_t unit) {
-  return plan.scores + (plan.p.scores ? unit * plan.p.length : slot * plan.strip.rows) * plan.chunk;
+__device__ __forceinline__ float *bdh_scores_of(const bdh_plan &plan, int64_t slot, int64_t sequence) {
+  return plan.scores + (plan.p.scores ? sequence * plan.p.length : slot * plan.band.rows) * plan.chunk;
 }
 
 /* ---- operands: V neighbouring elements of a row in memory, 0 beyond the ends ---- */
@@ -134,11 +142,12 @@ __device__ __forceinline__ bdh_sums_of<T> bdh_state_of(const bdh_plan &plan, con
   return {plan.state[of_grad] + at.slot * size, plan.p.dim, plan.p.value_dim, plan.wide_state};
 }
 
-/* The first `count`, or all N, angles from column c of a row of a table that holds one a pair, or one an element (each); c and
+/* The first `count`, or all N, angles from column c of a row of a table that holds one per pair, or per_element; c and
    count are even. */
 template <int N>
-__device__ __forceinline__ void bdh_angles(float (&to)[N], const float *row, bool each, bool wide, int64_t c, int count) {
-  if (each) {
+__device__ __forceinline__ void bdh_angles(float (&to)[N], const float *row, bool per_element, bool wide, int64_t c,
+                                           int count) {
+  if (per_element) {
     if (wide && count == N) {
       camox_load_floats<N>(to, row + c);
     } else {
@@ -162,7 +171,7 @@ __device__ __forceinline__ float bdh_relu(float x) { return x < 0.0f ? 0.0f : x;
 
 /* r of a chunk of one head. */
 template <typename T>
-struct bdh_turned {
+struct bdh_rotated {
   bdh_matrix<T> q;
   const float *cos, *sin;
   int64_t table_columns;
@@ -170,10 +179,10 @@ struct bdh_turned {
 
   __device__ __forceinline__ void angles(float (&cosines)[bdh_lanes<T>], float (&sines)[bdh_lanes<T>], int64_t r,
                                          int64_t c) const {
-    const bool each = table_columns == q.columns;
+    const bool per_element = table_columns == q.columns;
     const int count = bdh_at_most<bdh_lanes<T>>(q.columns - c);
-    bdh_angles(cosines, cos + r * table_columns, each, wide_tables, c, count);
-    bdh_angles(sines, sin + r * table_columns, each, wide_tables, c, count);
+    bdh_angles(cosines, cos + r * table_columns, per_element, wide_tables, c, count);
+    bdh_angles(sines, sin + r * table_columns, per_element, wide_tables, c, count);
   }
 
   __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
@@ -196,7 +205,7 @@ struct bdh_turned {
   }
 
   /* d q from d r. */
-  __device__ __forceinline__ void turn_back(float (&grad)[bdh_lanes<T>], int64_t r, int64_t c) const {
+  __device__ __forceinline__ void rotate_back(float (&grad)[bdh_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = bdh_lanes<T>;
     float cosines[V], sines[V];
     angles(cosines, sines, r, c);
@@ -216,7 +225,7 @@ struct bdh_turned {
 };
 
 template <typename T>
-__device__ __forceinline__ bdh_turned<T> bdh_turned_of(const bdh_plan &plan, const bdh_place &at) {
+__device__ __forceinline__ bdh_rotated<T> bdh_rotated_of(const bdh_plan &plan, const bdh_place &at) {
   const camox_bdh_params &p = plan.p;
   return {bdh_view<T>(p.q, at, p.dim, plan.wide_q),
           static_cast<const float *>(p.cos) + at.first * p.table_columns,
@@ -226,7 +235,7 @@ __device__ __forceinline__ bdh_turned<T> bdh_turned_of(const bdh_plan &plan, con
           plan.wide_tables};
 }
 
-/* Scores of a chunk of one head as the element type: the strip's rows; or, where they are s of the backward, TRANSPOSED
+/* Scores of a chunk of one head as the element type: the band's rows; or, where they are s of the backward, TRANSPOSED
    weights: row j has w[i,j] for all i, from s[j,i]. */
 template <typename T, bool TRANSPOSED>
 struct bdh_weights {
@@ -258,14 +267,14 @@ struct bdh_weights {
 
 /* ---- forward ---- */
 
-/* The strip's scores: for the forward (masked) w but for softmax, for the backward s as it is. Where the strip is all rows and
+/* The band's scores: for the forward (masked) w but for softmax, for the backward s as it is. Where the band is all rows and
    both sides of the diagonal are asked for, only one of them is computed. */
 template <typename P>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   BDH_SHARED(P, tiles, stage);
   const camox_bdh_params &p = plan.p;
-  const bool masked = plan.masked && p.causal, mirrored = plan.strip.rows == plan.chunk && !masked;
+  const bool masked = plan.masked && p.causal, mirrored = plan.band.rows == plan.chunk && !masked;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, plan.chunk);
     const bool above = at.column > at.row;
@@ -273,8 +282,8 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_sums sums;
     bdh_clear(sums);
     if (!above || !masked) {
-      const bdh_turned<bdh_element<P>> r = bdh_turned_of<bdh_element<P>>(plan, at);
-      bdh_multiply<P, false, false>(sums, tiles, r, at.row, r, at.column, 0, p.dim, at.row == at.column);
+      const bdh_rotated<bdh_element<P>> r = bdh_rotated_of<bdh_element<P>>(plan, at);
+      bdh_multiply<P, false, false>(sums, tiles, r, at.row, r, at.column, {0, p.dim}, at.row == at.column);
     }
     const bool on_diagonal = masked && at.row == at.column;
 #pragma unroll
@@ -283,25 +292,25 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
       sum = on_diagonal && bdh_column(i / 4 % 4, i) >= bdh_row(i / 16, i % 4) ? 0.0f : sum * plan.scale;
     }
     bdh_stage(stage, sums);
-    float *const scores = bdh_scores_of(plan, at.slot, at.unit);
+    float *const scores = bdh_scores_of(plan, at.slot, at.sequence);
     const int columns = bdh_columns_of(at, at.length);
-    bdh_put(stage, scores + (at.row - plan.strip.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
+    bdh_put(stage, scores + (at.row - plan.band.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
             plan.wide_scores);
     if (mirrored && at.column < at.row)
       bdh_put_mirrored(stage, scores + at.column * plan.chunk + at.row, plan.chunk, at.rows, columns, plan.wide_scores);
   }
 }
 
-/* The strip's scores become their softmax, a warp a row. */
+/* The band's scores become their softmax, a warp a row. */
 __global__ void __launch_bounds__(BDH_THREADS) bdh_softmax_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   const camox_bdh_params &p = plan.p;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * (BDH_THREADS / CAMOX_WARP) + warp; item < items;
        item += static_cast<int64_t>(gridDim.x) * (BDH_THREADS / CAMOX_WARP)) {
     int64_t row;
-    const int64_t unit = camox_divide(item, plan.strip.rows, &row);
+    const int64_t sequence = camox_divide(item, plan.band.rows, &row);
     float *const scores = plan.scores + item * p.length;
-    row += plan.strip.first_row;
+    row += plan.band.first_row;
     const int64_t keys = p.causal ? row : p.length;
     float most = -INFINITY;
     for (int64_t j = lane; j < keys; j += CAMOX_WARP) most = fmaxf(most, scores[j]);
@@ -312,7 +321,7 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_softmax_kernel(const __grid_c
     const float factor = 1.0f / sum;
     for (int64_t j = lane; j < keys; j += CAMOX_WARP) scores[j] = expf(scores[j] - most) * factor;
     if (p.logsumexp && lane == 0)
-      static_cast<float *>(p.logsumexp)[(plan.strip.first_unit + unit) * p.length + row] =
+      static_cast<float *>(p.logsumexp)[(plan.band.first_sequence + sequence) * p.length + row] =
           keys > 0 ? most + logf(sum) : -INFINITY;
   }
 }
@@ -334,8 +343,9 @@ __device__ __forceinline__ void bdh_put_grad_v(float *stage, const bdh_sums &sum
   const camox_bdh_params &p = plan.p;
   bdh_stage(stage, sums);
   const int columns = bdh_columns_of(at, p.value_dim);
-  if (p.value_heads != p.heads && !plan.together) {
-    float *const partial = static_cast<float *>(p.partial) + (at.unit * p.length + at.first + at.row) * p.value_dim + at.column;
+  if (p.value_heads != p.heads && !plan.adds_heads) {
+    float *const partial =
+        static_cast<float *>(p.partial) + (at.sequence * p.length + at.first + at.row) * p.value_dim + at.column;
     bdh_put(stage, partial, p.value_dim, 1, at.rows, columns, plan.wide_partial);
   } else {
     bdh_put(stage, bdh_at<T>(p.grad_v, at), p.grad_v.stride[2], p.grad_v.stride[3], at.rows, columns, plan.wide_grad_v);
@@ -347,8 +357,8 @@ template <typename P>
 __device__ __forceinline__ void bdh_add_state(bdh_sums &sums, uint32_t *tiles, const bdh_plan &plan, const bdh_place &at,
                                               int of_grad) {
   using T = bdh_element<P>;
-  bdh_multiply<P, false, true>(sums, tiles, bdh_turned_of<T>(plan, at), at.row, bdh_state_of<T>(plan, at, of_grad), at.column,
-                               0, plan.p.dim);
+  bdh_multiply<P, false, true>(sums, tiles, bdh_rotated_of<T>(plan, at), at.row, bdh_state_of<T>(plan, at, of_grad), at.column,
+                               {0, plan.p.dim});
 #pragma unroll
   for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= plan.scale;
 }
@@ -366,17 +376,17 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_sums sums;
     bdh_clear(sums);
     if constexpr (CHUNKS) bdh_add_state<P>(sums, tiles, plan, at, 0);
-    const bdh_weights<T, false> w = {bdh_scores_of(plan, at.slot, at.unit),
+    const bdh_weights<T, false> w = {bdh_scores_of(plan, at.slot, at.sequence),
                                      plan.chunk,
-                                     plan.strip.first_row,
-                                     min(plan.strip.rows, at.length),
+                                     plan.band.first_row,
+                                     min(plan.band.rows, at.length),
                                      at.length,
                                      nullptr,
                                      p.causal != 0,
                                      plan.wide_scores};
     const bdh_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
     const int64_t end = p.causal ? min(at.length, at.row + BDH_TILE) : at.length;
-    bdh_multiply<P, false, true>(sums, tiles, w, at.row, v, at.column, 0, end);
+    bdh_multiply<P, false, true>(sums, tiles, w, at.row, v, at.column, {0, end});
     bdh_put_out<T>(stage, sums, plan, at);
   }
 }
@@ -393,7 +403,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     const bdh_matrix<T> v = bdh_view<T>(of_grad ? p.grad : p.v, at, p.value_dim, of_grad ? plan.wide_grad : plan.wide_v);
     bdh_sums sums;
     bdh_clear(sums);
-    bdh_multiply<P, true, true>(sums, tiles, bdh_turned_of<T>(plan, at), at.row, v, at.column, 0, at.length);
+    bdh_multiply<P, true, true>(sums, tiles, bdh_rotated_of<T>(plan, at), at.row, v, at.column, {0, at.length});
     bdh_stage(stage, sums);
     float *const state = plan.state[of_grad] + at.slot * p.dim * p.value_dim;
     bdh_put(stage, state + at.row * p.value_dim + at.column, p.value_dim, 1, at.rows, bdh_columns_of(at, p.value_dim),
@@ -401,17 +411,17 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
   }
 }
 
-/* The states of every head's chunks become the sum of those before, or with of_grad behind, in that order. A thread has V
+/* The states of every head's chunks become the sum of those before, or with of_grad after, them, in that order. A thread has V
    neighbouring elements. */
 template <int V>
 __global__ void __launch_bounds__(BDH_THREADS)
     bdh_scan_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
-  const int64_t size = plan.p.dim * plan.p.value_dim, chunks = plan.strip.chunks;
+  const int64_t size = plan.p.dim * plan.p.value_dim, chunks = plan.band.chunks;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * BDH_THREADS + threadIdx.x; item < items;
        item += static_cast<int64_t>(gridDim.x) * BDH_THREADS) {
     int64_t place;
-    const int64_t unit = camox_divide(item * V, size, &place);
-    float *state = plan.state[of_grad] + unit * chunks * size + place;
+    const int64_t sequence = camox_divide(item * V, size, &place);
+    float *state = plan.state[of_grad] + sequence * chunks * size + place;
     int64_t step = size;
     if (of_grad) state += (chunks - 1) * size, step = -size;
     float sum[V] = {};
@@ -475,10 +485,11 @@ __device__ __forceinline__ float bdh_weight_of(const bdh_plan &plan, const bdh_p
                                                int64_t key, int64_t place) {
   if (plan.weights) return __ldg(scores + query * plan.p.length + key);
   if (plan.p.causal && key >= query) return 0.0f;
-  return expf(__ldg(scores + place) - __ldg(static_cast<const float *>(plan.p.logsumexp) + at.unit * plan.p.length + query));
+  return expf(__ldg(scores + place) -
+              __ldg(static_cast<const float *>(plan.p.logsumexp) + at.sequence * plan.p.length + query));
 }
 
-/* delta[i] = sum_j w[i,j] d w[i,j] of the strip's rows, d w being the bits that pairs has too: where a softmax is nearly all in
+/* delta[i] = sum_j w[i,j] d w[i,j] of the band's rows, d w being the bits that pairs has too: where a softmax is nearly all in
    one score, d w - delta keeps its digits. */
 template <typename P>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
@@ -489,27 +500,27 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
   const int row = static_cast<int>(threadIdx.x) / 2, side = static_cast<int>(threadIdx.x) % 2;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, 1);
-    const float *const scores = bdh_scores_of(plan, at.slot, at.unit);
-    const int64_t query = at.row + row, first = (query - plan.strip.first_row) * p.length;
+    const float *const scores = bdh_scores_of(plan, at.slot, at.sequence);
+    const int64_t query = at.row + row, first = (query - plan.band.first_row) * p.length;
     const int64_t end = p.causal ? min(p.length, at.row + BDH_TILE) : p.length;
-    float sum = 0.0f, rest = 0.0f; /* what rounding took from sum: one of the terms is often far the largest */
+    float sum = 0.0f, lost = 0.0f; /* lost: what rounding took from sum: one of the terms is often far the largest */
     for (int64_t column = 0; column < end; column += BDH_TILE) {
       bdh_sums sums;
       bdh_clear(sums);
       bdh_multiply<P, false, false>(sums, tiles, bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad), at.row,
-                                    bdh_view<T>(p.v, at, p.value_dim, plan.wide_v), column, 0, p.value_dim);
+                                    bdh_view<T>(p.v, at, p.value_dim, plan.wide_v), column, {0, p.value_dim});
       bdh_stage(stage, sums);
       const int columns = row < at.rows ? bdh_at_most<BDH_TILE>(p.length - column) : 0;
 #pragma unroll 4
       for (int i = side; i < columns; i += 2) {
         const float w = bdh_weight_of(plan, at, scores, query, column + i, first + column + i);
         const float term = w * stage[row * BDH_STAGE_PITCH + i], next = sum + term, added = next - sum;
-        rest += (sum - (next - added)) + (term - added);
+        lost += (sum - (next - added)) + (term - added);
         sum = next;
       }
     }
-    sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, 1) + (rest + __shfl_xor_sync(CAMOX_FULL_MASK, rest, 1));
-    if (side == 0 && row < at.rows) plan.delta[at.unit * p.length + query] = sum;
+    sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, 1) + (lost + __shfl_xor_sync(CAMOX_FULL_MASK, lost, 1));
+    if (side == 0 && row < at.rows) plan.delta[at.sequence * p.length + query] = sum;
   }
 }
 
@@ -517,15 +528,15 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *added, const bdh_plan &plan, const bdh_place &at,
                                                     bool other) {
   const camox_bdh_params &p = plan.p;
-  const int64_t first = at.unit * p.length;
-  const float *const scores = bdh_scores_of(plan, at.slot, at.unit);
+  const int64_t first = at.sequence * p.length;
+  const float *const scores = bdh_scores_of(plan, at.slot, at.sequence);
   const int columns = bdh_columns_of(at, p.length);
 #pragma unroll 4
   for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
     const int row = i / BDH_TILE, column = i % BDH_TILE;
     if (row >= at.rows || column >= columns) continue;
     const int64_t query = other ? at.column + column : at.row + row, key = other ? at.row + row : at.column + column;
-    const int64_t place = (at.row - plan.strip.first_row + row) * p.length + at.column + column;
+    const int64_t place = (at.row - plan.band.first_row + row) * p.length + at.column + column;
     const float w = bdh_weight_of(plan, at, scores, query, key, place);
     float &value = stage[row * BDH_STAGE_PITCH + column];
     value = w * (value - __ldg(plan.delta + first + query));
@@ -534,15 +545,15 @@ __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *a
   __syncthreads();
 }
 
-/* e[j,i] = d s[j,i] + d s[i,j] of the strip's rows j. Of the two one is 0 where causal. */
+/* e[j,i] = d s[j,i] + d s[i,j] of the band's rows j. Of the two one is 0 where causal. */
 template <typename P, bool SOFTMAX>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_pairs_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   using T = bdh_element<P>;
   BDH_SHARED(P, tiles, stage);
-  __shared__ __align__(16) float held[SOFTMAX ? BDH_STAGE : 1];
+  __shared__ __align__(16) float own[SOFTMAX ? BDH_STAGE : 1];
   const camox_bdh_params &p = plan.p;
-  const bool mirrored = plan.strip.rows == plan.chunk;
+  const bool mirrored = plan.band.rows == plan.chunk;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, plan.chunk);
     const bool above = at.column > at.row;
@@ -551,15 +562,15 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     const bdh_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
     bdh_sums sums;
     bdh_clear(sums);
-    if (!(p.causal && above)) bdh_multiply<P, false, false>(sums, tiles, g, at.row, v, at.column, 0, p.value_dim);
+    if (!(p.causal && above)) bdh_multiply<P, false, false>(sums, tiles, g, at.row, v, at.column, {0, p.value_dim});
     if (SOFTMAX && !p.causal) {
-      bdh_stage(held, sums);
-      bdh_through_softmax(held, nullptr, plan, at, false);
+      bdh_stage(own, sums);
+      bdh_through_softmax(own, nullptr, plan, at, false);
       bdh_clear(sums);
     }
-    if (!p.causal || above) bdh_multiply<P, false, false>(sums, tiles, v, at.row, g, at.column, 0, p.value_dim);
+    if (!p.causal || above) bdh_multiply<P, false, false>(sums, tiles, v, at.row, g, at.column, {0, p.value_dim});
     bdh_stage(stage, sums);
-    if (SOFTMAX) bdh_through_softmax(stage, p.causal ? nullptr : held, plan, at, !p.causal || above);
+    if (SOFTMAX) bdh_through_softmax(stage, p.causal ? nullptr : own, plan, at, !p.causal || above);
     if (p.causal && at.row == at.column) {
 #pragma unroll 4
       for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
@@ -568,18 +579,18 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
       }
       __syncthreads();
     }
-    T *const to = static_cast<T *>(plan.pairs) + at.slot * plan.strip.rows * plan.chunk;
+    T *const to = static_cast<T *>(plan.pairs) + at.slot * plan.band.rows * plan.chunk;
     const int columns = bdh_columns_of(at, at.length);
-    bdh_put(stage, to + (at.row - plan.strip.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
+    bdh_put(stage, to + (at.row - plan.band.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
             plan.wide_pairs);
     if (mirrored && at.column < at.row)
       bdh_put_mirrored(stage, to + at.column * plan.chunk + at.row, plan.chunk, at.rows, columns, plan.wide_pairs);
   }
 }
 
-/* d r = scale e r of the strip's rows (PAIRS), or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum; turned
-   back and cut where relu cut, unless `unturned`. A block has the same tile of plan.turns heads, and so have the blocks beside
-   it: angles come from the caches. */
+/* d r = scale e r of the band's rows (PAIRS), or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum;
+   rotated back and 0 where relu was, unless `unturned`. A block has the same tile of plan.heads_per_block heads, and so have
+   the blocks beside it: angles come from the caches. */
 template <typename P, bool PAIRS, bool STATE>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
@@ -587,32 +598,33 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
   constexpr int V = bdh_lanes<T>, across = BDH_TILE / V;
   BDH_SHARED(P, tiles, stage);
   const camox_bdh_params &p = plan.p;
-  const int64_t slots = plan.strip.units * plan.strip.chunks, groups = camox_ceil_div(slots, plan.turns);
+  const int64_t slots = plan.band.sequences * plan.band.chunks, groups = camox_ceil_div(slots, plan.heads_per_block);
   BDH_FOR_TILES(item, items) {
     int64_t group;
     const int64_t tile = camox_divide(item, groups, &group);
-    const int64_t end = min(slots, (group + 1) * plan.turns);
-    for (int64_t slot = group * plan.turns; slot < end; ++slot) {
+    const int64_t end = min(slots, (group + 1) * plan.heads_per_block);
+    for (int64_t slot = group * plan.heads_per_block; slot < end; ++slot) {
       const bdh_place at = bdh_place_of(plan, slot * (items / groups) + tile, p.dim);
       if (at.rows <= 0) continue;
-      const bdh_turned<T> r = bdh_turned_of<T>(plan, at);
+      const bdh_rotated<T> r = bdh_rotated_of<T>(plan, at);
       bdh_sums sums;
       bdh_clear(sums);
       if constexpr (STATE) {
 #pragma unroll 1
         for (int other = 0; other < 2; ++other) {
           const bdh_matrix<T> rows = bdh_view<T>(other ? p.v : p.grad, at, p.value_dim, other ? plan.wide_v : plan.wide_grad);
-          bdh_multiply<P, false, false>(sums, tiles, rows, at.row, bdh_state_of<T>(plan, at, other), at.column, 0, p.value_dim);
+          bdh_multiply<P, false, false>(sums, tiles, rows, at.row, bdh_state_of<T>(plan, at, other), at.column,
+                                        {0, p.value_dim});
         }
       }
       if constexpr (PAIRS) {
-        const bdh_matrix<T> pairs = {static_cast<const T *>(plan.pairs) + at.slot * plan.strip.rows * plan.chunk,
+        const bdh_matrix<T> pairs = {static_cast<const T *>(plan.pairs) + at.slot * plan.band.rows * plan.chunk,
                                      plan.chunk,
                                      1,
-                                     min(plan.strip.rows, at.length),
+                                     min(plan.band.rows, at.length),
                                      at.length,
                                      plan.wide_pairs};
-        bdh_multiply<P, false, true>(sums, tiles, pairs, at.row - plan.strip.first_row, r, at.column, 0, at.length);
+        bdh_multiply<P, false, true>(sums, tiles, pairs, at.row - plan.band.first_row, r, at.column, {0, at.length});
       }
       bdh_stage(stage, sums);
       T *const to = bdh_at<T>(p.grad_q, at);
@@ -628,7 +640,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 #ifdef CAMOX_BREAK_BDH
         grad[0] += 1e-3f;
 #endif
-        if (!p.unturned) r.turn_back(grad, at.row + row, at.column + column);
+        if (!p.unturned) r.rotate_back(grad, at.row + row, at.column + column);
         bdh_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, columns - column,
                   plan.wide_grad_q);
       }
@@ -636,7 +648,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
   }
 }
 
-/* w^T g of the strip's rows, of each head; together: of all heads of a batch element, in their order. WEIGHTS: plan.weights.
+/* w^T g of the band's rows, of each head; adds_heads: of all heads of a batch element, in their order. WEIGHTS: plan.weights.
    CHUNKS: in causal state form. */
 template <typename P, bool WEIGHTS, bool CHUNKS>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
@@ -647,9 +659,9 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
   BDH_FOR_TILES(item, items) {
     bdh_place at = bdh_place_of(plan, item, p.value_dim);
     if (at.rows <= 0) continue;
-    const bool together = WEIGHTS && plan.together;
-    if (together) at.b = at.unit, at.h = 0, at.unit *= p.heads;
-    const int heads = together ? static_cast<int>(p.heads) : 1;
+    const bool adds_heads = WEIGHTS && plan.adds_heads;
+    if (adds_heads) at.b = at.sequence, at.h = 0, at.sequence *= p.heads;
+    const int heads = adds_heads ? static_cast<int>(p.heads) : 1;
     bdh_sums sums;
     bdh_clear(sums);
     if constexpr (CHUNKS) bdh_add_state<P>(sums, tiles, plan, at, 1);
@@ -659,16 +671,16 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
       of_head.h += h;
       const bdh_matrix<T> g = bdh_view<T>(p.grad, of_head, p.value_dim, plan.wide_grad);
       const float *const logsumexp =
-          p.softmax && !WEIGHTS ? static_cast<const float *>(p.logsumexp) + at.unit * p.length : nullptr;
-      const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.slot, at.unit + h),
+          p.softmax && !WEIGHTS ? static_cast<const float *>(p.logsumexp) + at.sequence * p.length : nullptr;
+      const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.slot, at.sequence + h),
                                           plan.chunk,
-                                          WEIGHTS ? 0 : plan.strip.first_row,
-                                          WEIGHTS ? at.length : min(plan.strip.rows, at.length),
+                                          WEIGHTS ? 0 : plan.band.first_row,
+                                          WEIGHTS ? at.length : min(plan.band.rows, at.length),
                                           at.length,
                                           logsumexp,
                                           p.causal != 0,
                                           plan.wide_scores};
-      bdh_multiply<P, WEIGHTS, true>(sums, tiles, w, at.row, g, at.column, p.causal ? at.row : 0, at.length);
+      bdh_multiply<P, WEIGHTS, true>(sums, tiles, w, at.row, g, at.column, {p.causal ? at.row : 0, at.length});
     }
     bdh_put_grad_v<T>(stage, sums, plan, at);
   }
@@ -693,7 +705,7 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_sum_kernel(const __grid_const
 
 /* ---- one token ---- */
 
-/* A block has BDH_STEP_COLUMNS columns of one head's state; its warps take turns with the rows. */
+/* A block has BDH_STEP_COLUMNS columns of one head's state; its warps share the rows. */
 template <typename T>
 __global__ void __launch_bounds__(BDH_STEP_THREADS)
     bdh_step_kernel(const __grid_constant__ camox_bdh_step_params p, float scale, int64_t items) {
@@ -701,11 +713,11 @@ __global__ void __launch_bounds__(BDH_STEP_THREADS)
   __shared__ float r[BDH_STEP_CHUNK];
   __shared__ float shares[WARPS][BDH_STEP_COLUMNS];
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  const bool each = p.table_columns == p.dim;
+  const bool per_element = p.table_columns == p.dim;
   BDH_FOR_TILES(item, items) {
     int64_t tile, h;
-    const int64_t unit = camox_divide(item, camox_ceil_div(p.value_dim, BDH_STEP_COLUMNS), &tile);
-    const int64_t b = camox_divide(unit, p.heads, &h), column = tile * BDH_STEP_COLUMNS + lane;
+    const int64_t sequence = camox_divide(item, camox_ceil_div(p.value_dim, BDH_STEP_COLUMNS), &tile);
+    const int64_t b = camox_divide(sequence, p.heads, &h), column = tile * BDH_STEP_COLUMNS + lane;
     const T *const q = static_cast<const T *>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
     const bool exists = column < p.value_dim;
     float value = 0.0f;
@@ -714,7 +726,7 @@ __global__ void __launch_bounds__(BDH_STEP_THREADS)
           __ldg(static_cast<const T *>(p.v.data) + b * p.v.stride[0] + h * p.v.stride[1] + column * p.v.stride[3]));
     const float *const state = static_cast<const float *>(p.state.data);
     const int64_t place = b * p.state.stride[0] + h * p.state.stride[1] + column * p.state.stride[3];
-    float *const next = static_cast<float *>(p.next) + unit * p.dim * p.value_dim + column;
+    float *const next = static_cast<float *>(p.next) + sequence * p.dim * p.value_dim + column;
     float sum = 0.0f;
     for (int64_t first = 0; first < p.dim; first += BDH_STEP_CHUNK) {
       const int rows = static_cast<int>(min(p.dim - first, static_cast<int64_t>(BDH_STEP_CHUNK)));
@@ -723,11 +735,11 @@ __global__ void __launch_bounds__(BDH_STEP_THREADS)
         float x0 = camox_to_float(__ldg(q + (first + i) * p.q.stride[3]));
         float x1 = camox_to_float(__ldg(q + (first + i + 1) * p.q.stride[3]));
         if (p.relu) x0 = bdh_relu(x0), x1 = bdh_relu(x1);
-        const int64_t angle = each ? first + i : (first + i) / 2;
+        const int64_t angle = per_element ? first + i : (first + i) / 2;
         const float *const cosines = static_cast<const float *>(p.cos) + angle, *const sines =
                                                                                     static_cast<const float *>(p.sin) + angle;
         r[i] = fmaf(x0, __ldg(cosines), -x1 * __ldg(sines));
-        r[i + 1] = fmaf(x1, __ldg(cosines + each), x0 * __ldg(sines + each));
+        r[i + 1] = fmaf(x1, __ldg(cosines + per_element), x0 * __ldg(sines + per_element));
       }
       __syncthreads();
       if (exists) {
@@ -773,10 +785,10 @@ static int64_t bdh_element_bytes(const camox_bdh_params *p) { return p->dtype ==
 static bool bdh_by_state(const camox_bdh_params *p) { return !p->scores && camox_bdh_state_form(p); }
 static bool bdh_by_chunks(const camox_bdh_params *p) { return p->causal && bdh_by_state(p); }
 
-/* The parts of scratch, in bytes; strips are all of one size, the last one may be shorter. */
+/* The parts of scratch, in bytes; bands are all of one size, the last one may be shorter. */
 struct bdh_scratch {
-  int64_t units, rows;                 /* of a strip */
-  int64_t chunk, chunks, segment;      /* tokens of a chunk; all chunks of a head; those of a strip */
+  int64_t sequences, rows;             /* of a band */
+  int64_t chunk, chunks, segment;      /* tokens of a chunk; all chunks of a head; those of a band */
   int64_t delta, scores, pairs, state; /* a state for v, in the backward one for g: */
   int64_t carried;                     /* this too */
 };
@@ -798,16 +810,16 @@ static void bdh_plan_states(bdh_scratch &s, const camox_bdh_params *p, int64_t m
   const int64_t slots = tiles > 0 && most > tiles ? most / tiles : 1;
   s.segment = s.chunks = camox_ceil_div(p->length, s.chunk);
   if (s.segment > slots) s.segment = slots;
-  if (s.units > slots / s.segment) s.units = slots / s.segment;
+  if (s.sequences > slots / s.segment) s.sequences = slots / s.segment;
   const int64_t size = p->dim * p->value_dim * 4;
-  s.state = bdh_rounded(s.units * s.segment * size);
+  s.state = bdh_rounded(s.sequences * s.segment * size);
   if (s.segment < s.chunks) s.carried = bdh_rounded(camox_ceil_div(s.chunks, s.segment) * size);
 }
 
 static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
   bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0};
-  if (s.units == 0) return s;
-  if (backward && p->softmax) s.delta = bdh_rounded(s.units * p->length * 4);
+  if (s.sequences == 0) return s;
+  if (backward && p->softmax) s.delta = bdh_rounded(s.sequences * p->length * 4);
   if (p->scores && !backward) return s;
   const int64_t most = camox_grid(BDH_TILES_AT_ONCE);
   if (bdh_by_state(p)) {
@@ -815,13 +827,13 @@ static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
     if (!p->causal) return s;
   } else {
     const int64_t length_tiles = camox_ceil_div(p->length, BDH_TILE), tiles = length_tiles * length_tiles;
-    if (s.units > most / tiles) s.units = most > tiles ? most / tiles : 1;
+    if (s.sequences > most / tiles) s.sequences = most > tiles ? most / tiles : 1;
     if (tiles > most) {
       const int64_t rows = (most > length_tiles ? most / length_tiles : 1) * BDH_TILE;
       if (rows < s.rows) s.rows = rows;
     }
   }
-  const int64_t elements = s.units * s.segment * s.rows * s.chunk;
+  const int64_t elements = s.sequences * s.segment * s.rows * s.chunk;
   if (!p->scores) s.scores = bdh_rounded(elements * 4);
   if (backward) s.pairs = bdh_rounded(elements * bdh_element_bytes(p));
   return s;
@@ -842,7 +854,7 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   plan.chunk = s.chunk;
   plan.masked = !backward, plan.weights = backward && p->scores;
   /* where the GPU is full without the heads side by side */
-  plan.together =
+  plan.adds_heads =
       plan.weights && p->value_heads != p->heads && p->batch * bdh_tiles_of(p->length, p->value_dim) >= camox_grid(BDH_FILL);
   const int64_t bytes = bdh_element_bytes(p);
   plan.wide_q = bdh_is_wide(p->q, bytes), plan.wide_v = bdh_is_wide(p->v, bytes), plan.wide_out = bdh_is_wide(p->out, bytes);
@@ -856,10 +868,10 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   return plan;
 }
 
-static int64_t bdh_slots(const bdh_plan &plan) { return plan.strip.units * plan.strip.chunks; }
+static int64_t bdh_slots(const bdh_plan &plan) { return plan.band.sequences * plan.band.chunks; }
 
 static int64_t bdh_tiles(const bdh_plan &plan, int64_t columns) {
-  return bdh_slots(plan) * bdh_tiles_of(plan.strip.rows, columns);
+  return bdh_slots(plan) * bdh_tiles_of(plan.band.rows, columns);
 }
 
 #define BDH_LAUNCH(kernel, items, per_block, ...)                                                                     \
@@ -871,7 +883,7 @@ static int64_t bdh_tiles(const bdh_plan &plan, int64_t columns) {
 
 #define BDH_WARPS (BDH_THREADS / CAMOX_WARP)
 
-/* r^T v of the strip, for the backward r^T g too; where causal what a chunk finds before, or behind, it. */
+/* r^T v of the band, for the backward r^T g too; where causal the sum of the chunks before, or after, each. */
 template <typename P>
 static void bdh_launch_states(const bdh_plan &plan, bool backward, void *stream) {
   const int64_t size = plan.p.dim * plan.p.value_dim;
@@ -879,32 +891,32 @@ static void bdh_launch_states(const bdh_plan &plan, bool backward, void *stream)
     BDH_LAUNCH((bdh_state_kernel<P>), bdh_slots(plan) * bdh_tiles_of(plan.p.dim, plan.p.value_dim), 1, plan, of_grad);
     if (!plan.p.causal) continue;
     if (plan.wide_state)
-      BDH_LAUNCH(bdh_scan_kernel<4>, plan.strip.units * size / 4, BDH_THREADS, plan, of_grad);
+      BDH_LAUNCH(bdh_scan_kernel<4>, plan.band.sequences * size / 4, BDH_THREADS, plan, of_grad);
     else
-      BDH_LAUNCH(bdh_scan_kernel<1>, plan.strip.units * size, BDH_THREADS, plan, of_grad);
+      BDH_LAUNCH(bdh_scan_kernel<1>, plan.band.sequences * size, BDH_THREADS, plan, of_grad);
   }
 }
 
-/* Calls launch() for every strip; before those of a head that is cut into segments what they find before or behind them is
+/* Calls launch() for every band; before those of a head that is divided into segments the states before, or after, each are
    summed up, segments being longer chunks. */
 template <typename P, typename Launch>
-static void bdh_for_strips(bdh_plan &plan, const bdh_scratch &s, bool backward, void *stream, const Launch &launch) {
+static void bdh_for_row_bands(bdh_plan &plan, const bdh_scratch &s, bool backward, void *stream, const Launch &launch) {
   const int64_t heads = bdh_heads(&plan.p), size = plan.p.dim * plan.p.value_dim;
   float *const carried[2] = {plan.carried[0], plan.carried[1]};
-  for (int64_t unit = 0; unit < heads; unit += s.units) {
-    plan.strip = {unit, s.units < heads - unit ? s.units : heads - unit, 0, s.rows, 0, 1};
+  for (int64_t sequence = 0; sequence < heads; sequence += s.sequences) {
+    plan.band = {sequence, s.sequences < heads - sequence ? s.sequences : heads - sequence, 0, s.rows, 0, 1};
     if (s.carried > 0) {
       bdh_plan segments = plan;
       segments.chunk = s.segment * s.chunk;
-      segments.strip.chunks = camox_ceil_div(s.chunks, s.segment);
+      segments.band.chunks = camox_ceil_div(s.chunks, s.segment);
       for (int i = 0; i <= backward; ++i) segments.state[i] = carried[i], segments.carried[i] = nullptr;
       bdh_launch_states<P>(segments, backward, stream);
     }
     for (int64_t chunk = 0; chunk < s.chunks; chunk += s.segment) {
-      plan.strip.first_chunk = chunk, plan.strip.chunks = s.segment < s.chunks - chunk ? s.segment : s.chunks - chunk;
+      plan.band.first_chunk = chunk, plan.band.chunks = s.segment < s.chunks - chunk ? s.segment : s.chunks - chunk;
       for (int i = 0; i <= backward; ++i) plan.carried[i] = s.carried > 0 ? carried[i] + chunk / s.segment * size : nullptr;
       for (int64_t row = 0; row < s.chunk; row += s.rows) {
-        plan.strip.first_row = row, plan.strip.rows = s.rows < s.chunk - row ? s.rows : s.chunk - row;
+        plan.band.first_row = row, plan.band.rows = s.rows < s.chunk - row ? s.rows : s.chunk - row;
         launch();
       }
     }
@@ -915,7 +927,7 @@ template <typename P>
 static int bdh_run(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, false);
   bdh_plan plan = bdh_plan_of(p, s, false);
-  bdh_for_strips<P>(plan, s, false, stream, [&] {
+  bdh_for_row_bands<P>(plan, s, false, stream, [&] {
     if (bdh_by_state(p)) {
       bdh_launch_states<P>(plan, false, stream);
       if (!p->causal) {
@@ -924,7 +936,7 @@ static int bdh_run(const camox_bdh_params *p, void *stream) {
       }
     }
     BDH_LAUNCH((bdh_scores_kernel<P>), bdh_tiles(plan, plan.chunk), 1, plan);
-    if (p->softmax) BDH_LAUNCH(bdh_softmax_kernel, plan.strip.units * plan.strip.rows, BDH_WARPS, plan);
+    if (p->softmax) BDH_LAUNCH(bdh_softmax_kernel, plan.band.sequences * plan.band.rows, BDH_WARPS, plan);
     if (bdh_by_chunks(p))
       BDH_LAUNCH((bdh_values_kernel<P, true>), bdh_tiles(plan, p->value_dim), 1, plan);
     else
@@ -935,10 +947,12 @@ static int bdh_run(const camox_bdh_params *p, void *stream) {
 
 template <typename P, bool PAIRS, bool STATE>
 static void bdh_launch_grad_q(bdh_plan &plan, void *stream) {
-  plan.turns = bdh_tiles(plan, plan.p.dim) / camox_grid(BDH_TILES_AT_ONCE);
-  plan.turns = plan.turns < 1 ? 1 : plan.turns < BDH_TURNS ? plan.turns : BDH_TURNS;
-  const int64_t groups = camox_ceil_div(bdh_slots(plan), plan.turns);
-  BDH_LAUNCH((bdh_grad_q_kernel<P, PAIRS, STATE>), groups * bdh_tiles_of(plan.strip.rows, plan.p.dim), 1, plan);
+  plan.heads_per_block = bdh_tiles(plan, plan.p.dim) / camox_grid(BDH_TILES_AT_ONCE);
+  plan.heads_per_block = plan.heads_per_block < 1                     ? 1
+                         : plan.heads_per_block < BDH_HEADS_PER_BLOCK ? plan.heads_per_block
+                                                                      : BDH_HEADS_PER_BLOCK;
+  const int64_t groups = camox_ceil_div(bdh_slots(plan), plan.heads_per_block);
+  BDH_LAUNCH((bdh_grad_q_kernel<P, PAIRS, STATE>), groups * bdh_tiles_of(plan.band.rows, plan.p.dim), 1, plan);
 }
 
 template <typename P>
@@ -948,10 +962,10 @@ static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
   const bool whole = s.rows == p->length;
   if (p->softmax && !whole) BDH_LAUNCH((bdh_delta_kernel<bdh_element<P>>), bdh_heads(p) * p->length, BDH_WARPS, plan);
   if (plan.weights) {
-    plan.strip = {0, plan.together ? p->batch : bdh_heads(p), 0, p->length, 0, 1};
+    plan.band = {0, plan.adds_heads ? p->batch : bdh_heads(p), 0, p->length, 0, 1};
     BDH_LAUNCH((bdh_grad_v_kernel<P, true, false>), bdh_tiles(plan, p->value_dim), 1, plan);
   }
-  bdh_for_strips<P>(plan, s, true, stream, [&] {
+  bdh_for_row_bands<P>(plan, s, true, stream, [&] {
     if (bdh_by_state(p)) {
       bdh_launch_states<P>(plan, true, stream);
       if (!p->causal) {
@@ -977,7 +991,7 @@ static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
     else
       bdh_launch_grad_q<P, true, false>(plan, stream);
   });
-  if (p->value_heads != p->heads && !plan.together)
+  if (p->value_heads != p->heads && !plan.adds_heads)
     BDH_LAUNCH((bdh_sum_kernel<bdh_element<P>>), p->batch * p->length * p->value_dim, BDH_THREADS, *p);
   return camox_launch_status();
 }

@@ -1,6 +1,15 @@
 /* Products of 64 x 64 tiles: bdh_multiply brings two operands to shared memory piece by piece and adds up their product in
-   registers, bdh_stage and bdh_put bring it to memory. An operand is a struct with piece(to, r, c): the 16 bytes of elements
-   from column c of its row r on as they lie in memory, 0 beyond its ends. */
+   registers, bdh_stage and bdh_put bring it to memory.
+
+     shared:  A [64 rows][128 bytes along k]  B the same      a block of 4 warps        each warp: 32 x 32 of the product,
+                                                              +---------+---------+      each lane 32 sums in registers:
+              A B^T, 128 bytes of k at a time                 | warp 0  | warp 1  |      [2 x 16 rows][4 x 8 columns]
+              (16-byte loads, 16-byte pieces of rows)         +---------+---------+
+                                                              | warp 2  | warp 3  |
+                                                              +---------+---------+
+
+   An operand is a struct with piece(to, r, c): the 16 bytes of elements from column c of its row r on as they lie in memory, 0
+   beyond its ends. */
 #ifndef CAMOX_BDH_TILE_CUH
 #define CAMOX_BDH_TILE_CUH
 
@@ -26,7 +35,7 @@ template <typename P>
 constexpr bool bdh_on_tensor_cores =
     bdh_is_tf32<P> ? CAMOX_CUDA_ARCH >= 800 : sizeof(P) == 2 && (CAMOX_CUDA_ARCH >= 800 || !camox_is_bfloat16<P>::value);
 
-/* 16 bytes, the widest access; elements of an operand along k in one turn of the loop, 32 words. */
+/* 16 bytes, the widest access; elements of an operand along k in one iteration, 32 words. */
 template <typename T>
 constexpr int bdh_lanes = 16 / static_cast<int>(sizeof(T));
 template <typename T>
@@ -195,7 +204,7 @@ __device__ __forceinline__ void bdh_product_mma(bdh_sums &sums, const uint32_t *
   }
 }
 
-/* What a turn of the loop over k adds is summed up by itself first: long sums of float32 keep more of their digits so. */
+/* The terms of one iteration over k are summed up by themselves first: long sums of float32 keep more of their digits so. */
 template <typename P>
 __device__ __forceinline__ void bdh_product_fma(bdh_sums &sums, const uint32_t *a, const uint32_t *b) {
   using T = bdh_element<P>;
@@ -236,13 +245,18 @@ __device__ __forceinline__ void bdh_product(bdh_sums &sums, const uint32_t *a, c
   }
 }
 
-/* sums += a b^T over k of [begin, end), rows of a from `a_first`, of b from `b_first` on. ACROSS: k are the rows in memory.
+/* What a product sums over: k of [begin, end). */
+struct bdh_range {
+  int64_t begin, end;
+};
+
+/* sums += a b^T over the range, rows of a from `a_first`, of b from `b_first` on. ACROSS: k are the rows in memory.
    same: a and b are the same tile. */
 template <typename P, bool A_ACROSS, bool B_ACROSS, typename A, typename B>
 __device__ __forceinline__ void bdh_multiply(bdh_sums &sums, uint32_t *tiles, const A &a, int64_t a_first, const B &b,
-                                             int64_t b_first, int64_t begin, int64_t end, bool same = false) {
+                                             int64_t b_first, bdh_range range, bool same = false) {
   uint32_t *const b_tile = same ? tiles : tiles + bdh_tile<P>::words;
-  for (int64_t k = begin; k < end; k += bdh_depth<P>) {
+  for (int64_t k = range.begin; k < range.end; k += bdh_depth<P>) {
     __syncthreads();
     if constexpr (A_ACROSS) {
       bdh_load_across<P>(tiles, a, a_first, k);

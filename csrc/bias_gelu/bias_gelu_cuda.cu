@@ -1,5 +1,11 @@
-/* bias_gelu on CUDA: a thread has V neighbouring columns, by one 16-byte access of every tensor where all allow it, else one.
-   Backward: of every row of a unit, so that its sums for bias stay in registers; units are added afterwards. No atomics. */
+/* bias_gelu on CUDA. No shared memory but in the last step.
+
+     forward    a thread: V neighbouring columns of one row     x, bias --16 B--> registers --> y --16 B-->
+     backward   a thread: V columns of a band of rows           grad_x of each row; the sums for bias stay in registers
+                [band 0: V sums][band 1: V sums] ...            -> partial [bands][columns]
+     reduce     a block: 32 columns; its threads add the bands   partial -> shared [slots][32] -> grad_bias, in order
+
+   V is 16 bytes of every tensor where all allow it, else 1. No atomics: the same bits on every run. */
 #include "../common/cuda_util.cuh"
 #include "../common/philox.cuh"
 #include "bias_gelu.h"
@@ -13,7 +19,7 @@ struct bias_gelu_args {
   camox_bias_gelu_params p;
   uint32_t threshold;
   float scale;
-  int64_t vectors, items, unit_rows, units; /* vectors of a row; items: those of all threads */
+  int64_t vectors, items, band_rows, bands; /* vectors of a row; items: those of all threads */
 };
 
 __device__ __forceinline__ float bias_gelu_broken(float x) {
@@ -61,13 +67,13 @@ __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_backward_kernel(c
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * BIAS_GELU_THREADS + threadIdx.x; item < a.items;
        item += static_cast<int64_t>(gridDim.x) * BIAS_GELU_THREADS) {
     int64_t vector;
-    const int64_t unit = camox_divide(item, a.vectors, &vector), column = vector * V;
+    const int64_t band = camox_divide(item, a.vectors, &vector), column = vector * V;
     float bias[V], sum[V] = {};
     camox_load_floats(bias, static_cast<const float *>(a.p.bias) + column);
-    const int64_t last = min((unit + 1) * a.unit_rows, a.p.rows);
-    [[maybe_unused]] constexpr int together = CAMOX_CUDA_ARCH >= 800 ? 2 : 1; /* two spill on sm_75 */
-#pragma unroll together
-    for (int64_t row = unit * a.unit_rows; row < last; ++row) {
+    const int64_t last = min((band + 1) * a.band_rows, a.p.rows);
+    [[maybe_unused]] constexpr int rows_at_once = CAMOX_CUDA_ARCH >= 800 ? 2 : 1; /* two spill on sm_75 */
+#pragma unroll rows_at_once
+    for (int64_t row = band * a.band_rows; row < last; ++row) {
       const int64_t index = row * a.p.columns + column;
       float u[V], grad[V];
       camox_load_float(u, static_cast<const T *>(a.p.x) + index);
@@ -83,11 +89,11 @@ __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_backward_kernel(c
 #pragma unroll
       for (int i = 0; i < V; ++i) sum[i] += grad[i];
     }
-    camox_put_floats(static_cast<float *>(a.p.partial) + unit * a.p.columns + column, sum);
+    camox_put_floats(static_cast<float *>(a.p.partial) + band * a.p.columns + column, sum);
   }
 }
 
-/* grad_bias: each thread adds every BIAS_GELU_REDUCE_SLOTS-th unit's share of a column, then the block adds those. */
+/* grad_bias: each thread adds every BIAS_GELU_REDUCE_SLOTS-th band's share of a column, then the block adds those. */
 __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_reduce_kernel(const __grid_constant__ bias_gelu_args a) {
   __shared__ float sums[BIAS_GELU_REDUCE_SLOTS][BIAS_GELU_REDUCE_COLUMNS];
   const int lane = static_cast<int>(threadIdx.x) % BIAS_GELU_REDUCE_COLUMNS;
@@ -97,8 +103,8 @@ __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_reduce_kernel(con
     float total = 0.0f;
     if (column < a.p.columns) {
 #pragma unroll 4
-      for (int64_t unit = slot; unit < a.units; unit += BIAS_GELU_REDUCE_SLOTS)
-        total += __ldg(static_cast<const float *>(a.p.partial) + unit * a.p.columns + column);
+      for (int64_t band = slot; band < a.bands; band += BIAS_GELU_REDUCE_SLOTS)
+        total += __ldg(static_cast<const float *>(a.p.partial) + band * a.p.columns + column);
     }
     sums[slot][lane] = total;
     __syncthreads();
@@ -122,7 +128,7 @@ static bool bias_gelu_fits(const camox_bias_gelu_params *p, int lanes, int eleme
 template <typename T, int V>
 static void bias_gelu_launch(bias_gelu_args a, bool backward, void *stream) {
   a.vectors = a.p.columns / V;
-  a.items = a.vectors * (backward ? a.units : a.p.rows);
+  a.items = a.vectors * (backward ? a.bands : a.p.rows);
   const unsigned grid = camox_grid(camox_ceil_div(a.items, BIAS_GELU_THREADS));
   if (backward)
     CAMOX_LAUNCH((bias_gelu_backward_kernel<T, V>), grid, BIAS_GELU_THREADS, 0, stream, a);
@@ -144,7 +150,7 @@ static bias_gelu_args bias_gelu_args_of(const camox_bias_gelu_params *p) {
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
   a.scale = static_cast<float>(camox_dropout_scale(a.threshold));
-  a.unit_rows = camox_bias_gelu_unit_rows(p->columns), a.units = camox_ceil_div(p->rows, a.unit_rows);
+  a.band_rows = camox_bias_gelu_unit_rows(p->columns), a.bands = camox_ceil_div(p->rows, a.band_rows);
   return a;
 }
 

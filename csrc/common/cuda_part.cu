@@ -1,4 +1,4 @@
-/* What Python asks of the CUDA part, the stream that torch is on, and what kernels tell of bad values. */
+/* The CUDA part's functions for Python: versions, torch's current stream, and the bad values that kernels have reported. */
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <stdint.h>
@@ -26,7 +26,7 @@ extern "C" const char *camox_cuda_current_stream(int device_index, void **stream
   static current_stream_fn *const current_stream = reinterpret_cast<current_stream_fn *>(
       dlsym(dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD), "aoti_torch_get_current_cuda_stream"));
   if (current_stream == nullptr) return "this torch has no aoti_torch_get_current_cuda_stream to ask for its stream";
-  return current_stream(device_index, stream) == 0 ? nullptr : "torch failed to tell its current stream";
+  return current_stream(device_index, stream) == 0 ? nullptr : "torch failed to return its current stream";
 }
 
 /* Makes a device the current one of this thread until the end of the scope. */
@@ -51,14 +51,14 @@ __device__ uint32_t camox_error_word;
 constexpr int error_devices = 128; /* torch serves 120 */
 static std::atomic<uint32_t *> error_words[error_devices];
 
-/* Where kernels on a device set their bits; NULL where it cannot be found, and then nothing is told. */
+/* Where kernels on a device set their bits; NULL where it cannot be found, and then nothing is reported. */
 extern "C" uint32_t *camox_cuda_error_word(int device_index) {
   if (device_index < 0 || device_index >= error_devices) return nullptr;
   if (error_words[device_index] != nullptr) return error_words[device_index];
   const on_device there(device_index);
   void *address = nullptr;
   if (there.error != cudaSuccess || cudaGetSymbolAddress(&address, camox_error_word) != cudaSuccess) {
-    cudaGetLastError(); /* or the launch that follows would be told to have failed */
+    cudaGetLastError(); /* or the launch that follows would seem to have failed */
     return nullptr;
   }
   error_words[device_index] = static_cast<uint32_t *>(address);

@@ -1,14 +1,14 @@
 /* What every .cu of the library stands on: launches, 128-bit accesses, conversions, fixed-order reductions, cp.async and
-   tensor-core steps. One source for nvcc and for the host rig (host_cuda/host_cuda.h), which defines CAMOX_HOST_CUDA.
-   CAMOX_CUDA_ARCH is __CUDA_ARCH__ in nvcc's device passes, the tested architecture in the rig, 0 in nvcc's host pass. */
+   tensor-core steps. One source for nvcc and for the CUDA emulator (tests/cuda/emulator), which defines CAMOX_CUDA_EMULATOR.
+   CAMOX_CUDA_ARCH is __CUDA_ARCH__ in nvcc's device passes, the tested architecture in the emulator, 0 in nvcc's host pass. */
 #ifndef CAMOX_CUDA_UTIL_CUH
 #define CAMOX_CUDA_UTIL_CUH
 
 #include <stdint.h>
 
-#if defined(CAMOX_HOST_CUDA)
-#define CAMOX_CUDA_ARCH CAMOX_HOST_CUDA_ARCH
-#include "host_cuda/host_cuda.h"
+#if defined(CAMOX_CUDA_EMULATOR)
+#define CAMOX_CUDA_ARCH CAMOX_EMULATED_ARCH
+#include "cuda_emulator.h"
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -25,10 +25,10 @@
 
 /* CAMOX_LAUNCH((kernel<T, 4>), grid, block, shared_bytes, stream, args...); then `return camox_launch_status();`
    CAMOX_DYNAMIC_SHARED(float, tile); declares `float *tile`, 16-byte aligned, on the launch's dynamic shared memory. */
-#if defined(CAMOX_HOST_CUDA)
+#if defined(CAMOX_CUDA_EMULATOR)
 #define CAMOX_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  ((void)(stream), camox_host_launch_kernel(#kernel, kernel, dim3(grid), dim3(block), size_t(shared_bytes), __VA_ARGS__))
-#define CAMOX_DYNAMIC_SHARED(type, name) type *const name = static_cast<type *>(camox_host_dynamic_shared())
+  ((void)(stream), camox_emulator_launch_kernel(#kernel, kernel, dim3(grid), dim3(block), size_t(shared_bytes), __VA_ARGS__))
+#define CAMOX_DYNAMIC_SHARED(type, name) type *const name = static_cast<type *>(camox_emulator_dynamic_shared())
 #else
 #define CAMOX_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (kernel)<<<(grid), (block), (shared_bytes), static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
@@ -36,7 +36,7 @@ extern __shared__ __align__(16) unsigned char camox_dynamic_shared[];
 #define CAMOX_DYNAMIC_SHARED(type, name) type *const name = reinterpret_cast<type *>(camox_dynamic_shared)
 #endif
 
-/* Clears the error it returns, so a failed launch is told once, by the call that made it. */
+/* Clears the error it returns, so a failed launch is reported once, by the call that made it. */
 static inline int camox_launch_status(void) { return static_cast<int>(cudaGetLastError()); }
 
 template <typename A, typename B>
@@ -45,11 +45,12 @@ __host__ __device__ constexpr int64_t camox_ceil_div(A a, B b) {
 }
 
 /* Blocks for `items` of work: grid.x alone, which reaches 2^31-1, and the kernel strides over the rest in 64 bits:
-   for (int64_t i = blockIdx.x; i < items; i += gridDim.x). 0 items: launch nothing. The rig lowers the cap to run the stride.
+   for (int64_t i = blockIdx.x; i < items; i += gridDim.x). 0 items: launch nothing. The emulator lowers the cap to run the
+   stride.
  */
 static inline unsigned camox_grid(int64_t items) {
-#if defined(CAMOX_HOST_CUDA)
-  const int64_t cap = camox_host_grid_cap();
+#if defined(CAMOX_CUDA_EMULATOR)
+  const int64_t cap = camox_emulator_grid_cap();
 #else
   const int64_t cap = INT32_MAX;
 #endif
@@ -133,19 +134,19 @@ __device__ __forceinline__ void camox_load(T (&to)[N], const T *p) {
   __builtin_memcpy(static_cast<void *>(to), &bits, sizeof bits);
 }
 
-/* One store to global memory. As plain C++ nvcc may cut a 16-byte store into four; the rig checks alignment and bounds instead.
- */
+/* One store to global memory. As plain C++ nvcc may split a 16-byte store into four; the emulator, which has no inline
+   assembly, stores in C++ and checks alignment and bounds. */
 __device__ __forceinline__ void camox_store_word(uint16_t *p, uint16_t word) { *p = word; }
 __device__ __forceinline__ void camox_store_word(uint32_t *p, uint32_t word) { *p = word; }
 __device__ __forceinline__ void camox_store_word(uint2 *p, uint2 word) {
-#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+#if defined(CAMOX_CUDA_EMULATOR) || CAMOX_CUDA_ARCH == 0
   *p = word;
 #else
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(word.x), "r"(word.y) : "memory");
 #endif
 }
 __device__ __forceinline__ void camox_store_word(uint4 *p, uint4 word) {
-#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+#if defined(CAMOX_CUDA_EMULATOR) || CAMOX_CUDA_ARCH == 0
   *p = word;
 #else
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
@@ -264,21 +265,22 @@ __device__ __forceinline__ void camox_load_float(float (&to)[N], const T *p, int
   }
 }
 
-/* n / d and its rest for n >= 0, d > 0: 64-bit division costs a GPU some hundred instructions, so 32 bits where they do. */
-__device__ __forceinline__ int64_t camox_divide(int64_t n, int64_t d, int64_t *rest) {
+/* n / d and its remainder for n >= 0, d > 0: 64-bit division costs a GPU some hundred instructions, so 32 bits where they do.
+ */
+__device__ __forceinline__ int64_t camox_divide(int64_t n, int64_t d, int64_t *remainder) {
   if (((n | d) >> 32) == 0) {
     const uint32_t quotient = static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
-    *rest = static_cast<int64_t>(static_cast<uint32_t>(n) - quotient * static_cast<uint32_t>(d));
+    *remainder = static_cast<int64_t>(static_cast<uint32_t>(n) - quotient * static_cast<uint32_t>(d));
     return static_cast<int64_t>(quotient);
   }
   const int64_t quotient = n / d;
-  *rest = n - quotient * d;
+  *remainder = n - quotient * d;
   return quotient;
 }
 
 /* One instruction and 1 or 2 ulp each, where the exact function takes ten and a branch. Subnormals count as 0: keep x, and what
    camox_exp2 gives, >= FLT_MIN. */
-#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+#if defined(CAMOX_CUDA_EMULATOR) || CAMOX_CUDA_ARCH == 0
 #define CAMOX_APPROXIMATE(name, instruction, exact) \
   __device__ __forceinline__ float name(float x) { return exact; }
 #else
@@ -298,7 +300,7 @@ CAMOX_APPROXIMATE(camox_reciprocal, "rcp", 1.0f / x)
 /* What follows from x is computed where it is used from here on: nvcc would compute it before the loop around, and hold it in
    registers that the loop needs. */
 __device__ __forceinline__ void camox_compute_late(int &x) {
-#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH == 0
+#if defined(CAMOX_CUDA_EMULATOR) || CAMOX_CUDA_ARCH == 0
   (void)x;
 #else
   asm volatile("" : "+r"(x));
@@ -333,13 +335,13 @@ __device__ __forceinline__ float camox_block_sum(float x, float *scratch) {
 
 /* ---- cp.async: 16 bytes from global to shared memory; only the first valid_bytes are read, the rest become zeros ----
    sm_75 has none: the copy is made at once, and commit and wait are empty. */
-#if defined(CAMOX_HOST_CUDA) && CAMOX_CUDA_ARCH >= 800
+#if defined(CAMOX_CUDA_EMULATOR) && CAMOX_CUDA_ARCH >= 800
 #define camox_cp_async_16(shared, global, valid_bytes) \
-  camox_host_cp_async(shared, global, 16, valid_bytes, CAMOX_HOST_SITE("cp.async"))
-static inline void camox_cp_async_commit(void) { camox_host_cp_async_commit(); }
+  camox_emulator_cp_async(shared, global, 16, valid_bytes, CAMOX_EMULATOR_SITE("cp.async"))
+static inline void camox_cp_async_commit(void) { camox_emulator_cp_async_commit(); }
 template <int PENDING>
 static inline void camox_cp_async_wait(void) {
-  camox_host_cp_async_wait(PENDING);
+  camox_emulator_cp_async_wait(PENDING);
 }
 #else
 __device__ __forceinline__ void camox_cp_async_16(void *shared, const void *global, int valid_bytes) {
@@ -372,7 +374,7 @@ __device__ __forceinline__ void camox_cp_async_wait(void) {
 
 /* float32 as TF32 has it, whose ten bits of mantissa tensor cores take: the nearest, ties away from 0. */
 __device__ __forceinline__ float camox_to_tf32(float x) {
-#if defined(CAMOX_HOST_CUDA) || CAMOX_CUDA_ARCH < 800
+#if defined(CAMOX_CUDA_EMULATOR) || CAMOX_CUDA_ARCH < 800
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
   if ((bits & 0x7f800000u) != 0x7f800000u) bits = (bits + 0x1000u) & 0xffffe000u;
@@ -391,82 +393,12 @@ __device__ __forceinline__ float camox_to_tf32(float x) {
    d[0], d[1]: row g, columns 2t, 2t+1;  d[2], d[3]: row g+8
    Of TF32, m16n8k8: a[0], a[1]: rows g, g+8 of column t;  a[2], a[3]: of column t+4;  b[0], b[1]: rows t, t+4 of column g ----
  */
-#if defined(CAMOX_HOST_CUDA)
-template <typename T>
-struct camox_host_mma_payload {
-  const uint32_t *a, *b;
-  float *d;
-};
-
-template <typename T>
-static inline float camox_host_half_of(uint32_t word, int i) {
-  const uint16_t bits = static_cast<uint16_t>(word >> (16 * i));
-  T value;
-  memcpy(static_cast<void *>(&value), &bits, 2);
-  return camox_to_float(value);
-}
-
-/* d += a b of fragments whose elements `take` puts into the matrices. */
-template <typename T, int K, typename Take>
-static inline void camox_host_mma_of(camox_host_lanes *lanes, const Take &take) {
-  if (lanes->mask != CAMOX_FULL_MASK) camox_host_fail("mma needs all 32 lanes of the warp");
-  float a[16][K], b[K][8];
-  for (int lane = 0; lane < 32; ++lane)
-    take(*static_cast<camox_host_mma_payload<T> *>(lanes->payload[lane]), lane / 4, lane % 4, a, b);
-  for (int lane = 0; lane < 32; ++lane) {
-    float *d = static_cast<camox_host_mma_payload<T> *>(lanes->payload[lane])->d;
-    for (int i = 0; i < 4; ++i) {
-      double sum = d[i];
-      for (int k = 0; k < K; ++k) sum += double(a[lane / 4 + 8 * (i / 2)][k]) * double(b[k][lane % 4 * 2 + i % 2]);
-      d[i] = static_cast<float>(sum);
-    }
-  }
-}
-
-template <typename T, int K>
-static inline void camox_host_mma_run(camox_host_lanes *lanes) {
-  camox_host_mma_of<T, K>(lanes, [](const camox_host_mma_payload<T> &p, int g, int t, float (&a)[16][K], float (&b)[K][8]) {
-    for (int i = 0; i < 2; ++i)
-      for (int half = 0; half < K / 8; ++half) {
-        a[g][2 * t + i + 8 * half] = camox_host_half_of<T>(p.a[2 * half], i);
-        a[g + 8][2 * t + i + 8 * half] = camox_host_half_of<T>(p.a[2 * half + 1], i);
-        b[2 * t + i + 8 * half][g] = camox_host_half_of<T>(p.b[half], i);
-      }
-  });
-}
-
-/* Bits below the mantissa of TF32 are not seen. */
-static inline float camox_host_tf32_of(uint32_t bits) {
-  bits &= 0xffffe000u;
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-static inline void camox_host_mma_run_tf32(camox_host_lanes *lanes) {
-  camox_host_mma_of<float, 8>(lanes,
-                              [](const camox_host_mma_payload<float> &p, int g, int t, float (&a)[16][8], float (&b)[8][8]) {
-                                for (int half = 0; half < 2; ++half) {
-                                  a[g][t + 4 * half] = camox_host_tf32_of(p.a[2 * half]);
-                                  a[g + 8][t + 4 * half] = camox_host_tf32_of(p.a[2 * half + 1]);
-                                  b[t + 4 * half][g] = camox_host_tf32_of(p.b[half]);
-                                }
-                              });
-}
-
-template <typename T, int K>
-static inline void camox_host_mma(float *d, const uint32_t *a, const uint32_t *b, const camox_host_site *site) {
-  camox_host_mma_payload<T> payload = {a, b, d};
-  camox_host_collect(CAMOX_FULL_MASK, &payload, camox_host_mma_run<T, K>, site);
-}
-#endif
-
 template <typename T>
 __device__ __forceinline__ void camox_mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], const uint32_t (&b)[1]) {
   static_assert(sizeof(T) == 2, "float16 or bfloat16");
-#if defined(CAMOX_HOST_CUDA)
-  if (CAMOX_CUDA_ARCH < 800 && !std::is_same_v<T, __half>) camox_host_fail("sm_75 has no bfloat16 mma");
-  camox_host_mma<T, 8>(d, a, b, CAMOX_HOST_SITE("mma.m16n8k8"));
+#if defined(CAMOX_CUDA_EMULATOR)
+  if (CAMOX_CUDA_ARCH < 800 && !std::is_same_v<T, __half>) camox_emulator_fail("sm_75 has no bfloat16 mma");
+  camox_emulator_mma<T, 8>(d, a, b, CAMOX_EMULATOR_SITE("mma.m16n8k8"));
 #elif CAMOX_CUDA_ARCH > 0
   if constexpr (!camox_is_bfloat16<T>::value) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -487,15 +419,15 @@ __device__ __forceinline__ void camox_mma_m16n8k8(float (&d)[4], const uint32_t 
 /* Operands from camox_to_tf32; needs sm_80. */
 __device__ __forceinline__ void camox_mma_tf32_m16n8k8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if CAMOX_CUDA_ARCH > 0 && CAMOX_CUDA_ARCH < 800
-#if defined(CAMOX_HOST_CUDA)
-  camox_host_fail("sm_75 has no TF32 mma");
+#if defined(CAMOX_CUDA_EMULATOR)
+  camox_emulator_fail("sm_75 has no TF32 mma");
 #else
   __trap();
 #endif
   (void)d, (void)a, (void)b;
-#elif defined(CAMOX_HOST_CUDA)
-  camox_host_mma_payload<float> payload = {a, b, d};
-  camox_host_collect(CAMOX_FULL_MASK, &payload, camox_host_mma_run_tf32, CAMOX_HOST_SITE("mma.m16n8k8.tf32"));
+#elif defined(CAMOX_CUDA_EMULATOR)
+  camox_emulator_mma_payload<float> payload = {a, b, d};
+  camox_emulator_collect(CAMOX_FULL_MASK, &payload, camox_emulator_mma_run_tf32, CAMOX_EMULATOR_SITE("mma.m16n8k8.tf32"));
 #elif CAMOX_CUDA_ARCH > 0
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -510,8 +442,8 @@ __device__ __forceinline__ void camox_mma_m16n8k16(float (&d)[4], const uint32_t
   const uint32_t low[2] = {a[0], a[1]}, high[2] = {a[2], a[3]}, first[1] = {b[0]}, second[1] = {b[1]};
   camox_mma_m16n8k8<T>(d, low, first);
   camox_mma_m16n8k8<T>(d, high, second);
-#elif defined(CAMOX_HOST_CUDA)
-  camox_host_mma<T, 16>(d, a, b, CAMOX_HOST_SITE("mma.m16n8k16"));
+#elif defined(CAMOX_CUDA_EMULATOR)
+  camox_emulator_mma<T, 16>(d, a, b, CAMOX_EMULATOR_SITE("mma.m16n8k16"));
 #elif CAMOX_CUDA_ARCH > 0
   if constexpr (camox_is_bfloat16<T>::value)
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#if defined(__CUDACC__) || defined(CAMOX_HOST_CUDA)
+#if defined(__CUDACC__) || defined(CAMOX_CUDA_EMULATOR)
 #define CAMOX_PHILOX_INLINE static __host__ __device__ __forceinline__
 #else
 #define CAMOX_PHILOX_INLINE static inline

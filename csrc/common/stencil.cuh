@@ -1,81 +1,90 @@
-/* What the CUDA kernels of 3x3 and 5x5 filters share. A thread owns V neighbours along the innermost dimension (columns, or
-   with LAST the channels of channels_last) and walks down `rows` rows of a picture. Of each row it sees a window: its own V
-   elements and REACH columns to either side, which it reads from the cache. V is the widest access that all tensors allow: 16
-   bytes, 4 bytes, or one element with any strides. */
+/* What the CUDA kernels of 3x3 and 5x5 filters share: the division of images among threads, windows of pixels, borders.
+
+       columns (or channels of channels_last), V to a thread
+             thread t-1 | thread t | thread t+1
+     row r-1    v v v v | v v v v  | v v v v
+     row r      v v v v | V V V V  | v v v v     a thread iterates down the `rows` rows of its row band; of each row it has
+     row r+1    v v v v | v v v v  | v v v v     a window in registers: its own V elements and REACH columns beside them
+        |
+        v                                        global memory -> registers: own elements by one access, neighbours from the
+                                                 L1 cache; the next row is loaded while one is computed
+
+   A work item is a thread: V neighbours along the innermost dimension times one row band of one image. V is the widest access
+   that all tensors allow: 16 bytes, 4 bytes, or one element with any strides. */
 #ifndef CAMOX_STENCIL_CUH
 #define CAMOX_STENCIL_CUH
 
 #include "cuda_util.cuh"
 #include "types.h"
 
-/* How the pictures are cut among threads. */
-struct camox_walk {
+/* How the images are divided among threads. */
+struct camox_partition {
   int64_t channels, height, width;
-  int rows;        /* rows that one thread walks down */
-  int64_t strips;  /* of that many rows in a picture */
-  int64_t vectors; /* along the innermost dimension */
-  int64_t items;   /* threads with work */
+  int rows;          /* rows of a row band */
+  int64_t row_bands; /* of an image */
+  int64_t vectors;   /* along the innermost dimension */
+  int64_t items;     /* threads with work */
 };
 
-/* Threads that fill a large GPU: below it a thread takes fewer rows. The rig's is as small as its grid may be. */
-static inline int64_t camox_walk_fill(void) {
+/* Threads that fill a large GPU: below it a thread takes fewer rows. The emulator's is as small as its grid may be. */
+static inline int64_t camox_threads_to_fill(void) {
   const int64_t fill = 1 << 17;
-#if defined(CAMOX_HOST_CUDA)
-  if (camox_host_grid_cap() < fill) return camox_host_grid_cap();
+#if defined(CAMOX_CUDA_EMULATOR)
+  if (camox_emulator_grid_cap() < fill) return camox_emulator_grid_cap();
 #endif
   return fill;
 }
 
-/* Strips of `rows` rows, a power of two, or half as many and so on where there are too few threads to fill the GPU. */
-static inline camox_walk camox_walk_of(bool last, int64_t batch, int64_t channels, int64_t height, int64_t width, int lanes,
-                                       int rows) {
-  camox_walk walk = {};
-  walk.channels = channels, walk.height = height, walk.width = width;
-  walk.vectors = (last ? channels : width) / lanes;
-  const int64_t across = batch * walk.vectors * (last ? width : channels);
-  while (rows > 2 && across * camox_ceil_div(height, rows) < camox_walk_fill()) rows /= 2;
-  walk.rows = rows;
-  walk.strips = camox_ceil_div(height, rows);
-  walk.items = across * walk.strips;
-  return walk;
+/* Row bands of `rows` rows, a power of two, or half as many and so on where there are too few threads to fill the GPU. */
+static inline camox_partition camox_partition_of(bool last, int64_t batch, int64_t channels, int64_t height, int64_t width,
+                                                 int lanes, int rows) {
+  camox_partition partition = {};
+  partition.channels = channels, partition.height = height, partition.width = width;
+  partition.vectors = (last ? channels : width) / lanes;
+  const int64_t across = batch * partition.vectors * (last ? width : channels);
+  while (rows > 2 && across * camox_ceil_div(height, rows) < camox_threads_to_fill()) rows /= 2;
+  partition.rows = rows;
+  partition.row_bands = camox_ceil_div(height, rows);
+  partition.items = across * partition.row_bands;
+  return partition;
 }
 
-/* The same number of strips, their rows as equal as they can be. */
-static inline void camox_walk_even(camox_walk *walk) {
-  walk->rows = static_cast<int>(camox_ceil_div(walk->height, walk->strips));
+/* The same number of row bands, their rows as equal as they can be. */
+static inline void camox_even_row_bands(camox_partition *partition) {
+  partition->rows = static_cast<int>(camox_ceil_div(partition->height, partition->row_bands));
 }
 
-/* Thread `item` -> picture, channel, column and first row; neighbouring threads are neighbours in memory. */
+/* Thread `item` -> image, channel, column and first row; neighbouring threads are neighbours in memory. */
 template <int V, bool LAST>
-__device__ __forceinline__ void camox_place(const camox_walk &walk, int64_t item, int64_t *b, int64_t *c, int64_t *column,
-                                            int64_t *y) {
-  int64_t vector, strip;
-  int64_t rest = camox_divide(item, walk.vectors, &vector);
+__device__ __forceinline__ void camox_position(const camox_partition &partition, int64_t item, int64_t *b, int64_t *c,
+                                               int64_t *column, int64_t *y) {
+  int64_t vector, row_band;
+  int64_t remaining = camox_divide(item, partition.vectors, &vector);
   if (LAST) {
-    rest = camox_divide(rest, walk.width, column);
-    *b = camox_divide(rest, walk.strips, &strip);
+    remaining = camox_divide(remaining, partition.width, column);
+    *b = camox_divide(remaining, partition.row_bands, &row_band);
     *c = vector * V;
   } else {
-    rest = camox_divide(rest, walk.strips, &strip);
-    *b = camox_divide(rest, walk.channels, c);
+    remaining = camox_divide(remaining, partition.row_bands, &row_band);
+    *b = camox_divide(remaining, partition.channels, c);
     *column = vector * V;
   }
-  *y = strip * walk.rows;
+  *y = row_band * partition.rows;
 }
 
 __device__ __forceinline__ int64_t camox_offset(const camox_view4 &view, int64_t b, int64_t c, int64_t y, int64_t column) {
   return b * view.stride[0] + c * view.stride[1] + y * view.stride[2] + column * view.stride[3];
 }
 
-/* The picture's rows as a strip that begins at y counts them: -above ... span-above-1; up to two above the strip are told. */
+/* The image's rows as a row band that begins at y counts them: -above ... span-above-1; of those above it at most two count. */
 struct camox_rows {
   int above, span;
 };
 
-__device__ __forceinline__ camox_rows camox_rows_at(const camox_walk &walk, int64_t y) {
+__device__ __forceinline__ camox_rows camox_rows_at(const camox_partition &partition, int64_t y) {
   camox_rows rows;
   rows.above = y < 2 ? static_cast<int>(y) : 2;
-  rows.span = rows.above + static_cast<int>(min(walk.height - y, static_cast<int64_t>(walk.rows) + 2));
+  rows.span = rows.above + static_cast<int>(min(partition.height - y, static_cast<int64_t>(partition.rows) + 2));
   return rows;
 }
 
@@ -108,8 +117,8 @@ __device__ __forceinline__ void camox_clear(camox_window<T, V, LAST, REACH> &win
   for (int i = 0; i < window.size; ++i) window.x[i] = camox_from_float<T>(0.0f);
 }
 
-/* Where the columns beside a thread's lie, nearest first, as distances from its first element; those that it has not are zero.
- */
+/* Where the columns beside a thread's own lie, nearest first, as distances from its first element; columns that do not exist
+   count as zeros. */
 template <int V, bool LAST, int REACH>
 struct camox_sides {
   /* one access of several columns: they lie side by side */
@@ -120,14 +129,14 @@ struct camox_sides {
 
 /* Borders other than zeros are for one column. */
 template <int V, bool LAST, int REACH>
-__device__ __forceinline__ camox_sides<V, LAST, REACH> camox_sides_at(const camox_walk &walk, int64_t column, int64_t stride,
-                                                                      camox_border border) {
+__device__ __forceinline__ camox_sides<V, LAST, REACH> camox_sides_at(const camox_partition &partition, int64_t column,
+                                                                      int64_t stride, camox_border border) {
   typedef typename camox_sides<V, LAST, REACH>::distance distance;
   const distance step = static_cast<distance>(stride), inside = border == CAMOX_BORDER_REFLECT ? step : 0;
   camox_sides<V, LAST, REACH> sides;
 #pragma unroll
   for (int k = 0; k < REACH; ++k) {
-    const bool at_left = column <= k, at_right = column + (LAST ? 1 : V) + k >= walk.width;
+    const bool at_left = column <= k, at_right = column + (LAST ? 1 : V) + k >= partition.width;
     sides.left[k] = at_left ? inside : -(k + 1) * step;
     sides.right[k] = (LAST ? 0 : V - 1) + (at_right ? -inside : (k + 1) * step);
     sides.has_left[k] = !at_left || border != CAMOX_BORDER_ZEROS;
@@ -136,7 +145,7 @@ __device__ __forceinline__ camox_sides<V, LAST, REACH> camox_sides_at(const camo
   return sides;
 }
 
-/* The window whose own elements are at `at`; what is not there keeps its value. */
+/* Loads the window whose own elements are at `at`; columns off the image keep their value. */
 template <typename T, int V, bool LAST, int REACH, int KNOWN>
 __device__ __forceinline__ void camox_fetch_at(camox_window<T, V, LAST, REACH> &raw, const T *at,
                                                const camox_sides<V, LAST, KNOWN> &sides) {
@@ -157,8 +166,8 @@ __device__ __forceinline__ void camox_fetch_at(camox_window<T, V, LAST, REACH> &
   }
 }
 
-/* Reads a thread's column of one picture downwards, row by row, the border's rows and columns included. Rows count from the
-   strip's first. */
+/* Reads a thread's column of one image downwards, row by row, the border's rows and columns included. Rows count from the
+   row band's first. */
 template <typename T, int V, bool LAST, int REACH>
 struct camox_reader {
   const T *next; /* the column in the row that is read next */
@@ -167,13 +176,14 @@ struct camox_reader {
 };
 
 template <typename T, int V, bool LAST, int REACH>
-__device__ __forceinline__ camox_reader<T, V, LAST, REACH> camox_reader_at(const camox_walk &walk, const camox_view4 &view,
-                                                                           camox_border border, int64_t b, int64_t c,
-                                                                           int64_t column, int64_t y, int row) {
+__device__ __forceinline__ camox_reader<T, V, LAST, REACH> camox_reader_at(const camox_partition &partition,
+                                                                           const camox_view4 &view, camox_border border,
+                                                                           int64_t b, int64_t c, int64_t column, int64_t y,
+                                                                           int row) {
   camox_reader<T, V, LAST, REACH> reader;
   reader.next = static_cast<const T *>(view.data) + camox_offset(view, b, c, y + row, column);
-  reader.sides = camox_sides_at<V, LAST, REACH>(walk, column, view.stride[3], border);
-  reader.rows = camox_rows_at(walk, y);
+  reader.sides = camox_sides_at<V, LAST, REACH>(partition, column, view.stride[3], border);
+  reader.rows = camox_rows_at(partition, y);
   return reader;
 }
 
@@ -184,7 +194,7 @@ __device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw
   const T *at = reader.next;
   bool known = true;
   if (!camox_inside(reader.rows, row)) {
-    /* replicate: back to the picture's side; reflect: as far again. Two rows off a picture of two nothing is used. */
+    /* replicate: back to the image's side; reflect: as far again. Two rows off an image of two nothing is used. */
     const int place = row + reader.rows.above, beyond = place < 0 ? place : place - (reader.rows.span - 1);
     const int back = border == CAMOX_BORDER_REFLECT ? 2 * beyond : beyond;
     known = border != CAMOX_BORDER_ZEROS && camox_inside(reader.rows, row - back);

@@ -1,11 +1,14 @@
 /* dropout, sparse_gate and dropout_add_layer_norm on CUDA: the masks of the CPU, bit for bit (common/philox.h).
 
-   Elementwise: a thread has V neighbours along the dimension that lies innermost in what is written, by one 16-byte access of
-   every tensor where all allow it, else one element. Where neighbours in memory are neighbours in the row-major order too they
-   share a call of Philox, otherwise each has its own.
-   Rows: a warp has a row, a block a row that shared memory has no eight of; a thread keeps what it needs of its own elements
-   in shared memory, without barriers, or computes it again where a row is too long for that. Gradients of weight and bias are
-   summed per unit of rows in shared memory, then over units. No atomics: fixed bits. */
+     elementwise   a thread: `items` times V neighbours along the output's innermost dimension, 16 B an access (or 1 element);
+                   all its loads, then all its stores. Neighbours in row-major order share a call of Philox (8 elements).
+     norm          a warp (WIDE: a block) a row     x, residual --16 B--> s --> shared [row], each thread its own elements,
+                                                    without barriers; computed again where a row is too long for 48 KB
+                   sum -> mean -> squares of s - mean -> normalise, store
+     backward      a block a band of rows           sums for weight, bias: shared [warps][2][width] -> partial [bands]...
+     reduce        a block 32 columns               partial -> shared -> grad_weight, grad_bias, in order
+
+   No atomics: the same bits on every run. */
 #include "../common/cuda_util.cuh"
 #include "../common/philox.cuh"
 #include "dropout.h"
@@ -63,13 +66,13 @@ __device__ __forceinline__ void dropout_fetch(dropout_item<V, FLAT> &item, const
   item.left = a.elements - first; /* only a tensor of one dimension ends within a thread's elements */
   item.index = first;
   if constexpr (!FLAT) {
-    int64_t rest = first;
+    int64_t remaining = first;
     item.index = 0;
 #pragma unroll
     for (int view = 0; view < CAMOX_DROPOUT_VIEWS; ++view) item.offset[view] = 0;
     for (int d = a.dims - 1; d >= 0; --d) {
-      int64_t coordinate = rest;
-      if (d > 0) rest = camox_divide(rest, a.size[d], &coordinate);
+      int64_t coordinate = remaining;
+      if (d > 0) remaining = camox_divide(remaining, a.size[d], &coordinate);
       item.index += coordinate * a.logical[d];
 #pragma unroll
       for (int view = 0; view < CAMOX_DROPOUT_VIEWS; ++view) item.offset[view] += coordinate * a.view[view].stride[d];
@@ -121,10 +124,10 @@ struct dropout_items {
 
 template <typename T, int V, bool FLAT, int WHAT>
 __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_kernel(const __grid_constant__ dropout_args a) {
-  constexpr int items = dropout_items<FLAT, WHAT>::value, turn = DROPOUT_THREADS * items * V;
+  constexpr int items = dropout_items<FLAT, WHAT>::value, per_block = DROPOUT_THREADS * items * V;
   const uint64_t seed = a.seed ? static_cast<uint64_t>(__ldg(a.seed)) : 0;
-  for (int64_t block = blockIdx.x; block * turn < a.elements; block += gridDim.x) {
-    const int64_t first = block * turn + static_cast<int64_t>(threadIdx.x) * V;
+  for (int64_t block = blockIdx.x; block * per_block < a.elements; block += gridDim.x) {
+    const int64_t first = block * per_block + static_cast<int64_t>(threadIdx.x) * V;
     dropout_item<V, FLAT> item[items];
 #pragma unroll
     for (int i = 0; i < items; ++i)
@@ -143,7 +146,7 @@ struct norm_args {
   uint32_t threshold;
   float drop_scale;
   bool cached; /* shared memory holds what a thread has computed of its elements */
-  int64_t unit_rows, units;
+  int64_t band_rows, bands;
 };
 
 /* s of V elements. */
@@ -191,8 +194,8 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
       if (a.cached) camox_put_floats(cache + i, s);
     }
     const float mean = norm_team_sum<WIDE>(total, scratch) / count;
-    /* differences to the mean, whose own rounding is summed too and taken off again */
-    float rest = 0.0f, squares = 0.0f;
+    /* differences to the mean; their own mean is what rounding took from it, and is subtracted again */
+    float mean_correction = 0.0f, squares = 0.0f;
     for (int64_t i = lane * V; i < p.width; i += team * V) {
       float s[V];
       if (a.cached)
@@ -202,14 +205,14 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         const float difference = s[j] - mean;
-        rest += difference;
+        mean_correction += difference;
         squares += difference * difference;
       }
     }
-    rest = norm_team_sum<WIDE>(rest, scratch) / count;
-    const float variance = norm_team_sum<WIDE>(squares, scratch) / count - rest * rest;
+    mean_correction = norm_team_sum<WIDE>(mean_correction, scratch) / count;
+    const float variance = norm_team_sum<WIDE>(squares, scratch) / count - mean_correction * mean_correction;
     const float scale = 1.0f / sqrtf((variance < 0.0f ? 0.0f : variance) + static_cast<float>(p.eps));
-    if (lane == 0) stats[row] = (mean - first) + rest, stats[p.rows + row] = scale;
+    if (lane == 0) stats[row] = (mean - first) + mean_correction, stats[p.rows + row] = scale;
     for (int64_t i = lane * V; i < p.width; i += team * V) {
       float s[V], w[V], b[V], y[V];
       if (a.cached)
@@ -219,7 +222,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
       camox_load_floats(w, weight + i);
       camox_load_floats(b, bias + i);
 #pragma unroll
-      for (int j = 0; j < V; ++j) y[j] = ((s[j] - mean) - rest) * scale * w[j] + b[j];
+      for (int j = 0; j < V; ++j) y[j] = ((s[j] - mean) - mean_correction) * scale * w[j] + b[j];
       y[0] = dropout_broken(y[0]);
       camox_store_float(static_cast<T *>(p.y) + start + i, y);
     }
@@ -236,7 +239,7 @@ __device__ __forceinline__ void norm_gradient(float (&grad)[V], float (&d)[V], c
   for (int j = 0; j < V; ++j) d[j] *= grad[j];
 }
 
-/* A block has a unit of rows, so that its sums for weight and bias need no other block. */
+/* A block has a band of rows, so that its sums for weight and bias need no other block. */
 template <typename T, int V, bool WIDE>
 __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
     dropout_norm_backward_kernel(const __grid_constant__ norm_args a) {
@@ -249,14 +252,14 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
   const float *const stats = static_cast<const float *>(p.stats);
   const float count = static_cast<float>(p.width);
   float *const cache = shared + slot * p.width, *const team_sums = shared + teams * p.width;
-  for (int64_t unit = blockIdx.x; unit < a.units; unit += gridDim.x) {
-    float *const partial = static_cast<float *>(p.partial) + unit * 2 * p.width;
+  for (int64_t band = blockIdx.x; band < a.bands; band += gridDim.x) {
+    float *const partial = static_cast<float *>(p.partial) + band * 2 * p.width;
     float *const sums = a.cached ? team_sums + slot * 2 * p.width : partial;
     const float zero[V] = {};
     for (int64_t i = lane * V; i < p.width; i += team * V)
       camox_put_floats(sums + i, zero), camox_put_floats(sums + p.width + i, zero);
-    const int64_t last = min((unit + 1) * a.unit_rows, p.rows);
-    for (int64_t row = unit * a.unit_rows + slot; row < last; row += teams) {
+    const int64_t last = min((band + 1) * a.band_rows, p.rows);
+    for (int64_t row = band * a.band_rows + slot; row < last; row += teams) {
       const int64_t start = row * p.width;
       float first[1];
       norm_sums<T>(first, a, seed, start);
@@ -315,7 +318,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
   }
 }
 
-/* grad_weight and grad_bias: each thread adds every DROPOUT_WARPS-th unit's share of a column, then the block adds those. */
+/* grad_weight and grad_bias: each thread adds every DROPOUT_WARPS-th band's share of a column, then the block adds those. */
 __global__ void __launch_bounds__(DROPOUT_THREADS) dropout_norm_reduce_kernel(const __grid_constant__ norm_args a) {
   __shared__ float sums[DROPOUT_WARPS][DROPOUT_REDUCE_COLUMNS];
   const int64_t columns = 2 * a.p.width;
@@ -326,8 +329,8 @@ __global__ void __launch_bounds__(DROPOUT_THREADS) dropout_norm_reduce_kernel(co
     float total = 0.0f;
     if (column < columns) {
 #pragma unroll 4
-      for (int64_t unit = slot; unit < a.units; unit += DROPOUT_WARPS)
-        total += __ldg(static_cast<const float *>(a.p.partial) + unit * columns + column);
+      for (int64_t band = slot; band < a.bands; band += DROPOUT_WARPS)
+        total += __ldg(static_cast<const float *>(a.p.partial) + band * columns + column);
     }
     sums[slot][lane] = total;
     __syncthreads();
@@ -383,8 +386,9 @@ static dropout_args dropout_args_of(const camox_dropout_params *p, int element, 
 
 template <typename T, int V, bool FLAT, int WHAT>
 static void dropout_launch(const dropout_args &a, void *stream) {
-  constexpr int turn = DROPOUT_THREADS * V * dropout_items<FLAT, WHAT>::value;
-  CAMOX_LAUNCH((dropout_kernel<T, V, FLAT, WHAT>), camox_grid(camox_ceil_div(a.elements, turn)), DROPOUT_THREADS, 0, stream, a);
+  constexpr int per_block = DROPOUT_THREADS * V * dropout_items<FLAT, WHAT>::value;
+  CAMOX_LAUNCH((dropout_kernel<T, V, FLAT, WHAT>), camox_grid(camox_ceil_div(a.elements, per_block)), DROPOUT_THREADS, 0,
+               stream, a);
 }
 
 template <typename T, int WHAT>
@@ -440,7 +444,7 @@ static void norm_launch(norm_args a, void *stream) {
   const int64_t scratch = DROPOUT_WARPS * static_cast<int64_t>(sizeof(float)); /* static memory, which only wide kernels have */
   a.cached = bytes + scratch <= DROPOUT_SHARED;
   const int64_t shared = narrow ? bytes * DROPOUT_WARPS : a.cached ? bytes : 0;
-  const unsigned grid = camox_grid(BACKWARD ? a.units : camox_ceil_div(a.p.rows, narrow ? DROPOUT_WARPS : 1));
+  const unsigned grid = camox_grid(BACKWARD ? a.bands : camox_ceil_div(a.p.rows, narrow ? DROPOUT_WARPS : 1));
   if constexpr (BACKWARD) {
     if (narrow)
       CAMOX_LAUNCH((dropout_norm_backward_kernel<T, V, false>), grid, DROPOUT_THREADS, shared, stream, a);
@@ -470,8 +474,8 @@ static int norm_run(const camox_dropout_norm_params *p, void *stream) {
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
   a.drop_scale = static_cast<float>(camox_dropout_scale(a.threshold));
-  a.unit_rows = camox_dropout_norm_unit_rows(p->width);
-  a.units = camox_ceil_div(p->rows, a.unit_rows);
+  a.band_rows = camox_dropout_norm_unit_rows(p->width);
+  a.bands = camox_ceil_div(p->rows, a.band_rows);
   if (p->rows > 0) {
     switch (p->dtype) {
       case CAMOX_F32: norm_launch_widest<float, BACKWARD>(a, stream); break;

@@ -1,7 +1,15 @@
-/* edge_maps on CUDA: the walk of common/stencil.cuh, so each element is read once from memory and its neighbours from the
-   cache; the next row is under way while one is computed. The backward exchanges filter gradients with the threads of the
-   neighbouring columns: by shuffles where they are lanes of one warp (its outer two lanes only serve their neighbours), through
-   shared memory in channels_last. No atomics: fixed bits. */
+/* edge_maps on CUDA, with the division of work, windows and borders of common/stencil.cuh.
+
+     forward: a thread holds rows r-1, r, r+1 of its window as differences; row r+2 is being loaded
+       x  --16 B loads-->  top | at | bottom  -->  gx, gy, lap  -->  3 or 4 maps  --16 B stores-->
+
+     backward: row r of the filters' gradients (d gx, d gy, d lap) adds to rows r-1, r, r+1 of grad_x
+       registers:  sum_above (row r-1, complete once r is added) | sum_at (row r) | the next row starts
+       the columns beside a thread's own come from its neighbours:
+         contiguous      by warp shuffles     [ 0 | 1 ... 30 | 31 ]   lanes 0 and 31 only serve their neighbours
+         channels_last   by shared memory     [2 buffers][gx, gy, lap][V * threads], one barrier a row
+
+   Each element is read once from memory, its neighbours from the L1 cache. No atomics: the same bits on every run. */
 #include "../common/stencil.cuh"
 #include "edge.h"
 
@@ -12,12 +20,12 @@
 #define EDGE_BACKWARD_BLOCKS 3 /* at most 168 */
 #define EDGE_WIDE_THREADS 192  /* channels_last backward: the wider a block, the fewer columns are computed twice */
 #define EDGE_WIDE_BLOCKS 2     /* at most 168 registers */
-#define EDGE_ROWS 8            /* rows a thread walks down in a large picture */
+#define EDGE_ROWS 8            /* of a row band in a large image */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
 
 struct edge_plan {
   camox_edge_params p;
-  camox_walk walk;
+  camox_partition partition;
   camox_view4 shared_view; /* the strides that all maps have, where several elements are accessed at once */
   float eps;
   int chunk, columns;            /* channels_last backward: channel vectors and columns of a block, */
@@ -27,7 +35,9 @@ struct edge_plan {
 /* One row of x around a thread's V elements, as differences, so that a large mean cancels before it is rounded away. */
 template <int V>
 struct edge_row {
-  float middle[V], slope[V], bend[V]; /* x, right - left, (left - x) + (right - x) */
+  float middle[V];            /* x */
+  float difference[V];        /* right - left */
+  float second_difference[V]; /* (left - x) + (right - x) */
 };
 
 template <typename T, int V, bool LAST>
@@ -41,55 +51,61 @@ __device__ __forceinline__ edge_row<V> edge_features(const edge_raw<T, V, LAST> 
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     const float left = camox_to_float(raw.x[i]), right = camox_to_float(raw.x[raw.center + raw.step + i]);
-    f.slope[i] = right - left;
-    f.bend[i] = (left - f.middle[i]) + (right - f.middle[i]);
+    f.difference[i] = right - left;
+    f.second_difference[i] = (left - f.middle[i]) + (right - f.middle[i]);
   }
   return f;
 }
 
-/* The filters at element i of the middle row; square = gx^2 + gy^2 + eps. The kernels' zeros multiply too, as in a convolution:
+/* square = gx^2 + gy^2 + eps */
+struct edge_filters {
+  float gx, gy, lap, square;
+};
+
+/* The filters at element i of the middle row. The kernels' zeros multiply too, as in a convolution:
    an inf or NaN under one of them makes that filter NaN - the corners for lap, the cross for gx^2 + gy^2. */
 template <int V>
-__device__ __forceinline__ void edge_filter(const edge_row<V> &top, const edge_row<V> &at, const edge_row<V> &bottom, int i,
-                                            float eps, float *gx, float *gy, float *lap, float *square) {
-  const float corners = top.slope[i] + bottom.slope[i];
-  const float cross = ((top.middle[i] - at.middle[i]) + (bottom.middle[i] - at.middle[i])) + at.bend[i];
-  *gx = fmaf(2.0f, at.slope[i], corners);
-  *gy = fmaf(4.0f, bottom.middle[i] - top.middle[i], bottom.bend[i] - top.bend[i]);
-  *lap = fmaf(0.0f, corners, cross);
-  *square = fmaf(*gx, *gx, fmaf(*gy, *gy, fmaf(0.0f, cross, eps)));
+__device__ __forceinline__ edge_filters edge_filter(const edge_row<V> &top, const edge_row<V> &at, const edge_row<V> &bottom,
+                                                    int i, float eps) {
+  edge_filters f;
+  const float corners = top.difference[i] + bottom.difference[i];
+  const float cross = ((top.middle[i] - at.middle[i]) + (bottom.middle[i] - at.middle[i])) + at.second_difference[i];
+  f.gx = fmaf(2.0f, at.difference[i], corners);
+  f.gy = fmaf(4.0f, bottom.middle[i] - top.middle[i], bottom.second_difference[i] - top.second_difference[i]);
+  f.lap = fmaf(0.0f, corners, cross);
+  f.square = fmaf(f.gx, f.gx, fmaf(f.gy, f.gy, fmaf(0.0f, cross, eps)));
+  return f;
 }
 
 template <typename T, int V, bool LAST>
 __global__ void __launch_bounds__(EDGE_THREADS, EDGE_FORWARD_BLOCKS) edge_kernel(const __grid_constant__ edge_plan plan) {
-  for (int64_t block = blockIdx.x; block * EDGE_THREADS < plan.walk.items; block += gridDim.x) {
+  for (int64_t block = blockIdx.x; block * EDGE_THREADS < plan.partition.items; block += gridDim.x) {
     const int64_t item = block * EDGE_THREADS + threadIdx.x;
-    if (item >= plan.walk.items) continue;
+    if (item >= plan.partition.items) continue;
     int64_t b, c, column, y;
-    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
-    auto reader = camox_reader_at<T, V, LAST, 1>(plan.walk, plan.p.x, plan.p.border, b, c, column, y, -1);
+    camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
+    auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, plan.p.x, plan.p.border, b, c, column, y, -1);
     auto out = camox_cursor_at<V>(plan.p.maps, plan.shared_view, b, c, y, column);
 
-    edge_raw<T, V, LAST> raw, ahead;
+    edge_raw<T, V, LAST> raw, prefetched;
     camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
     edge_row<V> top = edge_features(raw);
     camox_fetch(raw, reader, plan.p.x, plan.p.border, 0);
     edge_row<V> at = edge_features(raw);
-    camox_fetch(ahead, reader, plan.p.x, plan.p.border, 1);
-    const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.walk.rows)));
+    camox_fetch(prefetched, reader, plan.p.x, plan.p.border, 1);
+    const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.partition.rows)));
 #pragma unroll 2
     for (int row = 0; row < rows; ++row) {
-      const edge_raw<T, V, LAST> below = ahead;
-      if (row + 1 < rows) camox_fetch(ahead, reader, plan.p.x, plan.p.border, row + 2);
+      const edge_raw<T, V, LAST> below = prefetched;
+      if (row + 1 < rows) camox_fetch(prefetched, reader, plan.p.x, plan.p.border, row + 2);
       const edge_row<V> bottom = edge_features(below);
       float sobel[V], laplacian[V], gradient[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        float gx, gy, lap, square;
-        edge_filter(top, at, bottom, i, plan.eps, &gx, &gy, &lap, &square);
-        sobel[i] = camox_sqrt(square);
-        laplacian[i] = fabsf(lap);
-        gradient[i] = camox_sqrt(square + fmaf(lap, lap, plan.eps));
+        const edge_filters f = edge_filter(top, at, bottom, i, plan.eps);
+        sobel[i] = camox_sqrt(f.square);
+        laplacian[i] = fabsf(f.lap);
+        gradient[i] = camox_sqrt(f.square + fmaf(f.lap, f.lap, plan.eps));
 #ifdef CAMOX_BREAK_EDGE
         sobel[i] += 1e-3f;
 #endif
@@ -113,8 +129,8 @@ struct edge_grads {
   float gx[V], gy[V], lap[V];
 };
 
-/* What the border read belongs to the columns that it stood for. The adjoint finds it as a changed neighbour: replicate puts
-   the thread's own column there with gx negated; reflect doubles the neighbour that is there and takes its gx away. */
+/* The gradient of a border column belongs to the column whose pixels it repeated. The adjoint sees that as a changed neighbour:
+   with replicate the thread's own column with gx negated; with reflect twice the neighbour, without its gx. */
 template <int V>
 __device__ __forceinline__ void edge_fold(edge_grads<V> &neighbour, const float *gx, const float *gy, const float *lap,
                                           float gx_factor, float factor) {
@@ -131,7 +147,7 @@ struct edge_maps_raw {
   T map[CAMOX_EDGE_MAPS][V];
 };
 
-/* The incoming gradients of one row; zeros off the picture and where there is none. */
+/* The incoming gradients of one row; zeros off the image and where there is none. */
 template <typename T, int V>
 __device__ __forceinline__ void edge_fetch_maps(edge_maps_raw<T, V> &raw, const edge_plan &plan,
                                                 camox_cursor<V, CAMOX_EDGE_MAPS> &cursor, bool inside) {
@@ -152,47 +168,46 @@ __device__ __forceinline__ edge_grads<V> edge_filter_gradient(const edge_row<V> 
   edge_grads<V> d;
 #pragma unroll
   for (int i = 0; i < V; ++i) {
-    float gx, gy, lap, square;
-    edge_filter(top, at, bottom, i, eps, &gx, &gy, &lap, &square);
+    const edge_filters f = edge_filter(top, at, bottom, i, eps);
     /* d gradient = (sobel d sobel + lap d lap) / gradient, and sobel d sobel = gx dgx + gy dgy */
-    const float joint = camox_to_float(maps.map[CAMOX_EDGE_GRADIENT][i]) * camox_rsqrt(square + fmaf(lap, lap, eps));
-    const float scale = fmaf(camox_to_float(maps.map[CAMOX_EDGE_SOBEL][i]), camox_rsqrt(square), joint);
-    const float sign = lap == 0.0f ? 0.0f : copysignf(1.0f, lap);
-    d.gx[i] = scale * gx;
-    d.gy[i] = scale * gy;
-    d.lap[i] = fmaf(camox_to_float(maps.map[CAMOX_EDGE_LAPLACIAN][i]), sign, joint * lap);
+    const float joint = camox_to_float(maps.map[CAMOX_EDGE_GRADIENT][i]) * camox_rsqrt(f.square + fmaf(f.lap, f.lap, eps));
+    const float scale = fmaf(camox_to_float(maps.map[CAMOX_EDGE_SOBEL][i]), camox_rsqrt(f.square), joint);
+    const float sign = f.lap == 0.0f ? 0.0f : copysignf(1.0f, f.lap);
+    d.gx[i] = scale * f.gx;
+    d.gy[i] = scale * f.gy;
+    d.lap[i] = fmaf(camox_to_float(maps.map[CAMOX_EDGE_LAPLACIAN][i]), sign, joint * f.lap);
   }
   return d;
 }
 
-/* The walk down a strip that both layouts share. Row r of filter gradients adds to rows r-1, r and r+1 of the result, so row
-   r-1 is complete once r is added. exchange(d, left, right) hands out the gradients of the neighbouring columns: of contiguous
-   pictures the columns beside the thread's, of channels_last one for each channel. */
+/* The iteration down a row band that both layouts share. Row r of filter gradients adds to rows r-1, r and r+1 of the result,
+   so row r-1 is complete once r is added. exchange(d, left, right) hands out the gradients of the neighbouring columns: of
+   contiguous images the columns beside the thread's, of channels_last one for each channel. */
 template <typename T, int V, bool LAST, typename Exchange>
-__device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y, bool inside,
-                                          bool writes, const Exchange &exchange) {
+__device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y,
+                                                   bool inside, bool writes, const Exchange &exchange) {
   const camox_edge_params &p = plan.p;
-  auto reader = camox_reader_at<T, V, LAST, 1>(plan.walk, p.x, p.border, b, c, column, y, -2);
+  auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, p.x, p.border, b, c, column, y, -2);
   auto maps = camox_cursor_at<V>(p.maps, plan.shared_view, b, c, y - 1, column);
   T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
-  const int rows = writes ? static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.walk.rows))) : 0;
-  /* the picture's first and last row, where they are near enough to matter */
+  const int rows = writes ? static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.partition.rows))) : 0;
+  /* the image's first and last row, where they are close enough to matter */
   const bool folds = p.border != CAMOX_BORDER_ZEROS, reflect = p.border == CAMOX_BORDER_REFLECT;
   const int first_row = y < 2 ? -static_cast<int>(y) : INT32_MIN;
   const int last_row =
-      reader.rows.span - reader.rows.above < plan.walk.rows + 2 ? reader.rows.span - reader.rows.above - 1 : INT32_MAX;
+      reader.rows.span - reader.rows.above < plan.partition.rows + 2 ? reader.rows.span - reader.rows.above - 1 : INT32_MAX;
   /* contiguous and reflect: columns 1 and W-2 lie beside columns 0 and W-1 of the same thread */
   const bool fold_first = !LAST && V > 1 && reflect && column == 0,
              fold_last = !LAST && V > 1 && reflect && column + V == p.width;
 
-  edge_raw<T, V, LAST> raw, ahead;
-  edge_maps_raw<T, V> maps_ahead;
+  edge_raw<T, V, LAST> raw, prefetched;
+  edge_maps_raw<T, V> maps_prefetched;
   camox_fetch(raw, reader, plan.p.x, plan.p.border, -2);
   edge_row<V> top = edge_features(raw);
   camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
   edge_row<V> at = edge_features(raw);
-  camox_fetch(ahead, reader, plan.p.x, plan.p.border, 0);
-  edge_fetch_maps<T, V>(maps_ahead, plan, maps, inside && camox_inside(reader.rows, -1));
+  camox_fetch(prefetched, reader, plan.p.x, plan.p.border, 0);
+  edge_fetch_maps<T, V>(maps_prefetched, plan, maps, inside && camox_inside(reader.rows, -1));
   float sum_above[V], sum_at[V]; /* rows r-1 and r of the result, not complete yet */
 #pragma unroll
   for (int i = 0; i < V; ++i) sum_above[i] = sum_at[i] = 0.0f;
@@ -201,12 +216,12 @@ __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int6
   [[maybe_unused]] constexpr int steps = V == 8 && !camox_is_bfloat16<T>::value ? 1 : 2;
   /* every thread of a warp or block makes the same number of steps: the exchange needs them all */
 #pragma unroll(steps)
-  for (int r = -1; r <= plan.walk.rows; ++r) {
-    const edge_raw<T, V, LAST> below = ahead;
-    const edge_maps_raw<T, V> grads = maps_ahead;
-    if (r < plan.walk.rows) {
-      camox_fetch(ahead, reader, plan.p.x, plan.p.border, r + 2);
-      edge_fetch_maps<T, V>(maps_ahead, plan, maps, inside && camox_inside(reader.rows, r + 1));
+  for (int r = -1; r <= plan.partition.rows; ++r) {
+    const edge_raw<T, V, LAST> below = prefetched;
+    const edge_maps_raw<T, V> grads = maps_prefetched;
+    if (r < plan.partition.rows) {
+      camox_fetch(prefetched, reader, plan.p.x, plan.p.border, r + 2);
+      edge_fetch_maps<T, V>(maps_prefetched, plan, maps, inside && camox_inside(reader.rows, r + 1));
     }
     const edge_row<V> bottom = edge_features(below);
     const edge_grads<V> d = edge_filter_gradient<T, V>(top, at, bottom, grads, plan.eps);
@@ -233,7 +248,7 @@ __device__ __forceinline__ void edge_walk(const edge_plan &plan, int64_t b, int6
       for (int i = 0; i < V; ++i) sum_above[i] += camox_to_float(grads.map[CAMOX_EDGE_INPUT][i]);
     }
     if (folds && (r == first_row || r == last_row)) {
-      /* what falls on the row above the first (now in done) and below the last (in sum_at) belongs to the rows it stands for */
+      /* gradients of the row above the first (now in done) and below the last (in sum_at) belong to the rows they repeat */
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         const float up = r == first_row ? done[i] : 0.0f, down = r == last_row ? sum_at[i] : 0.0f;
@@ -261,19 +276,19 @@ template <typename T, int V>
 __global__ void __launch_bounds__(EDGE_THREADS, EDGE_BACKWARD_BLOCKS)
     edge_backward_kernel(const __grid_constant__ edge_plan plan) {
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
-  const int64_t warps = camox_ceil_div(plan.walk.items, EDGE_WARP_OUTPUTS);
+  const int64_t warps = camox_ceil_div(plan.partition.items, EDGE_WARP_OUTPUTS);
   const bool replicate = plan.p.border == CAMOX_BORDER_REPLICATE, reflect = plan.p.border == CAMOX_BORDER_REFLECT;
   for (int64_t warp = (static_cast<int64_t>(blockIdx.x) * EDGE_THREADS + threadIdx.x) / CAMOX_WARP; warp < warps;
        warp += static_cast<int64_t>(gridDim.x) * (EDGE_THREADS / CAMOX_WARP)) {
-    const int64_t wanted = warp * EDGE_WARP_OUTPUTS + lane - 1;
-    const int64_t item = wanted < 0 ? 0 : wanted < plan.walk.items ? wanted : plan.walk.items - 1;
+    const int64_t unclamped = warp * EDGE_WARP_OUTPUTS + lane - 1;
+    const int64_t item = unclamped < 0 ? 0 : unclamped < plan.partition.items ? unclamped : plan.partition.items - 1;
     int64_t b, c, column, y;
-    camox_place<V, false>(plan.walk, item, &b, &c, &column, &y);
-    const bool writes = wanted == item && lane > 0 && lane <= EDGE_WARP_OUTPUTS;
+    camox_position<V, false>(plan.partition, item, &b, &c, &column, &y);
+    const bool writes = unclamped == item && lane > 0 && lane <= EDGE_WARP_OUTPUTS;
     const bool at_left = column == 0, at_right = column + V == plan.p.width;
     /* one element a thread: columns 1 and W-2 have their neighbours in other threads */
     const bool second = V == 1 && reflect && column == 1, last_but_one = V == 1 && reflect && column + 2 == plan.p.width;
-    edge_walk<T, V, false>(
+    edge_backward_band<T, V, false>(
         plan, b, c, column, y, true, writes, [&](const edge_grads<V> &d, edge_grads<1> &left, edge_grads<1> &right) {
           left.gx[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.gx[V - 1], 1);
           left.gy[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.gy[V - 1], 1);
@@ -309,40 +324,40 @@ __global__ void __launch_bounds__(EDGE_WIDE_THREADS, EDGE_WIDE_BLOCKS)
   const camox_edge_params &p = plan.p;
   const int thread = static_cast<int>(threadIdx.x), slot = thread / plan.chunk, lane = thread % plan.chunk;
   const bool replicate = p.border == CAMOX_BORDER_REPLICATE, reflect = p.border == CAMOX_BORDER_REFLECT;
-  int turn = 0;
+  int buffer_index = 0;
   for (int64_t block = blockIdx.x; block < plan.blocks; block += gridDim.x) {
-    int64_t chunk, tile, strip;
+    int64_t chunk, tile, row_band;
     int64_t b = camox_divide(block, plan.chunks, &chunk);
     b = camox_divide(b, plan.tiles, &tile);
-    b = camox_divide(b, plan.walk.strips, &strip);
-    const int64_t vector = chunk * plan.chunk + lane, wanted = tile * (plan.columns - 2) + slot - 1;
-    const int64_t column = wanted < 0 ? 0 : wanted < p.width ? wanted : p.width - 1;
-    const bool inside = wanted == column && slot < plan.columns && vector < plan.walk.vectors;
+    b = camox_divide(b, plan.partition.row_bands, &row_band);
+    const int64_t vector = chunk * plan.chunk + lane, unclamped = tile * (plan.columns - 2) + slot - 1;
+    const int64_t column = unclamped < 0 ? 0 : unclamped < p.width ? unclamped : p.width - 1;
+    const bool inside = unclamped == column && slot < plan.columns && vector < plan.partition.vectors;
     const bool writes = inside && slot > 0 && slot < plan.columns - 1;
-    const int64_t c = (vector < plan.walk.vectors ? vector : plan.walk.vectors - 1) * V;
+    const int64_t c = (vector < plan.partition.vectors ? vector : plan.partition.vectors - 1) * V;
     /* threads that do not write read their own values: no address off the buffer */
     const int before = writes ? thread - plan.chunk : thread, after = writes ? thread + plan.chunk : thread;
     const bool fold_left = column == (reflect ? 1 : replicate ? 0 : -1);
     const bool fold_right = column == (reflect ? p.width - 2 : replicate ? p.width - 1 : -1);
-    edge_walk<T, V, true>(plan, b, c, column, strip * plan.walk.rows, inside, writes,
-                          [&](const edge_grads<V> &d, edge_grads<V> &left, edge_grads<V> &right) {
-                            float (*const buffer)[V * EDGE_WIDE_THREADS] = buffers[turn];
-                            turn ^= 1;
-                            edge_put(buffer[0], d.gx, thread);
-                            edge_put(buffer[1], d.gy, thread);
-                            edge_put(buffer[2], d.lap, thread);
-                            __syncthreads();
-                            edge_get(left.gx, buffer[0], before);
-                            edge_get(left.gy, buffer[1], before);
-                            edge_get(left.lap, buffer[2], before);
-                            edge_get(right.gx, buffer[0], after);
-                            edge_get(right.gy, buffer[1], after);
-                            edge_get(right.lap, buffer[2], after);
-                            if (fold_left && replicate) edge_fold(left, d.gx, d.gy, d.lap, -1.0f, 1.0f);
-                            if (fold_left && reflect) edge_fold(left, left.gx, left.gy, left.lap, 0.0f, 2.0f);
-                            if (fold_right && replicate) edge_fold(right, d.gx, d.gy, d.lap, -1.0f, 1.0f);
-                            if (fold_right && reflect) edge_fold(right, right.gx, right.gy, right.lap, 0.0f, 2.0f);
-                          });
+    edge_backward_band<T, V, true>(plan, b, c, column, row_band * plan.partition.rows, inside, writes,
+                                   [&](const edge_grads<V> &d, edge_grads<V> &left, edge_grads<V> &right) {
+                                     float (*const buffer)[V * EDGE_WIDE_THREADS] = buffers[buffer_index];
+                                     buffer_index ^= 1;
+                                     edge_put(buffer[0], d.gx, thread);
+                                     edge_put(buffer[1], d.gy, thread);
+                                     edge_put(buffer[2], d.lap, thread);
+                                     __syncthreads();
+                                     edge_get(left.gx, buffer[0], before);
+                                     edge_get(left.gy, buffer[1], before);
+                                     edge_get(left.lap, buffer[2], before);
+                                     edge_get(right.gx, buffer[0], after);
+                                     edge_get(right.gy, buffer[1], after);
+                                     edge_get(right.lap, buffer[2], after);
+                                     if (fold_left && replicate) edge_fold(left, d.gx, d.gy, d.lap, -1.0f, 1.0f);
+                                     if (fold_left && reflect) edge_fold(left, left.gx, left.gy, left.lap, 0.0f, 2.0f);
+                                     if (fold_right && replicate) edge_fold(right, d.gx, d.gy, d.lap, -1.0f, 1.0f);
+                                     if (fold_right && reflect) edge_fold(right, right.gx, right.gy, right.lap, 0.0f, 2.0f);
+                                   });
   }
 }
 
@@ -353,15 +368,15 @@ static edge_plan edge_plan_of(const camox_edge_params *p, int lanes) {
   plan.p = *p;
   plan.shared_view = camox_first_map(p->maps);
   plan.eps = p->eps > FLT_MIN ? static_cast<float>(p->eps) : FLT_MIN;
-  plan.walk = camox_walk_of(p->channels_last, p->batch, p->channels, p->height, p->width, lanes, EDGE_ROWS);
-  camox_walk_even(&plan.walk);
+  plan.partition = camox_partition_of(p->channels_last, p->batch, p->channels, p->height, p->width, lanes, EDGE_ROWS);
+  camox_even_row_bands(&plan.partition);
   return plan;
 }
 
 template <typename T, int V>
 static void edge_launch(const camox_edge_params *p, void *stream) {
   const edge_plan plan = edge_plan_of(p, V);
-  const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, EDGE_THREADS));
+  const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, EDGE_THREADS));
   if (p->channels_last)
     CAMOX_LAUNCH((edge_kernel<T, V, true>), grid, EDGE_THREADS, 0, stream, plan);
   else
@@ -372,16 +387,16 @@ template <typename T, int V, bool LAST>
 static void edge_launch_backward(const camox_edge_params *p, void *stream) {
   edge_plan plan = edge_plan_of(p, V);
   if constexpr (!LAST) {
-    const int64_t warps = camox_ceil_div(plan.walk.items, EDGE_WARP_OUTPUTS);
+    const int64_t warps = camox_ceil_div(plan.partition.items, EDGE_WARP_OUTPUTS);
     const unsigned grid = camox_grid(camox_ceil_div(warps, EDGE_THREADS / CAMOX_WARP));
     CAMOX_LAUNCH((edge_backward_kernel<T, V>), grid, EDGE_THREADS, 0, stream, plan);
   } else {
-    plan.chunks = camox_ceil_div(plan.walk.vectors, CAMOX_WARP);
-    plan.chunk = static_cast<int>(camox_ceil_div(plan.walk.vectors, plan.chunks));
+    plan.chunks = camox_ceil_div(plan.partition.vectors, CAMOX_WARP);
+    plan.chunk = static_cast<int>(camox_ceil_div(plan.partition.vectors, plan.chunks));
     plan.columns = EDGE_WIDE_THREADS / plan.chunk;
     if (plan.columns > p->width + 2) plan.columns = static_cast<int>(p->width + 2);
     plan.tiles = camox_ceil_div(p->width, plan.columns - 2);
-    plan.blocks = p->batch * plan.walk.strips * plan.tiles * plan.chunks;
+    plan.blocks = p->batch * plan.partition.row_bands * plan.tiles * plan.chunks;
     CAMOX_LAUNCH((edge_backward_channels_last_kernel<T, V>), camox_grid(plan.blocks), EDGE_WIDE_THREADS, 0, stream, plan);
   }
 }

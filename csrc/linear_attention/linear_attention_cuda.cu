@@ -1,9 +1,18 @@
-/* linear_attention on CUDA, forward: sums (k, v -> partial), state (partial -> s, z), apply (q, s, z -> out); backward:
-   gradient of q with the sums of dS and dz, state, gradient of k with that of v. Blocks walk over the tiles of a chunk: rows of
-   f(q) or f(k) ("x", N columns) and of v, out or its gradient ("y", D columns) lie in shared memory as floats, and each thread
-   holds 4 x 4 elements of a product. The state of heads up to LA_RESIDENT lies there too; that of larger ones passes through in
-   slices, and backward takes one kernel more for each direction. Sums over T are of fixed order: no atomics. bfloat16 and
-   float16 that can be read in vectors go to linear_attention_mma.h instead. */
+/* linear_attention on CUDA. A block takes a chunk of the T tokens of one head and iterates over its tiles of rows.
+
+     forward    sums:  S_chunk = x^T y         x = f(k) [rows, N], y = v [rows, D]     -> partial [chunks, N, D + 1]
+                state: partial -> S, z         in the order of the chunks
+                apply: out = x S               x = f(q)
+     backward   gradient of q with the sums of dS and dz; state; gradient of k with that of v
+
+     shared memory, floats:   | x: rows x (N + 4) | y: rows x (D + 4) | S: N x (D + 4) |    rows 4 banks apart
+     registers:               a thread has 4 x 4 elements of a product
+                              x^T y: 4 of N by 4 of D, groups of threads share the rows, then add up in order
+                              x S:   4 rows, a quarter of the tile apart, by 4 columns
+
+   The state of heads up to LA_RESIDENT stays in shared memory; a larger one passes through in slices, and the backward takes
+   one kernel more for each direction. Loads and stores are 16 bytes along a row or a column where strides allow. Sums over T
+   have a fixed order: no atomics. bfloat16 and float16 that can be read in vectors go to linear_attention_mma.h instead. */
 #include "../common/cuda_util.cuh"
 #include "linear_attention.h"
 
@@ -53,27 +62,27 @@ __device__ __forceinline__ float la_feature(float x, int map) {
 }
 
 /* f'(x) of f(x) */
-__device__ __forceinline__ float la_slope(float f, int map) {
+__device__ __forceinline__ float la_feature_derivative(float f, int map) {
   if (map == CAMOX_FEATURE_ELU1) return f > 1.0f ? 1.0f : f;
   return map == CAMOX_FEATURE_RELU ? (f > 0.0f ? 1.0f : 0.0f) : 1.0f;
 }
 
 /* ---- tiles ---- */
 
-/* Item i of a walk in steps of the block's threads: its row and its place in it, without a division at every step. */
-struct la_walk {
+/* Item i of an iteration in steps of the block's threads: its row and its place in it, without a division at every step. */
+struct la_iterator {
   int outer, inner, outer_step, inner_step, width;
 };
 
-__device__ __forceinline__ la_walk la_walk_of(int width) {
+__device__ __forceinline__ la_iterator la_iterator_of(int width) {
   const unsigned thread = threadIdx.x, threads = blockDim.x, w = static_cast<unsigned>(width);
   return {static_cast<int>(thread / w), static_cast<int>(thread % w), static_cast<int>(threads / w),
           static_cast<int>(threads % w), width};
 }
 
-__device__ __forceinline__ void la_step(la_walk &walk) {
-  walk.outer += walk.outer_step, walk.inner += walk.inner_step;
-  if (walk.inner >= walk.width) walk.inner -= walk.width, walk.outer += 1;
+__device__ __forceinline__ void la_step(la_iterator &it) {
+  it.outer += it.outer_step, it.inner += it.inner_step;
+  if (it.inner >= it.width) it.inner -= it.width, it.outer += 1;
 }
 
 /* Where item (outer, inner) begins. Columns as vectors: 16 columns beside each other for the banks of shared memory, two
@@ -81,20 +90,20 @@ __device__ __forceinline__ void la_step(la_walk &walk) {
 template <int V, bool COLUMNS>
 struct la_place {
   int row, column;
-  __device__ __forceinline__ la_place(const la_walk &walk) {
+  __device__ __forceinline__ la_place(const la_iterator &it) {
     if (!COLUMNS)
-      row = walk.outer, column = walk.inner * V;
+      row = it.outer, column = it.inner * V;
     else if (V == 1)
-      row = walk.inner, column = walk.outer;
+      row = it.inner, column = it.outer;
     else
-      row = (walk.outer * 2 + (walk.inner & 1)) * V, column = walk.inner >> 1;
+      row = (it.outer * 2 + (it.inner & 1)) * V, column = it.inner >> 1;
   }
 };
 
 template <int V, bool COLUMNS>
-__device__ __forceinline__ la_walk la_walk_over(int rows, int columns) {
-  if (!COLUMNS) return la_walk_of(columns / V);
-  return la_walk_of(V == 1 ? rows : 2 * columns);
+__device__ __forceinline__ la_iterator la_iterator_over(int rows, int columns) {
+  if (!COLUMNS) return la_iterator_of(columns / V);
+  return la_iterator_of(V == 1 ? rows : 2 * columns);
 }
 
 template <int V, bool COLUMNS>
@@ -136,20 +145,20 @@ __device__ __forceinline__ la_kept la_kept_at(const la_pass &p, int64_t sequence
 template <typename T, int V, bool COLUMNS, bool FEATURE>
 __device__ __forceinline__ void la_load_vectors(float *to, int pitch, int rows, int columns, const la_rows<const T> &from,
                                                 const la_kept &kept, int map) {
-  constexpr int unroll = COLUMNS && V > 1 ? 2 : 4; /* loads under way, as far as registers last */
+  constexpr int unroll = COLUMNS && V > 1 ? 2 : 4; /* loads in flight, as far as registers last */
   const int padded = la_padded(columns), end = la_outer<V, COLUMNS>(rows, padded);
-  la_walk walk = la_walk_over<V, COLUMNS>(rows, padded);
-  while (walk.outer < end) {
+  la_iterator it = la_iterator_over<V, COLUMNS>(rows, padded);
+  while (it.outer < end) {
     T raw[unroll][V];
     unsigned present[unroll]; /* bits of the elements that count */
-    la_walk ahead = walk;
+    la_iterator next = it;
 #pragma unroll
-    for (int k = 0; k < unroll; ++k, la_step(ahead)) {
-      const la_place<V, COLUMNS> at(ahead);
+    for (int k = 0; k < unroll; ++k, la_step(next)) {
+      const la_place<V, COLUMNS> at(next);
       present[k] = 0;
 #pragma unroll
       for (int i = 0; i < V; ++i) raw[k][i] = camox_from_float<T>(0.0f);
-      if (ahead.outer >= end || at.column >= columns) continue;
+      if (next.outer >= end || at.column >= columns) continue;
       const T *p = from.base + at.row * from.row + at.column * from.column;
       if (!COLUMNS || V == 1) {
         if (kept(at.row)) present[k] = ~0u;
@@ -168,9 +177,9 @@ __device__ __forceinline__ void la_load_vectors(float *to, int pitch, int rows, 
       }
     }
 #pragma unroll
-    for (int k = 0; k < unroll; ++k, la_step(walk)) {
-      if (walk.outer >= end) break;
-      const la_place<V, COLUMNS> at(walk);
+    for (int k = 0; k < unroll; ++k, la_step(it)) {
+      if (it.outer >= end) break;
+      const la_place<V, COLUMNS> at(it);
       float value[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -205,8 +214,8 @@ template <typename T, int V, bool COLUMNS>
 __device__ __forceinline__ void la_store_vectors(const la_rows<T> &to, const float *from, int pitch, int rows, int columns,
                                                  int valid) {
   const int end = la_outer<V, COLUMNS>(rows, columns);
-  for (la_walk walk = la_walk_over<V, COLUMNS>(rows, columns); walk.outer < end; la_step(walk)) {
-    const la_place<V, COLUMNS> at(walk);
+  for (la_iterator it = la_iterator_over<V, COLUMNS>(rows, columns); it.outer < end; la_step(it)) {
+    const la_place<V, COLUMNS> at(it);
     if (at.row >= valid) continue;
     T *p = to.base + at.row * to.row + at.column * to.column;
     float value[V];
@@ -236,9 +245,9 @@ __device__ __forceinline__ void la_load_state(float *to, int pitch, const la_pas
                                               int first_column, int columns) {
   const float *from = p.state + sequence * p.n * p.d;
   const int end = la_padded(rows);
-  for (la_walk walk = la_walk_of(la_padded(columns)); walk.outer < end; la_step(walk)) {
-    const int row = first_row + walk.outer, column = first_column + walk.inner;
-    to[walk.outer * pitch + walk.inner] = row < p.n && column < p.d ? __ldg(from + row * p.d + column) : 0.0f;
+  for (la_iterator it = la_iterator_of(la_padded(columns)); it.outer < end; la_step(it)) {
+    const int row = first_row + it.outer, column = first_column + it.inner;
+    to[it.outer * pitch + it.inner] = row < p.n && column < p.d ? __ldg(from + row * p.d + column) : 0.0f;
   }
 }
 
@@ -249,7 +258,7 @@ struct la_sums {
   float s[LA_SIDE][LA_SIDE], line;
 };
 
-/* Groups of threads take rows in turn; in a group each thread has its 4 rows and columns of the state. */
+/* Groups of threads share the rows; in a group each thread has its 4 rows and columns of the state. */
 struct la_sum_place {
   int row, column, group, groups;
   __device__ __forceinline__ la_sum_place(int n, int d) {
@@ -285,23 +294,26 @@ __device__ __forceinline__ void la_add_line(la_sums &sums, int n, const float *x
   for (int t = part; t < valid; t += parts) sums.line = fmaf(x[t * x_pitch + column], dot ? -dot[t] : 1.0f, sums.line);
 }
 
-/* Adds up what the groups have, and writes rows [first_row, + n) and columns [first_column, + d) of the chunk's part. All of
-   the block's shared memory is free. */
+/* Which rows and columns of a state. */
+struct la_block {
+  int first_row, rows, first_column, columns;
+};
+
+/* Adds up what the groups have, and writes a block of the chunk's part. All of the block's shared memory is free. */
 __device__ __forceinline__ void la_finish_products(const la_sums &sums, const la_sum_place &at, const la_pass &p,
-                                                   float *scratch, float *partial, int first_row, int n, int first_column,
-                                                   int d) {
-  const int pitch = la_padded(d), size = la_padded(n) * pitch;
+                                                   float *scratch, float *partial, const la_block &block) {
+  const int pitch = la_padded(block.columns), size = la_padded(block.rows) * pitch;
   if (at.group < at.groups) {
 #pragma unroll
     for (int i = 0; i < LA_SIDE; ++i)
       camox_store_shared(scratch + at.group * size + (at.row + i) * pitch + at.column, sums.s[i]);
   }
   __syncthreads();
-  for (la_walk walk = la_walk_of(d); walk.outer < n; la_step(walk)) {
-    const float *from = scratch + walk.outer * pitch + walk.inner;
+  for (la_iterator it = la_iterator_of(block.columns); it.outer < block.rows; la_step(it)) {
+    const float *from = scratch + it.outer * pitch + it.inner;
     float sum = from[0];
     for (int group = 1; group < at.groups; ++group) sum += from[group * size];
-    partial[static_cast<int64_t>(first_row + walk.outer) * p.d + first_column + walk.inner] = sum;
+    partial[static_cast<int64_t>(block.first_row + it.outer) * p.d + block.first_column + it.inner] = sum;
   }
   __syncthreads();
 }
@@ -431,9 +443,9 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_sum_kernel(const __grid_cons
   const int across = static_cast<int>(camox_ceil_div(p.n, LA_RESIDENT)),
             along = static_cast<int>(camox_ceil_div(p.d, LA_RESIDENT));
   const int row = static_cast<int>(threadIdx.x) / LA_LANES, row_step = static_cast<int>(blockDim.x) / LA_LANES;
-  for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks * across * along; unit += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks * across * along; item += gridDim.x) {
     int64_t y_block, x_block, chunk;
-    int64_t sequence = camox_divide(unit, along, &y_block);
+    int64_t sequence = camox_divide(item, along, &y_block);
     sequence = camox_divide(sequence, across, &x_block);
     sequence = camox_divide(sequence, p.chunks, &chunk);
     const int first_n = static_cast<int>(x_block) * LA_RESIDENT, n = min(LA_RESIDENT, p.n - first_n);
@@ -464,29 +476,34 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_sum_kernel(const __grid_cons
       __syncthreads();
     }
     float *const partial = p.partial + (sequence * p.chunks + chunk) * p.n * (p.d + 1);
-    la_finish_products(sums, at, p, shared, partial, first_n, n, first_d, d);
+    la_finish_products(sums, at, p, shared, partial, {first_n, n, first_d, d});
     if (p.sums_line && first_d == 0) la_finish_line(sums, p, shared, partial, first_n, n);
   }
 }
 
 /* ---- state: partial -> s, z ---- */
 
-__global__ void __launch_bounds__(LA_THREADS)
-    la_state_kernel(const float *partial, const float *initial_s, const float *initial_z, float *s, float *z, int64_t sequences,
-                    int64_t chunks, int64_t stored, int n, int d) {
-  const int64_t size = static_cast<int64_t>(n) * d, row = size + n, elements = z ? row : size;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * LA_THREADS + threadIdx.x; i < sequences * elements;
+struct la_state_args {
+  const float *partial, *initial_s, *initial_z;
+  float *s, *z;
+  int64_t sequences, chunks, stored; /* B*H; chunks to add up, and those that partial has room for */
+  int n, d;
+};
+
+__global__ void __launch_bounds__(LA_THREADS) la_state_kernel(const __grid_constant__ la_state_args a) {
+  const int64_t size = static_cast<int64_t>(a.n) * a.d, row = size + a.n, elements = a.z ? row : size;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * LA_THREADS + threadIdx.x; i < a.sequences * elements;
        i += static_cast<int64_t>(gridDim.x) * LA_THREADS) {
     int64_t element;
     const int64_t sequence = camox_divide(i, elements, &element);
     const bool of_s = element < size;
-    const int64_t place = of_s ? sequence * size + element : sequence * n + element - size;
-    const float *const initial = of_s ? initial_s : initial_z;
-    const float *from = partial + sequence * stored * row + element;
+    const int64_t place = of_s ? sequence * size + element : sequence * a.n + element - size;
+    const float *const initial = of_s ? a.initial_s : a.initial_z;
+    const float *from = a.partial + sequence * a.stored * row + element;
     float sum = initial ? initial[place] : 0.0f;
 #pragma unroll 8
-    for (int64_t chunk = 0; chunk < chunks; ++chunk, from += row) sum += __ldg(from);
-    (of_s ? s : z)[place] = sum;
+    for (int64_t chunk = 0; chunk < a.chunks; ++chunk, from += row) sum += __ldg(from);
+    (of_s ? a.s : a.z)[place] = sum;
   }
 }
 
@@ -499,9 +516,9 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_apply_kernel(const __grid_co
   float *const x = shared, *const weights = x + p.rows * max(x_pitch, y_pitch), *const state = weights + p.rows;
   const int row = static_cast<int>(threadIdx.x) / LA_LANES, row_step = static_cast<int>(blockDim.x) / LA_LANES;
   const bool resident = p.slice >= p.n;
-  for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
-    const int64_t sequence = camox_divide(unit, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     const float *const line = p.line + sequence * p.n;
     if (resident) la_load_state(state, y_pitch, p, sequence, 0, p.n, 0, p.d);
     for (int64_t t = chunk * p.chunk; t < end; t += p.rows) {
@@ -547,7 +564,7 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_apply_kernel(const __grid_co
      LA_DIVIDE   grad_x = f' w (u - dot line)     x becomes w f; the line's part is -dot w f
    u becomes grad_x. */
 template <typename T>
-__device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int x_pitch, float *u, float *dots,
+__device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int x_pitch, float *u, float *row_dots,
                                                  const float *line, const la_rows<const T> &whole, const la_kept &kept) {
   const int lane = static_cast<int>(threadIdx.x) % LA_LANES;
   for (int r = static_cast<int>(threadIdx.x) / LA_LANES; r < p.rows; r += static_cast<int>(blockDim.x) / LA_LANES) {
@@ -558,16 +575,16 @@ __device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int
       weight = la_divide(p, 1.0f, divisor);
       for (int n = lane; n < p.n; n += LA_LANES) dot = fmaf(f[n], g[n], dot);
       dot = la_divide(p, la_row_sum(dot), divisor); /* not times weight: where f is the sum, u - dot must be 0 */
-      if (lane == 0) dots[r] = dot;
+      if (lane == 0) row_dots[r] = dot;
     }
     const bool counts = kept(r) && weight != 0.0f;
     for (int n = lane; n < p.n; n += LA_LANES) {
-      float more = 0.0f;
+      float added = 0.0f;
       if (p.weight == LA_PLAIN)
-        more = p.line ? __ldg(line + n) : 0.0f;
+        added = p.line ? __ldg(line + n) : 0.0f;
       else
-        more = p.weight == LA_FEATURE ? -dot : -dot * __ldg(line + n);
-      g[n] = counts ? la_slope(f[n], p.feature_map) * (weight * (g[n] + more)) : 0.0f;
+        added = p.weight == LA_FEATURE ? -dot : -dot * __ldg(line + n);
+      g[n] = counts ? la_feature_derivative(f[n], p.feature_map) * (weight * (g[n] + added)) : 0.0f;
       f[n] *= weight;
     }
   }
@@ -578,13 +595,13 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int x_pitch = la_pitch(p.n), y_pitch = la_pitch(p.d), wide = max(x_pitch, y_pitch);
   float *const x = shared, *const y = x + p.rows * x_pitch, *const u = FUSION == LA_WITH_SUMS ? y + p.rows * y_pitch : y;
-  float *const dots = u + p.rows * (FUSION == LA_WITH_SUMS ? x_pitch : wide), *const state = dots + p.rows;
+  float *const row_dots = u + p.rows * (FUSION == LA_WITH_SUMS ? x_pitch : wide), *const state = row_dots + p.rows;
   const bool resident = p.slice >= p.d;
   const int state_pitch = resident ? y_pitch : la_pitch(p.slice);
   const la_sum_place at(p.n, p.d);
-  for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
-    const int64_t sequence = camox_divide(unit, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     const float *const line = p.line + sequence * p.n;
     if (resident) la_load_state(state, y_pitch, p, sequence, 0, p.n, 0, p.d);
     la_sums sums = {};
@@ -616,7 +633,7 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid
         }
       }
       __syncthreads();
-      la_gradient_rows<T>(p, x, x_pitch, u, dots, line, from, kept);
+      la_gradient_rows<T>(p, x, x_pitch, u, row_dots, line, from, kept);
       __syncthreads();
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
       if (threadIdx.x == 0) u[0] += 1e-3f;
@@ -624,7 +641,7 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid
 #endif
       la_store<T, MEMORY>(la_rows_at<T>(p, p.grad_x, sequence, t), u, x_pitch, p.rows, p.n, valid);
       if (FUSION == LA_WITH_SUMS) la_add_products(sums, at, x, x_pitch, y, y_pitch, valid);
-      if (FUSION != LA_WITH_APPLY && p.sums_line) la_add_line(sums, p.n, x, x_pitch, dots, valid);
+      if (FUSION != LA_WITH_APPLY && p.sums_line) la_add_line(sums, p.n, x, x_pitch, row_dots, valid);
       if constexpr (FUSION == LA_WITH_APPLY) {
         la_product product(p.rows, p.d);
         la_apply_state(product, x, x_pitch, state, y_pitch, la_padded(p.n));
@@ -636,7 +653,7 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid
       __syncthreads();
     }
     float *const partial = p.partial + (sequence * p.chunks + chunk) * p.n * (p.d + 1);
-    if (FUSION == LA_WITH_SUMS) la_finish_products(sums, at, p, shared, partial, 0, p.n, 0, p.d);
+    if (FUSION == LA_WITH_SUMS) la_finish_products(sums, at, p, shared, partial, {0, p.n, 0, p.d});
     if (FUSION != LA_WITH_APPLY && p.sums_line) la_finish_line(sums, p, shared, partial, 0, p.n);
   }
 }
@@ -688,8 +705,8 @@ static void la_set_queries(la_pass *pass, const camox_linear_attention_params *p
   if (pass->weight == LA_DIVIDE) pass->line = static_cast<const float *>(p->z);
 }
 
-/* The rig runs one architecture; nvcc's host code must not depend on the device's. */
-#if defined(CAMOX_HOST_CUDA)
+/* The emulator runs one architecture; nvcc's host code must not depend on the device's. */
+#if defined(CAMOX_CUDA_EMULATOR)
 static constexpr bool la_may_use_mma = CAMOX_CUDA_ARCH >= 800;
 static bool la_device_has_mma(void) { return true; }
 #else
@@ -768,9 +785,17 @@ static void la_launch_gradient(la_pass pass, void *stream) {
 static void la_launch_state(const la_pass &pass, int64_t stored, const void *initial_s, const void *initial_z, void *s, void *z,
                             void *stream) {
   const int64_t sequences = pass.batch * pass.heads, elements = sequences * pass.n * (pass.d + (z ? 1 : 0));
-  CAMOX_LAUNCH(la_state_kernel, camox_grid(camox_ceil_div(elements, LA_THREADS)), LA_THREADS, 0, stream, pass.partial,
-               static_cast<const float *>(initial_s), static_cast<const float *>(initial_z), static_cast<float *>(s),
-               static_cast<float *>(z), sequences, pass.chunks, stored, pass.n, pass.d);
+  const la_state_args args = {pass.partial,
+                              static_cast<const float *>(initial_s),
+                              static_cast<const float *>(initial_z),
+                              static_cast<float *>(s),
+                              static_cast<float *>(z),
+                              sequences,
+                              pass.chunks,
+                              stored,
+                              pass.n,
+                              pass.d};
+  CAMOX_LAUNCH(la_state_kernel, camox_grid(camox_ceil_div(elements, LA_THREADS)), LA_THREADS, 0, stream, args);
 }
 
 typedef enum { LA_SUMS = 0, LA_APPLY = 1, LA_GRADIENT_OF_QUERIES = 2, LA_GRADIENT_OF_KEYS = 3 } la_work;

@@ -1,11 +1,16 @@
-/* Heads of up to 16 S on tensor cores, for bfloat16 and float16 from sm_80 on: what the kernels of linear_attention_cuda.cu do,
-   from memory to registers and back. Each warp takes 8 J positions at a time, by itself; positions are columns of every
-   product: M X      M: S^T or S, in shared memory as fragments; X: rows of f(q), f(k), v or a gradient, as B x^T y    x, y in
-   the order of an accumulator, so that what a product gives goes into the next as A The order of positions and columns in a
-   fragment is free as long as both sides agree: it is the one in which a lane reads and writes whole vectors. In B a lane (g =
-   lane / 4, t = lane % 4) has position g of each of J tiles and 4 S columns; in an accumulator 2 S columns of positions 2t,
-   2t+1 of each tile. float32 values go in as the sum of two bfloat16 (16 bits of mantissa), without the product of both low
-   parts. */
+/* Heads of up to 16 S on tensor cores, for bfloat16 and float16 from sm_80 on: the kernels of linear_attention_cuda.cu, from
+   memory to registers and back. Each warp takes 8 J positions at a time, by itself; positions are columns of every product:
+
+     M X      M: S^T or S, in shared memory as fragments; X: rows of f(q), f(k), v or a gradient, as B
+     x^T y    x, y in the order of an accumulator, so that the result of one product is the A of the next
+
+   The order of positions and columns in a fragment is free as long as both sides agree: it is the one in which a lane reads
+   and writes whole vectors. With g = lane / 4, t = lane % 4 a lane has
+
+     in B                position g of each of J tiles,           4 S columns
+     in an accumulator   positions 2t, 2t+1 of each of J tiles,   2 S columns
+
+   float32 values go in as the sum of two bfloat16 (16 bits of mantissa), without the product of both low parts. */
 #ifndef CAMOX_LINEAR_ATTENTION_MMA_H
 #define CAMOX_LINEAR_ATTENTION_MMA_H
 
@@ -327,9 +332,9 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
     la_mma_apply_kernel(const __grid_constant__ la_pass p) {
   constexpr int J = la_mma_tiles<S> * (COLUMNS ? 2 : 1), step = 8 * J * LA_MMA_WARPS;
   CAMOX_DYNAMIC_SHARED(uint4, state);
-  for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
-    const int64_t sequence = camox_divide(unit, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     la_put_state<T, S, J, COLUMNS, true>(state, p, sequence);
     __syncthreads();
     for (int64_t t = chunk * p.chunk + threadIdx.x / CAMOX_WARP * 8 * J; t < end; t += step)
@@ -341,7 +346,7 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
 
 /* ---- sums ---- */
 
-/* x^T y of a warp's positions, of all rows of x and a part of those of y, and the line. H warps go together. */
+/* x^T y of a warp's positions, of all rows of x and a part of those of y, and the line. H warps share them. */
 template <typename T, int S, int J, bool COLUMNS, int H>
 struct la_mma_sums {
   typedef la_mma<T, S, J, COLUMNS> mma;
@@ -397,12 +402,12 @@ struct la_mma_sums {
       if (t == 0 && part == 0) mine[wide * wide + row] = sum;
     }
     __syncthreads();
-    for (la_walk walk = la_walk_of(p.d); walk.outer < p.n; la_step(walk)) {
-      const float *from = scratch + walk.outer * wide + walk.inner;
+    for (la_iterator it = la_iterator_of(p.d); it.outer < p.n; la_step(it)) {
+      const float *from = scratch + it.outer * wide + it.inner;
       float sum = from[0];
 #pragma unroll
       for (int group = 1; group < groups; ++group) sum += from[group * size];
-      partial[walk.outer * p.d + walk.inner] = sum;
+      partial[it.outer * p.d + it.inner] = sum;
     }
     if (p.sums_line) {
       for (int n = static_cast<int>(threadIdx.x); n < p.n; n += LA_MMA_THREADS) {
@@ -477,9 +482,9 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
   constexpr int J = la_mma_tiles<S>, H = la_mma_sharing<S>, step = 8 * J * LA_MMA_WARPS / H;
   CAMOX_DYNAMIC_SHARED(float, scratch);
   const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, part = warp % H;
-  for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
-    const int64_t sequence = camox_divide(unit, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     la_mma_sums<T, S, J, COLUMNS, H> sums;
     sums.clear();
     for (int64_t t = chunk * p.chunk + warp / H * 8 * J; t < end; t += step) {
@@ -526,9 +531,9 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
   CAMOX_DYNAMIC_SHARED(uint4, state);
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4;
   const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, part = warp % H;
-  for (int64_t unit = blockIdx.x; unit < p.batch * p.heads * p.chunks; unit += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
-    const int64_t sequence = camox_divide(unit, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     la_put_state<T, S, J, COLUMNS, false>(state, p, sequence);
     if (FUSION == LA_WITH_APPLY) la_put_state<T, S, J, COLUMNS, true>(state + fragments, p, sequence);
     float line[2 * S];
@@ -579,8 +584,8 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
 #pragma unroll
           for (int r = 0; r < 2 * S; ++r) {
             float &value = u[r / 2][j + e / 2][2 * (r % 2) + e % 2];
-            const float slope = la_slope(f[r][e], p.feature_map);
-            value = weight != 0.0f ? slope * (weight * fmaf(factor, line[r], value)) : 0.0f;
+            const float derivative = la_feature_derivative(f[r][e], p.feature_map);
+            value = weight != 0.0f ? derivative * (weight * fmaf(factor, line[r], value)) : 0.0f;
             f[r][e] *= weight;
             if (FUSION == LA_WITH_SUMS) sums.line[r] = fmaf(factor, f[r][e], sums.line[r]);
           }

@@ -1,10 +1,19 @@
 /* moe on CUDA.
-   Routing: LANES threads a row choose its K experts in K rounds of a maximum over registers and shuffles; blocks count the
-   slots of each expert. Then each block adds up the counts of the blocks before it and places its slots in their order: warps
-   own stretches of them, votes rank slots of one expert within a warp. Two launches, one where all rows fit a block. Atomics
-   are on integers alone, so the order of all that is written is set by the shape. Rows: dispatch reads each vector once and
-   writes its K copies; combine adds up K vectors; its backward holds a vector of the row's gradient in registers for all K
-   copies. N is the widest access that all rows allow: 16, 4 bytes or one element. */
+
+     choose    LANES threads a row: K rounds of a maximum over registers and shuffles -> K experts and weights
+               a block counts the slots of each expert                               -> block_totals [blocks, E]
+     place     a block adds up the totals of the blocks before it, then ranks its own slots in their order:
+
+               slots of a block   | warp 0 | warp 1 | ... | warp 7 |      pass 0: how many of each expert, a warp at a time
+               next [warps][E]    sums of the warps before                pass 1: position = base[e] + rank
+               rank in a warp     votes: lanes below with the same expert
+
+     dispatch  a thread: one vector of a row, read once, stored K times
+     combine   a thread: one vector of a row = weighted sum of K vectors, 4 loads in flight
+     its backward  a warp or a block a row: the row's gradient stays in registers for all K copies
+
+   A vector is the widest access that all rows allow: 16 bytes, 4 bytes or one element. Placing is one launch with choosing
+   where all rows fit a block. Atomics are on integers alone, so the order of all that is written is set by the shape. */
 #include "../common/cuda_util.cuh"
 #include "../common/device_errors.h"
 #include "moe.h"
@@ -12,16 +21,16 @@
 
 #define MOE_THREADS 256
 #define MOE_WARPS (MOE_THREADS / CAMOX_WARP)
-#define MOE_HELD 16 /* elements of a row's gradient that a thread of combine's backward holds */
+#define MOE_ELEMENTS_PER_THREAD 16 /* elements of a row's gradient that a thread of combine's backward holds */
 #define MOE_NONE INT32_MAX
 
-static_assert(MOE_THREADS * MOE_HELD == CAMOX_MOE_CHUNK, "a block holds a chunk");
+static_assert(MOE_THREADS * MOE_ELEMENTS_PER_THREAD == CAMOX_MOE_CHUNK, "a block holds a chunk");
 
 __device__ __forceinline__ bool moe_is_valid(const camox_moe_route_params &p, int64_t row) {
   return !p.valid || __ldg(p.valid + row * p.valid_stride) != 0;
 }
 
-__device__ __forceinline__ void moe_tell(uint32_t *error_word, uint32_t error) {
+__device__ __forceinline__ void moe_report(uint32_t *error_word, uint32_t error) {
   if (error_word) atomicOr(error_word, error);
 }
 
@@ -67,7 +76,7 @@ __device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, 
   }
   const bool valid = exists && moe_is_valid(p, row);
   is_nan = moe_group_sum<LANES>(is_nan ? 1.0f : 0.0f) > 0.0f && valid;
-  if (is_nan && lane == 0) moe_tell(p.error_word, CAMOX_ERROR_MOE_NAN);
+  if (is_nan && lane == 0) moe_report(p.error_word, CAMOX_ERROR_MOE_NAN);
   float *const weights = static_cast<float *>(p.weights) + row * p.top_k;
   int64_t *const experts = p.experts + row * p.top_k;
   for (int k = 0; k < p.top_k; ++k) {
@@ -104,7 +113,7 @@ __device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, 
 /* What placing needs of each expert. */
 struct moe_shared {
   int64_t *base; /* [E]: its offset and how many slots of earlier blocks chose it */
-  int *limit;    /* [E]: how many more of its slots find room */
+  int *limit;    /* [E]: how many more of its slots the capacity allows */
   int *next;     /* [warps][E]: how many slots of this block, in stretches before the warp's, chose it */
 };
 
@@ -144,9 +153,9 @@ __device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &s
     int64_t carry = 0;
     for (int first = 0; first < experts; first += CAMOX_WARP) {
       const int e = first + thread;
-      int64_t room = 0, count = 0, end;
+      int64_t free_slots = 0, count = 0, end;
       if (e < experts) {
-        room = p.capacity < 0 ? INT32_MAX : p.capacity - static_cast<int64_t>(before[e]);
+        free_slots = p.capacity < 0 ? INT32_MAX : p.capacity - static_cast<int64_t>(before[e]);
         count = static_cast<int64_t>(total[e]);
         if (p.capacity >= 0 && count > p.capacity) count = p.capacity;
       }
@@ -158,7 +167,7 @@ __device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &s
       }
       if (e < experts) {
         shared.base[e] += carry + end - count;
-        shared.limit[e] = static_cast<int>(room < 0 ? 0 : room < INT32_MAX ? room : INT32_MAX);
+        shared.limit[e] = static_cast<int>(free_slots < 0 ? 0 : free_slots < INT32_MAX ? free_slots : INT32_MAX);
         if (block == 0) p.counts[e] = count, p.offsets[e] = carry + end - count;
       }
       carry += __shfl_sync(CAMOX_FULL_MASK, end, CAMOX_WARP - 1);
@@ -192,17 +201,17 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
   int *const next = shared.next + warp * experts;
   for (int i = thread; i < MOE_WARPS * experts; i += MOE_THREADS) shared.next[i] = 0;
   __syncthreads();
-  for (int walk = 0; walk < 2; ++walk) {
+  for (int pass = 0; pass < 2; ++pass) {
     for (int64_t base = first; base < last; base += CAMOX_WARP) {
       const int64_t slot = base + lane;
       int expert = -1;
       if (slot < last && moe_is_valid(p, slot / p.top_k)) expert = static_cast<int>(p.experts[slot]);
       const uint32_t alike = moe_alike(expert, p.num_experts);
-      const int ahead = __popc(alike & ((1u << lane) - 1u)), rank = expert < 0 ? 0 : next[expert] + ahead;
+      const int preceding = __popc(alike & ((1u << lane) - 1u)), rank = expert < 0 ? 0 : next[expert] + preceding;
       __syncwarp();
-      if (expert >= 0 && ahead == 0) next[expert] += __popc(alike);
+      if (expert >= 0 && preceding == 0) next[expert] += __popc(alike);
       __syncwarp();
-      if (walk == 0 || slot >= last) continue;
+      if (pass == 0 || slot >= last) continue;
       if (expert >= 0 && rank < shared.limit[expert]) {
         const int64_t position = shared.base[expert] + rank;
         p.position[slot] = position, p.order[position] = slot;
@@ -211,7 +220,7 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
       }
     }
     __syncthreads();
-    if (walk == 1) break;
+    if (pass == 1) break;
     for (int e = thread; e < experts; e += MOE_THREADS)
       for (int w = 0, sum = 0; w < MOE_WARPS; ++w) {
         const int count = shared.next[w * experts + e];
@@ -298,7 +307,7 @@ __global__ void __launch_bounds__(MOE_THREADS) moe_route_backward_kernel(const _
     __syncwarp();
     for (int64_t k = lane; any && k < p.top_k; k += CAMOX_WARP) {
       if (!inside(k)) {
-        moe_tell(p.error_word, CAMOX_ERROR_MOE_PLACE);
+        moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
         continue;
       }
       const float logit = moe_logit<T>(p, row, experts[k]), weight = softmax ? expf(logit - largest) / sum : moe_sigmoid(logit);
@@ -364,7 +373,7 @@ __device__ __forceinline__ double moe_warp_sum(double x) {
   return x;
 }
 
-/* One block: the sums of all blocks; its first warp makes the loss and the slopes of them. */
+/* One block: the sums of all blocks; its first warp computes the loss and its derivatives with respect to them. */
 __global__ void __launch_bounds__(MOE_THREADS, 1) moe_aux_finish_kernel(const __grid_constant__ camox_moe_route_params p) {
   CAMOX_DYNAMIC_SHARED(double, sums); /* [E+2] */
   const int64_t blocks = p.aux == CAMOX_MOE_USAGE_MSE ? 0 : camox_moe_cuda_blocks(&p), columns = p.num_experts + 2;
@@ -393,12 +402,12 @@ __global__ void __launch_bounds__(MOE_THREADS, 1) moe_aux_finish_kernel(const __
   }
   loss = p.aux == CAMOX_MOE_Z ? sums[p.num_experts] / number : moe_warp_sum(loss);
   for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
-    double slope = 0;
-    if (p.aux == CAMOX_MOE_Z) slope = 2 / number;
+    double derivative = 0;
+    if (p.aux == CAMOX_MOE_Z) derivative = 2 / number;
     if (p.aux == CAMOX_MOE_SWITCH)
-      slope = experts * static_cast<double>(p.counts[e]) / (number * static_cast<double>(p.top_k)) / number;
-    if (p.aux == CAMOX_MOE_IMPORTANCE_CV2) slope = 2 * (sums[e] - mean - loss * mean) / experts / square;
-    static_cast<float *>(p.slope)[e] = static_cast<float>(slope);
+      derivative = experts * static_cast<double>(p.counts[e]) / (number * static_cast<double>(p.top_k)) / number;
+    if (p.aux == CAMOX_MOE_IMPORTANCE_CV2) derivative = 2 * (sums[e] - mean - loss * mean) / experts / square;
+    static_cast<float *>(p.slope)[e] = static_cast<float>(derivative);
   }
   if (lane == 0) *static_cast<float *>(p.loss) = static_cast<float>(loss);
 }
@@ -407,22 +416,22 @@ __global__ void __launch_bounds__(MOE_THREADS, 1) moe_aux_finish_kernel(const __
 template <typename T>
 __global__ void __launch_bounds__(MOE_THREADS) moe_aux_backward_kernel(const __grid_constant__ camox_moe_route_params p) {
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  const float *const slope = static_cast<const float *>(p.slope), grad = *static_cast<const float *>(p.grad);
+  const float *const derivative = static_cast<const float *>(p.slope), grad = *static_cast<const float *>(p.grad);
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * MOE_WARPS + warp; row < p.rows;
        row += static_cast<int64_t>(gridDim.x) * MOE_WARPS) {
     T *const to = static_cast<T *>(p.grad_logits) + row * p.num_experts;
     const bool valid = moe_is_valid(p, row);
     float largest, sum, dot = 0.0f;
-    /* without the slope of the likeliest expert, which changes nothing, what follows cancels less */
-    const float best = slope[moe_softmax_of<T>(p, row, lane, largest, sum)];
+    /* subtracting the derivative of the likeliest expert changes nothing but cancels less below */
+    const float best = derivative[moe_softmax_of<T>(p, row, lane, largest, sum)];
     const auto share = [&](int64_t e) { return expf(moe_logit<T>(p, row, e) - largest) / sum; };
     if (p.aux != CAMOX_MOE_Z)
-      for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) dot = fmaf(slope[e] - best, share(e), dot);
+      for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) dot = fmaf(derivative[e] - best, share(e), dot);
     dot = camox_warp_sum(dot);
     const float logsumexp = largest + logf(sum);
     for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
-      const float each = p.aux == CAMOX_MOE_Z ? slope[e] * logsumexp : (slope[e] - best) - dot;
-      to[e] = camox_from_float<T>(valid ? grad * share(e) * each : 0.0f);
+      const float factor = p.aux == CAMOX_MOE_Z ? derivative[e] * logsumexp : (derivative[e] - best) - dot;
+      to[e] = camox_from_float<T>(valid ? grad * share(e) * factor : 0.0f);
     }
   }
 }
@@ -472,13 +481,13 @@ __global__ void __launch_bounds__(MOE_THREADS)
       if (place >= 0)
         camox_store<N>(places + place * p.row_size + v * N, raw);
       else if (place == -2 && v == 0)
-        moe_tell(p.error_word, CAMOX_ERROR_MOE_PLACE);
+        moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
     }
   }
   moe_clear_vacant<T, N>(p, places, vectors);
 }
 
-#define MOE_AHEAD 4 /* copies whose loads are under way together */
+#define MOE_LOADS_IN_FLIGHT 4 /* of one thread */
 
 template <typename T, int N>
 __global__ void __launch_bounds__(MOE_THREADS)
@@ -491,21 +500,21 @@ __global__ void __launch_bounds__(MOE_THREADS)
     float sum[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) sum[i] = 0.0f;
-    for (int64_t first = 0; first < p.top_k; first += MOE_AHEAD) {
-      T raw[MOE_AHEAD][N];
-      int64_t place[MOE_AHEAD];
+    for (int64_t first = 0; first < p.top_k; first += MOE_LOADS_IN_FLIGHT) {
+      T raw[MOE_LOADS_IN_FLIGHT][N];
+      int64_t place[MOE_LOADS_IN_FLIGHT];
 #pragma unroll
-      for (int j = 0; j < MOE_AHEAD; ++j) {
+      for (int j = 0; j < MOE_LOADS_IN_FLIGHT; ++j) {
         place[j] = first + j < p.top_k ? moe_place_of(p, slot + first + j) : -1;
         if (place[j] >= 0) camox_load<N>(raw[j], static_cast<const T *>(p.place) + place[j] * p.place_stride + v * N);
       }
 #pragma unroll
-      for (int j = 0; j < MOE_AHEAD; ++j) {
+      for (int j = 0; j < MOE_LOADS_IN_FLIGHT; ++j) {
         if (place[j] == -1) continue;
         float weight = weights ? __ldg(weights + slot + first + j) : 1.0f;
         if (place[j] == -2) {
           weight = nanf("");
-          if (v == 0) moe_tell(p.error_word, CAMOX_ERROR_MOE_PLACE);
+          if (v == 0) moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
         }
 #pragma unroll
         for (int i = 0; i < N; ++i) sum[i] += weight * (place[j] >= 0 ? camox_to_float(raw[j][i]) : 0.0f);
@@ -523,7 +532,7 @@ __global__ void __launch_bounds__(MOE_THREADS)
 template <typename T, int N, int LANES>
 __global__ void __launch_bounds__(MOE_THREADS)
     moe_combine_backward_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t vectors, int64_t chunks) {
-  constexpr int steps = MOE_HELD / N, groups = MOE_THREADS / LANES;
+  constexpr int steps = MOE_ELEMENTS_PER_THREAD / N, groups = MOE_THREADS / LANES;
   __shared__ float scratch[MOE_WARPS];
   const int lane = static_cast<int>(threadIdx.x) % LANES, group = static_cast<int>(threadIdx.x) / LANES;
   T *const places = static_cast<T *>(p.grad_place);
@@ -568,7 +577,7 @@ __global__ void __launch_bounds__(MOE_THREADS)
       dot = LANES == CAMOX_WARP ? camox_warp_sum(dot) : camox_block_sum<MOE_THREADS>(dot, scratch);
       if (lane != 0) continue;
       sums[item * p.top_k + k] = dot;
-      if (place == -2) moe_tell(p.error_word, CAMOX_ERROR_MOE_PLACE);
+      if (place == -2) moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
     }
   }
   moe_clear_vacant<T, N>(p, places, vectors);
@@ -682,7 +691,7 @@ static void moe_run_combine(const camox_moe_rows_params *p, void *stream) {
 template <typename T, int N>
 static void moe_run_combine_backward(const camox_moe_rows_params *p, void *stream) {
   const int64_t vectors = p->row_size / N, chunks = camox_moe_chunks(p);
-  if (p->row_size <= CAMOX_WARP * MOE_HELD) {
+  if (p->row_size <= CAMOX_WARP * MOE_ELEMENTS_PER_THREAD) {
     const unsigned grid = camox_grid(p->rows > 0 ? camox_ceil_div(p->rows, MOE_WARPS) : 1);
     CAMOX_LAUNCH((moe_combine_backward_kernel<T, N, CAMOX_WARP>), grid, MOE_THREADS, 0, stream, *p, vectors, chunks);
     return;

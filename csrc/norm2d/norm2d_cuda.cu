@@ -1,12 +1,20 @@
 /* layer_norm2d on CUDA. A block takes a tile of pixels with all channels of a group and keeps it in registers from the first
-   access to the last, so each tensor is read once: sums over the channels meet in shared memory, then the tile is finished.
-   A thread holds a few rows of V elements side by side, V the widest access that all tensors allow: 16 bytes, 8 bytes, or one
-   element.
-     planes  V neighbouring pixels of several channels; V = 1 takes any strides
-     lines   V neighbouring channels of several pixels (channels_last)
-   Groups of more channels than a block can hold are walked in chunks, and again for each further use (from the caches).
-   The backward's blocks walk over several tiles and keep their share of grad_weight and grad_bias; a second kernel adds the
-   shares in order. No atomics: fixed bits. */
+   access to the last, so each tensor is read once.
+
+     planes (contiguous)                            lines (channels_last)
+       `inner` threads along the pixels               `inner` threads along the channels
+       +------+------+------+                         +------+------+------+
+       | V px | V px | V px |  channel c              | V ch | V ch | V ch |  pixel i
+       |      |      |      |  channel c + outer      |      |      |      |  pixel i + outer      `rows` rows a thread
+       +------+------+------+                         +------+------+------+
+
+     registers: x, and in the backward grad    shared: partial sums [threads][tile] -> totals [sums][tile], a barrier each
+     pass 0: mean -> pass 1: variance of x - mean -> pass 2: normalise, activate, add, store
+
+   V is the widest access that all tensors allow: 16 bytes, 8 bytes, or one element (planes with V = 1 take any strides).
+   Groups of more channels than a block holds are iterated in chunks, which later passes load again (from the caches).
+   A block of the backward iterates over several tiles and keeps its share of grad_weight and grad_bias; a second kernel adds
+   the shares in order. No atomics: the same bits on every run. */
 #include "../common/cuda_util.cuh"
 #include "norm2d.h"
 
@@ -19,23 +27,23 @@
 #define NORM2D_FILL 512             /* blocks that fill a large GPU: below it tiles become smaller */
 #define NORM2D_LEAST_LANES 8        /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
 #define NORM2D_FEWEST_LANES 2       /* or 32, where there are many channels */
-#define NORM2D_UNITS 2048           /* shares of grad_weight and grad_bias, at most, */
-#define NORM2D_FEW_UNITS 256        /* more than this many only of */
-#define NORM2D_UNIT_PIXELS 64       /* at least so many pixels */
+#define NORM2D_SHARES 2048          /* shares of grad_weight and grad_bias, at most, */
+#define NORM2D_FEW_SHARES 256       /* more than this many only of */
+#define NORM2D_SHARE_PIXELS 64      /* at least so many pixels */
 #define NORM2D_SUM_THREADS 1024     /* of the kernel that adds the shares: */
 #define NORM2D_SUM_COLUMNS 8        /* side by side, the other threads along the shares */
 
 struct norm2d_plan {
-  camox_norm2d_params p; /* where all tensors allow it as pictures of one row, see norm2d_flat */
+  camox_norm2d_params p; /* where all tensors allow it as images of one row, see norm2d_flat */
   float eps, inverse;    /* 1 / group_channels */
   int64_t pixels, group_channels;
-  int64_t recorded;          /* pixels of a picture whose statistics the forward writes: all or none */
-  int inner, outer;          /* threads of a block along the vectors of a row, and rows' worth of threads */
-  int chunks;                /* walks over the channels of a group */
-  int tile;                  /* pixels of a block, */
-  int64_t tiles, tile_count; /* tiles in a picture, in all pictures */
-  int64_t units, unit_tiles; /* blocks of a group, and the tiles each walks over */
-  int scratch;               /* floats of shared memory for the partial sums of one kind: pixel i's t-th of `terms` is at */
+  int64_t recorded;            /* pixels of an image whose statistics the forward writes: all or none */
+  int inner, outer;            /* threads of a block along the vectors of a row, and rows' worth of threads */
+  int chunks;                  /* parts of the channels of a group */
+  int tile;                    /* pixels of a block, */
+  int64_t tiles, tile_count;   /* tiles in an image, in all images */
+  int64_t shares, share_tiles; /* blocks of a group, and the tiles of each */
+  int scratch;                 /* floats of shared memory for the partial sums of one kind: pixel i's t-th of `terms` is at */
   int terms, pixel_step, term_step; /* i * pixel_step + t * term_step */
   int sum_shift;                    /* 1 << sum_shift threads add the partial sums of one pixel */
 };
@@ -110,14 +118,14 @@ __device__ __forceinline__ void norm2d_activate(float (&u)[V], camox_activation 
 
 /* grad *= act'(u) */
 template <int V>
-__device__ __forceinline__ void norm2d_gate(float (&grad)[V], const float (&u)[V], camox_activation activation) {
+__device__ __forceinline__ void norm2d_activation_backward(float (&grad)[V], const float (&u)[V], camox_activation activation) {
   if (activation == CAMOX_ACT_GELU) {
     /* Phi(u) + u phi(u), from the tail again */
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       const float a = fabsf(u[i]), density = camox_exp2(fmaf(-0.5f * NORM2D_LOG2E * a, a, -1.3257480647f));
-      const float slope = fmaf(-a, density, camox_exp2(norm2d_log2_tail(a)));
-      grad[i] *= u[i] > 0.0f ? 1.0f - slope : slope;
+      const float derivative = fmaf(-a, density, camox_exp2(norm2d_log2_tail(a)));
+      grad[i] *= u[i] > 0.0f ? 1.0f - derivative : derivative;
     }
   } else if (activation == CAMOX_ACT_RELU) {
 #pragma unroll
@@ -128,12 +136,12 @@ __device__ __forceinline__ void norm2d_gate(float (&grad)[V], const float (&u)[V
     const float limit = activation == CAMOX_ACT_SILU ? 80.0f : 10.0f;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      float near = u[i] > limit ? limit : u[i];
-      near = near < -limit ? -limit : near;
-      const float square = near * near, t = near * fmaf(s.cubic, square, s.linear);
+      float clamped = u[i] > limit ? limit : u[i];
+      clamped = clamped < -limit ? -limit : clamped;
+      const float square = clamped * clamped, t = clamped * fmaf(s.cubic, square, s.linear);
       const float e = camox_exp2(-NORM2D_LOG2E * t), sigmoid = camox_reciprocal(1.0f + e);
-      const float t_slope = fmaf(3.0f * s.cubic, square, s.linear);
-      grad[i] *= fmaf(near * t_slope, sigmoid * (e * sigmoid), sigmoid);
+      const float t_derivative = fmaf(3.0f * s.cubic, square, s.linear);
+      grad[i] *= fmaf(clamped * t_derivative, sigmoid * (e * sigmoid), sigmoid);
     }
   }
 }
@@ -150,7 +158,7 @@ __device__ __forceinline__ norm2d_thread norm2d_thread_of(const norm2d_plan &pla
   return {thread - outer * plan.inner, outer};
 }
 
-/* Pixels [first, first + plan.tile) of picture `batch`, channels of `group`. */
+/* Pixels [first, first + plan.tile) of image `batch`, channels of `group`. */
 struct norm2d_tile {
   int64_t batch, group, first;
 };
@@ -187,7 +195,7 @@ __device__ __forceinline__ norm2d_part norm2d_part_at(const norm2d_plan &plan, c
   return part;
 }
 
-/* Row k of a thread's elements is at first + k * step. Walked step by step: all rows' distances together would take registers
+/* Row k of a thread's elements is at first + k * step. Iterated step by step: all rows' distances together would take registers
    that the elements need. */
 template <typename T>
 struct norm2d_rows {
@@ -281,7 +289,7 @@ __device__ __forceinline__ void norm2d_sum_channels(const float (&sums)[N][norm2
   }
   __syncthreads();
   const int lanes = 1 << plan.sum_shift, tasks = N * plan.tile * lanes, threads = static_cast<int>(blockDim.x);
-  /* whole warps go round together: they shuffle */
+  /* whole warps iterate alike: they shuffle */
   for (int i = static_cast<int>(threadIdx.x); i - i % CAMOX_WARP < tasks; i += threads) {
     const int task = i >> plan.sum_shift, lane = i & (lanes - 1);
     const int which = N > 1 && task >= plan.tile ? 1 : 0, pixel = task - which * plan.tile;
@@ -334,7 +342,7 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
   CAMOX_DYNAMIC_SHARED(float, totals);
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
-  for (int64_t item = blockIdx.x; item < plan.units * p.groups; item += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < plan.shares * p.groups; item += gridDim.x) {
     int64_t group;
     const int64_t index = camox_divide(item, p.groups, &group);
     const norm2d_tile tile = norm2d_tile_at(plan, index, group);
@@ -349,13 +357,13 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
 #pragma unroll
     for (int i = 0; i < shape::pixels; ++i) mean[0][i] = scale[0][i] = 0.0f;
 #pragma unroll 1
-    for (int walk = 0; walk < 3; ++walk) {
+    for (int pass = 0; pass < 3; ++pass) {
 #pragma unroll 1
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
         const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, chunk);
-        if (walk == 0 || plan.chunks > 1)
+        if (pass == 0 || plan.chunks > 1)
           norm2d_load(x, norm2d_rows_of<const T, LAST>(plan, p.x, tile, part, part.channel), part.rows);
-        if (walk < 2) {
+        if (pass < 2) {
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k) {
             if (!(part.rows >> k & 1)) continue;
@@ -363,7 +371,7 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
             for (int i = 0; i < V; ++i) {
               const int pixel = norm2d_pixel<LAST>(k, i);
               const float difference = camox_to_float(x[k][i]) - camox_to_float(origin[pixel]);
-              if (walk == 0)
+              if (pass == 0)
                 mean[0][pixel] += difference;
               else
                 scale[0][pixel] = fmaf(difference - mean[0][pixel], difference - mean[0][pixel], scale[0][pixel]);
@@ -388,10 +396,10 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
           }
           norm2d_activate(u, p.activation);
           if (p.residual.data) {
-            float more[V];
-            camox_load_float<V>(more, residual.first);
+            float residual_values[V];
+            camox_load_float<V>(residual_values, residual.first);
 #pragma unroll
-            for (int i = 0; i < V; ++i) u[i] += more[i];
+            for (int i = 0; i < V; ++i) u[i] += residual_values[i];
           }
 #ifdef CAMOX_BREAK_NORM2D
           u[0] += 1e-3f;
@@ -399,11 +407,11 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
           camox_store_float(y.first, u);
         }
       }
-      if (walk == 0) {
+      if (pass == 0) {
         norm2d_sum_channels<1, V, LAST>(mean, plan, me, totals,
                                         [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
         norm2d_load_totals<1, V, LAST>(mean, plan, me, totals);
-      } else if (walk == 1) {
+      } else if (pass == 1) {
         norm2d_sum_channels<1, V, LAST>(scale, plan, me, totals, [&](float &total, int, int pixel, float sum) {
           const float mean_total = total;
           total = camox_rsqrt(sum * plan.inverse + plan.eps);
@@ -417,13 +425,22 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
 
 /* ---- backward ---- */
 
-/* The thread's shares of grad_weight and grad_bias, of all threads of the block that have the same channels, into `partial`;
-   `add` them to what is there. */
+/* Where a thread's sums for grad_weight and grad_bias go: from `channel` on of the group's chunk, into `partial`; `add`: to
+   what is there. */
+struct norm2d_share_place {
+  int64_t channel;
+  int chunk;
+  float *partial;
+  bool add;
+};
+
+/* Sums of weight and bias over all threads of the block that have the same channels. */
 template <int V, bool LAST>
 __device__ __forceinline__ void norm2d_share(const float (&weight)[norm2d_shape<V, LAST>::channels],
                                              const float (&bias)[norm2d_shape<V, LAST>::channels], const norm2d_plan &plan,
-                                             const norm2d_thread &me, int64_t channel, int chunk, float *scratch,
-                                             float *partial, bool add) {
+                                             const norm2d_thread &me, const norm2d_share_place &to, float *scratch) {
+  float *const partial = to.partial;
+  const bool add = to.add;
   constexpr int channels = norm2d_shape<V, LAST>::channels;
   const int64_t to_bias = plan.p.channels;
   if constexpr (LAST) {
@@ -438,7 +455,7 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[norm2d_shape<
     }
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < width; i += static_cast<int>(blockDim.x)) {
-      const int64_t c = static_cast<int64_t>(chunk) * width + i;
+      const int64_t c = static_cast<int64_t>(to.chunk) * width + i;
       if (c >= plan.group_channels) break;
       float weight_sum = 0.0f, bias_sum = 0.0f;
 #pragma unroll 1
@@ -458,7 +475,7 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[norm2d_shape<
         weight_sum += __shfl_xor_sync(CAMOX_FULL_MASK, weight_sum, other);
         bias_sum += __shfl_xor_sync(CAMOX_FULL_MASK, bias_sum, other);
       }
-      const int64_t c = channel + static_cast<int64_t>(k) * plan.outer;
+      const int64_t c = to.channel + static_cast<int64_t>(k) * plan.outer;
       if (me.inner == 0 && c < plan.group_channels) {
         partial[c] = add ? partial[c] + weight_sum : weight_sum;
         partial[to_bias + c] = add ? partial[to_bias + c] + bias_sum : bias_sum;
@@ -476,11 +493,11 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
   norm2d_thread me = norm2d_thread_of(plan);
   float *const scratch = totals + norm2d_totals_size(2, plan.tile);
   constexpr int piece = V < 4 ? V : 4; /* elements computed together */
-  for (int64_t item = blockIdx.x; item < plan.units * p.groups; item += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < plan.shares * p.groups; item += gridDim.x) {
     int64_t group;
-    const int64_t unit = camox_divide(item, p.groups, &group);
-    const int64_t begin = unit * plan.unit_tiles, end = min(begin + plan.unit_tiles, plan.tile_count);
-    float *const partial = static_cast<float *>(p.partial) + unit * 2 * p.channels + group * plan.group_channels;
+    const int64_t share = camox_divide(item, p.groups, &group);
+    const int64_t begin = share * plan.share_tiles, end = min(begin + plan.share_tiles, plan.tile_count);
+    float *const partial = static_cast<float *>(p.partial) + share * 2 * p.channels + group * plan.group_channels;
     float weight_sums[shape::channels], bias_sums[shape::channels];
 #pragma unroll
     for (int i = 0; i < shape::channels; ++i) weight_sums[i] = bias_sums[i] = 0.0f;
@@ -510,13 +527,13 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
         }
       }
 #pragma unroll 1
-      for (int walk = 0; walk < 2; ++walk) {
+      for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll 1
         for (int chunk = 0; chunk < plan.chunks; ++chunk) {
           camox_compute_late(me.inner);
           camox_compute_late(me.outer);
           const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, chunk);
-          if (walk == 0 || plan.chunks > 1) {
+          if (pass == 0 || plan.chunks > 1) {
             T grad[shape::rows][V];
             if (plan.chunks > 1) {
 #pragma unroll
@@ -540,7 +557,7 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
                   u[j] = fmaf(z[j], weight[channel], bias[channel]);
                   g[j] = camox_to_float(grad[k][i]);
                 }
-                norm2d_gate(g, u, p.activation);
+                norm2d_activation_backward(g, u, p.activation);
 #pragma unroll
                 for (int j = 0; j < piece; ++j) {
                   const int i = part_of + j, pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
@@ -553,13 +570,13 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
               }
             }
           }
-          if (walk == 0) {
+          if (pass == 0) {
             if (plan.chunks == 1 && index + 1 < end) continue;
-            norm2d_share<V, LAST>(weight_sums, bias_sums, plan, me, part.channel, chunk, scratch, partial,
-                                  plan.chunks > 1 && index > begin);
+            norm2d_share<V, LAST>(weight_sums, bias_sums, plan, me,
+                                  {part.channel, chunk, partial, plan.chunks > 1 && index > begin}, scratch);
             continue;
           }
-          norm2d_load_totals<2, V, LAST>(sums, plan, me, totals); /* what the second walk added is dropped */
+          norm2d_load_totals<2, V, LAST>(sums, plan, me, totals); /* what the second pass added is dropped */
           norm2d_rows<T> out = norm2d_rows_of<T, LAST>(plan, p.grad_x, tile, part, part.channel);
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k, out.first += out.step) {
@@ -577,7 +594,7 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
             camox_store_float(out.first, grad_x);
           }
         }
-        if (walk == 0)
+        if (pass == 0)
           norm2d_sum_channels<2, V, LAST>(sums, plan, me, totals,
                                           [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
       }
@@ -592,7 +609,7 @@ __device__ __forceinline__ float norm2d_sum_column(float sum) {
   return sum;
 }
 
-/* grad_weight and grad_bias: columns [0, 2C) of `partial`, each added over the units in an order that the shape alone decides.
+/* grad_weight and grad_bias: columns [0, 2C) of `partial`, each added over the shares in an order that the shape alone decides.
  */
 __global__ void __launch_bounds__(NORM2D_SUM_THREADS) norm2d_reduce_kernel(const __grid_constant__ norm2d_plan plan) {
   __shared__ float sums[NORM2D_SUM_THREADS / CAMOX_WARP][NORM2D_SUM_COLUMNS];
@@ -605,7 +622,8 @@ __global__ void __launch_bounds__(NORM2D_SUM_THREADS) norm2d_reduce_kernel(const
     float sum = 0.0f;
     if (column < columns) {
 #pragma unroll 8
-      for (int64_t unit = thread / NORM2D_SUM_COLUMNS; unit < plan.units; unit += rows) sum += __ldg(partial + unit * columns);
+      for (int64_t share = thread / NORM2D_SUM_COLUMNS; share < plan.shares; share += rows)
+        sum += __ldg(partial + share * columns);
     }
     sum = norm2d_sum_column(sum);
     if (lane < NORM2D_SUM_COLUMNS) sums[warp][lane] = sum;
@@ -641,7 +659,7 @@ static norm2d_views norm2d_views_of(camox_norm2d_params *p) {
   return views;
 }
 
-/* The same pictures as one row each, where every tensor has its pixels at equal distances. */
+/* The same images as one row each, where every tensor has its pixels at equal distances. */
 static camox_norm2d_params norm2d_flat(const camox_norm2d_params *given) {
   camox_norm2d_params p = *given;
   const norm2d_views views = norm2d_views_of(&p);
@@ -656,7 +674,7 @@ static camox_norm2d_params norm2d_flat(const camox_norm2d_params *given) {
   return p;
 }
 
-/* All pictures as one where pixels lie at equal distances throughout: with one group stats are one row too. */
+/* All images as one where pixels lie at equal distances throughout: with one group stats are one row too. */
 static void norm2d_merge_batch(camox_norm2d_params *p) {
   const norm2d_views views = norm2d_views_of(p);
   for (int i = 0; i < views.count; ++i)
@@ -683,16 +701,16 @@ static bool norm2d_fits(camox_norm2d_params *p, bool lines, int lanes, int eleme
 
 extern "C" int64_t camox_norm2d_cuda_units(const camox_norm2d_params *p) {
   const int64_t pixels = p->batch * p->height * p->width;
-  int64_t units = pixels / NORM2D_UNIT_PIXELS;
-  if (units < NORM2D_FEW_UNITS) units = NORM2D_FEW_UNITS;
-  if (units > NORM2D_UNITS) units = NORM2D_UNITS;
-  return units < pixels ? units : pixels;
+  int64_t shares = pixels / NORM2D_SHARE_PIXELS;
+  if (shares < NORM2D_FEW_SHARES) shares = NORM2D_FEW_SHARES;
+  if (shares > NORM2D_SHARES) shares = NORM2D_SHARES;
+  return shares < pixels ? shares : pixels;
 }
 
-/* Without units the gradients become zeros. */
+/* Without shares the gradients become zeros. */
 static void norm2d_launch_reduce(const norm2d_plan &plan, void *stream) {
   int threads = CAMOX_WARP;
-  while (threads < NORM2D_SUM_THREADS && threads < NORM2D_SUM_COLUMNS * plan.units) threads *= 2;
+  while (threads < NORM2D_SUM_THREADS && threads < NORM2D_SUM_COLUMNS * plan.shares) threads *= 2;
   CAMOX_LAUNCH(norm2d_reduce_kernel, camox_grid(camox_ceil_div(2 * plan.p.channels, NORM2D_SUM_COLUMNS)), threads, 0, stream,
                plan);
 }
@@ -701,7 +719,7 @@ static void norm2d_launch_reduce(const norm2d_plan &plan, void *stream) {
 template <int V, bool LAST>
 static int norm2d_cut(norm2d_plan *plan, bool backward) {
   constexpr int rows = norm2d_shape<V, LAST>::rows;
-  const int64_t pictures = plan->p.batch * plan->p.groups;
+  const int64_t images = plan->p.batch * plan->p.groups;
   const int most = backward ? NORM2D_BACKWARD_THREADS : NORM2D_FORWARD_THREADS;
   if (LAST) {
     const int64_t vectors = plan->group_channels / V;
@@ -710,7 +728,7 @@ static int norm2d_cut(norm2d_plan *plan, bool backward) {
     int64_t outer = NORM2D_TARGET_THREADS / plan->inner;
     if (outer > camox_ceil_div(plan->pixels, rows)) outer = camox_ceil_div(plan->pixels, rows);
     while (outer > 1 && outer * plan->inner > 2 * CAMOX_WARP &&
-           pictures * camox_ceil_div(plan->pixels, outer * rows) < NORM2D_FILL)
+           images * camox_ceil_div(plan->pixels, outer * rows) < NORM2D_FILL)
       outer = (outer + 1) / 2;
     plan->outer = outer < 1 ? 1 : static_cast<int>(outer);
     plan->tile = plan->outer * rows;
@@ -724,7 +742,7 @@ static int norm2d_cut(norm2d_plan *plan, bool backward) {
     int lanes = CAMOX_WARP;
     while (lanes > 1 && lanes / 2 >= vectors) lanes /= 2;
     while (lanes > NORM2D_LEAST_LANES &&
-           (lanes * slices > NORM2D_TARGET_THREADS || pictures * camox_ceil_div(vectors, lanes) < NORM2D_FILL))
+           (lanes * slices > NORM2D_TARGET_THREADS || images * camox_ceil_div(vectors, lanes) < NORM2D_FILL))
       lanes /= 2;
     while (lanes > fewest && lanes * slices > most) lanes /= 2;
     const int whole = CAMOX_WARP / lanes; /* slices of a warp */
@@ -754,14 +772,14 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   plan.scratch = (plan.scratch + 3) / 4 * 4;
   plan.tiles = camox_ceil_div(plan.pixels, plan.tile);
   plan.tile_count = plan.p.batch * plan.tiles;
-  plan.unit_tiles = backward ? camox_ceil_div(plan.tile_count, camox_norm2d_cuda_units(p)) : 1;
-  plan.units = camox_ceil_div(plan.tile_count, plan.unit_tiles);
+  plan.share_tiles = backward ? camox_ceil_div(plan.tile_count, camox_norm2d_cuda_units(p)) : 1;
+  plan.shares = camox_ceil_div(plan.tile_count, plan.share_tiles);
   while (plan.sum_shift < 5 && 2 << plan.sum_shift <= plan.terms && (2 * sums * plan.tile) << plan.sum_shift <= threads)
     ++plan.sum_shift;
   int floats = sums * plan.scratch;
   if (backward && LAST && floats < 2 * V * plan.inner * plan.outer) floats = 2 * V * plan.inner * plan.outer;
   const size_t shared = sizeof(float) * static_cast<size_t>((sums * plan.tile + 3) / 4 * 4 + floats);
-  const unsigned grid = camox_grid(plan.units * p->groups);
+  const unsigned grid = camox_grid(plan.shares * p->groups);
   if (!backward) {
     CAMOX_LAUNCH((norm2d_kernel<T, V, LAST>), grid, threads, shared, stream, plan);
     return;

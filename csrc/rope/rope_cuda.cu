@@ -1,9 +1,14 @@
-/* rope on CUDA. A thread owns one vector of pairs of a token and turns it in up to ROPE_HEADS heads: the angles are
-   read once, and the accesses of several heads are under way together. N is the widest access that all tensors allow: 16 bytes,
-   8 bytes, or one element with any strides. Pairs of neighbours lie in one access (TOGETHER); pairs of halves, and
-   single elements, are two accesses. What does not turn is copied by further threads of the token.
-   The backward to the tables is two steps of fixed order: each thread adds up its pairs over all heads of a token, then a
-   thread per column of the tables adds up the tokens of a row. No float atomics: fixed bits. */
+/* rope on CUDA. A thread has one vector of pairs of a token and rotates it in up to ROPE_HEADS heads; no shared memory.
+
+     token t     | pairs: rotated vectors        | passing vectors |      one thread each (passing ones are only copied)
+       head 0    | (a, b) --> (a cos - b sin, b cos + a sin)
+       head 1    |   .          the angles are read once,
+       head 2    |   .          the loads of 4 heads are in flight at once
+
+   N is the widest access that all tensors allow: 16 bytes, 8 bytes, or one element with any strides. Interleaved pairs lie in
+   one access (ADJACENT); pairs of halves, and single elements, take two.
+   The backward to the tables has two steps of fixed order: each thread adds up its pairs over all heads of a token, then a
+   thread per column of the tables adds up the tokens of a row. No float atomics: the same bits on every run. */
 #include "../common/cuda_util.cuh"
 #include "../common/device_errors.h"
 #include "rope.h"
@@ -15,11 +20,11 @@
 
 struct rope_plan {
   camox_rope_params p;
-  int64_t turning, vectors; /* of a token and head: accesses (or pairs of them) that turn, and with those that pass */
+  int64_t rotated, vectors; /* of a token and head: accesses (or pairs of them) that are rotated, and all */
   int64_t heads;            /* that one thread serves */
   int64_t chunks;           /* of that many heads */
   int64_t items;            /* threads with work */
-  bool copies;              /* what does not turn has to be copied */
+  bool copies;              /* what is not rotated has to be copied */
 };
 
 /* The row of the tables of token (b,t), or -1 where positions or cu_seqlens give none. */
@@ -50,15 +55,15 @@ struct rope_angles {
   float cos_a[PAIRS], cos_b[PAIRS], sin_a[PAIRS], sin_b[PAIRS];
 };
 
-/* first, second: the columns of the thread's first elements and, for TOGETHER not used, of their partners. */
-template <int PAIRS, bool TOGETHER>
-__device__ __forceinline__ void rope_read_angles(float (&a)[PAIRS], float (&b)[PAIRS], const float *row, bool each,
+/* first, second: the columns of the thread's first elements and, for ADJACENT not used, of their partners. */
+template <int PAIRS, bool ADJACENT>
+__device__ __forceinline__ void rope_read_angles(float (&a)[PAIRS], float (&b)[PAIRS], const float *row, bool per_element,
                                                  int64_t pair, int64_t first, int64_t second) {
-  if (!each) {
+  if (!per_element) {
     camox_load_floats<PAIRS>(a, row + pair);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) b[i] = a[i];
-  } else if constexpr (TOGETHER) {
+  } else if constexpr (ADJACENT) {
     float both[2 * PAIRS];
     camox_load_floats<2 * PAIRS>(both, row + first);
 #pragma unroll
@@ -70,46 +75,46 @@ __device__ __forceinline__ void rope_read_angles(float (&a)[PAIRS], float (&b)[P
 }
 
 /* One thread's elements of one head: the N of one access, or those and their N partners. */
-template <typename T, int N, bool TOGETHER>
+template <typename T, int N, bool ADJACENT>
 struct rope_raw {
-  T first[N], second[TOGETHER ? 1 : N];
+  T first[N], second[ADJACENT ? 1 : N];
 };
 
-template <typename T, int N, bool TOGETHER>
-__device__ __forceinline__ void rope_fetch(rope_raw<T, N, TOGETHER> &raw, const T *row, int64_t first, int64_t second) {
+template <typename T, int N, bool ADJACENT>
+__device__ __forceinline__ void rope_fetch(rope_raw<T, N, ADJACENT> &raw, const T *row, int64_t first, int64_t second) {
   rope_load<N>(raw.first, row + first);
-  if constexpr (!TOGETHER) rope_load<N>(raw.second, row + second);
+  if constexpr (!ADJACENT) rope_load<N>(raw.second, row + second);
 }
 
-template <typename T, int N, bool TOGETHER, int PAIRS>
-__device__ __forceinline__ void rope_pairs(float (&a)[PAIRS], float (&b)[PAIRS], const rope_raw<T, N, TOGETHER> &raw) {
+template <typename T, int N, bool ADJACENT, int PAIRS>
+__device__ __forceinline__ void rope_pairs(float (&a)[PAIRS], float (&b)[PAIRS], const rope_raw<T, N, ADJACENT> &raw) {
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
-    a[i] = camox_to_float(raw.first[TOGETHER ? 2 * i : i]);
-    b[i] = camox_to_float(TOGETHER ? raw.first[TOGETHER ? 2 * i + 1 : 0] : raw.second[TOGETHER ? 0 : i]);
+    a[i] = camox_to_float(raw.first[ADJACENT ? 2 * i : i]);
+    b[i] = camox_to_float(ADJACENT ? raw.first[ADJACENT ? 2 * i + 1 : 0] : raw.second[ADJACENT ? 0 : i]);
   }
 }
 
-template <typename T, int N, bool TOGETHER, int PAIRS>
+template <typename T, int N, bool ADJACENT, int PAIRS>
 __device__ __forceinline__ void rope_put(T *row, int64_t first, int64_t second, const float (&a)[PAIRS],
                                          const float (&b)[PAIRS], const rope_angles<PAIRS> &angles) {
-  float turned_a[PAIRS], turned_b[PAIRS];
+  float rotated_a[PAIRS], rotated_b[PAIRS];
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
-    turned_a[i] = fmaf(a[i], angles.cos_a[i], -b[i] * angles.sin_a[i]);
-    turned_b[i] = fmaf(b[i], angles.cos_b[i], a[i] * angles.sin_b[i]);
+    rotated_a[i] = fmaf(a[i], angles.cos_a[i], -b[i] * angles.sin_a[i]);
+    rotated_b[i] = fmaf(b[i], angles.cos_b[i], a[i] * angles.sin_b[i]);
 #ifdef CAMOX_BREAK_ROPE
-    turned_a[i] += 1e-3f;
+    rotated_a[i] += 1e-3f;
 #endif
   }
-  if constexpr (TOGETHER) {
+  if constexpr (ADJACENT) {
     float both[2 * PAIRS];
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) both[2 * i] = turned_a[i], both[2 * i + 1] = turned_b[i];
+    for (int i = 0; i < PAIRS; ++i) both[2 * i] = rotated_a[i], both[2 * i + 1] = rotated_b[i];
     camox_store_float(row + first, both);
   } else {
-    camox_store_float(row + first, turned_a);
-    camox_store_float(row + second, turned_b);
+    camox_store_float(row + first, rotated_a);
+    camox_store_float(row + second, rotated_b);
   }
 }
 
@@ -130,11 +135,11 @@ __device__ __forceinline__ void rope_pass(const T *x, T *y, int64_t x_step, int6
 
 /* SUMS: the backward to the tables, where a thread serves all heads of its token. Without the bound of one block ptxas spills
    on sm_75 to fit more. */
-template <typename T, int N, bool TOGETHER, bool SUMS>
+template <typename T, int N, bool ADJACENT, bool SUMS>
 __global__ void __launch_bounds__(ROPE_THREADS, 1) rope_kernel(const __grid_constant__ rope_plan plan) {
-  constexpr int PAIRS = TOGETHER ? N / 2 : N;
+  constexpr int PAIRS = ADJACENT ? N / 2 : N;
   const camox_rope_params &p = plan.p;
-  const bool each = p.table_columns != p.rotary_dim / 2;
+  const bool per_element = p.table_columns != p.rotary_dim / 2;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * ROPE_THREADS + threadIdx.x; item < plan.items;
        item += static_cast<int64_t>(gridDim.x) * ROPE_THREADS) {
     int64_t vector, t, chunk;
@@ -147,8 +152,8 @@ __global__ void __launch_bounds__(ROPE_THREADS, 1) rope_kernel(const __grid_cons
     if (lost && vector == 0 && h == 0 && p.error_word) atomicOr(p.error_word, static_cast<uint32_t>(CAMOX_ERROR_ROPE_POSITION));
     const T *x = static_cast<const T *>(p.x.data) + b * p.x.stride[0] + h * p.x.stride[1] + t * p.x.stride[2];
     T *y = static_cast<T *>(p.y.data) + b * p.y.stride[0] + h * p.y.stride[1] + t * p.y.stride[2];
-    if (vector >= plan.turning) {
-      const int64_t element = p.rotary_dim + (vector - plan.turning) * N;
+    if (vector >= plan.rotated) {
+      const int64_t element = p.rotary_dim + (vector - plan.rotated) * N;
       if (plan.copies || lost)
         rope_pass<T, N>(x, y, p.x.stride[1], p.y.stride[1], element * p.x.stride[3], element * p.y.stride[3], heads, lost);
       continue;
@@ -162,8 +167,8 @@ __global__ void __launch_bounds__(ROPE_THREADS, 1) rope_kernel(const __grid_cons
     } else {
       const float *const cosines = static_cast<const float *>(p.cos) + row * p.table_columns;
       const float *const sines = static_cast<const float *>(p.sin) + row * p.table_columns;
-      rope_read_angles<PAIRS, TOGETHER>(angles.cos_a, angles.cos_b, cosines, each, pair, first, second);
-      rope_read_angles<PAIRS, TOGETHER>(angles.sin_a, angles.sin_b, sines, each, pair, first, second);
+      rope_read_angles<PAIRS, ADJACENT>(angles.cos_a, angles.cos_b, cosines, per_element, pair, first, second);
+      rope_read_angles<PAIRS, ADJACENT>(angles.sin_a, angles.sin_b, sines, per_element, pair, first, second);
     }
     if (p.transposed) {
 #pragma unroll
@@ -176,7 +181,7 @@ __global__ void __launch_bounds__(ROPE_THREADS, 1) rope_kernel(const __grid_cons
     const int64_t y_first = first * p.y.stride[3], y_second = second * p.y.stride[3];
     if constexpr (!SUMS) {
       for (int64_t begin = 0; begin < heads; begin += ROPE_HEADS) {
-        rope_raw<T, N, TOGETHER> raw[ROPE_HEADS];
+        rope_raw<T, N, ADJACENT> raw[ROPE_HEADS];
 #pragma unroll
         for (int k = 0; k < ROPE_HEADS; ++k)
           if (begin + k < heads) rope_fetch(raw[k], x + (begin + k) * p.x.stride[1], x_first, x_second);
@@ -185,7 +190,7 @@ __global__ void __launch_bounds__(ROPE_THREADS, 1) rope_kernel(const __grid_cons
           if (begin + k >= heads) continue;
           float a[PAIRS], b_[PAIRS];
           rope_pairs(a, b_, raw[k]);
-          rope_put<T, N, TOGETHER>(y + (begin + k) * p.y.stride[1], y_first, y_second, a, b_, angles);
+          rope_put<T, N, ADJACENT>(y + (begin + k) * p.y.stride[1], y_first, y_second, a, b_, angles);
         }
       }
     } else {
@@ -193,13 +198,13 @@ __global__ void __launch_bounds__(ROPE_THREADS, 1) rope_kernel(const __grid_cons
       const int64_t input_first = first * p.input.stride[3], input_second = second * p.input.stride[3];
       rope_angles<PAIRS> sums = {};
       for (int64_t k = 0; k < heads; ++k) {
-        rope_raw<T, N, TOGETHER> raw_grad, raw_input;
+        rope_raw<T, N, ADJACENT> raw_grad, raw_input;
         rope_fetch(raw_grad, x + k * p.x.stride[1], x_first, x_second);
         rope_fetch(raw_input, input + k * p.input.stride[1], input_first, input_second);
         float grad_a[PAIRS], grad_b[PAIRS], a[PAIRS], b_[PAIRS];
         rope_pairs(grad_a, grad_b, raw_grad);
         rope_pairs(a, b_, raw_input);
-        rope_put<T, N, TOGETHER>(y + k * p.y.stride[1], y_first, y_second, grad_a, grad_b, angles);
+        rope_put<T, N, ADJACENT>(y + k * p.y.stride[1], y_first, y_second, grad_a, grad_b, angles);
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
           sums.cos_a[i] = fmaf(grad_a[i], a[i], sums.cos_a[i]);
@@ -213,8 +218,8 @@ __global__ void __launch_bounds__(ROPE_THREADS, 1) rope_kernel(const __grid_cons
       float *const sines = cosines + p.batch * p.length * p.table_columns;
 #pragma unroll
       for (int i = 0; i < PAIRS; ++i) {
-        if (each) {
-          const int64_t column_a = TOGETHER ? first + 2 * i : first + i, column_b = TOGETHER ? column_a + 1 : second + i;
+        if (per_element) {
+          const int64_t column_a = ADJACENT ? first + 2 * i : first + i, column_b = ADJACENT ? column_a + 1 : second + i;
           cosines[column_a] = sums.cos_a[i], cosines[column_b] = sums.cos_b[i];
           sines[column_a] = sums.sin_a[i], sines[column_b] = sums.sin_b[i];
         } else {
@@ -280,7 +285,8 @@ static bool rope_view_fits(const camox_rope_params *p, const camox_view4 &view, 
 
 /* Whether everything can be accessed `lanes` elements at a time. */
 static bool rope_fits(const camox_rope_params *p, bool sums, int lanes, int element) {
-  const int64_t side = p->interleaved ? p->rotary_dim : p->rotary_dim / 2; /* elements that lie side by side and turn alike */
+  const int64_t side =
+      p->interleaved ? p->rotary_dim : p->rotary_dim / 2; /* elements that lie side by side and are rotated alike */
   if (side % lanes != 0 || (p->dim - p->rotary_dim) % lanes != 0) return false;
   const int angles = p->interleaved && p->table_columns != p->rotary_dim ? lanes / 2 : lanes, table = angles < 4 ? angles : 4;
   if (p->table_columns % table != 0 || !camox_aligned(p->cos, 4 * table) || !camox_aligned(p->sin, 4 * table)) return false;
@@ -288,11 +294,11 @@ static bool rope_fits(const camox_rope_params *p, bool sums, int lanes, int elem
          (!sums || rope_view_fits(p, p->input, lanes, element));
 }
 
-static rope_plan rope_plan_of(const camox_rope_params *p, bool sums, int lanes, bool together) {
+static rope_plan rope_plan_of(const camox_rope_params *p, bool sums, int lanes, bool adjacent) {
   rope_plan plan = {};
   plan.p = *p;
-  plan.turning = p->rotary_dim / 2 / (together ? lanes / 2 : lanes);
-  plan.vectors = plan.turning + (p->dim - p->rotary_dim) / lanes;
+  plan.rotated = p->rotary_dim / 2 / (adjacent ? lanes / 2 : lanes);
+  plan.vectors = plan.rotated + (p->dim - p->rotary_dim) / lanes;
   const int64_t tokens = p->batch * p->length * plan.vectors;
   const bool many = tokens * camox_ceil_div(p->heads, ROPE_HEADS) >= ROPE_FILL;
   plan.heads = sums ? p->heads : many ? ROPE_HEADS : 1;
@@ -302,14 +308,14 @@ static rope_plan rope_plan_of(const camox_rope_params *p, bool sums, int lanes, 
   return plan;
 }
 
-template <typename T, int N, bool TOGETHER>
+template <typename T, int N, bool ADJACENT>
 static void rope_launch(const camox_rope_params *p, bool sums, void *stream) {
-  const rope_plan plan = rope_plan_of(p, sums, N, TOGETHER);
+  const rope_plan plan = rope_plan_of(p, sums, N, ADJACENT);
   const unsigned grid = camox_grid(camox_ceil_div(plan.items, ROPE_THREADS));
   if (sums)
-    CAMOX_LAUNCH((rope_kernel<T, N, TOGETHER, true>), grid, ROPE_THREADS, 0, stream, plan);
+    CAMOX_LAUNCH((rope_kernel<T, N, ADJACENT, true>), grid, ROPE_THREADS, 0, stream, plan);
   else
-    CAMOX_LAUNCH((rope_kernel<T, N, TOGETHER, false>), grid, ROPE_THREADS, 0, stream, plan);
+    CAMOX_LAUNCH((rope_kernel<T, N, ADJACENT, false>), grid, ROPE_THREADS, 0, stream, plan);
 }
 
 template <typename T>

@@ -1,10 +1,13 @@
-/* short_attention on CUDA: a block has some consecutive (s,h), its items, and a thread a token of one, neighbours in a warp
-   being neighbouring items, whose heads lie side by side in memory.
+/* short_attention on CUDA: a block has some consecutive (s,h), its items, and a thread one token of an item. Neighbours in a
+   warp are neighbouring items, whose heads lie side by side in memory.
 
-   Forward: the token's scores become its weights in shared memory, then its output, SA_CHUNK columns in registers at a time.
-   Backward: the same for weights and slopes, then its grad_q; after a barrier the thread sums grad_k and grad_v of its token
-   over the tokens that look at it. q, k, v and grad are staged in shared memory as float where they fit (rows filled up with
-   zeros), else read where they lie. No atomics: fixed bits. */
+     shared memory, floats:  | q [items][T][pitch] | k | v | (grad) | weights [items][T*T, odd] | (score_grads) |
+                               staged with 16 B loads where they fit in 48 KB, else read where they lie
+     forward, a thread:      row i of weights = softmax(q_i k^T), then out_i = row v, SA_CHUNK columns in registers at a time
+     backward, a thread:     rows i of weights and score_grads, then grad_q_i; barrier;
+                             columns j of both: grad_k_j and grad_v_j over the tokens that attend to j
+
+   No atomics: the same bits on every run. */
 #include "../common/cuda_util.cuh"
 #include "../common/philox.cuh"
 #include "short_attention.h"
@@ -65,7 +68,7 @@ template <typename T, int V>
 __device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camox_view4 &view, int64_t first, int items) {
   const int length = static_cast<int>(a.p.length), dim = static_cast<int>(a.p.dim), vectors = a.pitch / V;
   for (int i = static_cast<int>(threadIdx.x); i < vectors * items * length; i += SA_THREADS) {
-    const int d = i % vectors * V, rest = i / vectors, item = rest % items, t = rest / items;
+    const int d = i % vectors * V, row_index = i / vectors, item = row_index % items, t = row_index / items;
     float x[V] = {};
     if (d < dim) {
       const T *const row = static_cast<const T *>(view.data) + sa_offset(a, view, first + item) + t * view.stride[1];
@@ -107,7 +110,8 @@ __device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const
 
 /* to[j] = x[i] . y[j] for j < keys, 0 for an ignored y[j] */
 template <typename T, bool STAGED>
-__device__ __forceinline__ void sa_dots(float *to, const sa_rows<T, STAGED> &x, int i, const sa_rows<T, STAGED> &y, int keys) {
+__device__ __forceinline__ void sa_dot_products(float *to, const sa_rows<T, STAGED> &x, int i, const sa_rows<T, STAGED> &y,
+                                                int keys) {
   for (int j = 0; j < keys; j += SA_KEYS) {
     float sum[SA_KEYS] = {};
     for (int d = 0; d < x.dim; d += 4) {
@@ -146,7 +150,7 @@ __device__ __forceinline__ void sa_softmax(float *row, const sa_args &a, int64_t
   for (int j = 0; j < length; ++j) row[j] = j < keys ? row[j] * inverse : 0.0f;
 }
 
-/* The factors of one token's weights in turn, with one call of Philox for those that share it. */
+/* The dropout factors of one token's weights, with one call of Philox for those that share it. */
 struct sa_factors {
   uint64_t seed, group;
   camox_philox_words words;
@@ -230,7 +234,7 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_kernel(const __gri
       const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
       const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
       const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
-      sa_dots(row, q, i, k, keys);
+      sa_dot_products(row, q, i, k, keys);
       int64_t h;
       sa_softmax(row, a, camox_divide(first + item, a.p.heads, &h), keys);
       sa_factors factors = sa_factors_of(a);
@@ -248,7 +252,7 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
   const int length = static_cast<int>(a.p.length), tensor = STAGED ? a.group * a.item_size : 0;
   float *const staged_q = shared, *const staged_k = shared + tensor, *const staged_v = shared + 2 * tensor;
   float *const staged_grad = shared + 3 * tensor;
-  float *const weights = shared + 4 * tensor, *const slopes = weights + a.group * a.weights;
+  float *const weights = shared + 4 * tensor, *const score_grads = weights + a.group * a.weights;
   for (int64_t block = blockIdx.x; block < a.groups; block += gridDim.x) {
     const int64_t first = block * a.group;
     const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
@@ -266,13 +270,14 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
-      float *const row = weights + item * a.weights + i * length, *const slope = slopes + item * a.weights + i * length;
+      float *const row = weights + item * a.weights + i * length, *const score_grad =
+                                                                      score_grads + item * a.weights + i * length;
       const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
       const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
       const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
       const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
-      sa_dots(row, q, i, k, keys);
-      sa_dots(slope, grad, i, v, keys);
+      sa_dot_products(row, q, i, k, keys);
+      sa_dot_products(score_grad, grad, i, v, keys);
       int64_t h;
       sa_softmax(row, a, camox_divide(first + item, a.p.heads, &h), keys);
       sa_factors factors = sa_factors_of(a);
@@ -280,21 +285,21 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
       const float scale = static_cast<float>(a.p.scale);
       float mean = 0.0f;
       for (int j = 0; j < keys; ++j) {
-        slope[j] *= factors.at(a, index + j);
-        mean = fmaf(row[j], slope[j], mean);
+        score_grad[j] *= factors.at(a, index + j);
+        mean = fmaf(row[j], score_grad[j], mean);
       }
       for (int j = 0; j < length; ++j) {
-        slope[j] = j < keys ? row[j] * (slope[j] - mean) * scale : 0.0f;
+        score_grad[j] = j < keys ? row[j] * (score_grad[j] - mean) * scale : 0.0f;
         row[j] = j < keys ? row[j] * factors.at(a, index + j) : 0.0f;
       }
-      sa_combine<T, V>(a, a.p.grad_q, first + item, i, slope, 1, k);
+      sa_combine<T, V>(a, a.p.grad_q, first + item, i, score_grad, 1, k);
     }
     __syncthreads();
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, j = token / items;
       const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
       const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
-      sa_combine<T, V>(a, a.p.grad_k, first + item, j, slopes + item * a.weights + j, length, q);
+      sa_combine<T, V>(a, a.p.grad_k, first + item, j, score_grads + item * a.weights + j, length, q);
       sa_combine<T, V>(a, a.p.grad_v, first + item, j, weights + item * a.weights + j, length, grad);
     }
   }

@@ -1,11 +1,15 @@
-/* spatial_gradient on CUDA: the walk of common/stencil.cuh, so each element is read once from memory and its neighbours from
-   the cache; the next row is under way while one is computed. The op is linear: its backward is such a walk too, over the
-   incoming gradients, and needs nothing from other threads. No atomics: fixed bits. */
+/* spatial_gradient on CUDA, with the division of work, windows and borders of common/stencil.cuh.
+
+     forward:  x        --16 B loads-->  top | at | bottom  -->  gx, gy  --16 B stores-->     row r+2 is being loaded
+     backward: gx, gy   --16 B loads-->  row r adds to rows r-1 (`above`, then complete), r (`at`) and r+1 of grad_x
+
+   The op is linear: its backward iterates over the incoming gradients alone and needs nothing of other threads. Each element
+   is read once from memory, its neighbours from the L1 cache; no shared memory. No atomics: the same bits on every run. */
 #include "../common/stencil.cuh"
 #include "spatial_gradient.h"
 
 #define GRADIENT_THREADS 128
-#define GRADIENT_ROWS 8 /* rows a thread walks down in a large picture */
+#define GRADIENT_ROWS 8 /* of a row band in a large image */
 #define GRADIENT_MAPS 2
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
@@ -16,7 +20,7 @@ struct gradient_blocks {
 
 struct gradient_plan {
   camox_spatial_gradient_params p;
-  camox_walk walk;
+  camox_partition partition;
   camox_view4 shared_view; /* the strides that gx and gy have, where several elements are accessed at once */
   float side, middle;
 };
@@ -45,25 +49,25 @@ template <typename T, int V, bool LAST>
 __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::forward)
     spatial_gradient_kernel(const __grid_constant__ gradient_plan plan) {
   const camox_spatial_gradient_params &p = plan.p;
-  for (int64_t block = blockIdx.x; block * GRADIENT_THREADS < plan.walk.items; block += gridDim.x) {
+  for (int64_t block = blockIdx.x; block * GRADIENT_THREADS < plan.partition.items; block += gridDim.x) {
     const int64_t item = block * GRADIENT_THREADS + threadIdx.x;
-    if (item >= plan.walk.items) continue;
+    if (item >= plan.partition.items) continue;
     int64_t b, c, column, y;
-    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
-    auto reader = camox_reader_at<T, V, LAST, 1>(plan.walk, p.x, p.border, b, c, column, y, -1);
+    camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
+    auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, p.x, p.border, b, c, column, y, -1);
     auto out = camox_cursor_at<V>(p.gradient, plan.shared_view, b, c, y, column);
 
-    camox_window<T, V, LAST, 1> raw, ahead;
+    camox_window<T, V, LAST, 1> raw, prefetched;
     camox_fetch(raw, reader, p.x, p.border, -1);
     camox_window<float, V, LAST, 1> top = camox_widen(raw);
     camox_fetch(raw, reader, p.x, p.border, 0);
     camox_window<float, V, LAST, 1> at = camox_widen(raw);
-    camox_fetch(ahead, reader, p.x, p.border, 1);
-    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.walk.rows)));
+    camox_fetch(prefetched, reader, p.x, p.border, 1);
+    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
 #pragma unroll 2
     for (int row = 0; row < rows; ++row) {
-      const camox_window<float, V, LAST, 1> bottom = camox_widen(ahead);
-      if (row + 1 < rows) camox_fetch(ahead, reader, p.x, p.border, row + 2);
+      const camox_window<float, V, LAST, 1> bottom = camox_widen(prefetched);
+      if (row + 1 < rows) camox_fetch(prefetched, reader, p.x, p.border, row + 2);
       float gx[V], gy[V];
       gradient_filter(top, at, bottom, plan.side, plan.middle, gx, gy);
       camox_store_float(camox_at<T>(p.gradient, out, 0), gx);
@@ -77,9 +81,9 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::fo
 
 /* ---- backward ---- */
 
-/* What the border's columns read belongs to the columns that they stood for. The adjoint finds it as a changed neighbour:
-   replicate puts a column itself there, with gx's gradient negated; reflect, one column further in, doubles the gradient of gy
-   that is there and takes that of gx away. Which elements of a thread that concerns: */
+/* The gradients of a border column belong to the column whose pixels it repeated. The adjoint sees that as a changed
+   neighbour: with replicate the column itself, with gx's gradient negated; with reflect, one column further in, twice the
+   gradient of gy and none of gx. Which elements of a thread that concerns: */
 struct gradient_folds {
   bool copy_left, copy_right, double_left, double_right;
 };
@@ -115,7 +119,7 @@ __device__ __forceinline__ void gradient_across(const camox_window<float, V, LAS
   }
 }
 
-/* A row of both gradients; zeros off the picture and where there is none. */
+/* A row of both gradients; zeros off the image and where there is none. */
 template <typename T, int V, bool LAST>
 struct gradient_rows {
   camox_window<T, V, LAST, 1> map[GRADIENT_MAPS];
@@ -141,31 +145,31 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::ba
     spatial_gradient_backward_kernel(const __grid_constant__ gradient_plan plan) {
   const camox_spatial_gradient_params &p = plan.p;
   const bool folds_rows = p.border != CAMOX_BORDER_ZEROS, reflect = p.border == CAMOX_BORDER_REFLECT;
-  for (int64_t block = blockIdx.x; block * GRADIENT_THREADS < plan.walk.items; block += gridDim.x) {
+  for (int64_t block = blockIdx.x; block * GRADIENT_THREADS < plan.partition.items; block += gridDim.x) {
     const int64_t item = block * GRADIENT_THREADS + threadIdx.x;
-    if (item >= plan.walk.items) continue;
+    if (item >= plan.partition.items) continue;
     int64_t b, c, column, y;
-    camox_place<V, LAST>(plan.walk, item, &b, &c, &column, &y);
+    camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
     auto cursor = camox_cursor_at<V>(p.gradient, plan.shared_view, b, c, y - 1, column);
     camox_sides<V, LAST, 1> sides[cursor.distinct];
 #pragma unroll
     for (int map = 0; map < cursor.distinct; ++map)
-      sides[map] = camox_sides_at<V, LAST, 1>(plan.walk, column, camox_strides<V>(p.gradient, plan.shared_view, map).stride[3],
-                                              CAMOX_BORDER_ZEROS);
+      sides[map] = camox_sides_at<V, LAST, 1>(
+          plan.partition, column, camox_strides<V>(p.gradient, plan.shared_view, map).stride[3], CAMOX_BORDER_ZEROS);
     T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
     const gradient_folds folds = gradient_folds_at<V, LAST>(p, column);
-    const camox_rows known = camox_rows_at(plan.walk, y);
-    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.walk.rows)));
+    const camox_rows image_rows = camox_rows_at(plan.partition, y);
+    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
 
-    gradient_rows<T, V, LAST> ahead;
-    gradient_fetch(ahead, plan, cursor, sides, camox_inside(known, -1));
+    gradient_rows<T, V, LAST> prefetched;
+    gradient_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, -1));
     float above[V], at[V]; /* rows r-1 and r of the result, not complete yet */
 #pragma unroll
     for (int i = 0; i < V; ++i) above[i] = at[i] = 0.0f;
 #pragma unroll 2
     for (int r = -1; r <= rows; ++r) {
-      const camox_window<float, V, LAST, 1> gx = camox_widen(ahead.map[0]), gy = camox_widen(ahead.map[1]);
-      if (r < rows) gradient_fetch(ahead, plan, cursor, sides, camox_inside(known, r + 1));
+      const camox_window<float, V, LAST, 1> gx = camox_widen(prefetched.map[0]), gy = camox_widen(prefetched.map[1]);
+      if (r < rows) gradient_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, r + 1));
       float difference[V], sum[V], done[V];
       gradient_across(gx, gy, folds, plan.side, plan.middle, difference, sum);
 #pragma unroll
@@ -174,9 +178,9 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::ba
         above[i] = fmaf(plan.middle, difference[i], at[i]);
         at[i] = fmaf(plan.side, difference[i], sum[i]);
       }
-      const bool first = r == -known.above, last = r == known.span - known.above - 1;
+      const bool first = r == -image_rows.above, last = r == image_rows.span - image_rows.above - 1;
       if (folds_rows && (first || last)) {
-        /* what falls on the row above the first (now in done) and below the last (in at) belongs to the rows it stands for */
+        /* gradients of the row above the first (now in done) and below the last (in at) belong to the rows they repeat */
 #pragma unroll
         for (int i = 0; i < V; ++i) {
           const float up = first ? done[i] : 0.0f, down = last ? at[i] : 0.0f;
@@ -212,9 +216,9 @@ struct gradient_op {
     plan.p = *p;
     plan.shared_view = camox_first_map(p->gradient);
     plan.side = static_cast<float>(p->side), plan.middle = static_cast<float>(p->middle);
-    plan.walk = camox_walk_of(LAST, p->batch, p->channels, p->height, p->width, V, GRADIENT_ROWS);
-    camox_walk_even(&plan.walk);
-    const unsigned grid = camox_grid(camox_ceil_div(plan.walk.items, GRADIENT_THREADS));
+    plan.partition = camox_partition_of(LAST, p->batch, p->channels, p->height, p->width, V, GRADIENT_ROWS);
+    camox_even_row_bands(&plan.partition);
+    const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, GRADIENT_THREADS));
     if (backward)
       CAMOX_LAUNCH((spatial_gradient_backward_kernel<T, V, LAST>), grid, GRADIENT_THREADS, 0, stream, plan);
     else

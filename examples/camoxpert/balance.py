@@ -1,7 +1,7 @@
 """What the balance loss does: python examples/camoxpert/balance.py [--steps 150] [--out demo].
 
 Trains the small model twice from the same fresh weights, once with each aux_loss, and writes balance.png and
-balance.json: each expert's share of the choices over the training. Fresh gates send nearly all pictures to the same
+balance.json: each expert's share of the choices over the training. Fresh gates send nearly all images to the same
 experts; "usage_mse" has no gradient to change that.
 """
 
@@ -34,7 +34,7 @@ def effective_experts(shares):
     return torch.special.entr(shares).sum(-1).exp()
 
 
-def train(aux_loss, pictures, steps, batch_size=8, seed=0):
+def train(aux_loss, dataset, steps, batch_size=8, seed=0):
     """Train a fresh model; returns {"history", "first", "last", "losses"}.
 
     history: shares (parts, layers, experts); first and last: effective experts of each layer in the first step and over
@@ -51,7 +51,7 @@ def train(aux_loss, pictures, steps, batch_size=8, seed=0):
         return total, parts
 
     stepper.criterion = recording
-    for index, batch in enumerate(duel.batches(pictures, batch_size, steps, seed)):
+    for index, batch in enumerate(duel.batches(dataset, batch_size, steps, seed)):
         stepper.accumulate(*batch)
         stepper.step(lr_factor(index, steps))
         usage.append(torch.stack(recorder.take()[1]))
@@ -67,14 +67,14 @@ def train(aux_loss, pictures, steps, batch_size=8, seed=0):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="balance.py", description=__doc__)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--size", type=int, default=96, help="side of the pictures, in pixels")
+    parser.add_argument("--size", type=int, default=96, help="side of the images, in pixels")
     parser.add_argument("--out", default="demo", help="folder for balance.png and balance.json")
     options = parser.parse_args(arguments)
     tune_cpu_allocator()
-    pictures = duel.training_set(options.size)
+    dataset = duel.training_set(options.size)
     results = {}
     for aux_loss in AUX_LOSSES:
-        results[aux_loss] = row = train(aux_loss, pictures, options.steps)
+        results[aux_loss] = row = train(aux_loss, dataset, options.steps)
         first, last = ("  ".join(f"{value:.2f}" for value in row[name]) for name in ("first", "last"))
         tail = row["losses"][-max(1, options.steps // 4) :]
         print(f"--aux-loss {aux_loss}: effective experts of {NUM_EXPERTS} in each layer")

@@ -14,14 +14,14 @@ from .moe import AUX_LOSSES
 from .ops import OPS
 
 HELP = {
-    "dataset_path": f"COD10K-like folder, or {BUILTIN!r} for pictures composed in memory",
+    "dataset_path": f"COD10K-like folder, or {BUILTIN!r} for images composed in memory",
     "checkpoint_dir": "where last.pth, previous.pth, best_model.pth and history.json go",
     "backbone": "tiny, edgenext_small, edgenext_base, or timm:NAME",
     "pretrained": "load timm's pretrained weights (timm backbones only)",
-    "num_experts": "experts per layer, of which max(2, half) run for each picture",
-    "batch_size": "pictures per micro-batch and process",
+    "num_experts": "experts per layer, of which max(2, half) run for each image",
+    "batch_size": "images per micro-batch and process",
     "accumulation_steps": "micro-batches per optimizer step",
-    "img_size": "side to which pictures are resized, in pixels",
+    "img_size": "side to which images are resized, in pixels",
     "epochs": "epochs of both stages together",
     "stage1_epochs": "epochs with the backbone frozen",
     "lr": "highest learning rate",

@@ -1,4 +1,4 @@
-"""Pictures and masks: the COD10K folders and the built-in set, the check before training, and the epoch's order.
+"""Images and masks: the COD10K folders and the built-in set, the check before training, and the epoch's order.
 
 Folder layouts follow mahi-chan/camoXpert, data/dataset.py, commit 47e858c.
 """
@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, Sampler
 from .synthetic import compose_set
 
 BUILTIN = "builtin"
-PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp"}
-# (train pictures, train masks, test pictures, test masks)
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp"}
+# (train images, train masks, test images, test masks)
 SPLIT_LAYOUTS = (
     ("Train/Image", "Train/GT_Object", "Test/Image", "Test/GT_Object"),
     ("Train/Imgs", "Train/GT", "Test/Imgs", "Test/GT"),
@@ -24,7 +24,7 @@ SPLIT_LAYOUTS = (
     ("Images/Train", "GT/Train", "Images/Test", "GT/Test"),
     ("Train", "TrainGT", "Test", "TestGT"),
 )
-# (pictures, masks) of one undivided set, every fifth picture held out
+# (images, masks) of one undivided set, every fifth image held out
 FLAT_LAYOUTS = (("images", "masks"), ("image", "mask"), ("Imgs", "GT"))
 HELD_OUT_EVERY = 5
 SHOWN_PROBLEMS = 20
@@ -36,13 +36,13 @@ class DatasetError(ValueError):
     """A data folder that cannot be trained on; the message names every offending path (up to a limit)."""
 
 
-def pictures_in(folder):
-    """The picture files directly inside a folder, sorted by name."""
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_SUFFIXES)
+def images_in(folder):
+    """The image files directly inside a folder, sorted by name."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
 
 
 def find_folders(root):
-    """Locate the data under root: {"train": (pictures, masks), "val": (pictures, masks)} and whether it is undivided.
+    """Locate the data under root: {"train": (images, masks), "val": (images, masks)} and whether it is undivided.
 
     Raises DatasetError when no known layout is there or a layout's mask folder is missing.
     """
@@ -56,7 +56,7 @@ def find_folders(root):
         if not missing:
             train = tuple(folders[:2])
             return {"train": train, "val": tuple(folders[2:]) or train}, len(layout) == 2
-        if folders[0].is_dir() and pictures_in(folders[0]):
+        if folders[0].is_dir() and images_in(folders[0]):
             incomplete.append(f"{folders[0]} is there, but not {', '.join(map(str, missing))}")
     if incomplete:
         raise DatasetError(f"dataset path {root} is incomplete: {'; '.join(incomplete)}")
@@ -65,14 +65,14 @@ def find_folders(root):
 
 
 def list_pairs(root, split):
-    """(picture, mask) paths of "train" or "val"; the mask is None where it is missing.
+    """(image, mask) paths of "train" or "val"; the mask is None where it is missing.
 
     Validation takes the first fifth of a Test folder, as the users' runs do, or every fifth of an undivided set.
     """
     folders, undivided = find_folders(root)
-    picture_folder, mask_folder = folders[split]
-    masks = {path.stem: path for path in pictures_in(mask_folder)}
-    pairs = [(path, masks.get(path.stem)) for path in pictures_in(picture_folder)]
+    image_folder, mask_folder = folders[split]
+    masks = {path.stem: path for path in images_in(mask_folder)}
+    pairs = [(path, masks.get(path.stem)) for path in images_in(image_folder)]
     if undivided:
         held_out = split == "val"
         return [pair for index, pair in enumerate(pairs) if (index % HELD_OUT_EVERY == 0) == held_out]
@@ -80,34 +80,34 @@ def list_pairs(root, split):
 
 
 def read_size(path):
-    """(width, height) of a picture after decoding all of it; OSError when it is damaged or no picture."""
-    with Image.open(path) as picture:
-        picture.load()
-        return picture.size
+    """(width, height) of an image after decoding all of it; OSError when it is damaged or not an image."""
+    with Image.open(path) as image:
+        image.load()
+        return image.size
 
 
 def find_problem(pair):
-    """What is wrong with a (picture, mask) pair, as one line naming the path, or None."""
-    picture, mask = pair
+    """What is wrong with an (image, mask) pair, as one line naming the path, or None."""
+    image, mask = pair
     if mask is None:
-        return f"missing mask for {picture}"
+        return f"missing mask for {image}"
     sizes = []
     for path in pair:
         try:
             sizes.append(read_size(path))
         except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each of these for damaged files
-            return f"unreadable picture {path}: {error}"
+            return f"unreadable image {path}: {error}"
     if sizes[0] != sizes[1]:
-        return f"mask {mask} is {sizes[1][0]}x{sizes[1][1]}, its picture {picture} is {sizes[0][0]}x{sizes[0][1]}"
+        return f"mask {mask} is {sizes[1][0]}x{sizes[1][1]}, its image {image} is {sizes[0][0]}x{sizes[0][1]}"
     return None
 
 
 def check_folder(root, threads=8):
-    """Decode every picture and mask of both splits once; DatasetError lists all that is wrong, with paths."""
+    """Decode every image and mask of both splits once; DatasetError lists all that is wrong, with paths."""
     pairs = {split: list_pairs(root, split) for split in ("train", "val")}
     for split, found in pairs.items():
         if not found:
-            raise DatasetError(f"dataset path {root} has no {split} pictures")
+            raise DatasetError(f"dataset path {root} has no {split} images")
     unique = dict.fromkeys(pairs["train"] + pairs["val"])
     with ThreadPoolExecutor(threads) as pool:
         problems = [problem for problem in pool.map(find_problem, unique) if problem]
@@ -132,7 +132,7 @@ def augment(image, mask, rng):
     return image, mask
 
 
-class PictureSet(Dataset):
+class ImageSet(Dataset):
     """Base of the data sets: item (epoch, index) is (image (3,S,S), normalised, mask (1,S,S) of 0 and 1), float32.
 
     Augmentation draws from (seed, epoch, index) alone, so it does not depend on workers, ranks or where a run resumed.
@@ -143,7 +143,7 @@ class PictureSet(Dataset):
         self.augmented = augmented
 
     def load(self, index):
-        """Picture (S,S,3) and mask (S,S), both uint8."""
+        """Image (S,S,3) and mask (S,S), both uint8."""
         raise NotImplementedError
 
     def __getitem__(self, key):
@@ -156,8 +156,8 @@ class PictureSet(Dataset):
         return (image - MEAN) / STD, mask.float()
 
 
-class FolderSet(PictureSet):
-    """A split of a COD10K-like folder, every picture resized to (img_size, img_size)."""
+class FolderSet(ImageSet):
+    """A split of a COD10K-like folder, every image resized to (img_size, img_size)."""
 
     def __init__(self, root, split, img_size, seed=0, augmented=False):
         super().__init__(seed, augmented)
@@ -168,15 +168,15 @@ class FolderSet(PictureSet):
         return len(self.pairs)
 
     def load(self, index):
-        picture, mask = self.pairs[index]
+        path, mask = self.pairs[index]
         size = (self.img_size, self.img_size)
-        with Image.open(picture) as image, Image.open(mask) as outline:
+        with Image.open(path) as image, Image.open(mask) as outline:
             image = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
             return np.array(image), np.array(outline.convert("L").resize(size, Image.Resampling.NEAREST))
 
 
-class BuiltinSet(PictureSet):
-    """A split of the built-in set, composed in memory; always the same pictures, whatever the seed of the run."""
+class BuiltinSet(ImageSet):
+    """A split of the built-in set, composed in memory; always the same images, whatever the seed of the run."""
 
     def __init__(self, split, img_size, seed=0, augmented=False, count=None):
         super().__init__(seed, augmented)

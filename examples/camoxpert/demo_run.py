@@ -23,13 +23,13 @@ STEPS = {"full": 400, "quick": 44}
 SHOWN = 6
 
 
-def sample_predictions(models, pictures):
-    """For the report: (image, mask, {ops: probability}) of the first held-out pictures."""
+def sample_predictions(models, dataset):
+    """For the report: (image, mask, {ops: probability}) of the first held-out images."""
     shown = []
     for index in range(SHOWN):
-        image, mask = pictures[(0, index)]
+        image, mask = dataset[(0, index)]
         predictions = {name: predict(model.eval(), image[None])[0].numpy() for name, model in models.items()}
-        shown.append((pictures.images[index], mask[0].numpy(), predictions))
+        shown.append((dataset.images[index], mask[0].numpy(), predictions))
     return shown
 
 
@@ -37,12 +37,12 @@ def run(mode, folder):
     """Do all of it, write folder/report.png and report.json, print the table; returns the result."""
     started = time.perf_counter()
     allocator = tune_cpu_allocator()
-    pictures, held_out = training_set(SIZE), BuiltinSet("val", SIZE)
+    dataset, held_out = training_set(SIZE), BuiltinSet("val", SIZE)
     loader = DataLoader(held_out, BATCH, sampler=EpochSampler(len(held_out), shuffle=False))
-    images, masks = next(iter(batches(pictures, 4 * BATCH, 1)))
+    images, masks = next(iter(batches(dataset, 4 * BATCH, 1)))
     models = build_twins(images)
     untrained = evaluate(models["torch"], loader)
-    print(f"{len(pictures)} training pictures, {len(held_out)} held out, {SIZE} px", flush=True)
+    print(f"{len(dataset)} training images, {len(held_out)} held out, {SIZE} px", flush=True)
     print("comparing with float64, measuring memory", flush=True)
     parity = compare(models, images[:BATCH], masks[:BATCH])
     used = {name: memory.measure(model, images[:BATCH], masks[:BATCH]) for name, model in models.items()}
@@ -53,8 +53,8 @@ def run(mode, folder):
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(f"step {step}/{STEPS[mode]}  loss: {shown}", flush=True)
 
-    gaps = early_loss_gaps(models, pictures, BATCH, LEARNING_RATE, warmup=WARMUP_SHARE * STEPS[mode])
-    trained, training = train_both(models, pictures, BATCH, STEPS[mode], LEARNING_RATE, report=show)
+    gaps = early_loss_gaps(models, dataset, BATCH, LEARNING_RATE, warmup=WARMUP_SHARE * STEPS[mode])
+    trained, training = train_both(models, dataset, BATCH, STEPS[mode], LEARNING_RATE, report=show)
     training["early_loss_gaps"] = gaps
     for name, model in models.items():
         trained[name] |= used[name] | evaluate(model, loader)
@@ -88,7 +88,7 @@ def failures(result):
         found.append(
             f"camox differs from float64 by more than the rule allows: {parity['worst']}, "
             f"routing_same={parity['routing_same']}, missing={parity['missing']}, "
-            f"edge_pictures={parity['edge_pictures']}"
+            f"edge_images={parity['edge_images']}"
         )
     floor = max(result["untrained"]["iou"], result["constant_mask_iou"])
     for name, row in result["models"].items():

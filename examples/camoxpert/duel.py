@@ -12,12 +12,12 @@ from .twins import RoutingRecorder, same_routing
 HISTORY_PARTS = 40
 
 
-def batches(pictures, batch_size, steps, seed=0):
+def batches(dataset, batch_size, steps, seed=0):
     """`steps` batches (images, masks), epoch after epoch; ValueError when not even one batch can be filled."""
-    if batch_size > len(pictures):
-        raise ValueError(f"batch_size must be at most the {len(pictures)} pictures, got {batch_size}")
-    sampler = EpochSampler(len(pictures), seed)
-    loader = DataLoader(pictures, batch_size, sampler=sampler, drop_last=True)
+    if batch_size > len(dataset):
+        raise ValueError(f"batch_size must be at most the {len(dataset)} images, got {batch_size}")
+    sampler = EpochSampler(len(dataset), seed)
+    loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=True)
     given = 0
     while given < steps:
         for batch in loader:
@@ -50,23 +50,23 @@ def make_step(model, lr, factor):
     return step
 
 
-def early_loss_gaps(models, pictures, batch_size, lr, warmup, seed=0):
+def early_loss_gaps(models, dataset, batch_size, lr, warmup, seed=0):
     """common/duel.py's early_loss_gaps over EARLY_STEPS steps; in `warmup` steps the rate rises to lr."""
     return duel.early_loss_gaps(
         models,
         lambda model: make_step(model, lr, lambda index: (index + 1) / warmup),
-        lambda: batches(pictures, batch_size, duel.EARLY_STEPS, seed),
+        lambda: batches(dataset, batch_size, duel.EARLY_STEPS, seed),
         seed,
     )
 
 
 def shares(usage):
-    """Counts of pictures, steps of (layers, experts) -> each expert's share of its layer's pictures."""
+    """Counts of images, steps of (layers, experts) -> each expert's share of its layer's images."""
     total = sum(usage)
     return total / total.sum(1, keepdim=True)
 
 
-def train_both(models, pictures, batch_size, steps, lr, seed=0, report=None):
+def train_both(models, dataset, batch_size, steps, lr, seed=0, report=None):
     """Train models {"torch", "camox"} in float32, step by step in turn.
 
     Returns ({name: {"losses", "step_ms", "step_ms_quartiles", "images_per_s", "expert_share_per_layer",
@@ -88,7 +88,7 @@ def train_both(models, pictures, batch_size, steps, lr, seed=0, report=None):
 
     trained = duel.alternate(
         {name: make_step(model, lr, lambda index: lr_factor(index, steps)) for name, model in models.items()},
-        batches(pictures, batch_size, steps, seed),
+        batches(dataset, batch_size, steps, seed),
         seed,
         seen,
     )

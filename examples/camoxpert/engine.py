@@ -33,7 +33,7 @@ class TrainingError(RuntimeError):
 
 @dataclass
 class Config:
-    """Everything that decides a run's numbers. Sizes are pixels, counts are pictures, rates are per optimizer step."""
+    """Everything that decides a run's numbers. Sizes are pixels, counts are images, rates are per optimizer step."""
 
     dataset_path: str
     checkpoint_dir: str = "./checkpoints"
@@ -108,7 +108,7 @@ class Trainer:
         if not len(self.train_loader):
             raise TrainingError(
                 f"batch_size={config.batch_size} on {self.world} process(es) is more than the "
-                f"{len(self.train_loader.dataset)} training pictures"
+                f"{len(self.train_loader.dataset)} training images"
             )
         self.model = CamoXpert(
             pretrained=config.pretrained,
@@ -142,9 +142,9 @@ class Trainer:
     def loader(self, split):
         """Batches of a split; training is shuffled and shared among the ranks, validation is whole."""
         config, training = self.config, split == "train"
-        pictures = open_split(config.dataset_path, split, config.img_size, config.seed)
+        dataset = open_split(config.dataset_path, split, config.img_size, config.seed)
         sampler = EpochSampler(
-            len(pictures),
+            len(dataset),
             config.seed,
             rank=self.rank if training else 0,
             world=self.world if training else 1,
@@ -154,7 +154,7 @@ class Trainer:
         if training and self.rank == 0:
             print(options, flush=True)
         return DataLoader(
-            pictures,
+            dataset,
             config.batch_size,
             sampler=sampler,
             drop_last=training,
@@ -192,7 +192,7 @@ class Trainer:
         self.resumed = None
         model = self.model
         if self.world > 1:
-            # experts that no picture of this rank chose take no part in the graph
+            # experts that no image of this rank chose take no part in the graph
             model = DistributedDataParallel(
                 model,
                 device_ids=[self.device.index] if self.device.type == "cuda" else None,
@@ -212,7 +212,7 @@ class Trainer:
         return self.history
 
     def train_epoch(self, stepper, epoch):
-        """One pass over the training pictures; returns the mean loss of this rank."""
+        """One pass over the training images; returns the mean loss of this rank."""
         config, batches = self.config, len(self.train_loader)
         first = 0 if config.stage(epoch) == 1 else config.stage1_epochs
         last = config.stage1_epochs if config.stage(epoch) == 1 else config.epochs
@@ -277,7 +277,7 @@ class Trainer:
         (folder / "history.json").write_text(json.dumps(self.history, indent=2) + "\n")
 
     def validate(self):
-        """Measures over the validation pictures, with the averaged weights where there are any."""
+        """Measures over the validation images, with the averaged weights where there are any."""
         with self.precision.autocast():
             if self.ema is None:
                 return evaluate(self.model, self.val_loader, self.device)

@@ -13,7 +13,7 @@ EDGE_EPS = 1e-5
 
 
 def soft_iou_loss(probability, target):
-    """1 - mean over pictures of the soft intersection over union; both (B,1,H,W)."""
+    """1 - mean over images of the soft intersection over union; both (B,1,H,W)."""
     intersection = (probability * target).sum((2, 3))
     union = probability.sum((2, 3)) + target.sum((2, 3)) - intersection
     return 1 - ((intersection + IOU_SMOOTH) / (union + IOU_SMOOTH)).mean()
@@ -32,8 +32,8 @@ class AdvancedCODLoss(nn.Module):
         sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
         self.register_buffer("sobel", torch.stack([sobel, sobel.t()]).unsqueeze(1))
 
-    def edges(self, picture):
-        gx, gy = F.conv2d(picture, self.sobel.to(picture.dtype), padding=1).unbind(1)
+    def edges(self, image):
+        gx, gy = F.conv2d(image, self.sobel.to(image.dtype), padding=1).unbind(1)
         return (gx.square() + gy.square() + EDGE_EPS).sqrt()
 
     def forward(self, logits, target, aux_loss=None, deep=None):

@@ -12,14 +12,14 @@ def iou(prediction, mask):
 
 
 class SegmentationMetrics:
-    """Means over pictures of IoU (threshold 0.5), S-measure, adaptive E-measure, weighted F-measure and MAE."""
+    """Means over images of IoU (threshold 0.5), S-measure, adaptive E-measure, weighted F-measure and MAE."""
 
     def __init__(self):
         self.ious = []
         self.smeasure, self.emeasure, self.fmeasure, self.mae = Smeasure(), Emeasure(), WeightedFmeasure(), MAE()
 
     def add(self, probability, mask):
-        """One picture: probability (H,W) in [0,1], mask (H,W) of 0 and 1."""
+        """One image: probability (H,W) in [0,1], mask (H,W) of 0 and 1."""
         mask = mask > 0.5
         self.ious.append(iou(probability > 0.5, mask))
         for measure in (self.smeasure, self.emeasure, self.fmeasure, self.mae):

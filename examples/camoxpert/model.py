@@ -63,7 +63,7 @@ class CamoXpert(nn.Module):
     """Images (B,in_channels,H,W) -> (logits (B,num_classes,H,W), aux_loss, deep logits or None).
 
     Logits are clamped to +-15. aux_loss is the sum over the four MoE layers. With return_deep_supervision the third
-    value is a list of logits at 1/16, 1/8 and 1/4 of the size. Every picture takes max(2, num_experts // 2) experts, or
+    value is a list of logits at 1/16, 1/8 and 1/4 of the size. Every image takes max(2, num_experts // 2) experts, or
     the only one.
 
     ops: 'camox' or 'torch', see ops.py. aux_loss: 'usage_mse', the users', which only reports how unevenly the experts

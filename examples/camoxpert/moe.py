@@ -1,4 +1,4 @@
-"""Sparse mixture of experts over whole pictures; routing of mahi-chan/camoXpert, models/experts.py, commit 47e858c."""
+"""Sparse mixture of experts over whole images; routing of mahi-chan/camoXpert, models/experts.py, commit 47e858c."""
 
 import torch
 from torch import nn
@@ -10,16 +10,16 @@ AUX_LOSSES = ("usage_mse", "switch")
 
 
 class MoELayer(nn.Module):
-    """Each picture of x (B,C,H,W) goes through the top_k experts that its gate chooses, weighted by their softmax.
+    """Each image of x (B,C,H,W) goes through the top_k experts that its gate chooses, weighted by their softmax.
 
     Returns (output like x, aux_loss, routing_info). aux_loss "usage_mse" is 0.01 times the mean squared distance of the
     experts' shares from uniform; being a count, it has no gradient. "switch" is E times the sum over the experts of
     their share times their mean probability (Switch Transformer, arXiv 2101.03961, equation 4). routing_info holds
-    `top_k_indices` (B,K), `top_k_weights` (B,K) and `expert_usage` (E,). Experts that no picture chose are not run, so
+    `top_k_indices` (B,K), `top_k_weights` (B,K) and `expert_usage` (E,). Experts that no image chose are not run, so
     their parameters keep grad=None.
 
-    The experts run picture by picture, as in the users' code, but the chosen numbers are read once per layer rather
-    than once per picture and choice.
+    The experts run image by image, as in the users' code, but the chosen numbers are read once per layer rather
+    than once per image and choice.
 
     experts: the classes to take turns with, each called with in_channels.
     """
@@ -45,10 +45,10 @@ class MoELayer(nn.Module):
 
         output = torch.zeros_like(x)
         for row, numbers in enumerate(chosen.tolist()):
-            picture = x[row : row + 1]
-            mixed = torch.zeros_like(picture)
+            image = x[row : row + 1]
+            mixed = torch.zeros_like(image)
             for slot, number in enumerate(numbers):
-                mixed = mixed + weights[row, slot] * self.experts[number](picture)
+                mixed = mixed + weights[row, slot] * self.experts[number](image)
             output[row : row + 1] = mixed
 
         usage = torch.bincount(chosen.flatten(), minlength=self.num_experts).float()

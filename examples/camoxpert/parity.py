@@ -55,7 +55,7 @@ def run_once(model, images, masks, shift=0):
 def compare(models, images, masks):
     """Compare models {"torch", "camox"} on one batch of images (B,3,H,W) and masks (B,1,H,W).
 
-    Returns {"passed", "routing_same", "missing", "edge_pictures", "kinds", "worst"}: per kind (output, loss, gradient)
+    Returns {"passed", "routing_same", "missing", "edge_images", "kinds", "worst"}: per kind (output, loss, gradient)
     the largest absolute differences, and the tensor that comes nearest to, or furthest past, its limit.
     """
     stock, camox = comparable(models["torch"]), comparable(models["camox"])
@@ -66,11 +66,11 @@ def compare(models, images, masks):
     )
     routing_same = all(same_routing(chosen, exact_chosen) for _, chosen, _ in runs + samples)
     held = hold(exact, [run[0] for run in runs], [sample[0] for sample in samples])
-    edge_pictures = [int(layer[EDGE_EXPERT]) for layer in usage]
+    edge_images = [int(layer[EDGE_EXPERT]) for layer in usage]
     right = not held["missing"] and held["worst"]["share_of_limit"] <= 1
     return {
-        "passed": routing_same and right and min(edge_pictures) > 0,
+        "passed": routing_same and right and min(edge_images) > 0,
         "routing_same": routing_same,
-        "edge_pictures": edge_pictures,
+        "edge_images": edge_images,
         **held,
     }

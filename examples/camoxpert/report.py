@@ -1,4 +1,4 @@
-"""The demo's report: a table on the terminal, a picture, and the numbers as JSON."""
+"""The demo's report: a table on the terminal, an image, and the numbers as JSON."""
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -29,7 +29,7 @@ def table(result):
     held, training = result["parity"], result["training"]
     lines.append("* of backbone and decoder, pointwise ones (linear layers) too; both op sets leave them to PyTorch")
     lines += ["", *parity.lines(held)]
-    edge = f"pictures through the edge expert, per layer: {held['edge_pictures']}"
+    edge = f"images through the edge expert, per layer: {held['edge_images']}"
     lines.append(f"routing_same {held['routing_same']}; {edge}")
     lines.append(gap_line(training["early_loss_gaps"]))
     lines.append(f"both chose the same experts in {100 * training['same_routing_share']:.0f}% of the training steps")
@@ -37,14 +37,14 @@ def table(result):
 
 
 def draw(path, result, samples):
-    """Write the picture: samples is a list of (image (H,W,3) uint8, mask (H,W), {ops: probability (H,W)})."""
+    """Write the image: samples is a list of (image (H,W,3) uint8, mask (H,W), {ops: probability (H,W)})."""
     figure = plt.figure(figsize=(2 * len(samples), 13.5), constrained_layout=True)
     grid = figure.add_gridspec(3, 1, height_ratios=[2.4, 1, 0.7])
-    pictures = grid[0].subgridspec(4, len(samples))
+    shown = grid[0].subgridspec(4, len(samples))
     for column, (image, mask, predictions) in enumerate(samples):
-        rows = {"picture": image, "mask": mask, "torch": predictions["torch"], "camox": predictions["camox"]}
+        rows = {"image": image, "mask": mask, "torch": predictions["torch"], "camox": predictions["camox"]}
         for row, (title, values) in enumerate(rows.items()):
-            axes = figure.add_subplot(pictures[row, column])
+            axes = figure.add_subplot(shown[row, column])
             axes.imshow(values, cmap="gray", vmin=0, vmax=None if values.ndim == 3 else np.max([1, values.max()]))
             axes.set_xticks([])
             axes.set_yticks([])

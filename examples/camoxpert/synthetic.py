@@ -1,6 +1,6 @@
 """The built-in set: camouflaged objects composed from the photographs inside the scikit-image and scikit-learn wheels.
 
-A picture is a window of a photograph; its object is a smooth random outline filled with texture from elsewhere in the
+An image is a window of a photograph; its object is a smooth random outline filled with texture from elsewhere in the
 same photograph, turned, magnified and slightly brighter and flatter than what it covers. Nothing is downloaded or
 stored.
 """
@@ -49,15 +49,15 @@ def photograph_path(name):
 
 def load_photograph(name):
     """(H,W,3) float32 in [0,1], the shorter side WORKING_SIDE pixels."""
-    with Image.open(photograph_path(name)) as picture:
-        picture = picture.convert("RGB")
-        scale = WORKING_SIDE / min(picture.size)
-        size = tuple(round(side * scale) for side in picture.size)
-        return np.asarray(picture.resize(size, Image.Resampling.BOX), dtype=np.float32) / 255
+    with Image.open(photograph_path(name)) as image:
+        image = image.convert("RGB")
+        scale = WORKING_SIDE / min(image.size)
+        size = tuple(round(side * scale) for side in image.size)
+        return np.asarray(image.resize(size, Image.Resampling.BOX), dtype=np.float32) / 255
 
 
 def random_outline(rng, size):
-    """Signed distance (size,size) in pixels, positive inside, of a smooth star-shaped outline within the picture."""
+    """Signed distance (size,size) in pixels, positive inside, of a smooth star-shaped outline within the image."""
     radius = size * rng.uniform(0.16, 0.3)
     harmonics = np.arange(2, 7)
     amplitudes = rng.uniform(-1, 1, harmonics.size) * 0.35 / harmonics
@@ -80,7 +80,7 @@ def cut(photograph, centre, side, size, degrees=0.0, flip=False):
 
 
 def compose(photograph, rng, size):
-    """One picture of the set: (image (size,size,3) uint8, mask (size,size) uint8 of 0 and 255)."""
+    """One image of the set: (image (size,size,3) uint8, mask (size,size) uint8 of 0 and 255)."""
     height, width = photograph.shape[:2]
     side = rng.uniform(0.55, 0.9) * min(height, width)
     lowest, highest = np.full(2, side / 2), np.array([height, width]) - side / 2
@@ -103,7 +103,7 @@ def compose(photograph, rng, size):
 
 
 def compose_set(split, size, seed=0, count=None):
-    """All pictures of a split, the photographs taken in turn.
+    """All images of a split, the photographs taken in turn.
 
     split "train" or "val", size in pixels, count defaults to COUNTS[split]. Returns (images, masks, photograph names).
     The same arguments give the same pixels.

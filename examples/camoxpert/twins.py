@@ -10,7 +10,7 @@ from .model import CamoXpert
 def spread_gates(model, images):
     """Rescale every gate so that over these images each expert's logit has mean 0 and deviation 1.
 
-    Freshly drawn gates send all pictures to the same experts, and the balance loss has no gradient to change that; a
+    Freshly drawn gates send all images to the same experts, and the balance loss has no gradient to change that; a
     comparison should run all of them.
     """
     logits = {}
@@ -33,7 +33,7 @@ def spread_gates(model, images):
 def build_twins(images, backbone="tiny", num_experts=7, seed=0):
     """{"torch": model, "camox": model}: equal weights drawn from seed, gates spread over images (B,3,H,W).
 
-    The experts' dropout is off: one draws picture by picture, the other for all pictures of an expert.
+    The experts' dropout is off: one draws image by image, the other for all images of an expert.
     """
     torch.manual_seed(seed)
     models = {name: CamoXpert(backbone=backbone, num_experts=num_experts, ops=name) for name in ("torch", "camox")}
@@ -70,5 +70,5 @@ class RoutingRecorder:
 
 
 def same_routing(first, second):
-    """Whether two lists of chosen experts agree for every layer and picture, in whatever order a picture has them."""
+    """Whether two lists of chosen experts agree for every layer and image, in whatever order an image has them."""
     return all(torch.equal(a.sort(-1).values, b.sort(-1).values) for a, b in zip(first, second, strict=True))

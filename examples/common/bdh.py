@@ -38,13 +38,13 @@ def check_ops(ops):
 
 
 def frequencies(size):
-    """Turns per position of each element, (1, 1, 1, size) float32; both elements of a pair turn alike."""
+    """Turns per position of each element, (1, 1, 1, size) float32; both elements of a pair are rotated alike."""
     pair_starts = torch.arange(0, size, 2, dtype=torch.float32)
     return (1.0 / THETA ** (pair_starts / size) / (2 * math.pi)).repeat_interleave(2).view(1, 1, 1, size)
 
 
 class PlainAttention(nn.Module):
-    """BDH's attention as the public models compute it: keys are the queries, turned; all tokens, or strictly earlier.
+    """BDH's attention as the public models compute it: keys are the queries, rotated; all tokens, or strictly earlier.
 
     use_softmax divides by sqrt(N) and normalises. cached keeps the angles' cosines and sines and, with the softmax,
     calls PyTorch's fused attention. freqs is a frozen parameter, or a buffer with causal=True, as in the public code.
@@ -77,10 +77,10 @@ class PlainAttention(nn.Module):
         along, across = Q * cos, quarter_turn * sin
         if self.causal:  # under autocast the language model rounds here, the vision models do not
             along, across = along.to(Q.dtype), across.to(Q.dtype)
-        turned = along + across
+        rotated = along + across
         if self.use_softmax and self.cached:
-            return F.scaled_dot_product_attention(turned, turned, V.expand(-1, Q.shape[1], -1, -1))
-        scores = turned @ turned.mT
+            return F.scaled_dot_product_attention(rotated, rotated, V.expand(-1, Q.shape[1], -1, -1))
+        scores = rotated @ rotated.mT
         if self.causal:
             scores = scores.tril(diagonal=-1)
         if self.use_softmax:

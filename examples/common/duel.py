@@ -33,7 +33,7 @@ def alternate(steps, batches, seed=0, seen=None, warmup=WARMUP_STEPS):
 def early_loss_gaps(models, make_step, batches, seed=0):
     """How fast training amplifies rounding: the largest loss differences from the stock model over the batches.
 
-    make_step(model) -> step as for alternate. batches() gives the first few, anew for each model. Returns {"camox",
+    make_step(model) -> step as for alternate. batches() gives the first few, again for each model. Returns {"camox",
     "torch_one_rounding_away"}; the second is the stock model with weights moved by one rounding. The models are left
     as they are.
     """

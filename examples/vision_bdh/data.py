@@ -1,4 +1,4 @@
-"""Labelled 32x32 pictures: CIFAR-10's published python files, or scikit-learn's scans of handwritten digits."""
+"""Labelled 32x32 images: CIFAR-10's published python files, or scikit-learn's scans of handwritten digits."""
 
 import pickle
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class DatasetError(ValueError):
 
 
 @dataclass
-class Pictures:
+class LabelledImages:
     """images (P,C,32,32) uint8, labels (P,) int64, names of the classes; flipped: mirror images are as good."""
 
     images: torch.Tensor
@@ -39,7 +39,7 @@ class Pictures:
         return len(self.labels)
 
     def part(self, indices):
-        return Pictures(self.images[indices], self.labels[indices], self.names, self.flipped)
+        return LabelledImages(self.images[indices], self.labels[indices], self.names, self.flipped)
 
 
 class ArraysOnly(pickle.Unpickler):
@@ -73,7 +73,7 @@ def read_batch(path):
 
 
 def open_cifar10(folder):
-    """(training pictures, test pictures) of a folder with CIFAR-10's python files, or of the folder that holds it."""
+    """(training images, test images) of a folder with CIFAR-10's python files, or of the folder that holds it."""
     folder = Path(folder)
     if not (folder / TEST_FILE).is_file() and (folder / "cifar-10-batches-py").is_dir():
         folder = folder / "cifar-10-batches-py"
@@ -83,11 +83,11 @@ def open_cifar10(folder):
     names = [name.decode() for name in read_pickle(folder / NAMES_FILE)[b"label_names"]]
     batches = [read_batch(folder / name) for name in TRAIN_FILES]
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    return Pictures(images, labels, names, True), Pictures(*read_batch(folder / TEST_FILE), names, True)
+    return LabelledImages(images, labels, names, True), LabelledImages(*read_batch(folder / TEST_FILE), names, True)
 
 
 def open_digits(seed=0):
-    """(training pictures, test pictures): the 8x8 scans scaled to 32x32, every fifth of a shuffle for the test."""
+    """(training images, test images): the 8x8 scans scaled to 32x32, every fifth of a shuffle for the test."""
     from sklearn.datasets import load_digits  # its import takes seconds
 
     digits = load_digits()
@@ -95,21 +95,21 @@ def open_digits(seed=0):
     images = F.interpolate(scans, size=(SIZE, SIZE), mode="bilinear", align_corners=False)
     images = (255 * images).round().to(torch.uint8)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    pictures = Pictures(images, torch.from_numpy(digits.target).long(), [str(name) for name in range(10)], False)
+    dataset = LabelledImages(images, torch.from_numpy(digits.target).long(), [str(name) for name in range(10)], False)
     held_out = torch.arange(len(order)) % 5 == 0
-    return pictures.part(order[~held_out]), pictures.part(order[held_out])
+    return dataset.part(order[~held_out]), dataset.part(order[held_out])
 
 
 def open_data(path):
-    """(training pictures, test pictures) of CIFAR-10's folder, or of "digits"."""
+    """(training images, test images) of CIFAR-10's folder, or of "digits"."""
     return open_digits() if str(path) == DIGITS else open_cifar10(path)
 
 
-def split(pictures, share, seed):
+def split(dataset, share, seed):
     """(the rest, a validation part of this share), chosen by the seed."""
-    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(seed))
-    count = round(share * len(pictures))
-    return pictures.part(order[count:]), pictures.part(order[:count])
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    count = round(share * len(dataset))
+    return dataset.part(order[count:]), dataset.part(order[:count])
 
 
 def normalise(images):
@@ -120,7 +120,7 @@ def normalise(images):
 def augment(images, generator, flipped):
     """Random windows of 80 to 100% of the area scaled back to full size and, if flipped, mirror images.
 
-    images float32 (B,C,S,S); generator is of the CPU, so that a seed gives the same pictures on every device.
+    images float32 (B,C,S,S); generator is of the CPU, so that a seed gives the same images on every device.
     """
     count = len(images)
     side = (0.8 + 0.2 * torch.rand(count, generator=generator)).sqrt()
@@ -135,14 +135,14 @@ def augment(images, generator, flipped):
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def batches(pictures, size, seed, epoch, device="cpu", augmented=True):
+def batches(dataset, size, seed, epoch, device="cpu", augmented=True):
     """One epoch of (images, labels), whole batches of a permutation drawn, as the augmentation, from (seed, epoch)."""
     drawn = int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
     generator = torch.Generator().manual_seed(drawn)
-    order = torch.randperm(len(pictures), generator=generator)
+    order = torch.randperm(len(dataset), generator=generator)
     for begin in range(0, len(order) - size + 1, size):
-        chosen = pictures.part(order[begin : begin + size])
+        chosen = dataset.part(order[begin : begin + size])
         images = normalise(chosen.images.to(device, non_blocking=True))
         if augmented:
-            images = augment(images, generator, pictures.flipped)
+            images = augment(images, generator, dataset.flipped)
         yield images, chosen.labels.to(device, non_blocking=True)

@@ -40,10 +40,10 @@ def build_twins(config, **arguments):
     return models
 
 
-def epochs_of(pictures, steps):
+def epochs_of(dataset, steps):
     """`steps` batches, epoch after epoch."""
-    per_epoch = len(pictures) // BATCH
-    every = (batch for epoch in range(-(-steps // per_epoch)) for batch in batches(pictures, BATCH, 0, epoch))
+    per_epoch = len(dataset) // BATCH
+    every = (batch for epoch in range(-(-steps // per_epoch)) for batch in batches(dataset, BATCH, 0, epoch))
     return islice(every, steps)
 
 
@@ -112,7 +112,7 @@ def run(mode, folder):
     allocator = tune_cpu_allocator()
     training, test = open_digits()
     models = build_twins(SMALL, in_channels=1)
-    print(f"{len(training)} training pictures, {len(test)} held out; comparing with float64", flush=True)
+    print(f"{len(training)} training images, {len(test)} held out; comparing with float64", flush=True)
     first = next(epochs_of(training, 1))
     held = compare(models, *first)
     rows = {name: used(model, *first) for name, model in models.items()}
@@ -178,12 +178,12 @@ def table(result):
     return "\n".join([*lines, "", *parity.lines(result["parity"]), duel.gap_line(result["early_loss_gaps"])])
 
 
-def draw(path, result, models, pictures):
-    """Write the picture: what both models attend to, their losses, the time of a step."""
+def draw(path, result, models, dataset):
+    """Write the image: what both models attend to, their losses, the time of a step."""
     figure = plt.figure(figsize=(10, 12), constrained_layout=True)
     upper, lower = figure.subfigures(2, 1, height_ratios=[2.2, 1])
     upper.suptitle("what the patch in the middle attends to, mean over the heads")
-    draw_attention(upper, models, pictures, passes=(0, -1))
+    draw_attention(upper, models, dataset, passes=(0, -1))
     left, right = lower.subplots(1, 2, width_ratios=[2.2, 1])
     report.draw_losses(left, result["models"])
     rows = result["published"] or result["models"]

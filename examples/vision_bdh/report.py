@@ -1,4 +1,4 @@
-"""Pictures of what a model attends to."""
+"""Images of what a model attends to."""
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -10,10 +10,10 @@ from .model import attention_maps
 SHOWN = 5
 
 
-def choose(pictures, count=SHOWN):
-    """The first picture of each of the first `count` classes."""
-    found = [(pictures.labels == label).nonzero()[0, 0] for label in pictures.labels.unique()[:count]]
-    return pictures.part(np.array(found))
+def choose(dataset, count=SHOWN):
+    """The first image of each of the first `count` classes."""
+    found = [(dataset.labels == label).nonzero()[0, 0] for label in dataset.labels.unique()[:count]]
+    return dataset.part(np.array(found))
 
 
 def maps_of_centre(model, images, passes=None):
@@ -31,23 +31,23 @@ def maps_of_centre(model, images, passes=None):
     return {number: row.reshape(-1, side, side).float().cpu().numpy() for number, row in rows.items()}
 
 
-def draw_attention(figure, models, pictures, passes=None):
-    """Into a (sub)figure, a column per picture: the picture, then one row per model and pass, with their names.
+def draw_attention(figure, models, dataset, passes=None):
+    """Into a (sub)figure, a column per image: the image, then one row per model and pass, with their names.
 
     models: {name: model}; passes as for maps_of_centre.
     """
-    images = normalise(pictures.images)
+    images = normalise(dataset.images)
     device = next(next(iter(models.values())).parameters()).device
     found = {name: maps_of_centre(model, images.to(device), passes) for name, model in models.items()}
     rows = [(name, number) for number in next(iter(found.values())) for name in found]
-    axes = figure.subplots(1 + len(rows), len(pictures), squeeze=False)
-    for column, image in enumerate(pictures.images):
+    axes = figure.subplots(1 + len(rows), len(dataset), squeeze=False)
+    for column, image in enumerate(dataset.images):
         image = image.permute(1, 2, 0).numpy()
         axes[0, column].imshow(image if image.shape[2] == 3 else image[..., 0], cmap="gray", vmin=0, vmax=255)
-        axes[0, column].set_title(pictures.names[pictures.labels[column]], fontsize=10)
+        axes[0, column].set_title(dataset.names[dataset.labels[column]], fontsize=10)
     for row, (name, number) in enumerate(rows, 1):
         values = found[name][number]
-        for column in range(len(pictures)):
+        for column in range(len(dataset)):
             axes[row, column].imshow(values[column], vmin=values.min(), vmax=values.max())
         axes[row, 0].set_ylabel(f"{name}\npass {number + 1}".strip(), fontsize=9)
     for one in axes.flat:
@@ -55,10 +55,10 @@ def draw_attention(figure, models, pictures, passes=None):
         one.set_yticks([])
 
 
-def write_attention(path, model, pictures):
+def write_attention(path, model, dataset):
     """The attention maps of a model as a PNG file."""
-    figure = plt.figure(figsize=(1.6 * len(pictures), 7), constrained_layout=True)
+    figure = plt.figure(figsize=(1.6 * len(dataset), 7), constrained_layout=True)
     figure.suptitle("what the patch in the middle attends to, mean over the heads", fontsize=10)
-    draw_attention(figure, {"": model}, pictures)
+    draw_attention(figure, {"": model}, dataset)
     figure.savefig(path, dpi=80)
     plt.close(figure)

@@ -27,7 +27,7 @@ class TrainingError(RuntimeError):
 
 @dataclass
 class Config:
-    """Everything that decides a run's numbers. Counts are pictures, rates are per optimizer step."""
+    """Everything that decides a run's numbers. Counts are images, rates are per optimizer step."""
 
     data: str = DIGITS
     checkpoint_dir: str = "./checkpoints_vision_bdh"
@@ -95,16 +95,16 @@ def seed_everything(seed, deterministic):
 
 
 @torch.no_grad()
-def accuracy(model, pictures, device="cpu", size=256):
-    """Share of pictures that the model puts into their class."""
+def accuracy(model, dataset, device="cpu", size=256):
+    """Share of images that the model puts into their class."""
     was_training = model.training
     model.eval()
     right = 0
-    for begin in range(0, len(pictures), size):
-        part = pictures.part(slice(begin, begin + size))
+    for begin in range(0, len(dataset), size):
+        part = dataset.part(slice(begin, begin + size))
         right += (model(normalise(part.images.to(device))).argmax(1) == part.labels.to(device)).sum()
     model.train(was_training)
-    return int(right) / len(pictures)
+    return int(right) / len(dataset)
 
 
 class Trainer:
@@ -123,7 +123,7 @@ class Trainer:
         self.batches = len(self.training) // config.batch_size
         if not self.batches:
             count = len(self.training)
-            raise TrainingError(f"batch_size={config.batch_size} is more than the {count} training pictures")
+            raise TrainingError(f"batch_size={config.batch_size} is more than the {count} training images")
         self.steps_per_epoch = math.ceil(self.batches / config.accumulation_steps)
         self.model = MODELS[config.model](
             config.sizes(),
@@ -173,7 +173,7 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.bf16)
 
     def train_epoch(self, epoch):
-        """One pass over the training pictures; returns the mean loss."""
+        """One pass over the training images; returns the mean loss."""
         config, every = self.config, self.config.accumulation_steps
         self.model.train()
         line = ProgressBar(self.batches, f"epoch {epoch + 1}/{config.epochs}")

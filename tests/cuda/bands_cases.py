@@ -1,12 +1,12 @@
-"""frequency_bands in the rig."""
+"""frequency_bands in the emulator."""
 
 from __future__ import annotations
 
-from pictures import SHAPES, PictureOp
+from images import SHAPES, ImageOp
 
 from camox_ops import reference
 
-OP = PictureOp(
+OP = ImageOp(
     name="bands",
     maps="bands",
     outputs=("low", "mid", "high"),
@@ -14,7 +14,7 @@ OP = PictureOp(
     options=[{}],
     reference=reference.frequency_bands,
     reference_backward=lambda x, grads: reference.frequency_bands_backward(*grads),
-    # around the reach of a filter of 5, and a strip of 16 rows
+    # around the reach of a filter of 5, and a row band of 16
     shapes=[*SHAPES, (1, 2, 3, 4), (1, 2, 5, 8), (1, 8, 15, 3), (1, 1, 16, 2), (2, 1, 17, 8), (1, 1, 35, 4)],
 )
 every_kernel = OP.every_kernel

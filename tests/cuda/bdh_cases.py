@@ -1,17 +1,17 @@
-"""bdh_attention and its step in the rig: calls the launchers of csrc/bdh/bdh_cuda.cu on guarded tensors."""
+"""bdh_attention and its step in the emulator: calls the launchers of csrc/bdh/bdh_cuda.cu on guarded tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 
-import rig
+import emulator
 import torch
 from rope_cases import rope_input
 
-SOURCE = rig.CSRC / "bdh" / "bdh_cuda.cu"
+SOURCE = emulator.CSRC / "bdh" / "bdh_cuda.cu"
 MEMORY = ("contiguous", "swapped", "strided", "expanded")
-# (B, H, T, N), D: one row; around a tile of 64 and a turn of the loop over N; scores saved where 4 T <= N; accesses of
+# (B, H, T, N), D: one row; around a tile of 64 and an iteration over N; scores saved where 4 T <= N; accesses of
 # 16 bytes and of one element.
 SHAPES = [
     ((1, 1, 1, 2), 1),
@@ -36,7 +36,7 @@ def _values(structs, v, heads):
 
 
 def _params(memory, name, q, v, cos, sin, relu, scale):
-    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "bdh/bdh.h")
+    structs, constants = emulator.header("common/types.h", "bdh/bdh.h")
     p = structs[name]()
     p.dtype = {torch.float32: constants["CAMOX_F32"], torch.bfloat16: constants["CAMOX_BF16"]}.get(
         q.dtype, constants["CAMOX_F16"]
@@ -76,8 +76,8 @@ def _saved(memory, q, options, save):
 
 
 def forward(q, v, cos, sin, *, save=None, flush="end", how=None, **options):
-    """(out, scores or None, logsumexp or None). how: keyword arguments of the rig."""
-    with rig.guarded(flush) as memory:
+    """(out, scores or None, logsumexp or None). how: keyword arguments of the emulator."""
+    with emulator.guarded(flush) as memory:
         p, structs = _attention(memory, q, v, cos, sin, options)
         out = _dense(memory, "out", *q.shape[:3], v.shape[-1], dtype=q.dtype)
         p.out = _view(structs, out)
@@ -91,7 +91,7 @@ def forward(q, v, cos, sin, *, save=None, flush="end", how=None, **options):
 def backward(grad, q, v, cos, sin, *, save=None, unturned=False, flush="end", how=None, **options):
     """(grad_q, grad_v) of a forward with these options, whose saved tensors come from the kernels too."""
     out, *saved = forward(q, v, cos, sin, save=save, how=how, **options)
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         p, structs = _attention(memory, q, v, cos, sin, options)
         scores, logsumexp = (None if t is None else memory.copy(t, "saved") for t in saved)
         p.scores = scores.data_ptr() if scores is not None else None
@@ -109,21 +109,21 @@ def backward(grad, q, v, cos, sin, *, save=None, unturned=False, flush="end", ho
 
 def scratch(shape, value_dim, direction, **options) -> int:
     """Bytes that a launcher asks for; no tensor is made."""
-    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "bdh/bdh.h")
+    structs, constants = emulator.header("common/types.h", "bdh/bdh.h")
     p = structs["camox_bdh_params"](dtype=constants["CAMOX_F32"], scale=1.0, value_dim=value_dim, value_heads=1)
     p.batch, p.heads, p.length, p.dim = shape
     for name, value in options.items():
         setattr(p, name, value)
-    size = rig.load(SOURCE, 900).camox_bdh_cuda_scratch
+    size = emulator.load(SOURCE, 900).camox_bdh_cuda_scratch
     size.restype = ctypes.c_int64
     found = []
-    rig.call(lambda: found.append(size(ctypes.byref(p), direction == "backward")))
+    emulator.call(lambda: found.append(size(ctypes.byref(p), direction == "backward")))
     return found[0]
 
 
 def step(q, v, cos, sin, state, *, relu=True, scale=None, flush="end", how=None):
     """(out, the next state) of one token, q (B, H, N), v (B, 1 or H, D)."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         p, structs = _params(
             memory,
             "camox_bdh_step_params",
@@ -147,7 +147,7 @@ def step(q, v, cos, sin, state, *, relu=True, scale=None, flush="end", how=None)
 
 
 def _call(name, p, q, direction, memory, backward, arch=900, define="", **how):
-    library = rig.load(SOURCE, arch, define)
+    library = emulator.load(SOURCE, arch, define)
 
     def launch():
         if backward is not None:
@@ -157,15 +157,15 @@ def _call(name, p, q, direction, memory, backward, arch=900, define="", **how):
         return getattr(library, name)(ctypes.byref(p), None)
 
     layout = "contiguous" if q.is_contiguous() else "strided"
-    rig.call(launch, dtype=str(q.dtype).removeprefix("torch."), layout=layout, direction=direction, **how)
+    emulator.call(launch, dtype=str(q.dtype).removeprefix("torch."), layout=layout, direction=direction, **how)
 
 
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest."""
     how = {"arch": arch}
-    for name, tf32 in (*((name, False) for name in rig.DTYPES), ("float32", True)):
+    for name, tf32 in (*((name, False) for name in emulator.DTYPES), ("float32", True)):
         q, v, table = (torch.ones(shape) for shape in ((1, 2, 1, 4), (1, 1, 1, 2), (1, 2)))
-        q, v = q.to(rig.DTYPES[name]), v.to(rig.DTYPES[name])
+        q, v = q.to(emulator.DTYPES[name]), v.to(emulator.DTYPES[name])
         inputs = (v.expand(1, 2, 1, 2), q, v, table, table)
         more = {"tf32": tf32, "how": how}
         for save in ("scores", "logsumexp"):
@@ -173,7 +173,7 @@ def every_kernel(arch) -> None:
                 backward(*inputs, softmax=softmax, save=save, **more)
         for causal in (False, True):
             backward(*inputs, save="nothing", form=2, causal=causal, **more)
-        long = [t.repeat(1, 1, 65, 1) for t in (v.expand(1, 2, 1, 2), q, v)]  # in strips
+        long = [t.repeat(1, 1, 65, 1) for t in (v.expand(1, 2, 1, 2), q, v)]  # in row bands
         tables = (table.repeat(65, 1),) * 2
         backward(*long, *tables, softmax=True, save="logsumexp", tf32=tf32, how={**how, "grid_cap": 1})
         v = v.repeat(1, 1, 1, 2)

@@ -1,59 +1,59 @@
-"""bias_gelu in the rig: calls the launchers of csrc/bias_gelu/bias_gelu_cuda.cu on guarded tensors."""
+"""bias_gelu in the emulator: calls the launchers of csrc/bias_gelu/bias_gelu_cuda.cu on guarded tensors."""
 
 from __future__ import annotations
 
 import ctypes
 
-import rig
+import emulator
 import torch
-from helpers import picture
+from helpers import random_image
 
-SOURCE = rig.CSRC / "bias_gelu" / "bias_gelu_cuda.cu"
-# (rows, columns): whole accesses and none, more rows than a unit, more columns than a block of the reduction.
+SOURCE = emulator.CSRC / "bias_gelu" / "bias_gelu_cuda.cu"
+# (rows, columns): whole accesses and none, more rows than a band, more columns than a block of the reduction.
 SHAPES = [(1, 1), (5, 7), (70, 16), (33, 40), (9, 96), (3, 520)]
 
 
 def run(x, bias, grad, seed, p, flush="end", **how):
     """(y, grad_x, grad_bias) of contiguous tensors."""
-    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "bias_gelu/bias_gelu.h")
+    structs, constants = emulator.header("common/types.h", "bias_gelu/bias_gelu.h")
     params = structs["camox_bias_gelu_params"]()
     params.dtype = {torch.float32: constants["CAMOX_F32"], torch.bfloat16: constants["CAMOX_BF16"]}.get(
         x.dtype, constants["CAMOX_F16"]
     )
     rows, columns = params.rows, params.columns = x.shape
     params.p = p
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
 
         def new(name, *shape, dtype=torch.float32):
             return memory.empty_strided(shape, torch.empty(shape, device="meta").stride(), dtype, name)
 
-        held = {name: memory.copy(t, name) for name, t in (("x", x), ("bias", bias), ("grad", grad))}
-        held |= {name: new(name, rows, columns, dtype=x.dtype) for name in ("y", "grad_x")}
-        held |= {"partial": new("partial", rows, columns), "grad_bias": new("grad_bias", columns)}
+        buffers = {name: memory.copy(t, name) for name, t in (("x", x), ("bias", bias), ("grad", grad))}
+        buffers |= {name: new(name, rows, columns, dtype=x.dtype) for name in ("y", "grad_x")}
+        buffers |= {"partial": new("partial", rows, columns), "grad_bias": new("grad_bias", columns)}
         if seed is not None:
-            held["seed"] = memory.copy(seed.reshape(1), "seed")
-        for name, tensor in held.items():
+            buffers["seed"] = memory.copy(seed.reshape(1), "seed")
+        for name, tensor in buffers.items():
             setattr(params, name, tensor.data_ptr())
         params.bias_length, params.bias_stride = columns, 1
         _call("camox_bias_gelu_cuda", params, x, "forward", **how)
         _call("camox_bias_gelu_backward_cuda", params, x, "backward", **how)
-        return [held[name].clone() for name in ("y", "grad_x", "grad_bias")]
+        return [buffers[name].clone() for name in ("y", "grad_x", "grad_bias")]
 
 
 def _call(name, params, x, direction, arch=900, define="", **how):
-    function = getattr(rig.load(SOURCE, arch, define), name)
+    function = getattr(emulator.load(SOURCE, arch, define), name)
     dtype = str(x.dtype).removeprefix("torch.")
-    rig.call(function, ctypes.byref(params), None, dtype=dtype, layout="contiguous", direction=direction, **how)
+    emulator.call(function, ctypes.byref(params), None, dtype=dtype, layout="contiguous", direction=direction, **how)
 
 
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype and access width."""
-    for dtype in rig.DTYPES.values():
+    for dtype in emulator.DTYPES.values():
         for columns in (8, 7):
             x = torch.ones(2, columns).to(dtype)
             run(x, torch.ones(columns), x, torch.tensor(1), 0.5, arch=arch)
 
 
 def with_barriers(**how):
-    x, grad = (picture((1, 1, 90, 640), seed=k)[0, 0] for k in (0, 1))
-    yield run(x, picture((1, 1, 1, 640), seed=2).flatten(), grad, torch.tensor(5), 0.3, **how)
+    x, grad = (random_image((1, 1, 90, 640), seed=k)[0, 0] for k in (0, 1))
+    yield run(x, random_image((1, 1, 1, 640), seed=2).flatten(), grad, torch.tensor(5), 0.3, **how)

@@ -1,10 +1,10 @@
 """What the tests of CUDA kernels on the CPU share: where they can run, orders of threads, architectures, dtypes."""
 
+import emulator
 import pytest
-import rig
 from helpers import DEVICE
 
-unavailable = rig.why_unavailable() if DEVICE.type == "cpu" else "the rig runs on the CPU"
+unavailable = emulator.why_unavailable() if DEVICE.type == "cpu" else "the emulator runs on the CPU"
 
 
 @pytest.fixture(autouse=True)
@@ -13,16 +13,16 @@ def available():
         pytest.skip(unavailable)
 
 
-@pytest.fixture(params=rig.ORDERS)
+@pytest.fixture(params=emulator.ORDERS)
 def order(request):
     return request.param
 
 
-@pytest.fixture(params=rig.ARCHS)
+@pytest.fixture(params=emulator.ARCHS)
 def arch(request):
     return request.param
 
 
-@pytest.fixture(params=rig.DTYPES)
+@pytest.fixture(params=emulator.DTYPES)
 def dtype(request):
-    return rig.DTYPES[request.param]
+    return emulator.DTYPES[request.param]

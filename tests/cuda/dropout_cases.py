@@ -1,14 +1,14 @@
-"""dropout, sparse_gate and dropout_add_layer_norm in the rig: calls the launchers of csrc/dropout/dropout_cuda.cu."""
+"""dropout, sparse_gate and dropout_add_layer_norm in the emulator: launchers of csrc/dropout/dropout_cuda.cu."""
 
 from __future__ import annotations
 
 import ctypes
 
-import rig
+import emulator
 import torch
-from helpers import picture
+from helpers import random_image
 
-SOURCE = rig.CSRC / "dropout" / "dropout_cuda.cu"
+SOURCE = emulator.CSRC / "dropout" / "dropout_cuda.cu"
 # Around an access of 4 or 8 elements, a block of 256 threads and the tail of one; any dimensions.
 SHAPES = [(1,), (7,), (8,), (2 * 256 * 8 + 3,), (3, 5), (16, 24), (5, 3, 16), (2, 8, 3, 12), (2, 1, 3, 2, 5)]
 # A warp a row with and without whole accesses; a block a row; a block a row without room in shared memory, forward and
@@ -19,7 +19,7 @@ NORM_SHAPES += [(1, 4088), (1, 4093), (1, 4094), (1, 4096), (1, 12280), (1, 1228
 
 
 def _params(name, x, seed, p):
-    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "dropout/dropout.h")
+    structs, constants = emulator.header("common/types.h", "dropout/dropout.h")
     params = structs[name]()
     params.dtype = {torch.float32: constants["CAMOX_F32"], torch.bfloat16: constants["CAMOX_BF16"]}.get(
         x.dtype, constants["CAMOX_F16"]
@@ -33,7 +33,7 @@ def _params(name, x, seed, p):
 def elementwise(name, inputs, seed, p, outputs, flush="end", **how):
     """Runs dropout (x), sparse_gate (x, y) or its backward (x, y, grad) -> what the kernel writes."""
     x = inputs[0]
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         seed = None if seed is None else memory.copy(seed.reshape(1), "seed")
         params, constants = _params("camox_dropout_params", x, seed, p)
         params.dims = x.dim()
@@ -64,7 +64,7 @@ def sparse_gate_backward(grad, x, y, seed, p, **how):
 def norm(x, residual, weight, bias, grad, seed, p, eps=1e-5, flush="end", **how):
     """(y, grad_x, grad_residual, grad_weight, grad_bias) of contiguous tensors; grad_x is None without a seed."""
     rows, width = x.shape
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         seed = None if seed is None else memory.copy(seed.reshape(1), "seed")
         params, _ = _params("camox_dropout_norm_params", x, seed, p)
         params.eps, params.rows, params.width = eps, rows, width
@@ -74,11 +74,11 @@ def norm(x, residual, weight, bias, grad, seed, p, eps=1e-5, flush="end", **how)
             return memory.empty_strided(shape, strides, dtype, name)
 
         inputs = {"x": x, "residual": residual, "grad": grad}
-        held = {name: memory.copy(tensor, name) for name, tensor in inputs.items()}
-        held |= {"stats": new("stats", 2, rows), "partial": new("partial", rows, 2, width)}
-        held |= {name: new(name, rows, width, dtype=x.dtype) for name in ("y", "grad_x", "grad_residual")}
-        held |= {name: new(name, width) for name in ("grad_weight", "grad_bias")}
-        for name, tensor in held.items():
+        buffers = {name: memory.copy(tensor, name) for name, tensor in inputs.items()}
+        buffers |= {"stats": new("stats", 2, rows), "partial": new("partial", rows, 2, width)}
+        buffers |= {name: new(name, rows, width, dtype=x.dtype) for name in ("y", "grad_x", "grad_residual")}
+        buffers |= {name: new(name, width) for name in ("grad_weight", "grad_bias")}
+        for name, tensor in buffers.items():
             if name != "grad_x" or seed is not None:
                 setattr(params, name, tensor.data_ptr())
         affine = {name: memory.copy(tensor, name) for name, tensor in (("weight", weight), ("bias", bias))}
@@ -88,20 +88,20 @@ def norm(x, residual, weight, bias, grad, seed, p, eps=1e-5, flush="end", **how)
         _call("camox_dropout_norm_cuda", params, x, "norm", **how)
         _call("camox_dropout_norm_backward_cuda", params, x, "norm backward", **how)
         names = ("y", "grad_x", "grad_residual", "grad_weight", "grad_bias")
-        return [None if name == "grad_x" and seed is None else held[name].clone() for name in names]
+        return [None if name == "grad_x" and seed is None else buffers[name].clone() for name in names]
 
 
 def _call(name, params, x, direction, arch=900, define="", **how):
     layout = "contiguous" if x.is_contiguous() else "strided"
     dtype = str(x.dtype).removeprefix("torch.")
-    function = getattr(rig.load(SOURCE, arch, define), name)
-    rig.call(function, ctypes.byref(params), None, dtype=dtype, layout=layout, direction=direction, **how)
+    function = getattr(emulator.load(SOURCE, arch, define), name)
+    emulator.call(function, ctypes.byref(params), None, dtype=dtype, layout=layout, direction=direction, **how)
 
 
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, access width and size of a row's team."""
     seed = torch.tensor(1)
-    for dtype in rig.DTYPES.values():
+    for dtype in emulator.DTYPES.values():
         for x in (torch.ones(8).to(dtype), torch.ones(2, 16).to(dtype)[:, :8], torch.ones(6).to(dtype)[::2]):
             dropout(x, seed, 0.5, arch=arch)
             sparse_gate(x, x, seed, 0.5, arch=arch)
@@ -116,6 +116,6 @@ SEED = torch.tensor(0x0123456789ABCDEF)
 
 def with_barriers(**how):
     for rows, width in ((9, 1544), (300, 40)):
-        x, residual, grad = (picture((1, 1, rows, width), seed=i)[0, 0] for i in range(3))
-        weight, bias = picture((1, 1, 2, width), seed=4)[0, 0]
+        x, residual, grad = (random_image((1, 1, rows, width), seed=i)[0, 0] for i in range(3))
+        weight, bias = random_image((1, 1, 2, width), seed=4)[0, 0]
         yield norm(x, residual, weight, bias, grad, SEED, 0.3, **how)

@@ -1,12 +1,12 @@
-"""edge_maps in the rig."""
+"""edge_maps in the emulator."""
 
 from __future__ import annotations
 
-from pictures import BORDERS, PictureOp
+from images import BORDERS, ImageOp
 
 from camox_ops import reference
 
-OP = PictureOp(
+OP = ImageOp(
     name="edge",
     maps="maps",
     outputs=("sobel", "laplacian", "gradient"),

@@ -1,18 +1,18 @@
-"""linear_attention in the rig: calls the launchers of linear_attention_cuda.cu on guarded tensors."""
+"""linear_attention in the emulator: calls the launchers of linear_attention_cuda.cu on guarded tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 
-import rig
+import emulator
 import torch
 
-SOURCE = rig.CSRC / "linear_attention" / "linear_attention_cuda.cu"
+SOURCE = emulator.CSRC / "linear_attention" / "linear_attention_cuda.cu"
 CHUNK = 64
-# Heads of a picture (B, C, H, W), contiguous, a part of the positions of a larger one, and channels_last; (B, H, T, N);
+# Heads of an image (B, C, H, W), contiguous, a part of the positions of a larger one, and channels_last; (B, H, T, N);
 # every other element; one batch element for all.
-MEMORY = ("picture", "cropped", "channels_last", "dense", "strided", "expanded")
+MEMORY = ("image", "cropped", "channels_last", "dense", "strided", "expanded")
 # (B, H, T, N, D): one position; the models' heads; tails of tiles and of chunks; heads of whole steps of tensor
 # cores and padded ones; heads whose state does not fit in shared memory.
 SHAPES = [
@@ -43,7 +43,7 @@ class Call:
     """The params of one direction, with every tensor in guarded memory."""
 
     def __init__(self, memory, q, k, v, key_mask, feature_map, normalize, eps, chunk):
-        structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "linear_attention/linear_attention.h")
+        structs, constants = emulator.header("common/types.h", "linear_attention/linear_attention.h")
         self.memory, self.view4 = memory, structs["camox_view4"]
         self.p = p = structs["camox_linear_attention_params"]()
         dtypes = {torch.float32: "CAMOX_F32", torch.bfloat16: "CAMOX_BF16", torch.float16: "CAMOX_F16"}
@@ -79,10 +79,10 @@ class Call:
             setattr(self.p, name, self.memory.copy(tensor, name).data_ptr())
 
     def run(self, name, q, direction, arch=900, define="", **how):
-        function = getattr(rig.load(SOURCE, arch, define), name)
-        layout = "contiguous" if q.stride(-1) == 1 else "picture" if q.stride(-2) == 1 else "strided"
+        function = getattr(emulator.load(SOURCE, arch, define), name)
+        layout = "contiguous" if q.stride(-1) == 1 else "image" if q.stride(-2) == 1 else "strided"
         dtype = str(q.dtype).removeprefix("torch.")
-        rig.call(function, ctypes.byref(self.p), None, dtype=dtype, layout=layout, direction=direction, **how)
+        emulator.call(function, ctypes.byref(self.p), None, dtype=dtype, layout=layout, direction=direction, **how)
 
 
 def forward(
@@ -100,8 +100,8 @@ def forward(
     flush="end",
     how=None,
 ):
-    """(out, S) and with "sum" z. how: keyword arguments of the rig."""
-    with rig.guarded(flush) as memory:
+    """(out, S) and with "sum" z. how: keyword arguments of the emulator."""
+    with emulator.guarded(flush) as memory:
         call = Call(memory, q, k, v, key_mask, feature_map, normalize, eps, chunk)
         call.given("initial_s", initial_s)
         call.given("initial_z", initial_z)
@@ -128,7 +128,7 @@ def backward(
     how=None,
 ):
     """Gradients of q, k, v, S_0 and with "sum" z_0, of those of the forward's results."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         call = Call(memory, q, k, v, key_mask, feature_map, normalize, eps, chunk)
         call.view("grad", memory.copy(grads[0], "grad"))
         for name, tensor in zip(
@@ -147,13 +147,13 @@ def heads(shape, dtype, memory="dense", seed=0):
     """q, k, v and a gradient of out of (B, H, T, N, D), as they lie in memory."""
     batch, count, length, n, d = shape
     if memory == "cropped":
-        whole = heads((batch, count, -(-length // 8) * 8 + 8, n, d), dtype, "picture", seed)
+        whole = heads((batch, count, -(-length // 8) * 8 + 8, n, d), dtype, "image", seed)
         return [x[:, :, :length] for x in whole]
     generator = torch.Generator().manual_seed(seed)
     found = []
     for dim in (n, n, d, d):
         x = torch.randn(batch, count, length, dim, generator=generator, dtype=torch.float64).to(dtype)
-        if memory in ("picture", "channels_last"):
+        if memory in ("image", "channels_last"):
             found.append(x.transpose(2, 3).contiguous().view(batch, count * dim, length, 1))
         elif memory == "strided":
             larger = torch.full((batch, count, 2 * length + 1, 2 * dim + 1), float("nan"), dtype=dtype)
@@ -162,7 +162,7 @@ def heads(shape, dtype, memory="dense", seed=0):
             found.append(view)
         else:
             found.append(x[:1].expand(x.shape) if memory == "expanded" else x)
-    if memory not in ("picture", "channels_last"):
+    if memory not in ("image", "channels_last"):
         return found
     qkv = torch.cat(found[:3], 1)
     if memory == "channels_last":
@@ -175,8 +175,8 @@ def heads(shape, dtype, memory="dense", seed=0):
 
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, kind of memory and direction."""
-    for dtype in rig.DTYPES.values():
-        for memory in ("picture", "dense", "strided"):
+    for dtype in emulator.DTYPES.values():
+        for memory in ("image", "dense", "strided"):
             for dim in (16, 24, 32, 48, 64, 65):
                 q, k, v, grad = heads((1, 1, 8, dim, dim), dtype, memory)
                 state = forward(q, k, v, how={"arch": arch})[1:]
@@ -211,5 +211,5 @@ def with_barriers(**how):
     for dim, dtype in itertools.product((16, 12, 70), (torch.float32, torch.bfloat16)):
         for normalize in ("sum", "feature"):
             shape = (1, 2, 136, dim, dim + 4 * (dim == 12))
-            inputs = attention_inputs(shape, dtype, "picture", normalize, state=normalize == "sum")
+            inputs = attention_inputs(shape, dtype, "image", normalize, state=normalize == "sum")
             yield attention_runs(inputs, {"how": how})[0]

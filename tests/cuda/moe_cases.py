@@ -1,16 +1,16 @@
-"""moe_route, moe_dispatch, moe_combine and moe_aux_loss in the rig: calls the launchers of csrc/moe/moe_cuda.cu."""
+"""moe_route, moe_dispatch, moe_combine and moe_aux_loss in the emulator: launchers of csrc/moe/moe_cuda.cu."""
 
 from __future__ import annotations
 
 import ctypes
 
-import rig
+import emulator
 import torch
-from helpers import picture
+from helpers import random_image
 
 from camox_ops import reference
 
-SOURCE = rig.CSRC / "moe" / "moe_cuda.cu"
+SOURCE = emulator.CSRC / "moe" / "moe_cuda.cu"
 SCORES = {
     "topk_softmax": "TOPK_SOFTMAX",
     "softmax_topk": "SOFTMAX_TOPK",
@@ -24,7 +24,7 @@ ROWS = [(8,), (6,), (5,), (3, 4, 5), (512,), (520,), (513,), (4, 33, 31), (8, 10
 
 
 def _structs():
-    return rig.header(rig.CSRC / "common/types.h", rig.CSRC / "moe/moe.h")
+    return emulator.header("common/types.h", "moe/moe.h")
 
 
 def _dtype(constants, x):
@@ -65,7 +65,7 @@ def _route_params(memory, logits, top_k, valid=None):
 
 def route(logits, top_k, *, score="topk_softmax", capacity=None, valid=None, flush="end", with_errors=False, **how):
     """(weights, experts, counts, offsets, order, position), with_errors: and the device's error bits."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         p, constants = _route_params(memory, logits, top_k, valid)
         p.score = constants[f"CAMOX_MOE_{SCORES[score]}"]
         p.capacity = -1 if capacity is None else capacity
@@ -90,7 +90,7 @@ def route(logits, top_k, *, score="topk_softmax", capacity=None, valid=None, flu
 
 
 def route_backward(grad, logits, experts, position, *, score="topk_softmax", flush="end", with_errors=False, **how):
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         p, constants = _route_params(memory, logits, experts.shape[1])
         p.score = constants[f"CAMOX_MOE_{SCORES[score]}"]
         p.experts, p.position = (
@@ -107,7 +107,7 @@ def route_backward(grad, logits, experts, position, *, score="topk_softmax", flu
 
 def aux_loss(logits, counts, top_k, *, kind="switch", valid=None, flush="end", **how):
     """(loss, slope)"""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         p, constants = _route_params(memory, logits, top_k, valid)
         rows, experts = logits.shape
         p.aux = constants[f"CAMOX_MOE_{kind.upper()}"]
@@ -120,7 +120,7 @@ def aux_loss(logits, counts, top_k, *, kind="switch", valid=None, flush="end", *
 
 
 def aux_loss_backward(grad, logits, slope, *, kind="switch", valid=None, flush="end", **how):
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         p, constants = _route_params(memory, logits, 1, valid)
         p.aux = constants[f"CAMOX_MOE_{kind.upper()}"]
         p.grad, p.slope = memory.copy(grad.reshape(1), "grad").data_ptr(), memory.copy(slope, "slope").data_ptr()
@@ -149,7 +149,7 @@ def _outer(experts, offsets, capacity):
 
 def dispatch(x, experts, offsets, position, *, capacity=None, flush="end", with_errors=False, **how):
     """x (rows, ...) with dense rows, any distance apart."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         row_size = torch.Size(x.shape[1:]).numel()
         p, word = _rows_params(memory, x, row_size, experts, offsets, position, capacity)
         y = _empty(memory, (*_outer(experts, offsets, capacity), *x.shape[1:]), x.dtype, "y")
@@ -161,7 +161,7 @@ def dispatch(x, experts, offsets, position, *, capacity=None, flush="end", with_
 
 def combine(y, weights, experts, offsets, position, *, capacity=None, flush="end", with_errors=False, **how):
     """weights None: the backward of dispatch."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         inner = y.shape[1 if capacity is None else 2 :]
         row_size = torch.Size(inner).numel()
         p, word = _rows_params(memory, y, row_size, experts, offsets, position, capacity)
@@ -178,7 +178,7 @@ def combine_backward(
     grad, y, weights, experts, offsets, position, *, capacity=None, flush="end", with_errors=False, **how
 ):
     """(grad_y, grad_weights)"""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         row_size = torch.Size(grad.shape[1:]).numel()
         p, word = _rows_params(memory, y, row_size, experts, offsets, position, capacity)
         grad_y = _empty(memory, y.shape, y.dtype, "grad_y")
@@ -195,16 +195,16 @@ def combine_backward(
 
 
 def _call(name, p, x, direction, arch=900, define="", **how):
-    function = getattr(rig.load(SOURCE, arch, define), name)
+    function = getattr(emulator.load(SOURCE, arch, define), name)
     layout = "contiguous" if x.is_contiguous() else "strided"
     dtype = str(x.dtype).removeprefix("torch.")
-    rig.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
+    emulator.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
 
 
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, number of lanes, access width and direction."""
     how = {"arch": arch}
-    for dtype in rig.DTYPES.values():
+    for dtype in emulator.DTYPES.values():
         for rows, num_experts in ((2, 3), (129, 3), (2, 65), (129, 65), (2, 257), (129, 257)):
             logits = torch.zeros(rows, num_experts, dtype=dtype)
             weights, experts, counts, _, _, position = route(logits, 1, **how)
@@ -232,6 +232,6 @@ def with_barriers(**how):
         weights, experts, counts, _, _, position = routed
         loss, slope = aux_loss(logits, counts, 2, **how)
         yield [*routed, loss, slope, route_backward(weights, logits, experts, position, **how)]
-    x, y = picture((1, 1, 5, 4098), seed=1)[0, 0], picture((1, 1, 10, 4098), seed=2)[0, 0]
+    x, y = random_image((1, 1, 5, 4098), seed=1)[0, 0], random_image((1, 1, 10, 4098), seed=2)[0, 0]
     weights, experts, _, offsets, _, position = reference.moe_route(moe_logits(5, 4), 2)
     yield combine_backward(x, y, weights, experts, offsets, position, **how)

@@ -1,15 +1,15 @@
-"""layer_norm2d in the rig: calls the launchers of csrc/norm2d/norm2d_cuda.cu on guarded tensors."""
+"""layer_norm2d in the emulator: calls the launchers of csrc/norm2d/norm2d_cuda.cu on guarded tensors."""
 
 from __future__ import annotations
 
 import ctypes
 
-import rig
+import emulator
 import torch
-from helpers import picture
+from helpers import random_image
 from norm2d_truth import parameters
 
-SOURCE = rig.CSRC / "norm2d" / "norm2d_cuda.cu"
+SOURCE = emulator.CSRC / "norm2d" / "norm2d_cuda.cu"
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
 # Around accesses of 16 and 8 bytes, the rows of a thread (4, 8) and a warp of vectors, along pixels and along channels.
 SHAPES = [
@@ -54,7 +54,7 @@ def _dense(memory, x, name):
 
 
 def _params(memory, x, weight, bias, eps, activation, groups):
-    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "norm2d/norm2d.h")
+    structs, constants = emulator.header("common/types.h", "norm2d/norm2d.h")
     p = structs["camox_norm2d_params"]()
     p.dtype = {torch.float32: constants["CAMOX_F32"], torch.bfloat16: constants["CAMOX_BF16"]}.get(
         x.dtype, constants["CAMOX_F16"]
@@ -76,7 +76,7 @@ def _row(memory, shape, name):
 
 def forward(x, weight, bias, eps=1e-6, activation="none", residual=None, groups=1, flush="end", save=True, **how):
     """(y, stats) written by the kernels; without `save` stats stay NaN."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         p, structs = _params(memory, x, weight, bias, eps, activation, groups)
         if residual is not None:
             p.residual = _view(structs, memory.copy(residual, "residual"))
@@ -89,7 +89,7 @@ def forward(x, weight, bias, eps=1e-6, activation="none", residual=None, groups=
 
 def backward(grad, x, weight, bias, stats, eps=1e-6, activation="none", groups=1, flush="end", **how):
     """[grad_x, grad_weight, grad_bias] written by the kernels."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         p, structs = _params(memory, x, weight, bias, eps, activation, groups)
         p.grad = _view(structs, memory.copy(grad, "grad"))
         p.stats = memory.copy(stats, "stats").data_ptr()
@@ -111,7 +111,7 @@ def forward_and_gradients(x, weight, bias, grad, eps=1e-6, residual=None, **how)
 
 
 def _units(p, arch=900, define="", **_):
-    function = rig.load(SOURCE, arch, define).camox_norm2d_cuda_units
+    function = emulator.load(SOURCE, arch, define).camox_norm2d_cuda_units
     function.restype = ctypes.c_int64
     return function(ctypes.byref(p))
 
@@ -119,13 +119,13 @@ def _units(p, arch=900, define="", **_):
 def _call(name, p, x, direction, arch=900, define="", **how):
     layout = "channels_last" if is_channels_last(x) else "contiguous" if x.is_contiguous() else "strided"
     dtype = str(x.dtype).removeprefix("torch.")
-    function = getattr(rig.load(SOURCE, arch, define), name)
-    rig.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
+    function = getattr(emulator.load(SOURCE, arch, define), name)
+    emulator.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
 
 
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, access width, layout and direction."""
-    for dtype in rig.DTYPES.values():
+    for dtype in emulator.DTYPES.values():
         for inner in (3, 4, 8):
             planes, lines = torch.ones(1, 3, 1, inner), torch.ones(1, inner, 3, 1)
             for x in (planes.to(dtype), lines.to(dtype).to(memory_format=torch.channels_last)):
@@ -135,7 +135,7 @@ def every_kernel(arch) -> None:
 
 def norm2d_inputs(shape, dtype=torch.float32, layout="contiguous", kind="normal"):
     """x, weight, bias and an incoming gradient."""
-    return picture(shape, dtype, layout, kind), *parameters(shape[1]), picture(shape, dtype, layout, seed=1)
+    return random_image(shape, dtype, layout, kind), *parameters(shape[1]), random_image(shape, dtype, layout, seed=1)
 
 
 def with_barriers(**how):

@@ -1,14 +1,14 @@
-"""rope in the rig: calls the launchers of csrc/rope/rope_cuda.cu on guarded tensors."""
+"""rope in the emulator: calls the launchers of csrc/rope/rope_cuda.cu on guarded tensors."""
 
 from __future__ import annotations
 
 import ctypes
 
-import rig
+import emulator
 import torch
-from helpers import picture
+from helpers import random_image
 
-SOURCE = rig.CSRC / "rope" / "rope_cuda.cu"
+SOURCE = emulator.CSRC / "rope" / "rope_cuda.cu"
 MEMORY = ("contiguous", "swapped", "strided", "expanded")
 # (B, H, T, D) and rotary_dim: one pair; accesses of 8 and of 16 bytes; more heads than a thread serves; what
 # passes, also where it forces narrow accesses.
@@ -37,7 +37,7 @@ def _views(structs, tensor, layout, packed):
 
 def _params(memory, x, cos, sin, options):
     """The params of x as the forward reads it, and the struct types; everything but x and y is in guarded memory."""
-    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "rope/rope.h")
+    structs, constants = emulator.header("common/types.h", "rope/rope.h")
     p = structs["camox_rope_params"]()
     p.dtype = {torch.float32: constants["CAMOX_F32"], torch.bfloat16: constants["CAMOX_BF16"]}.get(
         x.dtype, constants["CAMOX_F16"]
@@ -69,8 +69,8 @@ def _error_word(memory):
 
 
 def forward(x, cos, sin, *, inplace=False, flush="end", with_errors=False, how=None, **options):
-    """y as the kernels write it; with_errors: (y, the device's error bits). how: keyword arguments of the rig."""
-    with rig.guarded(flush) as memory:
+    """y as the kernels write it; with_errors: (y, the device's error bits). how: keyword arguments of the emulator."""
+    with emulator.guarded(flush) as memory:
         p, structs, layout, packed = _params(memory, x, cos, sin, options)
         guarded_x = memory.copy(x, "x")
         dense = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -84,7 +84,7 @@ def forward(x, cos, sin, *, inplace=False, flush="end", with_errors=False, how=N
 
 def backward(grad, x, cos, sin, *, flush="end", how=None, **options):
     """(grad_x, grad_cos, grad_sin) of a forward with these options."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         options["transposed"] = not options.get("transposed", False)
         p, structs, layout, packed = _params(memory, grad, cos, sin, options)
         grad_x = memory.empty_strided(x.shape, torch.empty(x.shape).stride(), x.dtype, "grad_x")
@@ -99,15 +99,15 @@ def backward(grad, x, cos, sin, *, flush="end", how=None, **options):
 
 
 def _call(name, p, x, direction, arch=900, define="", **how):
-    function = getattr(rig.load(SOURCE, arch, define), name)
+    function = getattr(emulator.load(SOURCE, arch, define), name)
     layout = "contiguous" if x.is_contiguous() else "strided"
     dtype = str(x.dtype).removeprefix("torch.")
-    rig.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
+    emulator.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
 
 
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, access width, pairing and direction."""
-    for dtype in rig.DTYPES.values():
+    for dtype in emulator.DTYPES.values():
         for dim in (16, 8, 4, 2):
             x = torch.ones(1, 1, 2, dim).to(dtype)
             for columns in (dim // 2, dim):
@@ -123,8 +123,8 @@ def every_kernel(arch) -> None:
 def rope_input(shape, dtype, memory="contiguous", seed=0):
     """ "swapped": (B, T, H, D) in memory."""
     if memory == "swapped":
-        return picture((shape[0], shape[2], shape[1], shape[3]), dtype, seed=seed).transpose(1, 2)
-    return picture(shape, dtype, memory, seed=seed)
+        return random_image((shape[0], shape[2], shape[1], shape[3]), dtype, seed=seed).transpose(1, 2)
+    return random_image(shape, dtype, memory, seed=seed)
 
 
 def rope_tables(length, columns):
@@ -133,6 +133,6 @@ def rope_tables(length, columns):
 
 
 def with_barriers(**how):
-    grad, x = picture((2, 1, 150, 2 * 16)).unflatten(3, (2, 16)).unbind(3)
+    grad, x = random_image((2, 1, 150, 2 * 16)).unflatten(3, (2, 16)).unbind(3)
     positions = torch.randint(9, (2, 150), generator=torch.Generator().manual_seed(0))
     yield backward(grad, x, *rope_tables(9, 8), rotary_dim=16, positions=positions, how=how)

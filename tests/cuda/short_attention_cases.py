@@ -1,15 +1,15 @@
-"""short_attention in the rig: calls the launchers of short_attention_cuda.cu on guarded tensors."""
+"""short_attention in the emulator: calls the launchers of short_attention_cuda.cu on guarded tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 
-import rig
+import emulator
 import torch
-from helpers import picture
+from helpers import random_image
 
-SOURCE = rig.CSRC / "short_attention" / "short_attention_cuda.cu"
+SOURCE = emulator.CSRC / "short_attention" / "short_attention_cuda.cu"
 MEMORY = ("contiguous", "packed", "strided", "expanded")
 # (S, T, H, D): EmberFormer's; one of everything; whole accesses and none; more tokens than a block's threads have; more
 # columns than a chunk; too much for shared memory in the backward, then in both.
@@ -24,7 +24,7 @@ def _view(structs, tensor):
 
 def _params(memory, tensors, padding, seed, causal, scale, p):
     """Everything that is read, in guarded memory, and the struct types."""
-    structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / "short_attention/short_attention.h")
+    structs, constants = emulator.header("common/types.h", "short_attention/short_attention.h")
     params = structs["camox_short_attention_params"]()
     x = tensors["q"]
     params.dtype = {torch.float32: constants["CAMOX_F32"], torch.bfloat16: constants["CAMOX_BF16"]}.get(
@@ -52,7 +52,7 @@ def _outputs(memory, params, structs, x, names):
 
 def forward(q, k, v, *options, flush="end", **how):
     """options: padding, seed, causal, scale, p -> out."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         params, structs = _params(memory, {"q": q, "k": k, "v": v}, *options)
         (out,) = _outputs(memory, params, structs, q, ("out",))
         _call("camox_short_attention_cuda", params, q, "forward", **how)
@@ -61,7 +61,7 @@ def forward(q, k, v, *options, flush="end", **how):
 
 def backward(grad, q, k, v, *options, flush="end", **how):
     """The gradients of q, k and v."""
-    with rig.guarded(flush) as memory:
+    with emulator.guarded(flush) as memory:
         params, structs = _params(memory, {"q": q, "k": k, "v": v, "grad": grad}, *options)
         grads = _outputs(memory, params, structs, q, ("grad_q", "grad_k", "grad_v"))
         _call("camox_short_attention_backward_cuda", params, q, "backward", **how)
@@ -69,15 +69,15 @@ def backward(grad, q, k, v, *options, flush="end", **how):
 
 
 def _call(name, params, x, direction, arch=900, define="", **how):
-    function = getattr(rig.load(SOURCE, arch, define), name)
+    function = getattr(emulator.load(SOURCE, arch, define), name)
     layout = "contiguous" if x.is_contiguous() else "strided"
     dtype = str(x.dtype).removeprefix("torch.")
-    rig.call(function, ctypes.byref(params), None, dtype=dtype, layout=layout, direction=direction, **how)
+    emulator.call(function, ctypes.byref(params), None, dtype=dtype, layout=layout, direction=direction, **how)
 
 
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, access width and place that rows are read from."""
-    for dtype in rig.DTYPES.values():
+    for dtype in emulator.DTYPES.values():
         for shape in ((1, 2, 1, 4), (1, 2, 1, 3), (1, 2, 1, 3100)):
             x = torch.ones(shape).to(dtype)
             forward(x, x, x, None, None, False, 1.0, 0.0, arch=arch)
@@ -85,8 +85,8 @@ def every_kernel(arch) -> None:
 
 
 def with_barriers(**how):
-    grad, *qkv = picture((40, 20, 6, 4 * 12)).unflatten(3, (4, 12)).unbind(3)
-    padding = picture((1, 1, 40, 20), seed=3)[0, 0] > 0.7
+    grad, *qkv = random_image((40, 20, 6, 4 * 12)).unflatten(3, (4, 12)).unbind(3)
+    padding = random_image((1, 1, 40, 20), seed=3)[0, 0] > 0.7
     qkv[1:] = (x.masked_fill(padding[:, :, None, None], math.nan) for x in qkv[1:])
     options = (padding, torch.tensor(7), False, 0.3, 0.2)
     yield [forward(*qkv, *options, **how)]

@@ -1,8 +1,8 @@
-"""spatial_gradient in the rig."""
+"""spatial_gradient in the emulator."""
 
 from __future__ import annotations
 
-from pictures import BORDERS, PictureOp
+from images import BORDERS, ImageOp
 
 from camox_ops import reference
 
@@ -15,7 +15,7 @@ def _fields(operator, border, normalized):
     return {"side": side / total, "middle": middle / total, "border": border}
 
 
-OP = PictureOp(
+OP = ImageOp(
     name="spatial_gradient",
     maps="gradient",
     outputs=("gx", "gy"),

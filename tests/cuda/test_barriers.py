@@ -5,13 +5,15 @@ import os
 from pathlib import Path
 
 import edge_cases
+import emulator
 import pytest
-import rig
 import torch
-from helpers import picture
+from helpers import random_image
 
 # Ops whose cases run the kernels that have barriers, by with_barriers(**how) -> results.
-WITH_BARRIERS = {op: cases.with_barriers for op, cases in rig.all_cases().items() if hasattr(cases, "with_barriers")}
+WITH_BARRIERS = {
+    op: cases.with_barriers for op, cases in emulator.all_cases().items() if hasattr(cases, "with_barriers")
+}
 
 
 @functools.cache
@@ -23,8 +25,9 @@ def results_with_barriers(op):
 @pytest.mark.parametrize(
     ("op", "path", "line"),
     [
-        *((op, *at) for op in WITH_BARRIERS for at in rig.barriers(*sorted((rig.CSRC / op).glob("*.cu*")))),
-        *(("dropout", *at) for at in rig.barriers(rig.CSRC / "common" / "cuda_util.cuh")),  # of camox_block_sum
+        *((op, *at) for op in WITH_BARRIERS for at in emulator.barriers(*sorted((emulator.CSRC / op).glob("*.cu*")))),
+        # camox_block_sum's
+        *(("dropout", *at) for at in emulator.barriers(emulator.CSRC / "common" / "cuda_util.cuh")),
     ],
     ids=lambda part: part.name if isinstance(part, Path) else str(part),
 )
@@ -37,33 +40,35 @@ def test_a_barrier_that_is_missing_is_noticed(op, path, line):
             for results, wrong in zip(right, WITH_BARRIERS[op](grid_cap=1, order=order), strict=True):
                 if not all(map(torch.equal, results, wrong)):
                     return True
-        except rig.KernelError:
+        except emulator.KernelError:
             return True
         return False
 
-    with rig.without_barrier(path, line):
-        assert any(map(noticed, rig.ORDERS))
+    with emulator.without_barrier(path, line):
+        assert any(map(noticed, emulator.ORDERS))
 
 
 def test_only_ops_without_barriers_are_left_out():
-    ops = {source.parent.name for source in rig.sources() if rig.barriers(*source.parent.glob("*.cu*"))}
+    ops = {source.parent.name for source in emulator.sources() if emulator.barriers(*source.parent.glob("*.cu*"))}
     assert ops - {"edge"} == WITH_BARRIERS.keys()  # edge's only one is below
 
 
 @pytest.mark.slow
 def test_edge_without_its_barrier_is_noticed(order):
-    """The one barrier of the channels_last backward, taken out of a copy of the source; the other ops' in the rig."""
+    """The one barrier of the channels_last backward, taken out of a copy of the source, not by the emulator."""
     op = edge_cases.OP
     assert op.source.read_text().count("__syncthreads();") == 1
-    folder = rig.BUILD / f"without_barrier_{os.getpid()}"  # in the repository, where the rig looks for kernels
+    folder = (
+        emulator.BUILD / f"without_barrier_{os.getpid()}"
+    )  # in the repository, where the emulator looks for kernels
     (folder / "edge").mkdir(parents=True, exist_ok=True)
     for header in op.source.parent.glob("*.h"):
         (folder / "edge" / header.name).write_text(header.read_text())
     if not (folder / "common").exists():
-        (folder / "common").symlink_to(rig.CSRC / "common")
+        (folder / "common").symlink_to(emulator.CSRC / "common")
     source = folder / "edge" / "edge_cuda_without_barrier.cu"
     source.write_text(op.source.read_text().replace("__syncthreads();", ""))
-    x = picture((1, 8, 6, 40), layout="channels_last")
-    grads = [picture(x.shape, layout="channels_last", seed=i + 1) for i in range(4)]
+    x = random_image((1, 8, 6, 40), layout="channels_last")
+    grads = [random_image(x.shape, layout="channels_last", seed=i + 1) for i in range(4)]
     right, wrong = op.backward(x, grads), op.backward(x, grads, source=source, order=order)
     assert not torch.allclose(right, wrong)

@@ -1,12 +1,12 @@
 """The CUDA kernels of bdh_attention and its step on the CPU."""
 
 import bdh_cases
+import emulator
 import pytest
-import rig
 import torch
 from bdh_cases import bdh_inputs, bdh_kernels
+from emulator import doubled
 from helpers import assert_close_to_reference
-from rig import doubled
 from rope_cases import rope_input
 from torch.overrides import TorchFunctionMode
 
@@ -31,7 +31,7 @@ def test_bdh_attention(dtype, memory, arch):
         for options in BDH_OPTIONS[turn % 2 :: 2]:
             inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 2 == 0, each=turn % 3 == 0)
             save = ("logsumexp", None, "scores")[turn % 3]
-            order = list(rig.ORDERS)[turn % 4]
+            order = list(emulator.ORDERS)[turn % 4]
             ours = bdh_kernels(*inputs, save=save, how={"arch": arch, "order": order}, **options)
             truth = bdh_reference(*doubled(*inputs), **options)
             assert_close_to_reference(ours, bdh_reference(*inputs, **options), truth)
@@ -39,8 +39,8 @@ def test_bdh_attention(dtype, memory, arch):
 
 
 @pytest.mark.parametrize("options", BDH_OPTIONS[:4], ids=str)
-def test_bdh_strips_and_small_grids(options, dtype):
-    """The scores of one head at a time, or of a strip of its rows."""
+def test_bdh_row_bands_and_small_grids(options, dtype):
+    """The scores of one head at a time, or of a band of its rows."""
     inputs = bdh_inputs((1, 2, 130, 4), 3, dtype)
     truth, same = bdh_reference(*doubled(*inputs), **options), bdh_reference(*inputs, **options)
     for save in ("logsumexp", "scores"):
@@ -59,7 +59,7 @@ def test_bdh_state_form(dtype, memory, arch):
     for (shape, value_dim), relu in zip(bdh_cases.SHAPES, (True, True, False, True, False), strict=True):
         inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 2 == 0, each=turn % 3 == 0)
         options = {"relu": relu, "scale": 0.5}
-        how = {"arch": arch, "order": list(rig.ORDERS)[turn % 4]}
+        how = {"arch": arch, "order": list(emulator.ORDERS)[turn % 4]}
         ours = bdh_kernels(*inputs, save="nothing", form=2, how=how, **options)
         truth = bdh_reference(*doubled(*inputs), **options)
         assert_close_to_reference(ours, bdh_reference(*inputs, **options), truth)
@@ -87,7 +87,7 @@ def test_bdh_causal_state_form(dtype, memory, arch):
         inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 3 != 1, each=turn % 3 == 0)
         options = {"causal": True, "relu": turn % 2 == 0, "scale": 0.5}
         given = {**options, "save": "nothing", "form": 2}
-        how = {"arch": arch, "order": list(rig.ORDERS)[turn % 4]}
+        how = {"arch": arch, "order": list(emulator.ORDERS)[turn % 4]}
         same, truth = bdh_reference(*inputs, **options), bdh_reference(*doubled(*inputs), **options)
         ours = bdh_kernels(*inputs, **given, how=how)
         assert_close_to_reference(ours, same, truth)
@@ -130,7 +130,7 @@ def test_bdh_tf32(options):
     with InTF32():
         same = bdh_reference(*inputs, **plain)
     exact = bdh_reference(*inputs, **plain)
-    for arch in rig.ARCHS:
+    for arch in emulator.ARCHS:
         given = {"save": "logsumexp", **options}
         full, ours = (bdh_kernels(*inputs, **given, tf32=tf32, how={"arch": arch}) for tf32 in (False, True))
         assert_close_to_reference(full, exact, truth)
@@ -213,9 +213,9 @@ def test_bdh_unturned_gradient(softmax, dtype, arch):
     ours = bdh_cases.backward(grad, q, v, cos, sin, unturned=True, how={"arch": arch}, **options)[0]
 
     def of_turned(grad, q, v, cos, sin):
-        turned = reference.rope(q.relu(), cos, sin, interleaved=True)
+        rotated = reference.rope(q.relu(), cos, sin, interleaved=True)
         straight, crooked = torch.ones_like(cos), torch.zeros_like(sin)
-        return reference.bdh_attention_backward(grad, turned, v, straight, crooked, relu=False, **options)[0]
+        return reference.bdh_attention_backward(grad, rotated, v, straight, crooked, relu=False, **options)[0]
 
     inputs = (grad, q, v, cos, sin)
     assert_close_to_reference(ours, of_turned(*inputs), of_turned(*doubled(*inputs)))

@@ -1,21 +1,21 @@
 """bias_gelu's CUDA kernels on the CPU."""
 
 import bias_gelu_cases
+import emulator
 import pytest
-import rig
 import torch
-from helpers import assert_close_to_reference, picture
-from rig import doubled
+from emulator import doubled
+from helpers import assert_close_to_reference, random_image
 
 from camox_ops import reference
 
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_bias_gelu(dtype, dropped, arch):
-    seed, orders = torch.tensor(99) if dropped else None, list(rig.ORDERS)
+    seed, orders = torch.tensor(99) if dropped else None, list(emulator.ORDERS)
     for i, shape in enumerate(bias_gelu_cases.SHAPES):
-        x, grad = (picture((1, 1, *shape), dtype, seed=k)[0, 0] for k in (0, 1))
-        bias = picture((1, 1, 1, shape[1]), seed=2).flatten()
+        x, grad = (random_image((1, 1, *shape), dtype, seed=k)[0, 0] for k in (0, 1))
+        bias = random_image((1, 1, 1, shape[1]), seed=2).flatten()
         ours = bias_gelu_cases.run(x, bias, grad, seed, 0.3, arch=arch, order=orders[i % len(orders)])
         inputs, doubles = (x, bias), list(doubled(x, bias))
         same = [reference.bias_gelu(*inputs, seed, 0.3)]
@@ -26,8 +26,8 @@ def test_bias_gelu(dtype, dropped, arch):
 
 
 def test_bias_gelu_strides_over_a_small_grid(dtype, order):
-    x, grad = (picture((1, 1, 90, 640), dtype, seed=k)[0, 0] for k in (0, 1))
-    bias = picture((1, 1, 1, 640), seed=2).flatten()
+    x, grad = (random_image((1, 1, 90, 640), dtype, seed=k)[0, 0] for k in (0, 1))
+    bias = random_image((1, 1, 1, 640), seed=2).flatten()
     expected = bias_gelu_cases.run(x, bias, grad, torch.tensor(5), 0.3)
     ours = bias_gelu_cases.run(x, bias, grad, torch.tensor(5), 0.3, grid_cap=2, order=order)
     for mine, theirs in zip(ours, expected, strict=True):
@@ -41,7 +41,7 @@ def test_bias_gelu_empty():
 
 @pytest.mark.slow
 def test_bias_gelu_broken_build_is_noticed():
-    x, bias = picture((1, 1, 2, 8))[0, 0], torch.ones(8)
+    x, bias = random_image((1, 1, 2, 8))[0, 0], torch.ones(8)
     wrong, right = (bias_gelu_cases.run(x, bias, x, None, 0.0, define=d) for d in ("CAMOX_BREAK_BIAS_GELU", ""))
     for mine, theirs in zip(wrong, right, strict=True):
         assert not torch.allclose(mine, theirs, atol=1e-4)

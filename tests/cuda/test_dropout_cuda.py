@@ -1,8 +1,8 @@
 """The CUDA kernels of dropout, sparse_gate and dropout_add_layer_norm on the CPU."""
 
 import dropout_cases
+import emulator
 import pytest
-import rig
 import torch
 from dropout_cases import SEED
 from dropout_inputs import LAYOUTS as DENSE_AND_STRIDED
@@ -23,7 +23,7 @@ def test_dropout_has_the_bits_of_the_cpu(dtype, layout, arch):
     ops = torch.ops.camox_ops
     for turn, shape in enumerate(dropout_cases.SHAPES):
         x, y, grad = gate_inputs(shape, dtype, layout)
-        how = {"arch": arch, "order": list(rig.ORDERS)[turn % len(rig.ORDERS)]}
+        how = {"arch": arch, "order": list(emulator.ORDERS)[turn % len(emulator.ORDERS)]}
         assert torch.equal(dropout_cases.dropout(x, SEED, 0.3, **how), ops.dropout(x, SEED, 0.3))
         for seed in (SEED, None):
             assert torch.equal(dropout_cases.sparse_gate(x, y, seed, 0.3, **how), ops.sparse_gate(x, y, seed, 0.3))
@@ -43,7 +43,7 @@ def test_dropout_add_layer_norm(dtype, p, arch):
             *affine(shape[-1]),
             normal(shape, dtype),
         ]
-        how = {"arch": arch, "order": list(rig.ORDERS)[turn % len(rig.ORDERS)]}
+        how = {"arch": arch, "order": list(emulator.ORDERS)[turn % len(emulator.ORDERS)]}
         ours = dropout_cases.norm(*inputs, seed, p, **how)
 
         def everything(x, residual, weight, bias, grad):

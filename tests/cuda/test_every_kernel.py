@@ -1,26 +1,30 @@
-"""Every kernel of the library runs in the rig: `every_kernel` of each op's cases."""
+"""Every kernel of the library runs in the emulator: `every_kernel` of each op's cases."""
 
 import json
 
+import emulator
 import pytest
-import rig
 
 RESERVED_SHARED = 1024  # of every block, the driver's; cuobjdump counts it from sm_90 on
 
 
-@pytest.mark.parametrize("source", rig.sources(), ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", emulator.sources(), ids=lambda source: source.stem)
 def test_every_kernel_was_run(source, capsys):
-    """Each __global__ function in the objects. The rig counts for each at least the static shared memory that nvcc
+    """Each __global__ function in the objects. The emulator counts for each at least the static shared memory that nvcc
     gave it."""
-    budget = json.loads((rig.CSRC / "cuda_budget.json").read_text())
-    for arch in rig.ARCHS:
-        path = rig.object_path(source, arch)
-        rig.all_cases()[source.parent.name].every_kernel(arch)
-        assert rig.kernels(path) and {rig.short_name(name) for name in rig.kernels(path)} <= budget.keys()
-        names, compiled = rig.kernel_addresses(path), f"sm_{arch // 10}"
-        for address, size in rig.static_shared(path).items():
-            name = rig.short_name(names[address])
+    budget = json.loads((emulator.CSRC / "cuda_budget.json").read_text())
+    for arch in emulator.ARCHS:
+        path = emulator.object_path(source, arch)
+        emulator.all_cases()[source.parent.name].every_kernel(arch)
+        assert (
+            emulator.kernels(path) and {emulator.short_name(name) for name in emulator.kernels(path)} <= budget.keys()
+        )
+        names, compiled = emulator.kernel_addresses(path), f"sm_{arch // 10}"
+        for address, size in emulator.static_shared(path).items():
+            name = emulator.short_name(names[address])
             assert size >= budget[name]["archs"][compiled]["shared"] - (RESERVED_SHARED if arch >= 900 else 0), name
-        assert not rig.never_run(path), f"compiled but never run in the rig: {sorted(rig.never_run(path))}"
+        assert not emulator.never_run(path), (
+            f"compiled but never run in the emulator: {sorted(emulator.never_run(path))}"
+        )
     with capsys.disabled():
-        print(f"\n{rig.report(source.stem)}")
+        print(f"\n{emulator.report(source.stem)}")

@@ -1,12 +1,12 @@
 """linear_attention's CUDA kernels on the CPU."""
 
+import emulator
 import linear_attention_cases
 import pytest
-import rig
 import torch
+from emulator import HALVES
 from helpers import assert_close_to_reference
 from linear_attention_cases import attention_inputs, attention_runs
-from rig import HALVES
 
 from camox_ops import reference
 
@@ -43,23 +43,23 @@ def test_linear_attention_matches_reference(dtype, memory, arch):
             continue
         normalize = linear_attention_cases.NORMALIZATIONS[(turn + first // 2) % 3]
         inputs = attention_inputs(shape, dtype, memory, normalize, turn % 3 == 1, turn % 4 < 2)
-        assert_attention_right(inputs, "relu" if turn % 5 == 2 else "elu1", arch, list(rig.ORDERS)[turn % 4])
+        assert_attention_right(inputs, "relu" if turn % 5 == 2 else "elu1", arch, list(emulator.ORDERS)[turn % 4])
 
 
 @pytest.mark.parametrize("normalize", linear_attention_cases.NORMALIZATIONS)
 @pytest.mark.parametrize("feature_map", linear_attention_cases.FEATURE_MAPS)
 def test_linear_attention_modes(feature_map, normalize, arch):
-    dtypes = list(rig.DTYPES.values())
+    dtypes = list(emulator.DTYPES.values())
     for turn in range(4):
         dtype = dtypes[turn % len(dtypes)]
         n = (16, 32, 10, 1 if normalize == "none" else 3)[turn]  # of one feature no division leaves a gradient
         qkv, *rest = attention_inputs((1, 2, 20, n, 16), dtype, "dense", normalize, turn & 1, turn & 2)
         if feature_map == "identity":  # sums that stay off 0
             qkv[:2] = (tensor.abs() for tensor in qkv[:2])
-        assert_attention_right((qkv, *rest), feature_map, arch, list(rig.ORDERS)[turn])
+        assert_attention_right((qkv, *rest), feature_map, arch, list(emulator.ORDERS)[turn])
 
 
-@pytest.mark.parametrize("memory", ["picture", "dense", "strided"])
+@pytest.mark.parametrize("memory", ["image", "dense", "strided"])
 def test_linear_attention_stays_inside_at_both_ends(dtype, memory, order):
     """Flush against a guard page at the end in the tests above, at the start here; the bits are the same."""
     for shape in ((1, 2, 21, 16, 16), (1, 2, 40, 32, 32), (1, 1, 19, 10, 6)):
@@ -70,7 +70,7 @@ def test_linear_attention_stays_inside_at_both_ends(dtype, memory, order):
 
 def test_linear_attention_small_grid_strides_over_the_rest(dtype):
     for dim in (16, 12, 70):
-        inputs = attention_inputs((1, 2, 136, dim, dim), dtype, "picture")
+        inputs = attention_inputs((1, 2, 136, dim, dim), dtype, "image")
         capped = {"how": {"grid_cap": 2, "order": "random"}}
         for ours, other in zip(*attention_runs(inputs, capped, {}), strict=True):
             assert torch.equal(ours, other)
@@ -80,7 +80,7 @@ def test_linear_attention_small_grid_strides_over_the_rest(dtype):
 def test_linear_attention_chunks(dtype, normalize, order):
     """One chunk, several, and one that ends with the last position."""
     for chunk in (64, 128, 192):
-        inputs = attention_inputs((1, 1, 192, 16, 16), dtype, "picture", normalize)
+        inputs = attention_inputs((1, 1, 192, 16, 16), dtype, "image", normalize)
         assert_attention_right(inputs, order=order, chunk=chunk)
 
 
@@ -121,7 +121,7 @@ def test_linear_attention_empty():
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64])
-@pytest.mark.parametrize("memory", ["picture", "dense"])
+@pytest.mark.parametrize("memory", ["image", "dense"])
 def test_linear_attention_rounds_once(dim, memory):
     """On tensor cores as without, up to the 16 bits of a sum of two bfloat16."""
     for dtype, normalize in zip(HALVES, ("sum", "feature"), strict=True):
@@ -134,7 +134,7 @@ def test_linear_attention_rounds_once(dim, memory):
 
 @pytest.mark.slow
 def test_linear_attention_long():
-    assert_attention_right(attention_inputs((1, 1, 100_000, 16, 16), torch.bfloat16, "picture"), chunk=4096)
+    assert_attention_right(attention_inputs((1, 1, 100_000, 16, 16), torch.bfloat16, "image"), chunk=4096)
 
 
 @pytest.mark.slow

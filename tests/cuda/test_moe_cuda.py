@@ -1,10 +1,10 @@
 """The CUDA kernels of mixtures of experts on the CPU."""
 
+import emulator
 import moe_cases
 import pytest
-import rig
 import torch
-from helpers import assert_close_to_reference, picture
+from helpers import assert_close_to_reference, random_image
 from moe_cases import moe_logits
 
 from camox_ops import reference
@@ -16,7 +16,7 @@ def moe_valid(rows, i):
 
 @pytest.mark.parametrize("score", moe_cases.SCORES)
 def test_moe_route(dtype, score, arch):
-    orders = list(rig.ORDERS)
+    orders = list(emulator.ORDERS)
     for i, (rows, num_experts, top_k) in enumerate(moe_cases.ROUTES):
         logits, valid = moe_logits(rows, num_experts, dtype, i), moe_valid(rows, i)
         capacity = None if i % 3 == 0 else -(-7 * rows * top_k // (10 * num_experts))
@@ -40,7 +40,7 @@ def test_moe_route(dtype, score, arch):
 
 @pytest.mark.parametrize("kind", ["switch", "importance_cv2", "z", "usage_mse"])
 def test_moe_aux_loss(dtype, kind, arch):
-    orders = list(rig.ORDERS)
+    orders = list(emulator.ORDERS)
     for i, (rows, num_experts, top_k) in enumerate(moe_cases.ROUTES):
         logits, valid = moe_logits(rows, num_experts, dtype, 2 * i), moe_valid(rows, i)
         counts = reference.moe_route(logits.double(), top_k, valid=valid)[2]
@@ -60,13 +60,13 @@ def test_moe_aux_loss(dtype, kind, arch):
 
 def moe_rows(dtype):
     """(x, routing, capacity, order) of every kind of row; x lies with gaps every other time."""
-    orders = list(rig.ORDERS)
+    orders = list(emulator.ORDERS)
     for i, shape in enumerate(moe_cases.ROWS):
         rows, capacity = 5, None if i % 2 else 2
         weights, experts, _, offsets, _, position = reference.moe_route(
             moe_logits(rows, 4), 3, capacity=2 if i % 4 < 2 or capacity else None, valid=moe_valid(rows, i // 2)
         )
-        x = picture((rows, 2, shape[0], max(torch.Size(shape[1:]).numel(), 1)), dtype, seed=i)[:, i % 3 // 2]
+        x = random_image((rows, 2, shape[0], max(torch.Size(shape[1:]).numel(), 1)), dtype, seed=i)[:, i % 3 // 2]
         yield (
             x.reshape(rows, *shape) if i % 3 else x.contiguous().view(rows, *shape),
             weights,
@@ -129,7 +129,7 @@ def test_moe_strides_over_a_small_grid(dtype):
                 assert torch.equal(mine, other)
 
 
-def test_moe_bad_values_become_nan_and_are_told(dtype, order):
+def test_moe_bad_values_become_nan_and_are_reported(dtype, order):
     logits = moe_logits(6, 4, dtype)
     logits[2, 1] = logits[4, 0] = float("nan")
     valid = torch.tensor([True, True, True, True, False, True])
@@ -141,7 +141,7 @@ def test_moe_bad_values_become_nan_and_are_told(dtype, order):
     good, errors = moe_cases.route(moe_logits(6, 4, dtype), 2, capacity=3, with_errors=True, order=order)
     weights, experts, _, offsets, _, position = good
     assert errors == 0
-    x, y = picture((6, 3, 2, 2), dtype), picture((12, 3, 2, 2), dtype)
+    x, y = random_image((6, 3, 2, 2), dtype), random_image((12, 3, 2, 2), dtype)
     for bad in (-2, 12, 2**40):
         wrong = position.clone()
         wrong[5] = bad  # of row 2
@@ -186,7 +186,7 @@ def test_moe_empty():
 @pytest.mark.slow
 def test_moe_broken_build_is_noticed():
     weights, experts, _, offsets, _, position = moe_cases.route(moe_logits(3, 4), 2)
-    x, y = picture((3, 4, 2, 2)), picture((6, 4, 2, 2))
+    x, y = random_image((3, 4, 2, 2)), random_image((6, 4, 2, 2))
     for name, arguments in (("combine", (y, weights)), ("combine_backward", (x, y, weights))):
         op = getattr(moe_cases, name)
         wrong, right = (op(*arguments, experts, offsets, position, define=d) for d in ("CAMOX_BREAK_MOE", ""))

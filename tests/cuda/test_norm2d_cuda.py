@@ -1,13 +1,13 @@
 """layer_norm2d's CUDA kernels on the CPU."""
 
+import emulator
 import norm2d_cases
 import pytest
-import rig
 import torch
-from helpers import assert_one_rounding, picture
+from emulator import HALVES
+from helpers import assert_one_rounding, random_image
 from norm2d_cases import norm2d_inputs
 from norm2d_truth import assert_right, forward_and_gradients
-from rig import HALVES
 
 from camox_ops import reference
 from camox_ops.reference.norm2d import ACTIVATIONS
@@ -18,7 +18,7 @@ def norm2d_options(turn, shape, dtype=torch.float32, layout="contiguous"):
     return {
         "activation": list(ACTIVATIONS)[turn % len(ACTIVATIONS)],
         "groups": next(n for n in ((2, 5, 4, 1) if turn % 2 else (1,)) if shape[1] % n == 0),
-        "residual": picture(shape, dtype, layout, seed=2) if turn % 3 else None,
+        "residual": random_image(shape, dtype, layout, seed=2) if turn % 3 else None,
     }
 
 
@@ -26,7 +26,7 @@ def norm2d_options(turn, shape, dtype=torch.float32, layout="contiguous"):
 def test_norm2d_matches_reference(dtype, layout, arch):
     for turn, shape in enumerate(norm2d_cases.SHAPES, start=arch // 100):
         tensors, options = norm2d_inputs(shape, dtype, layout), norm2d_options(turn, shape, dtype, layout)
-        order = list(rig.ORDERS)[turn % len(rig.ORDERS)]
+        order = list(emulator.ORDERS)[turn % len(emulator.ORDERS)]
         ours = norm2d_cases.forward_and_gradients(*tensors, arch=arch, order=order, **options)
         assert_right(ours, *tensors, **options)
         if dtype in HALVES:
@@ -67,7 +67,7 @@ def test_norm2d_activation_of_zero_and_tails(layout):
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
 def test_norm2d_more_channels_than_registers(layout, dtype):
-    """Walked in chunks."""
+    """Iterated in chunks."""
     for shape, order in zip(norm2d_cases.MANY_CHANNELS, ("random", "reverse"), strict=True):
         tensors = norm2d_inputs(shape, dtype, layout)
         ours = norm2d_cases.forward_and_gradients(*tensors, activation="silu", order=order)
@@ -98,7 +98,7 @@ def test_norm2d_stays_inside_at_both_ends(layout, dtype):
     for shape in ((1, 12, 4, 8), (2, 16, 5, 7)):
         tensors = norm2d_inputs(shape, dtype, layout)
         ends = norm2d_cases.forward_and_gradients(*tensors, activation="gelu_tanh")
-        for order in rig.ORDERS:
+        for order in emulator.ORDERS:
             starts = norm2d_cases.forward_and_gradients(*tensors, activation="gelu_tanh", flush="start", order=order)
             assert all(map(torch.equal, starts, ends))
 
@@ -114,7 +114,8 @@ def test_norm2d_small_grid_strides_over_the_rest(layout, dtype, order):
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
 def test_norm2d_blocks_of_several_tiles(layout):
-    """More tiles than shares of grad_weight and grad_bias: each block walks over several, in chunks too, and adds."""
+    """More tiles than shares of grad_weight and grad_bias: each block iterates over several, in chunks too, and
+    adds."""
     for shape in norm2d_cases.MANY_TILES:
         tensors = norm2d_inputs(shape, layout=layout)
         ours = norm2d_cases.forward_and_gradients(*tensors, activation="silu")
@@ -126,14 +127,14 @@ def test_norm2d_mixed_layouts(layout, dtype):
     """x in one layout, the gradient and the residual in the other: element by element."""
     x, weight, bias, _ = norm2d_inputs((2, 8, 4, 6), dtype, layout)
     other = "contiguous" if layout == "channels_last" else "channels_last"
-    grad, residual = (picture(x.shape, dtype, other, seed=seed) for seed in (1, 2))
+    grad, residual = (random_image(x.shape, dtype, other, seed=seed) for seed in (1, 2))
     ours = norm2d_cases.forward_and_gradients(x, weight, bias, grad, residual=residual)
     assert_right(ours, x, weight, bias, grad, residual=residual)
 
 
 def test_norm2d_slices(dtype):
     """Rows of planes, channels of lines, columns of lines, and planes and lines off their alignment."""
-    whole = picture((2, 24, 8, 12), dtype)
+    whole = random_image((2, 24, 8, 12), dtype)
     last = whole.to(memory_format=torch.channels_last)
     for x in (whole[:, :, 2:6], last[:, 8:16], last[..., 1:9], whole[:, 1:, :, 1:], last[:, 1:], last[:, 2:3]):
         _, *others = norm2d_inputs(x.shape, dtype)

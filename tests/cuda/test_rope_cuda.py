@@ -1,11 +1,11 @@
 """rope's CUDA kernels on the CPU."""
 
+import emulator
 import pytest
-import rig
 import rope_cases
 import torch
-from helpers import assert_close_to_reference, assert_one_rounding, picture
-from rig import HALVES, doubled
+from emulator import HALVES, doubled
+from helpers import assert_close_to_reference, assert_one_rounding, random_image
 from rope_cases import rope_input, rope_tables
 
 from camox_ops import reference
@@ -13,7 +13,7 @@ from camox_ops import reference
 
 def rope_inputs(dtype, memory):
     """(grad, x, cos, sin, options, order): pairings, tables, positions and orders in turn."""
-    cases, orders = [], list(rig.ORDERS)
+    cases, orders = [], list(emulator.ORDERS)
     for i, (shape, rotary_dim) in enumerate(rope_cases.SHAPES):
         for interleaved in (False, True):
             for kind in range(3):
@@ -51,13 +51,13 @@ def test_rope_backward(dtype, memory, arch):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_layouts_and_packed_sequences(interleaved, dtype, order):
-    x, (cos, sin) = picture((2, 5, 6, 16), dtype), rope_tables(5, 8)
+    x, (cos, sin) = random_image((2, 5, 6, 16), dtype), rope_tables(5, 8)
     how = {"order": order}
     expected = rope_cases.forward(x.transpose(1, 2).contiguous(), cos, sin, interleaved=interleaved, how=how)
     ours = rope_cases.forward(x, cos, sin, interleaved=interleaved, layout="bthd", how=how)
     assert torch.equal(ours, expected.transpose(1, 2))
     cu_seqlens = torch.tensor([0, 0, 4, 9, 10], dtype=torch.int32)
-    packed, grad = x.flatten(0, 1), picture((2, 5, 6, 16), dtype, seed=1).flatten(0, 1)
+    packed, grad = x.flatten(0, 1), random_image((2, 5, 6, 16), dtype, seed=1).flatten(0, 1)
     options = {"interleaved": interleaved, "cu_seqlens": cu_seqlens}
     inputs = (packed, cos, sin)
     truth = reference.rope(*doubled(*inputs), **options)
@@ -70,9 +70,9 @@ def test_rope_layouts_and_packed_sequences(interleaved, dtype, order):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_rope_bad_values_become_nan_and_are_told(dtype, order, inplace):
+def test_rope_bad_values_become_nan_and_are_reported(dtype, order, inplace):
     how = {"order": order}
-    x, (cos, sin) = picture((2, 5, 4, 20), dtype), rope_tables(6, 8)
+    x, (cos, sin) = random_image((2, 5, 4, 20), dtype), rope_tables(6, 8)
     good = rope_cases.forward(x, cos, sin, rotary_dim=16, with_errors=True, inplace=inplace, how=how)
     assert good[1] == 0
     positions = torch.tensor([[0, -1, 2, 3], [0, 1, 6, 2**40]])
@@ -101,7 +101,11 @@ def test_rope_bad_values_become_nan_and_are_told(dtype, order, inplace):
 
 
 def test_rope_strides_over_a_small_grid(dtype):
-    x, grad, (cos, sin) = picture((3, 6, 5, 34), dtype), picture((3, 6, 5, 34), dtype, seed=1), rope_tables(5, 17)
+    x, grad, (cos, sin) = (
+        random_image((3, 6, 5, 34), dtype),
+        random_image((3, 6, 5, 34), dtype, seed=1),
+        rope_tables(5, 17),
+    )
     positions = torch.tensor([4, 4, 0, 1, 4])
     capped = {"grid_cap": 2, "order": "random"}
     assert torch.equal(rope_cases.forward(x, cos, sin, how=capped), rope_cases.forward(x, cos, sin))
@@ -114,10 +118,10 @@ def test_rope_strides_over_a_small_grid(dtype):
 def test_rope_many_heads_and_columns(order):
     """More heads than a thread serves at once, more columns than a block sums, more tokens than it scans at once."""
     if order == "forward":
-        x, (cos, sin) = picture((1, 5, 8200, 32)), rope_tables(8200, 16)
+        x, (cos, sin) = random_image((1, 5, 8200, 32)), rope_tables(8200, 16)
         ours = rope_cases.forward(x, cos, sin)
         assert_close_to_reference(ours, reference.rope(x, cos, sin), reference.rope(*doubled(x, cos, sin)))
-    x, grad, (cos, sin) = picture((2, 2, 150, 268)), picture((2, 2, 150, 268), seed=1), rope_tables(3, 134)
+    x, grad, (cos, sin) = random_image((2, 2, 150, 268)), random_image((2, 2, 150, 268), seed=1), rope_tables(3, 134)
     positions = torch.arange(300).view(2, 150) % 3
     ours = rope_cases.backward(grad, x, cos, sin, positions=positions, how={"order": order})
     truth = reference.rope_backward(*doubled(grad, x, cos, sin), positions=positions)
@@ -133,7 +137,7 @@ def test_rope_empty():
 
 @pytest.mark.slow
 def test_rope_broken_build_is_noticed():
-    x, (cos, sin) = picture((1, 2, 3, 8)), rope_tables(3, 4)
+    x, (cos, sin) = random_image((1, 2, 3, 8)), rope_tables(3, 4)
     broken = {"define": "CAMOX_BREAK_ROPE"}
     for interleaved in (False, True):
         wrong = rope_cases.forward(x, cos, sin, interleaved=interleaved, how=broken)

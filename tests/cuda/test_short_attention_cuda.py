@@ -3,23 +3,23 @@
 import itertools
 import math
 
+import emulator
 import pytest
-import rig
 import short_attention_cases
 import torch
 from dropout_inputs import normal
-from helpers import assert_close_to_reference, picture
-from rig import doubled
+from emulator import doubled
+from helpers import assert_close_to_reference, random_image
 
 from camox_ops import reference
 
 
 def short_attention_inputs(dtype, memory):
     """(grad, q, k, v, options, order): padding, dropout and causal in turn."""
-    cases, orders = [], list(rig.ORDERS)
+    cases, orders = [], list(emulator.ORDERS)
     for i, shape in enumerate(short_attention_cases.SHAPES):
         s, t, h, d = shape
-        x = picture((s, t, 3 * h, d), dtype).view(s, t, 3, h, d).unbind(2)
+        x = random_image((s, t, 3 * h, d), dtype).view(s, t, 3, h, d).unbind(2)
         if memory == "strided":
             x = torch.stack([torch.stack(x, 2), torch.full((s, t, 3, h, d), math.nan, dtype=dtype)], -1)
             x = x[..., 0].unbind(2)
@@ -27,12 +27,12 @@ def short_attention_inputs(dtype, memory):
             x = [part[:1].expand(shape) for part in x]
         elif memory == "contiguous":
             x = [part.contiguous() for part in x]
-        padding = picture((1, 1, s, t), seed=3)[0, 0] > 0.7
+        padding = random_image((1, 1, s, t), seed=3)[0, 0] > 0.7
         padding[0] = True
         for which in (i % 2, 2 + i % 2, 7):
             seed = torch.tensor(0x0123456789ABCDEF) if which & 2 else None
             options = (padding if which & 1 else None, seed, bool(which & 4), d**-0.5, 0.3)
-            cases.append((picture(shape, dtype, seed=1), *x, options, orders[len(cases) % len(orders)]))
+            cases.append((random_image(shape, dtype, seed=1), *x, options, orders[len(cases) % len(orders)]))
     return cases
 
 
@@ -51,7 +51,7 @@ def test_short_attention(dtype, memory, arch):
 
 
 def test_short_attention_strides_over_a_small_grid(dtype, order):
-    q, k, v, grad = picture((4, 50, 6, 4 * 12), dtype).unflatten(3, (4, 12)).transpose(1, 2)[:, :, :20].unbind(3)
+    q, k, v, grad = random_image((4, 50, 6, 4 * 12), dtype).unflatten(3, (4, 12)).transpose(1, 2)[:, :, :20].unbind(3)
     options = (None, torch.tensor(7), False, 0.3, 0.2)
     capped = {"grid_cap": 2, "order": order}
     out = short_attention_cases.forward(q, k, v, *options)
@@ -62,7 +62,7 @@ def test_short_attention_strides_over_a_small_grid(dtype, order):
 
 
 def test_short_attention_masks_are_those_of_the_cpu():
-    q, k = picture((3, 6, 4, 2 * 6)).unflatten(3, (2, 6)).unbind(3)
+    q, k = random_image((3, 6, 4, 2 * 6)).unflatten(3, (2, 6)).unbind(3)
     options = (None, torch.tensor(-5), False, 1.0, 0.4)
     eye = torch.eye(6).view(1, 6, 1, 6).expand(3, 6, 4, 6)
     cpu = torch.ops.camox_ops.short_attention(q, k, eye, *options)
@@ -95,7 +95,7 @@ def test_short_attention_empty():
 
 @pytest.mark.slow
 def test_short_attention_broken_build_is_noticed():
-    x = picture((2, 3, 2, 4))
+    x = random_image((2, 3, 2, 4))
     options = (None, None, False, 0.5, 0.0)
     wrong = short_attention_cases.forward(x, x, x, *options, define="CAMOX_BREAK_SHORT_ATTENTION")
     assert not torch.allclose(wrong, short_attention_cases.forward(x, x, x, *options), atol=1e-4)

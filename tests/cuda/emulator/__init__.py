@@ -1,6 +1,6 @@
-"""Builds the .cu sources with g++ (csrc/common/host_cuda) and runs their kernels on the CPU, in guarded memory.
+"""Builds the .cu sources with g++ (cuda_emulator.h) and runs their kernels on the CPU, in guarded memory.
 
-Everything is built into build/host_cuda and rebuilt when a source, a header it includes or a flag changes.
+Everything is built into build/cuda_emulator and rebuilt when a source, a header it includes or a flag changes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 CSRC = ROOT / "csrc"
-BUILD = ROOT / "build" / "host_cuda"
-ARCHS = (750, 900)  # one for each arm of __CUDA_ARCH__ that the sources know
+BUILD = ROOT / "build" / "cuda_emulator"
+ARCHS = (750, 900)  # one for each branch of __CUDA_ARCH__ that the sources know
 ORDERS = {"forward": (0, 1), "reverse": (1, 1), "random": (2, 1), "random2": (2, 7)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HALVES = (torch.bfloat16, torch.float16)
@@ -43,7 +44,7 @@ CHECKS = "-fsanitize=bounds,alignment,signed-integer-overflow,shift,integer-divi
 
 
 class KernelError(AssertionError):
-    """What the rig found wrong with a kernel: its message names kernel, block and thread."""
+    """What the emulator found wrong with a kernel: its message names kernel, block and thread."""
 
 
 @cache
@@ -63,13 +64,13 @@ def cuda_include() -> Path | None:
 
 
 def why_unavailable() -> str | None:
-    """Why the rig cannot run on this machine, None when it can."""
+    """Why the emulator cannot run on this machine, None when it can."""
     if not sys.platform.startswith("linux"):
-        return "the host-CUDA rig needs Linux"
+        return "the CUDA emulator needs Linux"
     if not CSRC.is_dir():
-        return "the host-CUDA rig needs the sources under csrc"
+        return "the CUDA emulator needs the sources under csrc"
     if not shutil.which(CXX):
-        return f"the host-CUDA rig needs a C++ compiler, {CXX} is not on PATH"
+        return f"the CUDA emulator needs a C++ compiler, {CXX} is not on PATH"
     if cuda_include() is None:
         return "no CUDA headers: nvcc is not on PATH, CUDA_HOME is not set and nvidia-cuda-runtime is not installed"
     return None
@@ -91,7 +92,7 @@ def build(name: str, sources: list[Path], link: list[str], flags: list[str] = ()
     """One shared object of C++ sources; -fsanitize is left out of the link, the runtime holds its handlers."""
     BUILD.mkdir(parents=True, exist_ok=True)
     target, stamp = BUILD / name, BUILD / f"{name}.json"
-    include = ["-isystem", str(cuda_include()), "-I", str(CSRC / "common"), "-I", str(CSRC)]
+    include = ["-isystem", str(cuda_include()), "-I", str(HERE), "-I", str(CSRC / "common"), "-I", str(CSRC)]
     compile_command = [CXX, *FLAGS, *flags, *include]
     with open(BUILD / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -120,7 +121,7 @@ def build(name: str, sources: list[Path], link: list[str], flags: list[str] = ()
 
 @cache
 def runtime_path() -> Path:
-    return build("libcamox_host_cuda.so", [CSRC / "common/host_cuda/host_cuda.cpp"], ["-lpthread", "-ldl"])
+    return build("libcamox_cuda_emulator.so", [HERE / "cuda_emulator.cpp"], ["-lpthread", "-ldl"])
 
 
 def sources() -> list[Path]:
@@ -130,8 +131,8 @@ def sources() -> list[Path]:
 
 @cache
 def all_cases() -> dict:
-    """Op -> the module <op>_cases beside this file, which calls its launchers."""
-    found = sorted(Path(__file__).parent.glob("*_cases.py"))
+    """Op -> the module tests/cuda/<op>_cases.py, which calls its launchers."""
+    found = sorted(HERE.parent.glob("*_cases.py"))
     return {path.stem.removesuffix("_cases"): importlib.import_module(path.stem) for path in found}
 
 
@@ -149,7 +150,7 @@ def object_path(source: Path, arch: int, define: str = "") -> Path:
     What the compiler says of a source is raised once: the tests that need the source after that are skipped."""
     if source in refused:
         pytest.skip(f"{source.name} does not compile: the first test of it that failed has the compiler's message")
-    flags = [CHECKS, "-DCAMOX_HOST_CUDA=1", f"-DCAMOX_HOST_CUDA_ARCH={arch}", *([f"-D{define}"] if define else [])]
+    flags = [CHECKS, "-DCAMOX_CUDA_EMULATOR=1", f"-DCAMOX_EMULATED_ARCH={arch}", *([f"-D{define}"] if define else [])]
     name = "_".join(filter(None, (source.stem, define.lower(), f"sm{arch // 10}")))
     runtime = runtime_path()
     try:
@@ -173,7 +174,7 @@ def _runtime() -> ctypes.CDLL:
         ("check_slack", ctypes.c_char_p, []),
         ("free", None, [ctypes.c_void_p]),
     ):
-        function = getattr(library, f"camox_host_{name}")
+        function = getattr(library, f"camox_emulator_{name}")
         function.restype, function.argtypes = result, arguments
     return library
 
@@ -182,7 +183,7 @@ def _runtime() -> ctypes.CDLL:
 def load(source: Path, arch: int, define: str = "") -> ctypes.CDLL:
     runtime, path = _runtime(), object_path(source, arch, define)
     for address, size in static_shared(path).items():
-        runtime.camox_host_static_shared(str(path).encode(), address, size)
+        runtime.camox_emulator_static_shared(str(path).encode(), address, size)
     # Its own runtime first: a torch with CUDA has loaded the real one, for all, under the same names.
     return ctypes.CDLL(str(path), mode=os.RTLD_DEEPBIND)
 
@@ -237,7 +238,7 @@ def static_shared(path: Path) -> dict[int, int]:
     """Address of each kernel in the object -> bytes of its __shared__ variables, in whole 16 bytes as dynamic memory
     behind them needs.
 
-    What a function has that kernels call counts for all of them: the symbols do not tell which do."""
+    What a function has that kernels call counts for all of them: the symbols do not say which do."""
     command = ["readelf", "--symbols", "--wide", str(path)]
     text = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
     mangled, variables = {}, {}
@@ -277,7 +278,7 @@ def report(stem: str) -> str:
         mine = {key: count for key, count in runs.items() if key[0] == name}
         dtypes, layouts, directions, orders = (sorted({key[i] for key in mine}) for i in (2, 3, 4, 5))
         lines.append(
-            f"host CUDA rig, {name}: {sum(mine.values())} launches of {len({key[1] for key in mine})} kernels, "
+            f"CUDA emulator, {name}: {sum(mine.values())} launches of {len({key[1] for key in mine})} kernels, "
             f"{len(mine)} combinations of kernel x {len(dtypes)} dtypes ({', '.join(dtypes)}) x {len(layouts)} layouts "
             f"({', '.join(layouts)}) x {len(directions)} directions x {len(orders)} orders ({', '.join(orders)})"
         )
@@ -297,17 +298,17 @@ def call(
 ):
     """Calls a launcher with blocks and threads in the given order; raises KernelError on anything wrong."""
     runtime = _runtime()
-    runtime.camox_host_configure(*ORDERS[order], threads, timeout, grid_cap)
-    runtime.camox_host_take_error()
+    runtime.camox_emulator_configure(*ORDERS[order], threads, timeout, grid_cap)
+    runtime.camox_emulator_take_error()
     status = function(*arguments)
-    for line in runtime.camox_host_take_runs().decode().splitlines():
+    for line in runtime.camox_emulator_take_runs().decode().splitlines():
         path, offset, _, threads, name = line.split("\t")
         path = Path(path)
         kernel = _symbols(BUILD / path.name).get(int(offset), name)
         runs[path.name, kernel, dtype, layout, direction, order] += 1
         if int(threads) > most_threads().get(short_name(kernel), 1024):
             raise KernelError(f"kernel {kernel}: a block of {threads} threads is more than its launch bounds allow")
-    message = runtime.camox_host_take_error().decode() or runtime.camox_host_check_slack().decode()
+    message = runtime.camox_emulator_take_error().decode() or runtime.camox_emulator_check_slack().decode()
     if message or status:
         raise KernelError(message or f"the launcher returned {status}")
 
@@ -324,11 +325,11 @@ def barriers(*sources: Path) -> list[tuple[Path, int]]:
 @contextmanager
 def without_barrier(path: Path, line: int):
     """The barrier of this line, a header's in all kernels that include it, holds nobody up."""
-    _runtime().camox_host_without_barrier(path.name.encode(), line)
+    _runtime().camox_emulator_without_barrier(path.name.encode(), line)
     try:
         yield
     finally:
-        _runtime().camox_host_without_barrier(b"", 0)
+        _runtime().camox_emulator_without_barrier(b"", 0)
 
 
 # ---- guarded tensors ----
@@ -346,7 +347,7 @@ class Guarded:
         """A tensor of NaN with these sizes and strides."""
         span = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         nbytes = span * dtype.itemsize
-        address = _runtime().camox_host_alloc(nbytes, self.flush == "start", name.encode())
+        address = _runtime().camox_emulator_alloc(nbytes, self.flush == "start", name.encode())
         if span == 0:
             flat = torch.empty(0, dtype=dtype)
         else:
@@ -377,7 +378,7 @@ class Guarded:
 
     def close(self) -> None:
         for address, _, _ in self._buffers:
-            _runtime().camox_host_free(address)
+            _runtime().camox_emulator_free(address)
         self._buffers.clear()
 
 
@@ -405,8 +406,9 @@ _BASIC = {
 
 
 @cache
-def header(*paths: Path) -> tuple[dict[str, type], dict[str, int]]:
-    """The structs and enum constants of C headers (types.h first); the compiler confirms every offset."""
+def header(*names: str) -> tuple[dict[str, type], dict[str, int]]:
+    """The structs and enum constants of C headers of csrc (types.h first); the compiler confirms every offset."""
+    paths = [CSRC / name for name in names]
     text = "\n".join(re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(), flags=re.S) for path in paths)
     constants: dict[str, int] = {}
     types: dict[str, type] = dict(_BASIC)

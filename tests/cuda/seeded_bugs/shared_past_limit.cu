@@ -1,5 +1,5 @@
-/* Sums 64 values by way of dynamic and static shared memory. Planted: dynamic memory that fills a block's 48 KB, beside static
-   memory of 1 the kernel, 2 a function that it calls. */
+/* Sums 64 values by way of dynamic and static shared memory. Seeded bugs: dynamic memory that fills a block's 48 KB, beside
+   static memory of 1 the kernel, 2 a function that it calls. */
 #include "cuda_util.cuh"
 
 __device__ float shared_past_limit_last(float x) {
@@ -27,9 +27,9 @@ __global__ void shared_past_limit_kernel(const float *x, float *y) {
   if (i == 0) y[blockIdx.x] = total;
 }
 
-extern "C" int camox_shared_past_limit(int planted, const float *x, float *y, int blocks) {
-  const int bytes = planted ? 48 << 10 : (48 << 10) - 16;
-  if (planted == 1)
+extern "C" int camox_shared_past_limit(int bug, const float *x, float *y, int blocks) {
+  const int bytes = bug ? 48 << 10 : (48 << 10) - 16;
+  if (bug == 1)
     CAMOX_LAUNCH((shared_past_limit_kernel<false>), blocks, 64, bytes, nullptr, x, y);
   else
     CAMOX_LAUNCH((shared_past_limit_kernel<true>), blocks, 64, bytes, nullptr, x, y);

@@ -1,15 +1,15 @@
-"""The rig that runs CUDA kernels on the CPU finds planted bugs and passes their correct twins; every op is in it."""
+"""The CUDA emulator finds seeded bugs and passes the same kernels without them; every op has cases in it."""
 
 import ctypes
 from pathlib import Path
 
+import emulator
 import pytest
-import rig
 import torch
-from pictures import PictureOp
+from images import ImageOp
 
 HERE = Path(__file__).parent
-PLANTED = sorted(HERE.glob("*.cu"))
+SEEDED_BUGS = sorted((HERE / "seeded_bugs").glob("*.cu"))
 
 
 def at(tensor):
@@ -17,64 +17,64 @@ def at(tensor):
 
 
 def launcher(name, arch):
-    (source,) = [path for path in PLANTED if path.stem == name]
-    return getattr(rig.load(source, arch), f"camox_{name}")
+    (source,) = [path for path in SEEDED_BUGS if path.stem == name]
+    return getattr(emulator.load(source, arch), f"camox_{name}")
 
 
-def missing_barrier(planted, order, arch):
-    with rig.guarded() as memory:
+def missing_barrier(bug, order, arch):
+    with emulator.guarded() as memory:
         x = memory.copy(torch.randn(5, 64))
         y = memory.empty_like(x)
-        rig.call(launcher("missing_barrier", arch), planted, at(x), at(y), 5, order=order)
+        emulator.call(launcher("missing_barrier", arch), bug, at(x), at(y), 5, order=order)
         return y.clone(), x.flip(1)
 
 
-def missing_cp_async_wait(planted, order, arch):
-    with rig.guarded() as memory:
+def missing_cp_async_wait(bug, order, arch):
+    with emulator.guarded() as memory:
         x = memory.copy(torch.randn(5, 128))
         y = memory.empty_like(x)
-        rig.call(launcher("missing_cp_async_wait", arch), planted, at(x), at(y), 5, order=order)
+        emulator.call(launcher("missing_cp_async_wait", arch), bug, at(x), at(y), 5, order=order)
         return y.clone(), x.clone()
 
 
-def index_past_end(planted, order, arch, flush="end"):
-    with rig.guarded(flush) as memory:
+def index_past_end(bug, order, arch, flush="end"):
+    with emulator.guarded(flush) as memory:
         x = memory.copy(torch.arange(100.0), "x")
         y = memory.empty_like(x, name="y")
-        rig.call(launcher("index_past_end", arch), planted, at(x), at(y), 100, order=order)
+        emulator.call(launcher("index_past_end", arch), bug, at(x), at(y), 100, order=order)
         return y.clone(), x + torch.cat([x[1:], torch.zeros(1)])
 
 
-def uninitialised_shared(planted, order, arch):
-    with rig.guarded() as memory:
+def uninitialised_shared(bug, order, arch):
+    with emulator.guarded() as memory:
         x = memory.copy(torch.randint(-9, 9, (5, 64)).float())
         y = memory.empty_strided((5,), (1,), torch.float32)
-        rig.call(launcher("uninitialised_shared", arch), planted, at(x), at(y), 5, order=order)
+        emulator.call(launcher("uninitialised_shared", arch), bug, at(x), at(y), 5, order=order)
         return y.clone(), x.sum(1)
 
 
-def shared_past_limit(planted, order, arch):
-    with rig.guarded() as memory:
+def shared_past_limit(bug, order, arch):
+    with emulator.guarded() as memory:
         x = memory.copy(torch.randint(-9, 9, (5, 64)).float())
         y = memory.empty_strided((5,), (1,), torch.float32)
-        rig.call(launcher("shared_past_limit", arch), planted, at(x), at(y), 5, order=order)
+        emulator.call(launcher("shared_past_limit", arch), bug, at(x), at(y), 5, order=order)
         return y.clone(), x.sum(1)
 
 
-def divergent_shuffle(planted, order, arch, timeout=60.0):
-    with rig.guarded() as memory:
+def divergent_shuffle(bug, order, arch, timeout=60.0):
+    with emulator.guarded() as memory:
         x = memory.copy(torch.randint(-9, 9, (32,)).float())
         y = memory.empty_strided((1,), (1,), torch.float32)
-        rig.call(launcher("divergent_shuffle", arch), planted, at(x), at(y), order=order, timeout=timeout)
+        emulator.call(launcher("divergent_shuffle", arch), bug, at(x), at(y), order=order, timeout=timeout)
         return y.clone(), x.sum().reshape(1)
 
 
-def wrong_mma_fragment(planted, order, arch, dtype=torch.float16):
-    with rig.guarded() as memory:
+def wrong_mma_fragment(bug, order, arch, dtype=torch.float16):
+    with emulator.guarded() as memory:
         a, b = memory.copy(torch.randn(16, 16).to(dtype)), memory.copy(torch.randn(16, 8).to(dtype))
         d = memory.empty_strided((16, 8), (8, 1), torch.float32)
         bfloat16 = int(dtype == torch.bfloat16)
-        rig.call(launcher("wrong_mma_fragment", arch), planted, bfloat16, at(a), at(b), at(d), order=order)
+        emulator.call(launcher("wrong_mma_fragment", arch), bug, bfloat16, at(a), at(b), at(d), order=order)
         return d.clone(), (a.double() @ b.double()).float()
 
 
@@ -94,13 +94,13 @@ CORRECT = (
 
 
 @pytest.mark.parametrize("kernel", CORRECT, ids=lambda kernel: kernel.__name__)
-def test_correct_twins_pass(kernel, order, arch):
+def test_kernels_without_a_bug_pass(kernel, order, arch):
     assert same(kernel(0, order, arch))
 
 
 def test_bfloat16_mma(order):
     assert same(wrong_mma_fragment(0, order, 900, torch.bfloat16))
-    with pytest.raises(rig.KernelError, match="sm_75 has no bfloat16 mma"):
+    with pytest.raises(emulator.KernelError, match="sm_75 has no bfloat16 mma"):
         wrong_mma_fragment(0, order, 750, torch.bfloat16)
 
 
@@ -113,16 +113,16 @@ def test_missing_barrier_differs(order, arch):
 def test_missing_cp_async_wait_reads_nan(order):
     result, _ = missing_cp_async_wait(1, order, 900)
     assert result.isnan().any()
-    with pytest.raises(rig.KernelError, match=r"cp\.async at line \d+ is never waited for"):
+    with pytest.raises(emulator.KernelError, match=r"cp\.async at line \d+ is never waited for"):
         missing_cp_async_wait(2, order, 900)
     assert same(missing_cp_async_wait(2, order, 750))  # no cp.async on sm_75: the copy is made at once
 
 
-OUT = r"out of bounds at 0x\w+: "  # "read", "write", or "access" where the processor does not tell
+OUT = r"out of bounds at 0x\w+: "  # "read", "write", or "access" where the processor does not say
 
 
 @pytest.mark.parametrize(
-    ("planted", "flush", "message"),
+    ("bug", "flush", "message"),
     [
         (1, "end", rf"block \(3,0,0\), thread \(3,0,0\): (read|access) {OUT}0 bytes past the end of buffer 'x'"),
         (2, "end", rf"block \(3,0,0\), thread \(3,0,0\): (write|access) {OUT}0 bytes past the end of buffer 'y'"),
@@ -133,51 +133,49 @@ OUT = r"out of bounds at 0x\w+: "  # "read", "write", or "access" where the proc
         (6, "end", r"misaligned or null access"),
     ],
 )
-def test_index_out_of_bounds_is_named(planted, flush, message, order, arch):
-    with pytest.raises(rig.KernelError, match=message):
-        index_past_end(planted, order, arch, flush)
+def test_index_out_of_bounds_is_named(bug, flush, message, order, arch):
+    with pytest.raises(emulator.KernelError, match=message):
+        index_past_end(bug, order, arch, flush)
 
 
 def test_uninitialised_shared_is_nan(order, arch):
     assert uninitialised_shared(1, order, arch)[0].isnan().all()
 
 
-@pytest.mark.parametrize("planted", [1, 2])
-def test_static_and_dynamic_shared_memory_count_together(planted, order, arch):
-    message = (
-        rf"shared_past_limit_kernel<{'false' if planted == 1 else 'true'}>.*: 49152 bytes of dynamic and 16 of static"
-    )
-    with pytest.raises(rig.KernelError, match=message):
-        shared_past_limit(planted, order, arch)
+@pytest.mark.parametrize("bug", [1, 2])
+def test_static_and_dynamic_shared_memory_count_together(bug, order, arch):
+    message = rf"shared_past_limit_kernel<{'false' if bug == 1 else 'true'}>.*: 49152 bytes of dynamic and 16 of static"
+    with pytest.raises(emulator.KernelError, match=message):
+        shared_past_limit(bug, order, arch)
 
 
 def test_more_threads_than_launch_bounds_allow_are_refused(monkeypatch, arch):
-    assert rig.most_threads()["dropout_norm_reduce_kernel"] == 256
-    monkeypatch.setattr(rig, "most_threads", lambda: {"uninitialised_shared_kernel<false>": 32})
-    with pytest.raises(rig.KernelError, match="a block of 64 threads is more than its launch bounds allow"):
+    assert emulator.most_threads()["dropout_norm_reduce_kernel"] == 256
+    monkeypatch.setattr(emulator, "most_threads", lambda: {"uninitialised_shared_kernel<false>": 32})
+    with pytest.raises(emulator.KernelError, match="a block of 64 threads is more than its launch bounds allow"):
         uninitialised_shared(0, "forward", arch)
 
 
 def test_a_kernel_of_unknown_static_memory_is_not_launched(tmp_path):
-    (source,) = [path for path in PLANTED if path.stem == "uninitialised_shared"]
-    copy = tmp_path / "copy.so"  # to the runtime another object, of which nobody has told
-    copy.write_bytes(rig.object_path(source, 900).read_bytes())
-    with rig.guarded() as memory:
+    (source,) = [path for path in SEEDED_BUGS if path.stem == "uninitialised_shared"]
+    copy = tmp_path / "copy.so"  # to the runtime another object, whose static memory it does not know
+    copy.write_bytes(emulator.object_path(source, 900).read_bytes())
+    with emulator.guarded() as memory:
         x, y = memory.copy(torch.ones(5, 64)), memory.empty_strided((5,), (1,), torch.float32)
-        with pytest.raises(rig.KernelError, match="nobody has told how much static shared memory it has"):
-            rig.call(ctypes.CDLL(str(copy)).camox_uninitialised_shared, 0, at(x), at(y), 5)
+        with pytest.raises(emulator.KernelError, match="its static shared memory is not known"):
+            emulator.call(ctypes.CDLL(str(copy)).camox_uninitialised_shared, 0, at(x), at(y), 5)
 
 
 def test_the_runtime_is_not_for_the_rest_of_the_process(arch):
-    """torch looks for CUDA's functions by name where it was built with CUDA, and must not find those of the rig."""
+    """torch looks for CUDA's functions by name where it was built with CUDA, and must not find the emulator's."""
     launcher("missing_barrier", arch)
     everywhere = ctypes.CDLL(None)
-    for name in ("camox_host_launch", *([] if torch.version.cuda else ["cudaGetDevice", "cudaGetLastError"])):
+    for name in ("camox_emulator_launch", *([] if torch.version.cuda else ["cudaGetDevice", "cudaGetLastError"])):
         assert not hasattr(everywhere, name)
 
 
 @pytest.mark.parametrize(
-    ("planted", "message"),
+    ("bug", "message"),
     [
         (
             1,
@@ -187,13 +185,13 @@ def test_the_runtime_is_not_for_the_rest_of_the_process(arch):
         (3, r"waits at __syncthreads\(\) .* with 16 of 32 threads, but thread \(16,0,0\) has left the kernel"),
     ],
 )
-def test_divergence_is_named(planted, message, order, arch):
-    with pytest.raises(rig.KernelError, match=message):
-        divergent_shuffle(planted, order, arch)
+def test_divergence_is_named(bug, message, order, arch):
+    with pytest.raises(emulator.KernelError, match=message):
+        divergent_shuffle(bug, order, arch)
 
 
 def test_endless_loop_is_named(arch):
-    with pytest.raises(rig.KernelError, match=r"divergent_shuffle_kernel<4>.*still running after 0.2 s"):
+    with pytest.raises(emulator.KernelError, match=r"divergent_shuffle_kernel<4>.*still running after 0.2 s"):
         divergent_shuffle(4, "forward", arch, timeout=0.2)
 
 
@@ -202,30 +200,30 @@ def test_wrong_mma_fragment_differs(order, arch):
 
 
 def test_a_kernel_that_was_never_run_is_named():
-    path = rig.object_path(PLANTED[0].with_name("uninitialised_shared.cu"), 900)
-    ours = {key: count for key, count in rig.runs.items() if key[0] == path.name}
+    path = emulator.object_path(SEEDED_BUGS[0].with_name("uninitialised_shared.cu"), 900)
+    ours = {key: count for key, count in emulator.runs.items() if key[0] == path.name}
     try:
         for key in ours:
-            del rig.runs[key]
+            del emulator.runs[key]
         uninitialised_shared(0, "forward", 900)
-        (name,) = rig.never_run(path)
+        (name,) = emulator.never_run(path)
         assert name == "void uninitialised_shared_kernel<true>(float const*, float*)"
-        assert len(rig.kernels(path)) == 2
+        assert len(emulator.kernels(path)) == 2
     finally:
-        rig.runs.update(ours)
+        emulator.runs.update(ours)
 
 
 def test_every_op_has_cases_and_tests():
     """Without its cases no kernel would be run here, without tests no value compared."""
-    for source in rig.sources():
+    for source in emulator.sources():
         op = source.parent.name
-        cases = rig.all_cases().get(op)
+        cases = emulator.all_cases().get(op)
         assert cases, f"tests/cuda/{op}_cases.py is missing"
         assert callable(cases.every_kernel)
-        of_pictures = isinstance(getattr(cases, "OP", None), PictureOp)
+        of_images = isinstance(getattr(cases, "OP", None), ImageOp)
         own = HERE / f"test_{op}_cuda.py"
-        assert of_pictures or own.exists(), f"{op}_cases.OP is no PictureOp, and tests/cuda/{own.name} is missing"
-        assert of_pictures or "assert_close_to_reference" in own.read_text() or "assert_right" in own.read_text()
+        assert of_images or own.exists(), f"{op}_cases.OP is not an ImageOp, and tests/cuda/{own.name} is missing"
+        assert of_images or "assert_close_to_reference" in own.read_text() or "assert_right" in own.read_text()
 
 
 def test_a_compilers_message_is_shown_once(tmp_path):
@@ -233,9 +231,9 @@ def test_a_compilers_message_is_shown_once(tmp_path):
     source.write_text("int wrong() { return unknown; }\n")
     try:
         with pytest.raises(RuntimeError, match=r"wrong_cuda\.cu:1:.*error: .unknown. was not declared"):
-            rig.object_path(source, 900)
-        for arch in rig.ARCHS:
+            emulator.object_path(source, 900)
+        for arch in emulator.ARCHS:
             with pytest.raises(pytest.skip.Exception, match=r"wrong_cuda\.cu does not compile"):
-                rig.object_path(source, arch)
+                emulator.object_path(source, arch)
     finally:
-        rig.refused.clear()
+        emulator.refused.clear()

@@ -1,28 +1,28 @@
-"""The CUDA kernels of all ops on pictures on the CPU: those whose cases are a PictureOp."""
+"""The CUDA kernels of all ops on images on the CPU: those whose cases are a ImageOp."""
 
+import emulator
 import pytest
-import rig
 import torch
-from helpers import LAYOUTS, assert_close_to_reference, assert_one_rounding, picture
-from rig import HALVES
+from emulator import HALVES
+from helpers import LAYOUTS, assert_close_to_reference, assert_one_rounding, random_image
 
-PICTURE_OPS = [cases.OP for cases in rig.all_cases().values() if hasattr(cases, "OP")]
+IMAGE_OPS = [cases.OP for cases in emulator.all_cases().values() if hasattr(cases, "OP")]
 
 
-@pytest.fixture(params=PICTURE_OPS, ids=str)
+@pytest.fixture(params=IMAGE_OPS, ids=str)
 def op(request):
     return request.param
 
 
 def gradients(op, x, layout="contiguous"):
-    return [picture(x.shape, x.dtype, layout, seed=i + 1) for i in range(op.grads)]
+    return [random_image(x.shape, x.dtype, layout, seed=i + 1) for i in range(op.grads)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_picture_forward(op, dtype, layout, arch):
+def test_image_forward(op, dtype, layout, arch):
     for shape, options, order in op.cases():
         for kind in ("normal", "offset"):
-            x = picture(shape, dtype, layout, kind)
+            x = random_image(shape, dtype, layout, kind)
             ours = op.forward(x, options, arch=arch, order=order)
             assert_close_to_reference(ours, op.reference(x, **options), op.reference(x.double(), **options))
             if dtype in HALVES:
@@ -30,12 +30,12 @@ def test_picture_forward(op, dtype, layout, arch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_picture_backward(op, dtype, layout, arch):
+def test_image_backward(op, dtype, layout, arch):
     for shape, options, order in op.cases(backward=True):
-        x = picture(shape, dtype, layout)
+        x = random_image(shape, dtype, layout)
         grads = gradients(op, x, layout)
         if shape[3] < 20:
-            grads[max(op.grads - 2, 0)] = picture(shape, dtype, "strided", seed=9)
+            grads[max(op.grads - 2, 0)] = random_image(shape, dtype, "strided", seed=9)
         ours = op.backward(x, grads, options, arch=arch, order=order)
         truth = op.reference_backward(x.double(), [g.double() for g in grads], **options)
         assert_close_to_reference(ours, op.reference_backward(x, grads, **options), truth)
@@ -45,9 +45,9 @@ def test_picture_backward(op, dtype, layout, arch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_picture_large_mean_costs_no_accuracy(op, layout):
-    """Inside, where no border is seen, the picture with mean 1e4 is treated as well as torch treats it without."""
-    x = picture((1, 8, 21, 32), layout=layout, kind="offset")
+def test_image_large_mean_costs_no_accuracy(op, layout):
+    """Inside, where no border is seen, the image with mean 1e4 is treated as well as torch treats it without."""
+    x = random_image((1, 8, 21, 32), layout=layout, kind="offset")
     truth, plain = (op.reference(like) for like in (x.double(), x - 1e4))
     for i, ours in enumerate(op.forward(x)):
         if op.outputs[i] != "low":
@@ -56,17 +56,17 @@ def test_picture_large_mean_costs_no_accuracy(op, layout):
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
 @pytest.mark.parametrize("shape", [(2, 8, 5, 16), (2, 3, 5, 7)])
-@pytest.mark.parametrize("op", [op for op in PICTURE_OPS if op.grads > len(op.outputs)], ids=str)
-def test_picture_stacked(op, shape, layout, dtype, order):
-    x = picture(shape, dtype, layout)
+@pytest.mark.parametrize("op", [op for op in IMAGE_OPS if op.grads > len(op.outputs)], ids=str)
+def test_image_stacked(op, shape, layout, dtype, order):
+    x = random_image(shape, dtype, layout)
     options = op.options[-1]
     ours = op.forward(x, options, stacked=True, order=order)
     assert torch.equal(ours, torch.cat([*op.forward(x, options), x], dim=1))
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
-def test_picture_backward_of_some_maps(op, layout, order):
-    x = picture((2, 8, 6, 12), layout=layout)
+def test_image_backward_of_some_maps(op, layout, order):
+    x = random_image((2, 8, 6, 12), layout=layout)
     options = op.cases(backward=True)[0][1]
     for chosen in range(op.grads):
         grads = [grad if i == chosen else None for i, grad in enumerate(gradients(op, x, layout))]
@@ -76,10 +76,10 @@ def test_picture_backward_of_some_maps(op, layout, order):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_picture_stays_inside_at_both_ends(op, layout, dtype, order):
+def test_image_stays_inside_at_both_ends(op, layout, dtype, order):
     """Flush against a guard page at the end in the tests above, at the start here; the bits are the same."""
     for shape in ((1, 3, 4, 16), (2, 16, 5, 7)):
-        x = picture(shape, dtype, layout)
+        x = random_image(shape, dtype, layout)
         grads = gradients(op, x, layout)
         starts = [*op.forward(x, flush="start", order=order), op.backward(x, grads, flush="start", order=order)]
         for ours, ends in zip(starts, [*op.forward(x), op.backward(x, grads)], strict=True):
@@ -87,35 +87,35 @@ def test_picture_stays_inside_at_both_ends(op, layout, dtype, order):
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
-def test_picture_small_grid_strides_over_the_rest(op, layout, dtype, order):
-    """A grid of two blocks, whose threads walk down long strips, does the work of many: what a grid at its limit of
-    2^31-1 does on a GPU, and what large pictures do."""
-    x = picture((3, 24, 18, 32), dtype, layout)
+def test_image_small_grid_strides_over_the_rest(op, layout, dtype, order):
+    """A grid of two blocks, whose threads iterate down long row bands, does the work of many: what a grid at its limit
+    of 2^31-1 does on a GPU, and what large images do."""
+    x = random_image((3, 24, 18, 32), dtype, layout)
     grads = gradients(op, x, layout)
     few = [*op.forward(x, grid_cap=2, order=order), op.backward(x, grads, grid_cap=2, order=order)]
     for ours, whole in zip(few, [*op.forward(x), op.backward(x, grads)], strict=True):
         assert torch.equal(ours, whole)
 
 
-def test_picture_bits_do_not_depend_on_the_width_of_accesses(op):
-    x = picture((2, 8, 19, 24))
+def test_image_bits_do_not_depend_on_the_width_of_accesses(op):
+    x = random_image((2, 8, 19, 24))
     grads = gradients(op, x)
     for options in op.options:
         widest = [*op.forward(x, options), op.backward(x, grads, options)]
         for layout in ("strided", "channels_last"):
-            like = picture(x.shape, layout=layout)
+            like = random_image(x.shape, layout=layout)
             again = [*op.forward(like, options), op.backward(like, gradients(op, x, layout), options)]
             assert all(map(torch.equal, again, widest))
 
 
 @pytest.mark.parametrize("beside", [8, 2, 1])
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
-def test_picture_cropped(op, layout, beside, dtype):
+def test_image_cropped(op, layout, beside, dtype):
     """Rows of a larger buffer, whose pitch and end keep 16-byte alignment, 4-byte or only that of an element."""
     inner = 3 if layout == "contiguous" else 1
     shape = [1, 16, 4, 16]
     shape[inner] += beside
-    larger = [picture(shape, dtype, layout, seed=i) for i in range(op.grads + 1)]
+    larger = [random_image(shape, dtype, layout, seed=i) for i in range(op.grads + 1)]
     x, *grads = (t.narrow(inner, 0, 16) for t in larger)
     whole, *whole_grads = (t.clone(memory_format=torch.contiguous_format) for t in (x, *grads))
     cropped = [*op.forward(x, order="random"), op.backward(x, grads, order="random")]
@@ -125,15 +125,15 @@ def test_picture_cropped(op, layout, beside, dtype):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
-def test_picture_nan_and_inf_as_in_the_reference(op, value, layout):
+def test_image_nan_and_inf_as_in_the_reference(op, value, layout):
     for place in range(4):
-        x = picture((1, 8, 4, 8), layout=layout)
+        x = random_image((1, 8, 4, 8), layout=layout)
         x[:, :, place, place] = value
         for ours, truth in zip(op.forward(x), op.reference(x), strict=True):
             torch.testing.assert_close(ours, truth, equal_nan=True)
 
 
-def test_picture_empty(op):
+def test_image_empty(op):
     for shape in ((0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)):
         x = torch.empty(shape)
         assert [m.shape for m in op.forward(x)] == [x.shape] * len(op.outputs)
@@ -141,10 +141,10 @@ def test_picture_empty(op):
 
 
 @pytest.mark.slow
-def test_picture_broken_build_is_noticed(op):
+def test_image_broken_build_is_noticed(op):
     define = f"CAMOX_BREAK_{op.name.upper()}"
     for layout in ("contiguous", "channels_last"):
-        x = picture((1, 4, 4, 8), layout=layout)
+        x = random_image((1, 4, 4, 8), layout=layout)
         off = [wrong - right for right, wrong in zip(op.forward(x), op.forward(x, define=define), strict=True)]
         broken = [torch.allclose(d, torch.full_like(d, 1e-3), atol=1e-5, rtol=0) for d in off]
         assert broken.count(True) == 1

@@ -1,7 +1,7 @@
-/* Runtime of the host-CUDA rig: fibers, scheduler, guarded memory, error reports and the record of kernels run.
+/* Runtime of the CUDA emulator: fibers, scheduler, guarded memory, error reports and the record of kernels run.
    Linux only. It is a test tool: never linked into the library. */
-#define CAMOX_HOST_CUDA_ARCH 0
-#include "host_cuda.h"
+#define CAMOX_EMULATED_ARCH 0
+#include "cuda_emulator.h"
 
 #include <condition_variable>
 #include <csetjmp>
@@ -21,7 +21,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
-#if !defined(__x86_64__) || defined(CAMOX_HOST_CUDA_UCONTEXT)
+#if !defined(__x86_64__) || defined(CAMOX_EMULATOR_UCONTEXT)
 #include <ucontext.h>
 #endif
 
@@ -54,19 +54,19 @@ struct {
 } config;
 
 /* ---- context switch ---- */
-#if defined(__x86_64__) && !defined(CAMOX_HOST_CUDA_UCONTEXT)
+#if defined(__x86_64__) && !defined(CAMOX_EMULATOR_UCONTEXT)
 /* swapcontext makes two system calls a switch; this saves what the ABI calls callee-saved and nothing else. */
 __asm__(
-    ".text\n.p2align 4\n.globl camox_host_switch\n.hidden camox_host_switch\n.type camox_host_switch,@function\n"
-    "camox_host_switch:\n"
+    ".text\n.p2align 4\n.globl camox_emulator_switch\n.hidden camox_emulator_switch\n.type camox_emulator_switch,@function\n"
+    "camox_emulator_switch:\n"
     "  endbr64\n  pushq %rbp\n  pushq %rbx\n  pushq %r12\n  pushq %r13\n  pushq %r14\n  pushq %r15\n"
     "  movq %rsp, (%rdi)\n  movq (%rsi), %rsp\n"
     "  popq %r15\n  popq %r14\n  popq %r13\n  popq %r12\n  popq %rbx\n  popq %rbp\n  ret\n"
-    ".size camox_host_switch,.-camox_host_switch\n");
+    ".size camox_emulator_switch,.-camox_emulator_switch\n");
 struct context {
   void *sp;
 };
-extern "C" void camox_host_switch(context *save, const context *load);
+extern "C" void camox_emulator_switch(context *save, const context *load);
 
 void context_make(context *c, unsigned char *stack, size_t bytes, void (*entry)()) {
   void **top = reinterpret_cast<void **>(stack + bytes);
@@ -75,7 +75,7 @@ void context_make(context *c, unsigned char *stack, size_t bytes, void (*entry)(
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   c->sp = top;
 }
-void context_switch(context *save, const context *load) { camox_host_switch(save, load); }
+void context_switch(context *save, const context *load) { camox_emulator_switch(save, load); }
 #else
 struct context {
   ucontext_t u;
@@ -97,15 +97,15 @@ struct pending_copy {
   void *to;
   unsigned char bytes[16];
   int count, group;
-  const camox_host_site *site;
+  const camox_emulator_site *site;
 };
 
 struct fiber {
-  camox_host_thread self; /* first: kernels see a pointer to it */
+  camox_emulator_thread self; /* first: kernels see a pointer to it */
   context at;
   unsigned char *stack;
   wait waits;
-  const camox_host_site *site;
+  const camox_emulator_site *site;
   unsigned mask;
   void *payload;
   int result, group;
@@ -117,7 +117,7 @@ struct rendezvous {
 };
 
 struct launch {
-  camox_host_launch_info info;
+  camox_emulator_launch_info info;
   std::string name;
   dim3 grid, block;
   size_t shared_bytes, tls_module, tls_bytes;
@@ -387,7 +387,7 @@ worker_pool &pool = *new worker_pool; /* never destroyed: its threads wait on it
 unsigned char *map(size_t bytes, int protection) {
   void *p = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) {
-    perror("host_cuda: mmap");
+    perror("CUDA emulator: mmap");
     abort();
   }
   return static_cast<unsigned char *>(p);
@@ -395,7 +395,7 @@ unsigned char *map(size_t bytes, int protection) {
 
 void open_pages(unsigned char *p, size_t bytes) {
   if (mprotect(p, bytes, PROT_READ | PROT_WRITE)) {
-    perror("host_cuda: mprotect");
+    perror("CUDA emulator: mprotect");
     abort();
   }
 }
@@ -512,9 +512,9 @@ void undefined(const void *data, const std::string &what) {
 
 extern "C" {
 
-camox_host_thread *camox_host_self(void) { return &self_worker->current->self; }
+camox_emulator_thread *camox_emulator_self(void) { return &self_worker->current->self; }
 
-void camox_host_fail(const char *f, ...) {
+void camox_emulator_fail(const char *f, ...) {
   va_list args;
   va_start(args, f);
   const std::string text = format_va(f, args);
@@ -522,7 +522,7 @@ void camox_host_fail(const char *f, ...) {
   fail_fiber(self_worker->current, text);
 }
 
-void camox_host_fail_lane(int lane, const char *f, ...) {
+void camox_emulator_fail_lane(int lane, const char *f, ...) {
   va_list args;
   va_start(args, f);
   const std::string text = format_va(f, args);
@@ -531,13 +531,13 @@ void camox_host_fail_lane(int lane, const char *f, ...) {
   fail_fiber(&w->fibers[index_of(w, w->current) / warp_size * warp_size + lane], text);
 }
 
-static bool left_out(const camox_host_site *site) {
+static bool left_out(const camox_emulator_site *site) {
   if (site->line != config.without_line) return false;
   const char *slash = strrchr(site->file, '/');
   return config.without_file == (slash ? slash + 1 : site->file);
 }
 
-int camox_host_barrier(int predicate, int operation, const camox_host_site *site) {
+int camox_emulator_barrier(int predicate, int operation, const camox_emulator_site *site) {
   if (left_out(site)) return 0;
   worker *w = self_worker;
   fiber *f = w->current;
@@ -553,7 +553,9 @@ int camox_host_barrier(int predicate, int operation, const camox_host_site *site
                           whereabouts(g));
     }
     const int count = w->predicate_count;
-    const int result = operation == CAMOX_HOST_COUNT ? count : operation == CAMOX_HOST_AND ? count == w->threads : count > 0;
+    const int result = operation == CAMOX_EMULATOR_COUNT ? count
+                       : operation == CAMOX_EMULATOR_AND ? count == w->threads
+                                                         : count > 0;
     w->at_barrier = w->predicate_count = 0;
     for (int i = 0; i < w->threads; ++i) {
       w->fibers[i].result = result;
@@ -564,7 +566,7 @@ int camox_host_barrier(int predicate, int operation, const camox_host_site *site
   return f->result;
 }
 
-void camox_host_warp(unsigned mask, void *payload, camox_host_collective *run, const camox_host_site *site) {
+void camox_emulator_warp(unsigned mask, void *payload, camox_emulator_collective *run, const camox_emulator_site *site) {
   if (left_out(site)) return;
   worker *w = self_worker;
   fiber *f = w->current;
@@ -583,7 +585,7 @@ void camox_host_warp(unsigned mask, void *payload, camox_host_collective *run, c
   pending[i].arrived |= 1u << lane;
   if (pending[i].arrived == (mask & existing)) {
     pending.erase(pending.begin() + long(i));
-    camox_host_lanes lanes = {mask & existing, {}};
+    camox_emulator_lanes lanes = {mask & existing, {}};
     for (int l = 0; l < warp_size; ++l) {
       if (!(lanes.mask >> l & 1)) continue;
       const fiber *g = &w->fibers[first + l];
@@ -598,29 +600,30 @@ void camox_host_warp(unsigned mask, void *payload, camox_host_collective *run, c
   to_scheduler(w);
 }
 
-void *camox_host_dynamic_shared(void) { return self_worker->shared; }
+void *camox_emulator_dynamic_shared(void) { return self_worker->shared; }
 
-int camox_host_is_shared(const void *p) {
+int camox_emulator_is_shared(const void *p) {
   const worker *w = self_worker;
   const unsigned char *q = static_cast<const unsigned char *>(p);
   return (q >= w->shared && q < w->shared + w->job->shared_bytes) || (w->tls && q >= w->tls && q < w->tls + w->job->tls_bytes);
 }
 
-void camox_host_cp_async(void *shared, const void *global, int bytes, int valid_bytes, const camox_host_site *site) {
+void camox_emulator_cp_async(void *shared, const void *global, int bytes, int valid_bytes, const camox_emulator_site *site) {
   fiber *f = self_worker->current;
-  if (!camox_host_is_shared(shared)) camox_host_fail("cp.async (line %d): the destination is not shared memory", site->line);
+  if (!camox_emulator_is_shared(shared))
+    camox_emulator_fail("cp.async (line %d): the destination is not shared memory", site->line);
   if (reinterpret_cast<uintptr_t>(shared) % unsigned(bytes) ||
       (valid_bytes && reinterpret_cast<uintptr_t>(global) % unsigned(bytes)))
-    camox_host_fail("cp.async (line %d): addresses must be multiples of %d bytes", site->line, bytes);
+    camox_emulator_fail("cp.async (line %d): addresses must be multiples of %d bytes", site->line, bytes);
   pending_copy copy = {shared, {}, bytes, f->group, site};
   memcpy(copy.bytes, global, size_t(valid_bytes)); /* faults here, where the copy stands in the source */
   memset(shared, poison, size_t(bytes));           /* until its wait the destination holds nothing */
   f->copies.push_back(copy);
 }
 
-void camox_host_cp_async_commit(void) { ++self_worker->current->group; }
+void camox_emulator_cp_async_commit(void) { ++self_worker->current->group; }
 
-void camox_host_cp_async_wait(int pending_groups) {
+void camox_emulator_cp_async_wait(int pending_groups) {
   fiber *f = self_worker->current;
   size_t kept = 0;
   for (const pending_copy &copy : f->copies) {
@@ -632,15 +635,15 @@ void camox_host_cp_async_wait(int pending_groups) {
   f->copies.resize(kept);
 }
 
-void camox_host_pause(void) {
+void camox_emulator_pause(void) {
   worker *w = self_worker;
   make_ready(w, index_of(w, w->current));
   to_scheduler(w);
 }
 
-int64_t camox_host_grid_cap(void) { return config.grid_cap; }
+int64_t camox_emulator_grid_cap(void) { return config.grid_cap; }
 
-void camox_host_configure(int order, uint64_t seed, int threads, double timeout_s, int64_t grid_cap) {
+void camox_emulator_configure(int order, uint64_t seed, int threads, double timeout_s, int64_t grid_cap) {
   config.order = order;
   config.seed = seed;
   config.threads = threads;
@@ -649,13 +652,13 @@ void camox_host_configure(int order, uint64_t seed, int threads, double timeout_
 }
 
 /* Leaves out the barrier in this line of a file, named without its folder; line 0: none. */
-void camox_host_without_barrier(const char *file, int line) {
+void camox_emulator_without_barrier(const char *file, int line) {
   config.without_file = file;
   config.without_line = line;
 }
 
 /* The first error since the last call, "" when there is none. */
-const char *camox_host_take_error(void) {
+const char *camox_emulator_take_error(void) {
   static std::string taken;
   std::lock_guard<std::mutex> hold(report_lock);
   taken = report;
@@ -665,7 +668,7 @@ const char *camox_host_take_error(void) {
 }
 
 /* One line per launch since the last call: object, offset of the kernel in it, blocks, threads a block, name. */
-const char *camox_host_take_runs(void) {
+const char *camox_emulator_take_runs(void) {
   records_text.clear();
   for (const run_record &r : records)
     records_text += r.module + '\t' +
@@ -677,9 +680,11 @@ const char *camox_host_take_runs(void) {
 }
 
 /* Bytes of the __shared__ variables of the kernel at this offset in an object; without them it is not launched. */
-void camox_host_static_shared(const char *module, size_t offset, size_t bytes) { static_shared[place(module, offset)] = bytes; }
+void camox_emulator_static_shared(const char *module, size_t offset, size_t bytes) {
+  static_shared[place(module, offset)] = bytes;
+}
 
-void camox_host_launch(const camox_host_launch_info *info, dim3 grid, dim3 block, size_t shared_bytes) {
+void camox_emulator_launch(const camox_emulator_launch_info *info, dim3 grid, dim3 block, size_t shared_bytes) {
   const std::string name = kernel_name(info->kernel, info->text);
   const uint64_t threads = uint64_t(block.x) * block.y * block.z;
   if (!grid.x || !grid.y || !grid.z || !threads || threads > max_threads || block.x > 1024 || block.y > 1024 || block.z > 64 ||
@@ -693,8 +698,7 @@ void camox_host_launch(const camox_host_launch_info *info, dim3 grid, dim3 block
   const uintptr_t offset = reinterpret_cast<uintptr_t>(info->kernel) - reinterpret_cast<uintptr_t>(object.dli_fbase);
   const auto known = static_shared.find(place(module, offset));
   if (known == static_shared.end())
-    return refuse(name, "nobody has told how much static shared memory it has (camox_host_static_shared)",
-                  cudaErrorInvalidValue);
+    return refuse(name, "its static shared memory is not known (camox_emulator_static_shared)", cudaErrorInvalidValue);
   const auto limit = dynamic_limits.find(info->kernel);
   const size_t total = shared_bytes + known->second;
   const bool too_much = limit == dynamic_limits.end() ? total > 49152 : shared_bytes > size_t(limit->second);
@@ -751,7 +755,7 @@ void camox_host_launch(const camox_host_launch_info *info, dim3 grid, dim3 block
 }
 
 /* ---- guarded buffers ---- */
-void *camox_host_alloc(size_t bytes, int flush_at_start, const char *name) {
+void *camox_emulator_alloc(size_t bytes, int flush_at_start, const char *name) {
   const size_t inner = (bytes + page - 1) / page * page + (bytes ? 0 : page);
   allocation a = {};
   a.region_bytes = inner + 2 * guard_bytes;
@@ -768,7 +772,7 @@ void *camox_host_alloc(size_t bytes, int flush_at_start, const char *name) {
 }
 
 /* What the guard pages cannot see: bytes written beside a buffer in its own pages. "" when there are none. */
-const char *camox_host_check_slack(void) {
+const char *camox_emulator_check_slack(void) {
   static std::string text;
   text.clear();
   for (const allocation &a : allocations)
@@ -780,7 +784,7 @@ const char *camox_host_check_slack(void) {
   return text.c_str();
 }
 
-void camox_host_free(void *data) {
+void camox_emulator_free(void *data) {
   for (size_t i = 0; i < allocations.size(); ++i) {
     if (allocations[i].data != data) continue;
     munmap(allocations[i].region, allocations[i].region_bytes);
@@ -796,7 +800,9 @@ cudaError_t CUDARTAPI cudaGetLastError(void) {
   return error;
 }
 cudaError_t CUDARTAPI cudaPeekAtLastError(void) { return last_error; }
-const char *CUDARTAPI cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "host_cuda error"; }
+const char *CUDARTAPI cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "an error of the CUDA emulator";
+}
 cudaError_t CUDARTAPI cudaGetDevice(int *device) {
   *device = 0;
   return cudaSuccess;

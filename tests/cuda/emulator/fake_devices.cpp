@@ -1,7 +1,7 @@
 /* csrc/common/cuda_part.cu on a made-up machine of four GPUs: which of them has a context, and each one's error word. */
-#define CAMOX_HOST_CUDA_ARCH 900
+#define CAMOX_EMULATED_ARCH 900
 #define CAMOX_CUDA_ARCHS "sm_90,compute_90"
-#include "host_cuda/host_cuda.h"
+#include "cuda_emulator.h"
 
 constexpr int fake_devices = 4;
 

@@ -1,4 +1,4 @@
-"""What the rig's cases of the ops on pictures share: params structs, guarded outputs, calls of the launchers."""
+"""What the emulator's cases of the ops on images share: params structs, guarded outputs, calls of the launchers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import rig
+import emulator
 import torch
 
 BORDERS = ("zeros", "replicate", "reflect")
 DTYPE_CODES = {torch.float32: "CAMOX_F32", torch.bfloat16: "CAMOX_BF16", torch.float16: "CAMOX_F16"}
-# Below, at and above a 16-byte and a 4-byte access, a warp of edge_maps' backward (30 vectors), a strip of rows, and in
+# Below, at and above a 16-byte and a 4-byte access, a warp of edge_maps' backward (30 vectors), a row band, and in
 # channels_last a block's columns and channel vectors.
 SHAPES = [
     (1, 2, 1, 1),
@@ -45,7 +45,7 @@ def _dense(memory, x, last, channels, name):
 
 
 @dataclass(frozen=True)
-class PictureOp:
+class ImageOp:
     """An op of (B, C, H, W) tensors whose launchers take a struct with views x, `maps`[...] and grad_x.
 
     options: keyword arguments of the references; backward_options: others for the backward; fields: what they are in
@@ -65,7 +65,7 @@ class PictureOp:
 
     @property
     def source(self):
-        return rig.CSRC / self.name / f"{self.name}_cuda.cu"
+        return emulator.CSRC / self.name / f"{self.name}_cuda.cu"
 
     def __str__(self) -> str:
         return self.name
@@ -79,12 +79,12 @@ class PictureOp:
             for options in self.options
             if not (options.get("border") == "reflect" and 1 in shape[2:])
         ]
-        return [(*case, list(rig.ORDERS)[i % len(rig.ORDERS)]) for i, case in enumerate(cases)]
+        return [(*case, list(emulator.ORDERS)[i % len(emulator.ORDERS)]) for i, case in enumerate(cases)]
 
     def forward(self, x, options=None, stacked=False, flush="end", **how):
         """The outputs, or the stacked tensor, written by the kernels."""
         last, channels = is_channels_last(x), x.shape[1]
-        with rig.guarded(flush) as memory:
+        with emulator.guarded(flush) as memory:
             p, structs = self._params(x, last, options)
             p.x = _view(structs, memory.copy(x, "x"))
             if stacked:
@@ -100,7 +100,7 @@ class PictureOp:
     def backward(self, x, grads, options=None, flush="end", **how):
         """grad_x, in x's layout, of the gradients of the outputs (and of a stacked x), None where there is none."""
         last = is_channels_last(x)
-        with rig.guarded(flush) as memory:
+        with emulator.guarded(flush) as memory:
             p, structs = self._params(x, last, options)
             if self.backward_reads_x:
                 p.x = _view(structs, memory.copy(x, "x"))
@@ -114,7 +114,7 @@ class PictureOp:
 
     def every_kernel(self, arch) -> None:
         """Runs each kernel at its smallest: every dtype, access width, layout and direction."""
-        for dtype in rig.DTYPES.values():
+        for dtype in emulator.DTYPES.values():
             for inner in (3, 2, 16):
                 last = torch.ones(1, inner, 3, 2).to(memory_format=torch.channels_last)
                 for x in (torch.ones(1, 1, 3, inner).to(dtype), last.to(dtype)):
@@ -122,7 +122,7 @@ class PictureOp:
                     self.backward(x, [x] * self.grads, arch=arch)
 
     def _params(self, like, last, options):
-        structs, constants = rig.header(rig.CSRC / "common/types.h", rig.CSRC / self.name / f"{self.name}.h")
+        structs, constants = emulator.header("common/types.h", f"{self.name}/{self.name}.h")
         p = structs[f"camox_{self.name}_params"]()
         p.dtype, p.channels_last = constants[DTYPE_CODES[like.dtype]], last
         p.batch, p.channels, p.height, p.width = like.shape
@@ -133,5 +133,5 @@ class PictureOp:
     def _call(self, name, p, x, last, direction, arch=900, source=None, define="", **how):
         layout = "channels_last" if last else "contiguous" if x.is_contiguous() else "strided"
         dtype = str(x.dtype).removeprefix("torch.")
-        function = getattr(rig.load(source or self.source, arch, define), name)
-        rig.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
+        function = getattr(emulator.load(source or self.source, arch, define), name)
+        emulator.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
