@@ -15,6 +15,7 @@ stay in the caches as far as they fit.
 import copy
 import gc
 import math
+import random
 import re
 import signal
 import threading
@@ -325,16 +326,18 @@ def repetitions(step: Callable, sample_s: float) -> int:
 def interleave(steps: dict[str, Callable], reps: dict[str, int], rounds: int, before: Callable) -> dict:
     """Seconds per call of every step, one sample of ``reps`` calls per round, ``before(step)`` called before each.
 
-    The steps take turns (A B C, B C A, ...), so that no step always follows the same one.
+    The order of the steps is another in each round, the same ones in every run: a step that always came after one that
+    runs the same code, such as the op on another layout, would find the processor's predictors trained.
     """
     order = list(steps)
+    shuffled = random.Random(0)
     samples = {name: [] for name in order}
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for turn in range(rounds):
-            at = turn % len(order)
-            for name in order[at:] + order[:at]:
+        for _ in range(rounds):
+            shuffled.shuffle(order)
+            for name in order:
                 before(steps[name])
                 samples[name].append(seconds_of(steps[name], reps[name]) / reps[name])
     finally:
