@@ -107,7 +107,7 @@ def case_of(group, shape, direction, dtype, layout="contiguous") -> Case:
     )
 
 
-# One of each group for any shape: what scripts/gpu_bench.py measures.
+# One of each group for any shape: what run.py --device cuda measures.
 make_case_dropout = partial(case_of, "dropout")
 make_case_sparse_gate = partial(case_of, "sparse_gate")
 make_case_dropout_add_layer_norm = partial(case_of, "dropout_add_layer_norm")

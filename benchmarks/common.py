@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,7 @@ from benchmarks import machine, record
 
 SUBJECT = "camox"
 BASELINE = "eager"
+CPU = torch.device("cpu")
 COMPILE_LIMIT_S = 180
 run_backward = torch.autograd.Variable._execution_engine.run_backward
 GEMM_SIZE = 1024
@@ -124,9 +125,9 @@ DIRECTIONS_ON_GPU = ("forward", "backward", "forward_backward")
 
 
 def on_gpu(shapes, rehearsal, size="large", directions=DIRECTIONS_ON_GPU, dtypes=None, full=False):
-    """What scripts/gpu_bench.py measures of a make_case(shape, direction, dtype, layout), contiguous, in the place of
-    its own images: these shapes, the one of a rehearsal, only these directions and dtypes (None: those of the plan),
-    and with `full` only in a full run."""
+    """What run.py --device cuda measures of a make_case(shape, direction, dtype, layout), contiguous, in the place of
+    images of a plan (cuda.py): these shapes, the one of a rehearsal, only these directions and dtypes (None: those of
+    the plan), and with `full` only in a full run."""
 
     def mark(make_case):
         make_case.on_gpu = {
@@ -465,71 +466,102 @@ def memory_of(candidate: Candidate) -> dict:
     return {**saved, "held_after_forward": max(0, held), "peak": peak, "returned": returned}
 
 
-def reject(name: str, why: str, accepted: dict, entry: dict) -> None:
-    entry["refused"][name] = why
-    entry["check"].pop(name, None)
-    accepted.pop(name, None)
+def exact_float32(device: torch.device):
+    """TF32 would loosen the tolerance; times are taken with torch's defaults."""
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if device.type == "cuda" else nullcontext()
 
 
-def accepted_candidates(case: Case, entry: dict, with_compile: bool) -> dict[str, Candidate]:
-    """The candidates of a case that gave right results; the others go into ``entry["refused"]``.
+class Candidates:
+    """The candidates of a case whose results are right, by name in ``accepted``; why others were rejected goes into
+    ``entry["refused"]``, the share of the tolerance that a result uses into ``entry["check"]``.
 
     Raises Skipped when camox itself is missing or wrong.
     """
-    candidates = dict(case.candidates())
-    for needed in (SUBJECT, BASELINE):
-        if needed not in candidates:
-            raise Skipped(f"the case has no candidate {needed!r}")
-    inputs = case.make_inputs()
-    baseline = candidates[BASELINE]
-    upstream = upstream_like(case, baseline, inputs) if case.direction == "forward_backward" else []
-    candidates.setdefault("compile", baseline)
-    to_compile = {name: candidates.pop(name) for name in list(candidates) if re.match(r"compile(_|$)", name)}
 
-    accepted = {BASELINE: Candidate(case, baseline, inputs, upstream)}
-    truth = float64_numbers(case, baseline, inputs, upstream) if case.verify is None else {}
-    numbers = {}
-    if case.verify is None:
-        accepted[BASELINE].numbers()  # the first pass of a process may take another numeric path
-        numbers = accepted[BASELINE].numbers()
+    def __init__(self, case: Case, entry: dict, device: torch.device = CPU):
+        self.case, self.entry, self.device = case, entry, device
+        with nullcontext() if device == CPU else device:  # where the modules among them are made
+            functions = dict(case.candidates())
+        for needed in (SUBJECT, BASELINE):
+            if needed not in functions:
+                raise Skipped(f"the case has no candidate {needed!r}")
+        baseline = functions.pop(BASELINE)
+        functions.setdefault("compile", baseline)
+        compiled = [name for name in functions if re.match(r"compile(_|$)", name)]
+        self.to_compile = {name: functions.pop(name) for name in compiled}
+        self.to_compile = {name: function for name, function in self.to_compile.items() if function is not None}
+        self.inputs = case.make_inputs() if device == CPU else tuple(t.to(device) for t in case.make_inputs())
+        backward = case.direction == "forward_backward"
+        self.upstream = [g.to(device) for g in upstream_like(case, baseline, self.inputs)] if backward else []
+        self.accepted = {BASELINE: Candidate(case, baseline, self.inputs, self.upstream)}
+        self.truth, self.numbers = {}, {}
+        if case.verify is None:
+            with exact_float32(device):
+                self.truth = float64_numbers(case, baseline, self.inputs, self.upstream)
+                self.accepted[BASELINE].numbers()  # the first pass of a process may take another numeric path
+                self.numbers = self.accepted[BASELINE].numbers()
+        self.accept(SUBJECT, functions.pop(SUBJECT))
+        for name, function in functions.items():
+            try:
+                self.accept(name, function)
+            except Exception as error:
+                entry["refused"][name] = reason(error)
 
-    def accept(name, function):
-        candidate = Candidate(case, function, inputs, upstream)
-        entry["check"][name] = float(f"{checked(case, candidate, numbers, truth):.3g}")
-        accepted[name] = candidate
+    def accept(self, name: str, function) -> None:
+        """Takes a function whose numbers are right; raises Skipped where they are wrong."""
+        candidate = Candidate(self.case, function, self.inputs, self.upstream)
+        with exact_float32(self.device):
+            share = checked(self.case, candidate, self.numbers, self.truth)
+        self.entry["check"][name] = float(f"{share:.3g}")
+        self.accepted[name] = candidate
 
-    accept(SUBJECT, candidates.pop(SUBJECT))
-    for name, function in candidates.items():
-        if name == BASELINE:
-            continue
-        try:
-            accept(name, function)
-        except Exception as error:
-            entry["refused"][name] = reason(error)
+    def reject(self, name: str, why: str) -> None:
+        self.entry["refused"][name] = why
+        self.entry["check"].pop(name, None)
+        self.accepted.pop(name, None)
+
+    def compile(self, limit_s: Callable[[], int] = lambda: COMPILE_LIMIT_S) -> None:
+        """Those that go through torch.compile too, each within limit_s()."""
+        forget_compiled()
+        for name, function in self.to_compile.items():
+            graphs = graphs_compiled()
+            try:
+                with time_limit(limit_s(), "torch.compile"):
+                    self.accept(name, torch.compile(function, dynamic=False, fullgraph=True))
+                    for _ in range(3):
+                        self.accepted[name].step()
+                fault = compile_fault(graphs + 1)
+            except Exception as error:
+                fault = reason(error)
+            if fault:
+                self.reject(name, fault)
+
+    def compiled(self) -> list[str]:
+        return [name for name in self.accepted if name.startswith("compile")]
+
+
+def candidates_of(case: Case, entry: dict, with_compile: bool) -> Candidates:
+    """All candidates on the CPU, with what the case asks for beside them: own outputs, other cases to compare with."""
+    candidates = Candidates(case, entry)
     if case.own_outputs is not None:
-        accept(f"{SUBJECT}_own_outputs", case.own_outputs())
+        candidates.accept(f"{SUBJECT}_own_outputs", case.own_outputs())
     for name, other in case.compare_with.items():
         if other.direction != case.direction:
             raise ValueError(f"compare_with {name}: direction {other.direction}, the case's is {case.direction}")
-        others = accepted_candidates(other, {"check": {}, "refused": {}}, with_compile=False)
-        accepted[f"{SUBJECT}_{name}"] = others[SUBJECT]
+        candidates.accepted[f"{SUBJECT}_{name}"] = Candidates(other, {"check": {}, "refused": {}}).accepted[SUBJECT]
     if with_compile:
-        forget_compiled()
-    for name, function in to_compile.items() if with_compile else ():
-        if function is None:
-            continue
-        graphs = graphs_compiled()
-        try:
-            with time_limit(COMPILE_LIMIT_S, "torch.compile"):
-                accept(name, torch.compile(function, dynamic=False, fullgraph=True))
-                for _ in range(3):
-                    accepted[name].step()
-            fault = compile_fault(graphs + 1)
-        except Exception as error:
-            fault = reason(error)
-        if fault:
-            reject(name, fault, accepted, entry)
-    return accepted
+        candidates.compile()
+    return candidates
+
+
+def row(entry: dict, allocator: str, seconds: float) -> str:
+    """One line of the table that a run prints: cold times in microseconds, then how many times slower than camox."""
+    measured = entry[allocator]["cold"]
+    ours = measured["time_us"][SUBJECT]
+    iqr = 100 * (ours["q3"] - ours["q1"]) / ours["median"]
+    ratios = "  ".join(f"{name} {spread['median']:.2f}x" for name, spread in measured["speed"].items())
+    refused = "".join(f"  [{name}: {reason}]" for name, reason in entry["refused"].items())
+    return f"{entry['key']:62} {ours['median']:9.1f} us +-{iqr:3.0f}%  {ratios}{refused}  ({seconds:.1f} s)"
 
 
 def run_case(
@@ -551,7 +583,8 @@ def run_case(
     if case.floor_flops:
         entry["floor"] = {"flops": case.floor_flops}
     with torch.set_grad_enabled(case.direction != "forward"):
-        accepted = accepted_candidates(case, entry, with_compile)
+        candidates = candidates_of(case, entry, with_compile)
+        accepted = candidates.accepted
         steps = {name: candidate.step for name, candidate in accepted.items()}
         scale = 1.0
         if entry["floor"]:
@@ -563,10 +596,10 @@ def run_case(
         if with_warm and case.rounds is None:
             ways["warm"] = lambda: time_warm(steps, effort)
         timed = {caches: on_quiet_machine(measure, effort, force) for caches, measure in ways.items()}
-        compiled = [name for name in accepted if name.startswith("compile")]
+        compiled = candidates.compiled()
         if compiled and (fault := compile_fault(graphs)):
             for name in compiled:
-                reject(name, fault, accepted, entry)
+                candidates.reject(name, fault)
                 for samples, _, _ in timed.values():
                     del samples[name]
         for samples, _, _ in timed.values():

@@ -5,6 +5,7 @@ import platform
 import re
 import resource
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -119,6 +120,10 @@ def git_state(root: Path) -> tuple[str, bool]:
         return git("rev-parse", "HEAD").strip(), bool(git("status", "--porcelain", "--", *code).strip())
     except (OSError, subprocess.CalledProcessError):
         return "unknown", True
+
+
+def python_version() -> str:
+    return ".".join(map(str, sys.version_info[:3]))
 
 
 def package_facts() -> tuple[str, str]:

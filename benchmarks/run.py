@@ -4,7 +4,8 @@ Measures every case of ``benchmarks/bench_<op>.py``, with cold and with warm cac
 keeps freed memory, and the chosen ones again, cold, in a child with the allocator's defaults; prints a table and writes
 ``benchmarks/results/<machine>-<op>.json``.
 A run that is not the whole benchmark (--quick, --dtype, --case) writes only where --json says. With --base REF another
-commit is built and compared with this tree instead (benchmarks/base.py); no record is written.
+commit is built and compared with this tree instead (benchmarks/base.py); no record is written. --device cuda measures
+the kernels of a GPU (benchmarks/cuda.py); the record is named by the GPU, ``<gpu>-<op>.json``.
 """
 
 import argparse
@@ -23,7 +24,8 @@ sys.path.append(str(ROOT))  # behind site-packages: an installed camox_ops is me
 
 import torch  # noqa: E402
 
-from benchmarks import base, common, machine, record  # noqa: E402
+from benchmarks import base, common, cuda, machine, record  # noqa: E402
+from benchmarks.device import open_device  # noqa: E402
 
 NOT_MEASURED = 3
 NOISY_IN_A_ROW = 3
@@ -82,7 +84,7 @@ def child(options) -> int:
             )
             noisy = 0
             found["entries"].append({**entry, "kept": None, "default": None, options.child: measured})
-            print(row(found["entries"][-1], options.child, time.monotonic() - start), flush=True)
+            print(common.row(found["entries"][-1], options.child, time.monotonic() - start), flush=True)
         except Exception as error:  # one case that fails must not cost the others; its reason is in the record
             reason = common.reason(error)
             found["refused"].append({"key": case.key, "reason": reason})
@@ -95,16 +97,6 @@ def child(options) -> int:
                 return NOT_MEASURED
     Path(options.child_out).write_text(json.dumps(found))
     return 0
-
-
-def row(entry: dict, allocator: str, seconds: float) -> str:
-    """One line of the table that a run prints: cold times in microseconds, then how many times slower than camox."""
-    measured = entry[allocator]["cold"]
-    ours = measured["time_us"][common.SUBJECT]
-    iqr = 100 * (ours["q3"] - ours["q1"]) / ours["median"]
-    ratios = "  ".join(f"{name} {spread['median']:.2f}x" for name, spread in measured["speed"].items())
-    refused = "".join(f"  [{name}: {reason}]" for name, reason in entry["refused"].items())
-    return f"{entry['key']:62} {ours['median']:9.1f} us +-{iqr:3.0f}%  {ratios}{refused}  ({seconds:.1f} s)"
 
 
 def run_child(allocator: str, arguments: list[str]) -> dict:
@@ -171,7 +163,7 @@ def measure(op: str, options, arguments: list[str]) -> dict:
         "dirty": dirty,
         "version": kept["version"],
         "torch": torch.__version__,
-        "python": ".".join(map(str, sys.version_info[:3])),
+        "python": machine.python_version(),
         "machine": host,
         "isa": kept["isa"],
         "threads": options.threads,
@@ -191,6 +183,8 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--quick", action="store_true", help="few cases, few rounds, one allocator")
     new.add_argument("--dtype", help="only this dtype, such as bfloat16")
     new.add_argument("--case", help="only cases whose key contains this")
+    devices = ("cpu", "cuda", "rehearsal")
+    new.add_argument("--device", choices=devices, default="cpu", help="rehearsal: what cuda does, tried on the CPU")
     new.add_argument("--threads", type=int, default=2)
     new.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
     new.add_argument("--force", action="store_true", help="measure on a busy machine; the record says so")
@@ -210,6 +204,8 @@ def main(arguments: list[str]) -> int:
         raise SystemExit(f"--op: {unknown.pop()!r} is not one of: {', '.join(all_ops())}")
     if options.json and len(ops) > 1:
         raise SystemExit("--json: one file holds one op, give --op as well")
+    if options.base and options.device != "cpu":
+        raise SystemExit("--base: compares on the CPU alone")
     if options.base:
         fine = True
         for op in ops:
@@ -223,9 +219,13 @@ def main(arguments: list[str]) -> int:
         x for name in ("dtype", "case") if getattr(options, name) for x in (f"--{name}", getattr(options, name))
     ]
     whole = options.compile and not (options.quick or options.dtype or options.case)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"--device cuda: torch {torch.__version__} finds no CUDA device")
+    device = None if options.device == "cpu" else open_device(options.device)
+    whole &= options.device != "rehearsal"
     missing = 0
     for op in ops:
-        found = measure(op, options, passed_on)
+        found = measure(op, options, passed_on) if device is None else cuda.run(op, device, options)
         path = options.json or (record.RESULTS / f"{found['machine']['name']}-{op}.json" if whole else None)
         if not found["entries"]:
             missing += 1

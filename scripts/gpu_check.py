@@ -126,8 +126,8 @@ def environment(section: Section) -> None:
         "cpu_cores": str(len(os.sched_getaffinity(0))),
     }
     import camox_ops
+    from benchmarks import device as gpu_device
     from camox_ops import _cuda, _selftest
-    from scripts import gpu_device
 
     section.data["version"] = camox_ops.__version__
     facts |= {"camox_ops": camox_ops.__version__, "file": camox_ops.__file__, "cuda_part": _cuda.status()}
@@ -271,7 +271,7 @@ def correctness(section: Section) -> None:
     """Outputs and gradients of every op against the float64 reference on the CPU, under the tolerance rule."""
     import torch
 
-    from scripts.gpu_device import open_device
+    from benchmarks.device import open_device
 
     device = open_device(section.device)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
@@ -336,8 +336,8 @@ def graphs(section: Section) -> None:
     """Every op captured, forward and with its backward pass, replayed on new inputs: the bits of a plain call."""
     import torch
 
+    from benchmarks.device import open_device
     from camox_ops import _selftest
-    from scripts.gpu_device import open_device
 
     device = open_device(section.device)
 
@@ -357,8 +357,8 @@ def replay_differs(op, shape, dtype, layout: str, backward: bool, device) -> str
     """What is wrong with the replays of a captured op, or an empty string."""
     import torch
 
+    from benchmarks.device import tensors
     from camox_ops import _selftest
-    from scripts.gpu_device import tensors
 
     given = op.inputs(shape, dtype)
     static = [_selftest.arranged(t.to(device.torch_device), layout).requires_grad_(backward) for t in given]
@@ -388,14 +388,15 @@ def replay_differs(op, shape, dtype, layout: str, backward: bool, device) -> str
 def bench(section: Section) -> None:
     import torch
 
+    from benchmarks.cuda import PLANS
+    from benchmarks.device import open_device
     from benchmarks.record import WRONG
     from scripts import gpu_bench
-    from scripts.gpu_device import open_device
 
     device = open_device(section.device)
     torch.manual_seed(0)
     found = section.take("bench")
-    plan, arguments = gpu_bench.PLANS[section.mode], (section.deadline, found, section.ops, section.missing)
+    plan, arguments = PLANS[section.mode], (section.deadline, found, section.ops, section.missing)
     printed = {entry["key"] for entry in found["entries"]}
     for found in gpu_bench.run(device, plan, *arguments, section.begin):
         section.data["bench"] = found
@@ -518,7 +519,7 @@ def sanitized_run(device_kind: str, ops: list[str], seconds: float) -> int:
     """What runs under compute-sanitizer: every op once in each layout, forward and backward; a line for each op."""
     import torch
 
-    from scripts.gpu_device import open_device
+    from benchmarks.device import open_device
 
     deadline = time.monotonic() + seconds
     device = open_device(device_kind)
@@ -906,7 +907,7 @@ def main(arguments: list[str]) -> int:
     if options.part == "tests":
         tests(section, options.tests)
         return 0
-    from scripts.gpu_device import ContextLost
+    from benchmarks.device import ContextLost
 
     try:
         RUNNERS[options.part](section)

@@ -270,7 +270,7 @@ def targets(record: dict) -> list[dict]:
             if own and not entries:
                 outcomes.append(unmeasured(group, why_unmeasured(bench, group)))
             for entry in entries:
-                outcomes += held_against(entry, own)
+                outcomes += compared_with(entry, own)
             continue
         for size in ("large", "small"):
             if not any(e["size"] == size for e in entries):
@@ -278,7 +278,7 @@ def targets(record: dict) -> list[dict]:
         for entry in entries:
             large = entry["size"] == "large"
             wanted = LARGE_TARGETS_OF.get(group, LARGE_TARGETS)
-            outcomes += held_against(entry, wanted) if large else small_targets(entry, bench)
+            outcomes += compared_with(entry, wanted) if large else small_targets(entry, bench)
     return outcomes
 
 
@@ -291,7 +291,7 @@ def unmeasured(name: str, why: str) -> dict:
     return {"name": name, "bound": "", "measured": None, "verdict": f"not measured: {why}"}
 
 
-def held_against(entry: dict, wanted: tuple[Target, ...]) -> list[dict]:
+def compared_with(entry: dict, wanted: tuple[Target, ...]) -> list[dict]:
     found = []
     for target in wanted:
         if entry["dtype"] not in target.dtypes:

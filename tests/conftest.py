@@ -14,6 +14,14 @@ hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_collection_modifyitems(items):
+    """CAMOX_TEST_DEVICE=cuda with a torch that is built for the CPU alone; one that has CUDA and finds no GPU fails."""
+    if os.environ.get("CAMOX_TEST_DEVICE", "cpu").startswith("cuda") and torch.version.cuda is None:
+        no_cuda = pytest.mark.skip(reason=f"CAMOX_TEST_DEVICE=cuda: torch {torch.__version__} is built without CUDA")
+        for item in items:
+            item.add_marker(no_cuda)
+
+
 @pytest.fixture(autouse=True)
 def same_ground_for_every_test():
     torch.set_num_threads(2)

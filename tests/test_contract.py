@@ -7,7 +7,10 @@ import ctypes
 import gc
 import inspect
 import itertools
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import contract_cases
 import pytest
@@ -684,6 +687,44 @@ thread = threading.Thread(target=test_contract.on_small_stacks)
 thread.start(), thread.join()
 print("done")
 """
+
+
+def test_every_case_follows_the_tested_device():
+    """CAMOX_TEST_DEVICE=cuda runs this file on a GPU: every case makes its inputs on that device, and its results lie
+    there. Shown by the device without memory, for which every op has a fake kernel."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from contract_cases import CASES
+from torch.utils._pytree import tree_flatten
+
+def elsewhere(values):
+    return {{x.device.type for x in tree_flatten(values)[0] if isinstance(x, torch.Tensor)}} - {{"meta"}}
+
+for case in CASES:
+    for shape in (*case.shapes, *case.wide, *case.large, *case.empty):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert not elsewhere(case.inputs(shape, dtype)), case
+    with torch.no_grad():
+        assert not elsewhere(case.ours(*case.inputs(case.shapes[0], torch.float32))), case
+print(len(CASES))
+"""
+    assert run_python(code, CAMOX_TEST_DEVICE="meta").split() == [str(len(CASES))]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_a_torch_without_cuda_skips_the_tests_of_a_gpu():
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-rs", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, "-k", "edge_maps"],
+        env={**os.environ, "CAMOX_TEST_DEVICE": "cuda"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout
+    assert " passed" not in result.stdout and " skipped" in result.stdout
+    assert "CAMOX_TEST_DEVICE=cuda: torch" in result.stdout and "is built without CUDA" in result.stdout
 
 
 @ON_CPU

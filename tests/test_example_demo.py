@@ -80,8 +80,8 @@ def test_a_scaled_gradient_fails_the_comparison(dataset, batch):
 def test_one_run_that_is_not_finite_is_not_outvoted():
     exact = {"loss total": torch.ones(1, dtype=torch.float64)}
     good, bad = {"loss total": torch.ones(1)}, {"loss total": torch.full((1,), torch.nan)}
-    assert common_parity.hold(exact, [good] * 3, [good])["worst"]["share_of_limit"] == 0
-    assert common_parity.hold(exact, [good, good, bad], [good])["worst"]["share_of_limit"] == np.inf
+    assert common_parity.compare_with_float64(exact, [good] * 3, [good])["worst"]["share_of_limit"] == 0
+    assert common_parity.compare_with_float64(exact, [good, good, bad], [good])["worst"]["share_of_limit"] == np.inf
 
 
 def test_a_missing_gradient_fails_the_comparison(dataset, batch):

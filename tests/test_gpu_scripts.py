@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 import camox_ops as cx  # noqa: E402
-from benchmarks import common, record  # noqa: E402
+from benchmarks import common, cuda, record, run  # noqa: E402
+from benchmarks import device as device_module  # noqa: E402
+from benchmarks.device import ContextLost, Rehearsal  # noqa: E402
 from camox_ops import _selftest  # noqa: E402
-from scripts import gpu_bench, gpu_check, gpu_device, gpu_record  # noqa: E402
-from scripts.gpu_device import ContextLost, Rehearsal  # noqa: E402
+from scripts import gpu_bench, gpu_check, gpu_record  # noqa: E402
 
 BY_NAME = {op.name: op for op in _selftest.OPS}
 EDGE, BDH, LINEAR = (BY_NAME[name] for name in ("edge_maps", "bdh_attention", "linear_attention"))
@@ -294,7 +295,7 @@ class Mortal(Rehearsal):
 
 def test_a_lost_device_is_noticed(section, monkeypatch):
     """No later case is then called wrong for it."""
-    monkeypatch.setattr(gpu_device, "open_device", lambda kind: Mortal())
+    monkeypatch.setattr(device_module, "open_device", lambda kind: Mortal())
     monkeypatch.setattr(_selftest, "OPS", (EDGE._replace(ours=lost), LINEAR))
     with pytest.raises(ContextLost, match="RuntimeError: an illegal memory access"):
         gpu_check.correctness(section)
@@ -352,11 +353,11 @@ def toy_case(shape, direction, dtype, layout, **candidates):
     )
 
 
-PLAN = replace(gpu_bench.PLANS["rehearsal"], rounds=2, dtypes=(torch.float32,), layouts=("contiguous",))
+PLAN = replace(cuda.PLANS["rehearsal"], rounds=2, dtypes=(torch.float32,), layouts=("contiguous",))
 
 
 def run_bench(monkeypatch, make_case, plan=PLAN, seconds=60.0, **more) -> dict:
-    monkeypatch.setattr(gpu_bench, "case_makers", lambda device: {"toy": make_case})
+    monkeypatch.setattr(cuda, "case_makers", lambda device, op="*": {"toy": make_case})
     sections = list(gpu_bench.run(Rehearsal(), plan, time.monotonic() + seconds, **more))
     assert record.problems(sections[-1], gpu_record.RECORD["bench"]) == []
     return sections[-1]
@@ -409,17 +410,96 @@ def test_cold_and_warm_calls():
 
     steps = {"camox": lambda: happened.append("call")}
     for cold, before in ((True, "flush"), (False, "call")):
-        gpu_bench.measure(Device(), steps, 2, cold)
+        cuda.measure(Device(), steps, 2, cold)
         assert happened[2:] == [before, "mark", "call", "mark"] * 2
         happened.clear()
+
+
+def run_on(device_name, tmp_path, *arguments) -> dict:
+    """The record that run.py --device writes of toy cases of edge_maps."""
+    path = tmp_path / "record.json"
+    assert run.main(["--device", device_name, "--op", "edge", "--json", str(path), *arguments]) == 0
+    return record.load(path)
+
+
+def test_the_runner_measures_a_device(monkeypatch, tmp_path, capsys):
+    """Entries as of the CPU, one for each direction; names and refusals as there; a partial run writes where asked."""
+    make_case = functools.partial(toy_case, peer=torch.cos)
+    monkeypatch.setattr(cuda, "case_makers", lambda device, op="*": {f"bench_{op}.make_case": make_case})
+    found = run_on("rehearsal", tmp_path)
+    assert (found["op"], found["machine"]["name"], found["refused"]) == ("edge", "rehearsal", [])
+    assert found["forced"] == ["a rehearsal on the CPU: nothing in it counts"]
+    keys = [entry["key"] for entry in found["entries"]]
+    for direction in common.DIRECTIONS_ON_GPU:
+        assert f"edge_maps/{direction}/float32/contiguous/2x3x17x19" in keys
+        assert f"edge_maps/{direction}/bfloat16/channels_last/1x4x5x5" in keys
+    assert len(keys) == len(set(keys)) == 3 * 2 * 2 * 2
+    for entry in found["entries"]:
+        others = {"floor"} if entry["direction"] == "backward" else {"eager", "floor"}
+        for caches in ("cold", "warm"):
+            assert entry["kept"][caches]["speed"].keys() == others
+        assert "wrong result" in entry["refused"]["peer"]
+        assert record.metric(entry, "times_floor") > 0
+    assert "edge_maps/forward/float32/contiguous/2x3x17x19" in capsys.readouterr().out
+    found = run_on("rehearsal", tmp_path, "--dtype", "bfloat16", "--case", "1x4x5x5")
+    assert {(entry["dtype"], *entry["shape"]) for entry in found["entries"]} == {("bfloat16", 1, 4, 5, 5)}
+
+
+def test_the_runner_records_what_it_could_not_measure(monkeypatch, tmp_path):
+    def make_case(shape, direction, dtype, layout):
+        if shape[0] == 1:
+            return toy_case(shape, direction, dtype, layout, camox=torch.cos)
+        return toy_case(shape, direction, dtype, layout)
+
+    monkeypatch.setattr(cuda, "case_makers", lambda device, op="*": {"toy": make_case})
+    found = run_on("rehearsal", tmp_path, "--dtype", "float32")
+    assert {tuple(entry["shape"]) for entry in found["entries"]} == {(2, 3, 17, 19)}
+    assert {item["key"] for item in found["refused"]} == {
+        "edge_maps/float32/contiguous/1x4x5x5",
+        "edge_maps/float32/channels_last/1x4x5x5",
+    }
+    assert all("wrong result" in item["reason"] for item in found["refused"])
+
+
+def test_the_record_of_a_device_is_named_by_it(monkeypatch, tmp_path):
+    """A whole run on CUDA; here its device imitates one, with the times that it says."""
+
+    class Named(Rehearsal):
+        kind, slug, architecture, l2_bytes, flush_bytes = "cuda", "nvidia-h200", "sm_90", 50 << 20, 200 << 20
+
+        def microseconds(self, begin, end):
+            return 10.0
+
+    plan = replace(cuda.PLANS["rehearsal"], dtypes=(torch.float32,), layouts=("contiguous",))
+    monkeypatch.setattr(cuda, "PLANS", {"full": plan, "quick": plan})
+    monkeypatch.setattr(cuda, "case_makers", lambda device, op="*": {"toy": toy_case})
+    monkeypatch.setattr(run, "open_device", lambda kind: Named())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    assert run.main(["--device", "cuda", "--op", "edge", "--quick"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert run.main(["--device", "cuda", "--op", "edge"]) == 0
+    found = record.load(tmp_path / "nvidia-h200-edge.json")
+    assert (found["isa"], found["forced"], found["caches"]["written_between_calls"]) == ("sm_90", [], 200 << 20)
+    for entry in found["entries"]:
+        assert entry["kept"]["cold"]["time_us"]["camox"]["median"] == 10.0
+        assert entry["kept"]["cold"]["speed"]["floor"]["median"] == 1.0
+
+
+def test_the_runner_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"--device cuda: torch .* finds no CUDA device"):
+        run.main(["--device", "cuda", "--op", "edge"])
+    with pytest.raises(SystemExit, match="--base: compares on the CPU alone"):
+        run.main(["--device", "cuda", "--op", "edge", "--base", "HEAD"])
 
 
 def test_the_flush_is_larger_than_any_cache(monkeypatch):
     made = []
     monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(4 * size) or torch.zeros(1))
     for l2_bytes in (50 << 20, 126 << 20):
-        device = object.__new__(gpu_device.Cuda)
-        monkeypatch.setattr(gpu_device.Cuda, "l2_bytes", l2_bytes)
+        device = object.__new__(device_module.Cuda)
+        monkeypatch.setattr(device_module.Cuda, "l2_bytes", l2_bytes)
         device._flush, device.torch_device = None, None
         device.flush()
         assert made.pop() >= 3 * l2_bytes
@@ -443,7 +523,7 @@ def test_bench_adds_to_what_is_known(monkeypatch):
 
 def test_bench_with_a_wrong_result_fails(section, monkeypatch):
     make_case = functools.partial(toy_case, camox=lambda x: torch.sin(x) + 1e-2)
-    monkeypatch.setattr(gpu_bench, "case_makers", lambda device: {"toy": make_case})
+    monkeypatch.setattr(cuda, "case_makers", lambda device, op="*": {"toy": make_case})
     gpu_check.bench(section)
     assert section.status == "failed"
     assert "wrong result" in section.message
@@ -479,31 +559,31 @@ def test_bench_compiles(monkeypatch):
     assert "compile" not in small["directions"]["forward_backward"]["speed"]
 
 
-REHEARSAL = gpu_bench.PLANS["rehearsal"]
+REHEARSAL = cuda.PLANS["rehearsal"]
 
 
 def test_why_there_is_no_compiler(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "needs a C compiler" in gpu_device.why_no_compiler()
+    assert "needs a C compiler" in device_module.why_no_compiler()
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr("sysconfig.get_path", lambda name: "nowhere")
-    assert "needs Python's C headers" in gpu_device.why_no_compiler()
+    assert "needs Python's C headers" in device_module.why_no_compiler()
 
 
 def test_every_benchmark_is_found():
-    choices, failed = gpu_bench.choices(REHEARSAL, gpu_bench.case_makers(Rehearsal()))
+    choices, failed = cuda.choices(REHEARSAL, cuda.case_makers(Rehearsal()))
     assert failed == {}
     assert {choice.group for choice in choices} == gpu_record.GROUPS.keys()
     for choice in choices:
-        first = gpu_bench.directions_of(choice.make_case)[0]
+        first = choice.directions[0]
         case = choice.make_case(choice.shape, first, choice.dtype, choice.layout)
         assert choice.key == f"{case.group}/{case.dtype_name}/{case.layout}/{'x'.join(map(str, case.shape))}"
 
 
 def test_no_op_waits_for_all_cases_of_another():
     """A run that is cut off after a minute has measured each op once, in the order of the targets."""
-    choices, _ = gpu_bench.choices(gpu_bench.PLANS["quick"], gpu_bench.case_makers(Rehearsal()))
+    choices, _ = cuda.choices(cuda.PLANS["quick"], cuda.case_makers(Rehearsal()), gpu_record.GROUPS)
     large = [choice for choice in choices if choice.rank == 0]
     assert choices[: len(large)] == large
     groups = list(dict.fromkeys(choice.group for choice in large))
@@ -516,8 +596,8 @@ def test_no_op_waits_for_all_cases_of_another():
 
 def test_shapes_of_their_own():
     """What the targets of single ops name is measured at those shapes; a model's step in the full run alone."""
-    makers = gpu_bench.case_makers(Rehearsal())
-    quick, full = (gpu_bench.choices(gpu_bench.PLANS[mode], makers)[0] for mode in ("quick", "full"))
+    makers = cuda.case_makers(Rehearsal())
+    quick, full = (cuda.choices(cuda.PLANS[mode], makers)[0] for mode in ("quick", "full"))
     measured = {(c.group, c.shape, str(c.dtype)[6:]) for c in full if c.layout == "contiguous"}
     assert measured >= {
         ("linear_attention_sum", (16, 8, 7744, 32), "bfloat16"),
@@ -536,7 +616,7 @@ def test_shapes_of_their_own():
 
 OWN = [
     pytest.param(name, marks=[pytest.mark.slow] if "layer" in name else [])
-    for name, make in gpu_bench.case_makers(Rehearsal()).items()
+    for name, make in cuda.case_makers(Rehearsal()).items()
     if hasattr(make, "on_gpu")
 ]
 
@@ -544,10 +624,10 @@ OWN = [
 @pytest.mark.parametrize("name", OWN)
 def test_benchmarks_of_their_own_shapes_run(name, monkeypatch):
     """Right numbers in every direction, at the shape of a rehearsal."""
-    make_case = gpu_bench.case_makers(Rehearsal())[name]
+    make_case = cuda.case_makers(Rehearsal())[name]
     found = run_bench(monkeypatch, make_case, replace(REHEARSAL, rounds=2, dtypes=(torch.float32,)))
     (entry,) = found["entries"]
-    assert entry["directions"].keys() == set(gpu_bench.directions_of(make_case))
+    assert entry["directions"].keys() == set(getattr(make_case, "on_gpu", {})["directions"])
     for measured in entry["directions"].values():
         assert "camox" in measured["time_us"]
         assert measured["floor_bytes"] > 0 or "step" in entry["directions"] or entry["group"] == "moe_layer"

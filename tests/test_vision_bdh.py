@@ -357,8 +357,8 @@ def test_models_of_both_op_sets_agree(kind, softmax):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 on the CPU")
 def test_models_are_held_to_float64_and_a_wrong_one_fails():
     models = demo_run.build_twins(CONFIG)
-    held = demo_run.compare(models, *random_batch())
-    assert held["passed"], held["worst"]
+    errors = demo_run.compare(models, *random_batch())
+    assert errors["passed"], errors["worst"]
     models["camox"].attn.register_forward_hook(lambda module, inputs, out: out * (1 + 1e-3))
     models["camox"].ln.eps = 1e-3
     assert not demo_run.compare(models, *random_batch())["passed"]

@@ -10,7 +10,7 @@ import copy
 import torch
 from torch import nn
 
-from ..common.parity import hold, shifted_samples
+from ..common.parity import compare_with_float64, shifted_samples
 from .losses import AdvancedCODLoss
 from .twins import RoutingRecorder, same_routing
 
@@ -65,12 +65,12 @@ def compare(models, images, masks):
         for model in (camox, stock)
     )
     routing_same = all(same_routing(chosen, exact_chosen) for _, chosen, _ in runs + samples)
-    held = hold(exact, [run[0] for run in runs], [sample[0] for sample in samples])
+    errors = compare_with_float64(exact, [run[0] for run in runs], [sample[0] for sample in samples])
     edge_images = [int(layer[EDGE_EXPERT]) for layer in usage]
-    right = not held["missing"] and held["worst"]["share_of_limit"] <= 1
+    right = not errors["missing"] and errors["worst"]["share_of_limit"] <= 1
     return {
         "passed": routing_same and right and min(edge_images) > 0,
         "routing_same": routing_same,
         "edge_images": edge_images,
-        **held,
+        **errors,
     }

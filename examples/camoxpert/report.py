@@ -26,11 +26,11 @@ def table(result):
     ]
     untrained, constant = result["untrained"]["iou"], result["constant_mask_iou"]
     lines.append(f"IoU of the untrained model {untrained:.4f}, of a constant mask {constant:.4f}")
-    held, training = result["parity"], result["training"]
+    errors, training = result["parity"], result["training"]
     lines.append("* of backbone and decoder, pointwise ones (linear layers) too; both op sets leave them to PyTorch")
-    lines += ["", *parity.lines(held)]
-    edge = f"images through the edge expert, per layer: {held['edge_images']}"
-    lines.append(f"routing_same {held['routing_same']}; {edge}")
+    lines += ["", *parity.lines(errors)]
+    edge = f"images through the edge expert, per layer: {errors['edge_images']}"
+    lines.append(f"routing_same {errors['routing_same']}; {edge}")
     lines.append(gap_line(training["early_loss_gaps"]))
     lines.append(f"both chose the same experts in {100 * training['same_routing_share']:.0f}% of the training steps")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Holds a network on camox_ops to float64, beside how far stock PyTorch itself is.
+"""Compares a network on camox_ops with float64, beside how far stock PyTorch itself is.
 
 Rule, per tensor: max|camox - ref64| <= NETWORK_FACTOR * max|torch - ref64| + 4 * eps * max|ref64|, where ref64 is the
 stock model in float64. One float32 run is one sample of its rounding, so both take SAMPLES runs, on the batch in
@@ -34,8 +34,8 @@ def shifted_samples(run, images):
     return [run(images, 0), *moved]
 
 
-def hold(exact, runs, samples):
-    """Hold camox's runs, each {"kind name": tensor}, to exact, the float64 run's, beside samples, stock PyTorch's.
+def compare_with_float64(exact, runs, samples):
+    """Compare camox's runs, each {"kind name": tensor}, with exact, the float64 run's, beside samples, stock PyTorch's.
 
     Returns {"missing", "kinds", "worst"}: names that only one of the two has; per kind (output, loss, gradient) the
     largest absolute differences of the first runs; the tensor that comes nearest to, or furthest past, its limit.
@@ -69,7 +69,7 @@ def difference(first, second):
 
 
 def lines(result):
-    """What hold returned, as lines of a table."""
+    """What compare_with_float64 returned, as lines of a table."""
     found = [f"{'largest difference of':26}" + "".join(f"{name:>15}" for name in HEADINGS)]
     for kind, row in result["kinds"].items():
         found.append(f"{kind:26}" + "".join(f"{row[column]:>15.2e}" for column in COLUMNS))

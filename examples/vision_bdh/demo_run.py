@@ -83,8 +83,8 @@ def compare(models, images, labels):
         parity.shifted_samples(lambda moved, shift, model=model: run_once(model, moved, labels, shift), images)
         for model in (camox, stock)
     )
-    held = parity.hold(exact, runs, samples)
-    return {"passed": not held["missing"] and held["worst"]["share_of_limit"] <= 1, **held}
+    errors = parity.compare_with_float64(exact, runs, samples)
+    return {"passed": not errors["missing"] and errors["worst"]["share_of_limit"] <= 1, **errors}
 
 
 def used(model, images, labels):
@@ -114,7 +114,7 @@ def run(mode, folder):
     models = build_twins(SMALL, in_channels=1)
     print(f"{len(training)} training images, {len(test)} held out; comparing with float64", flush=True)
     first = next(epochs_of(training, 1))
-    held = compare(models, *first)
+    errors = compare(models, *first)
     rows = {name: used(model, *first) for name, model in models.items()}
     steps = STEPS[mode]
     gaps = duel.early_loss_gaps(
@@ -144,7 +144,7 @@ def run(mode, folder):
         "settings": {"batch": BATCH, "steps": steps, "lr": LEARNING_RATE, "model": vars(SMALL)},
         "models": rows,
         "published": published_step(PUBLISHED_STEPS[mode]) if PUBLISHED_STEPS[mode] else None,
-        "parity": held,
+        "parity": errors,
         "early_loss_gaps": gaps,
     }
     folder = Path(folder)
@@ -195,10 +195,10 @@ def draw(path, result, models, dataset):
 def failures(result):
     """What in a result must not be, as sentences."""
     found = []
-    held = result["parity"]
-    if not held["passed"]:
+    errors = result["parity"]
+    if not errors["passed"]:
         found.append(
-            f"camox differs from float64 by more than the rule allows: {held['worst']}, missing={held['missing']}"
+            f"camox differs from float64 by more than the rule allows: {errors['worst']}, missing={errors['missing']}"
         )
     floor = FLOOR[result["mode"]]
     for name, row in result["models"].items():

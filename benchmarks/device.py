@@ -1,7 +1,9 @@
-"""The device under scripts/gpu_check.py: CUDA, or the CPU imitating its streams and graphs, so that the checks can be
-tried where there is no GPU. A run on the CPU is a rehearsal: its record says so and nothing in it counts."""
+"""The device of run.py --device cuda and scripts/gpu_check.py: CUDA, or the CPU imitating its events, streams and
+graphs, so that both can be tried where there is no GPU. A run on the CPU is a rehearsal: its record says so and nothing
+in it counts."""
 
 import os
+import re
 import shutil
 import sysconfig
 import time
@@ -42,14 +44,26 @@ class Cuda:
         return self.properties.name
 
     @property
+    def slug(self) -> str:
+        """The name as a part of a file's name."""
+        return slug(self.name)
+
+    @property
+    def architecture(self) -> str:
+        return f"sm_{self.properties.major}{self.properties.minor}"
+
+    @property
+    def flush_bytes(self) -> int:
+        return max(FLUSH_BYTES, 4 * self.l2_bytes)
+
+    @property
     def l2_bytes(self) -> int:
         return getattr(self.properties, "L2_cache_size", 0)
 
     def flush(self) -> None:
         """Fills the L2 cache with other data."""
         if self._flush is None:
-            size = max(FLUSH_BYTES, 4 * self.l2_bytes)
-            self._flush = torch.empty(size // 4, dtype=torch.int32, device=self.torch_device)
+            self._flush = torch.empty(self.flush_bytes // 4, dtype=torch.int32, device=self.torch_device)
         self._flush.zero_()
 
     def occupy(self, microseconds: float) -> None:
@@ -100,7 +114,9 @@ class Rehearsal:
 
     kind = "cpu"
     name = "rehearsal on the CPU"
-    l2_bytes = 0
+    slug = "rehearsal"
+    architecture = "none"
+    l2_bytes = flush_bytes = 0
 
     def __init__(self):
         self.torch_device = torch.device("cpu")
@@ -144,6 +160,10 @@ class Rehearsal:
 
 def tensors(value) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else list(value or ())
+
+
+def slug(name: str) -> str:
+    return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def open_device(kind: str):
