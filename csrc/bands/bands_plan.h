@@ -1,4 +1,4 @@
-/* How the CPU cuts frequency_bands into independent units. A pixel's bits depend on the picture alone, not on its unit.
+/* How the CPU cuts frequency_bands into independent units. A pixel's bits depend on the image alone, not on its unit.
 
    flat   every tensor has dense planes, one after the other, no wider than CAMOX_BANDS_FLAT_WIDTH: a unit is some whole
           planes, or whole rows of one plane, walked as one run of elements.

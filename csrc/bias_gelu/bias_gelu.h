@@ -28,18 +28,18 @@ typedef struct {
   const void *x;    /* [rows, columns] */
   const void *bias; /* [bias_length], as all biases in the dtype computed in */
   int64_t bias_length, bias_stride;
-  void *y;          /* forward: what is written */
+  void *y;          /* forward: the output */
   const void *grad; /* backward: the incoming gradient */
-  void *grad_x;     /* backward: what is written, and so the following */
+  void *grad_x;     /* backward: the output, and so are the following */
   void *partial;    /* [units, columns]: the units' shares of grad_bias */
   void *grad_bias;  /* [columns] */
 } camox_bias_gelu_params;
 
-/* Everything that can be wrong with a call; nothing has been written when it fails. */
+/* Validates all arguments of a call; when it fails, nothing has been written. */
 int camox_bias_gelu_check(const camox_bias_gelu_params *p);
 
 /* Runs of rows: the work is cut into this many independent units, by shape alone. */
-int64_t camox_bias_gelu_units(const camox_bias_gelu_params *p);
+int64_t camox_bias_gelu_items(const camox_bias_gelu_params *p);
 
 typedef void camox_bias_gelu_kernel(const camox_bias_gelu_params *p, int64_t begin, int64_t end);
 

@@ -9,7 +9,7 @@
 #define CAMOX_BIAS_GELU_LEAST_ROWS 16
 #define CAMOX_BIAS_GELU_MOST_ROWS 32
 
-static inline int64_t camox_bias_gelu_unit_rows(int64_t columns) {
+static inline int64_t camox_bias_gelu_item_rows(int64_t columns) {
   int64_t rows = columns > 0 ? CAMOX_BIAS_GELU_ELEMENTS / columns : CAMOX_BIAS_GELU_MOST_ROWS;
   if (rows < CAMOX_BIAS_GELU_LEAST_ROWS) return CAMOX_BIAS_GELU_LEAST_ROWS;
   return rows < CAMOX_BIAS_GELU_MOST_ROWS ? rows : CAMOX_BIAS_GELU_MOST_ROWS;

@@ -68,10 +68,10 @@ typedef struct {
   int64_t rows, width;
   const void *x, *residual; /* [rows, width] */
   camox_dropout_affine weight, bias;
-  void *y;                       /* forward: what is written */
+  void *y;                       /* forward: the output */
   void *stats;                   /* [2, rows]: mean - first s, 1/sqrt(var + eps); forward writes, backward reads */
   const void *grad;              /* backward: the incoming gradient */
-  void *grad_x, *grad_residual;  /* backward: what is written, and so the following; grad_x NULL without a seed */
+  void *grad_x, *grad_residual;  /* backward: the output, and so are the following; grad_x NULL without a seed */
   void *partial;                 /* [units, 2, width]: this unit's share of grad_weight and grad_bias */
   void *grad_weight, *grad_bias; /* [width] */
 } camox_dropout_norm_params;
@@ -81,9 +81,9 @@ typedef struct {
 int camox_dropout_check(const camox_dropout_params *p, const char *op);
 int camox_dropout_norm_check(const camox_dropout_norm_params *p, int backward);
 
-/* The work is cut into this many independent units, by shape alone, so any number of threads gives the same bits. */
-int64_t camox_dropout_units(const camox_dropout_params *p);
-int64_t camox_dropout_norm_units(const camox_dropout_norm_params *p);
+/* The number of independent work items, which the shape alone decides: any number of threads gives the same bits. */
+int64_t camox_dropout_items(const camox_dropout_params *p);
+int64_t camox_dropout_norm_items(const camox_dropout_norm_params *p);
 
 typedef void camox_dropout_kernel(const camox_dropout_params *p, int64_t begin, int64_t end);
 typedef void camox_dropout_norm_kernel(const camox_dropout_norm_params *p, int64_t begin, int64_t end);

@@ -470,7 +470,7 @@ static int norm_run(const camox_dropout_norm_params *p, void *stream) {
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
   a.drop_scale = static_cast<float>(camox_dropout_scale(a.threshold));
-  a.unit_rows = camox_dropout_norm_unit_rows(p->width);
+  a.unit_rows = camox_dropout_norm_item_rows(p->width);
   a.units = camox_ceil_div(p->rows, a.unit_rows);
   if (p->rows > 0) {
     switch (p->dtype) {

@@ -73,7 +73,7 @@ static inline camox_dropout_plan camox_dropout_plan_of(const camox_dropout_param
 #define CAMOX_DROPOUT_NORM_LEAST_ROWS 16
 #define CAMOX_DROPOUT_NORM_MOST_ROWS 32
 
-static inline int64_t camox_dropout_norm_unit_rows(int64_t width) {
+static inline int64_t camox_dropout_norm_item_rows(int64_t width) {
   int64_t rows = width > 0 ? CAMOX_DROPOUT_NORM_ELEMENTS / width : CAMOX_DROPOUT_NORM_MOST_ROWS;
   if (rows < CAMOX_DROPOUT_NORM_LEAST_ROWS) return CAMOX_DROPOUT_NORM_LEAST_ROWS;
   return rows < CAMOX_DROPOUT_NORM_MOST_ROWS ? rows : CAMOX_DROPOUT_NORM_MOST_ROWS;

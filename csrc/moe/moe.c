@@ -79,7 +79,7 @@ int camox_moe_check_places(const camox_moe_rows_params *p, uint8_t *taken) {
 
 int64_t camox_moe_blocks(const camox_moe_route_params *p) { return camox_ceil_div(p->rows, camox_moe_block_rows(p)); }
 
-int64_t camox_moe_units(const camox_moe_rows_params *p, int fills_places) {
+int64_t camox_moe_items(const camox_moe_rows_params *p, int fills_places) {
   int64_t units = p->rows * camox_moe_chunks(p);
   if (!fills_places) return units;
   return units + (p->capacity < 0 ? p->rows * p->top_k - p->offsets[p->num_experts] : camox_moe_places(p));

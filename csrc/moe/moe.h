@@ -124,7 +124,7 @@ static CAMOX_ANYWHERE inline int camox_moe_vacant(const camox_moe_rows_params *p
 /* CPU. The work is cut into independent units by shape: blocks of rows; chunks of rows, and in dispatch and combine's backward
    vacant places. */
 int64_t camox_moe_blocks(const camox_moe_route_params *p);
-int64_t camox_moe_units(const camox_moe_rows_params *p, int fills_places);
+int64_t camox_moe_items(const camox_moe_rows_params *p, int fills_places);
 
 typedef void camox_moe_route_kernel(const camox_moe_route_params *p, int64_t begin, int64_t end);
 typedef void camox_moe_rows_kernel(const camox_moe_rows_params *p, int64_t begin, int64_t end);

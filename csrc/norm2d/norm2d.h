@@ -1,4 +1,4 @@
-/* layer_norm2d: LayerNorm over each group of channels at every pixel of a picture, activation and residual in one pass.
+/* layer_norm2d: LayerNorm over each group of channels at every pixel of an image, activation and residual in one pass.
 
    x (B,C,H,W), weight and bias (C,); over each group of C/groups channels, at every pixel:
      z = (x - mean) / sqrt(var + eps)   u = z * weight + bias   y = act(u) [+ residual]
@@ -48,9 +48,9 @@ typedef struct {
   camox_norm2d_affine weight, bias;
   void *stats; /* [2, B, groups, H*W] in the dtype computed in: mean - first channel, 1/sqrt(var + eps); forward: may be NULL */
   camox_view4 residual;          /* forward, optional */
-  camox_view4 y;                 /* forward: what is written */
+  camox_view4 y;                 /* forward: the output */
   camox_view4 grad;              /* backward: the incoming gradient */
-  camox_view4 grad_x;            /* backward: what is written, and so the following */
+  camox_view4 grad_x;            /* backward: the output, and so are the following */
   void *partial;                 /* [units, 2, C]: this unit's share of grad_weight and grad_bias */
   void *grad_weight, *grad_bias; /* [C] */
   void *scratch; /* CPU, forward and backward: CAMOX_NORM2D_SCRATCH bytes of this thread alone, aligned to 64 bytes */
@@ -58,12 +58,12 @@ typedef struct {
 
 #define CAMOX_NORM2D_SCRATCH (704 << 10)
 
-/* Everything that can be wrong with a call; nothing has been written when it fails. */
+/* Validates all arguments of a call; when it fails, nothing has been written. */
 int camox_norm2d_check(const camox_norm2d_params *p);
 
-/* The work is cut into this many independent units, blocks of pixels of one picture, by shape alone, so any number of threads
+/* The work is cut into this many independent units, blocks of pixels of one image, by shape alone, so any number of threads
    gives the same bits. */
-int64_t camox_norm2d_units(const camox_norm2d_params *p);
+int64_t camox_norm2d_items(const camox_norm2d_params *p);
 
 typedef void camox_norm2d_kernel(const camox_norm2d_params *p, int64_t begin, int64_t end);
 
@@ -73,8 +73,8 @@ camox_norm2d_kernel *camox_norm2d_backward(camox_dtype dtype, camox_isa isa);
 /* After backward: grad_weight and grad_bias of channels [begin, end) from the partial sums, in the order of the units. */
 camox_norm2d_kernel *camox_norm2d_reduce(camox_dtype dtype, camox_isa isa);
 
-/* As camox_norm2d_units for the CUDA kernels: `partial` must have room for this many, fewer may be used. */
-int64_t camox_norm2d_cuda_units(const camox_norm2d_params *p);
+/* As camox_norm2d_items for the CUDA kernels: `partial` must have room for this many, fewer may be used. */
+int64_t camox_norm2d_cuda_items(const camox_norm2d_params *p);
 
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
 int camox_norm2d_cuda(const camox_norm2d_params *p, void *stream);

@@ -1,4 +1,4 @@
-/* How the pixels of a picture are cut into blocks: shared by the count of units and the kernels. */
+/* How the pixels of an image are cut into blocks: shared by the count of units and the kernels. */
 #ifndef CAMOX_NORM2D_PLAN_H
 #define CAMOX_NORM2D_PLAN_H
 

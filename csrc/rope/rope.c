@@ -25,7 +25,7 @@ int camox_rope_check(const camox_rope_params *p, int backward) {
   if (!p->positions && !p->cu_seqlens && p->table_length < p->length)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: cos and sin have %lld rows, fewer than the %lld positions of x",
                       (long long)p->table_length, (long long)p->length);
-  CAMOX_REQUIRE(camox_check_apart("rope", "what is written", &p->y, size));
+  CAMOX_REQUIRE(camox_check_distinct_elements("rope", "what is written", &p->y, size));
 #ifndef CAMOX_CUDA_PART
   if (backward && (p->positions || p->cu_seqlens) && !(p->tokens && p->row_begin))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: the order of the tokens is missing");
@@ -35,12 +35,12 @@ int camox_rope_check(const camox_rope_params *p, int backward) {
   return CAMOX_OK;
 }
 
-int64_t camox_rope_units(const camox_rope_params *p) {
+int64_t camox_rope_items(const camox_rope_params *p) {
   if (p->heads == 0 || p->dim == 0) return 0;
   return p->batch * camox_ceil_div(p->length, camox_rope_tile(p));
 }
 
-int64_t camox_rope_backward_units(const camox_rope_params *p) { return p->table_length; }
+int64_t camox_rope_backward_items(const camox_rope_params *p) { return p->table_length; }
 
 #ifndef CAMOX_CUDA_PART
 CAMOX_KERNEL_TABLE(camox_rope_kernel, camox_rope_forward, camox_rope_forward_kernel)

@@ -75,8 +75,8 @@ static CAMOX_ANYWHERE inline int64_t camox_rope_sequence(const int32_t *cu_seqle
 void camox_rope_sort_tokens(const camox_rope_params *p, int64_t *row_begin, int64_t *tokens);
 
 /* The work is cut into this many independent units, by shape alone: tiles of tokens; in the backward rows of the tables. */
-int64_t camox_rope_units(const camox_rope_params *p);
-int64_t camox_rope_backward_units(const camox_rope_params *p);
+int64_t camox_rope_items(const camox_rope_params *p);
+int64_t camox_rope_backward_items(const camox_rope_params *p);
 
 typedef void camox_rope_kernel(const camox_rope_params *p, int64_t begin, int64_t end);
 

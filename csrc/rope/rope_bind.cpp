@@ -92,23 +92,15 @@ camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& 
   return p;
 }
 
-#ifdef CAMOX_CUDA_PART
-void launch_told(int (*launcher)(const camox_rope_params*, void*), camox_rope_params& p, const Tensor& x, const char* op) {
-  torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  p.error_word = camox_cuda_error_word(x.get_device_index());
-  launch(launcher, p, x, op);
-}
-#endif
-
 void turn(camox_rope_params& p, const Tensor& x, const Tensor& y, const Axes& axes) {
   p.y = view_of(y, axes);
   check(camox_rope_check(&p, 0));
 #ifdef CAMOX_CUDA_PART
-  launch_told(camox_rope_cuda, p, x, "rope");
+  launch_with_error_word(camox_rope_cuda, p, x, "rope");
 #else
   check(camox_rope_check_values(&p));
-  const int64_t units = camox_rope_units(&p);
-  run(camox_rope_forward(p.dtype, camox_isa_current()), p, units, units > 0 ? x.numel() / units : 0);
+  const int64_t items = camox_rope_items(&p);
+  run(camox_rope_forward(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0);
 #endif
 }
 
@@ -145,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tenso
   const std::array<int64_t, 3> stride = {std::max<int64_t>(size[1] * size[2], 1), std::max<int64_t>(size[2], 1), 1};
   Tensor partial = empty_strided(cos, dtype_code(cos), 3, size.data(), stride.data());
   p.partial = static_cast<float*>(partial.data_ptr());
-  launch_told(camox_rope_backward_cuda, p, x, "rope_backward");
+  launch_with_error_word(camox_rope_backward_cuda, p, x, "rope_backward");
 #else
   check(camox_rope_check(&p, 0));
   check(camox_rope_check_values(&p));
@@ -156,8 +148,8 @@ std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tenso
     p.row_begin = order.data(), p.tokens = order.data() + p.table_length + 1;
   }
   check(camox_rope_check(&p, 1));
-  const int64_t units = camox_rope_backward_units(&p);
-  run(camox_rope_backward(p.dtype, camox_isa_current()), p, units, units > 0 ? x.numel() / units : 0);
+  const int64_t items = camox_rope_backward_items(&p);
+  run(camox_rope_backward(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0);
 #endif
   return {grad_x, grad_cos, grad_sin};
 }
