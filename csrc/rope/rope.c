@@ -6,7 +6,7 @@
 #include "../common/check.h"
 #include "../common/integers.h"
 #include "../common/kernel_table.h"
-#include "rope_tile.h"
+#include "rope_plan.h"
 
 int camox_rope_check(const camox_rope_params *p, int backward) {
   const int64_t size[4] = {p->batch, p->heads, p->length, p->dim};
@@ -83,7 +83,7 @@ void camox_rope_sort_tokens(const camox_rope_params *p, int64_t *row_begin, int6
   int64_t sequence = 0;
   for (int64_t b = 0; b < p->batch; ++b)
     for (int64_t t = 0; t < p->length; ++t) ++row_begin[camox_rope_row(p, b, t, &sequence)];
-  /* from how many tokens a row has to where they end; then each token, last first, takes the place before that */
+  /* counts become ends; each token, last first, then takes the entry before the end of its row */
   for (int64_t row = 1; row <= p->table_length; ++row) row_begin[row] += row_begin[row - 1];
   for (int64_t b = p->batch - 1; b >= 0; --b)
     for (int64_t t = p->length - 1; t >= 0; --t) {

@@ -92,7 +92,7 @@ camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& 
   return p;
 }
 
-void turn(camox_rope_params& p, const Tensor& x, const Tensor& y, const Axes& axes) {
+void rotate(camox_rope_params& p, const Tensor& x, const Tensor& y, const Axes& axes) {
   p.y = view_of(y, axes);
   check(camox_rope_check(&p, 0));
 #ifdef CAMOX_CUDA_PART
@@ -108,14 +108,14 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTenso
             bool interleaved, int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
   camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
   Tensor y = empty_in_order(x);
-  turn(p, x, y, axes_of(x, layout, cu_seqlens.has_value(), "x"));
+  rotate(p, x, y, axes_of(x, layout, cu_seqlens.has_value(), "x"));
   return y;
 }
 
 void rope_(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTensor positions, OptionalTensor cu_seqlens,
            bool interleaved, int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
   camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
-  turn(p, x, x, axes_of(x, layout, cu_seqlens.has_value(), "x"));
+  rotate(p, x, x, axes_of(x, layout, cu_seqlens.has_value(), "x"));
 }
 
 std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tensor& x, const Tensor& cos, const Tensor& sin,
