@@ -6,7 +6,7 @@ namespace {
 
 using namespace camox;
 
-// x is packed already.
+// x is contiguous.
 camox_bias_gelu_params params_of(const Tensor& x, const Tensor& bias, const OptionalTensor& seed, double probability,
                                  const char* op) {
   if (x.dim() < 1) throw std::invalid_argument(std::string(op) + ": x must have at least 1 dimension, got 0");

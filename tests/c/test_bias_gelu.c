@@ -1,4 +1,4 @@
-/* bias_gelu against a plain double loop: every kernel of this machine, dropout, sizes around vectors, pieces and items. */
+/* bias_gelu against a plain double loop: every kernel of this machine, dropout, sizes around vectors, pieces and work items. */
 #include "../../csrc/bias_gelu/bias_gelu.h"
 #include "../../csrc/common/philox.h"
 #include "camox_test.h"
@@ -16,9 +16,9 @@ static void naive(const camox_bias_gelu_params *p, const test_image *x, const te
     for (int64_t column = 0; column < p->columns; ++column) {
       const int64_t at = row * p->columns + column;
       const double u = test_at(x, 0, 0, row, column) + test_at(bias, 0, 0, 0, column), phi = 0.5 * erfc(-u * M_SQRT1_2);
-      const double slope = phi + u * exp(-0.5 * u * u) / sqrt(2 * M_PI);
+      const double derivative = phi + u * exp(-0.5 * u * u) / sqrt(2 * M_PI);
       y[at] = factor_of(p, at) * u * phi;
-      grad_x[at] = factor_of(p, at) * test_at(grad, 0, 0, row, column) * slope;
+      grad_x[at] = factor_of(p, at) * test_at(grad, 0, 0, row, column) * derivative;
       grad_bias[column] += grad_x[at];
     }
 }
