@@ -80,7 +80,7 @@ camox_dropout_affine affine_of(const Tensor& v, const Tensor& x, const char* op,
   return {v.data_ptr(), v.size(0), v.stride(0)};
 }
 
-// x and residual are packed already.
+// x and residual are contiguous.
 camox_dropout_norm_params norm_params(const Tensor& x, const Tensor& residual, const Tensor& weight, const OptionalTensor& seed,
                                       double probability, const char* op) {
   if (x.dim() < 1) throw std::invalid_argument(std::string(op) + ": x must have at least 1 dimension, got 0");

@@ -40,7 +40,7 @@ static void test_philox(void) {
   }
 }
 
-/* What an element is multiplied by. */
+/* The factor of an element. */
 static double factor(int64_t index, int dropping) {
   if (!dropping) return 1;
   uint32_t threshold = camox_dropout_threshold(probability);
