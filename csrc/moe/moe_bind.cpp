@@ -220,8 +220,8 @@ struct Indices {
   Tensor experts, offsets, position;
 };
 
-// What moe_route gave, for tensors on x's device. checked: these indices were validated before, as those of a forward are
-// before its backward; autograd refuses what was written to in between.
+// Puts moe_route's results, tensors on x's device, into p. checked: these indices have been validated before, by the forward of
+// a backward; autograd refuses tensors that were written to in between.
 Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& experts, const Tensor& offsets,
                     const Tensor& position, OptionalInt capacity, bool checked, const char* op) {
   if (experts.dim() != 2 || offsets.dim() != 1)
@@ -275,7 +275,7 @@ Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& of
                     OptionalInt capacity) {
   const char* op = "moe_dispatch";
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, false, op);
+  const Indices routing = set_routing(p, given, experts, offsets, position, capacity, false, op);
   check_outer(given, outer_of_rows(p), op, "x");
   const RowLayout layout = row_layout(given, 1);
   Tensor x = as_rows(given, layout, outer_of_rows(p)), y = empty_rows(x, layout, outer_of_places(p));
@@ -293,7 +293,7 @@ Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& of
 Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const Tensor& experts, const Tensor& offsets,
                const Tensor& position, OptionalInt capacity, bool checked, const char* op, const char* name) {
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
+  const Indices routing = set_routing(p, given, experts, offsets, position, capacity, checked, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, name);
   const RowLayout layout = row_layout(given, outer.count);
@@ -330,7 +330,7 @@ std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const 
                                                 OptionalInt capacity, bool checked) {
   const char* op = "moe_combine_backward";
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
+  const Indices routing = set_routing(p, given, experts, offsets, position, capacity, checked, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, "y");
   const RowLayout layout = row_layout(given, outer.count);

@@ -17,7 +17,7 @@ typedef struct {
   char what[160];
 } options;
 
-/* A buffer of exactly its size, so that a sanitizer sees what leaves it; random numbers or the pattern. */
+/* A buffer of exactly its size, so that a sanitizer sees accesses beyond it; random numbers or the pattern. */
 static test_image rows_of(camox_dtype dtype, int64_t rows, int64_t columns, int filled) {
   int64_t size[4] = {1, 1, rows, columns};
   return filled ? test_input(dtype, TEST_CONTIGUOUS, size) : test_output(dtype, 0, 0, size);
