@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 enum { CAMOX_BANDS_LOW = 0, CAMOX_BANDS_MID = 1, CAMOX_BANDS_HIGH = 2, CAMOX_BANDS_INPUT = 3, CAMOX_BANDS_MAPS = 4 };
-/* How far the filters look, in pixels. */
+/* The reach of the filters, in pixels. */
 enum { CAMOX_BANDS_REACH = 2 };
 
 typedef struct {
