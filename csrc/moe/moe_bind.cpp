@@ -220,10 +220,18 @@ struct Indices {
   Tensor experts, offsets, position;
 };
 
-// Puts moe_route's results, tensors on x's device, into p. checked: these indices have been validated before, by the forward of
-// a backward; autograd refuses tensors that were written to in between.
-Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& experts, const Tensor& offsets,
-                    const Tensor& position, OptionalInt capacity, bool checked, const char* op) {
+// The operators' arguments that come from moe_route. checked: they have been validated before, by the forward of a backward;
+// autograd refuses tensors that were written to in between.
+struct GivenRouting {
+  const Tensor &experts, &offsets, &position;
+  OptionalInt capacity;
+  bool checked;
+};
+
+// Puts them, tensors on x's device, into p.
+Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const GivenRouting& given, const char* op) {
+  const Tensor &experts = given.experts, &offsets = given.offsets, &position = given.position;
+  const OptionalInt capacity = given.capacity;
   if (experts.dim() != 2 || offsets.dim() != 1)
     throw std::invalid_argument(std::string(op) + ": experts must have shape (rows, K) and offsets (E+1,)");
   if (capacity.has_value() && *capacity < 0)
@@ -237,7 +245,7 @@ Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& exp
                 indices(position, x, slots, op, "position")};
   p.experts = data_of(found.experts), p.offsets = data_of(found.offsets), p.position = data_of(found.position);
 #ifndef CAMOX_CUDA_PART
-  if (checked) return found;
+  if (given.checked) return found;
   std::vector<uint8_t> taken(slots);
   check(camox_moe_check_places(&p, taken.data()));
 #endif
@@ -275,7 +283,7 @@ Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& of
                     OptionalInt capacity) {
   const char* op = "moe_dispatch";
   camox_moe_rows_params p{};
-  const Indices routing = set_routing(p, given, experts, offsets, position, capacity, false, op);
+  const Indices routing = set_routing(p, given, {experts, offsets, position, capacity, false}, op);
   check_outer(given, outer_of_rows(p), op, "x");
   const RowLayout layout = row_layout(given, 1);
   Tensor x = as_rows(given, layout, outer_of_rows(p)), y = empty_rows(x, layout, outer_of_places(p));
@@ -290,10 +298,10 @@ Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& of
 }
 
 // weights: NULL for the plain sum, the backward of dispatch.
-Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const Tensor& experts, const Tensor& offsets,
-               const Tensor& position, OptionalInt capacity, bool checked, const char* op, const char* name) {
+Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const GivenRouting& given_routing, const char* op,
+               const char* name) {
   camox_moe_rows_params p{};
-  const Indices routing = set_routing(p, given, experts, offsets, position, capacity, checked, op);
+  const Indices routing = set_routing(p, given, given_routing, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, name);
   const RowLayout layout = row_layout(given, outer.count);
@@ -317,12 +325,12 @@ Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const T
 
 Tensor moe_dispatch_backward(const Tensor& grad, const Tensor& experts, const Tensor& offsets, const Tensor& position,
                              OptionalInt capacity, bool checked) {
-  return combine(grad, std::nullopt, experts, offsets, position, capacity, checked, "moe_dispatch_backward", "grad");
+  return combine(grad, std::nullopt, {experts, offsets, position, capacity, checked}, "moe_dispatch_backward", "grad");
 }
 
 Tensor moe_combine(const Tensor& y, const Tensor& weights, const Tensor& experts, const Tensor& offsets, const Tensor& position,
                    OptionalInt capacity) {
-  return combine(y, weights, experts, offsets, position, capacity, false, "moe_combine", "y");
+  return combine(y, weights, {experts, offsets, position, capacity, false}, "moe_combine", "y");
 }
 
 std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const Tensor& given, const Tensor& given_weights,
@@ -330,7 +338,7 @@ std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const 
                                                 OptionalInt capacity, bool checked) {
   const char* op = "moe_combine_backward";
   camox_moe_rows_params p{};
-  const Indices routing = set_routing(p, given, experts, offsets, position, capacity, checked, op);
+  const Indices routing = set_routing(p, given, {experts, offsets, position, capacity, checked}, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, "y");
   const RowLayout layout = row_layout(given, outer.count);

@@ -69,17 +69,24 @@ void set_cu_seqlens(camox_rope_params& p, const Tensor& cu_seqlens, const Tensor
   p.sequences = cu_seqlens.size(0) - 1;
 }
 
-camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& sin, const OptionalTensor& positions,
-                              const OptionalTensor& cu_seqlens, bool interleaved, int64_t layout,
-                              std::optional<int64_t> rotary_dim, bool transposed) {
+// The operators' arguments after x and the tables.
+struct Options {
+  const OptionalTensor &positions, &cu_seqlens;
+  bool interleaved;
+  int64_t layout;
+  std::optional<int64_t> rotary_dim;
+  bool transposed;
+};
+
+camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& sin, const Options& options) {
   camox_rope_params p{};
-  const bool packed = cu_seqlens.has_value();
-  const Axes axes = axes_of(x, layout, packed, "x");
+  const bool packed = options.cu_seqlens.has_value();
+  const Axes axes = axes_of(x, options.layout, packed, "x");
   p.dtype = dtype_of(x, "rope");
-  p.interleaved = interleaved, p.transposed = transposed;
+  p.interleaved = options.interleaved, p.transposed = options.transposed;
   p.batch = packed ? 1 : x.size(axes.batch);
   p.heads = x.size(axes.heads), p.length = x.size(axes.length), p.dim = x.size(axes.dim);
-  p.rotary_dim = rotary_dim.has_value() ? *rotary_dim : p.dim;
+  p.rotary_dim = options.rotary_dim.value_or(p.dim);
   p.x = view_of(x, axes);
   check_table(cos, x, "cos");
   check_table(sin, x, "sin");
@@ -87,8 +94,8 @@ camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& 
     throw std::invalid_argument("rope: cos and sin must have the same shape");
   p.table_length = cos.size(0), p.table_columns = cos.size(1);
   p.cos = cos.data_ptr(), p.sin = sin.data_ptr();
-  if (positions.has_value()) set_positions(p, *positions, x);
-  if (packed) set_cu_seqlens(p, *cu_seqlens, x);
+  if (options.positions.has_value()) set_positions(p, *options.positions, x);
+  if (packed) set_cu_seqlens(p, *options.cu_seqlens, x);
   return p;
 }
 
@@ -106,7 +113,7 @@ void rotate(camox_rope_params& p, const Tensor& x, const Tensor& y, const Axes& 
 
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTensor positions, OptionalTensor cu_seqlens,
             bool interleaved, int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
-  camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
+  camox_rope_params p = rope_params(x, cos, sin, {positions, cu_seqlens, interleaved, layout, rotary_dim, transposed});
   Tensor y = empty_in_order(x);
   rotate(p, x, y, axes_of(x, layout, cu_seqlens.has_value(), "x"));
   return y;
@@ -114,14 +121,14 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTenso
 
 void rope_(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTensor positions, OptionalTensor cu_seqlens,
            bool interleaved, int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
-  camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
+  camox_rope_params p = rope_params(x, cos, sin, {positions, cu_seqlens, interleaved, layout, rotary_dim, transposed});
   rotate(p, x, x, axes_of(x, layout, cu_seqlens.has_value(), "x"));
 }
 
 std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tensor& x, const Tensor& cos, const Tensor& sin,
                                                  OptionalTensor positions, OptionalTensor cu_seqlens, bool interleaved,
                                                  int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
-  camox_rope_params p = rope_params(grad, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, !transposed);
+  camox_rope_params p = rope_params(grad, cos, sin, {positions, cu_seqlens, interleaved, layout, rotary_dim, !transposed});
   const Axes axes = axes_of(x, layout, cu_seqlens.has_value(), "x");
   for (int64_t d = 0; d < x.dim(); ++d)
     if (grad.size(d) != x.size(d)) throw std::invalid_argument("rope_backward: grad must have the shape of x");
