@@ -16,9 +16,9 @@ static PyObject *isa(PyObject *self, PyObject *args) {
   return PyUnicode_FromString(camox_isa_name(camox_isa_current()));
 }
 
-static PyObject *multiplies_bfloat16(PyObject *self, PyObject *args) {
+static PyObject *has_avx512_bf16(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  return PyBool_FromLong(camox_isa_pairs());
+  return PyBool_FromLong(camox_isa_has_avx512_bf16());
 }
 
 static PyObject *supported_isas(PyObject *self, PyObject *args) {
@@ -75,7 +75,7 @@ static PyObject *tune_cpu_allocator(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"isa", isa, METH_NOARGS, "The instruction set in use: 'portable', 'avx2' or 'avx512'."},
-    {"multiplies_bfloat16", multiplies_bfloat16, METH_NOARGS, "Whether the one in use multiplies pairs of bfloat16."},
+    {"has_avx512_bf16", has_avx512_bf16, METH_NOARGS, "Whether kernels may use the AVX512-BF16 dot product."},
     {"supported_isas", supported_isas, METH_NOARGS, "Every instruction set that this build and this CPU have."},
     {"build_info", build_info, METH_NOARGS, "Facts of this build as a dict."},
     {"tune_cpu_allocator", tune_cpu_allocator, METH_NOARGS, "Keep freed memory with the process (glibc)."},

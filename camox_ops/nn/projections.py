@@ -15,7 +15,7 @@ from .. import _C
 from .._torch_private import linear_pointwise
 from ..ops import _check
 
-_MULTIPLIES_BFLOAT16 = _C.multiplies_bfloat16()
+_MULTIPLIES_BFLOAT16 = _C.has_avx512_bf16()
 _FEWEST = 32  # rows, columns and summed elements of a product of our own
 
 

@@ -35,4 +35,4 @@ int camox_bands_check(const camox_bands_params *p, int backward) {
   return CAMOX_OK;
 }
 
-int64_t camox_bands_units(const camox_bands_params *p) { return camox_bands_cut_of(p).units; }
+int64_t camox_bands_items(const camox_bands_params *p) { return camox_bands_plan_of(p).items; }

@@ -1,9 +1,9 @@
-/* frequency_bands: three bands of every channel of a picture by box filters of 3 and 5, in one pass.
+/* frequency_bands: three bands of every channel of an image by box filters of 3 and 5, in one pass.
 
-   x (B,C,H,W), zero outside the picture; box k is the mean over k*k pixels, zeros counted:
+   x (B,C,H,W), zero outside the image; box k is the mean over k*k pixels, zeros counted:
      low = box3(x)   mid = box3(x) - box5(x)   high = x - box3(x)
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
-   accuracy  an error of the order of eps times the largest pixel of the window. Where windows end inside the picture (two
+   accuracy  an error of the order of eps times the largest pixel of the window. Where windows end inside the image (two
              pixels or more inside its borders, rows of more than 8 pixels) they are summed as differences from their centre,
              so a large mean cancels before it is rounded.
    nan, inf  what the three formulas above give, as with avg_pool2d, in windows that hold such pixels and nowhere else.
@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 enum { CAMOX_BANDS_LOW = 0, CAMOX_BANDS_MID = 1, CAMOX_BANDS_HIGH = 2, CAMOX_BANDS_INPUT = 3, CAMOX_BANDS_MAPS = 4 };
-/* How far the filters look, in pixels. */
+/* The reach of the filters, in pixels. */
 enum { CAMOX_BANDS_REACH = 2 };
 
 typedef struct {
@@ -31,17 +31,17 @@ typedef struct {
   int channels_last; /* outputs have stride 1 over C (else over W) */
   int64_t batch, channels, height, width;
   camox_view4 x; /* forward: any strides */
-  /* forward: what is written; CAMOX_BANDS_INPUT, a copy of x for the stacked form, may be NULL.
+  /* forward: the output; CAMOX_BANDS_INPUT, a copy of x for the stacked form, may be NULL.
      backward: the incoming gradients, any strides, NULL where there is none. */
   camox_view4 bands[CAMOX_BANDS_MAPS];
-  camox_view4 grad_x; /* backward: what is written */
+  camox_view4 grad_x; /* backward: the output */
 } camox_bands_params;
 
-/* Everything that can be wrong with a forward (backward = 0) or backward call; nothing has been written when it fails. */
+/* Validates all arguments of a forward (backward = 0) or backward call; when it fails, nothing has been written. */
 int camox_bands_check(const camox_bands_params *p, int backward);
 
-/* The work is cut into this many independent units, by shape alone, so any number of threads gives the same bits. */
-int64_t camox_bands_units(const camox_bands_params *p);
+/* The number of independent work items, which the shape alone decides: any number of threads gives the same bits. */
+int64_t camox_bands_items(const camox_bands_params *p);
 
 typedef void camox_bands_kernel(const camox_bands_params *p, int64_t begin, int64_t end);
 

@@ -7,7 +7,7 @@ namespace {
 using namespace camox;
 
 camox_bands_params bands_params(const Tensor& x, const char* name) {
-  check_picture(x, "frequency_bands", name);
+  check_image(x, "frequency_bands", name);
   camox_bands_params p{};
   p.dtype = dtype_of(x, "frequency_bands");
   p.channels_last = is_channels_last(x);
@@ -21,10 +21,10 @@ void compute(const camox_bands_params& p, const Tensor& like, bool backward) {
 #ifdef CAMOX_CUDA_PART
   launch(backward ? camox_bands_backward_cuda : camox_bands_cuda, p, like, "frequency_bands");
 #else
-  int64_t units = camox_bands_units(&p);
+  int64_t items = camox_bands_items(&p);
   camox_isa isa = camox_isa_current();
-  run(backward ? camox_bands_backward(p.dtype, isa) : camox_bands_forward(p.dtype, isa), p, units,
-      units > 0 ? like.numel() / units : 0);
+  run(backward ? camox_bands_backward(p.dtype, isa) : camox_bands_forward(p.dtype, isa), p, items,
+      items > 0 ? like.numel() / items : 0);
 #endif
 }
 
@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor, Tensor> frequency_bands(const Tensor& x) {
   p.x = view4(x);
   std::array<Tensor, 3> bands;
   for (int band = 0; band < 3; ++band) {
-    bands[band] = empty_picture(x, p.channels, p.channels_last);
+    bands[band] = empty_image(x, p.channels, p.channels_last);
     p.bands[band] = view4(bands[band]);
   }
   compute(p, x, false);
@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor> frequency_bands(const Tensor& x) {
 Tensor frequency_bands_stacked(const Tensor& x) {
   camox_bands_params p = bands_params(x, "x");
   p.x = view4(x);
-  Tensor out = empty_picture(x, CAMOX_BANDS_MAPS * p.channels, p.channels_last);
+  Tensor out = empty_image(x, CAMOX_BANDS_MAPS * p.channels, p.channels_last);
   size_t element = out.element_size();
   for (int band = 0; band < CAMOX_BANDS_MAPS; ++band) {
     p.bands[band] = view4(out);
@@ -73,7 +73,7 @@ Tensor frequency_bands_backward(OptionalTensor grad_low, OptionalTensor grad_mid
     p.bands[band] = view4(grad);
   }
   if (like == nullptr) throw std::invalid_argument("frequency_bands_backward: at least one gradient must be given");
-  Tensor grad_x = empty_picture(*like, p.channels, channels_last);
+  Tensor grad_x = empty_image(*like, p.channels, channels_last);
   p.grad_x = view4(grad_x);
   compute(p, *like, true);
   return grad_x;

@@ -79,9 +79,9 @@ int camox_bdh_product_check(const camox_bdh_product_params *p) {
   return CAMOX_OK;
 }
 
-int64_t camox_bdh_units(const camox_bdh_params *p) { return p->length == 0 ? 0 : p->batch * p->heads; }
-int64_t camox_bdh_sum_units(const camox_bdh_params *p) { return p->batch * p->length; }
-int64_t camox_bdh_step_units(const camox_bdh_step_params *p) { return p->batch * p->heads; }
+int64_t camox_bdh_items(const camox_bdh_params *p) { return p->length == 0 ? 0 : p->batch * p->heads; }
+int64_t camox_bdh_sum_items(const camox_bdh_params *p) { return p->batch * p->length; }
+int64_t camox_bdh_step_items(const camox_bdh_step_params *p) { return p->batch * p->heads; }
 
 #ifndef CAMOX_CUDA_PART
 int64_t camox_bdh_product_scratch(const camox_bdh_product_params *p) { return camox_bdh_product_plan_of(p).total; }

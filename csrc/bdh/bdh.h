@@ -84,8 +84,8 @@ static CAMOX_ANYWHERE inline int camox_bdh_saves_scores(const camox_bdh_params *
 int camox_bdh_check(const camox_bdh_params *p, int backward);
 
 /* Heads, the units of the forward and of the first part of the backward, and rows of grad_v, those of its second part. */
-int64_t camox_bdh_units(const camox_bdh_params *p);
-int64_t camox_bdh_sum_units(const camox_bdh_params *p);
+int64_t camox_bdh_items(const camox_bdh_params *p);
+int64_t camox_bdh_sum_items(const camox_bdh_params *p);
 
 /* Elements of one slot of scratch. Slot s of `slots` is of the units s*units/slots ... (s+1)*units/slots - 1, of batch elements
    where the backward of shared values has no `partial`. */
@@ -95,7 +95,7 @@ int64_t camox_bdh_scratch(const camox_bdh_params *p, int backward);
 typedef void camox_bdh_kernel(const camox_bdh_params *p, int64_t begin, int64_t end);
 camox_bdh_kernel *camox_bdh_forward(camox_dtype dtype, camox_isa isa);
 camox_bdh_kernel *camox_bdh_backward(camox_dtype dtype, camox_isa isa);
-/* The backward of bfloat16 whose products take bfloat16, two at once, where camox_isa_pairs(). */
+/* The backward of bfloat16 whose products take bfloat16, two at once, where camox_isa_has_avx512_bf16(). */
 camox_bdh_kernel *camox_bdh_backward_pairs(void);
 camox_bdh_kernel *camox_bdh_sum(camox_dtype dtype, camox_isa isa);
 
@@ -115,12 +115,12 @@ typedef struct {
 } camox_bdh_step_params;
 
 int camox_bdh_step_check(const camox_bdh_step_params *p);
-int64_t camox_bdh_step_units(const camox_bdh_step_params *p); /* heads */
+int64_t camox_bdh_step_items(const camox_bdh_step_params *p); /* heads */
 typedef void camox_bdh_step_fn(const camox_bdh_step_params *p, int64_t begin, int64_t end);
 camox_bdh_step_fn *camox_bdh_step(camox_dtype dtype, camox_isa isa);
 
 /* Of the projections around the attention: out[h] = a[h] b[h] of bfloat16, sums in float32 in one order, rounded once. For CPUs
-   with camox_isa_pairs(). */
+   with camox_isa_has_avx512_bf16(). */
 #define CAMOX_BDH_PRODUCT_ROWS 8     /* of a panel of a */
 #define CAMOX_BDH_PRODUCT_COLUMNS 48 /* of a panel of b */
 #define CAMOX_BDH_PRODUCT_DEPTH 384  /* of a step of the sums: a panel of b fits an L1 cache */

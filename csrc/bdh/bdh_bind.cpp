@@ -72,7 +72,7 @@ bool slots_sum(const camox_bdh_params& p) {
 }
 
 void run_slots(camox_bdh_kernel* kernel, camox_bdh_params& p, const Tensor& q, bool backward) {
-  const int64_t units = camox_bdh_units(&p);
+  const int64_t units = camox_bdh_items(&p);
   if (units == 0) return;
   p.slots = std::min<int64_t>(units, torch::stable::get_num_threads());
   Tensor scratch = empty_real(q, {p.slots * camox_bdh_scratch(&p, backward)});
@@ -143,9 +143,9 @@ std::tuple<Tensor, Tensor> bdh_attention_backward(const Tensor& grad, const Tens
   Tensor scratch = scratch_of(p, q, true);
   launch(camox_bdh_backward_cuda, p, q, op);
 #else
-  p.pairs = p.dtype == CAMOX_BF16 && camox_isa_pairs();
+  p.pairs = p.dtype == CAMOX_BF16 && camox_isa_has_avx512_bf16();
   run_slots(p.pairs ? camox_bdh_backward_pairs() : camox_bdh_backward(p.dtype, camox_isa_current()), p, q, true);
-  if (p.partial) run(camox_bdh_sum(p.dtype, camox_isa_current()), p, camox_bdh_sum_units(&p), p.heads * p.value_dim);
+  if (p.partial) run(camox_bdh_sum(p.dtype, camox_isa_current()), p, camox_bdh_sum_items(&p), p.heads * p.value_dim);
 #endif
   return {grad_q, grad_v};
 }
@@ -186,7 +186,7 @@ std::tuple<Tensor, Tensor> bdh_attention_step(const Tensor& q, const Tensor& v, 
 #ifdef CAMOX_CUDA_PART
   launch(camox_bdh_step_cuda, p, q, op);
 #else
-  run(camox_bdh_step(p.dtype, camox_isa_current()), p, camox_bdh_step_units(&p), p.dim * p.value_dim);
+  run(camox_bdh_step(p.dtype, camox_isa_current()), p, camox_bdh_step_items(&p), p.dim * p.value_dim);
 #endif
   return {out, next};
 }
@@ -200,7 +200,8 @@ Tensor bdh_product(const Tensor& a, const Tensor& b, bool by_row) {
   if (dtype_of(a, op) != CAMOX_BF16) throw std::invalid_argument("bdh_product: a must have dtype bfloat16");
   if (b.size(0) != a.size(0) || b.size(1) != a.size(2))
     throw std::invalid_argument("bdh_product: b must have the heads of a and as many rows as a has columns");
-  if (!camox_isa_pairs()) throw std::runtime_error("bdh_product: the instruction set in use does not multiply bfloat16");
+  if (!camox_isa_has_avx512_bf16())
+    throw std::runtime_error("bdh_product: the instruction set in use does not multiply bfloat16");
   camox_bdh_product_params p{};
   p.heads = a.size(0), p.rows = a.size(1), p.depth = a.size(2), p.columns = b.size(2);
   p.a = a.data_ptr(), p.b = b.data_ptr();

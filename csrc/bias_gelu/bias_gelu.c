@@ -21,6 +21,6 @@ int camox_bias_gelu_check(const camox_bias_gelu_params *p) {
   return camox_check_affine(op, "bias", "column", p->columns, p->bias_length, p->bias_stride);
 }
 
-int64_t camox_bias_gelu_units(const camox_bias_gelu_params *p) {
-  return camox_ceil_div(p->rows, camox_bias_gelu_unit_rows(p->columns));
+int64_t camox_bias_gelu_items(const camox_bias_gelu_params *p) {
+  return camox_ceil_div(p->rows, camox_bias_gelu_item_rows(p->columns));
 }

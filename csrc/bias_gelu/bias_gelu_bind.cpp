@@ -6,7 +6,7 @@ namespace {
 
 using namespace camox;
 
-// x is packed already.
+// x is contiguous.
 camox_bias_gelu_params params_of(const Tensor& x, const Tensor& bias, const OptionalTensor& seed, double probability,
                                  const char* op) {
   if (x.dim() < 1) throw std::invalid_argument(std::string(op) + ": x must have at least 1 dimension, got 0");
@@ -26,8 +26,8 @@ camox_bias_gelu_params params_of(const Tensor& x, const Tensor& bias, const Opti
 
 #ifndef CAMOX_CUDA_PART
 void compute(camox_bias_gelu_kernel* variant(camox_dtype, camox_isa), const camox_bias_gelu_params& p, const Tensor& x) {
-  const int64_t units = camox_bias_gelu_units(&p);
-  run(variant(p.dtype, camox_isa_current()), p, units, units > 0 ? x.numel() / units : 0);
+  const int64_t items = camox_bias_gelu_items(&p);
+  run(variant(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0);
 }
 #endif
 
@@ -54,14 +54,14 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& given_grad, const Te
   const Tensor x = as_contiguous(given), grad = as_contiguous(given_grad);
   camox_bias_gelu_params p = params_of(x, bias, seed, probability, op);
   Tensor grad_x = empty_contiguous(x), grad_bias = empty_real(x, {p.columns});
-  Tensor partial = empty_real(x, {camox_bias_gelu_units(&p), p.columns});
+  Tensor partial = empty_real(x, {camox_bias_gelu_items(&p), p.columns});
   p.grad = grad.data_ptr();
   p.grad_x = grad_x.data_ptr(), p.grad_bias = grad_bias.data_ptr(), p.partial = partial.data_ptr();
 #ifdef CAMOX_CUDA_PART
   launch(camox_bias_gelu_backward_cuda, p, x, op);
 #else
   compute(camox_bias_gelu_backward, p, x);
-  run(camox_bias_gelu_reduce(p.dtype, camox_isa_current()), p, p.columns, camox_bias_gelu_units(&p));
+  run(camox_bias_gelu_reduce(p.dtype, camox_isa_current()), p, p.columns, camox_bias_gelu_items(&p));
 #endif
   return {grad_x, grad_bias};
 }

@@ -150,7 +150,7 @@ static bias_gelu_args bias_gelu_args_of(const camox_bias_gelu_params *p) {
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
   a.scale = static_cast<float>(camox_dropout_scale(a.threshold));
-  a.band_rows = camox_bias_gelu_unit_rows(p->columns), a.bands = camox_ceil_div(p->rows, a.band_rows);
+  a.band_rows = camox_bias_gelu_item_rows(p->columns), a.bands = camox_ceil_div(p->rows, a.band_rows);
   return a;
 }
 

@@ -67,7 +67,7 @@ int camox_shares_elements(const camox_view4 *view, const int64_t size[4]) {
   return 0;
 }
 
-int camox_check_apart(const char *op, const char *name, const camox_view4 *view, const int64_t size[4]) {
+int camox_check_distinct_elements(const char *op, const char *name, const camox_view4 *view, const int64_t size[4]) {
   if (!camox_shares_elements(view, size)) return CAMOX_OK;
   return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: elements of %s share memory, their stride is 0", op, name);
 }

@@ -1,4 +1,4 @@
-/* Which instruction set the CPU kernels use: asked of the CPU once, or forced by CAMOX_FORCE_ISA. */
+/* Which instruction set the CPU kernels use: the best that the CPU has, or the one that CAMOX_FORCE_ISA names. */
 #ifndef CAMOX_ISA_H
 #define CAMOX_ISA_H
 
@@ -14,13 +14,13 @@ const char *camox_isa_name(camox_isa isa);
 /* 1 where both this build and this CPU have the instruction set. */
 int camox_isa_supported(camox_isa isa);
 
-/* Reads CAMOX_FORCE_ISA and the CPU; a status code, CAMOX_INVALID_ARGUMENT where the forced name is unknown or missing here. */
+/* Chooses it, once; a status code: CAMOX_INVALID_ARGUMENT where the forced name is unknown or this machine lacks it. */
 int camox_isa_init(void);
 
-/* 1 where the one in use multiplies pairs of bfloat16: AVX-512 on a CPU with AVX512_BF16. */
-int camox_isa_pairs(void);
+/* 1 where kernels may use the AVX512-BF16 dot product: AVX-512 is in use and the CPU has AVX512_BF16. */
+int camox_isa_has_avx512_bf16(void);
 
-/* The one in use: decided by camox_isa_init. */
+/* The one in use, which camox_isa_init has chosen. */
 camox_isa camox_isa_current(void);
 
 #ifdef __cplusplus

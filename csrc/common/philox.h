@@ -47,9 +47,9 @@ CAMOX_PHILOX_INLINE camox_philox_words camox_philox_group(uint64_t seed, uint64_
   return camox_philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32), CAMOX_PHILOX_ROUNDS);
 }
 
-/* The 16 bits of element `place` (0 to 7) of a group. */
-CAMOX_PHILOX_INLINE uint32_t camox_philox_bits(camox_philox_words words, int place) {
-  return words.word[place / 2] >> (16 * (place % 2)) & 0xffffu;
+/* The 16 bits of element `index` (0 to 7) of a group. */
+CAMOX_PHILOX_INLINE uint32_t camox_philox_bits(camox_philox_words words, int index) {
+  return words.word[index / 2] >> (16 * (index % 2)) & 0xffffu;
 }
 
 /* 65536 p, rounded, at most 65535: elements with smaller bits are dropped. */
@@ -58,7 +58,7 @@ CAMOX_PHILOX_INLINE uint32_t camox_dropout_threshold(double p) {
   return threshold < 65535u ? threshold : 65535u;
 }
 
-/* What kept elements are multiplied by. */
+/* The factor of elements that are kept. */
 CAMOX_PHILOX_INLINE double camox_dropout_scale(uint32_t threshold) { return 65536.0 / (65536.0 - (double)threshold); }
 
 #endif

@@ -1,6 +1,7 @@
 /* Products of bfloat16 matrices that lie in cache, by AVX-512 BF16: two multiply-adds a float32 lane. Included after simd.h by
-   the AVX-512 variant; what has CAMOX_PAIRS runs only where camox_isa_pairs() says so. A pair is two neighbours of the summed
-   index in 32 bits, the first in the low half: two columns of a row as they lie in memory, or two rows put together. */
+   the AVX-512 variant; what has CAMOX_PAIRS runs only where camox_isa_has_avx512_bf16() says so. A pair is two neighbours of
+   the summed index in 32 bits, the first in the low half: two columns of a row as they lie in memory, or two rows put together.
+ */
 #ifndef CAMOX_SIMD_GEMM_PAIRS_H
 #define CAMOX_SIMD_GEMM_PAIRS_H
 

@@ -1,4 +1,5 @@
-/* exp, erf, tanh, sin, cos and the activations made of them, as our own polynomials: one body for every instruction set.
+/* exp, erf, tanh, sin, cos and the activations made of them, as polynomials of this file's own: one body for every
+   instruction set.
 
    Included from a kernel body after simd.h. float32 is written in the compiler's vector operators and a fused
    multiply-add that rounds once everywhere, so every instruction set gives the same bits; libm's vector functions need
@@ -6,13 +7,14 @@
    lane. NaN in, NaN out; subnormals are kept.
 
    Largest error in float32 (tests/test_simd_math.py): exp, erf, tanh, sin, cos below 2 ULP over every exponent.
-   gelu: |error| <= 2^-23 |gelu| + 3e-8 |x|, and its slope within 1e-7: far less than x/2 (1 + erf(x/sqrt(2))) loses in
+   gelu: |error| <= 2^-23 |gelu| + 3e-8 |x|, and its derivative within 1e-7: far less than x/2 (1 + erf(x/sqrt(2))) loses in
    float32. Coefficients are minimax fits (Remez, 50 digits) rounded to float32. */
 #ifndef CAMOX_SIMD_MATH_H
 #define CAMOX_SIMD_MATH_H
 
-/* What the vector operators do not compile well to. at_most and at_least keep the NaN of v; abs_at_most is min(|v|, limit), and
-   anything for NaN; lookup16 reads table[index & 15], lookup32 table[index & 31]; fma is a * b + c rounded once. */
+/* Operations that compilers do not make well of the vector operators. at_most and at_least keep the NaN of v; abs_at_most is
+   min(|v|, limit), and anything for NaN; lookup16 reads table[index & 15], lookup32 table[index & 31]; fma is a * b + c rounded
+   once. */
 #if defined(CAMOX_SIMD_AVX512)
 CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return (vf32)_mm512_min_ps((__m512)vf32_set1(limit), (__m512)v); }
 CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return (vf32)_mm512_max_ps((__m512)vf32_set1(limit), (__m512)v); }
@@ -94,8 +96,8 @@ CAMOX_INLINE vf32 vf32_add_product(vf32 sum, vf32 a, vf32 b) {
 
 /* 1/sqrt(v) for positive finite v, one Newton step beyond sqrt and division: within 0.51 ULP instead of 1. */
 CAMOX_INLINE vf32 vf32_rsqrt(vf32 v) {
-  vf32 r = vf32_set1(1) / vf32_sqrt(v), product = v * r, rest = vf32_fma(v, r, -product);
-  vf32 error = vf32_fma(-product, r, vf32_set1(1)) - rest * r;
+  vf32 r = vf32_set1(1) / vf32_sqrt(v), product = v * r, rounding = vf32_fma(v, r, -product);
+  vf32 error = vf32_fma(-product, r, vf32_set1(1)) - rounding * r;
   return vf32_fma(vf32_set1(0.5f) * r, error, r);
 }
 
@@ -151,9 +153,9 @@ CAMOX_INLINE vf32 vf32_exp_term(vf32 x) {
 /* exp(x) for x <= 0 as a softmax needs it: within 2 ULP (more without fused products), 0 below -87, where it is < 2^-125. */
 CAMOX_INLINE vf32 vf32_exp_weight(vf32 x) {
   const float *c = camox_exp_tail;
-  const vf32 round = vf32_set1(CAMOX_ROUND_F32), one = vf32_set1(1), near = vf32_at_least(x, -87.0f);
-  vf32 shifted = vf32_add_product(round, near, vf32_set1(1.44269504f)), n = shifted - round, sum = vf32_set1(c[4]);
-  vf32 r = vf32_add_product(vf32_add_product(near, n, vf32_set1(-0.693359375f)), n, vf32_set1(2.12194440e-4f));
+  const vf32 round = vf32_set1(CAMOX_ROUND_F32), one = vf32_set1(1), clamped = vf32_at_least(x, -87.0f);
+  vf32 shifted = vf32_add_product(round, clamped, vf32_set1(1.44269504f)), n = shifted - round, sum = vf32_set1(c[4]);
+  vf32 r = vf32_add_product(vf32_add_product(clamped, n, vf32_set1(-0.693359375f)), n, vf32_set1(2.12194440e-4f));
   for (int k = 3; k >= 0; --k) sum = vf32_add_product(vf32_set1(c[k]), sum, r);
   sum = one + vf32_add_product(r, r * r, sum);
   return vf32_keep(~(vi32)(x < vf32_set1(-87)), (vf32)((vi32)sum + ((vi32)shifted << 23)));
@@ -204,8 +206,8 @@ CAMOX_INLINE double camox_reduce_angle_large(float x, int *quadrant) {
   uint64_t nearest = (product + (1ull << 61)) >> 62;
   int64_t fraction = (int64_t)(product - (nearest << 62));
   double angle = (double)fraction * 0x1p-62 * 0x1.921fb54442d18p+0;
-  int turns = (int)(nearest & 3u);
-  *quadrant = x < 0 ? -turns : turns;
+  int quarters = (int)(nearest & 3u);
+  *quadrant = x < 0 ? -quarters : quarters;
   return x < 0 ? -angle : angle;
 }
 
@@ -220,9 +222,9 @@ CAMOX_INLINE vf32 vf32_reduce_angle(vf32 x, vi32 *quadrant) {
   }
   for (int lane = 0; lane < VF32_LANES; ++lane) {
     if (x[lane] < 0x1p20f && x[lane] > -0x1p20f) continue;
-    int turns;
-    reduced[lane] = (float)camox_reduce_angle_large(x[lane], &turns);
-    (*quadrant)[lane] = turns;
+    int quarters;
+    reduced[lane] = (float)camox_reduce_angle_large(x[lane], &quarters);
+    (*quadrant)[lane] = quarters;
   }
   return reduced;
 }
@@ -268,7 +270,7 @@ static const float camox_gelu_tail[6][16] __attribute__((aligned(64))) = {
 };
 /* The tail's sum with a * its derivative, as polynomials in 5a - k for 5a within 1/2 of k = 0 .. 30. Ends (k = 31, a >= 6.1)
    in 0. */
-static const float camox_gelu_tail_slope[5][32] __attribute__((aligned(64))) = {
+static const float camox_gelu_tail_grad[5][32] __attribute__((aligned(64))) = {
     {0.5f,
      0.342531741f,
      0.1972702f,
@@ -350,12 +352,12 @@ CAMOX_INLINE vf32 vf32_gelu(vf32 x) {
   return vf32_fma(-a, tail, vf32_at_least(x, 0));
 }
 
-/* d gelu / dx = Phi(x) + x phi(x). Steps of 1/4 are too wide for this table. */
-CAMOX_INLINE vf32 vf32_gelu_slope(vf32 x) {
+/* d gelu / dx = Phi(x) + x phi(x). Intervals of 1/4 would be too wide for its table. */
+CAMOX_INLINE vf32 vf32_gelu_grad(vf32 x) {
   vf32 a = vf32_at_most(vf32_abs(x), 6.2f), five = vf32_set1(5), round = vf32_set1(CAMOX_ROUND_F32);
   vf32 shifted = vf32_fma(a, five, round);
-  vf32 slope = vf32_table_polynomial(camox_gelu_tail_slope, (vi32)shifted, vf32_fma(a, five, round - shifted));
-  return vf32_select((vi32)(x > vf32_set1(0)), vf32_set1(1) - slope, slope);
+  vf32 grad = vf32_table_polynomial(camox_gelu_tail_grad, (vi32)shifted, vf32_fma(a, five, round - shifted));
+  return vf32_select((vi32)(x > vf32_set1(0)), vf32_set1(1) - grad, grad);
 }
 
 #if !defined(CAMOX_SIMD_AVX2) && !defined(CAMOX_SIMD_AVX512)
@@ -376,7 +378,7 @@ CAMOX_INLINE vf64 vf64_exp(vf64 x) {
   x = vf64_at_most(vf64_at_least(x, -746.0), 710.0);
   vf64 shifted = x * vf64_set1(0x1.71547652b82fep+0) + round, n = shifted - round;
   vf64 r = (x - n * vf64_set1(6.93147180369123816490e-01)) - n * vf64_set1(1.90821492927058770002e-10);
-  vf64 series = one; /* 1 + r/3 (1 + r/4 (1 + ...)), from the far end */
+  vf64 series = one; /* 1 + r/3 (1 + r/4 (1 + ...)), innermost term first */
   for (int k = 13; k >= 3; --k) series = one + r * series * vf64_set1(1.0 / k);
   vi64 power = (vi64)shifted - (vi64)round, half = power >> 1;
   vf64 reduced = one + (r + r * r * series * vf64_set1(0.5));
@@ -404,34 +406,34 @@ CAMOX_INLINE vf64 vf64_gelu(vf64 x) {
   return vf64_at_least(x, 0.0) - a * vf64_gelu_tail(a);
 }
 
-CAMOX_INLINE vf64 vf64_gelu_slope(vf64 x) {
+CAMOX_INLINE vf64 vf64_gelu_grad(vf64 x) {
   vf64 a = vf64_at_most(vf64_abs(x), 64.0);
-  vf64 slope = vf64_gelu_tail(a) - a * vf64_set1(0x1.9884533d43651p-2) * vf64_exp(vf64_set1(-0.5) * a * a);
-  return vf64_select((vi64)(x > vf64_set1(0)), vf64_set1(1) - slope, slope);
+  vf64 grad = vf64_gelu_tail(a) - a * vf64_set1(0x1.9884533d43651p-2) * vf64_exp(vf64_set1(-0.5) * a * a);
+  return vf64_select((vi64)(x > vf64_set1(0)), vf64_set1(1) - grad, grad);
 }
 #endif
 
-/* sigmoid, silu and the tanh form of gelu, x sigmoid(u) with u = 2 sqrt(2/pi) (x + 0.044715 x^3); their slopes. The part of a
-   slope that decays like exp(-|x|) is taken at |x| <= limit, past which it is below every rounding, so that exp stays finite.
- */
-#define CAMOX_DEFINE_SIGMOIDS(V, T, SILU_LIMIT, GELU_LIMIT)                                             \
-  CAMOX_INLINE V V##_sigmoid(V x) { return V##_set1(1) / (V##_set1(1) + V##_exp(-x)); }                 \
-  CAMOX_INLINE V V##_silu(V x) { return x / (V##_set1(1) + V##_exp(-x)); }                              \
-  CAMOX_INLINE V V##_silu_slope(V x) {                                                                  \
-    V near = V##_at_most(V##_at_least(x, -(T)(SILU_LIMIT)), (T)(SILU_LIMIT));                           \
-    V e = V##_exp(-near), s = V##_set1(1) / (V##_set1(1) + e);                                          \
-    return s + near * s * (e * s);                                                                      \
-  }                                                                                                     \
-  CAMOX_INLINE V V##_gelu_tanh(V x) {                                                                   \
-    V u = V##_set1((T)1.5957691216057308) * (x + V##_set1((T)0.044715) * x * x * x);                    \
-    return x * V##_sigmoid(u);                                                                          \
-  }                                                                                                     \
-  CAMOX_INLINE V V##_gelu_tanh_slope(V x) {                                                             \
-    V near = V##_at_most(V##_at_least(x, -(T)(GELU_LIMIT)), (T)(GELU_LIMIT)), square = near * near;     \
-    V u = V##_set1((T)1.5957691216057308) * (near + V##_set1((T)0.044715) * near * square);             \
-    V u_slope = V##_set1((T)1.5957691216057308) * (V##_set1(1) + V##_set1((T)(3 * 0.044715)) * square); \
-    V e = V##_exp(-u), s = V##_set1(1) / (V##_set1(1) + e);                                             \
-    return s + near * u_slope * s * (e * s);                                                            \
+/* sigmoid, silu and the tanh form of gelu, x sigmoid(u) with u = 2 sqrt(2/pi) (x + 0.044715 x^3); their
+   derivatives. The part of a derivative that decays like exp(-|x|) is taken at |x| <= limit, past which it is below every
+   rounding, so that exp stays finite. */
+#define CAMOX_DEFINE_SIGMOIDS(V, T, SILU_LIMIT, GELU_LIMIT)                                                  \
+  CAMOX_INLINE V V##_sigmoid(V x) { return V##_set1(1) / (V##_set1(1) + V##_exp(-x)); }                      \
+  CAMOX_INLINE V V##_silu(V x) { return x / (V##_set1(1) + V##_exp(-x)); }                                   \
+  CAMOX_INLINE V V##_silu_grad(V x) {                                                                        \
+    V clamped = V##_at_most(V##_at_least(x, -(T)(SILU_LIMIT)), (T)(SILU_LIMIT));                             \
+    V e = V##_exp(-clamped), s = V##_set1(1) / (V##_set1(1) + e);                                            \
+    return s + clamped * s * (e * s);                                                                        \
+  }                                                                                                          \
+  CAMOX_INLINE V V##_gelu_tanh(V x) {                                                                        \
+    V u = V##_set1((T)1.5957691216057308) * (x + V##_set1((T)0.044715) * x * x * x);                         \
+    return x * V##_sigmoid(u);                                                                               \
+  }                                                                                                          \
+  CAMOX_INLINE V V##_gelu_tanh_grad(V x) {                                                                   \
+    V clamped = V##_at_most(V##_at_least(x, -(T)(GELU_LIMIT)), (T)(GELU_LIMIT)), square = clamped * clamped; \
+    V u = V##_set1((T)1.5957691216057308) * (clamped + V##_set1((T)0.044715) * clamped * square);            \
+    V u_grad = V##_set1((T)1.5957691216057308) * (V##_set1(1) + V##_set1((T)(3 * 0.044715)) * square);       \
+    V e = V##_exp(-u), s = V##_set1(1) / (V##_set1(1) + e);                                                  \
+    return s + clamped * u_grad * s * (e * s);                                                               \
   }
 
 CAMOX_DEFINE_SIGMOIDS(vf32, float, 80, 10)

@@ -1,6 +1,7 @@
-/* Pairs of neighbouring lanes: even(a, b) and odd(a, b) take them apart over the two vectors a, b; zip_low(e, o) and
-   zip_high(e, o) put them together again, zip_low(even(a, b), odd(a, b)) == a. Neighbours: shift_up(a, b) is the last lane of
-   a and all but the last of b, shift_down(a, b) all but the first of a and the first of b; keep_*: where the mask is set. */
+/* De-interleave and interleave: even(a, b) and odd(a, b) are the lanes with even and with odd index of a followed by b;
+   zip_low(e, o) and zip_high(e, o) are the inverse, zip_low(even(a, b), odd(a, b)) == a.
+   Shifts by one lane: shift_up(a, b) is the last lane of a and all but the last of b, shift_down(a, b) all but the first of a
+   and the first of b; keep_shift_*: zero in lanes outside the set. */
 #if defined(__clang__)
 #define CAMOX_SHUFFLE(I, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else

@@ -1,8 +1,8 @@
 /* Dropout masks (philox.h) as vectors, CAMOX_KEEP_ELEMENTS at a time: included from a kernel body after simd.h.
 
-   One call of Philox in every 64-bit lane: a product of 32 x 32 bits fills a lane, and what stands above the low 32 bits of a
-   lane is ignored by the next product, so a round is two products, two shifts and four exclusive ors. Calls are dealt to the
-   lanes so that unpacking leaves the elements in order. */
+   One call of Philox in every 64-bit lane: a product of 32 x 32 bits fills a lane, and the next product ignores the upper 32
+   bits of a lane, so a round is two products, two shifts and four exclusive ors. CAMOX_KEEP_CALL_ORDER assigns the calls to
+   the lanes so that unpacking leaves the elements in order. */
 #ifndef CAMOX_SIMD_PHILOX_H
 #define CAMOX_SIMD_PHILOX_H
 
@@ -15,7 +15,7 @@
 typedef uint64_t vu64 __attribute__((vector_size(VF64_BYTES)));
 typedef uint16_t vu16x2 __attribute__((vector_size(VF32_BYTES)));
 
-/* The keys of all rounds: made once for a tensor. */
+/* The keys of all rounds, computed once per tensor. */
 typedef struct {
   uint64_t key[CAMOX_PHILOX_ROUNDS][2];
   uint32_t threshold;
@@ -31,13 +31,13 @@ CAMOX_INLINE camox_keep_key camox_keep_key_of(uint64_t seed, uint32_t threshold)
   return keys;
 }
 
-/* Which of CAMOX_KEEP_ELEMENTS elements are kept, the first half and the second; and the instruction set's own steps:
-   product of the low halves, a ^ b ^ c, and from four words of every call the first and second half's comparison. */
+/* camox_keep: which of CAMOX_KEEP_ELEMENTS elements are kept, first half and second half. Below also what each instruction set
+   does its own way: the product of the low halves, a ^ b ^ c, and the comparison of the four words of every call. */
 #if defined(CAMOX_SIMD_AVX512)
 typedef struct {
   __mmask32 half[2];
 } camox_keep;
-#define CAMOX_KEEP_DEAL {0, 4, 1, 5, 2, 6, 3, 7}
+#define CAMOX_KEEP_CALL_ORDER {0, 4, 1, 5, 2, 6, 3, 7}
 
 CAMOX_INLINE vu64 vu64_product(vu64 a, uint32_t b) {
   return (vu64)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64((long long)b));
@@ -57,7 +57,7 @@ CAMOX_INLINE camox_keep camox_keep_compare(const vu64 *word, uint32_t threshold)
 
 /* Vector `part` of the elements' values, 0 where they are dropped. */
 CAMOX_INLINE vf32 vf32_kept(const camox_keep *keep, int part, vf32 v) {
-  /* A masked load would wait for the mask, and memory with it: v is a register before. */
+  /* Without this the compiler makes a masked load of v, which cannot begin before the mask is known. */
   __asm__("" : "+v"(v));
   return (vf32)_mm512_maskz_mov_ps((__mmask16)(keep->half[part / 2] >> (part % 2 * 16)), (__m512)v);
 }
@@ -67,7 +67,7 @@ typedef struct {
 } camox_keep;
 
 #if defined(CAMOX_SIMD_AVX2)
-#define CAMOX_KEEP_DEAL {0, 2, 1, 3}
+#define CAMOX_KEEP_CALL_ORDER {0, 2, 1, 3}
 CAMOX_INLINE vu64 vu64_product(vu64 a, uint32_t b) {
   return (vu64)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((long long)b));
 }
@@ -81,7 +81,7 @@ CAMOX_INLINE vf32 vf32_kept(const camox_keep *keep, int part, vf32 v) {
   return (vf32)_mm256_and_ps((__m256)v, (__m256)_mm256_cvtepi16_epi32(quarter));
 }
 #else
-#define CAMOX_KEEP_DEAL {0, 1}
+#define CAMOX_KEEP_CALL_ORDER {0, 1}
 CAMOX_INLINE vu64 vu64_product(vu64 a, uint32_t b) { return (a & 0xffffffffu) * b; }
 CAMOX_INLINE void camox_keep_unpack(vu64 first, vu64 second, vu16x2 *bits) {
   bits[0] = (vu16x2)__builtin_shuffle(first, second, (vi64){0, 2});
@@ -113,10 +113,10 @@ CAMOX_INLINE camox_keep camox_keep_compare(const vu64 *word, uint32_t threshold)
 
 /* Elements [index, index + CAMOX_KEEP_ELEMENTS), index a multiple of CAMOX_KEEP_ELEMENTS. */
 CAMOX_INLINE camox_keep camox_keep_of(const camox_keep_key *keys, uint64_t index) {
-  static const uint64_t deal[CAMOX_KEEP_CALLS] = CAMOX_KEEP_DEAL;
+  static const uint64_t call_order[CAMOX_KEEP_CALLS] = CAMOX_KEEP_CALL_ORDER;
   uint64_t group = index / CAMOX_PHILOX_ELEMENTS;
   vu64 call, word[4];
-  memcpy(&call, deal, sizeof call);
+  memcpy(&call, call_order, sizeof call);
   word[0] = call + group; /* the low half does not overflow: group is a multiple of the lanes */
   word[1] = (vu64){0} + (group >> 32);
   word[2] = word[3] = (vu64){0};
@@ -131,15 +131,15 @@ CAMOX_INLINE camox_keep camox_keep_of(const camox_keep_key *keys, uint64_t index
   return camox_keep_compare(word, keys->threshold);
 }
 
-/* Everything is kept. */
+/* All elements are kept. */
 CAMOX_INLINE camox_keep camox_keep_all(void) {
   camox_keep keep;
   memset(&keep, 0xff, sizeof keep);
   return keep;
 }
 
-/* What elements [first, first + count) are multiplied by, scale or 0 -> where the first of them lies in the buffer, which must
-   hold 2 CAMOX_KEEP_ELEMENTS more: whole blocks are written. */
+/* The factors of elements [first, first + count), scale or 0 -> where the factor of `first` lies in the buffer, which must have
+   room for count + 2 CAMOX_KEEP_ELEMENTS: full blocks are written. */
 #define CAMOX_DEFINE_FACTORS(V, T)                                                                                       \
   CAMOX_INLINE const T *V##_keep_factors(const camox_keep_key *keys, T scale, int64_t first, int64_t count, T *buffer) { \
     const int64_t begin = first - first % CAMOX_KEEP_ELEMENTS, lanes = (int64_t)(sizeof(V) / sizeof(T));                 \

@@ -1,6 +1,6 @@
-/* Stores past the caches, for outputs too large to be found there by whoever reads them next: without, the processor first
-   reads every line that is written. vstream_* need an address aligned to the bytes that they write; camox_stream_end() before
-   other threads may read them. Plain stores where the instruction set has none. */
+/* Non-temporal (streaming) stores, for outputs so large that the next op would not find them in the caches anyway: an ordinary
+   store first reads the cache line that it writes. vstream_* need an address aligned to the bytes that they write; a kernel
+   calls camox_stream_end() before other threads may read them. Ordinary stores where the instruction set has none. */
 #if defined(CAMOX_SIMD_AVX512)
 CAMOX_INLINE void vstream_f32(float *to, vf32 value) { _mm512_stream_ps(to, (__m512)value); }
 CAMOX_INLINE void vstream_bf16(uint16_t *to, vf32 value) { _mm256_stream_si256((__m256i *)to, vf32_to_bf16(value)); }
@@ -25,5 +25,5 @@ CAMOX_INLINE void vstream_f64(double *to, vf64 value) { vstore_f64(to, value); }
 CAMOX_INLINE void camox_stream_end(void) {}
 #endif
 
-/* From this many bytes on an output is worth it: more than an L2 cache, a good part of an L3 cache. */
+/* Outputs of this many bytes and more gain by them: more than an L2 cache, a good part of an L3 cache. */
 #define CAMOX_STREAM_BYTES ((int64_t)8 << 20)

@@ -1,22 +1,22 @@
-/* Rows in memory <-> one row a lane. Included from a kernel body after simd.h.
+/* Rows in memory <-> one row per lane. Included from a kernel body after simd.h.
 
-   V_transpose turns a square block of one vector a lane over: row[i] lane j <-> row[j] lane i. Every step deals the rows of the
-   block's two halves like cards; after log2(lanes) steps rows have become columns.
-   vload_quads and vstore_quads take four neighbouring elements, from `at` on, of every row at once: fewer and cheaper
-   shuffles, since most stay within 16 bytes. */
+   V_transpose transposes a block of as many vectors as a vector has lanes: row[i] lane j <-> row[j] lane i. Each step
+   interleaves the rows of the block's two halves; after log2(lanes) steps rows have become columns. vload_quads and
+   vstore_quads transpose four adjacent elements, from `at` on, of every row at once: fewer and cheaper shuffles, since most
+   stay within 16 bytes. */
 #ifndef CAMOX_SIMD_TRANSPOSE_H
 #define CAMOX_SIMD_TRANSPOSE_H
 
-#define CAMOX_DEFINE_TRANSPOSE(V, LANES)                                            \
-  CAMOX_INLINE void V##_transpose(V *row) {                                         \
-    _Pragma("GCC unroll 4") for (int step = 1; step < (LANES); step *= 2) {         \
-      V dealt[LANES];                                                               \
-      _Pragma("GCC unroll 8") for (int i = 0; i < (LANES) / 2; ++i) {               \
-        dealt[2 * i] = V##_zip_low(row[i], row[i + (LANES) / 2]);                   \
-        dealt[2 * i + 1] = V##_zip_high(row[i], row[i + (LANES) / 2]);              \
-      }                                                                             \
-      _Pragma("GCC unroll 16") for (int i = 0; i < (LANES); ++i) row[i] = dealt[i]; \
-    }                                                                               \
+#define CAMOX_DEFINE_TRANSPOSE(V, LANES)                                             \
+  CAMOX_INLINE void V##_transpose(V *row) {                                          \
+    _Pragma("GCC unroll 4") for (int step = 1; step < (LANES); step *= 2) {          \
+      V zipped[LANES];                                                               \
+      _Pragma("GCC unroll 8") for (int i = 0; i < (LANES) / 2; ++i) {                \
+        zipped[2 * i] = V##_zip_low(row[i], row[i + (LANES) / 2]);                   \
+        zipped[2 * i + 1] = V##_zip_high(row[i], row[i + (LANES) / 2]);              \
+      }                                                                              \
+      _Pragma("GCC unroll 16") for (int i = 0; i < (LANES); ++i) row[i] = zipped[i]; \
+    }                                                                                \
   }
 
 CAMOX_DEFINE_TRANSPOSE(vf32, VF32_LANES)
@@ -71,7 +71,7 @@ CAMOX_INLINE void vf32_transpose_quads(vf32 *v) {
 CAMOX_INLINE void vf32_transpose_quads(vf32 *v) { vf32_transpose(v); }
 #endif
 
-/* Lane i of the result is the sum of the lanes of v[i], one vector a lane; v is spoilt. */
+/* Lane i of the result is the sum of the lanes of v[i], one vector per lane; v is overwritten. */
 #if defined(CAMOX_QUADS)
 CAMOX_INLINE vf32 vf32_sums(vf32 *v) {
   _Pragma("GCC unroll 4") for (int i = 0; i < VF32_LANES; i += 4) {

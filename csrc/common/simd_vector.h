@@ -46,8 +46,8 @@ typedef int64_t vf64_mask_t;
     return V##_load_mask(lane);                                                                     \
   }                                                                                                 \
   /* n in all lanes */                                                                              \
-  CAMOX_INLINE I V##_whole(int64_t n) { return (I){0} + (V##_mask_t)n; }                            \
-  /* Lanes are added in pairs: fewer steps, another fixed order. */                                 \
+  CAMOX_INLINE I V##_set1_int(int64_t n) { return (I){0} + (V##_mask_t)n; }                         \
+  /* Lanes are added as a tree: fewer steps, another fixed order. */                                \
   CAMOX_INLINE T V##_sum_pairs(V v) {                                                               \
     for (int step = (LANES) / 2; step > 0; step /= 2) v += __builtin_shuffle(v, V##_lane() ^ step); \
     return v[0];                                                                                    \
@@ -56,8 +56,9 @@ typedef int64_t vf64_mask_t;
 CAMOX_DEFINE_VECTOR(vf32, vi32, float, VF32_LANES)
 CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
 
-/* Which lanes of a vector to keep, the others being zero or, select_lanes, another's. load_lanes reads all of them where masks
-   cost that. lanes_from: lanes first, first + 1, ... of a and then b. wrapped: a number below 2 * period, modulo period. */
+/* Sets of lanes. keep_lanes makes the lanes outside the set zero, select_lanes takes them from another vector. load_lanes reads
+   the set's elements alone where the instruction set has masked loads, else all of them, and makes the other lanes zero.
+   lanes_from: lanes first, first + 1, ... of a followed by b. wrapped: an integer below 2 * period, modulo period. */
 #define CAMOX_DEFINE_LANES(V, I, T, LANES)                                                                    \
   typedef I V##_lanes_t;                                                                                      \
   CAMOX_INLINE V##_lanes_t V##_lanes_below(I a, I b) { return a < b; }                                        \
@@ -158,8 +159,8 @@ CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
 
-/* The first n lanes, n >= 0: loads fill with zero, stores touch n elements, n >= lanes is a whole vector. Instruction sets with
-   masks have parts of their own. */
+/* The first n lanes, n >= 0: loads fill the others with zero, stores write n elements, n >= lanes is a full vector. Instruction
+   sets with masked accesses define vload_part and vstore_part themselves. */
 #define CAMOX_DEFINE_PARTIAL(S, T, V, LANES)                       \
   CAMOX_INLINE V vload_part_##S(const T *from, ptrdiff_t n) {      \
     T buffer[LANES] = {0};                                         \

@@ -1,4 +1,4 @@
-// The only file that knows torch: tensors in and out of the C params structs, errors, threads and streams.
+// The only file that depends on torch: tensors in and out of the C params structs, errors, threads and streams.
 // Bindings are compiled twice: into _C for the CPU, and with CAMOX_CUDA_PART into the CUDA part.
 #pragma once
 
@@ -66,7 +66,7 @@ inline camox_dtype dtype_of(const Tensor& x, const char* op) {
   }
 }
 
-// An option that came as a number: an enumerator of an enum whose last one is `last`.
+// An option that was passed as a number: an enumerator of an enum whose last one is `last`.
 template <class Enum>
 Enum code_of(int64_t code, Enum last, const char* op, const char* name) {
   if (code < 0 || code > static_cast<int64_t>(last))
@@ -79,7 +79,7 @@ inline camox_view4 view4(const Tensor& x) {
   return {x.data_ptr(), {strides[0], strides[1], strides[2], strides[3]}};
 }
 
-inline void check_picture(const Tensor& x, const char* op, const char* name) {
+inline void check_image(const Tensor& x, const char* op, const char* name) {
   if (x.dim() != 4)
     throw std::invalid_argument(std::string(op) + ": " + name + " must have 4 dimensions (B, C, H, W), got " +
                                 std::to_string(x.dim()));
@@ -96,7 +96,7 @@ inline void check_dtype_and_device(const Tensor& y, const Tensor& x, const char*
   check_device(y, x, op, name);
 }
 
-// One number or nothing. The seed is read by the kernel, on its device: nothing waits for it here.
+// One number or nothing. The kernel reads the seed on its device: the host does not wait for it.
 inline const int64_t* seed_of(const OptionalTensor& seed, const Tensor& x, const char* op) {
   if (!seed.has_value()) return nullptr;
   if (seed->scalar_type() != torch::headeronly::ScalarType::Long || seed->numel() != 1)
@@ -119,9 +119,9 @@ inline void check_real(const Tensor& v, const Tensor& x, int64_t dimensions, con
   check_device(v, x, op, name);
 }
 
-// A gradient or companion tensor must have x's shape (with `channels` channels), dtype and device.
+// A gradient or other tensor beside x must have x's shape (with `channels` channels), dtype and device.
 inline void check_like(const Tensor& y, const Tensor& x, int64_t channels, const char* op, const char* name) {
-  check_picture(y, op, name);
+  check_image(y, op, name);
   for (int64_t d = 0; d < 4; ++d) {
     int64_t expected = d == 1 ? channels : x.size(d);
     if (y.size(d) != expected)
@@ -150,11 +150,11 @@ inline int32_t dtype_code(const Tensor& x) {
   return dtype;
 }
 
-// x itself where it is contiguous already: torch's own answer to that costs a walk through its dispatcher.
+// x itself where it is contiguous already: torch::stable::contiguous passes through torch's dispatcher even then.
 inline Tensor as_contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
-// Asks for huge pages under the memory of a large new tensor, which is often mapped afresh: faults of 4 KiB each can take
-// longer than computing what is written there. The kernel may ignore it.
+// Requests huge pages for the memory of a large new tensor, which is often newly mapped: page faults of 4 KiB each can take
+// longer than computing the tensor. The operating system may ignore the request.
 inline void use_huge_pages([[maybe_unused]] const Tensor& x) {
 #if !defined(CAMOX_CUDA_PART) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t huge = 2 << 20;
@@ -166,8 +166,8 @@ inline void use_huge_pages([[maybe_unused]] const Tensor& x) {
 #endif
 }
 
-// What torch says of the tensor of so many elements like x that it could not make; programs that look for a batch size that
-// fits recognise its words for want of memory, which stand in for them where torch does not tell.
+// Throws torch's own message for a failed allocation: programs that search for a batch size that fits recognise it. Older
+// torch does not give its message to callers; the same words are made up here then.
 [[noreturn]] inline void allocation_failed([[maybe_unused]] int64_t elements) {
   if (torch_exception_get_what_without_backtrace) throw std::runtime_error(torch_exception_get_what_without_backtrace());
   throw std::runtime_error(std::string(CAMOX_ON_CPU ? "DefaultCPUAllocator: can't allocate memory:" : "CUDA out of memory.") +
@@ -195,22 +195,22 @@ inline Tensor empty_as(const Tensor& x) {
     Tensor made = torch::stable::empty_like(x);
     use_huge_pages(made);
     return made;
-  } catch (const std::runtime_error&) {  // which says no more than that the call failed
+  } catch (const std::runtime_error&) {  // its message says only that the call failed
     allocation_failed(x.numel());
   }
 }
 
 // x's dimensions from `begin` up to `end` in the order of their strides, the innermost last. Dimensions of stride 0 or size 1
-// say nothing about the order. The same rule as memory_order in ops/_layout.py.
+// do not determine the order. The same rule as memory_order in ops/_layout.py.
 inline std::vector<int64_t> memory_order(const Tensor& x, int64_t begin, int64_t end) {
   auto sizes = x.sizes(), strides = x.strides();
   std::vector<int64_t> order;
   for (int64_t d = begin; d < end; ++d) order.push_back(d);
-  auto says_nothing = [&](int64_t d) { return strides[d] == 0 || sizes[d] == 1; };
+  auto is_undetermined = [&](int64_t d) { return strides[d] == 0 || sizes[d] == 1; };
   for (int64_t i = 1; i < end - begin; ++i)
     for (int64_t place = i, j = i - 1; j >= 0; --j) {
       int64_t outer = order[j], inner = order[place];
-      if (says_nothing(outer) || says_nothing(inner)) continue;
+      if (is_undetermined(outer) || is_undetermined(inner)) continue;
       if (strides[outer] >= strides[inner]) break;
       std::swap(order[j], order[place]);
       place = j;
@@ -261,7 +261,7 @@ inline Tensor empty_real(const Tensor& x, std::initializer_list<int64_t> size) {
   return empty_contiguous(x, is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), size.size(), size.begin());
 }
 
-inline Tensor empty_picture(const Tensor& like, int64_t channels, bool channels_last) {
+inline Tensor empty_image(const Tensor& like, int64_t channels, bool channels_last) {
   std::array<int64_t, 4> size = {like.size(0), channels, like.size(2), like.size(3)};
   if (!channels_last) return empty_contiguous(like, dtype_code(like), size.size(), size.data());
   auto at_least_1 = [](int64_t n) { return n > 1 ? n : 1; };
@@ -281,22 +281,30 @@ void launch(int (*launcher)(const Params*, void*), const Params& params, const T
   int error = launcher(&params, stream);
   if (error != 0) check(camox_fail(CAMOX_CUDA_ERROR, "%s: %s", op, camox_cuda_error_text(error)));
 }
+
+// As launch; params.error_word points to the word of x's device in which kernels report wrong values.
+template <class Params>
+void launch_with_error_word(int (*launcher)(const Params*, void*), Params& params, const Tensor& x, const char* op) {
+  torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  params.error_word = camox_cuda_error_word(x.get_device_index());
+  launch(launcher, params, x, op);
+}
 #else
-// Units of about `unit_cost` elements that are worth a thread.
-inline int64_t grain_of(int64_t unit_cost) {
+// The fewest work items of about `item_cost` elements each that are worth a thread.
+inline int64_t grain_of(int64_t item_cost) {
   constexpr int64_t elements_worth_a_thread = 16384;
-  const int64_t grain = elements_worth_a_thread / (unit_cost > 0 ? unit_cost : 1);
+  const int64_t grain = elements_worth_a_thread / (item_cost > 0 ? item_cost : 1);
   return grain > 0 ? grain : 1;
 }
 
-// Runs kernel(&params, begin, end) over `units` of about `unit_cost` elements each on torch's threads.
+// Runs kernel(&params, begin, end) over all work items, of about `item_cost` elements each, on torch's threads.
 template <class Kernel, class Params>
-void run(Kernel kernel, const Params& params, int64_t units, int64_t unit_cost) {
-  torch::stable::parallel_for(0, units, grain_of(unit_cost), [&](int64_t begin, int64_t end) { kernel(&params, begin, end); });
+void run(Kernel kernel, const Params& params, int64_t items, int64_t item_cost) {
+  torch::stable::parallel_for(0, items, grain_of(item_cost), [&](int64_t begin, int64_t end) { kernel(&params, begin, end); });
 }
 
-// Memory of this thread until it ends, at least so many bytes, aligned to a cache line. Stacks of threads can be too small for
-// it.
+// Scratch of at least so many bytes that belongs to this thread until it ends, aligned to a cache line. The stacks of threads
+// can be too small for it.
 inline void* thread_scratch(size_t bytes) {
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
@@ -314,10 +322,10 @@ inline void* thread_scratch(size_t bytes) {
   return memory.get();
 }
 
-// The same with `bytes` of scratch for each thread in params.scratch.
+// As run; params.scratch points to `bytes` of scratch of the calling thread.
 template <class Kernel, class Params>
-void run_with_scratch(Kernel kernel, const Params& params, int64_t units, int64_t unit_cost, size_t bytes) {
-  torch::stable::parallel_for(0, units, grain_of(unit_cost), [&](int64_t begin, int64_t end) {
+void run_with_scratch(Kernel kernel, const Params& params, int64_t items, int64_t item_cost, size_t bytes) {
+  torch::stable::parallel_for(0, items, grain_of(item_cost), [&](int64_t begin, int64_t end) {
     Params own = params;
     own.scratch = thread_scratch(bytes);
     kernel(&own, begin, end);

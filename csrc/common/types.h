@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Before functions of the headers that kernels on the GPU call too. */
+/* Marks functions of headers that GPU kernels call too. */
 #ifdef __CUDACC__
 #define CAMOX_ANYWHERE __host__ __device__
 #else
@@ -18,7 +18,7 @@ extern "C" {
 
 typedef enum { CAMOX_F32 = 0, CAMOX_BF16 = 1, CAMOX_F16 = 2, CAMOX_F64 = 3, CAMOX_DTYPE_COUNT = 4 } camox_dtype;
 
-/* A number in the type that this dtype is computed in: 1e-50 is 0 in float. */
+/* A number rounded to the type that this dtype is computed in: 1e-50 is 0 in float. */
 static inline double camox_as_computed(camox_dtype dtype, double number) {
   return dtype == CAMOX_F64 ? number : (double)(float)number;
 }
@@ -31,7 +31,7 @@ typedef struct {
   int64_t stride[4];
 } camox_view4;
 
-/* The row or column that position i of a side of n stands for, or -1 where the border is zero. */
+/* The row or column that index i maps to, i may lie outside [0, n); -1 where the border is zero. */
 static inline int64_t camox_border_index(int64_t i, int64_t n, int border) {
   if (i >= 0 && i < n) return i;
   if (border == CAMOX_BORDER_REPLICATE) return i < 0 ? 0 : n - 1;

@@ -38,8 +38,8 @@ int camox_dropout_norm_check(const camox_dropout_norm_params *p, int backward) {
   return backward ? CAMOX_OK : camox_check_affine(op, "bias", "column", p->width, p->bias.length, p->bias.stride);
 }
 
-int64_t camox_dropout_units(const camox_dropout_params *p) { return camox_dropout_plan_of(p).units; }
+int64_t camox_dropout_items(const camox_dropout_params *p) { return camox_dropout_plan_of(p).items; }
 
-int64_t camox_dropout_norm_units(const camox_dropout_norm_params *p) {
-  return camox_ceil_div(p->rows, camox_dropout_norm_unit_rows(p->width));
+int64_t camox_dropout_norm_items(const camox_dropout_norm_params *p) {
+  return camox_ceil_div(p->rows, camox_dropout_norm_item_rows(p->width));
 }

@@ -1,7 +1,7 @@
 /* dropout, sparse_gate and dropout_add_layer_norm: masks that are computed where they are used, and stored nowhere.
 
    keep(i)   of the element with row-major index i of the logical shape: Philox bits >= round(65536 p), see common/philox.h
-   drop(x)   x * 65536 / (65536 - round(65536 p)) where kept, 0 where dropped, whatever x is there
+   drop(x)   x * 65536 / (65536 - round(65536 p)) where kept, 0 where dropped, even if x is NaN
    dropout                  out = drop(x); its own backward, with the gradient as x
    sparse_gate              out = drop(relu(x) * relu(y))
              backward       grad_x = drop(grad) * relu(y) where x > 0, grad_y = drop(grad) * relu(x) where y > 0
@@ -10,9 +10,9 @@
              backward       d = grad * weight; grad_residual = (d - mean(d) - z mean(d z)) / sqrt(var + eps),
                             grad_x = drop(grad_residual), grad_weight = sum(grad z), grad_bias = sum(grad)
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store. weight, bias and
-             what is summed over rows are in the dtype computed in.
+             sums over rows are in the dtype computed in.
    saved     dropout: the seed. sparse_gate: x, y and the seed. dropout_add_layer_norm: x, residual, weight, the seed, and two
-             numbers a row: the mean less the row's first s, which keeps its digits, and 1/sqrt(var + eps).
+             numbers per row: the mean less the row's first s, which keeps its digits, and 1/sqrt(var + eps).
    errors    CAMOX_INVALID_ARGUMENT: p outside [0, 1), an unknown dtype, a negative size, more than CAMOX_DROPOUT_DIMS
              dimensions; eps not > 0 or not finite, weight or bias of another length or not contiguous.
    source    torch.nn.functional.dropout and layer_norm; the gate of takzen/vision-bdh, models/bdh.py at 71cb8ab. */
@@ -60,7 +60,7 @@ typedef struct {
   int64_t length, stride;
 } camox_dropout_affine;
 
-/* Rows lie one after the other, in every tensor. */
+/* All tensors are contiguous. */
 typedef struct {
   camox_dtype dtype;
   double p, eps;
@@ -68,22 +68,22 @@ typedef struct {
   int64_t rows, width;
   const void *x, *residual; /* [rows, width] */
   camox_dropout_affine weight, bias;
-  void *y;                       /* forward: what is written */
+  void *y;                       /* forward: the output */
   void *stats;                   /* [2, rows]: mean - first s, 1/sqrt(var + eps); forward writes, backward reads */
   const void *grad;              /* backward: the incoming gradient */
-  void *grad_x, *grad_residual;  /* backward: what is written, and so the following; grad_x NULL without a seed */
-  void *partial;                 /* [units, 2, width]: this unit's share of grad_weight and grad_bias */
+  void *grad_x, *grad_residual;  /* backward: outputs, and so are the following; grad_x NULL without a seed */
+  void *partial;                 /* [items, 2, width]: the work items' shares of grad_weight and grad_bias */
   void *grad_weight, *grad_bias; /* [width] */
 } camox_dropout_norm_params;
 
-/* Everything that can be wrong with a call, which messages name `op`; nothing has been written when it fails. The backward of
+/* Validates all arguments of a call, which messages name `op`; when it fails, nothing has been written. The backward of
    dropout_add_layer_norm has no bias. */
 int camox_dropout_check(const camox_dropout_params *p, const char *op);
 int camox_dropout_norm_check(const camox_dropout_norm_params *p, int backward);
 
-/* The work is cut into this many independent units, by shape alone, so any number of threads gives the same bits. */
-int64_t camox_dropout_units(const camox_dropout_params *p);
-int64_t camox_dropout_norm_units(const camox_dropout_norm_params *p);
+/* The number of independent work items, which the shape alone decides: any number of threads gives the same bits. */
+int64_t camox_dropout_items(const camox_dropout_params *p);
+int64_t camox_dropout_norm_items(const camox_dropout_norm_params *p);
 
 typedef void camox_dropout_kernel(const camox_dropout_params *p, int64_t begin, int64_t end);
 typedef void camox_dropout_norm_kernel(const camox_dropout_norm_params *p, int64_t begin, int64_t end);

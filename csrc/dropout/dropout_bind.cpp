@@ -12,8 +12,8 @@ using namespace camox;
 #define CAMOX_DROPOUT_COMPUTE(kernel, p, x, op) compute(kernel, p, x)
 
 void compute(camox_dropout_kernel* variant(camox_dtype, camox_isa), const camox_dropout_params& p, const Tensor& x) {
-  int64_t units = camox_dropout_units(&p);
-  run(variant(p.dtype, camox_isa_current()), p, units, units > 0 ? x.numel() / units : 0);
+  int64_t items = camox_dropout_items(&p);
+  run(variant(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0);
 }
 #endif
 
@@ -80,7 +80,7 @@ camox_dropout_affine affine_of(const Tensor& v, const Tensor& x, const char* op,
   return {v.data_ptr(), v.size(0), v.stride(0)};
 }
 
-// x and residual are packed already.
+// x and residual are contiguous.
 camox_dropout_norm_params norm_params(const Tensor& x, const Tensor& residual, const Tensor& weight, const OptionalTensor& seed,
                                       double probability, const char* op) {
   if (x.dim() < 1) throw std::invalid_argument(std::string(op) + ": x must have at least 1 dimension, got 0");
@@ -112,8 +112,8 @@ std::tuple<Tensor, Tensor> dropout_add_layer_norm(const Tensor& given_x, const T
 #ifdef CAMOX_CUDA_PART
   launch(camox_dropout_norm_cuda, p, x, op);
 #else
-  int64_t units = camox_dropout_norm_units(&p);
-  run(camox_dropout_norm(p.dtype, camox_isa_current()), p, units, units > 0 ? x.numel() / units : 0);
+  int64_t items = camox_dropout_norm_items(&p);
+  run(camox_dropout_norm(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0);
 #endif
   return {y, stats};
 }
@@ -137,8 +137,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(const
   Tensor grad_x = p.seed ? empty_contiguous(x) : empty_contiguous(x, dtype_code(x), 1, &none),
          grad_residual = empty_contiguous(x);
   Tensor grad_weight = empty_real(x, {p.width}), grad_bias = empty_real(x, {p.width});
-  int64_t units = camox_dropout_norm_units(&p);
-  Tensor partial = empty_real(x, {units, 2, p.width});
+  int64_t items = camox_dropout_norm_items(&p);
+  Tensor partial = empty_real(x, {items, 2, p.width});
   p.grad = grad.data_ptr();
   p.stats = stats.data_ptr();
   p.grad_x = p.seed ? grad_x.data_ptr() : nullptr;
@@ -149,8 +149,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(const
   launch(camox_dropout_norm_backward_cuda, p, x, op);
 #else
   camox_isa isa = camox_isa_current();
-  run(camox_dropout_norm_backward(p.dtype, isa), p, units, units > 0 ? x.numel() / units : 0);
-  run(camox_dropout_norm_reduce(p.dtype, isa), p, p.width, 2 * units);
+  run(camox_dropout_norm_backward(p.dtype, isa), p, items, items > 0 ? x.numel() / items : 0);
+  run(camox_dropout_norm_reduce(p.dtype, isa), p, p.width, 2 * items);
 #endif
   return {grad_x, grad_residual, grad_weight, grad_bias};
 }

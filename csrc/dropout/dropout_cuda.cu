@@ -474,7 +474,7 @@ static int norm_run(const camox_dropout_norm_params *p, void *stream) {
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
   a.drop_scale = static_cast<float>(camox_dropout_scale(a.threshold));
-  a.band_rows = camox_dropout_norm_unit_rows(p->width);
+  a.band_rows = camox_dropout_norm_item_rows(p->width);
   a.bands = camox_ceil_div(p->rows, a.band_rows);
   if (p->rows > 0) {
     switch (p->dtype) {

@@ -12,8 +12,8 @@ CAMOX_KERNEL_TABLE(camox_edge_kernel, camox_edge_forward, camox_edge_forward_ker
 CAMOX_KERNEL_TABLE(camox_edge_kernel, camox_edge_backward, camox_edge_backward_kernel)
 #endif
 
-/* What is written has stride 1 over C (channels_last), or whole planes one row after the other. */
-static int check_written(const camox_edge_params *p, const camox_view4 *view, const char *name) {
+/* An output has stride 1 over C (channels_last), or contiguous planes. */
+static int check_output(const camox_edge_params *p, const camox_view4 *view, const char *name) {
   if (view->data == NULL) return CAMOX_OK;
   if (p->batch == 0 || p->channels == 0 || p->height == 0 || p->width == 0) return CAMOX_OK;
   int fits = p->channels_last ? p->channels <= 1 || view->stride[1] == 1
@@ -28,16 +28,16 @@ int camox_edge_check(const camox_edge_params *p, int backward) {
   CAMOX_REQUIRE(camox_check_eps(OP, p->dtype, p->eps));
   CAMOX_REQUIRE(camox_check_sizes(OP, "x", size, 4));
   CAMOX_REQUIRE(camox_check_border(OP, (int)p->border, p->height, p->width));
-  if (backward) return check_written(p, &p->grad_x, "grad_x");
+  if (backward) return check_output(p, &p->grad_x, "grad_x");
   for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
-    if (p->maps[map].data == NULL && map != CAMOX_EDGE_INPUT && camox_edge_units(p) > 0)
+    if (p->maps[map].data == NULL && map != CAMOX_EDGE_INPUT && camox_edge_items(p) > 0)
       return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: %s has no memory to be written to", OP, map_names[map]);
-    CAMOX_REQUIRE(check_written(p, &p->maps[map], map_names[map]));
+    CAMOX_REQUIRE(check_output(p, &p->maps[map], map_names[map]));
   }
   return CAMOX_OK;
 }
 
-int64_t camox_edge_units(const camox_edge_params *p) {
+int64_t camox_edge_items(const camox_edge_params *p) {
   camox_stencil s = edge_stencil(p);
   return camox_stencil_tiling(&s).units;
 }

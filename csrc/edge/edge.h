@@ -1,4 +1,4 @@
-/* edge_maps: Sobel magnitude, Laplacian magnitude and their joint gradient of every channel of a picture, in one pass.
+/* edge_maps: Sobel magnitude, Laplacian magnitude and their joint gradient of every channel of an image, in one pass.
 
    x (B,C,H,W); cross-correlation with un-normalised kernels, x extended by `border` by one pixel:
      gx = x * [[-1,0,1],[-2,0,2],[-1,0,1]]   gy = x * its transpose   lap = x * [[0,1,0],[1,-4,1],[0,1,0]]
@@ -28,17 +28,17 @@ typedef struct {
   double eps;
   int64_t batch, channels, height, width;
   camox_view4 x; /* any strides */
-  /* forward: what is written; CAMOX_EDGE_INPUT, a copy of x for the stacked form, may be NULL.
+  /* forward: the outputs; CAMOX_EDGE_INPUT, a copy of x for the stacked form, may be NULL.
      backward: the incoming gradients, any strides, NULL where there is none. */
   camox_view4 maps[CAMOX_EDGE_MAPS];
-  camox_view4 grad_x; /* backward: what is written */
+  camox_view4 grad_x; /* backward: the output */
 } camox_edge_params;
 
-/* Everything that can be wrong with a forward (backward = 0) or backward call; nothing has been written when it fails. */
+/* Validates all arguments of a forward (backward = 0) or backward call; when it fails, nothing has been written. */
 int camox_edge_check(const camox_edge_params *p, int backward);
 
-/* The work is cut into this many independent units, by shape alone, so any number of threads gives the same bits. */
-int64_t camox_edge_units(const camox_edge_params *p);
+/* The number of independent work items, which the shape alone decides: any number of threads gives the same bits. */
+int64_t camox_edge_items(const camox_edge_params *p);
 
 typedef void camox_edge_kernel(const camox_edge_params *p, int64_t begin, int64_t end);
 

@@ -7,7 +7,7 @@ namespace {
 using namespace camox;
 
 camox_edge_params edge_params(const Tensor& x, double eps, int64_t border) {
-  check_picture(x, "edge_maps", "x");
+  check_image(x, "edge_maps", "x");
   camox_edge_params p{};
   p.dtype = dtype_of(x, "edge_maps");
   p.border = code_of(border, CAMOX_BORDER_REFLECT, "edge_maps", "border");
@@ -23,10 +23,10 @@ void compute(const camox_edge_params& p, const Tensor& x, bool backward) {
 #ifdef CAMOX_CUDA_PART
   launch(backward ? camox_edge_backward_cuda : camox_edge_cuda, p, x, "edge_maps");
 #else
-  int64_t units = camox_edge_units(&p);
+  int64_t items = camox_edge_items(&p);
   camox_isa isa = camox_isa_current();
-  run(backward ? camox_edge_backward(p.dtype, isa) : camox_edge_forward(p.dtype, isa), p, units,
-      units > 0 ? x.numel() / units : 0);
+  run(backward ? camox_edge_backward(p.dtype, isa) : camox_edge_forward(p.dtype, isa), p, items,
+      items > 0 ? x.numel() / items : 0);
 #endif
 }
 
@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, int64_
   camox_edge_params p = edge_params(x, eps, border);
   std::array<Tensor, 3> maps;
   for (int map = 0; map < 3; ++map) {
-    maps[map] = empty_picture(x, p.channels, p.channels_last);
+    maps[map] = empty_image(x, p.channels, p.channels_last);
     p.maps[map] = view4(maps[map]);
   }
   compute(p, x, false);
@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, int64_
 // The four maps are channel ranges of one (B,4C,H,W) tensor.
 Tensor edge_maps_stacked(const Tensor& x, double eps, int64_t border) {
   camox_edge_params p = edge_params(x, eps, border);
-  Tensor out = empty_picture(x, CAMOX_EDGE_MAPS * p.channels, p.channels_last);
+  Tensor out = empty_image(x, CAMOX_EDGE_MAPS * p.channels, p.channels_last);
   size_t element = out.element_size();
   for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
     p.maps[map] = view4(out);
@@ -68,7 +68,7 @@ Tensor edge_maps_backward(const Tensor& x, OptionalTensor grad_sobel, OptionalTe
     check_like(grad, x, p.channels, "edge_maps_backward", grads[map].second);
     p.maps[map] = view4(grad);
   }
-  Tensor grad_x = empty_picture(x, p.channels, p.channels_last);
+  Tensor grad_x = empty_image(x, p.channels, p.channels_last);
   p.grad_x = view4(grad_x);
   compute(p, x, true);
   return grad_x;

@@ -1,4 +1,4 @@
-/* edge_maps as a 3x3 stencil: for its kernels and for whoever asks how many work items there are. */
+/* edge_maps as a 3x3 stencil: for its kernels and the count of its work items. */
 #ifndef CAMOX_EDGE_PLAN_H
 #define CAMOX_EDGE_PLAN_H
 

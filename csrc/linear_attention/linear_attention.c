@@ -57,13 +57,13 @@ int camox_linear_attention_check(const camox_linear_attention_params *p, int bac
   if (empty || p->length == 0) return CAMOX_OK;
   const int64_t keys[4] = {p->batch, p->heads, p->length, p->key_dim};
   const int64_t values[4] = {p->batch, p->heads, p->length, p->value_dim};
-  if (!backward) return camox_check_apart(op, "out", &p->out, values);
-  CAMOX_REQUIRE(camox_check_apart(op, "grad_q", &p->grad_q, keys));
-  CAMOX_REQUIRE(camox_check_apart(op, "grad_k", &p->grad_k, keys));
-  return camox_check_apart(op, "grad_v", &p->grad_v, values);
+  if (!backward) return camox_check_distinct_elements(op, "out", &p->out, values);
+  CAMOX_REQUIRE(camox_check_distinct_elements(op, "grad_q", &p->grad_q, keys));
+  CAMOX_REQUIRE(camox_check_distinct_elements(op, "grad_k", &p->grad_k, keys));
+  return camox_check_distinct_elements(op, "grad_v", &p->grad_v, values);
 }
 
-int64_t camox_linear_attention_units(const camox_linear_attention_params *p, camox_attention_step step) {
+int64_t camox_linear_attention_items(const camox_linear_attention_params *p, camox_attention_step step) {
   int64_t sequences = p->batch * p->heads;
   if (step == CAMOX_ATTENTION_STATE) return sequences;
   return sequences * camox_ceil_div(p->length, p->chunk);

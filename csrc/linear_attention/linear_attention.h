@@ -81,7 +81,7 @@ typedef enum {
 } camox_attention_step;
 
 /* A step is cut into this many independent units: chunks of a head, or heads. */
-int64_t camox_linear_attention_units(const camox_linear_attention_params *p, camox_attention_step step);
+int64_t camox_linear_attention_items(const camox_linear_attention_params *p, camox_attention_step step);
 
 typedef void camox_linear_attention_kernel(const camox_linear_attention_params *p, int64_t begin, int64_t end);
 

@@ -32,8 +32,8 @@ camox_linear_attention_params params_of(const Tensor& q, const Tensor& k, const 
   p.dtype = dtype_of(q, op);
   p.feature_map = code_of(feature_map, CAMOX_FEATURE_IDENTITY, op, "feature map"),
   p.normalize = code_of(normalize, CAMOX_NORMALIZE_NONE, op, "normalization"), p.eps = eps;
-  check_picture(q, op, "q");
-  check_picture(v, op, "v");
+  check_image(q, op, "q");
+  check_image(v, op, "v");
   p.batch = q.size(0), p.heads = q.size(1), p.length = q.size(2), p.key_dim = q.size(3), p.value_dim = v.size(3);
   check_shape(k, {p.batch, p.heads, p.length, p.key_dim}, "k");
   check_shape(v, {p.batch, p.heads, p.length, p.value_dim}, "v");
@@ -74,7 +74,7 @@ void run_steps(Variant variant, const camox_linear_attention_params& p) {
   for (int step = 0; step < CAMOX_ATTENTION_STEPS; ++step) {
     const auto which = static_cast<camox_attention_step>(step);
     const int64_t rows = which == CAMOX_ATTENTION_STATE ? p.chunks : p.chunk;
-    run_with_scratch(variant(which, p.dtype, camox_isa_current()), p, camox_linear_attention_units(&p, which),
+    run_with_scratch(variant(which, p.dtype, camox_isa_current()), p, camox_linear_attention_items(&p, which),
                      rows * p.key_dim * p.value_dim, CAMOX_LINEAR_ATTENTION_SCRATCH);
   }
 }

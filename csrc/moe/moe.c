@@ -1,4 +1,4 @@
-/* Checks, what of routing no vectors are needed for, and the table of variants. */
+/* Checks, the scalar steps of routing and of the losses, and the table of variants. */
 #include "moe.h"
 
 #include <string.h>
@@ -79,10 +79,10 @@ int camox_moe_check_places(const camox_moe_rows_params *p, uint8_t *taken) {
 
 int64_t camox_moe_blocks(const camox_moe_route_params *p) { return camox_ceil_div(p->rows, camox_moe_block_rows(p)); }
 
-int64_t camox_moe_units(const camox_moe_rows_params *p, int fills_places) {
-  int64_t units = p->rows * camox_moe_chunks(p);
-  if (!fills_places) return units;
-  return units + (p->capacity < 0 ? p->rows * p->top_k - p->offsets[p->num_experts] : camox_moe_places(p));
+int64_t camox_moe_items(const camox_moe_rows_params *p, int fills_places) {
+  int64_t items = p->rows * camox_moe_chunks(p);
+  if (!fills_places) return items;
+  return items + (p->capacity < 0 ? p->rows * p->top_k - p->offsets[p->num_experts] : camox_moe_places(p));
 }
 
 int camox_moe_scan(const camox_moe_route_params *p) {
@@ -113,7 +113,7 @@ void camox_moe_place_slots(const camox_moe_route_params *p, int64_t begin, int64
   const int64_t block_rows = camox_moe_block_rows(p);
   for (int64_t block = begin; block < end; ++block) {
     int64_t *next = p->block_counts + block * (p->num_experts + 1);
-    int64_t row = block * block_rows, last = row + block_rows < p->rows ? row + block_rows : p->rows;
+    int64_t row = block * block_rows, last = camox_min_i64(row + block_rows, p->rows);
     for (int64_t slot = row * p->top_k; row < last; ++row) {
       const int counted = !p->valid || p->valid[row * p->valid_stride];
       for (int64_t k = 0; k < p->top_k; ++k, ++slot) {
@@ -140,7 +140,7 @@ static void store_real(const camox_moe_route_params *p, void *to, int64_t i, dou
     ((float *)to)[i] = (float)value;
 }
 
-/* The sum over the blocks of their column. */
+/* The sum of a column of the blocks' partial sums. */
 static double sum_blocks(const camox_moe_route_params *p, int64_t column) {
   double sum = 0;
   const int64_t blocks = camox_moe_blocks(p);

@@ -47,7 +47,8 @@ extern "C" {
 typedef enum { CAMOX_MOE_TOPK_SOFTMAX = 0, CAMOX_MOE_SOFTMAX_TOPK = 1, CAMOX_MOE_SIGMOID_TOPK = 2 } camox_moe_score;
 typedef enum { CAMOX_MOE_SWITCH = 0, CAMOX_MOE_IMPORTANCE_CV2 = 1, CAMOX_MOE_Z = 2, CAMOX_MOE_USAGE_MSE = 3 } camox_moe_aux;
 
-/* Of the route, its backward, the losses and their backward. What has no strides is dense; [rows,K] is written [slots]. */
+/* Parameters of the route, the losses and their backwards. Tensors without strides here are contiguous; [rows,K] is written
+   [slots]. */
 typedef struct {
   camox_dtype dtype;
   int score; /* camox_moe_score */
@@ -61,8 +62,8 @@ typedef struct {
   void *weights;                       /* [slots] */
   int64_t *experts, *order, *position; /* [slots] */
   int64_t *counts, *offsets;           /* [E], [E+1] */
-  /* CPU: of each block of rows, how many of its slots chose each expert, and of how many rows the logits hold NaN; once
-     scanned, which slot of each expert its first is. */
+  /* CPU: for each block of rows the number of its slots that chose each expert, and of its rows whose logits hold NaN; after
+     camox_moe_scan the rank of its first slot among those of each expert. */
   int64_t *block_counts; /* [blocks, E+1] */
   /* Losses. */
   void *partial;     /* [blocks, E+2], double, on CUDA float: sums of p, of logsumexp^2, of valid rows */
@@ -76,7 +77,7 @@ typedef struct {
   uint32_t *error_word;  /* of the device, may be NULL */
 } camox_moe_route_params;
 
-/* Of dispatch, combine and their backwards. */
+/* Parameters of dispatch, combine and their backwards. */
 typedef struct {
   camox_dtype dtype;
   int64_t rows, top_k, num_experts, row_size;
@@ -96,10 +97,11 @@ typedef struct {
 int camox_moe_route_check(const camox_moe_route_params *p);
 int camox_moe_rows_check(const camox_moe_rows_params *p);
 
-/* That experts, which must be readable here, lie within E. */
+/* Validates experts, which the caller must be able to read. */
 int camox_moe_check_experts(const int64_t *experts, int64_t slots, int64_t num_experts);
-/* That the slots with a copy have the first offsets[E] sorted places, one each, and with a capacity those of their experts, so
-   that every place is either written by one slot or vacant; the indices must be readable here. taken: [slots], all 0. */
+/* Validates that the slots with a copy have the first offsets[E] sorted places, one each, and with a capacity those of their
+   experts, so that every place has one copy or is vacant. The indices must be readable by the caller. taken: [slots], all
+   0. */
 int camox_moe_check_places(const camox_moe_rows_params *p, uint8_t *taken);
 
 static CAMOX_ANYWHERE inline int64_t camox_moe_places(const camox_moe_rows_params *p) {
@@ -121,15 +123,15 @@ static CAMOX_ANYWHERE inline int camox_moe_vacant(const camox_moe_rows_params *p
   return place % p->capacity >= p->offsets[expert + 1] - p->offsets[expert];
 }
 
-/* CPU. The work is cut into independent units by shape: blocks of rows; chunks of rows, and in dispatch and combine's backward
-   vacant places. */
+/* CPU: the number of independent work items, which the shape alone decides: blocks of rows; chunks of rows, and in dispatch and
+   combine's backward places without a copy. */
 int64_t camox_moe_blocks(const camox_moe_route_params *p);
-int64_t camox_moe_units(const camox_moe_rows_params *p, int fills_places);
+int64_t camox_moe_items(const camox_moe_rows_params *p, int fills_places);
 
 typedef void camox_moe_route_kernel(const camox_moe_route_params *p, int64_t begin, int64_t end);
 typedef void camox_moe_rows_kernel(const camox_moe_rows_params *p, int64_t begin, int64_t end);
 
-/* Route: choose over blocks, then scan, which refuses NaN, then place over blocks. */
+/* Route: choose over blocks, then scan, which fails on NaN, then place over blocks. */
 camox_moe_route_kernel *camox_moe_choose(camox_dtype dtype, camox_isa isa);
 int camox_moe_scan(const camox_moe_route_params *p);
 void camox_moe_place_slots(const camox_moe_route_params *p, int64_t begin, int64_t end);

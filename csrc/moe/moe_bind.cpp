@@ -52,15 +52,6 @@ Tensor empty_indices(const Tensor& like, std::initializer_list<int64_t> size) {
   return empty_contiguous(like, aoti_torch_dtype_int64(), size.size(), size.begin());
 }
 
-#ifdef CAMOX_CUDA_PART
-template <class Params>
-void launch_told(int (*launcher)(const Params*, void*), Params& p, const Tensor& x, const char* op) {
-  torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  p.error_word = camox_cuda_error_word(x.get_device_index());
-  launch(launcher, p, x, op);
-}
-#endif
-
 using Routed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, int64_t score, OptionalInt capacity) {
@@ -83,7 +74,7 @@ Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, int6
   const std::array<int64_t, 2> size = {camox_moe_cuda_blocks(&p), experts_count};
   Tensor block_totals = empty_contiguous(logits, aoti_torch_dtype_int32(), size.size(), size.data());
   p.block_totals = static_cast<int32_t*>(block_totals.data_ptr());
-  launch_told(camox_moe_route_cuda, p, logits, op);
+  launch_with_error_word(camox_moe_route_cuda, p, logits, op);
 #else
   const int64_t blocks = camox_moe_blocks(&p), cost = blocks > 0 ? logits.numel() * top_k / blocks : 0;
   std::vector<int64_t> block_counts(blocks * (experts_count + 1));
@@ -112,7 +103,7 @@ Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const 
   p.experts = const_cast<int64_t*>(data_of(experts)), p.position = const_cast<int64_t*>(data_of(position));
   p.grad = grad.data_ptr(), p.grad_logits = grad_logits.data_ptr();
 #ifdef CAMOX_CUDA_PART
-  launch_told(camox_moe_route_backward_cuda, p, logits, op);
+  launch_with_error_word(camox_moe_route_backward_cuda, p, logits, op);
 #else
   check(camox_moe_check_experts(p.experts, slots, p.num_experts));
   const int64_t blocks = camox_moe_blocks(&p);
@@ -136,7 +127,7 @@ std::tuple<Tensor, Tensor> moe_aux_loss(const Tensor& logits, const Tensor& give
 #ifdef CAMOX_CUDA_PART
   Tensor partial = empty_real(logits, {camox_moe_cuda_blocks(&p), p.num_experts + 2});
   p.partial = partial.data_ptr();
-  launch_told(camox_moe_aux_cuda, p, logits, op);
+  launch_with_error_word(camox_moe_aux_cuda, p, logits, op);
 #else
   const int64_t blocks = p.aux == CAMOX_MOE_USAGE_MSE ? 0 : camox_moe_blocks(&p);
   std::vector<double> partial(blocks * (p.num_experts + 2));
@@ -163,7 +154,7 @@ Tensor moe_aux_loss_backward(const Tensor& grad, const Tensor& logits, const Ten
   Tensor grad_logits = empty_contiguous(logits, dtype_code(logits), 2, logits.sizes().data());
   p.grad = grad.data_ptr(), p.slope = slope.data_ptr(), p.grad_logits = grad_logits.data_ptr();
 #ifdef CAMOX_CUDA_PART
-  launch_told(camox_moe_aux_backward_cuda, p, logits, op);
+  launch_with_error_word(camox_moe_aux_backward_cuda, p, logits, op);
 #else
   const int64_t blocks = camox_moe_blocks(&p);
   run_with_scratch(camox_moe_aux_backward(p.dtype, camox_isa_current()), p, blocks,
@@ -229,10 +220,18 @@ struct Indices {
   Tensor experts, offsets, position;
 };
 
-// What moe_route gave, for tensors on x's device. checked: these indices were validated before, as those of a forward are
-// before its backward; autograd refuses what was written to in between.
-Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& experts, const Tensor& offsets,
-                    const Tensor& position, OptionalInt capacity, bool checked, const char* op) {
+// The operators' arguments that come from moe_route. checked: they have been validated before, by the forward of a backward;
+// autograd refuses tensors that were written to in between.
+struct GivenRouting {
+  const Tensor &experts, &offsets, &position;
+  OptionalInt capacity;
+  bool checked;
+};
+
+// Puts them, tensors on x's device, into p.
+Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const GivenRouting& given, const char* op) {
+  const Tensor &experts = given.experts, &offsets = given.offsets, &position = given.position;
+  const OptionalInt capacity = given.capacity;
   if (experts.dim() != 2 || offsets.dim() != 1)
     throw std::invalid_argument(std::string(op) + ": experts must have shape (rows, K) and offsets (E+1,)");
   if (capacity.has_value() && *capacity < 0)
@@ -246,7 +245,7 @@ Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const Tensor& exp
                 indices(position, x, slots, op, "position")};
   p.experts = data_of(found.experts), p.offsets = data_of(found.offsets), p.position = data_of(found.position);
 #ifndef CAMOX_CUDA_PART
-  if (checked) return found;
+  if (given.checked) return found;
   std::vector<uint8_t> taken(slots);
   check(camox_moe_check_places(&p, taken.data()));
 #endif
@@ -276,7 +275,7 @@ void check_outer(const Tensor& x, Outer outer, const char* op, const char* name)
 #ifndef CAMOX_CUDA_PART
 void run_rows(camox_moe_rows_kernel* kernel, const camox_moe_rows_params& p, bool fills_places) {
   const int64_t cost = p.row_size / camox_moe_chunks(&p) * p.top_k;
-  run(kernel, p, camox_moe_units(&p, fills_places), cost);
+  run(kernel, p, camox_moe_items(&p, fills_places), cost);
 }
 #endif
 
@@ -284,14 +283,14 @@ Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& of
                     OptionalInt capacity) {
   const char* op = "moe_dispatch";
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, false, op);
+  const Indices routing = set_routing(p, given, {experts, offsets, position, capacity, false}, op);
   check_outer(given, outer_of_rows(p), op, "x");
   const RowLayout layout = row_layout(given, 1);
   Tensor x = as_rows(given, layout, outer_of_rows(p)), y = empty_rows(x, layout, outer_of_places(p));
   p.row_size = p.place_stride = layout.row_size;
   p.row = x.data_ptr(), p.row_stride = row_stride(x, 1), p.place = y.data_ptr();
 #ifdef CAMOX_CUDA_PART
-  launch_told(camox_moe_dispatch_cuda, p, x, op);
+  launch_with_error_word(camox_moe_dispatch_cuda, p, x, op);
 #else
   run_rows(camox_moe_dispatch(p.dtype, camox_isa_current()), p, true);
 #endif
@@ -299,10 +298,10 @@ Tensor moe_dispatch(const Tensor& given, const Tensor& experts, const Tensor& of
 }
 
 // weights: NULL for the plain sum, the backward of dispatch.
-Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const Tensor& experts, const Tensor& offsets,
-               const Tensor& position, OptionalInt capacity, bool checked, const char* op, const char* name) {
+Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const GivenRouting& given_routing, const char* op,
+               const char* name) {
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
+  const Indices routing = set_routing(p, given, given_routing, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, name);
   const RowLayout layout = row_layout(given, outer.count);
@@ -317,7 +316,7 @@ Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const T
   p.row_size = p.row_stride = layout.row_size;
   p.place = y.data_ptr(), p.place_stride = row_stride(y, outer.count), p.row = x.data_ptr();
 #ifdef CAMOX_CUDA_PART
-  launch_told(camox_moe_combine_cuda, p, y, op);
+  launch_with_error_word(camox_moe_combine_cuda, p, y, op);
 #else
   run_rows(camox_moe_combine(p.dtype, camox_isa_current()), p, false);
 #endif
@@ -326,12 +325,12 @@ Tensor combine(const Tensor& given, const OptionalTensor& given_weights, const T
 
 Tensor moe_dispatch_backward(const Tensor& grad, const Tensor& experts, const Tensor& offsets, const Tensor& position,
                              OptionalInt capacity, bool checked) {
-  return combine(grad, std::nullopt, experts, offsets, position, capacity, checked, "moe_dispatch_backward", "grad");
+  return combine(grad, std::nullopt, {experts, offsets, position, capacity, checked}, "moe_dispatch_backward", "grad");
 }
 
 Tensor moe_combine(const Tensor& y, const Tensor& weights, const Tensor& experts, const Tensor& offsets, const Tensor& position,
                    OptionalInt capacity) {
-  return combine(y, weights, experts, offsets, position, capacity, false, "moe_combine", "y");
+  return combine(y, weights, {experts, offsets, position, capacity, false}, "moe_combine", "y");
 }
 
 std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const Tensor& given, const Tensor& given_weights,
@@ -339,7 +338,7 @@ std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const 
                                                 OptionalInt capacity, bool checked) {
   const char* op = "moe_combine_backward";
   camox_moe_rows_params p{};
-  const Indices held = set_routing(p, given, experts, offsets, position, capacity, checked, op);
+  const Indices routing = set_routing(p, given, {experts, offsets, position, capacity, checked}, op);
   const Outer outer = outer_of_places(p);
   check_outer(given, outer, op, "y");
   const RowLayout layout = row_layout(given, outer.count);
@@ -365,7 +364,7 @@ std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const 
     p.partial = partial->data_ptr();
   }
 #ifdef CAMOX_CUDA_PART
-  launch_told(camox_moe_combine_backward_cuda, p, y, op);
+  launch_with_error_word(camox_moe_combine_backward_cuda, p, y, op);
 #else
   run_rows(camox_moe_combine_backward(p.dtype, camox_isa_current()), p, true);
   camox_moe_sum_chunks(&p);

@@ -1,4 +1,4 @@
-/* How the rows are cut, by shape alone. */
+/* The blocks and chunks that are moe's work items, by shape alone. */
 #ifndef CAMOX_MOE_PLAN_H
 #define CAMOX_MOE_PLAN_H
 
@@ -13,7 +13,7 @@ static inline int64_t camox_moe_block_rows(const camox_moe_route_params *p) {
   return rows > CAMOX_MOE_BLOCK_ROWS ? rows : CAMOX_MOE_BLOCK_ROWS;
 }
 
-/* On CUDA blocks of threads, of which each adds up the counts of all before it: two or so for each multiprocessor. */
+/* CUDA: thread blocks, each of which adds up the counts of all before it: about two per multiprocessor. */
 #define CAMOX_MOE_CUDA_MOST_BLOCKS 264
 
 static CAMOX_ANYWHERE inline int64_t camox_moe_cuda_block_rows(const camox_moe_route_params *p) {
@@ -27,7 +27,7 @@ static CAMOX_ANYWHERE inline int64_t camox_moe_cuda_blocks(const camox_moe_route
   return p->rows > rows ? (p->rows + rows - 1) / rows : 1;
 }
 
-/* Elements of a row that are worked on at a time: those of all K copies stay in an L2 cache. */
+/* Elements of a chunk of a row: those of all K copies stay in an L2 cache. */
 #define CAMOX_MOE_CHUNK 4096
 
 static CAMOX_ANYWHERE inline int64_t camox_moe_chunks(const camox_moe_rows_params *p) {

@@ -12,7 +12,7 @@ CAMOX_KERNEL_TABLE(camox_norm2d_kernel, camox_norm2d_forward, camox_norm2d_forwa
 CAMOX_KERNEL_TABLE(camox_norm2d_kernel, camox_norm2d_backward, camox_norm2d_backward_kernel)
 CAMOX_KERNEL_TABLE(camox_norm2d_kernel, camox_norm2d_reduce, camox_norm2d_reduce_kernel)
 
-int64_t camox_norm2d_units(const camox_norm2d_params *p) { return camox_norm2d_plan_of(p).units; }
+int64_t camox_norm2d_items(const camox_norm2d_params *p) { return camox_norm2d_plan_of(p).items; }
 #endif
 
 int camox_norm2d_check(const camox_norm2d_params *p) {

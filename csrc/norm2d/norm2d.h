@@ -1,16 +1,16 @@
-/* layer_norm2d: LayerNorm over each group of channels at every pixel of a picture, activation and residual in one pass.
+/* layer_norm2d: LayerNorm over each group of channels at every pixel of an image, activation and residual in one pass.
 
    x (B,C,H,W), weight and bias (C,); over each group of C/groups channels, at every pixel:
      z = (x - mean) / sqrt(var + eps)   u = z * weight + bias   y = act(u) [+ residual]
    var       biased, from the differences to the mean, or to 0 where the mean is small beside it. The mean's own rounding is
-             summed too and taken off again, so a mean of 1e4 with a standard deviation of 1 costs no digits.
+             summed too and corrected, so a mean of 1e4 with a standard deviation of 1 costs no digits.
    act       none, gelu x Phi(x), gelu_tanh x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), relu, silu x sigmoid(x)
    dtypes    x, residual, y in float32, bfloat16, float16, computed in float32; float64 in float64. weight and bias are in
              the dtype computed in. One rounding, at the store.
    backward  needs x and stats: per pixel and group the mean as its difference from the group's first channel, which keeps
              all its digits, and 1/sqrt(var + eps). u and act' are recomputed. d relu / du at 0 is 0. With g = grad act'(u),
              d = g weight and means over the group:  grad_x = (d - mean(d) - z mean(d z)) / sqrt(var + eps),
-             grad_weight = sum(g z), grad_bias = sum(g) over batch and pixels: one partial sum per unit, then over units.
+             grad_weight = sum(g z), grad_bias = sum(g) over batch and pixels: a partial sum per work item, then over items.
    errors    CAMOX_INVALID_ARGUMENT: eps not > 0 or not finite, groups that do not divide C, unknown activation or dtype,
              weight or bias of another length or not contiguous, a negative size.
    source    LayerNorm2d of mahi-chan/camoXpert, models/backbone.py at 47e858c. */
@@ -48,33 +48,33 @@ typedef struct {
   camox_norm2d_affine weight, bias;
   void *stats; /* [2, B, groups, H*W] in the dtype computed in: mean - first channel, 1/sqrt(var + eps); forward: may be NULL */
   camox_view4 residual;          /* forward, optional */
-  camox_view4 y;                 /* forward: what is written */
+  camox_view4 y;                 /* forward: the output */
   camox_view4 grad;              /* backward: the incoming gradient */
-  camox_view4 grad_x;            /* backward: what is written, and so the following */
-  void *partial;                 /* [units, 2, C]: this unit's share of grad_weight and grad_bias */
+  camox_view4 grad_x;            /* backward: the output, and so are the following */
+  void *partial;                 /* [items, 2, C]: the work items' shares of grad_weight and grad_bias */
   void *grad_weight, *grad_bias; /* [C] */
   void *scratch; /* CPU, forward and backward: CAMOX_NORM2D_SCRATCH bytes of this thread alone, aligned to 64 bytes */
 } camox_norm2d_params;
 
 #define CAMOX_NORM2D_SCRATCH (704 << 10)
 
-/* Everything that can be wrong with a call; nothing has been written when it fails. */
+/* Validates all arguments of a call; when it fails, nothing has been written. */
 int camox_norm2d_check(const camox_norm2d_params *p);
 
-/* The work is cut into this many independent units, blocks of pixels of one picture, by shape alone, so any number of threads
+/* The number of independent work items, blocks of pixels of one image, which the shape alone decides: any number of threads
    gives the same bits. */
-int64_t camox_norm2d_units(const camox_norm2d_params *p);
+int64_t camox_norm2d_items(const camox_norm2d_params *p);
 
 typedef void camox_norm2d_kernel(const camox_norm2d_params *p, int64_t begin, int64_t end);
 
 /* The variant for this dtype on this instruction set. */
 camox_norm2d_kernel *camox_norm2d_forward(camox_dtype dtype, camox_isa isa);
 camox_norm2d_kernel *camox_norm2d_backward(camox_dtype dtype, camox_isa isa);
-/* After backward: grad_weight and grad_bias of channels [begin, end) from the partial sums, in the order of the units. */
+/* After backward: grad_weight and grad_bias of channels [begin, end) from the partial sums, in the order of the items. */
 camox_norm2d_kernel *camox_norm2d_reduce(camox_dtype dtype, camox_isa isa);
 
-/* As camox_norm2d_units for the CUDA kernels: `partial` must have room for this many, fewer may be used. */
-int64_t camox_norm2d_cuda_units(const camox_norm2d_params *p);
+/* As camox_norm2d_items for the CUDA kernels: `partial` must have room for this many, fewer may be used. */
+int64_t camox_norm2d_cuda_items(const camox_norm2d_params *p);
 
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
 int camox_norm2d_cuda(const camox_norm2d_params *p, void *stream);

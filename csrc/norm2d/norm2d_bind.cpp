@@ -13,7 +13,7 @@ camox_norm2d_affine affine_of(const Tensor& v, const Tensor& x, const char* name
 
 camox_norm2d_params norm2d_params(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps, int64_t groups,
                                   int64_t activation) {
-  check_picture(x, "layer_norm2d", "x");
+  check_image(x, "layer_norm2d", "x");
   camox_norm2d_params p{};
   p.dtype = dtype_of(x, "layer_norm2d");
   p.activation = code_of(activation, CAMOX_ACT_SILU, "layer_norm2d", "activation");
@@ -30,9 +30,9 @@ camox_norm2d_params norm2d_params(const Tensor& x, const Tensor& weight, const T
 // Shares of grad_weight and grad_bias that the kernels leave in `partial`, at most.
 int64_t shares(const camox_norm2d_params& p) {
 #ifdef CAMOX_CUDA_PART
-  return camox_norm2d_cuda_units(&p);
+  return camox_norm2d_cuda_items(&p);
 #else
-  return camox_norm2d_units(&p);
+  return camox_norm2d_items(&p);
 #endif
 }
 
@@ -40,11 +40,11 @@ void compute(const camox_norm2d_params& p, const Tensor& x, bool backward) {
 #ifdef CAMOX_CUDA_PART
   launch(backward ? camox_norm2d_backward_cuda : camox_norm2d_cuda, p, x, "layer_norm2d");
 #else
-  int64_t units = camox_norm2d_units(&p);
+  int64_t items = camox_norm2d_items(&p);
   camox_isa isa = camox_isa_current();
-  run_with_scratch(backward ? camox_norm2d_backward(p.dtype, isa) : camox_norm2d_forward(p.dtype, isa), p, units,
-                   units > 0 ? x.numel() / units : 0, CAMOX_NORM2D_SCRATCH);
-  if (backward) run(camox_norm2d_reduce(p.dtype, isa), p, p.channels, 2 * units);
+  run_with_scratch(backward ? camox_norm2d_backward(p.dtype, isa) : camox_norm2d_forward(p.dtype, isa), p, items,
+                   items > 0 ? x.numel() / items : 0, CAMOX_NORM2D_SCRATCH);
+  if (backward) run(camox_norm2d_reduce(p.dtype, isa), p, p.channels, 2 * items);
 #endif
 }
 
@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> layer_norm2d(const Tensor& x, const Tensor& weight, c
     check_like(*residual, x, p.channels, "layer_norm2d", "residual");
     p.residual = view4(*residual);
   }
-  Tensor y = empty_picture(x, p.channels, is_channels_last(x));
+  Tensor y = empty_image(x, p.channels, is_channels_last(x));
   Tensor stats = empty_real(x, {2, save ? p.batch : 0, p.groups, p.height, p.width});
   p.y = view4(y);
   p.stats = save ? stats.data_ptr() : nullptr;
@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, con
       throw std::invalid_argument("layer_norm2d_backward: stats has size " + std::to_string(stats.size(d)) + " in dimension " +
                                   std::to_string(d) + ", expected " + std::to_string(expected[d]));
   Tensor packed_stats = as_contiguous(stats);
-  Tensor grad_x = empty_picture(x, p.channels, is_channels_last(x));
+  Tensor grad_x = empty_image(x, p.channels, is_channels_last(x));
   Tensor grad_weight = empty_real(x, {p.channels}), grad_bias = empty_real(x, {p.channels});
   Tensor partial = empty_real(x, {shares(p), 2, p.channels});
   p.grad = view4(grad);

@@ -699,7 +699,7 @@ static bool norm2d_fits(camox_norm2d_params *p, bool lines, int lanes, int eleme
   return lines ? camox_aligned(p->weight.data, floats) && camox_aligned(p->bias.data, floats) : camox_aligned(p->stats, floats);
 }
 
-extern "C" int64_t camox_norm2d_cuda_units(const camox_norm2d_params *p) {
+extern "C" int64_t camox_norm2d_cuda_items(const camox_norm2d_params *p) {
   const int64_t pixels = p->batch * p->height * p->width;
   int64_t shares = pixels / NORM2D_SHARE_PIXELS;
   if (shares < NORM2D_FEW_SHARES) shares = NORM2D_FEW_SHARES;
@@ -772,7 +772,7 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   plan.scratch = (plan.scratch + 3) / 4 * 4;
   plan.tiles = camox_ceil_div(plan.pixels, plan.tile);
   plan.tile_count = plan.p.batch * plan.tiles;
-  plan.share_tiles = backward ? camox_ceil_div(plan.tile_count, camox_norm2d_cuda_units(p)) : 1;
+  plan.share_tiles = backward ? camox_ceil_div(plan.tile_count, camox_norm2d_cuda_items(p)) : 1;
   plan.shares = camox_ceil_div(plan.tile_count, plan.share_tiles);
   while (plan.sum_shift < 5 && 2 << plan.sum_shift <= plan.terms && (2 * sums * plan.tile) << plan.sum_shift <= threads)
     ++plan.sum_shift;

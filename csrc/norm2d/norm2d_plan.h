@@ -1,4 +1,4 @@
-/* How the pixels of a picture are cut into blocks: shared by the count of units and the kernels. */
+/* The blocks of pixels that are norm2d's work items: for their count and the kernels. */
 #ifndef CAMOX_NORM2D_PLAN_H
 #define CAMOX_NORM2D_PLAN_H
 
@@ -8,13 +8,13 @@
 /* Most pixels of a block, and most elements of a group's block: x, its gradient and d then stay in the L2 cache. */
 #define CAMOX_NORM2D_PIXELS 1024
 #define CAMOX_NORM2D_ELEMENTS 65536
-/* Fewest pixels of a block, and blocks are cut until there are this many units of at least so many elements. */
+/* Blocks are halved, down to so many pixels and elements, until there are this many work items. */
 #define CAMOX_NORM2D_LEAST_PIXELS 64
-#define CAMOX_NORM2D_UNITS 8
+#define CAMOX_NORM2D_ITEMS 8
 #define CAMOX_NORM2D_LEAST_ELEMENTS 8192
 
 typedef struct {
-  int64_t pixels, block, blocks, units, group_channels;
+  int64_t pixels, block, blocks, items, group_channels;
 } camox_norm2d_plan;
 
 static inline camox_norm2d_plan camox_norm2d_plan_of(const camox_norm2d_params *p) {
@@ -25,12 +25,12 @@ static inline camox_norm2d_plan camox_norm2d_plan_of(const camox_norm2d_params *
   most -= most % 16; /* whole vectors of the widest instruction set */
   if (most < 16) most = 16;
   int64_t blocks = camox_ceil_div(plan.pixels, most);
-  while (p->batch * blocks < CAMOX_NORM2D_UNITS && plan.pixels / (2 * blocks) >= CAMOX_NORM2D_LEAST_PIXELS &&
+  while (p->batch * blocks < CAMOX_NORM2D_ITEMS && plan.pixels / (2 * blocks) >= CAMOX_NORM2D_LEAST_PIXELS &&
          plan.pixels * p->channels / (2 * blocks) >= CAMOX_NORM2D_LEAST_ELEMENTS)
     blocks *= 2;
   plan.block = camox_round_up(camox_ceil_div(plan.pixels, blocks), 16);
   plan.blocks = camox_ceil_div(plan.pixels, plan.block);
-  plan.units = p->batch * plan.blocks;
+  plan.items = p->batch * plan.blocks;
   return plan;
 }
 

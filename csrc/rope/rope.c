@@ -6,7 +6,7 @@
 #include "../common/check.h"
 #include "../common/integers.h"
 #include "../common/kernel_table.h"
-#include "rope_tile.h"
+#include "rope_plan.h"
 
 int camox_rope_check(const camox_rope_params *p, int backward) {
   const int64_t size[4] = {p->batch, p->heads, p->length, p->dim};
@@ -25,7 +25,7 @@ int camox_rope_check(const camox_rope_params *p, int backward) {
   if (!p->positions && !p->cu_seqlens && p->table_length < p->length)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: cos and sin have %lld rows, fewer than the %lld positions of x",
                       (long long)p->table_length, (long long)p->length);
-  CAMOX_REQUIRE(camox_check_apart("rope", "what is written", &p->y, size));
+  CAMOX_REQUIRE(camox_check_distinct_elements("rope", "what is written", &p->y, size));
 #ifndef CAMOX_CUDA_PART
   if (backward && (p->positions || p->cu_seqlens) && !(p->tokens && p->row_begin))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "rope: the order of the tokens is missing");
@@ -35,12 +35,12 @@ int camox_rope_check(const camox_rope_params *p, int backward) {
   return CAMOX_OK;
 }
 
-int64_t camox_rope_units(const camox_rope_params *p) {
+int64_t camox_rope_items(const camox_rope_params *p) {
   if (p->heads == 0 || p->dim == 0) return 0;
   return p->batch * camox_ceil_div(p->length, camox_rope_tile(p));
 }
 
-int64_t camox_rope_backward_units(const camox_rope_params *p) { return p->table_length; }
+int64_t camox_rope_backward_items(const camox_rope_params *p) { return p->table_length; }
 
 #ifndef CAMOX_CUDA_PART
 CAMOX_KERNEL_TABLE(camox_rope_kernel, camox_rope_forward, camox_rope_forward_kernel)
@@ -83,7 +83,7 @@ void camox_rope_sort_tokens(const camox_rope_params *p, int64_t *row_begin, int6
   int64_t sequence = 0;
   for (int64_t b = 0; b < p->batch; ++b)
     for (int64_t t = 0; t < p->length; ++t) ++row_begin[camox_rope_row(p, b, t, &sequence)];
-  /* from how many tokens a row has to where they end; then each token, last first, takes the place before that */
+  /* counts become ends; each token, last first, then takes the entry before the end of its row */
   for (int64_t row = 1; row <= p->table_length; ++row) row_begin[row] += row_begin[row - 1];
   for (int64_t b = p->batch - 1; b >= 0; --b)
     for (int64_t t = p->length - 1; t >= 0; --t) {

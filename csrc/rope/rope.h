@@ -1,15 +1,15 @@
-/* rope: rotary position embedding, each pair of elements of a token turned by its position's angles in one pass.
+/* rope: rotary position embedding, each pair of elements of a token is rotated by its position's angles, in one pass.
 
-   x (B,H,T,D), any strides; the first r = rotary_dim elements turn, the others pass. Pair i is elements (a,b) = (2i,2i+1)
-   where interleaved, else (i,i+r/2). With c, s the row of the tables that belongs to the token's position:
+   x (B,H,T,D), any strides; the first r = rotary_dim elements are rotated, the others copied. Pair i is elements
+   (a,b) = (2i,2i+1) where interleaved, else (i,i+r/2). With c, s the row of the tables that belongs to the token's position:
      y[a] = x[a]c[a] - x[b]s[a]   y[b] = x[b]c[b] + x[a]s[b]
-     y[a] = x[a]c[a] + x[b]s[b]   y[b] = x[b]c[b] - x[a]s[a]   transposed
-   tables    cos, sin (table_length, r/2), one angle a pair (c[a] = c[b]), or (table_length, r), one an element.
-   position  t; or positions (B,T) int64; or cu_seqlens (sequences+1,) int32: T tokens of several sequences one after the
-             other (B = 1), each counted from its own 0.
+     y[a] = x[a]c[a] + x[b]s[b]   y[b] = x[b]c[b] - x[a]s[a]   transposed: the inverse rotation
+   tables    cos, sin (table_length, r/2), one angle per pair (c[a] = c[b]), or (table_length, r), one per element.
+   position  t; or positions (B,T) int64; or cu_seqlens (sequences+1,) int32: T tokens of several contiguous
+             sequences (B = 1), whose positions each begin at 0.
    dtypes    float32, bfloat16, float16 with float32 tables, computed in float32; float64 with float64 tables. One rounding,
              at the store. y may be x itself.
-   backward  to x: the transposed turn of the gradient; nothing is saved. To the tables, where asked for: x is read again,
+   backward  to x: the inverse rotation of the gradient; nothing is saved. To the tables, where needed: x is read again,
              products are summed over heads, then over tokens, for each row of the tables in the order of the tokens.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype, a negative size, an odd rotary_dim or one beyond D, tables of another
              width or shorter than T, both positions and cu_seqlens. Values, on the CPU: a position that is negative or past
@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-/* How a (B,H,T,D) tensor comes: as that, or with T before H. */
+/* The order of a tensor's dimensions. */
 typedef enum { CAMOX_ROPE_BHTD = 0, CAMOX_ROPE_BTHD = 1 } camox_rope_layout;
 
 typedef struct {
@@ -40,8 +40,8 @@ typedef struct {
   int64_t position_stride[2]; /* over B and T */
   const int32_t *cu_seqlens;  /* dense */
   int64_t sequences;
-  camox_view4 x; /* [B,H,T,D]: what turns; in the backward the incoming gradient, turned the other way */
-  camox_view4 y; /* what is written */
+  camox_view4 x; /* [B,H,T,D]: the input; in the backward the incoming gradient, rotated the other way */
+  camox_view4 y; /* the output */
   /* Backward to the tables. */
   camox_view4 input;         /* the forward's x */
   void *grad_cos, *grad_sin; /* like cos, sin: every row is written */
@@ -52,10 +52,10 @@ typedef struct {
   float *partial;       /* backward to the tables: the sums of each token over its heads [2, B*T, table_columns] */
 } camox_rope_params;
 
-/* Everything that can be wrong but the values of positions and cu_seqlens. */
+/* Validates all arguments except the values of positions and cu_seqlens. */
 int camox_rope_check(const camox_rope_params *p, int backward);
 
-/* The values of positions and cu_seqlens, which must be readable here. */
+/* Validates the values of positions and cu_seqlens, which the caller must be able to read. */
 int camox_rope_check_values(const camox_rope_params *p);
 
 /* The sequence that token t belongs to: the last one that begins at or before t. */
@@ -74,9 +74,9 @@ static CAMOX_ANYWHERE inline int64_t camox_rope_sequence(const int32_t *cu_seqle
 /* tokens and row_begin of these positions, which have been checked: row_begin[table_length+1], tokens[B*T]. */
 void camox_rope_sort_tokens(const camox_rope_params *p, int64_t *row_begin, int64_t *tokens);
 
-/* The work is cut into this many independent units, by shape alone: tiles of tokens; in the backward rows of the tables. */
-int64_t camox_rope_units(const camox_rope_params *p);
-int64_t camox_rope_backward_units(const camox_rope_params *p);
+/* The number of independent work items, which the shape alone decides: tiles of tokens; in the backward rows of the tables. */
+int64_t camox_rope_items(const camox_rope_params *p);
+int64_t camox_rope_backward_items(const camox_rope_params *p);
 
 typedef void camox_rope_kernel(const camox_rope_params *p, int64_t begin, int64_t end);
 

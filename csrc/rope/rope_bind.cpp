@@ -69,17 +69,24 @@ void set_cu_seqlens(camox_rope_params& p, const Tensor& cu_seqlens, const Tensor
   p.sequences = cu_seqlens.size(0) - 1;
 }
 
-camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& sin, const OptionalTensor& positions,
-                              const OptionalTensor& cu_seqlens, bool interleaved, int64_t layout,
-                              std::optional<int64_t> rotary_dim, bool transposed) {
+// The operators' arguments after x and the tables.
+struct Options {
+  const OptionalTensor &positions, &cu_seqlens;
+  bool interleaved;
+  int64_t layout;
+  std::optional<int64_t> rotary_dim;
+  bool transposed;
+};
+
+camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& sin, const Options& options) {
   camox_rope_params p{};
-  const bool packed = cu_seqlens.has_value();
-  const Axes axes = axes_of(x, layout, packed, "x");
+  const bool packed = options.cu_seqlens.has_value();
+  const Axes axes = axes_of(x, options.layout, packed, "x");
   p.dtype = dtype_of(x, "rope");
-  p.interleaved = interleaved, p.transposed = transposed;
+  p.interleaved = options.interleaved, p.transposed = options.transposed;
   p.batch = packed ? 1 : x.size(axes.batch);
   p.heads = x.size(axes.heads), p.length = x.size(axes.length), p.dim = x.size(axes.dim);
-  p.rotary_dim = rotary_dim.has_value() ? *rotary_dim : p.dim;
+  p.rotary_dim = options.rotary_dim.value_or(p.dim);
   p.x = view_of(x, axes);
   check_table(cos, x, "cos");
   check_table(sin, x, "sin");
@@ -87,49 +94,41 @@ camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& 
     throw std::invalid_argument("rope: cos and sin must have the same shape");
   p.table_length = cos.size(0), p.table_columns = cos.size(1);
   p.cos = cos.data_ptr(), p.sin = sin.data_ptr();
-  if (positions.has_value()) set_positions(p, *positions, x);
-  if (packed) set_cu_seqlens(p, *cu_seqlens, x);
+  if (options.positions.has_value()) set_positions(p, *options.positions, x);
+  if (packed) set_cu_seqlens(p, *options.cu_seqlens, x);
   return p;
 }
 
-#ifdef CAMOX_CUDA_PART
-void launch_told(int (*launcher)(const camox_rope_params*, void*), camox_rope_params& p, const Tensor& x, const char* op) {
-  torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  p.error_word = camox_cuda_error_word(x.get_device_index());
-  launch(launcher, p, x, op);
-}
-#endif
-
-void turn(camox_rope_params& p, const Tensor& x, const Tensor& y, const Axes& axes) {
+void rotate(camox_rope_params& p, const Tensor& x, const Tensor& y, const Axes& axes) {
   p.y = view_of(y, axes);
   check(camox_rope_check(&p, 0));
 #ifdef CAMOX_CUDA_PART
-  launch_told(camox_rope_cuda, p, x, "rope");
+  launch_with_error_word(camox_rope_cuda, p, x, "rope");
 #else
   check(camox_rope_check_values(&p));
-  const int64_t units = camox_rope_units(&p);
-  run(camox_rope_forward(p.dtype, camox_isa_current()), p, units, units > 0 ? x.numel() / units : 0);
+  const int64_t items = camox_rope_items(&p);
+  run(camox_rope_forward(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0);
 #endif
 }
 
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTensor positions, OptionalTensor cu_seqlens,
             bool interleaved, int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
-  camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
+  camox_rope_params p = rope_params(x, cos, sin, {positions, cu_seqlens, interleaved, layout, rotary_dim, transposed});
   Tensor y = empty_in_order(x);
-  turn(p, x, y, axes_of(x, layout, cu_seqlens.has_value(), "x"));
+  rotate(p, x, y, axes_of(x, layout, cu_seqlens.has_value(), "x"));
   return y;
 }
 
 void rope_(const Tensor& x, const Tensor& cos, const Tensor& sin, OptionalTensor positions, OptionalTensor cu_seqlens,
            bool interleaved, int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
-  camox_rope_params p = rope_params(x, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, transposed);
-  turn(p, x, x, axes_of(x, layout, cu_seqlens.has_value(), "x"));
+  camox_rope_params p = rope_params(x, cos, sin, {positions, cu_seqlens, interleaved, layout, rotary_dim, transposed});
+  rotate(p, x, x, axes_of(x, layout, cu_seqlens.has_value(), "x"));
 }
 
 std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tensor& x, const Tensor& cos, const Tensor& sin,
                                                  OptionalTensor positions, OptionalTensor cu_seqlens, bool interleaved,
                                                  int64_t layout, std::optional<int64_t> rotary_dim, bool transposed) {
-  camox_rope_params p = rope_params(grad, cos, sin, positions, cu_seqlens, interleaved, layout, rotary_dim, !transposed);
+  camox_rope_params p = rope_params(grad, cos, sin, {positions, cu_seqlens, interleaved, layout, rotary_dim, !transposed});
   const Axes axes = axes_of(x, layout, cu_seqlens.has_value(), "x");
   for (int64_t d = 0; d < x.dim(); ++d)
     if (grad.size(d) != x.size(d)) throw std::invalid_argument("rope_backward: grad must have the shape of x");
@@ -145,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tenso
   const std::array<int64_t, 3> stride = {std::max<int64_t>(size[1] * size[2], 1), std::max<int64_t>(size[2], 1), 1};
   Tensor partial = empty_strided(cos, dtype_code(cos), 3, size.data(), stride.data());
   p.partial = static_cast<float*>(partial.data_ptr());
-  launch_told(camox_rope_backward_cuda, p, x, "rope_backward");
+  launch_with_error_word(camox_rope_backward_cuda, p, x, "rope_backward");
 #else
   check(camox_rope_check(&p, 0));
   check(camox_rope_check_values(&p));
@@ -156,8 +155,8 @@ std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tenso
     p.row_begin = order.data(), p.tokens = order.data() + p.table_length + 1;
   }
   check(camox_rope_check(&p, 1));
-  const int64_t units = camox_rope_backward_units(&p);
-  run(camox_rope_backward(p.dtype, camox_isa_current()), p, units, units > 0 ? x.numel() / units : 0);
+  const int64_t items = camox_rope_backward_items(&p);
+  run(camox_rope_backward(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0);
 #endif
   return {grad_x, grad_cos, grad_sin};
 }

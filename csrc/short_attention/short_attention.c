@@ -23,13 +23,13 @@ int camox_short_attention_check(const camox_short_attention_params *p, int backw
                       (int)CAMOX_SHORT_ATTENTION_LONGEST, (long long)p->length);
   if (!isfinite(p->scale)) return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: scale must be finite, got %g", op, p->scale);
   CAMOX_REQUIRE(camox_check_probability(op, p->p));
-  if (!backward) return camox_check_apart(op, "out", &p->out, size);
-  CAMOX_REQUIRE(camox_check_apart(op, "grad_q", &p->grad_q, size));
-  CAMOX_REQUIRE(camox_check_apart(op, "grad_k", &p->grad_k, size));
-  return camox_check_apart(op, "grad_v", &p->grad_v, size);
+  if (!backward) return camox_check_distinct_elements(op, "out", &p->out, size);
+  CAMOX_REQUIRE(camox_check_distinct_elements(op, "grad_q", &p->grad_q, size));
+  CAMOX_REQUIRE(camox_check_distinct_elements(op, "grad_k", &p->grad_k, size));
+  return camox_check_distinct_elements(op, "grad_v", &p->grad_v, size);
 }
 
-int64_t camox_short_attention_units(const camox_short_attention_params *p) {
+int64_t camox_short_attention_items(const camox_short_attention_params *p) {
   if (p->length == 0 || p->dim == 0) return 0;
   return camox_ceil_div(p->sequences * p->heads, CAMOX_SHORT_ATTENTION_ITEMS);
 }

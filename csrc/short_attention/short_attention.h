@@ -43,7 +43,7 @@ typedef struct {
 int camox_short_attention_check(const camox_short_attention_params *p, int backward);
 
 /* The work is cut into this many independent units, by shape alone: runs of consecutive (s,h). */
-int64_t camox_short_attention_units(const camox_short_attention_params *p);
+int64_t camox_short_attention_items(const camox_short_attention_params *p);
 
 typedef void camox_short_attention_kernel(const camox_short_attention_params *p, int64_t begin, int64_t end);
 

@@ -51,7 +51,7 @@ camox_short_attention_params params_of(const Tensor& q, const Tensor& k, const T
 
 void compute(camox_short_attention_kernel* variant(camox_dtype, camox_isa), const camox_short_attention_params& p,
              const Tensor& q) {
-  int64_t units = camox_short_attention_units(&p);
+  int64_t units = camox_short_attention_items(&p);
   run_with_scratch(variant(p.dtype, camox_isa_current()), p, units, units > 0 ? q.numel() / units : 0,
                    CAMOX_SHORT_ATTENTION_SCRATCH);
 }

@@ -31,7 +31,7 @@ int camox_spatial_gradient_check(const camox_spatial_gradient_params *p, int bac
   return check_output(p, &p->gradient[1], "gy");
 }
 
-int64_t camox_spatial_gradient_units(const camox_spatial_gradient_params *p) {
+int64_t camox_spatial_gradient_items(const camox_spatial_gradient_params *p) {
   camox_stencil s = gradient_stencil(p);
   return camox_stencil_tiling(&s).units;
 }

@@ -1,4 +1,4 @@
-/* spatial_gradient: derivatives of every channel of a picture along x and y by a 3x3 filter, in one pass.
+/* spatial_gradient: derivatives of every channel of an image along x and y by a 3x3 filter, in one pass.
 
    x (B,C,H,W); cross-correlation, x extended by `border` by one pixel, with s = side and m = middle:
      gx = x * [[-s,0,s],[-m,0,m],[-s,0,s]]   gy = x * its transpose
@@ -6,7 +6,7 @@
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
    accuracy  differences of pixels are taken first: a large mean cancels before it is rounded.
    zeros in  the kernels still multiply: 0 * inf is NaN, as in a convolution.
-   backward  linear, so nothing is saved: the adjoint of the filter, what falls on the border folded back.
+   backward  linear, so nothing is saved: the transposed filters; values on the border are added to the pixels that it repeats.
    errors    CAMOX_INVALID_ARGUMENT: weights that are not finite, unknown border or dtype, a negative size,
              reflect on a side shorter than 2, an output that is neither dense rows nor channels_last.
    source    the Sobel and Scharr operators as textbooks give them. */
@@ -27,16 +27,16 @@ typedef struct {
   double side, middle;
   int64_t batch, channels, height, width;
   camox_view4 x; /* forward: any strides */
-  /* gx, gy. forward: what is written; backward: the incoming gradients, any strides, NULL where there is none. */
+  /* gx, gy. forward: the output; backward: the incoming gradients, any strides, NULL where there is none. */
   camox_view4 gradient[2];
-  camox_view4 grad_x; /* backward: what is written */
+  camox_view4 grad_x; /* backward: the output */
 } camox_spatial_gradient_params;
 
-/* Everything that can be wrong with a forward (backward = 0) or backward call; nothing has been written when it fails. */
+/* Validates all arguments of a forward (backward = 0) or backward call; when it fails, nothing has been written. */
 int camox_spatial_gradient_check(const camox_spatial_gradient_params *p, int backward);
 
-/* The work is cut into this many independent units, by shape alone, so any number of threads gives the same bits. */
-int64_t camox_spatial_gradient_units(const camox_spatial_gradient_params *p);
+/* The number of independent work items, which the shape alone decides: any number of threads gives the same bits. */
+int64_t camox_spatial_gradient_items(const camox_spatial_gradient_params *p);
 
 typedef void camox_spatial_gradient_kernel(const camox_spatial_gradient_params *p, int64_t begin, int64_t end);
 

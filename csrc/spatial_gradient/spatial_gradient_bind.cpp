@@ -7,7 +7,7 @@ namespace {
 using namespace camox;
 
 camox_spatial_gradient_params gradient_params(const Tensor& x, const char* name, double side, double middle, int64_t border) {
-  check_picture(x, "spatial_gradient", name);
+  check_image(x, "spatial_gradient", name);
   camox_spatial_gradient_params p{};
   p.dtype = dtype_of(x, "spatial_gradient");
   p.border = code_of(border, CAMOX_BORDER_REFLECT, "spatial_gradient", "border");
@@ -23,17 +23,17 @@ void compute(const camox_spatial_gradient_params& p, const Tensor& like, bool ba
 #ifdef CAMOX_CUDA_PART
   launch(backward ? camox_spatial_gradient_backward_cuda : camox_spatial_gradient_cuda, p, like, "spatial_gradient");
 #else
-  int64_t units = camox_spatial_gradient_units(&p);
+  int64_t items = camox_spatial_gradient_items(&p);
   camox_isa isa = camox_isa_current();
-  run(backward ? camox_spatial_gradient_backward(p.dtype, isa) : camox_spatial_gradient_forward(p.dtype, isa), p, units,
-      units > 0 ? like.numel() / units : 0);
+  run(backward ? camox_spatial_gradient_backward(p.dtype, isa) : camox_spatial_gradient_forward(p.dtype, isa), p, items,
+      items > 0 ? like.numel() / items : 0);
 #endif
 }
 
 std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double middle, int64_t border) {
   camox_spatial_gradient_params p = gradient_params(x, "x", side, middle, border);
   p.x = view4(x);
-  Tensor gx = empty_picture(x, p.channels, p.channels_last), gy = empty_picture(x, p.channels, p.channels_last);
+  Tensor gx = empty_image(x, p.channels, p.channels_last), gy = empty_image(x, p.channels, p.channels_last);
   p.gradient[0] = view4(gx), p.gradient[1] = view4(gy);
   compute(p, x, false);
   return {gx, gy};
@@ -52,7 +52,7 @@ Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy,
     check_like(grad_gy.value(), like, p.channels, "spatial_gradient_backward", "grad_gy");
     p.gradient[1] = view4(grad_gy.value());
   }
-  Tensor grad_x = empty_picture(like, p.channels, channels_last);
+  Tensor grad_x = empty_image(like, p.channels, channels_last);
   p.grad_x = view4(grad_x);
   compute(p, like, true);
   return grad_x;

@@ -1,4 +1,4 @@
-/* spatial_gradient as a 3x3 stencil: for its kernels and for whoever asks how many work items there are. */
+/* spatial_gradient as a 3x3 stencil: for its kernels and the count of its work items. */
 #ifndef CAMOX_SPATIAL_GRADIENT_PLAN_H
 #define CAMOX_SPATIAL_GRADIENT_PLAN_H
 

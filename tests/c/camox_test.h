@@ -1,6 +1,6 @@
-/* For the C tests of kernels: strided pictures in buffers of exactly their size, their values as double, comparison.
+/* For the C tests of kernels: strided images in buffers of exactly their size, their values as double, comparison.
 
-   AddressSanitizer guards both ends of every buffer; elements between those of a strided picture hold a pattern that
+   AddressSanitizer guards both ends of every buffer; elements between those of a strided image hold a pattern that
    test_untouched looks for afterwards.                                                                              */
 #ifndef CAMOX_TEST_H
 #define CAMOX_TEST_H
@@ -33,7 +33,7 @@ static const char *const test_dtype_names[CAMOX_DTYPE_COUNT] = {"float32", "bflo
 static const double test_epsilon[CAMOX_DTYPE_COUNT] = {FLT_EPSILON, 0x1p-7, 0x1p-10, DBL_EPSILON};
 static const size_t test_size[CAMOX_DTYPE_COUNT] = {4, 2, 2, 8};
 
-/* CONTIGUOUS and CHANNELS_LAST are dense; STRIDED leaves gaps everywhere; EXPANDED repeats the first picture (stride 0). */
+/* CONTIGUOUS and CHANNELS_LAST are dense; STRIDED leaves gaps everywhere; EXPANDED repeats the first image (stride 0). */
 typedef enum { TEST_CONTIGUOUS, TEST_CHANNELS_LAST, TEST_STRIDED, TEST_EXPANDED, TEST_LAYOUTS } test_layout;
 static const char *const test_layout_names[TEST_LAYOUTS] = {"contiguous", "channels_last", "strided", "expanded"};
 
@@ -43,7 +43,7 @@ typedef struct {
   int64_t size[4];
   void *buffer;
   size_t bytes;
-} test_picture;
+} test_image;
 
 /* Fills the stack that the next call may use with NaN (bytes of 0xff are one in every dtype), as far as kernels keep scratch
    there: what reads scratch that it did not write shows. AddressSanitizer gives memory of the heap the same bytes. */
@@ -97,18 +97,18 @@ static inline void test_set(camox_dtype dtype, void *data, int64_t index, double
   }
 }
 
-static inline int64_t test_offset(const test_picture *p, int64_t b, int64_t c, int64_t y, int64_t x) {
+static inline int64_t test_offset(const test_image *p, int64_t b, int64_t c, int64_t y, int64_t x) {
   const int64_t *stride = p->view.stride;
   return b * stride[0] + c * stride[1] + y * stride[2] + x * stride[3];
 }
 
-static inline double test_at(const test_picture *p, int64_t b, int64_t c, int64_t y, int64_t x) {
+static inline double test_at(const test_image *p, int64_t b, int64_t c, int64_t y, int64_t x) {
   return test_get(p->dtype, p->view.data, test_offset(p, b, c, y, x));
 }
 
 /* A buffer of exactly the bytes that lie between the first and the last pixel, all 0xa5. */
-static inline test_picture test_allocate(camox_dtype dtype, const int64_t size[4], const int64_t stride[4]) {
-  test_picture p = {.dtype = dtype};
+static inline test_image test_allocate(camox_dtype dtype, const int64_t size[4], const int64_t stride[4]) {
+  test_image p = {.dtype = dtype};
   memcpy(p.size, size, sizeof p.size);
   memcpy(p.view.stride, stride, sizeof p.view.stride);
   int empty = size[0] * size[1] * size[2] * size[3] == 0;
@@ -128,8 +128,8 @@ static inline void *test_scratch(size_t bytes) {
   return memset(scratch, 0xff, bytes);
 }
 
-/* What kernels write to: `gaps` as in a range of the channels of a larger picture. */
-static inline test_picture test_output(camox_dtype dtype, int channels_last, int gaps, const int64_t size[4]) {
+/* What kernels write to: `gaps` as in a range of the channels of a larger image. */
+static inline test_image test_output(camox_dtype dtype, int channels_last, int gaps, const int64_t size[4]) {
   int64_t h = size[2], w = size[3], c = size[1] + (gaps ? 3 : 0);
   int64_t contiguous[4] = {c * h * w, h * w, w, 1}, last[4] = {c * h * w, 1, c * w, c};
   return test_allocate(dtype, size, channels_last ? last : contiguous);
@@ -142,30 +142,30 @@ static inline test_picture test_output(camox_dtype dtype, int channels_last, int
         for (int64_t x = 0; x < (p)->size[3]; ++x)
 
 /* What kernels read: random values in any layout. */
-static inline test_picture test_input(camox_dtype dtype, test_layout layout, const int64_t size[4]) {
+static inline test_image test_input(camox_dtype dtype, test_layout layout, const int64_t size[4]) {
   int64_t c = size[1], h = size[2], w = size[3], row = 2 * w + 3, plane = (h + 1) * row;
   int64_t strides[TEST_LAYOUTS][4] = {
       {c * h * w, h * w, w, 1}, {c * h * w, 1, c * w, c}, {(c + 1) * plane, plane, row, 2}, {0, h * w, w, 1}};
-  test_picture p = test_allocate(dtype, size, strides[layout]);
+  test_image p = test_allocate(dtype, size, strides[layout]);
   TEST_EACH(&p, b, i, y, x) test_set(dtype, p.view.data, test_offset(&p, b, i, y, x), test_random(8));
   return p;
 }
 
 /* The pixels as [B,C,H,W] without gaps; zeros of the same shape where `zeros`. To be freed. */
-static inline double *test_values(const test_picture *p, int zeros) {
+static inline double *test_values(const test_image *p, int zeros) {
   double *values = calloc((size_t)(p->size[0] * p->size[1] * p->size[2] * p->size[3]) + 1, sizeof *values), *next = values;
   if (values == NULL) abort();
   if (!zeros) TEST_EACH(p, b, c, y, x) *next++ = test_at(p, b, c, y, x);
   return values;
 }
 
-static inline void test_free(test_picture *p) {
+static inline void test_free(test_image *p) {
   free(p->buffer);
   p->buffer = NULL;
 }
 
 /* Elements that belong to no pixel still hold the pattern. */
-static inline int test_untouched(const test_picture *p) {
+static inline int test_untouched(const test_image *p) {
   unsigned char *used = calloc(p->bytes + 1, 1);
   if (used == NULL) abort();
   size_t n = test_size[p->dtype];
@@ -178,8 +178,7 @@ static inline int test_untouched(const test_picture *p) {
 
 /* max|ours - truth| <= steps eps(float32 or float64) max|truth|, and one rounding to a half type on top; NaN never passes.
    truth is [B,C,H,W] without gaps. */
-static inline int test_close_within(double steps, const test_picture *ours, const double *truth, double *error,
-                                    double *allowed) {
+static inline int test_close_within(double steps, const test_image *ours, const double *truth, double *error, double *allowed) {
   double largest = 0;
   int close = 1;
   const double *value = truth;
@@ -195,7 +194,7 @@ static inline int test_close_within(double steps, const test_picture *ours, cons
   return close;
 }
 
-static inline int test_close(const test_picture *ours, const double *truth, double *error, double *allowed) {
+static inline int test_close(const test_image *ours, const double *truth, double *error, double *allowed) {
   return test_close_within(8, ours, truth, error, allowed);
 }
 

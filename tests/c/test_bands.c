@@ -30,17 +30,17 @@ static void naive_plane(const camox_bands_params *p, const double *x, double *co
 }
 
 static void run(camox_bands_kernel *kernel, const camox_bands_params *p, int pieces) {
-  int64_t units = camox_bands_units(p);
-  for (int piece = 0; piece < pieces; ++piece) kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+  int64_t items = camox_bands_items(p);
+  for (int piece = 0; piece < pieces; ++piece) kernel(p, items * piece / pieces, items * (piece + 1) / pieces);
 }
 
-/* given: a bit for each incoming gradient that is there; bit CAMOX_BANDS_INPUT also asks forward for its copy of x. */
+/* given: a bit for each incoming gradient that is there; with bit CAMOX_BANDS_INPUT the forward also copies x. */
 static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, const int64_t size[4], unsigned given) {
   int channels_last = layout == TEST_CHANNELS_LAST, gaps = given == 0xf;
   camox_bands_params p = {.dtype = dtype, .channels_last = channels_last};
   p.batch = size[0], p.channels = size[1], p.height = size[2], p.width = size[3];
-  test_picture x = test_input(dtype, layout, size), maps[4], gradients[4];
-  test_picture grad_x = test_output(dtype, channels_last, gaps, size);
+  test_image x = test_input(dtype, layout, size), maps[4], gradients[4];
+  test_image grad_x = test_output(dtype, channels_last, gaps, size);
   double *values = test_values(&x, 0), *truth[4], *incoming[4], *truth_x = test_values(&x, 1);
   p.x = x.view;
   for (int map = 0; map < 4; ++map) {
@@ -112,8 +112,8 @@ static void test_checks_refuse(void) {
 }
 
 int main(void) {
-  /* one pixel of many channels; around one vector; a plane of several units, units of several planes; as wide as flat units
-     get, wider, wider than a line; more channels and columns than a tile of channels_last holds; empty */
+  /* one pixel of many channels; around one vector; a plane of several items, items of several planes; as wide as flat items
+     get, wider, wider than a row buffer; more channels and columns than a tile of channels_last holds; empty */
   static const int64_t sizes[][4] = {{1, 40, 1, 1},   {2, 3, 2, 2},   {1, 2, 5, 7},    {2, 1, 3, 17},   {1, 2, 9, 31},
                                      {1, 1, 150, 95}, {1, 1, 3, 513}, {1, 1, 2, 1027}, {1, 35, 70, 18}, {1, 67, 3, 18},
                                      {0, 3, 4, 4},    {2, 3, 0, 4},   {2, 60, 9, 9},   {1, 1, 70, 128}, {1, 2, 5, 129},

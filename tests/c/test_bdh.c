@@ -10,7 +10,7 @@ typedef struct {
 } options;
 
 /* An operand of exactly its size: dense, random or the pattern. */
-static test_picture dense(camox_dtype dtype, int64_t rows, int64_t columns, int filled) {
+static test_image dense(camox_dtype dtype, int64_t rows, int64_t columns, int filled) {
   int64_t size[4] = {1, 1, rows, columns};
   return filled ? test_input(dtype, TEST_CONTIGUOUS, size) : test_output(dtype, 0, 0, size);
 }
@@ -23,7 +23,7 @@ static double table_at(const camox_bdh_params *p, const void *table, int64_t t, 
 static double alive(const camox_bdh_params *p, double x) { return p->relu && x < 0 ? 0 : x; }
 
 /* r [T,N] of a head */
-static void naive_turn(const camox_bdh_params *p, const test_picture *q, int64_t b, int64_t h, double *r) {
+static void naive_turn(const camox_bdh_params *p, const test_image *q, int64_t b, int64_t h, double *r) {
   for (int64_t t = 0; t < p->length; ++t)
     for (int64_t n = 0; n < p->dim; ++n) {
       double own = alive(p, test_at(q, b, h, t, n)), partner = alive(p, test_at(q, b, h, t, n ^ 1));
@@ -48,8 +48,8 @@ static void naive_weights(const camox_bdh_params *p, const double *r, double *w)
 }
 
 /* out [B,H,T,D], grad_q [B,H,T,N] and, added to zeros, grad_v [B,Hv,T,D] */
-static void naive(const camox_bdh_params *p, const test_picture *q, const test_picture *v, const test_picture *grad,
-                  double *out, double *grad_q, double *grad_v) {
+static void naive(const camox_bdh_params *p, const test_image *q, const test_image *v, const test_image *grad, double *out,
+                  double *grad_q, double *grad_v) {
   const int64_t length = p->length, dim = p->dim, value_dim = p->value_dim;
   double *r = calloc((size_t)(length * dim) + 1, sizeof *r), *w = calloc((size_t)(length * length) + 1, sizeof *w);
   double *ds = calloc((size_t)(length * length) + 1, sizeof *ds), *dr = calloc((size_t)dim + 1, sizeof *dr);
@@ -96,7 +96,7 @@ static void naive(const camox_bdh_params *p, const test_picture *q, const test_p
 }
 
 /* test_close without its bound of one rounding of a short sum: these sums are long. */
-static int close_enough(const test_picture *got, const double *truth, double *error) {
+static int close_enough(const test_image *got, const double *truth, double *error) {
   double largest = 0;
   const double *next = truth;
   *error = 0;
@@ -119,14 +119,13 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   const int64_t of_q[4] = {p.batch, p.heads, p.length, p.dim}, of_v[4] = {p.batch, p.value_heads, p.length, p.value_dim};
   const int64_t of_out[4] = {p.batch, p.heads, p.length, p.value_dim};
   const int last = layout == TEST_CHANNELS_LAST, gaps = layout == TEST_STRIDED;
-  test_picture q = test_input(dtype, layout, of_q), v = test_input(dtype, layout, of_v),
-               grad = test_input(dtype, layout, of_out);
-  test_picture out = test_output(dtype, last, gaps, of_out), grad_q = test_output(dtype, last, gaps, of_q);
-  test_picture grad_v = test_output(dtype, last, gaps, of_v), cosines = dense(real, p.length, p.table_columns, 1);
-  test_picture sines = dense(real, p.length, p.table_columns, 1);
-  test_picture scores = dense(real, p.batch * p.heads * p.length, p.length, 0);
-  test_picture sums = dense(real, p.batch * p.heads, p.length, 0);
-  test_picture partial = dense(real, p.batch * p.heads * p.length, p.value_dim, 0);
+  test_image q = test_input(dtype, layout, of_q), v = test_input(dtype, layout, of_v), grad = test_input(dtype, layout, of_out);
+  test_image out = test_output(dtype, last, gaps, of_out), grad_q = test_output(dtype, last, gaps, of_q);
+  test_image grad_v = test_output(dtype, last, gaps, of_v), cosines = dense(real, p.length, p.table_columns, 1);
+  test_image sines = dense(real, p.length, p.table_columns, 1);
+  test_image scores = dense(real, p.batch * p.heads * p.length, p.length, 0);
+  test_image sums = dense(real, p.batch * p.heads, p.length, 0);
+  test_image partial = dense(real, p.batch * p.heads * p.length, p.value_dim, 0);
   p.q = q.view, p.v = v.view, p.grad = grad.view, p.out = out.view, p.grad_q = grad_q.view, p.grad_v = grad_v.view;
   p.cos = cosines.view.data, p.sin = sines.view.data;
   if (p.value_heads == 1) p.v.stride[1] = 0;
@@ -142,7 +141,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
 
   double *truth = test_values(&out, 1), *truth_q = test_values(&grad_q, 1), *truth_v = test_values(&grad_v, 1), error;
   naive(&p, &q, &v, &grad, truth, truth_q, truth_v);
-  const int64_t units = camox_bdh_units(&p);
+  const int64_t units = camox_bdh_items(&p);
   for (int backward = 0; backward < 2; ++backward) {
     TEST(camox_bdh_check(&p, backward) == CAMOX_OK, "%s: %s", what, camox_last_error());
     p.slots = units > 1 && (!summed || p.batch > 1) ? 2 : 1;
@@ -155,13 +154,13 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
     if (units > 0) kernel(&p, 0, p.slots);
     free(p.scratch);
   }
-  if (p.partial) camox_bdh_sum(dtype, isa)(&p, 0, camox_bdh_sum_units(&p));
+  if (p.partial) camox_bdh_sum(dtype, isa)(&p, 0, camox_bdh_sum_items(&p));
   TEST(close_enough(&out, truth, &error), "%s: off by %g", what, error);
   TEST(close_enough(&grad_q, truth_q, &error), "%s: gradient of q off by %g", what, error);
   TEST(close_enough(&grad_v, truth_v, &error), "%s: gradient of v off by %g", what, error);
   TEST(test_untouched(&out) && test_untouched(&grad_q) && test_untouched(&grad_v), "%s: written outside its elements", what);
   free(truth), free(truth_q), free(truth_v);
-  test_picture *const all[] = {&q, &v, &grad, &out, &grad_q, &grad_v, &cosines, &sines, &scores, &sums, &partial};
+  test_image *const all[] = {&q, &v, &grad, &out, &grad_q, &grad_v, &cosines, &sines, &scores, &sums, &partial};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
 }
 
@@ -172,10 +171,10 @@ static void test_step(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   p.table_columns = each ? p.dim : p.dim / 2;
   const int64_t of_q[4] = {p.batch, p.heads, 1, p.dim}, of_v[4] = {p.batch, 1, 1, p.value_dim};
   const int64_t of_out[4] = {p.batch, p.heads, 1, p.value_dim}, of_state[4] = {p.batch, p.heads, p.dim, p.value_dim};
-  test_picture q = test_input(dtype, layout, of_q), v = test_input(dtype, layout, of_v);
-  test_picture out = test_output(dtype, 0, 0, of_out), state = test_input(real, TEST_CONTIGUOUS, of_state);
-  test_picture next = test_output(real, 0, 0, of_state), cosines = dense(real, 1, p.table_columns, 1);
-  test_picture sines = dense(real, 1, p.table_columns, 1);
+  test_image q = test_input(dtype, layout, of_q), v = test_input(dtype, layout, of_v);
+  test_image out = test_output(dtype, 0, 0, of_out), state = test_input(real, TEST_CONTIGUOUS, of_state);
+  test_image next = test_output(real, 0, 0, of_state), cosines = dense(real, 1, p.table_columns, 1);
+  test_image sines = dense(real, 1, p.table_columns, 1);
   p.q = q.view, p.v = v.view, p.v.stride[1] = 0, p.out = out.view, p.next = next.view.data;
   p.cos = cosines.view.data, p.sin = sines.view.data;
   if (with_state) p.state = state.view;
@@ -195,11 +194,11 @@ static void test_step(camox_isa isa, camox_dtype dtype, test_layout layout, cons
         }
     }
   TEST(camox_bdh_step_check(&p) == CAMOX_OK, "step: %s", camox_last_error());
-  camox_bdh_step(dtype, isa)(&p, 0, camox_bdh_step_units(&p));
+  camox_bdh_step(dtype, isa)(&p, 0, camox_bdh_step_items(&p));
   TEST(close_enough(&out, truth, &error), "step %s %s: off by %g", camox_isa_name(isa), test_dtype_names[dtype], error);
   TEST(close_enough(&next, after, &error), "step %s %s: state off by %g", camox_isa_name(isa), test_dtype_names[dtype], error);
   free(truth), free(after), free(r);
-  test_picture *const all[] = {&q, &v, &out, &state, &next, &cosines, &sines};
+  test_image *const all[] = {&q, &v, &out, &state, &next, &cosines, &sines};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
 }
 
@@ -209,8 +208,8 @@ static void test_product(const int64_t size[4], int a_turned, int b_turned, int6
   const int64_t of_a[4] = {1, heads, a_turned ? depth : rows, a_turned ? rows : depth};
   const int64_t of_b[4] = {1, heads, b_turned ? columns : depth, b_turned ? depth : columns};
   const int64_t of_out[4] = {1, heads, rows, columns};
-  test_picture a = test_input(CAMOX_BF16, TEST_CONTIGUOUS, of_a), b = test_input(CAMOX_BF16, TEST_CONTIGUOUS, of_b);
-  test_picture out = test_output(CAMOX_BF16, 0, 0, of_out);
+  test_image a = test_input(CAMOX_BF16, TEST_CONTIGUOUS, of_a), b = test_input(CAMOX_BF16, TEST_CONTIGUOUS, of_b);
+  test_image out = test_output(CAMOX_BF16, 0, 0, of_out);
   camox_bdh_product_params p = {.heads = heads, .rows = rows, .columns = columns, .depth = depth};
   p.a = a.view.data, p.b = b.view.data, p.out = out.view.data;
   p.a_stride[0] = rows * depth, p.a_stride[1] = a_turned ? 1 : depth, p.a_stride[2] = a_turned ? rows : 1;
@@ -309,7 +308,7 @@ int main(void) {
   static const int64_t step_sizes[][4] = {{2, 3, 2, 1}, {1, 2, 34, 17}, {1, 1, 300, 530}, {0, 2, 4, 4}};
   test_checks_refuse();
   test_product_refuses();
-  const int pairs = camox_isa_init() == CAMOX_OK && camox_isa_pairs();
+  const int pairs = camox_isa_init() == CAMOX_OK && camox_isa_has_avx512_bf16();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
     if (!camox_isa_supported((camox_isa)isa)) {
       printf("bdh: %s is not on this machine\n", camox_isa_name((camox_isa)isa));

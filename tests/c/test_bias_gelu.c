@@ -1,4 +1,4 @@
-/* bias_gelu against a plain double loop: every kernel of this machine, dropout, sizes around vectors, pieces and units. */
+/* bias_gelu against a plain double loop: every kernel of this machine, dropout, sizes around vectors, pieces and work items. */
 #include "../../csrc/bias_gelu/bias_gelu.h"
 #include "../../csrc/common/philox.h"
 #include "camox_test.h"
@@ -10,15 +10,15 @@ static double factor_of(const camox_bias_gelu_params *p, int64_t element) {
   return camox_philox_bits(words, (int)(element % CAMOX_PHILOX_ELEMENTS)) < threshold ? 0 : camox_dropout_scale(threshold);
 }
 
-static void naive(const camox_bias_gelu_params *p, const test_picture *x, const test_picture *bias, const test_picture *grad,
+static void naive(const camox_bias_gelu_params *p, const test_image *x, const test_image *bias, const test_image *grad,
                   double *y, double *grad_x, double *grad_bias) {
   for (int64_t row = 0; row < p->rows; ++row)
     for (int64_t column = 0; column < p->columns; ++column) {
       const int64_t at = row * p->columns + column;
       const double u = test_at(x, 0, 0, row, column) + test_at(bias, 0, 0, 0, column), phi = 0.5 * erfc(-u * M_SQRT1_2);
-      const double slope = phi + u * exp(-0.5 * u * u) / sqrt(2 * M_PI);
+      const double derivative = phi + u * exp(-0.5 * u * u) / sqrt(2 * M_PI);
       y[at] = factor_of(p, at) * u * phi;
-      grad_x[at] = factor_of(p, at) * test_at(grad, 0, 0, row, column) * slope;
+      grad_x[at] = factor_of(p, at) * test_at(grad, 0, 0, row, column) * derivative;
       grad_bias[column] += grad_x[at];
     }
 }
@@ -29,22 +29,21 @@ static void test_case(camox_isa isa, camox_dtype dtype, int64_t rows, int64_t co
   const int64_t size[4] = {1, 1, rows, columns}, row[4] = {1, 1, 1, columns};
   camox_bias_gelu_params p = {.dtype = dtype, .p = 0.3, .rows = rows, .columns = columns, .bias_length = columns};
   p.bias_stride = 1, p.seed = dropped ? &seed : NULL;
-  const int64_t units = camox_bias_gelu_units(&p), shares[4] = {1, 1, units, columns};
-  test_picture x = test_input(dtype, TEST_CONTIGUOUS, size), grad = test_input(dtype, TEST_CONTIGUOUS, size);
-  test_picture bias = test_input(real, TEST_CONTIGUOUS, row), y = test_output(dtype, 0, 0, size);
-  test_picture grad_x = test_output(dtype, 0, 0, size), grad_bias = test_output(real, 0, 0, row);
-  test_picture partial = test_output(real, 0, 0, shares);
+  const int64_t items = camox_bias_gelu_items(&p), shares[4] = {1, 1, items, columns};
+  test_image x = test_input(dtype, TEST_CONTIGUOUS, size), grad = test_input(dtype, TEST_CONTIGUOUS, size);
+  test_image bias = test_input(real, TEST_CONTIGUOUS, row), y = test_output(dtype, 0, 0, size);
+  test_image grad_x = test_output(dtype, 0, 0, size), grad_bias = test_output(real, 0, 0, row);
+  test_image partial = test_output(real, 0, 0, shares);
   p.x = x.view.data, p.bias = bias.view.data, p.y = y.view.data, p.grad = grad.view.data;
   p.grad_x = grad_x.view.data, p.partial = partial.view.data, p.grad_bias = grad_bias.view.data;
-  test_picture *const outputs[] = {&y, &grad_x, &grad_bias}, *const all[] = {&x,      &grad,      &bias,   &y,
-                                                                             &grad_x, &grad_bias, &partial};
+  test_image *const outputs[] = {&y, &grad_x, &grad_bias}, *const all[] = {&x, &grad, &bias, &y, &grad_x, &grad_bias, &partial};
   double *truth[3], error, allowed;
   for (int i = 0; i < 3; ++i) truth[i] = test_values(outputs[i], 1);
   naive(&p, &x, &bias, &grad, truth[0], truth[1], truth[2]);
   TEST(camox_bias_gelu_check(&p) == CAMOX_OK, "%s", camox_last_error());
-  camox_bias_gelu_forward(dtype, isa)(&p, 0, units / 2);
-  camox_bias_gelu_forward(dtype, isa)(&p, units / 2, units);
-  camox_bias_gelu_backward(dtype, isa)(&p, 0, units);
+  camox_bias_gelu_forward(dtype, isa)(&p, 0, items / 2);
+  camox_bias_gelu_forward(dtype, isa)(&p, items / 2, items);
+  camox_bias_gelu_backward(dtype, isa)(&p, 0, items);
   camox_bias_gelu_reduce(dtype, isa)(&p, 0, columns / 2);
   camox_bias_gelu_reduce(dtype, isa)(&p, columns / 2, columns);
   for (int i = 0; i < 3; ++i) {

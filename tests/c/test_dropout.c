@@ -40,7 +40,7 @@ static void test_philox(void) {
   }
 }
 
-/* What an element is multiplied by. */
+/* The factor of an element. */
 static double factor(int64_t index, int dropping) {
   if (!dropping) return 1;
   uint32_t threshold = camox_dropout_threshold(probability);
@@ -48,19 +48,19 @@ static double factor(int64_t index, int dropping) {
   return bits >= threshold ? camox_dropout_scale(threshold) : 0;
 }
 
-static camox_dropout_view view_of(const test_picture *p) {
+static camox_dropout_view view_of(const test_image *p) {
   camox_dropout_view view = {.data = p->view.data};
   memcpy(view.stride, p->view.stride, sizeof p->view.stride);
   return view;
 }
 
 static void run(camox_dropout_kernel *kernel, const camox_dropout_params *p) {
-  int64_t units = camox_dropout_units(p);
-  kernel(p, 0, units / 2);
-  kernel(p, units / 2, units);
+  int64_t items = camox_dropout_items(p);
+  kernel(p, 0, items / 2);
+  kernel(p, items / 2, items);
 }
 
-static void compare(const test_picture *ours, const double *truth, const char *what, const char *which) {
+static void compare(const test_image *ours, const double *truth, const char *what, const char *which) {
   double error, allowed;
   TEST(test_close(ours, truth, &error, &allowed), "%s: %s off by %g, allowed %g", what, which, error, allowed);
   TEST(test_untouched(ours), "%s: %s written outside its elements", what, which);
@@ -69,7 +69,7 @@ static void compare(const test_picture *ours, const double *truth, const char *w
 static void test_elements(camox_isa isa, camox_dtype dtype, test_layout layout, const int64_t size[4], int dropping) {
   camox_dropout_params p = {.dtype = dtype, .dims = 4, .p = probability, .seed = dropping ? &seed : NULL};
   memcpy(p.size, size, sizeof p.size[0] * 4);
-  test_picture in[3], out[4];
+  test_image in[3], out[4];
   double *values[3], *truth[4];
   int64_t elements = size[0] * size[1] * size[2] * size[3];
   for (int i = 0; i < 3; ++i) {
@@ -112,7 +112,7 @@ static void test_elements(camox_isa isa, camox_dtype dtype, test_layout layout, 
 }
 
 /* A (rows, width) input or output in a buffer of exactly its size. */
-static test_picture matrix(camox_dtype dtype, int64_t rows, int64_t width, int input) {
+static test_image matrix(camox_dtype dtype, int64_t rows, int64_t width, int input) {
   const int64_t size[4] = {1, 1, rows, width};
   return input ? test_input(dtype, TEST_CONTIGUOUS, size) : test_output(dtype, 0, 0, size);
 }
@@ -121,7 +121,7 @@ static void test_norm(camox_isa isa, camox_dtype dtype, int64_t rows, int64_t wi
   camox_dtype real = dtype == CAMOX_F64 ? CAMOX_F64 : CAMOX_F32;
   enum { X, RESIDUAL, GRAD, WEIGHT, BIAS, INPUTS };
   enum { Y, GRAD_X, GRAD_RESIDUAL, GRAD_WEIGHT, GRAD_BIAS, OUTPUTS };
-  test_picture in[INPUTS], out[OUTPUTS], stats = matrix(real, 2, rows, 0), partial;
+  test_image in[INPUTS], out[OUTPUTS], stats = matrix(real, 2, rows, 0), partial;
   double *value[INPUTS], *truth[OUTPUTS];
   for (int i = 0; i < INPUTS; ++i) {
     in[i] = i < WEIGHT ? matrix(dtype, rows, width, 1) : matrix(real, 1, width, 1);
@@ -139,8 +139,8 @@ static void test_norm(camox_isa isa, camox_dtype dtype, int64_t rows, int64_t wi
   p.y = out[Y].view.data, p.stats = stats.view.data;
   p.grad_x = out[GRAD_X].view.data, p.grad_residual = out[GRAD_RESIDUAL].view.data;
   p.grad_weight = out[GRAD_WEIGHT].view.data, p.grad_bias = out[GRAD_BIAS].view.data;
-  int64_t units = camox_dropout_norm_units(&p);
-  partial = matrix(real, 2 * units, width, 0);
+  int64_t items = camox_dropout_norm_items(&p);
+  partial = matrix(real, 2 * items, width, 0);
   p.partial = partial.view.data;
 
   for (int64_t r = 0; r < rows; ++r) {
@@ -172,10 +172,10 @@ static void test_norm(camox_isa isa, camox_dtype dtype, int64_t rows, int64_t wi
   snprintf(what, sizeof what, "norm %s %s (%d,%d)%s", camox_isa_name(isa), test_dtype_names[dtype], (int)rows, (int)width,
            dropping ? "" : " all kept");
   TEST(camox_dropout_norm_check(&p, 0) == CAMOX_OK, "%s: %s", what, camox_last_error());
-  camox_dropout_norm(dtype, isa)(&p, 0, units / 2);
-  camox_dropout_norm(dtype, isa)(&p, units / 2, units);
-  camox_dropout_norm_backward(dtype, isa)(&p, units / 2, units);
-  camox_dropout_norm_backward(dtype, isa)(&p, 0, units / 2);
+  camox_dropout_norm(dtype, isa)(&p, 0, items / 2);
+  camox_dropout_norm(dtype, isa)(&p, items / 2, items);
+  camox_dropout_norm_backward(dtype, isa)(&p, items / 2, items);
+  camox_dropout_norm_backward(dtype, isa)(&p, 0, items / 2);
   camox_dropout_norm_reduce(dtype, isa)(&p, 0, width / 3);
   camox_dropout_norm_reduce(dtype, isa)(&p, width / 3, width);
   static const char *const names[OUTPUTS] = {"y", "grad_x", "grad_residual", "grad_weight", "grad_bias"};
@@ -226,7 +226,7 @@ static void test_checks_refuse(void) {
 }
 
 int main(void) {
-  /* one element; around 8, 16 and 64; rows of a tile and a bit; more than one unit; empty */
+  /* one element; around 8, 16 and 64; rows of a tile and a bit; more than one item; empty */
   static const int64_t sizes[][4] = {{1, 1, 1, 1},   {1, 1, 1, 9},   {2, 3, 2, 2},    {1, 2, 5, 7},    {1, 1, 1, 64},
                                      {1, 5, 1, 131}, {2, 3, 16, 17}, {1, 2, 3, 259},  {1, 1, 9, 2053}, {1, 130, 2, 3},
                                      {0, 3, 4, 4},   {2, 3, 0, 4},   {1, 3, 35, 300}, {1, 1, 1, 20011}};

@@ -46,7 +46,7 @@ static void naive_plane(const camox_edge_params *p, const double *x, double *con
     }
 }
 
-static double *dense(const test_picture *p, const camox_edge_params *of) {
+static double *dense(const test_image *p, const camox_edge_params *of) {
   double *values = calloc((size_t)(of->batch * of->channels * of->height * of->width) + 1, sizeof *values), *next = values;
   if (values == NULL) abort();
   if (p) TEST_EACH(p, b, c, y, x) *next++ = test_at(p, b, c, y, x);
@@ -54,21 +54,21 @@ static double *dense(const test_picture *p, const camox_edge_params *of) {
 }
 
 static void run(camox_edge_kernel *kernel, const camox_edge_params *p, int pieces) {
-  int64_t units = camox_edge_units(p);
+  int64_t items = camox_edge_items(p);
   for (int piece = 0; piece < pieces; ++piece) {
     test_poison_scratch();
-    kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+    kernel(p, items * piece / pieces, items * (piece + 1) / pieces);
   }
 }
 
-/* given: a bit for each incoming gradient that is there; bit CAMOX_EDGE_INPUT also asks forward for its copy of x. */
+/* given: a bit for each incoming gradient that is there; with bit CAMOX_EDGE_INPUT the forward also copies x. */
 static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, camox_border border, const int64_t size[4],
                       unsigned given) {
   int channels_last = layout == TEST_CHANNELS_LAST, gaps = given == 0xf;
   camox_edge_params p = {.dtype = dtype, .border = border, .channels_last = channels_last, .eps = 0.01};
   p.batch = size[0], p.channels = size[1], p.height = size[2], p.width = size[3];
-  test_picture x = test_input(dtype, layout, size), maps[4], gradients[4];
-  test_picture grad_x = test_output(dtype, channels_last, gaps, size);
+  test_image x = test_input(dtype, layout, size), maps[4], gradients[4];
+  test_image grad_x = test_output(dtype, channels_last, gaps, size);
   double *values = dense(&x, &p), *truth[4], *incoming[4], *truth_x = dense(NULL, &p);
   p.x = x.view;
   for (int map = 0; map < 4; ++map) {

@@ -6,11 +6,11 @@
 /* The layouts of camox_test.h, and positions side by side as in the output of a convolution. */
 enum { POSITIONS_INNERMOST = TEST_LAYOUTS, LAYOUTS };
 
-static test_picture heads(camox_dtype dtype, int layout, const int64_t size[4], int filled) {
+static test_image heads(camox_dtype dtype, int layout, const int64_t size[4], int filled) {
   if (filled && layout < TEST_LAYOUTS) return test_input(dtype, (test_layout)layout, size);
   const int64_t h = size[1], t = size[2], d = size[3];
   const int64_t innermost[4] = {3 * h * t * d, t * d, 1, t}, dense[4] = {h * t * d, t * d, d, 1};
-  test_picture p = test_allocate(dtype, size, layout == POSITIONS_INNERMOST ? innermost : dense);
+  test_image p = test_allocate(dtype, size, layout == POSITIONS_INNERMOST ? innermost : dense);
   if (filled) TEST_EACH(&p, b, i, y, x) test_set(dtype, p.view.data, test_offset(&p, b, i, y, x), test_random(8));
   return p;
 }
@@ -31,7 +31,7 @@ typedef struct {
 #define MOST 80
 
 /* f(row) and its weight: 1 / sum with "feature", 0 where that is 0, else 1 */
-static double features(const test_picture *x, int64_t b, int64_t h, int64_t t, const camox_linear_attention_params *p,
+static double features(const test_image *x, int64_t b, int64_t h, int64_t t, const camox_linear_attention_params *p,
                        double f[MOST]) {
   double sum = 0;
   for (int64_t n = 0; n < p->key_dim; ++n) sum += f[n] = map(test_at(x, b, h, t, n), p->feature_map);
@@ -39,7 +39,7 @@ static double features(const test_picture *x, int64_t b, int64_t h, int64_t t, c
 }
 
 /* The gradient to row t of x from that to its weighted features. */
-static void features_back(const test_picture *x, int64_t b, int64_t h, int64_t t, const camox_linear_attention_params *p,
+static void features_back(const test_image *x, int64_t b, int64_t h, int64_t t, const camox_linear_attention_params *p,
                           const double *f, double weight, const double *grad, double *to) {
   double inner = 0;
   for (int64_t n = 0; n < p->key_dim; ++n) inner += weight * f[n] * grad[n];
@@ -51,8 +51,8 @@ static int counts(const camox_linear_attention_params *p, int64_t b, int64_t t) 
   return !p->key_mask || !p->key_mask[b * p->mask_stride[0] + t * p->mask_stride[1]];
 }
 
-static void naive(const camox_linear_attention_params *p, const test_picture *q, const test_picture *k, const test_picture *v,
-                  const test_picture *grad, truth r) {
+static void naive(const camox_linear_attention_params *p, const test_image *q, const test_image *k, const test_image *v,
+                  const test_image *grad, truth r) {
   const int64_t N = p->key_dim, D = p->value_dim, T = p->length;
   const int sum = p->normalize == CAMOX_NORMALIZE_SUM;
   double f[MOST], part[MOST];
@@ -118,17 +118,17 @@ static void test_case(camox_isa isa, camox_dtype dtype, int layout, const int64_
   p.batch = size[0], p.heads = size[1], p.length = size[2], p.key_dim = size[3], p.value_dim = size[4];
   const int64_t keys[4] = {size[0], size[1], size[2], size[3]}, values[4] = {size[0], size[1], size[2], size[4]};
   const int64_t state[4] = {size[0], size[1], size[3], size[4]}, row[4] = {size[0], size[1], 1, size[3]};
-  test_picture q = heads(dtype, layout, keys, 1), k = heads(dtype, layout, keys, 1), v = heads(dtype, layout, values, 1);
-  test_picture grad = heads(dtype, layout, values, 1), out = heads(dtype, layout, values, 0);
-  test_picture grad_q = heads(dtype, layout, keys, 0), grad_k = heads(dtype, layout, keys, 0);
-  test_picture grad_v = heads(dtype, layout, values, 0);
-  test_picture initial = heads(real, TEST_CONTIGUOUS, state, 1), grad_s = heads(real, TEST_CONTIGUOUS, state, 1);
-  test_picture s = heads(real, TEST_CONTIGUOUS, state, 0), z = heads(real, TEST_CONTIGUOUS, row, 0);
-  test_picture sum_s = heads(real, TEST_CONTIGUOUS, state, 0), sum_z = heads(real, TEST_CONTIGUOUS, row, 0);
+  test_image q = heads(dtype, layout, keys, 1), k = heads(dtype, layout, keys, 1), v = heads(dtype, layout, values, 1);
+  test_image grad = heads(dtype, layout, values, 1), out = heads(dtype, layout, values, 0);
+  test_image grad_q = heads(dtype, layout, keys, 0), grad_k = heads(dtype, layout, keys, 0);
+  test_image grad_v = heads(dtype, layout, values, 0);
+  test_image initial = heads(real, TEST_CONTIGUOUS, state, 1), grad_s = heads(real, TEST_CONTIGUOUS, state, 1);
+  test_image s = heads(real, TEST_CONTIGUOUS, state, 0), z = heads(real, TEST_CONTIGUOUS, row, 0);
+  test_image sum_s = heads(real, TEST_CONTIGUOUS, state, 0), sum_z = heads(real, TEST_CONTIGUOUS, row, 0);
   uint8_t *mask = malloc((size_t)(size[0] * size[2]) + 1);
   camox_linear_attention_plan(&p);
   const int64_t parts[4] = {1, size[0] * size[1], p.chunks, size[3] * (size[4] + 1)};
-  test_picture partial = heads(real, TEST_CONTIGUOUS, parts, 0);
+  test_image partial = heads(real, TEST_CONTIGUOUS, parts, 0);
   if (mask == NULL) abort();
   p.scratch = test_scratch(CAMOX_LINEAR_ATTENTION_SCRATCH);
   for (int64_t i = 0; i < size[0] * size[2]; ++i) mask[i] = i % 3 == 1 ? 1 + (uint8_t)(i % 5) : 0;
@@ -150,11 +150,11 @@ static void test_case(camox_isa isa, camox_dtype dtype, int layout, const int64_
     for (int step = 0; step < CAMOX_ATTENTION_STEPS; ++step) {
       camox_attention_step which = (camox_attention_step)step;
       run(backward ? camox_linear_attention_backward(which, dtype, isa) : camox_linear_attention_forward(which, dtype, isa), &p,
-          camox_linear_attention_units(&p, which), 1 + o.masked);
+          camox_linear_attention_items(&p, which), 1 + o.masked);
     }
   }
   const struct {
-    test_picture *ours;
+    test_image *ours;
     double *values;
     const char *name;
     int written;
@@ -174,8 +174,8 @@ static void test_case(camox_isa isa, camox_dtype dtype, int layout, const int64_
     TEST(test_untouched(found[i].ours), "%s: %s written outside its elements", what, found[i].name);
     free(found[i].values);
   }
-  test_picture *const all[] = {&q,       &k,      &v, &grad, &out,   &grad_q, &grad_k, &grad_v,
-                               &initial, &grad_s, &s, &z,    &sum_s, &sum_z,  &partial};
+  test_image *const all[] = {&q,       &k,      &v, &grad, &out,   &grad_q, &grad_k, &grad_v,
+                             &initial, &grad_s, &s, &z,    &sum_s, &sum_z,  &partial};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
   free(mask), free(p.scratch);
 }

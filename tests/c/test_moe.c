@@ -17,8 +17,8 @@ typedef struct {
   char what[160];
 } options;
 
-/* A buffer of exactly its size, so that a sanitizer sees what leaves it; random numbers or the pattern. */
-static test_picture rows_of(camox_dtype dtype, int64_t rows, int64_t columns, int filled) {
+/* A buffer of exactly its size, so that a sanitizer sees accesses beyond it; random numbers or the pattern. */
+static test_image rows_of(camox_dtype dtype, int64_t rows, int64_t columns, int filled) {
   int64_t size[4] = {1, 1, rows, columns};
   return filled ? test_input(dtype, TEST_CONTIGUOUS, size) : test_output(dtype, 0, 0, size);
 }
@@ -36,12 +36,12 @@ static void run_route(camox_moe_route_kernel *kernel, const camox_moe_route_para
 }
 
 static void run_rows(camox_moe_rows_kernel *kernel, const camox_moe_rows_params *p, int fills_places) {
-  int64_t units = camox_moe_units(p, fills_places), third = units / 3;
-  kernel(p, 0, third), kernel(p, third, units);
+  int64_t items = camox_moe_items(p, fills_places), third = items / 3;
+  kernel(p, 0, third), kernel(p, third, items);
 }
 
 /* weights in double, experts and places as the contract says */
-static void naive_route(const options *o, const test_picture *logits, const uint8_t *valid, double *weights, int64_t *experts,
+static void naive_route(const options *o, const test_image *logits, const uint8_t *valid, double *weights, int64_t *experts,
                         int64_t *counts, int64_t *position) {
   const sizes n = o->n;
   memset(counts, 0, (size_t)n.experts * sizeof *counts);
@@ -75,24 +75,24 @@ static void naive_route(const options *o, const test_picture *logits, const uint
       if (experts[slot] == e && position[slot] >= 0) position[slot] += offset;
 }
 
-static void close_to(const options *o, const char *name, const test_picture *ours, const double *truth) {
+static void close_to(const options *o, const char *name, const test_image *ours, const double *truth) {
   double error, allowed;
   TEST(test_close(ours, truth, &error, &allowed), "%s: %s off by %g, allowed %g", o->what, name, error, allowed);
 }
 
 /* dispatch, combine and its backward with a routing that was checked */
 static void test_rows(const options *o, const int64_t *experts, const int64_t *offsets, const int64_t *position,
-                      const test_picture *weights) {
+                      const test_image *weights) {
   const sizes n = o->n;
   camox_moe_rows_params p = {.dtype = o->dtype, .rows = n.rows, .top_k = n.top_k, .num_experts = n.experts};
   p.row_size = p.place_stride = p.row_stride = n.row_size;
   p.capacity = o->padded ? (o->capacity < 0 ? n.rows : o->capacity) : -1;
   p.experts = experts, p.offsets = offsets, p.position = position;
   const int64_t places = camox_moe_places(&p), slots = n.rows * n.top_k;
-  test_picture x = rows_of(o->dtype, n.rows, n.row_size, 1), copies = rows_of(o->dtype, places, n.row_size, 0);
-  test_picture y = rows_of(o->dtype, places, n.row_size, 1), combined = rows_of(o->dtype, n.rows, n.row_size, 0);
-  test_picture grad_y = rows_of(o->dtype, places, n.row_size, 0), grad_weights = rows_of(o->real, n.rows, n.top_k, 0);
-  test_picture partial = rows_of(o->real, n.rows * camox_moe_chunks(&p), n.top_k, 0);
+  test_image x = rows_of(o->dtype, n.rows, n.row_size, 1), copies = rows_of(o->dtype, places, n.row_size, 0);
+  test_image y = rows_of(o->dtype, places, n.row_size, 1), combined = rows_of(o->dtype, n.rows, n.row_size, 0);
+  test_image grad_y = rows_of(o->dtype, places, n.row_size, 0), grad_weights = rows_of(o->real, n.rows, n.top_k, 0);
+  test_image partial = rows_of(o->real, n.rows * camox_moe_chunks(&p), n.top_k, 0);
   double *of_places = test_values(&y, 1), *of_grad_y = test_values(&y, 1), *of_rows = test_values(&x, 1);
   double *of_weights = calloc((size_t)slots + 1, sizeof *of_weights);
   if (of_weights == NULL) abort();
@@ -124,12 +124,12 @@ static void test_rows(const options *o, const int64_t *experts, const int64_t *o
   run_rows(camox_moe_combine(o->dtype, o->isa), &p, 0);
   close_to(o, "combine", &combined, of_rows);
   free(of_places), free(of_grad_y), free(of_rows), free(of_weights);
-  test_picture *const all[] = {&x, &copies, &y, &combined, &grad_y, &grad_weights, &partial};
+  test_image *const all[] = {&x, &copies, &y, &combined, &grad_y, &grad_weights, &partial};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
 }
 
 /* The gradient of the losses, from the slopes, whose loss is compared. */
-static void test_aux(const options *o, const test_picture *logits, const uint8_t *valid, camox_moe_route_params p) {
+static void test_aux(const options *o, const test_image *logits, const uint8_t *valid, camox_moe_route_params p) {
   const sizes n = o->n;
   double *sums = calloc((size_t)n.experts + 2, sizeof *sums), *p_of = test_values(logits, 1), number = 0;
   double *truth = test_values(logits, 1);
@@ -144,8 +144,8 @@ static void test_aux(const options *o, const test_picture *logits, const uint8_t
   double loss = 0, counted = number > 1 ? number : 1;
   for (int64_t e = 0; e < n.experts; ++e)
     loss += (double)n.experts * (double)p.counts[e] / (counted * (double)n.top_k) * sums[e] / counted;
-  test_picture ours = rows_of(o->real, 1, 1, 0), slope = rows_of(o->real, 1, n.experts, 0), grad = rows_of(o->real, 1, 1, 1);
-  test_picture grad_logits = rows_of(o->dtype, n.rows, n.experts, 0);
+  test_image ours = rows_of(o->real, 1, 1, 0), slope = rows_of(o->real, 1, n.experts, 0), grad = rows_of(o->real, 1, 1, 1);
+  test_image grad_logits = rows_of(o->dtype, n.rows, n.experts, 0);
   double *partial = calloc((size_t)(camox_moe_blocks(&p) * (n.experts + 2)) + 1, sizeof *partial);
   if (partial == NULL) abort();
   p.aux = CAMOX_MOE_SWITCH, p.partial = partial, p.loss = ours.buffer, p.slope = slope.buffer;
@@ -179,7 +179,7 @@ static void test_case(options o) {
            o.masked, o.padded);
   camox_moe_route_params p = {.dtype = o.dtype, .score = o.score, .rows = n.rows, .num_experts = n.experts};
   p.top_k = n.top_k, p.capacity = o.capacity;
-  test_picture logits = rows_of(o.dtype, n.rows, n.experts, 1), weights = rows_of(o.real, n.rows, n.top_k, 0);
+  test_image logits = rows_of(o.dtype, n.rows, n.experts, 1), weights = rows_of(o.real, n.rows, n.top_k, 0);
   uint8_t *valid = malloc((size_t)n.rows + 1);
   double *of_weights = calloc((size_t)slots + 1, sizeof *of_weights);
   if (valid == NULL || of_weights == NULL) abort();

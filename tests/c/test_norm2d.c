@@ -81,7 +81,7 @@ static int sums_close(camox_dtype dtype, const void *ours, const double *truth, 
 }
 
 /* max|ours - truth| <= bound max(1, max|truth|) and one rounding to a half type. */
-static int close_within(const test_picture *ours, const double *truth, double bound, double *error) {
+static int close_within(const test_image *ours, const double *truth, double bound, double *error) {
   double largest = 1, rounding = test_epsilon[ours->dtype];
   const double *value = truth;
   TEST_EACH(ours, b, c, y, x) largest = fmax(largest, fabs(*value++));
@@ -94,8 +94,8 @@ static int close_within(const test_picture *ours, const double *truth, double bo
   return close;
 }
 
-static void run(camox_norm2d_kernel *kernel, const camox_norm2d_params *p, int64_t units, int pieces) {
-  for (int piece = 0; piece < pieces; ++piece) kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+static void run(camox_norm2d_kernel *kernel, const camox_norm2d_params *p, int64_t items, int pieces) {
+  for (int piece = 0; piece < pieces; ++piece) kernel(p, items * piece / pieces, items * (piece + 1) / pieces);
 }
 
 static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, const int64_t size[4], int64_t groups,
@@ -104,9 +104,9 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   camox_norm2d_params p = {.dtype = dtype, .activation = activation, .eps = 1e-2, .groups = groups};
   p.batch = size[0], p.channels = size[1], p.height = size[2], p.width = size[3];
   int64_t pixels = p.height * p.width, elements = p.batch * p.channels * pixels, channels = p.channels / groups;
-  test_picture x = test_input(dtype, layout, size), grad = test_input(dtype, layout, size);
-  test_picture residual = test_input(dtype, layout, size), y = test_output(dtype, channels_last, 0, size);
-  test_picture grad_x = test_output(dtype, channels_last, 0, size);
+  test_image x = test_input(dtype, layout, size), grad = test_input(dtype, layout, size);
+  test_image residual = test_input(dtype, layout, size), y = test_output(dtype, channels_last, 0, size);
+  test_image grad_x = test_output(dtype, channels_last, 0, size);
   int with_residual = groups > 1;
   double *weight = zeros(p.channels), *bias = zeros(p.channels), *true_y = zeros(elements), *true_grad = zeros(elements);
   double *true_weight = zeros(p.channels), *true_bias = zeros(p.channels);
@@ -129,17 +129,17 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   char what[160];
   snprintf(what, sizeof what, "%s %s %s (%d,%d,%d,%d) groups %d activation %d", camox_isa_name(isa), test_dtype_names[dtype],
            test_layout_names[layout], (int)size[0], (int)size[1], (int)size[2], (int)size[3], (int)groups, (int)activation);
-  double error = 0, unit = dtype == CAMOX_F64 ? DBL_EPSILON : FLT_EPSILON;
+  double error = 0, epsilon = dtype == CAMOX_F64 ? DBL_EPSILON : FLT_EPSILON;
   TEST(camox_norm2d_check(&p) == CAMOX_OK, "%s: %s", what, camox_last_error());
-  int64_t units = camox_norm2d_units(&p);
-  p.partial = reals(dtype, 2 * units * p.channels, NULL);
-  run(camox_norm2d_forward(dtype, isa), &p, units, pieces);
-  TEST(close_within(&y, true_y, (16 + (double)channels / 64) * unit, &error), "%s: off by %g", what, error);
+  int64_t items = camox_norm2d_items(&p);
+  p.partial = reals(dtype, 2 * items * p.channels, NULL);
+  run(camox_norm2d_forward(dtype, isa), &p, items, pieces);
+  TEST(close_within(&y, true_y, (16 + (double)channels / 64) * epsilon, &error), "%s: off by %g", what, error);
   TEST(test_untouched(&y), "%s: written outside its pixels", what);
-  run(camox_norm2d_backward(dtype, isa), &p, units, pieces);
+  run(camox_norm2d_backward(dtype, isa), &p, items, pieces);
   run(camox_norm2d_reduce(dtype, isa), &p, p.channels, pieces);
   /* act_slope is no better than 1e-10, and groups of few channels nearly cancel */
-  TEST(close_within(&grad_x, true_grad, fmax(1e-9, 64 * unit), &error), "%s: gradient off by %g", what, error);
+  TEST(close_within(&grad_x, true_grad, fmax(1e-9, 64 * epsilon), &error), "%s: gradient off by %g", what, error);
   TEST(test_untouched(&grad_x), "%s: gradient written outside its pixels", what);
   TEST(sums_close(dtype, p.grad_weight, true_weight, p.channels, p.batch * pixels), "%s: grad_weight", what);
   TEST(sums_close(dtype, p.grad_bias, true_bias, p.channels, p.batch * pixels), "%s: grad_bias", what);

@@ -14,17 +14,17 @@ static int64_t row_of(const camox_rope_params *p, int64_t b, int64_t t) {
   return t - begin;
 }
 
-/* What element d of a token turns with: its partner, the partner's sign, the tables' column of its own angle. */
+/* The rotation of element d of a token: its partner, the partner's sign, the tables' column of its own angle. */
 typedef struct {
   int64_t partner, column;
   double sign;
-} turn;
+} rotation;
 
-static turn turn_of(const camox_rope_params *p, int64_t d) {
+static rotation rotation_of(const camox_rope_params *p, int64_t d) {
   int64_t half = p->rotary_dim / 2;
   int first = p->interleaved ? d % 2 == 0 : d < half;
   int64_t pair = p->interleaved ? d / 2 : d % half;
-  turn found = {p->interleaved ? d ^ 1 : (d + half) % p->rotary_dim, p->table_columns == half ? pair : d, first ? -1 : 1};
+  rotation found = {p->interleaved ? d ^ 1 : (d + half) % p->rotary_dim, p->table_columns == half ? pair : d, first ? -1 : 1};
   return found;
 }
 
@@ -33,12 +33,12 @@ static double table_at(const camox_rope_params *p, const void *table, int64_t ro
 }
 
 /* y [B,H,T,D]; with grad_cos also the sums over input and x, the incoming gradient, of a forward that was not transposed */
-static void naive(const camox_rope_params *p, const test_picture *x, const test_picture *input, double *y, double *grad_cos,
+static void naive(const camox_rope_params *p, const test_image *x, const test_image *input, double *y, double *grad_cos,
                   double *grad_sin) {
   TEST_EACH(x, b, h, t, d) {
     double value = test_at(x, b, h, t, d);
     if (d < p->rotary_dim) {
-      turn own = turn_of(p, d), other = turn_of(p, own.partner);
+      rotation own = rotation_of(p, d), other = rotation_of(p, own.partner);
       int64_t row = row_of(p, b, t), sine = p->transposed ? other.column : own.column;
       double partner = test_at(x, b, h, t, own.partner) * table_at(p, p->sin, row, sine);
       if (grad_cos) {
@@ -51,19 +51,19 @@ static void naive(const camox_rope_params *p, const test_picture *x, const test_
   }
 }
 
-static void run(camox_rope_kernel *kernel, const camox_rope_params *p, int64_t units, int pieces) {
-  for (int piece = 0; piece < pieces; ++piece) kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+static void run(camox_rope_kernel *kernel, const camox_rope_params *p, int64_t items, int pieces) {
+  for (int piece = 0; piece < pieces; ++piece) kernel(p, items * piece / pieces, items * (piece + 1) / pieces);
 }
 
-/* A table of exactly its size, filled with random numbers or left as the pattern, as a picture. */
-static test_picture table_of(camox_dtype dtype, int64_t rows, int64_t columns, int filled) {
+/* A table of exactly its size, filled with random numbers or left as the pattern, as an image. */
+static test_image table_of(camox_dtype dtype, int64_t rows, int64_t columns, int filled) {
   int64_t size[4] = {1, 1, rows, columns};
   camox_dtype real = dtype == CAMOX_F64 ? CAMOX_F64 : CAMOX_F32;
   return filled ? test_input(real, TEST_CONTIGUOUS, size) : test_output(real, 0, 0, size);
 }
 
 typedef struct {
-  int interleaved, transposed, each;
+  int interleaved, transposed, per_element;
   rows_kind rows;
   int64_t rotary_dim;
 } options;
@@ -73,28 +73,28 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   static const int32_t cu_seqlens[4] = {0, 2, 2, 3};
   camox_rope_params p = {.dtype = dtype, .interleaved = o.interleaved, .transposed = o.transposed};
   p.batch = size[0], p.heads = size[1], p.length = size[2], p.dim = size[3];
-  p.rotary_dim = o.rotary_dim, p.table_columns = o.each ? o.rotary_dim : o.rotary_dim / 2;
+  p.rotary_dim = o.rotary_dim, p.table_columns = o.per_element ? o.rotary_dim : o.rotary_dim / 2;
   p.table_length = o.rows == ROWS_OF_TOKENS ? p.length : 5;
   if (o.rows == ROWS_OF_POSITIONS) p.positions = many_positions, p.position_stride[0] = p.position_stride[1] = 1;
   if (o.rows == ROWS_PACKED) p.cu_seqlens = cu_seqlens, p.sequences = 3;
-  test_picture x = test_input(dtype, layout, size), input = test_input(dtype, layout, size);
-  test_picture y = test_output(dtype, layout == TEST_CHANNELS_LAST, layout == TEST_STRIDED, size);
-  test_picture cosines = table_of(dtype, p.table_length, p.table_columns, 1);
-  test_picture sines = table_of(dtype, p.table_length, p.table_columns, 1);
-  test_picture grad_cos = table_of(dtype, p.table_length, p.table_columns, 0);
-  test_picture grad_sin = table_of(dtype, p.table_length, p.table_columns, 0);
+  test_image x = test_input(dtype, layout, size), input = test_input(dtype, layout, size);
+  test_image y = test_output(dtype, layout == TEST_CHANNELS_LAST, layout == TEST_STRIDED, size);
+  test_image cosines = table_of(dtype, p.table_length, p.table_columns, 1);
+  test_image sines = table_of(dtype, p.table_length, p.table_columns, 1);
+  test_image grad_cos = table_of(dtype, p.table_length, p.table_columns, 0);
+  test_image grad_sin = table_of(dtype, p.table_length, p.table_columns, 0);
   p.x = x.view, p.y = y.view, p.input = input.view;
   p.cos = cosines.view.data, p.sin = sines.view.data, p.grad_cos = grad_cos.view.data, p.grad_sin = grad_sin.view.data;
   char what[200];
-  snprintf(what, sizeof what, "%s %s %s (%d,%d,%d,%d) r %d interleaved %d transposed %d each %d rows %d", camox_isa_name(isa),
-           test_dtype_names[dtype], test_layout_names[layout], (int)size[0], (int)size[1], (int)size[2], (int)size[3],
-           (int)o.rotary_dim, o.interleaved, o.transposed, o.each, (int)o.rows);
+  snprintf(what, sizeof what, "%s %s %s (%d,%d,%d,%d) r %d interleaved %d transposed %d per element %d rows %d",
+           camox_isa_name(isa), test_dtype_names[dtype], test_layout_names[layout], (int)size[0], (int)size[1], (int)size[2],
+           (int)size[3], (int)o.rotary_dim, o.interleaved, o.transposed, o.per_element, (int)o.rows);
 
   double *truth = test_values(&x, 1), *truth_cos = test_values(&cosines, 1), *truth_sin = test_values(&sines, 1);
   double error, allowed;
   naive(&p, &x, &input, truth, o.transposed ? truth_cos : NULL, truth_sin);
   TEST(camox_rope_check(&p, 0) == CAMOX_OK && camox_rope_check_values(&p) == CAMOX_OK, "%s: %s", what, camox_last_error());
-  run(camox_rope_forward(dtype, isa), &p, camox_rope_units(&p), 1 + o.each);
+  run(camox_rope_forward(dtype, isa), &p, camox_rope_items(&p), 1 + o.per_element);
   TEST(test_close(&y, truth, &error, &allowed), "%s: off by %g, allowed %g", what, error, allowed);
   TEST(test_untouched(&y), "%s: written outside its elements", what);
   if (o.transposed) { /* the backward of a forward that was not */
@@ -106,7 +106,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
     }
     memset(y.buffer, 0xa5, y.bytes);
     TEST(camox_rope_check(&p, 1) == CAMOX_OK, "%s: %s", what, camox_last_error());
-    run(camox_rope_backward(dtype, isa), &p, camox_rope_backward_units(&p), 1 + o.each);
+    run(camox_rope_backward(dtype, isa), &p, camox_rope_backward_items(&p), 1 + o.per_element);
     TEST(test_close(&y, truth, &error, &allowed), "%s: gradient off by %g, allowed %g", what, error, allowed);
     TEST(test_untouched(&y), "%s: gradient written outside its elements", what);
     TEST(test_close(&grad_cos, truth_cos, &error, &allowed), "%s: cos's off by %g, allowed %g", what, error, allowed);
@@ -114,7 +114,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
     free(order);
   }
   free(truth), free(truth_cos), free(truth_sin);
-  test_picture *const all[] = {&x, &input, &y, &cosines, &sines, &grad_cos, &grad_sin};
+  test_image *const all[] = {&x, &input, &y, &cosines, &sines, &grad_cos, &grad_sin};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
 }
 

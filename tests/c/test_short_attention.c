@@ -7,7 +7,7 @@ enum { LONGEST = 64 };
 
 typedef double row_of_weights[LONGEST];
 
-static double dot(const test_picture *a, const test_picture *b, int64_t s, int64_t i, int64_t j, int64_t h) {
+static double dot(const test_image *a, const test_image *b, int64_t s, int64_t i, int64_t j, int64_t h) {
   double sum = 0;
   for (int64_t d = 0; d < a->size[3]; ++d) sum += test_at(a, s, i, h, d) * test_at(b, s, j, h, d);
   return sum;
@@ -22,7 +22,7 @@ static double factor_of(const camox_short_attention_params *p, int64_t s, int64_
 }
 
 /* The weights of token i before dropout. */
-static void weigh(const camox_short_attention_params *p, const test_picture *q, const test_picture *k, int64_t s, int64_t h,
+static void weigh(const camox_short_attention_params *p, const test_image *q, const test_image *k, int64_t s, int64_t h,
                   int64_t i, double *weight) {
   double largest = -INFINITY, sum = 0;
   for (int64_t j = 0; j < p->length; ++j) {
@@ -35,8 +35,8 @@ static void weigh(const camox_short_attention_params *p, const test_picture *q, 
 }
 
 /* out, and the gradients of q, k and v, [S,T,H,D] */
-static void naive(const camox_short_attention_params *p, const test_picture *q, const test_picture *k, const test_picture *v,
-                  const test_picture *grad, double *const to[4]) {
+static void naive(const camox_short_attention_params *p, const test_image *q, const test_image *k, const test_image *v,
+                  const test_image *grad, double *const to[4]) {
   static row_of_weights weight[LONGEST];
   for (int64_t s = 0; s < p->sequences; ++s)
     for (int64_t h = 0; h < p->heads; ++h)
@@ -63,7 +63,7 @@ static void naive(const camox_short_attention_params *p, const test_picture *q, 
 }
 
 /* NaN in the keys or values that are padding. */
-static void poison(const camox_short_attention_params *p, const test_picture *x) {
+static void poison(const camox_short_attention_params *p, const test_image *x) {
   for (int64_t s = 0; s < p->sequences; ++s)
     for (int64_t t = 0; t < p->length; ++t)
       for (int64_t i = 0; p->padding[s * p->length + t] && i < p->heads * p->dim; ++i)
@@ -71,7 +71,7 @@ static void poison(const camox_short_attention_params *p, const test_picture *x)
 }
 
 static void run(camox_short_attention_kernel *kernel, const camox_short_attention_params *p, int pieces) {
-  const int64_t units = camox_short_attention_units(p);
+  const int64_t units = camox_short_attention_items(p);
   for (int piece = 0; piece < pieces; ++piece) kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
 }
 
@@ -87,7 +87,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   if (padded) p.padding = padding, p.padding_stride[0] = size[1], p.padding_stride[1] = 1;
   if (dropped) p.seed = &seed;
   p.scratch = test_scratch(CAMOX_SHORT_ATTENTION_SCRATCH);
-  test_picture in[4], to[4];
+  test_image in[4], to[4];
   double *truth[4], error, allowed;
   for (int i = 0; i < 4; ++i) {
     in[i] = test_input(dtype, layout, size);

@@ -26,10 +26,10 @@ static void naive_plane(const camox_spatial_gradient_params *p, const double *x,
 }
 
 static void run(camox_spatial_gradient_kernel *kernel, const camox_spatial_gradient_params *p, int pieces) {
-  int64_t units = camox_spatial_gradient_units(p);
+  int64_t items = camox_spatial_gradient_items(p);
   for (int piece = 0; piece < pieces; ++piece) {
     test_poison_scratch();
-    kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+    kernel(p, items * piece / pieces, items * (piece + 1) / pieces);
   }
 }
 
@@ -39,8 +39,8 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, camo
   int channels_last = layout == TEST_CHANNELS_LAST, gaps = given == 3;
   camox_spatial_gradient_params p = {.dtype = dtype, .border = border, .channels_last = channels_last, .side = 3, .middle = 10};
   p.batch = size[0], p.channels = size[1], p.height = size[2], p.width = size[3];
-  test_picture x = test_input(dtype, layout, size), maps[2], gradients[2];
-  test_picture grad_x = test_output(dtype, channels_last, gaps, size);
+  test_image x = test_input(dtype, layout, size), maps[2], gradients[2];
+  test_image grad_x = test_output(dtype, channels_last, gaps, size);
   double *values = test_values(&x, 0), *truth[2], *incoming[2], *truth_x = test_values(&x, 1);
   p.x = x.view;
   for (int map = 0; map < 2; ++map) {

@@ -111,7 +111,7 @@ def forward_and_gradients(x, weight, bias, grad, eps=1e-6, residual=None, **how)
 
 
 def _units(p, arch=900, define="", **_):
-    function = emulator.load(SOURCE, arch, define).camox_norm2d_cuda_units
+    function = emulator.load(SOURCE, arch, define).camox_norm2d_cuda_items
     function.restype = ctypes.c_int64
     return function(ctypes.byref(p))
 

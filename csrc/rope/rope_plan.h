@@ -1,6 +1,6 @@
-/* How rope cuts its tokens into tiles: shared by the units' count and the kernels. */
-#ifndef CAMOX_ROPE_TILE_H
-#define CAMOX_ROPE_TILE_H
+/* The tiles of tokens that are rope's work items: for their count and the kernels. */
+#ifndef CAMOX_ROPE_PLAN_H
+#define CAMOX_ROPE_PLAN_H
 
 #include "rope.h"
 
@@ -12,7 +12,7 @@ static inline int64_t camox_rope_tile(const camox_rope_params *p) {
   return tokens < 1 ? 1 : tokens > CAMOX_ROPE_TILE ? CAMOX_ROPE_TILE : tokens;
 }
 
-/* The row of the tables of the token (b,t); sequence: a guess at or before the token's, moved on. */
+/* The row of the tables of token (b,t). sequence: on entry a sequence at or before the token's own, on return its own. */
 static inline int64_t camox_rope_row(const camox_rope_params *p, int64_t b, int64_t t, int64_t *sequence) {
   if (p->positions) return p->positions[b * p->position_stride[0] + t * p->position_stride[1]];
   if (!p->cu_seqlens) return t;
