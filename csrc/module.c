@@ -18,7 +18,7 @@ static PyObject *isa(PyObject *self, PyObject *args) {
 
 static PyObject *multiplies_bfloat16(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  return PyBool_FromLong(camox_isa_pairs());
+  return PyBool_FromLong(camox_has_avx512_bf16());
 }
 
 static PyObject *supported_isas(PyObject *self, PyObject *args) {

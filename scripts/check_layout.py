@@ -2,7 +2,7 @@
 
     python scripts/check_layout.py
 
-An op is a folder of csrc other than common; its name is the same in every room of the house.
+An op is a folder of csrc other than those of SHARED; its name is the same in every room of the house.
 """
 
 import re
@@ -25,6 +25,7 @@ OP_FILES = (
     "benchmarks/bench_{op}.py",
     "docs/{op}.md",
 )
+SHARED = {"common", "gemm"}
 ROOM_OF_OPS = "camox_ops/ops"
 LARGEST_FILE = 1 << 20
 HOSTS = re.compile(r"(?:https?|git|ssh)://(?:[^/\s@]+@)?([\w.-]+)")
@@ -43,7 +44,7 @@ def tracked() -> list[Path]:
 
 def missing_files() -> list[str]:
     found = []
-    ops = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and path.name != "common"}
+    ops = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and path.name not in SHARED}
     for op in sorted(ops):
         wanted = [pattern.format(op=op) for pattern in OP_FILES]
         found += [f"op {op}: {name} is missing" for name in wanted if not (ROOT / name).is_file()]

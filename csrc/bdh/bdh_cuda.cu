@@ -578,7 +578,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 }
 
 /* d r = scale e r of the strip's rows (PAIRS), or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum; turned
-   back and cut where relu cut, unless `unturned`. A block has the same tile of plan.turns heads, and so have the blocks beside
+   back and cut where relu cut, unless `grad_of_rotated`. A block has the same tile of plan.turns heads, and so have the blocks beside
    it: angles come from the caches. */
 template <typename P, bool PAIRS, bool STATE>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
@@ -628,7 +628,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 #ifdef CAMOX_BREAK_BDH
         grad[0] += 1e-3f;
 #endif
-        if (!p.unturned) r.turn_back(grad, at.row + row, at.column + column);
+        if (!p.grad_of_rotated) r.turn_back(grad, at.row + row, at.column + column);
         bdh_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, columns - column,
                   plan.wide_grad_q);
       }

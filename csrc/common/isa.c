@@ -40,7 +40,7 @@ int camox_isa_init(void) {
   return camox_fail(CAMOX_INVALID_ARGUMENT, "CAMOX_FORCE_ISA must be portable, avx2 or avx512, got '%s'", forced);
 }
 
-int camox_isa_pairs(void) {
+int camox_has_avx512_bf16(void) {
 #if defined(CAMOX_HAVE_X86)
   return current == CAMOX_ISA_AVX512 && __builtin_cpu_supports("avx512bf16");
 #else

@@ -17,8 +17,8 @@ int camox_isa_supported(camox_isa isa);
 /* Reads CAMOX_FORCE_ISA and the CPU; a status code, CAMOX_INVALID_ARGUMENT where the forced name is unknown or missing here. */
 int camox_isa_init(void);
 
-/* 1 where the one in use multiplies pairs of bfloat16: AVX-512 on a CPU with AVX512_BF16. */
-int camox_isa_pairs(void);
+/* 1 where the one in use is AVX-512, on a CPU that has its bfloat16 dot product (AVX512-BF16) as well. */
+int camox_has_avx512_bf16(void);
 
 /* The one in use: decided by camox_isa_init. */
 camox_isa camox_isa_current(void);

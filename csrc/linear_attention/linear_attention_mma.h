@@ -1,11 +1,19 @@
 /* Heads of up to 16 S on tensor cores, for bfloat16 and float16 from sm_80 on: what the kernels of linear_attention_cuda.cu do,
-   from memory to registers and back. Each warp takes 8 J positions at a time, by itself; positions are columns of every
-   product: M X      M: S^T or S, in shared memory as fragments; X: rows of f(q), f(k), v or a gradient, as B x^T y    x, y in
-   the order of an accumulator, so that what a product gives goes into the next as A The order of positions and columns in a
-   fragment is free as long as both sides agree: it is the one in which a lane reads and writes whole vectors. In B a lane (g =
-   lane / 4, t = lane % 4) has position g of each of J tiles and 4 S columns; in an accumulator 2 S columns of positions 2t,
-   2t+1 of each tile. float32 values go in as the sum of two bfloat16 (16 bits of mantissa), without the product of both low
-   parts. */
+   from memory to registers and back. Each warp takes 8 J positions at a time, by itself. Positions are columns of every
+   product:
+
+     product   operand A                                            operand B
+     M X       M: S^T or S, in shared memory as fragments           X: rows of f(q), f(k), v or a gradient
+     x^T y     x in the order of an accumulator, so that what a     y, likewise
+               product gives goes into the next as A
+
+   The order of positions and columns in a fragment is free as long as both operands agree: it is the one in which a lane reads
+   and writes whole vectors. With g = lane / 4 and t = lane % 4, a lane has
+
+     in B              position g of each of J tiles,               4 S columns
+     in an accumulator positions 2t, 2t+1 of each of J tiles,       2 S columns
+
+   float32 values go in as the sum of two bfloat16 (16 bits of mantissa), without the product of both low parts. */
 #ifndef CAMOX_LINEAR_ATTENTION_MMA_H
 #define CAMOX_LINEAR_ATTENTION_MMA_H
 

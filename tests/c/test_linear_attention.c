@@ -19,7 +19,7 @@ static double map(double x, int feature_map) {
   return feature_map == CAMOX_FEATURE_IDENTITY ? x : feature_map == CAMOX_FEATURE_RELU ? fmax(x, 0) : x > 0 ? x + 1 : exp(x);
 }
 
-static double slope(double x, int feature_map) {
+static double derivative(double x, int feature_map) {
   return feature_map == CAMOX_FEATURE_IDENTITY ? 1 : feature_map == CAMOX_FEATURE_RELU ? x > 0 : x > 0 ? 1 : exp(x);
 }
 
@@ -44,7 +44,8 @@ static void features_back(const test_picture *x, int64_t b, int64_t h, int64_t t
   double inner = 0;
   for (int64_t n = 0; n < p->key_dim; ++n) inner += weight * f[n] * grad[n];
   if (p->normalize != CAMOX_NORMALIZE_FEATURE) inner = 0;
-  for (int64_t n = 0; n < p->key_dim; ++n) to[n] = slope(test_at(x, b, h, t, n), p->feature_map) * weight * (grad[n] - inner);
+  for (int64_t n = 0; n < p->key_dim; ++n)
+    to[n] = derivative(test_at(x, b, h, t, n), p->feature_map) * weight * (grad[n] - inner);
 }
 
 static int counts(const camox_linear_attention_params *p, int64_t b, int64_t t) {
@@ -106,8 +107,8 @@ typedef struct {
   int feature_map, normalize, masked, stateful;
 } options;
 
-static void run(camox_linear_attention_kernel *kernel, const camox_linear_attention_params *p, int64_t units, int pieces) {
-  for (int piece = 0; piece < pieces; ++piece) kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+static void run(camox_linear_attention_kernel *kernel, const camox_linear_attention_params *p, int64_t items, int pieces) {
+  for (int piece = 0; piece < pieces; ++piece) kernel(p, items * piece / pieces, items * (piece + 1) / pieces);
 }
 
 /* size: B, H, T, N, D */
@@ -150,7 +151,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, int layout, const int64_
     for (int step = 0; step < CAMOX_ATTENTION_STEPS; ++step) {
       camox_attention_step which = (camox_attention_step)step;
       run(backward ? camox_linear_attention_backward(which, dtype, isa) : camox_linear_attention_forward(which, dtype, isa), &p,
-          camox_linear_attention_units(&p, which), 1 + o.masked);
+          camox_linear_attention_work_items(&p, which), 1 + o.masked);
     }
   }
   const struct {
