@@ -578,8 +578,8 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 }
 
 /* d r = scale e r of the strip's rows (PAIRS), or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum; turned
-   back and cut where relu cut, unless `grad_of_rotated`. A block has the same tile of plan.turns heads, and so have the blocks beside
-   it: angles come from the caches. */
+   back and cut where relu cut, unless grad_of_rotated. A block has the same tile of plan.turns heads, and so have the blocks
+   beside it: angles come from the caches. */
 template <typename P, bool PAIRS, bool STATE>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
