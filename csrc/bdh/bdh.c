@@ -50,7 +50,7 @@ int camox_bdh_check(const camox_bdh_params *p, int backward) {
   const int shared = backward ? overlaps(&p->grad_q, p->batch, p->heads, p->length, p->dim) ||
                                     overlaps(&p->grad_v, p->batch, p->value_heads, p->length, p->value_dim)
                               : overlaps(&p->out, p->batch, p->heads, p->length, p->value_dim);
-  if (shared) return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention: elements of what is written share memory");
+  if (shared) return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention: elements of the output share memory");
   /* An empty tensor may have no memory, and there is nothing to read from it. */
   const int rows = p->batch > 0 && p->heads > 0 && p->length > 0;
   if (backward && p->softmax && rows && ((p->value_dim > 0 && !p->out.data) || !(p->scores || p->logsumexp)))
@@ -69,7 +69,7 @@ int camox_bdh_step_check(const camox_bdh_step_params *p) {
   const bdh_sizes sizes = {p->dtype, p->batch, p->heads, p->value_heads, 1, p->dim, p->value_dim, p->table_columns, p->scale};
   CAMOX_REQUIRE(check_sizes("bdh_attention_step", &sizes));
   if (overlaps(&p->out, p->batch, p->heads, 1, p->value_dim))
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention_step: elements of what is written share memory");
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "bdh_attention_step: elements of the output share memory");
   return CAMOX_OK;
 }
 

@@ -13,7 +13,7 @@
 typedef struct {
   int64_t down, across, items; /* tiles of a head, and of all heads: the work items */
   int64_t pitch;               /* of the sums of a tile */
-  int64_t b_panels, a_panels;  /* offsets in scratch, behind the sums; total: its size. In 32 bits, as is scratch */
+  int64_t b_panels, a_panels;  /* offsets in scratch, after the sums; total: its size. All of them count 32 bits */
   int64_t total;
 } camox_gemm_plan;
 

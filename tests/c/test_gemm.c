@@ -44,7 +44,7 @@ typedef struct {
   int accumulate, scaled, non_temporal, lower;
 } tile_case;
 
-static int64_t whole(int64_t n, int64_t lanes) { return (n + lanes - 1) / lanes * lanes; }
+static int64_t padded(int64_t n, int64_t lanes) { return (n + lanes - 1) / lanes * lanes; }
 
 static void describe(char what[160], const char *form, const tile_case *t) {
   snprintf(what, 160, "%s %s %s (%d,%d,%d) transposed %d gap %d accumulate %d scaled %d non_temporal %d lower %d",
@@ -56,7 +56,7 @@ static void describe(char what[160], const char *form, const tile_case *t) {
 static void test_real(gemm_form form, const tile_case *t) {
   gemm_call_fn *const call = gemm_of(t->dtype, t->isa);
   const int64_t lanes = call(NULL), nt = form == GEMM_FORM_NT;
-  const int64_t columns = nt ? t->columns : whole(t->columns, lanes), depth = nt ? whole(t->depth, lanes) : t->depth;
+  const int64_t columns = nt ? t->columns : padded(t->columns, lanes), depth = nt ? padded(t->depth, lanes) : t->depth;
   const int64_t gap = t->gap ? (t->non_temporal ? lanes : 3) : 0, transposed = t->transposed && !nt;
   test_picture a =
       transposed ? matrix(t->dtype, t->rows, depth, 1, t->rows + gap) : matrix(t->dtype, t->rows, depth, depth + gap, 1);
@@ -125,7 +125,7 @@ static void test_lanes(const tile_case *t) {
 #if defined(CAMOX_HAVE_X86)
 /* gemm_nn of bfloat16 pairs: `depth` pairs along k; element 2 (k * columns + j) + h of b is b[2k + h, j]. */
 static void test_pairs(const tile_case *t) {
-  const int64_t columns = whole(t->columns, 16), rows = t->rows, depth = t->depth;
+  const int64_t columns = padded(t->columns, 16), rows = t->rows, depth = t->depth;
   test_picture a = matrix(CAMOX_BF16, rows * depth, 2, 2, 1), b = matrix(CAMOX_BF16, depth * columns, 2, 2, 1);
   test_picture c = matrix(CAMOX_F32, rows, columns, columns, 1), factors = matrix(CAMOX_F32, 1, columns, columns, 1);
   const int64_t a_row = t->transposed ? 1 : depth, a_column = t->transposed ? rows : 1;
@@ -162,14 +162,14 @@ static void test_tiles(camox_isa isa, int has_bf16) {
   /* every number of rows and vectors of a block, and one more; depths around none, a vector and a chain */
   static const int64_t depths[] = {0, 1, 2, 15, 17, 63, 64, 65, 150};
   static const camox_dtype dtypes[] = {CAMOX_F32, CAMOX_F64};
-  int turn = 0;
+  int round = 0;
   for (int64_t rows = 1; rows <= 18; rows += rows < 10 ? 1 : 4)
-    for (int64_t columns = 1; columns <= 130; columns += columns < 10 ? 1 : 15, ++turn)
+    for (int64_t columns = 1; columns <= 130; columns += columns < 10 ? 1 : 15, ++round)
       for (int d = 0; d < 2; ++d)
         for (int flags = 0; flags < 4; ++flags) {
-          const int64_t depth = depths[(turn + 2 * flags) % (int)(sizeof depths / sizeof *depths)];
-          tile_case t = {isa, dtypes[d], rows, columns, depth, flags & 1, flags >> 1, (turn + flags) & 1, (turn + d) & 1, 0, 0};
-          t.non_temporal = (turn & 7) == 3;
+          const int64_t depth = depths[(round + 2 * flags) % (int)(sizeof depths / sizeof *depths)];
+          tile_case t = {isa, dtypes[d], rows, columns, depth, flags & 1, flags >> 1, (round + flags) & 1, (round + d) & 1, 0, 0};
+          t.non_temporal = (round & 7) == 3;
           test_real(GEMM_FORM_NN, &t);
           if (has_bf16 && d == 0 && flags < 2) {
 #if defined(CAMOX_HAVE_X86)

@@ -215,7 +215,7 @@ static void test_checks_refuse(void) {
   p.grad_v.stride[1] = 0, refused(&p, 1, "elements of grad_v share memory");
 }
 
-/* Chunks hold every position, and no more of them are cut than are needed. */
+/* Chunks hold every position, and there are no more of them than are needed. */
 static void test_plan(void) {
   for (int64_t length = 0; length < 20000; length += 1 + length / 3)
     for (int64_t sequences = 1; sequences <= 4096; sequences *= 4) {
