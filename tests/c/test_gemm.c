@@ -168,7 +168,8 @@ static void test_tiles(camox_isa isa, int has_bf16) {
       for (int d = 0; d < 2; ++d)
         for (int flags = 0; flags < 4; ++flags) {
           const int64_t depth = depths[(round + 2 * flags) % (int)(sizeof depths / sizeof *depths)];
-          tile_case t = {isa, dtypes[d], rows, columns, depth, flags & 1, flags >> 1, (round + flags) & 1, (round + d) & 1, 0, 0};
+          tile_case t = {isa, dtypes[d], rows, columns, depth, flags & 1, flags >> 1, (round + flags) & 1, (round + d) & 1,
+                         0,   0};
           t.non_temporal = (round & 7) == 3;
           test_real(GEMM_FORM_NN, &t);
           if (has_bf16 && d == 0 && flags < 2) {
