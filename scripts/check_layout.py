@@ -3,7 +3,7 @@ and words that its vocabulary has replaced do not come back.
 
     python scripts/check_layout.py
 
-An op is a folder of csrc other than common; its name is the same in every folder of the repository.
+An op is a folder of csrc other than those of SHARED; its name is the same in every folder of the repository.
 """
 
 import fnmatch
@@ -27,6 +27,7 @@ OP_FILES = (
     "benchmarks/bench_{op}.py",
     "docs/{op}.md",
 )
+SHARED = {"common", "gemm"}
 OPS_FOLDER = "camox_ops/ops"
 LARGEST_FILE = 1 << 20
 HOSTS = re.compile(r"(?:https?|git|ssh)://(?:[^/\s@]+@)?([\w.-]+)")
@@ -71,7 +72,7 @@ def tracked() -> list[Path]:
 
 def missing_files() -> list[str]:
     found = []
-    ops = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and path.name != "common"}
+    ops = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and path.name not in SHARED}
     for op in sorted(ops):
         wanted = [pattern.format(op=op) for pattern in OP_FILES]
         found += [f"op {op}: {name} is missing" for name in wanted if not (ROOT / name).is_file()]

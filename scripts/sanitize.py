@@ -1,6 +1,7 @@
 """Runs tests/c/test_<op>.c under AddressSanitizer and UndefinedBehaviorSanitizer: python scripts/sanitize.py [op ...]
 
 The sources and their flags are setup.py's own, one object for each instruction set; no Python is in the tested process.
+What a test calls on every instruction set itself is tests/c/<op>_cpu.c, compiled as the kernels are.
 """
 
 import os
@@ -38,6 +39,10 @@ def compile_one(job) -> str:
 def main(ops: list[str]) -> int:
     facts = setup_facts()
     jobs = {op: [(TESTS / f"test_{op}.c", FOLDER / f"test_{op}.o", facts["C_FLAGS"])] for op in ops}
+    for op in ops:
+        source = TESTS / f"{op}_cpu.c"
+        for isa, flags in facts["ISA_FLAGS"].items() if source.exists() else ():
+            jobs[op].append((source, FOLDER / isa / f"{op}_tests.o", [*facts["C_FLAGS"], *flags, f"-DCAMOX_ISA={isa}"]))
     common = []
     for source, flavour, flags in facts["compilations"]():
         job = (source, FOLDER / flavour / Path(source).with_suffix(".o"), flags)

@@ -1,8 +1,8 @@
 """Products with weights, for models whose time goes there: BDH's projections to and from all heads.
 
 On the CPU, float32 products go to oneDNN, which PyTorch carries and whose kernels use AVX-512 on every processor that
-has it; torch.mm asks MKL, which takes AVX2 on AMD's. bfloat16 products, where the CPU multiplies pairs of bfloat16, are
-our own (csrc/bdh/bdh_product.inc), which copy no operand. Everything else is torch.mm and torch.bmm.
+has it; torch.mm asks MKL, which takes AVX2 on AMD's. bfloat16 products, on CPUs with AVX512-BF16, are
+our own (csrc/gemm), which copy no operand. Everything else is torch.mm and torch.bmm.
 """
 
 from __future__ import annotations

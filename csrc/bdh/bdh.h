@@ -11,14 +11,14 @@
      d s      = d w, with softmax w * (d w - delta[i]), delta[i] = sum_d g[i,d] out[i,d]
      d r      = scale * (d s + d s^T) r
      d x[2i] = d r[2i] c[2i] + d r[2i+1] s[2i+1]   d x[2i+1] = d r[2i+1] c[2i+1] - d r[2i] s[2i]   d q = d x where q > 0
-   With `unturned` grad_q is d r itself: what a gradient to the tables begins with.
+   With grad_of_rotated grad_q is d r itself: what a gradient to the tables begins with.
    state form, without softmax, the same numbers in another order: Z = r^T v (N,D), out = scale * r Z; causal in blocks of
      tokens, Z the sum over the blocks before, scores inside a block. Cheaper than T^2 products above camox_bdh_crossover.
    dtypes    q, v, out, g and their gradients float32, bfloat16, float16, tables and sums float32; float64 with float64.
-             One rounding, at the store; with `pairs` r, w and d s of the backward are bfloat16 where they are multiplied.
+             One rounding, at the store; with avx512_bf16 r, w and d s of the backward are bfloat16 where they are multiplied.
    saved     scores w [B,H,T,T] where camox_bdh_saves_scores, else with softmax the rows' log(sum(exp(s))) [B,H,T] (-inf
-             for a row without keys), else nothing. Nothing of (T,N) is written but grad_q: r lives in tiles.
-   units     B*H heads; the sum of grad_v over the heads: B*T rows.
+             for a row without keys), else nothing. Nothing of (T,N) is written but grad_q: r is made in tiles.
+   work      items are B*H heads; those of the sum of grad_v over the heads B*T rows.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype, a negative size, N odd or 0, Hv neither 1 nor H, tables of another width
              or shorter than T, scale not > 0 and finite, softmax in state form, an output whose elements share memory.
    source    Attention of takzen/vision-bdh, models/bdh.py at 71cb8ab; The Dragon Hatchling, arXiv 2509.26507. */
@@ -49,11 +49,11 @@ typedef struct {
   void *scores;          /* [B,H,T,T] dense: written by the forward, may be NULL: not saved, or to be computed again */
   void *logsumexp;       /* [B,H,T] dense, likewise */
   /* Backward. */
-  int unturned;
-  int pairs;          /* for the kernel of camox_bdh_backward_pairs */
-  camox_view4 grad;   /* [B,H,T,D] */
-  camox_view4 grad_q; /* [B,H,T,N] */
-  camox_view4 grad_v; /* [B,Hv,T,D] */
+  int grad_of_rotated; /* grad_q is d r */
+  int avx512_bf16;     /* for the kernel of camox_bdh_backward_avx512_bf16 */
+  camox_view4 grad;    /* [B,H,T,D] */
+  camox_view4 grad_q;  /* [B,H,T,N] */
+  camox_view4 grad_v;  /* [B,Hv,T,D] */
   void *partial; /* gradients of v of each head [B,H,T,D], dense, in what is computed in; NULL where Hv = H. On the CPU also
                     NULL where there are heads and as many batch elements as slots: each is one slot's, which sums */
   void *scratch; /* `slots` of camox_bdh_scratch elements each, in what is computed in; on CUDA camox_bdh_cuda_scratch bytes */
@@ -83,20 +83,20 @@ static CAMOX_ANYWHERE inline int camox_bdh_saves_scores(const camox_bdh_params *
 
 int camox_bdh_check(const camox_bdh_params *p, int backward);
 
-/* Heads, the units of the forward and of the first part of the backward, and rows of grad_v, those of its second part. */
-int64_t camox_bdh_items(const camox_bdh_params *p);
-int64_t camox_bdh_sum_items(const camox_bdh_params *p);
+/* Work items of the forward and of the first part of the backward, which are heads, and of the second part, rows of grad_v. */
+int64_t camox_bdh_work_items(const camox_bdh_params *p);
+int64_t camox_bdh_sum_work_items(const camox_bdh_params *p);
 
-/* Elements of one slot of scratch. Slot s of `slots` is of the units s*units/slots ... (s+1)*units/slots - 1, of batch elements
-   where the backward of shared values has no `partial`. */
+/* Elements of one slot of scratch. Slot s of `slots` computes the work items s*items/slots ... (s+1)*items/slots - 1; where the
+   backward of shared values has no `partial`, batch elements instead. */
 int64_t camox_bdh_scratch(const camox_bdh_params *p, int backward);
 
-/* begin and end are slots (sum: units). */
+/* begin and end are slots; of camox_bdh_sum they are work items. */
 typedef void camox_bdh_kernel(const camox_bdh_params *p, int64_t begin, int64_t end);
 camox_bdh_kernel *camox_bdh_forward(camox_dtype dtype, camox_isa isa);
 camox_bdh_kernel *camox_bdh_backward(camox_dtype dtype, camox_isa isa);
-/* The backward of bfloat16 whose products take bfloat16, two at once, where camox_isa_has_avx512_bf16(). */
-camox_bdh_kernel *camox_bdh_backward_pairs(void);
+/* The backward of bfloat16 by the dot products of AVX512-BF16, where camox_isa_has_avx512_bf16(). */
+camox_bdh_kernel *camox_bdh_backward_avx512_bf16(void);
 camox_bdh_kernel *camox_bdh_sum(camox_dtype dtype, camox_isa isa);
 
 /* One token: out = scale * r S, then next = S + r v^T. */
@@ -115,32 +115,9 @@ typedef struct {
 } camox_bdh_step_params;
 
 int camox_bdh_step_check(const camox_bdh_step_params *p);
-int64_t camox_bdh_step_items(const camox_bdh_step_params *p); /* heads */
+int64_t camox_bdh_step_work_items(const camox_bdh_step_params *p); /* heads */
 typedef void camox_bdh_step_fn(const camox_bdh_step_params *p, int64_t begin, int64_t end);
 camox_bdh_step_fn *camox_bdh_step(camox_dtype dtype, camox_isa isa);
-
-/* Of the projections around the attention: out[h] = a[h] b[h] of bfloat16, sums in float32 in one order, rounded once. For CPUs
-   with camox_isa_has_avx512_bf16(). */
-#define CAMOX_BDH_PRODUCT_ROWS 8     /* of a panel of a */
-#define CAMOX_BDH_PRODUCT_COLUMNS 48 /* of a panel of b */
-#define CAMOX_BDH_PRODUCT_DEPTH 384  /* of a step of the sums: a panel of b fits an L1 cache */
-
-typedef struct {
-  int64_t heads, rows, columns, depth; /* H, M, N, K > 0 */
-  const void *a, *b;                   /* [H,M,K], [H,K,N] */
-  int64_t a_stride[3], b_stride[3];    /* one of the last two is 1 */
-  void *out;                           /* [H,M,N] */
-  int64_t out_stride[2];               /* the last one is 1 */
-  int64_t tile_rows, tile_columns;     /* camox_bdh_product_cut sets these and `slots` */
-  void *scratch;                       /* `slots` of camox_bdh_product_scratch(p) float32 each */
-  int64_t slots;
-} camox_bdh_product_params;
-
-int camox_bdh_product_check(const camox_bdh_product_params *p);
-void camox_bdh_product_cut(camox_bdh_product_params *p, int64_t threads);
-int64_t camox_bdh_product_scratch(const camox_bdh_product_params *p);
-typedef void camox_bdh_product_fn(const camox_bdh_product_params *p, int64_t begin, int64_t end); /* slots */
-camox_bdh_product_fn *camox_bdh_product(void);
 
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
 int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward); /* bytes */

@@ -32,8 +32,14 @@ void set_heads(Params& p, const Tensor& v) {
   if (p.value_heads == 1) p.v.stride[1] = 0;
 }
 
-camox_bdh_params bdh_params(const Tensor& q, const Tensor& v, const Tensor& cos, const Tensor& sin, bool relu, bool causal,
-                            bool softmax, double scale, int64_t form, bool tf32) {
+struct Options {
+  bool relu, causal, softmax;
+  double scale;
+  int64_t form;
+  bool tf32;
+};
+
+camox_bdh_params bdh_params(const Tensor& q, const Tensor& v, const Tensor& cos, const Tensor& sin, const Options& o) {
   const char* op = "bdh_attention";
   camox_bdh_params p{};
   p.dtype = dtype_of(q, op);
@@ -43,9 +49,8 @@ camox_bdh_params bdh_params(const Tensor& q, const Tensor& v, const Tensor& cos,
   check_table(sin, q, 2, op, "sin");
   if (cos.size(0) != sin.size(0) || cos.size(1) != sin.size(1))
     throw std::invalid_argument("bdh_attention: cos and sin must have the same shape");
-  p.relu = relu, p.causal = causal, p.softmax = softmax, p.tf32 = tf32, p.scale = scale;
-  p.form =
-      form < 0 || form > CAMOX_BDH_STATE ? static_cast<camox_bdh_form>(CAMOX_BDH_STATE + 1) : static_cast<camox_bdh_form>(form);
+  p.relu = o.relu, p.causal = o.causal, p.softmax = o.softmax, p.tf32 = o.tf32, p.scale = o.scale;
+  p.form = static_cast<camox_bdh_form>(o.form < 0 || o.form > CAMOX_BDH_STATE ? CAMOX_BDH_STATE + 1 : o.form);
   p.batch = q.size(0), p.heads = q.size(1), p.length = q.size(2), p.dim = q.size(3), p.value_dim = v.size(3);
   check_sizes(v, {p.batch, v.size(1), p.length, p.value_dim}, op, "v");
   p.table_length = cos.size(0), p.table_columns = cos.size(1);
@@ -56,7 +61,7 @@ camox_bdh_params bdh_params(const Tensor& q, const Tensor& v, const Tensor& cos,
 }
 
 #ifdef CAMOX_CUDA_PART
-bool slots_sum(const camox_bdh_params&) { return false; }
+bool slots_sum_heads(const camox_bdh_params&) { return false; }
 
 // Temporary memory of a launcher, to be kept until it has returned.
 Tensor scratch_of(camox_bdh_params& p, const Tensor& q, bool backward) {
@@ -65,16 +70,16 @@ Tensor scratch_of(camox_bdh_params& p, const Tensor& q, bool backward) {
   return scratch;
 }
 #else
-// Whether batch elements are so many that all heads of one go to one thread, which sums what their shared values get.
-bool slots_sum(const camox_bdh_params& p) {
+// Whether batch elements are so many that all heads of one go to one thread, which sums the gradients of their shared values.
+bool slots_sum_heads(const camox_bdh_params& p) {
   const int64_t threads = torch::stable::get_num_threads();
   return p.heads > 0 && p.batch > 0 && (p.batch % threads == 0 || p.batch >= 8 * threads);
 }
 
 void run_slots(camox_bdh_kernel* kernel, camox_bdh_params& p, const Tensor& q, bool backward) {
-  const int64_t units = camox_bdh_items(&p);
-  if (units == 0) return;
-  p.slots = std::min<int64_t>(units, torch::stable::get_num_threads());
+  const int64_t items = camox_bdh_work_items(&p);
+  if (items == 0) return;
+  p.slots = std::min<int64_t>(items, torch::stable::get_num_threads());
   Tensor scratch = empty_real(q, {p.slots * camox_bdh_scratch(&p, backward)});
   p.scratch = scratch.data_ptr();
   run(kernel, p, p.slots, q.numel());
@@ -96,7 +101,7 @@ void* data_of_saved(const Tensor& saved, const Tensor& q, std::initializer_list<
 std::tuple<Tensor, Tensor, Tensor> bdh_attention(const Tensor& q, const Tensor& v, const Tensor& cos, const Tensor& sin,
                                                  bool relu, bool causal, bool softmax, double scale, bool save, int64_t form,
                                                  bool tf32) {
-  camox_bdh_params p = bdh_params(q, v, cos, sin, relu, causal, softmax, scale, form, tf32);
+  camox_bdh_params p = bdh_params(q, v, cos, sin, {relu, causal, softmax, scale, form, tf32});
   Tensor out = empty_in_order(q, {p.batch, p.heads, p.length, p.value_dim}, 3);
   p.out = view4(out);
   check(camox_bdh_check(&p, 0));
@@ -119,7 +124,7 @@ std::tuple<Tensor, Tensor> bdh_attention_backward(const Tensor& grad, const Tens
                                                   const Tensor& logsumexp, bool relu, bool causal, bool softmax, double scale,
                                                   int64_t form, bool unturned, bool tf32) {
   const char* op = "bdh_attention_backward";
-  camox_bdh_params p = bdh_params(q, v, cos, sin, relu, causal, softmax, scale, form, tf32);
+  camox_bdh_params p = bdh_params(q, v, cos, sin, {relu, causal, softmax, scale, form, tf32});
   check_companion(grad, q, 4, op, "grad");
   check_sizes(grad, {p.batch, p.heads, p.length, p.value_dim}, op, "grad");
   p.scores = data_of_saved(scores, q, {p.batch, p.heads, p.length, p.length}, op, "scores");
@@ -129,23 +134,23 @@ std::tuple<Tensor, Tensor> bdh_attention_backward(const Tensor& grad, const Tens
     check_sizes(*out, {p.batch, p.heads, p.length, p.value_dim}, op, "out");
     p.out = view4(*out);
   }
-  p.unturned = unturned;
+  p.grad_of_rotated = unturned;
   p.grad = view4(grad);
   Tensor grad_q = empty_in_order(q), grad_v = empty_in_order(v);
   p.grad_q = view4(grad_q), p.grad_v = view4(grad_v);
-  const bool apart = p.value_heads != p.heads && !slots_sum(p);
+  const bool partial_sums = p.value_heads != p.heads && !slots_sum_heads(p);
   // at least one element: an empty tensor may have no memory
-  const int64_t of_heads = p.batch * p.heads * p.length * p.value_dim;
-  Tensor partial = empty_real(q, {apart ? std::max<int64_t>(of_heads, 1) : 0});
-  if (apart) p.partial = partial.data_ptr();
+  const int64_t elements = p.batch * p.heads * p.length * p.value_dim;
+  Tensor partial = empty_real(q, {partial_sums ? std::max<int64_t>(elements, 1) : 0});
+  if (partial_sums) p.partial = partial.data_ptr();
   check(camox_bdh_check(&p, 1));
 #ifdef CAMOX_CUDA_PART
   Tensor scratch = scratch_of(p, q, true);
   launch(camox_bdh_backward_cuda, p, q, op);
 #else
-  p.pairs = p.dtype == CAMOX_BF16 && camox_isa_has_avx512_bf16();
-  run_slots(p.pairs ? camox_bdh_backward_pairs() : camox_bdh_backward(p.dtype, camox_isa_current()), p, q, true);
-  if (p.partial) run(camox_bdh_sum(p.dtype, camox_isa_current()), p, camox_bdh_sum_items(&p), p.heads * p.value_dim);
+  p.avx512_bf16 = p.dtype == CAMOX_BF16 && camox_isa_has_avx512_bf16();
+  run_slots(p.avx512_bf16 ? camox_bdh_backward_avx512_bf16() : camox_bdh_backward(p.dtype, camox_isa_current()), p, q, true);
+  if (p.partial) run(camox_bdh_sum(p.dtype, camox_isa_current()), p, camox_bdh_sum_work_items(&p), p.heads * p.value_dim);
 #endif
   return {grad_q, grad_v};
 }
@@ -186,42 +191,10 @@ std::tuple<Tensor, Tensor> bdh_attention_step(const Tensor& q, const Tensor& v, 
 #ifdef CAMOX_CUDA_PART
   launch(camox_bdh_step_cuda, p, q, op);
 #else
-  run(camox_bdh_step(p.dtype, camox_isa_current()), p, camox_bdh_step_items(&p), p.dim * p.value_dim);
+  run(camox_bdh_step(p.dtype, camox_isa_current()), p, camox_bdh_step_work_items(&p), p.dim * p.value_dim);
 #endif
   return {out, next};
 }
-
-#ifndef CAMOX_CUDA_PART
-// (H, M, N), in memory (M, H, N) where `by_row`.
-Tensor bdh_product(const Tensor& a, const Tensor& b, bool by_row) {
-  const char* op = "bdh_product";
-  check_companion(a, a, 3, op, "a");
-  check_companion(b, a, 3, op, "b");
-  if (dtype_of(a, op) != CAMOX_BF16) throw std::invalid_argument("bdh_product: a must have dtype bfloat16");
-  if (b.size(0) != a.size(0) || b.size(1) != a.size(2))
-    throw std::invalid_argument("bdh_product: b must have the heads of a and as many rows as a has columns");
-  if (!camox_isa_has_avx512_bf16())
-    throw std::runtime_error("bdh_product: the instruction set in use does not multiply bfloat16");
-  camox_bdh_product_params p{};
-  p.heads = a.size(0), p.rows = a.size(1), p.depth = a.size(2), p.columns = b.size(2);
-  p.a = a.data_ptr(), p.b = b.data_ptr();
-  std::copy_n(a.strides().begin(), 3, p.a_stride);
-  std::copy_n(b.strides().begin(), 3, p.b_stride);
-  check(camox_bdh_product_check(&p));
-  const std::vector<int64_t> size = {p.heads, p.rows, p.columns};
-  const std::vector<int64_t> order = by_row ? std::vector<int64_t>{1, 0, 2} : std::vector<int64_t>{0, 1, 2};
-  Tensor out = empty_strided(a, dtype_code(a), size.size(), size.data(), packed_strides(size, order).data());
-  p.out = out.data_ptr();
-  std::copy_n(out.strides().begin(), 2, p.out_stride);
-  if (out.numel() == 0) return out;
-  camox_bdh_product_cut(&p, torch::stable::get_num_threads());
-  const std::array<int64_t, 1> elements = {p.slots * camox_bdh_product_scratch(&p)};
-  Tensor scratch = empty_contiguous(a, aoti_torch_dtype_float32(), 1, elements.data());
-  p.scratch = scratch.data_ptr();
-  run(camox_bdh_product(), p, p.slots, p.rows * p.columns * p.depth);
-  return out;
-}
-#endif
 
 }  // namespace
 
@@ -237,10 +210,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "bdh_attention_step(Tensor q, Tensor v, Tensor cos, Tensor sin, Tensor? state, bool relu, float scale) -> "
       "(Tensor, Tensor)");
-  m.def("bdh_product(Tensor a, Tensor b, bool by_row) -> Tensor");
 }
-
-STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) { m.impl("bdh_product", TORCH_BOX(&bdh_product)); }
 #endif
 
 STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {

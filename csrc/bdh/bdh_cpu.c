@@ -7,6 +7,5 @@
 #include "../common/simd_foreach.h"
 
 #if defined(CAMOX_SIMD_AVX512)
-#include "bdh_pairs.inc"
-#include "bdh_product.inc"
+#include "bdh_avx512_bf16.inc"
 #endif

@@ -589,7 +589,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 }
 
 /* d r = scale e r of the band's rows (PAIRS), or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum;
-   rotated back and 0 where relu was, unless `unturned`. A block has the same tile of plan.heads_per_block heads, and so have
+   rotated back and 0 where relu was, unless `grad_of_rotated`. A block has the same tile of plan.heads_per_block heads, and so have
    the blocks beside it: angles come from the caches. */
 template <typename P, bool PAIRS, bool STATE>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
@@ -640,7 +640,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 #ifdef CAMOX_BREAK_BDH
         grad[0] += 1e-3f;
 #endif
-        if (!p.unturned) r.rotate_back(grad, at.row + row, at.column + column);
+        if (!p.grad_of_rotated) r.rotate_back(grad, at.row + row, at.column + column);
         bdh_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, columns - column,
                   plan.wide_grad_q);
       }

@@ -2,8 +2,12 @@
 
    A body is written against `vr`, a vector of VR_LANES `real` (float; double where CAMOX_DTYPE is f64). Arithmetic and
    comparisons use the compiler's vector operators, so every instruction set runs the same IEEE operations in the same
-   order. VR(exact_fma)(a, b, c) is a * b + c for products that are exact, such as by a power of two: one instruction where
-   there is one, and the same bits everywhere. `elem` is the type in memory. Include it with these defined:
+   order. There are two multiply-adds, a * b + c:
+     VR(multiply_add)(a, b, c)  may fuse: one instruction, rounded once, where there is one, else two. For long sums, and for
+                                products that are exact, such as by a power of two, where the bits are the same everywhere.
+     VR(fma)(a, b, c)           must fuse (simd_math.h): rounded once on every instruction set, emulated where it has none.
+                                float64, which has only the portable variant, rounds twice.
+   `elem` is the type in memory. Include this file with these defined:
      CAMOX_ISA    portable | avx2 | avx512 (by the build)
      CAMOX_DTYPE  f32 | bf16 | f16 | f64   (by simd_foreach.h)                                                          */
 #include <math.h>
@@ -35,3 +39,7 @@ CAMOX_INLINE void vf64_store_n(double *to, vf64 value, ptrdiff_t n) { vstore_n_f
 CAMOX_INLINE vf32 vf32_load_n(const float *from, ptrdiff_t n) { return vload_n_f32(from, n); }
 CAMOX_INLINE void vf32_store_n(float *to, vf32 value, ptrdiff_t n) { vstore_n_f32(to, value, n); }
 #include "simd_stream.h"
+
+/* The name of multiply_add that edge and spatial_gradient still use. */
+#define vf32_exact_fma vf32_multiply_add
+#define vf64_exact_fma vf64_multiply_add

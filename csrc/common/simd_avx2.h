@@ -1,4 +1,4 @@
-/* 32-byte vectors: AVX2 with F16C. FMA exists here but is never contracted, so results match the portable body. */
+/* 32-byte vectors: AVX2 with F16C. Products and sums are fused only by VR(multiply_add) and VR(fma). */
 #include <immintrin.h>
 
 #define VF32_BYTES 32
@@ -7,7 +7,7 @@
 
 CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm256_sqrt_ps((__m256)v); }
 
-CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+CAMOX_INLINE vf32 vf32_multiply_add(vf32 a, vf32 b, vf32 c) { return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 
 /* Whether a lane of a mask is set. */
 CAMOX_INLINE int vf32_any(vi32 mask) { return _mm256_movemask_ps((__m256)mask) != 0; }

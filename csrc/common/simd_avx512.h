@@ -22,7 +22,7 @@ CAMOX_INLINE int vf32_any_lane(vf32_lanes_t lanes) { return lanes != 0; }
 
 CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm512_sqrt_ps((__m512)v); }
 
-CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+CAMOX_INLINE vf32 vf32_multiply_add(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
 CAMOX_INLINE vf32 vf32_shift_up(vf32 a, vf32 b) { return (vf32)_mm512_alignr_epi32((__m512i)b, (__m512i)a, 15); }
 CAMOX_INLINE vf32 vf32_shift_down(vf32 a, vf32 b) { return (vf32)_mm512_alignr_epi32((__m512i)b, (__m512i)a, 1); }

@@ -85,15 +85,6 @@ CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
 CAMOX_INLINE vf32 vf32_abs_at_most(vf32 v, float limit) { return vf32_at_most(vf32_abs(v), limit); }
 #endif
 
-/* sum + a * b for long sums: rounded once where that is one instruction, else twice. */
-CAMOX_INLINE vf32 vf32_add_product(vf32 sum, vf32 a, vf32 b) {
-#if defined(CAMOX_SIMD_AVX512) || defined(CAMOX_SIMD_AVX2)
-  return vf32_fma(a, b, sum);
-#else
-  return sum + a * b;
-#endif
-}
-
 /* 1/sqrt(v) for positive finite v, one Newton step beyond sqrt and division: within 0.51 ULP instead of 1. */
 CAMOX_INLINE vf32 vf32_rsqrt(vf32 v) {
   vf32 r = vf32_set1(1) / vf32_sqrt(v), product = v * r, rounding = vf32_fma(v, r, -product);
@@ -154,10 +145,10 @@ CAMOX_INLINE vf32 vf32_exp_term(vf32 x) {
 CAMOX_INLINE vf32 vf32_exp_weight(vf32 x) {
   const float *c = camox_exp_tail;
   const vf32 round = vf32_set1(CAMOX_ROUND_F32), one = vf32_set1(1), clamped = vf32_at_least(x, -87.0f);
-  vf32 shifted = vf32_add_product(round, clamped, vf32_set1(1.44269504f)), n = shifted - round, sum = vf32_set1(c[4]);
-  vf32 r = vf32_add_product(vf32_add_product(clamped, n, vf32_set1(-0.693359375f)), n, vf32_set1(2.12194440e-4f));
-  for (int k = 3; k >= 0; --k) sum = vf32_add_product(vf32_set1(c[k]), sum, r);
-  sum = one + vf32_add_product(r, r * r, sum);
+  vf32 shifted = vf32_multiply_add(clamped, vf32_set1(1.44269504f), round), n = shifted - round, sum = vf32_set1(c[4]);
+  vf32 r = vf32_multiply_add(n, vf32_set1(2.12194440e-4f), vf32_multiply_add(n, vf32_set1(-0.693359375f), clamped));
+  for (int k = 3; k >= 0; --k) sum = vf32_multiply_add(sum, r, vf32_set1(c[k]));
+  sum = one + vf32_multiply_add(r * r, sum, r);
   return vf32_keep(~(vi32)(x < vf32_set1(-87)), (vf32)((vi32)sum + ((vi32)shifted << 23)));
 }
 
@@ -365,8 +356,6 @@ CAMOX_INLINE vf64 vf64_at_most(vf64 v, double limit) { return vf64_select((vi64)
 CAMOX_INLINE vf64 vf64_at_least(vf64 v, double limit) { return vf64_select((vi64)(v < vf64_set1(limit)), vf64_set1(limit), v); }
 
 CAMOX_INLINE vf64 vf64_fma(vf64 a, vf64 b, vf64 c) { return a * b + c; }
-
-CAMOX_INLINE vf64 vf64_add_product(vf64 sum, vf64 a, vf64 b) { return sum + a * b; }
 
 CAMOX_INLINE vf64 vf64_rsqrt(vf64 v) { return vf64_set1(1) / vf64_sqrt(v); }
 

@@ -13,8 +13,8 @@ CAMOX_INLINE vf64 vf64_sqrt(vf64 v) {
   return v;
 }
 
-CAMOX_INLINE vf32 vf32_exact_fma(vf32 a, vf32 b, vf32 c) { return a * b + c; }
-CAMOX_INLINE vf64 vf64_exact_fma(vf64 a, vf64 b, vf64 c) { return a * b + c; }
+CAMOX_INLINE vf32 vf32_multiply_add(vf32 a, vf32 b, vf32 c) { return a * b + c; }
+CAMOX_INLINE vf64 vf64_multiply_add(vf64 a, vf64 b, vf64 c) { return a * b + c; }
 
 /* Whether a lane of a mask is set. */
 CAMOX_INLINE int vf32_any(vi32 mask) {

@@ -5,28 +5,28 @@
 #include "../common/integers.h"
 #include "../common/kernel_table.h"
 
-/* Chunks are cut until there are this many units, between the shortest and the longest chunk: a longer one rounds more, and on
-   the CPU leaves the cache before the next head of the same positions is read; a shorter one has more partial sums to keep. */
+/* A call has about this many work items, of chunks between the shortest and the longest: a longer chunk rounds more, and on the
+   CPU leaves the cache before the next head of the same positions is read; a shorter one has more partial sums in memory. */
 #ifdef CAMOX_CUDA_PART
-#define CAMOX_LINEAR_ATTENTION_UNITS 1024
-#define CAMOX_LINEAR_ATTENTION_SHORTEST 128
-#define CAMOX_LINEAR_ATTENTION_LONGEST(p) 4096
+#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS 1024
+#define CAMOX_LINEAR_ATTENTION_MIN_CHUNK 128
+#define CAMOX_LINEAR_ATTENTION_MAX_CHUNK(p) 4096
 #else
-#define CAMOX_LINEAR_ATTENTION_UNITS 64
-#define CAMOX_LINEAR_ATTENTION_SHORTEST 256
-#define CAMOX_LINEAR_ATTENTION_LONGEST(p) ((p)->key_dim > 32 ? 16 * (p)->key_dim : 640)
+#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS 64
+#define CAMOX_LINEAR_ATTENTION_MIN_CHUNK 256
+#define CAMOX_LINEAR_ATTENTION_MAX_CHUNK(p) ((p)->key_dim > 32 ? 16 * (p)->key_dim : 640)
 #endif
 
 void camox_linear_attention_plan(camox_linear_attention_params *p) {
-  p->chunk = CAMOX_LINEAR_ATTENTION_SHORTEST, p->chunks = 1;
+  p->chunk = CAMOX_LINEAR_ATTENTION_MIN_CHUNK, p->chunks = 1;
   int64_t sequences = p->batch * p->heads;
   if (sequences <= 0 || p->length <= 0) return;
-  int64_t wanted = camox_ceil_div(CAMOX_LINEAR_ATTENTION_UNITS, sequences);
+  int64_t wanted = camox_ceil_div(CAMOX_LINEAR_ATTENTION_WORK_ITEMS, sequences);
   int64_t chunk = camox_ceil_div(p->length, wanted);
-  const int64_t longest = CAMOX_LINEAR_ATTENTION_LONGEST(p);
+  const int64_t longest = CAMOX_LINEAR_ATTENTION_MAX_CHUNK(p);
   if (chunk > longest) chunk = camox_ceil_div(p->length, camox_ceil_div(p->length, longest));
-  if (chunk < CAMOX_LINEAR_ATTENTION_SHORTEST) chunk = CAMOX_LINEAR_ATTENTION_SHORTEST;
-  p->chunk = camox_round_up(chunk, 64); /* whole tiles of any kernel */
+  if (chunk < CAMOX_LINEAR_ATTENTION_MIN_CHUNK) chunk = CAMOX_LINEAR_ATTENTION_MIN_CHUNK;
+  p->chunk = camox_round_up(chunk, 64); /* full tiles of any kernel */
   p->chunks = camox_ceil_div(p->length, p->chunk);
 }
 
@@ -40,12 +40,12 @@ int camox_linear_attention_check(const camox_linear_attention_params *p, int bac
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: unknown normalization code %d", p->normalize);
   CAMOX_REQUIRE(camox_check_eps(op, p->dtype, p->eps));
   CAMOX_REQUIRE(camox_check_sizes(op, "q", size, 3));
-  if (p->key_dim < 1 || p->key_dim > CAMOX_LINEAR_ATTENTION_MOST_DIM)
+  if (p->key_dim < 1 || p->key_dim > CAMOX_LINEAR_ATTENTION_MAX_DIM)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: the head size of q and k must be from 1 to %d, got %lld",
-                      CAMOX_LINEAR_ATTENTION_MOST_DIM, (long long)p->key_dim);
-  if (p->value_dim < 1 || p->value_dim > CAMOX_LINEAR_ATTENTION_MOST_DIM)
+                      CAMOX_LINEAR_ATTENTION_MAX_DIM, (long long)p->key_dim);
+  if (p->value_dim < 1 || p->value_dim > CAMOX_LINEAR_ATTENTION_MAX_DIM)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: the head size of v must be from 1 to %d, got %lld",
-                      CAMOX_LINEAR_ATTENTION_MOST_DIM, (long long)p->value_dim);
+                      CAMOX_LINEAR_ATTENTION_MAX_DIM, (long long)p->value_dim);
   if (p->chunk < 1 || p->chunks < 1 || p->chunk * p->chunks < p->length)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: %lld chunks of %lld positions do not hold %lld",
                       (long long)p->chunks, (long long)p->chunk, (long long)p->length);
@@ -63,7 +63,7 @@ int camox_linear_attention_check(const camox_linear_attention_params *p, int bac
   return camox_check_distinct_elements(op, "grad_v", &p->grad_v, values);
 }
 
-int64_t camox_linear_attention_items(const camox_linear_attention_params *p, camox_attention_step step) {
+int64_t camox_linear_attention_work_items(const camox_linear_attention_params *p, camox_attention_step step) {
   int64_t sequences = p->batch * p->heads;
   if (step == CAMOX_ATTENTION_STATE) return sequences;
   return sequences * camox_ceil_div(p->length, p->chunk);

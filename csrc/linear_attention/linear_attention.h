@@ -24,7 +24,7 @@
    dtypes    float32, bfloat16, float16 computed in float32 with a float32 state; float64 with a float64 state. One rounding, at
              the store.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype, feature map or normalization, a negative size, N or D outside 1 ... 256, eps
-             not > 0 and finite, no chunks, an output whose elements share memory, a z missing or to spare.
+             not > 0 and finite, no chunks, an output whose elements share memory, a z missing or superfluous.
    source    Transformers are RNNs, arXiv 2006.16236, equations 4 to 7; "feature" is linear_attention of mahi-chan/camoXpert,
              models/backbone.py at 47e858c. */
 #ifndef CAMOX_LINEAR_ATTENTION_H
@@ -37,7 +37,7 @@
 extern "C" {
 #endif
 
-#define CAMOX_LINEAR_ATTENTION_MOST_DIM 256
+#define CAMOX_LINEAR_ATTENTION_MAX_DIM 256
 
 typedef enum { CAMOX_FEATURE_ELU1 = 0, CAMOX_FEATURE_RELU = 1, CAMOX_FEATURE_IDENTITY = 2 } camox_feature_map;
 typedef enum { CAMOX_NORMALIZE_SUM = 0, CAMOX_NORMALIZE_FEATURE = 1, CAMOX_NORMALIZE_NONE = 2 } camox_normalize;
@@ -72,7 +72,7 @@ void camox_linear_attention_plan(camox_linear_attention_params *p);
 
 int camox_linear_attention_check(const camox_linear_attention_params *p, int backward);
 
-/* The steps of both directions, one after the other. */
+/* The steps of both directions, in order. */
 typedef enum {
   CAMOX_ATTENTION_PARTIAL = 0, /* k, v -> partial; backward: q, grad, s, z -> partial, grad_q */
   CAMOX_ATTENTION_STATE = 1,   /* partial -> s, z; backward: -> sum_s, sum_z */
@@ -80,8 +80,8 @@ typedef enum {
   CAMOX_ATTENTION_STEPS = 3
 } camox_attention_step;
 
-/* A step is cut into this many independent units: chunks of a head, or heads. */
-int64_t camox_linear_attention_items(const camox_linear_attention_params *p, camox_attention_step step);
+/* Work items of a step: chunks of a head, or heads. */
+int64_t camox_linear_attention_work_items(const camox_linear_attention_params *p, camox_attention_step step);
 
 typedef void camox_linear_attention_kernel(const camox_linear_attention_params *p, int64_t begin, int64_t end);
 

@@ -17,7 +17,7 @@ void check_shape(const Tensor& y, std::initializer_list<int64_t> size, const cha
   throw std::invalid_argument(std::string("linear_attention: ") + name + " must have shape (" + wanted + ")");
 }
 
-// What does not hold a real tensor of these sizes, contiguous, is refused; NULL where it is absent.
+// The data of a contiguous real tensor of these sizes; NULL where it is absent.
 const void* real_data(const OptionalTensor& y, const Tensor& q, std::initializer_list<int64_t> size, const char* name) {
   if (!y.has_value()) return nullptr;
   check_real(*y, q, static_cast<int64_t>(size.size()), op, name);
@@ -74,7 +74,7 @@ void run_steps(Variant variant, const camox_linear_attention_params& p) {
   for (int step = 0; step < CAMOX_ATTENTION_STEPS; ++step) {
     const auto which = static_cast<camox_attention_step>(step);
     const int64_t rows = which == CAMOX_ATTENTION_STATE ? p.chunks : p.chunk;
-    run_with_scratch(variant(which, p.dtype, camox_isa_current()), p, camox_linear_attention_items(&p, which),
+    run_with_scratch(variant(which, p.dtype, camox_isa_current()), p, camox_linear_attention_work_items(&p, which),
                      rows * p.key_dim * p.value_dim, CAMOX_LINEAR_ATTENTION_SCRATCH);
   }
 }
@@ -98,10 +98,18 @@ std::tuple<Tensor, Tensor, Tensor> linear_attention(const Tensor& q, const Tenso
   return {out, s, z};
 }
 
-// Into grad_q, grad_k and grad_v; returns the gradients of the initial state.
-std::tuple<Tensor, Tensor> backward_into(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad,
-                                         const OptionalTensor& grad_s, const OptionalTensor& grad_z, const Tensor& q,
-                                         const Tensor& s, const Tensor& z, camox_linear_attention_params p) {
+// Gradients of what the forward returned.
+struct Incoming {
+  const Tensor& grad;
+  const OptionalTensor &grad_s, &grad_z;
+};
+
+// Writes grad_q, grad_k and grad_v; returns the gradients of the initial state.
+std::tuple<Tensor, Tensor> backward_into(const std::array<Tensor, 3>& grad_qkv, const Incoming& incoming, const Tensor& s,
+                                         const Tensor& z, camox_linear_attention_params p) {
+  const auto& [grad_q, grad_k, grad_v] = grad_qkv;
+  const auto& [grad, grad_s, grad_z] = incoming;
+  const Tensor& q = grad_q;  // the same dtype and device
   check_shape(grad, {p.batch, p.heads, p.length, p.value_dim}, "grad");
   check_dtype_and_device(grad, q, op, "grad");
   p.grad = view4(grad);
@@ -128,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_backward(
   const std::vector<int64_t> keys = {p.batch, p.heads, p.length, p.key_dim};
   Tensor grad_q = empty_in_order(q, keys, 4), grad_k = empty_in_order(k, keys, 4);
   Tensor grad_v = empty_in_order(v, {p.batch, p.heads, p.length, p.value_dim}, 4);
-  auto [sum_s, sum_z] = backward_into(grad_q, grad_k, grad_v, grad, grad_s, grad_z, q, s, z, p);
+  auto [sum_s, sum_z] = backward_into({grad_q, grad_k, grad_v}, {grad, grad_s, grad_z}, s, z, p);
   return {grad_q, grad_k, grad_v, sum_s, sum_z};
 }
 
@@ -151,7 +159,7 @@ Tensor linear_attention_packed_backward(const Tensor& grad, OptionalTensor grad_
   auto p = params_of(q, part_of(qkv, 1), part_of(qkv, 2), key_mask, feature_map, normalize, eps);
   auto sizes = qkv.sizes();
   Tensor grad_qkv = empty_in_order(qkv, {sizes.begin(), sizes.end()}, 5);
-  backward_into(part_of(grad_qkv, 0), part_of(grad_qkv, 1), part_of(grad_qkv, 2), grad, grad_s, grad_z, q, s, z, p);
+  backward_into({part_of(grad_qkv, 0), part_of(grad_qkv, 1), part_of(grad_qkv, 2)}, {grad, grad_s, grad_z}, s, z, p);
   return grad_qkv;
 }
 

@@ -7,10 +7,12 @@
    keep      of weight (s,h,i,j): element ((s H + h) T + i) T + j of a dropout mask of common/philox.h, kept ones scaled
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
    backward  the scores and the mask are computed again: it reads q, k, v and grad. With w = weight, m = keep * its scale,
-             e[i][j] = m grad[i].v[j] and d = w (e - sum_j w e): grad_q = scale d k, grad_k = scale d^T q, grad_v = (w m)^T
-   grad. saved     q, k, v, the padding and the seed. Not out, nor the rows' log-sums: at this length they cost more to read
-   than scores to compute. errors    CAMOX_INVALID_ARGUMENT: an unknown dtype, a negative size, T > 64, scale not finite, p
-   outside [0, 1), written elements that share memory. source    torch.nn.functional.scaled_dot_product_attention. */
+             e[i][j] = m grad[i].v[j] and d = w (e - sum_j w e): grad_q = scale d k, grad_k = scale d^T q, grad_v = (w m)^T grad
+   saved     q, k, v, the padding and the seed. Not out, nor the rows' log-sums: at this length they cost more to read than
+             scores to compute.
+   errors    CAMOX_INVALID_ARGUMENT: an unknown dtype, a negative size, T > 64, scale not finite, p outside [0, 1), written
+             elements that share memory.
+   source    torch.nn.functional.scaled_dot_product_attention. */
 #ifndef CAMOX_SHORT_ATTENTION_H
 #define CAMOX_SHORT_ATTENTION_H
 
@@ -21,7 +23,7 @@
 extern "C" {
 #endif
 
-enum { CAMOX_SHORT_ATTENTION_LONGEST = 64 };
+enum { CAMOX_SHORT_ATTENTION_MAX_LENGTH = 64 };
 
 typedef struct {
   camox_dtype dtype;
@@ -39,11 +41,11 @@ typedef struct {
 
 #define CAMOX_SHORT_ATTENTION_SCRATCH (200 << 10)
 
-/* Everything that can be wrong with a call; nothing has been written when it fails. */
+/* Validates all arguments of a call; nothing has been written when it fails. */
 int camox_short_attention_check(const camox_short_attention_params *p, int backward);
 
-/* The work is cut into this many independent units, by shape alone: runs of consecutive (s,h). */
-int64_t camox_short_attention_items(const camox_short_attention_params *p);
+/* Work items, which depend on the shape alone: runs of consecutive (s,h). */
+int64_t camox_short_attention_work_items(const camox_short_attention_params *p);
 
 typedef void camox_short_attention_kernel(const camox_short_attention_params *p, int64_t begin, int64_t end);
 

@@ -26,17 +26,20 @@ void set_padding(camox_short_attention_params& p, const Tensor& mask, const Tens
   p.padding_stride[0] = mask.stride(0), p.padding_stride[1] = mask.stride(1);
 }
 
+struct Options {
+  bool causal;
+  double scale, probability;
+};
+
 camox_short_attention_params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                                       const OptionalTensor& seed, bool causal, double scale, double probability,
-                                       const char* op) {
+                                       const OptionalTensor& seed, const Options& o, const char* op) {
   camox_short_attention_params p{};
   if (q.dim() != 4)
     throw std::invalid_argument(std::string(op) + ": q must have 4 dimensions (S, T, H, D), got " + std::to_string(q.dim()));
   check_like_q(k, q, op, "k");
   check_like_q(v, q, op, "v");
   p.dtype = dtype_of(q, op);
-  p.causal = causal;
-  p.scale = scale, p.p = probability;
+  p.causal = o.causal, p.scale = o.scale, p.p = o.probability;
   p.sequences = q.size(0), p.length = q.size(1), p.heads = q.size(2), p.dim = q.size(3);
   p.q = view4(q), p.k = view4(k), p.v = view4(v);
   if (mask.has_value()) set_padding(p, *mask, q, op);
@@ -51,8 +54,8 @@ camox_short_attention_params params_of(const Tensor& q, const Tensor& k, const T
 
 void compute(camox_short_attention_kernel* variant(camox_dtype, camox_isa), const camox_short_attention_params& p,
              const Tensor& q) {
-  int64_t units = camox_short_attention_items(&p);
-  run_with_scratch(variant(p.dtype, camox_isa_current()), p, units, units > 0 ? q.numel() / units : 0,
+  int64_t items = camox_short_attention_work_items(&p);
+  run_with_scratch(variant(p.dtype, camox_isa_current()), p, items, items > 0 ? q.numel() / items : 0,
                    CAMOX_SHORT_ATTENTION_SCRATCH);
 }
 #endif
@@ -60,7 +63,7 @@ void compute(camox_short_attention_kernel* variant(camox_dtype, camox_isa), cons
 Tensor short_attention(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor key_padding_mask, OptionalTensor seed,
                        bool causal, double scale, double probability) {
   const char* op = "short_attention";
-  camox_short_attention_params p = params_of(q, k, v, key_padding_mask, seed, causal, scale, probability, op);
+  camox_short_attention_params p = params_of(q, k, v, key_padding_mask, seed, {causal, scale, probability}, op);
   Tensor out = empty_in_order(q);
   p.out = view4(out);
   check(camox_short_attention_check(&p, 0));
@@ -73,7 +76,7 @@ std::tuple<Tensor, Tensor, Tensor> short_attention_backward(const Tensor& grad, 
                                                             OptionalTensor seed, bool causal, double scale,
                                                             double probability) {
   const char* op = "short_attention_backward";
-  camox_short_attention_params p = params_of(q, k, v, key_padding_mask, seed, causal, scale, probability, op);
+  camox_short_attention_params p = params_of(q, k, v, key_padding_mask, seed, {causal, scale, probability}, op);
   check_like_q(grad, q, op, "grad");
   Tensor grad_q = empty_in_order(q), grad_k = empty_in_order(k), grad_v = empty_in_order(v);
   p.grad = view4(grad);

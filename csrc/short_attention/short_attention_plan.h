@@ -1,13 +1,13 @@
-/* How short_attention cuts its work: shared by the units' count and the kernels. */
+/* How short_attention is divided into work items, and which of its two ways computes them. */
 #ifndef CAMOX_SHORT_ATTENTION_PLAN_H
 #define CAMOX_SHORT_ATTENTION_PLAN_H
 
 #include "short_attention.h"
 
-/* Consecutive (s,h) of a unit: a multiple of every vector's lanes. */
-#define CAMOX_SHORT_ATTENTION_ITEMS 32
+/* Problems of a work item, consecutive (s,h): a multiple of every vector's lanes. */
+#define CAMOX_SHORT_ATTENTION_PROBLEMS 32
 
-/* What the walk with one item a lane holds at most: T, T D and T T. */
+/* The largest T, T D and T T that are computed with one problem per lane. */
 #define CAMOX_SA_LANES_LENGTH 16
 #define CAMOX_SA_LANES_ELEMENTS 256
 #define CAMOX_SA_LANES_WEIGHTS (CAMOX_SA_LANES_LENGTH * CAMOX_SA_LANES_LENGTH)

@@ -4,9 +4,9 @@
 #include "camox_test.h"
 
 typedef struct {
-  int relu, causal, softmax, each, shared, save, unturned;
+  int relu, causal, softmax, full_width, shared, save, grad_of_rotated;
   camox_bdh_form form;
-  int pairs;
+  int avx512_bf16;
 } options;
 
 /* An operand of exactly its size: dense, random or the pattern. */
@@ -20,13 +20,13 @@ static double table_at(const camox_bdh_params *p, const void *table, int64_t t, 
   return test_get(p->dtype == CAMOX_F64 ? CAMOX_F64 : CAMOX_F32, table, t * p->table_columns + column);
 }
 
-static double alive(const camox_bdh_params *p, double x) { return p->relu && x < 0 ? 0 : x; }
+static double relu_of(const camox_bdh_params *p, double x) { return p->relu && x < 0 ? 0 : x; }
 
 /* r [T,N] of a head */
-static void naive_turn(const camox_bdh_params *p, const test_image *q, int64_t b, int64_t h, double *r) {
+static void naive_rotate(const camox_bdh_params *p, const test_image *q, int64_t b, int64_t h, double *r) {
   for (int64_t t = 0; t < p->length; ++t)
     for (int64_t n = 0; n < p->dim; ++n) {
-      double own = alive(p, test_at(q, b, h, t, n)), partner = alive(p, test_at(q, b, h, t, n ^ 1));
+      double own = relu_of(p, test_at(q, b, h, t, n)), partner = relu_of(p, test_at(q, b, h, t, n ^ 1));
       r[t * p->dim + n] = own * table_at(p, p->cos, t, n) + (n % 2 ? partner : -partner) * table_at(p, p->sin, t, n);
     }
 }
@@ -48,8 +48,8 @@ static void naive_weights(const camox_bdh_params *p, const double *r, double *w)
 }
 
 /* out [B,H,T,D], grad_q [B,H,T,N] and, added to zeros, grad_v [B,Hv,T,D] */
-static void naive(const camox_bdh_params *p, const test_image *q, const test_image *v, const test_image *grad, double *out,
-                  double *grad_q, double *grad_v) {
+static void naive(const camox_bdh_params *p, const test_image *q, const test_image *v, const test_image *grad,
+                  double *out, double *grad_q, double *grad_v) {
   const int64_t length = p->length, dim = p->dim, value_dim = p->value_dim;
   double *r = calloc((size_t)(length * dim) + 1, sizeof *r), *w = calloc((size_t)(length * length) + 1, sizeof *w);
   double *ds = calloc((size_t)(length * length) + 1, sizeof *ds), *dr = calloc((size_t)dim + 1, sizeof *dr);
@@ -57,8 +57,8 @@ static void naive(const camox_bdh_params *p, const test_image *q, const test_ima
   for (int64_t b = 0; b < p->batch; ++b)
     for (int64_t h = 0; h < p->heads; ++h) {
       const int64_t hv = p->value_heads == 1 ? 0 : h;
-      double *of_v = grad_v + (b * p->value_heads + hv) * length * value_dim;
-      naive_turn(p, q, b, h, r);
+      double *grad_of_v = grad_v + (b * p->value_heads + hv) * length * value_dim;
+      naive_rotate(p, q, b, h, r);
       naive_weights(p, r, w);
       for (int64_t i = 0; i < length; ++i) {
         double delta = 0;
@@ -71,7 +71,7 @@ static void naive(const camox_bdh_params *p, const test_image *q, const test_ima
           double dw = 0;
           for (int64_t d = 0; d < value_dim; ++d) {
             dw += test_at(grad, b, h, i, d) * test_at(v, b, hv, j, d);
-            of_v[j * value_dim + d] += w[i * length + j] * test_at(grad, b, h, i, d);
+            grad_of_v[j * value_dim + d] += w[i * length + j] * test_at(grad, b, h, i, d);
           }
           ds[i * length + j] = p->causal && j >= i ? 0 : dw;
           delta += w[i * length + j] * dw;
@@ -86,9 +86,9 @@ static void naive(const camox_bdh_params *p, const test_image *q, const test_ima
           dr[n] *= p->scale;
         }
         for (int64_t n = 0; n < dim; ++n) {
-          double turned = dr[n] * table_at(p, p->cos, i, n);
-          turned += (n % 2 ? -1 : 1) * dr[n ^ 1] * table_at(p, p->sin, i, n ^ 1);
-          *grad_q++ = p->unturned ? dr[n] : p->relu && test_at(q, b, h, i, n) <= 0 ? 0 : turned;
+          double rotated = dr[n] * table_at(p, p->cos, i, n);
+          rotated += (n % 2 ? -1 : 1) * dr[n ^ 1] * table_at(p, p->sin, i, n ^ 1);
+          *grad_q++ = p->grad_of_rotated ? dr[n] : p->relu && test_at(q, b, h, i, n) <= 0 ? 0 : rotated;
         }
       }
     }
@@ -114,12 +114,13 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   const int64_t real_size = real == CAMOX_F64 ? 8 : 4;
   camox_bdh_params p = {.dtype = dtype, .relu = o.relu, .causal = o.causal, .softmax = o.softmax, .form = o.form};
   p.batch = size[0], p.heads = size[1], p.length = size[2], p.dim = size[3], p.value_dim = size[4];
-  p.value_heads = o.shared ? 1 : p.heads, p.unturned = o.unturned, p.pairs = o.pairs;
-  p.scale = 1 / (double)p.dim, p.table_length = p.length, p.table_columns = o.each ? p.dim : p.dim / 2;
+  p.value_heads = o.shared ? 1 : p.heads, p.grad_of_rotated = o.grad_of_rotated, p.avx512_bf16 = o.avx512_bf16;
+  p.scale = 1 / (double)p.dim, p.table_length = p.length, p.table_columns = o.full_width ? p.dim : p.dim / 2;
   const int64_t of_q[4] = {p.batch, p.heads, p.length, p.dim}, of_v[4] = {p.batch, p.value_heads, p.length, p.value_dim};
   const int64_t of_out[4] = {p.batch, p.heads, p.length, p.value_dim};
   const int last = layout == TEST_CHANNELS_LAST, gaps = layout == TEST_STRIDED;
-  test_image q = test_input(dtype, layout, of_q), v = test_input(dtype, layout, of_v), grad = test_input(dtype, layout, of_out);
+  test_image q = test_input(dtype, layout, of_q), v = test_input(dtype, layout, of_v),
+               grad = test_input(dtype, layout, of_out);
   test_image out = test_output(dtype, last, gaps, of_out), grad_q = test_output(dtype, last, gaps, of_q);
   test_image grad_v = test_output(dtype, last, gaps, of_v), cosines = dense(real, p.length, p.table_columns, 1);
   test_image sines = dense(real, p.length, p.table_columns, 1);
@@ -134,27 +135,28 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   if (o.save && camox_bdh_saves_scores(&p)) p.scores = scores.view.data;
   if (o.softmax) p.logsumexp = sums.view.data;
   char what[200];
-  snprintf(what, sizeof what, "%s%s %s %s (%d,%d,%d,%d,%d) relu %d causal %d softmax %d each %d shared %d save %d form %d",
-           camox_isa_name(isa), o.pairs ? ", pairs" : "", test_dtype_names[dtype], test_layout_names[layout], (int)size[0],
-           (int)size[1], (int)size[2], (int)size[3], (int)size[4], o.relu, o.causal, o.softmax, o.each, o.shared, o.save,
-           (int)o.form);
+  snprintf(what, sizeof what,
+           "%s%s %s %s (%d,%d,%d,%d,%d) relu %d causal %d softmax %d full_width %d shared %d save %d form %d",
+           camox_isa_name(isa), o.avx512_bf16 ? ", AVX512-BF16" : "", test_dtype_names[dtype], test_layout_names[layout],
+           (int)size[0], (int)size[1], (int)size[2], (int)size[3], (int)size[4], o.relu, o.causal, o.softmax, o.full_width,
+           o.shared, o.save, (int)o.form);
 
   double *truth = test_values(&out, 1), *truth_q = test_values(&grad_q, 1), *truth_v = test_values(&grad_v, 1), error;
   naive(&p, &q, &v, &grad, truth, truth_q, truth_v);
-  const int64_t units = camox_bdh_items(&p);
+  const int64_t items = camox_bdh_work_items(&p);
   for (int backward = 0; backward < 2; ++backward) {
     TEST(camox_bdh_check(&p, backward) == CAMOX_OK, "%s: %s", what, camox_last_error());
-    p.slots = units > 1 && (!summed || p.batch > 1) ? 2 : 1;
+    p.slots = items > 1 && (!summed || p.batch > 1) ? 2 : 1;
     p.scratch = malloc((size_t)(p.slots * camox_bdh_scratch(&p, backward) * real_size));
     if (p.scratch == NULL) abort();
     memset(p.scratch, 0xa5, (size_t)(p.slots * camox_bdh_scratch(&p, backward) * real_size));
-    camox_bdh_kernel *kernel = !backward ? camox_bdh_forward(dtype, isa)
-                               : o.pairs ? camox_bdh_backward_pairs()
-                                         : camox_bdh_backward(dtype, isa);
-    if (units > 0) kernel(&p, 0, p.slots);
+    camox_bdh_kernel *kernel = !backward       ? camox_bdh_forward(dtype, isa)
+                               : o.avx512_bf16 ? camox_bdh_backward_avx512_bf16()
+                                               : camox_bdh_backward(dtype, isa);
+    if (items > 0) kernel(&p, 0, p.slots);
     free(p.scratch);
   }
-  if (p.partial) camox_bdh_sum(dtype, isa)(&p, 0, camox_bdh_sum_items(&p));
+  if (p.partial) camox_bdh_sum(dtype, isa)(&p, 0, camox_bdh_sum_work_items(&p));
   TEST(close_enough(&out, truth, &error), "%s: off by %g", what, error);
   TEST(close_enough(&grad_q, truth_q, &error), "%s: gradient of q off by %g", what, error);
   TEST(close_enough(&grad_v, truth_v, &error), "%s: gradient of v off by %g", what, error);
@@ -164,11 +166,12 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
 }
 
-static void test_step(camox_isa isa, camox_dtype dtype, test_layout layout, const int64_t size[4], int with_state, int each) {
+static void test_step(camox_isa isa, camox_dtype dtype, test_layout layout, const int64_t size[4], int with_state,
+                      int full_width) {
   const camox_dtype real = dtype == CAMOX_F64 ? CAMOX_F64 : CAMOX_F32;
   camox_bdh_step_params p = {.dtype = dtype, .relu = 1, .scale = 0.5};
   p.batch = size[0], p.heads = size[1], p.dim = size[2], p.value_dim = size[3], p.value_heads = 1;
-  p.table_columns = each ? p.dim : p.dim / 2;
+  p.table_columns = full_width ? p.dim : p.dim / 2;
   const int64_t of_q[4] = {p.batch, p.heads, 1, p.dim}, of_v[4] = {p.batch, 1, 1, p.value_dim};
   const int64_t of_out[4] = {p.batch, p.heads, 1, p.value_dim}, of_state[4] = {p.batch, p.heads, p.dim, p.value_dim};
   test_image q = test_input(dtype, layout, of_q), v = test_input(dtype, layout, of_v);
@@ -185,7 +188,7 @@ static void test_step(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   if (r == NULL) abort();
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t h = 0; h < p.heads; ++h) {
-      naive_turn(&head, &q, b, h, r);
+      naive_rotate(&head, &q, b, h, r);
       for (int64_t n = 0; n < p.dim; ++n)
         for (int64_t d = 0; d < p.value_dim; ++d) {
           double before = with_state ? test_at(&state, b, h, n, d) : 0;
@@ -194,63 +197,12 @@ static void test_step(camox_isa isa, camox_dtype dtype, test_layout layout, cons
         }
     }
   TEST(camox_bdh_step_check(&p) == CAMOX_OK, "step: %s", camox_last_error());
-  camox_bdh_step(dtype, isa)(&p, 0, camox_bdh_step_items(&p));
+  camox_bdh_step(dtype, isa)(&p, 0, camox_bdh_step_work_items(&p));
   TEST(close_enough(&out, truth, &error), "step %s %s: off by %g", camox_isa_name(isa), test_dtype_names[dtype], error);
   TEST(close_enough(&next, after, &error), "step %s %s: state off by %g", camox_isa_name(isa), test_dtype_names[dtype], error);
   free(truth), free(after), free(r);
   test_image *const all[] = {&q, &v, &out, &state, &next, &cosines, &sines};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
-}
-
-/* A product of size (H, M, N, K) with a or b turned, by so many threads. */
-static void test_product(const int64_t size[4], int a_turned, int b_turned, int64_t threads) {
-  const int64_t heads = size[0], rows = size[1], columns = size[2], depth = size[3];
-  const int64_t of_a[4] = {1, heads, a_turned ? depth : rows, a_turned ? rows : depth};
-  const int64_t of_b[4] = {1, heads, b_turned ? columns : depth, b_turned ? depth : columns};
-  const int64_t of_out[4] = {1, heads, rows, columns};
-  test_image a = test_input(CAMOX_BF16, TEST_CONTIGUOUS, of_a), b = test_input(CAMOX_BF16, TEST_CONTIGUOUS, of_b);
-  test_image out = test_output(CAMOX_BF16, 0, 0, of_out);
-  camox_bdh_product_params p = {.heads = heads, .rows = rows, .columns = columns, .depth = depth};
-  p.a = a.view.data, p.b = b.view.data, p.out = out.view.data;
-  p.a_stride[0] = rows * depth, p.a_stride[1] = a_turned ? 1 : depth, p.a_stride[2] = a_turned ? rows : 1;
-  p.b_stride[0] = depth * columns, p.b_stride[1] = b_turned ? 1 : columns, p.b_stride[2] = b_turned ? depth : 1;
-  p.out_stride[0] = rows * columns, p.out_stride[1] = columns;
-  TEST(camox_bdh_product_check(&p) == CAMOX_OK, "product: %s", camox_last_error());
-  camox_bdh_product_cut(&p, threads);
-  p.scratch = malloc((size_t)(p.slots * camox_bdh_product_scratch(&p)) * sizeof(float));
-  double *truth = test_values(&out, 1), error;
-  if (p.scratch == NULL) abort();
-  memset(p.scratch, 0xa5, (size_t)(p.slots * camox_bdh_product_scratch(&p)) * sizeof(float));
-  for (int64_t h = 0; h < heads; ++h)
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t k = 0; k < depth; ++k) {
-        const double factor = a_turned ? test_at(&a, 0, h, k, i) : test_at(&a, 0, h, i, k);
-        for (int64_t j = 0; j < columns; ++j)
-          truth[(h * rows + i) * columns + j] += factor * (b_turned ? test_at(&b, 0, h, j, k) : test_at(&b, 0, h, k, j));
-      }
-  camox_bdh_product()(&p, 0, p.slots);
-  TEST(close_enough(&out, truth, &error), "product (%d,%d,%d,%d) turned %d %d: off by %g", (int)heads, (int)rows, (int)columns,
-       (int)depth, a_turned, b_turned, error);
-  TEST(test_untouched(&out), "product: written outside its elements");
-  free(truth), free(p.scratch);
-  test_free(&a), test_free(&b), test_free(&out);
-}
-
-static void product_refused(const camox_bdh_product_params *p, const char *message) {
-  int status = camox_bdh_product_check(p);
-  TEST(status == CAMOX_INVALID_ARGUMENT && strstr(camox_last_error(), message), "%s: got %d, %s", message, status,
-       camox_last_error());
-}
-
-static void test_product_refuses(void) {
-  const camox_bdh_product_params good = {
-      .heads = 1, .rows = 2, .columns = 2, .depth = 2, .a_stride = {4, 2, 1}, .b_stride = {4, 2, 1}};
-  camox_bdh_product_params p = good;
-  TEST(camox_bdh_product_check(&p) == CAMOX_OK, "product: %s", camox_last_error());
-  p.rows = -1, product_refused(&p, "negative size"), p = good;
-  p.depth = 0, product_refused(&p, "a must have columns, got 0"), p = good;
-  p.a_stride[2] = 3, product_refused(&p, "columns of a must be dense"), p = good;
-  p.b_stride[2] = 3, product_refused(&p, "columns of b must be dense");
 }
 
 static void refused(const camox_bdh_params *p, int backward, const char *message) {
@@ -307,8 +259,7 @@ int main(void) {
                                      {2, 0, 3, 4, 5},     {1, 2, 0, 4, 5},    {1, 2, 3, 4, 0}};
   static const int64_t step_sizes[][4] = {{2, 3, 2, 1}, {1, 2, 34, 17}, {1, 1, 300, 530}, {0, 2, 4, 4}};
   test_checks_refuse();
-  test_product_refuses();
-  const int pairs = camox_isa_init() == CAMOX_OK && camox_isa_has_avx512_bf16();
+  const int avx512_bf16 = camox_isa_init() == CAMOX_OK && camox_isa_has_avx512_bf16();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
     if (!camox_isa_supported((camox_isa)isa)) {
       printf("bdh: %s is not on this machine\n", camox_isa_name((camox_isa)isa));
@@ -324,8 +275,8 @@ int main(void) {
             test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, sizes[i], o);
             o.form = CAMOX_BDH_STATE;
             if (!o.softmax) test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, sizes[i], o);
-            if (!pairs || isa != CAMOX_ISA_AVX512 || dtype != CAMOX_BF16) continue;
-            o.pairs = 1;
+            if (!avx512_bf16 || isa != CAMOX_ISA_AVX512 || dtype != CAMOX_BF16) continue;
+            o.avx512_bf16 = 1;
             if (!o.softmax) test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, sizes[i], o);
             o.form = CAMOX_BDH_QUADRATIC;
             test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, sizes[i], o);
@@ -334,19 +285,14 @@ int main(void) {
           for (int flags = 0; flags < 4; ++flags)
             test_step((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, step_sizes[i], flags & 1, flags >> 1);
       }
-    /* not all scores of a head are held at once */
+    /* not all scores of a head are materialized at once */
     static const int64_t long_sequence[5] = {1, 1, 1030, 4, 3};
     for (int flags = 0; flags < 4; ++flags) {
       options o = {.relu = 1, .causal = flags & 1, .softmax = flags >> 1, .form = CAMOX_BDH_QUADRATIC};
       test_case((camox_isa)isa, CAMOX_F32, TEST_CONTIGUOUS, long_sequence, o);
-      o.pairs = pairs && isa == CAMOX_ISA_AVX512;
-      if (o.pairs) test_case((camox_isa)isa, CAMOX_BF16, TEST_CONTIGUOUS, long_sequence, o);
+      o.avx512_bf16 = avx512_bf16 && isa == CAMOX_ISA_AVX512;
+      if (o.avx512_bf16) test_case((camox_isa)isa, CAMOX_BF16, TEST_CONTIGUOUS, long_sequence, o);
     }
   }
-  /* one of everything; around vectors, panels and steps of depth; several tiles and heads */
-  static const int64_t products[][4] = {{1, 1, 1, 1},      {2, 3, 7, 5},     {1, 8, 48, 384}, {2, 9, 49, 385},
-                                        {1, 200, 100, 70}, {1, 33, 800, 31}, {3, 70, 33, 64}, {1, 520, 20, 33}};
-  for (size_t i = 0; pairs && i < sizeof products / sizeof *products; ++i)
-    for (int turned = 0; turned < 4; ++turned) test_product(products[i], turned & 1, turned >> 1, 1 + (int64_t)i % 3);
   return test_report("bdh");
 }

@@ -19,7 +19,7 @@ static double map(double x, int feature_map) {
   return feature_map == CAMOX_FEATURE_IDENTITY ? x : feature_map == CAMOX_FEATURE_RELU ? fmax(x, 0) : x > 0 ? x + 1 : exp(x);
 }
 
-static double slope(double x, int feature_map) {
+static double derivative(double x, int feature_map) {
   return feature_map == CAMOX_FEATURE_IDENTITY ? 1 : feature_map == CAMOX_FEATURE_RELU ? x > 0 : x > 0 ? 1 : exp(x);
 }
 
@@ -44,7 +44,8 @@ static void features_back(const test_image *x, int64_t b, int64_t h, int64_t t, 
   double inner = 0;
   for (int64_t n = 0; n < p->key_dim; ++n) inner += weight * f[n] * grad[n];
   if (p->normalize != CAMOX_NORMALIZE_FEATURE) inner = 0;
-  for (int64_t n = 0; n < p->key_dim; ++n) to[n] = slope(test_at(x, b, h, t, n), p->feature_map) * weight * (grad[n] - inner);
+  for (int64_t n = 0; n < p->key_dim; ++n)
+    to[n] = derivative(test_at(x, b, h, t, n), p->feature_map) * weight * (grad[n] - inner);
 }
 
 static int counts(const camox_linear_attention_params *p, int64_t b, int64_t t) {
@@ -106,8 +107,8 @@ typedef struct {
   int feature_map, normalize, masked, stateful;
 } options;
 
-static void run(camox_linear_attention_kernel *kernel, const camox_linear_attention_params *p, int64_t units, int pieces) {
-  for (int piece = 0; piece < pieces; ++piece) kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+static void run(camox_linear_attention_kernel *kernel, const camox_linear_attention_params *p, int64_t items, int pieces) {
+  for (int piece = 0; piece < pieces; ++piece) kernel(p, items * piece / pieces, items * (piece + 1) / pieces);
 }
 
 /* size: B, H, T, N, D */
@@ -150,7 +151,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, int layout, const int64_
     for (int step = 0; step < CAMOX_ATTENTION_STEPS; ++step) {
       camox_attention_step which = (camox_attention_step)step;
       run(backward ? camox_linear_attention_backward(which, dtype, isa) : camox_linear_attention_forward(which, dtype, isa), &p,
-          camox_linear_attention_items(&p, which), 1 + o.masked);
+          camox_linear_attention_work_items(&p, which), 1 + o.masked);
     }
   }
   const struct {
@@ -175,7 +176,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, int layout, const int64_
     free(found[i].values);
   }
   test_image *const all[] = {&q,       &k,      &v, &grad, &out,   &grad_q, &grad_k, &grad_v,
-                             &initial, &grad_s, &s, &z,    &sum_s, &sum_z,  &partial};
+                               &initial, &grad_s, &s, &z,    &sum_s, &sum_z,  &partial};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
   free(mask), free(p.scratch);
 }
@@ -214,7 +215,7 @@ static void test_checks_refuse(void) {
   p.grad_v.stride[1] = 0, refused(&p, 1, "elements of grad_v share memory");
 }
 
-/* Chunks hold every position, and no more of them are cut than are needed. */
+/* Chunks hold every position, and there are no more of them than are needed. */
 static void test_plan(void) {
   for (int64_t length = 0; length < 20000; length += 1 + length / 3)
     for (int64_t sequences = 1; sequences <= 4096; sequences *= 4) {

@@ -1,11 +1,11 @@
-/* short_attention against a plain double loop: every kernel of this machine, both walks, padding, causal, dropout, layouts. */
+/* short_attention against a plain double loop: every kernel of this machine, both ways, padding, causal, dropout, layouts. */
 #include "../../csrc/short_attention/short_attention.h"
 #include "../../csrc/common/philox.h"
 #include "camox_test.h"
 
-enum { LONGEST = 64 };
+enum { MAX_LENGTH = 64 };
 
-typedef double row_of_weights[LONGEST];
+typedef double row_of_weights[MAX_LENGTH];
 
 static double dot(const test_image *a, const test_image *b, int64_t s, int64_t i, int64_t j, int64_t h) {
   double sum = 0;
@@ -37,19 +37,20 @@ static void weigh(const camox_short_attention_params *p, const test_image *q, co
 /* out, and the gradients of q, k and v, [S,T,H,D] */
 static void naive(const camox_short_attention_params *p, const test_image *q, const test_image *k, const test_image *v,
                   const test_image *grad, double *const to[4]) {
-  static row_of_weights weight[LONGEST];
+  static row_of_weights weight[MAX_LENGTH];
   for (int64_t s = 0; s < p->sequences; ++s)
     for (int64_t h = 0; h < p->heads; ++h)
       for (int64_t i = 0; i < p->length; ++i) {
-        double mean = 0, slope[LONGEST];
+        double mean = 0, weight_grad[MAX_LENGTH];
         weigh(p, q, k, s, h, i, weight[i]);
         for (int64_t j = 0; j < p->length; ++j) {
-          slope[j] = weight[i][j] == 0 ? 0 : factor_of(p, s, h, i, j) * dot(grad, v, s, i, j, h);
-          mean += weight[i][j] * slope[j];
+          weight_grad[j] = weight[i][j] == 0 ? 0 : factor_of(p, s, h, i, j) * dot(grad, v, s, i, j, h);
+          mean += weight[i][j] * weight_grad[j];
         }
         for (int64_t j = 0; j < p->length; ++j) {
           if (weight[i][j] == 0) continue;
-          const double dropped = weight[i][j] * factor_of(p, s, h, i, j), by = p->scale * weight[i][j] * (slope[j] - mean);
+          const double dropped = weight[i][j] * factor_of(p, s, h, i, j),
+                       by = p->scale * weight[i][j] * (weight_grad[j] - mean);
           for (int64_t d = 0; d < p->dim; ++d) {
             const int64_t at_i = ((s * p->length + i) * p->heads + h) * p->dim + d;
             const int64_t at_j = ((s * p->length + j) * p->heads + h) * p->dim + d;
@@ -71,15 +72,15 @@ static void poison(const camox_short_attention_params *p, const test_image *x) {
 }
 
 static void run(camox_short_attention_kernel *kernel, const camox_short_attention_params *p, int pieces) {
-  const int64_t units = camox_short_attention_items(p);
-  for (int piece = 0; piece < pieces; ++piece) kernel(p, units * piece / pieces, units * (piece + 1) / pieces);
+  const int64_t items = camox_short_attention_work_items(p);
+  for (int piece = 0; piece < pieces; ++piece) kernel(p, items * piece / pieces, items * (piece + 1) / pieces);
 }
 
 static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, const int64_t size[4], int padded, int causal,
                       int dropped) {
   static const int64_t seed = 0x0123456789abcdef;
   static const char *const names[4] = {"out", "grad_q", "grad_k", "grad_v"};
-  uint8_t padding[LONGEST * 40];
+  uint8_t padding[MAX_LENGTH * 40];
   camox_short_attention_params p = {.dtype = dtype, .causal = causal, .p = 0.3};
   p.scale = size[3] > 16 ? 0.125 : 0.5;
   p.sequences = size[0], p.length = size[1], p.heads = size[2], p.dim = size[3];
@@ -145,7 +146,7 @@ static void test_checks_refuse(void) {
 }
 
 int main(void) {
-  /* around the lanes of items and of columns; the longest sequence that goes by lanes; both walks' blocks; pieces; empty */
+  /* around the lanes of items and of columns; the longest sequence that goes by lanes; both ways' blocks; pieces; empty */
   static const int64_t sizes[][4] = {{2, 6, 8, 12}, {37, 1, 1, 1}, {3, 2, 5, 5},  {1, 16, 3, 16}, {2, 16, 3, 17},
                                      {1, 19, 2, 6}, {2, 5, 1, 67}, {1, 64, 1, 3}, {0, 3, 2, 4},   {2, 3, 2, 0}};
   test_checks_refuse();

@@ -102,7 +102,7 @@ def backward(grad, q, v, cos, sin, *, save=None, unturned=False, flush="end", ho
         p.grad_q, p.grad_v = _view(structs, grad_q), _view(structs, grad_v)
         if p.value_heads != p.heads:
             p.partial = _dense(memory, "partial", *q.shape[:3], v.shape[-1]).data_ptr()
-        p.unturned = unturned
+        p.grad_of_rotated = unturned
         _call("camox_bdh_backward_cuda", p, q, "backward", memory, 1, **(how or {}))
         return grad_q.clone(), grad_v.clone()
 

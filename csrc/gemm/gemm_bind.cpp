@@ -1,0 +1,53 @@
+// Schema and entry of bdh_product, the bfloat16 product of camox_ops.nn's projections.
+#include <algorithm>
+
+#include "../common/torch_util.h"
+#include "gemm.h"
+
+namespace {
+
+using namespace camox;
+
+constexpr const char* op = "bdh_product";
+
+void check_operand(const Tensor& x, const char* name) {
+  if (x.dim() == 3) return;
+  throw std::invalid_argument(std::string(op) + ": " + name + " must have 3 dimensions, got " + std::to_string(x.dim()));
+}
+
+// (H, M, N), in memory (M, H, N) where `by_row`.
+Tensor bdh_product(const Tensor& a, const Tensor& b, bool by_row) {
+  check_operand(a, "a");
+  check_operand(b, "b");
+  check_dtype_and_device(b, a, op, "b");
+  camox_gemm_params p{};
+  p.dtype = dtype_of(a, op);
+  if (p.dtype != CAMOX_BF16) throw std::invalid_argument("bdh_product: a must have dtype bfloat16");
+  if (b.size(0) != a.size(0) || b.size(1) != a.size(2))
+    throw std::invalid_argument("bdh_product: b must have the heads of a and as many rows as a has columns");
+  camox_gemm_kernel* kernel = camox_gemm(p.dtype);
+  if (!kernel) throw std::runtime_error("bdh_product: the instruction set in use does not multiply bfloat16");
+  p.heads = a.size(0), p.rows = a.size(1), p.depth = a.size(2), p.columns = b.size(2);
+  p.a = a.data_ptr(), p.b = b.data_ptr();
+  std::copy_n(a.strides().begin(), 3, p.a_stride);
+  std::copy_n(b.strides().begin(), 3, p.b_stride);
+  check(camox_gemm_check(&p));
+  const std::vector<int64_t> size = {p.heads, p.rows, p.columns};
+  const std::vector<int64_t> order = by_row ? std::vector<int64_t>{1, 0, 2} : std::vector<int64_t>{0, 1, 2};
+  Tensor out = empty_strided(a, dtype_code(a), size.size(), size.data(), packed_strides(size, order).data());
+  p.out = out.data_ptr();
+  std::copy_n(out.strides().begin(), 2, p.out_stride);
+  if (out.numel() == 0) return out;
+  camox_gemm_partition(&p, torch::stable::get_num_threads());
+  const std::array<int64_t, 1> elements = {p.slots * camox_gemm_scratch(&p)};
+  Tensor scratch = empty_contiguous(a, aoti_torch_dtype_float32(), 1, elements.data());
+  p.scratch = scratch.data_ptr();
+  run(kernel, p, p.slots, p.rows * p.columns * p.depth);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) { m.def("bdh_product(Tensor a, Tensor b, bool by_row) -> Tensor"); }
+
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) { m.impl("bdh_product", TORCH_BOX(&bdh_product)); }
