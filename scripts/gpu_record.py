@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.record import SPREAD, MapOf, Maybe, problems
 
 SCHEMA_VERSION = 2
+IMAGE_OPS = runpy.run_path(str(Path(__file__).resolve().parent.parent / "camox_ops" / "_ops.py"))["IMAGE_OPS"]
 STATUSES = ("passed", "failed", "unavailable", "incomplete", "not run")
 PARTS = ("environment", "correctness", "graphs", "bench", "tests", "memcheck", "racecheck", "initcheck")
 SANITIZERS = PARTS[-3:]
@@ -25,6 +27,7 @@ GROUPS = {
     "edge_maps": "edge_maps",
     "spatial_gradient": "spatial_gradient",
     "frequency_bands": "frequency_bands",
+    **{name: name for name in IMAGE_OPS},
     "layer_norm2d_gelu": "layer_norm2d",
     "dropout": "dropout",
     "sparse_gate": "sparse_gate",

@@ -15,6 +15,7 @@ from helpers import DEVICE
 
 import camox_ops as cx
 from camox_ops import reference
+from camox_ops._ops import IMAGE_OPS
 from camox_ops.ops.linear_attention import linear_attention_packed
 
 # Public functions that run no operator, and why.
@@ -140,6 +141,18 @@ BANDS = (
         ours=partial(cx.frequency_bands, stacked=True),
         plain=lambda x: stacked(reference.frequency_bands(x), x),
     ),
+)
+
+ONE_IMAGE = tuple(
+    of_images(
+        name=name,
+        variant="" if border == "zeros" else border,
+        ours=partial(getattr(cx, name), border=border),
+        plain=partial(getattr(reference, name), border=border),
+        saves=(0,),
+    )
+    for name in IMAGE_OPS
+    for border in ("zeros", "replicate", "reflect")
 )
 
 
@@ -740,4 +753,16 @@ VARIANTS = (
     ),
     *ROUTE_SCORES,
 )
-CASES = (*EDGE, *SPATIAL_GRADIENT, *BANDS, *NORM2D, *ROWS, *ROPE, *SHORT_ATTENTION, *LINEAR_ATTENTION, *BDH, *MOE)
+CASES = (
+    *EDGE,
+    *SPATIAL_GRADIENT,
+    *BANDS,
+    *ONE_IMAGE,
+    *NORM2D,
+    *ROWS,
+    *ROPE,
+    *SHORT_ATTENTION,
+    *LINEAR_ATTENTION,
+    *BDH,
+    *MOE,
+)

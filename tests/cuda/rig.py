@@ -23,6 +23,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from camox_ops._ops import IMAGE_OPS
+
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "host_cuda"
@@ -130,9 +132,11 @@ def sources() -> list[Path]:
 
 @cache
 def all_cases() -> dict:
-    """Op -> the module <op>_cases beside this file, which calls its launchers."""
+    """Op family -> the module <family>_cases beside this file, which calls its launchers. IMAGE_OPS need none."""
     found = sorted(Path(__file__).parent.glob("*_cases.py"))
-    return {path.stem.removesuffix("_cases"): importlib.import_module(path.stem) for path in found}
+    of_one_image = importlib.import_module("pictures").image_cases
+    modules = {path.stem.removesuffix("_cases"): importlib.import_module(path.stem) for path in found}
+    return {**modules, **{name: of_one_image(name) for name in IMAGE_OPS}}
 
 
 def doubled(*tensors):
