@@ -9,8 +9,9 @@ from collections.abc import Callable
 from benchmarks.common import Case, camox_attr, random_tensor
 
 
-def make_case_of(op: str, eager: Callable) -> Callable:
-    """eager(x): what a user would write without the op, with the zero border; torch.compile gets the same."""
+def case_maker(op: str, eager: Callable | None = None) -> Callable:
+    """make_case(shape, direction, dtype, layout). eager(x): what a user would write without the op, with the zero
+    border; None: the formula in camox_ops.reference. torch.compile gets the same."""
 
     def make_case(shape, direction, dtype, layout) -> Case:
         elements = 5 if direction == "forward_backward" else 2
@@ -18,7 +19,7 @@ def make_case_of(op: str, eager: Callable) -> Callable:
             group=op,
             shape=shape,
             make_inputs=lambda: (random_tensor(shape, dtype=dtype, layout=layout, seed=1),),
-            candidates=lambda: {"camox": camox_attr(op), "eager": eager},
+            candidates=lambda: {"camox": camox_attr(op), "eager": eager or camox_attr(f"reference.{op}")},
             direction=direction,
             dtype=dtype,
             layout=layout,

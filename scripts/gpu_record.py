@@ -27,7 +27,6 @@ GROUPS = {
     "edge_maps": "edge_maps",
     "spatial_gradient": "spatial_gradient",
     "frequency_bands": "frequency_bands",
-    **{name: name for name in IMAGE_OPS},
     "layer_norm2d_gelu": "layer_norm2d",
     "dropout": "dropout",
     "sparse_gate": "sparse_gate",
@@ -45,6 +44,7 @@ GROUPS = {
     "moe_layer": "moe_combine",
     "bdh_attention": "bdh_attention",
     "vision_bdh_step": "bdh_attention",
+    **{name: name for name in IMAGE_OPS},
 }
 OPS = tuple(dict.fromkeys(GROUPS.values()))
 LATER = ("time was up", "was not asked for")  # why something is not measured that another run may measure
