@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from dropout_inputs import affine, normal
 from helpers import DEVICE
+from image_op import number_of
 
 import camox_ops as cx
 from camox_ops import reference
@@ -147,8 +148,8 @@ ONE_IMAGE = tuple(
     of_images(
         name=name,
         variant="" if border == "zeros" else border,
-        ours=partial(getattr(cx, name), border=border),
-        plain=partial(getattr(reference, name), border=border),
+        ours=partial(getattr(cx, name), border=border, **number_of(name)),
+        plain=partial(getattr(reference, name), border=border, **number_of(name)),
         saves=(0,),
     )
     for name in IMAGE_OPS

@@ -12,11 +12,12 @@ from ._layout import empty_picture
 from ._register import register, vmap_folded
 
 
-def image_op(name: str, formula: Callable) -> Callable:
+def image_op(name: str, formula: Callable, check: Callable | None = None) -> Callable:
     """Registers the operators <name> and <name>_backward that CAMOX_BIND_IMAGE_OP(<name>) binds.
 
-    formula(x, number, border): the op in plain torch, which second and further derivatives are taken of. Returns op(x,
-    border, number=0.0) with x and border checked; number is the op's own, such as an eps."""
+    formula(x, number, border): the op in plain torch, which second and further derivatives are taken of. check(name,
+    number, x): the op's own number as a float, such as _check.eps; None where it has none. Returns op(x, border,
+    number=0.0), which checks its arguments."""
     backward_name = f"{name}_backward"
 
     def pullback(x, grad, number, border):
@@ -55,6 +56,7 @@ def image_op(name: str, formula: Callable) -> Callable:
 
     def op(x: torch.Tensor, border: str, number: float = 0.0) -> torch.Tensor:
         _check.picture(name, "x", x)
+        number = check(name, number, x) if check else number
         return run(x, number, border_of(name, border, x))
 
     return op

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import rig
 import torch
+from image_op import number_of
 
 from camox_ops import reference
 
@@ -161,7 +163,8 @@ class ImageCases:
 
 
 def image_cases(name: str) -> ImageCases:
-    formula = getattr(reference, name)
+    number = number_of(name)
+    formula = partial(getattr(reference, name), **number)
 
     def pullback(x, grads, **options):
         _, vjp = torch.func.vjp(lambda x: formula(x, **options), x)
@@ -176,6 +179,7 @@ def image_cases(name: str) -> ImageCases:
             options=[{"border": border} for border in BORDERS],
             reference=lambda x, **options: (formula(x, **options),),
             reference_backward=pullback,
+            fields=lambda **options: {**options, "number": sum(number.values())},
             backward_reads_x=True,
             header="common/image_op.h",
             struct="camox_image_params",
