@@ -3,8 +3,9 @@
     python scripts/check_break.py edge
 
 The broken build, without the CUDA part, lies under build/break-<op> with a copy of the tests and never touches the
-build in place. Every test of values and of gradients must fail an assertion in one of its cases, but for those that
-STAY_GREEN names with the reason; what checks arguments must stay green, or the tests were red for another reason.
+build in place. Every test of values and of gradients must fail an assertion in half of its cases, as 1e-3 is
+less than half precision rounds large values by; but for those that STAY_GREEN names with the reason. What checks
+arguments must stay green, or the tests were red for another reason.
 """
 
 import os
@@ -18,7 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 MUST_FAIL = {"values": ("test_matches_reference", "test_known_values"), "gradients": ("test_grad",)}
 MUST_PASS = "test_errors"
 # Op family -> test -> why the broken kernels, which are wrong in one output and one gradient, cannot turn it red.
-STAY_GREEN: dict[str, dict[str, str]] = {}
+STAY_GREEN = {
+    "bands": {
+        "test_grad_of_a_tensor_that_outlived_a_transform": "compares two calls of the broken op",
+        "test_grad_where_pixels_are_not_finite": "asks whether gradients are finite",
+    },
+    "dropout": {"test_known_values_of_philox": "tests the generator of camox_ops.reference"},
+    "edge": {"test_grad_of_strided_gradients": "compares the broken op with itself in another layout"},
+    "rope": {"test_grad_of_tables_through_vmap": "compares two calls of the broken op"},
+}
 WRONG_NUMBERS = ("AssertionError", "GradcheckError")
 
 
@@ -66,6 +75,12 @@ def outcomes(folder: Path, op: str) -> dict[str, list[str]]:
     return results
 
 
+def noticed(states: list[str]) -> bool:
+    """Whether a test's cases, apart from those that were skipped, tell a broken kernel from a right one."""
+    ran = [state for state in states if state != "skipped"]
+    return 2 * ran.count("failed") >= len(ran)
+
+
 def faults(results: dict[str, list[str]], green: dict[str, str]) -> list[str]:
     """What is wrong with how the tests took the broken kernel. green: the tests that cannot notice it, and why."""
     found = []
@@ -74,12 +89,12 @@ def faults(results: dict[str, list[str]], green: dict[str, str]) -> list[str]:
         if not any("failed" in states for states in tests.values()):
             found.append(f"no test of {what} failed ({len(tests)} ran: {', '.join(prefixes)}*)")
         for name, states in sorted(tests.items()):
-            if name not in green and "failed" not in states:
-                found.append(f"{name} did not notice: all its {len(states)} cases passed or were skipped")
+            if name not in green and not noticed(states):
+                found.append(f"{name} did not notice: {states.count('failed')} of {len(states)} cases failed")
     for name in green:
         if name not in results:
             found.append(f"STAY_GREEN names {name}, which did not run")
-        elif "failed" in results[name]:
+        elif noticed(results[name]):
             found.append(f"STAY_GREEN names {name}, which failed: it needs no exception")
     checks = [state for name, cases in results.items() if name.startswith(MUST_PASS) for state in cases]
     if not checks or set(checks) != {"passed"}:
