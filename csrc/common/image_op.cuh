@@ -132,9 +132,15 @@ static __device__ __forceinline__ bool image_repeats(const camox_image_params &p
   return p.border != CAMOX_BORDER_ZEROS && camox_border_index(beyond, size, p.border) == at;
 }
 
-static __device__ __forceinline__ void image_add(image_gradients &to, const image_gradients &more) {
+/* Adds one row or the other. Numbers are chosen, not rows: a choice of addresses would put them into memory. */
+static __device__ __forceinline__ void image_add(image_gradients &to, bool first, const image_gradients &one,
+                                                 const image_gradients &other) {
 #pragma unroll
-  for (int k = 0; k < CAMOX_FILTERS; ++k) to.l[k] += more.l[k], to.m[k] += more.m[k], to.r[k] += more.r[k];
+  for (int k = 0; k < CAMOX_FILTERS; ++k) {
+    to.l[k] += number_select(first, one.l[k], other.l[k]);
+    to.m[k] += number_select(first, one.m[k], other.m[k]);
+    to.r[k] += number_select(first, one.r[k], other.r[k]);
+  }
 }
 
 template <typename T, bool LAST, typename Op>
@@ -174,14 +180,14 @@ __global__ void __launch_bounds__(IMAGE_THREADS) image_backward_kernel(const __g
         const image_gradients own = bottom;
 #pragma unroll
         for (int k = 0; k < CAMOX_FILTERS; ++k) {
-          if (at_left) bottom.r[k] += replicate ? own.m[k] : own.l[k];
-          if (at_right) bottom.l[k] += replicate ? own.m[k] : own.r[k];
+          if (at_left) bottom.r[k] += number_select(replicate, own.m[k], own.l[k]);
+          if (at_right) bottom.l[k] += number_select(replicate, own.m[k], own.r[k]);
         }
       }
       if (r > y) {
         image_gradients above = top, below = bottom;
-        if (image_repeats(p, -1, p.height, r - 1)) image_add(below, replicate ? at : top);
-        if (image_repeats(p, p.height, p.height, r - 1)) image_add(above, replicate ? at : bottom);
+        if (image_repeats(p, -1, p.height, r - 1)) image_add(below, replicate, at, top);
+        if (image_repeats(p, p.height, p.height, r - 1)) image_add(above, replicate, at, bottom);
         pixels filter[CAMOX_FILTERS];
 #pragma unroll
         for (int k = 0; k < CAMOX_FILTERS; ++k)
