@@ -260,8 +260,7 @@ def entered(text: str, name: str, what: str) -> str:
     """camox_ops/_ops.py with one more op, the names in order."""
     head, _, rest = text.partition("IMAGE_OPS: dict[str, str] = {")
     ops = dict(re.findall(r"^    \"(\w+)\": (.*),$", rest, re.MULTILINE))
-    quote = "'" if '"' in what else '"'
-    ops[name] = f"{quote}{what}{quote}"
+    ops[name] = f'"{what}"'
     lines = "".join(f'    "{op}": {ops[op]},\n' for op in sorted(ops))
     return f"{head}IMAGE_OPS: dict[str, str] = {{\n{lines}}}\n"
 
@@ -271,8 +270,8 @@ def refusal(root: Path, name: str, what: str) -> str | None:
         return f"the name must be lower case words joined by _, got {name!r}"
     if (root / "csrc" / name).exists():
         return f"csrc/{name} exists already"
-    if not what or "\n" in what or "|" in what or len(what) > 70 or ("'" in what and '"' in what):
-        return "what it computes must be one line of at most 70 characters, without | and both kinds of quotes"
+    if not what or len(what) > 70 or re.search(r'[|*\\"`\n]', what):
+        return 'what it computes must be one line of at most 70 characters, without | * \\ ` "'
     return None
 
 

@@ -109,6 +109,7 @@ def test_layout_names_an_op_that_is_not_in_the_list(tree, layout):
         ("class", "differences", "the name must be lower case words"),
         ("edge", "differences", "csrc/edge exists already"),
         ("roberts", "a | b", "what it computes must be one line"),
+        ("roberts", "a */ b", "what it computes must be one line"),
         ("roberts", 71 * "a", "what it computes must be one line"),
     ],
 )
