@@ -117,6 +117,8 @@ def missing_entries() -> list[str]:
         if of_one_image and f", {family}>" not in text_of("csrc/cuda_budget.json"):
             update = f"python scripts/cuda_budget.py --update --ops {family}"
             found.append(f"csrc/cuda_budget.json: no kernels of {family}; `{update}` writes them")
+        if of_one_image and f"`{family}`" not in text_of("docs/benchmarks.md"):
+            found.append(f"docs/benchmarks.md: nothing of {family}; `python scripts/benchmark_pages.py` draws it anew")
         of_family = FAMILY_ENTRIES if of_one_image else FAMILY_ENTRIES | OTHER_FAMILY_ENTRIES
         entries = [(file, entry, "") for file, entry in of_family.items()]
         for name in (name for name in exported.get(family, []) if name not in WITHOUT_ENTRIES):

@@ -4,7 +4,7 @@
 
 What it writes builds and passes its tests at once, with |r - l| + |b - t| as its formula, of the right, left, bottom
 and top neighbours. "the formula" marks the places to replace, as CONTRIBUTING.md says. The op is entered in
-camox_ops/_ops.py and gets its lines in README.md, docs/index.md and CHANGELOG.md.
+camox_ops/_ops.py and gets its lines in README.md, docs/index.md, docs/benchmarks.md and CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -298,6 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
         print(f"{path}: {f'{len(text.splitlines())} lines' if name in path else 'a line'}")
+    subprocess.run([sys.executable, str(root / "scripts" / "benchmark_pages.py")], check=True)
     return 0
 
 
