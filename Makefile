@@ -60,11 +60,14 @@ bench: $(BUILT) ## measures one op on a quiet machine (OP=edge, or OP=all)
 targets: $(BUILT) ## holds the committed measurements against every target
 	$(PY) benchmarks/targets.py
 
+# All of them, whichever fail.
 lint: $(INSTALLED) ## ruff, clang-format, layout of the tree
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
-	$(PY) scripts/check_layout.py
+	@failed=; \
+	$(VENV)/bin/ruff check . || failed="$$failed, ruff check"; \
+	$(VENV)/bin/ruff format --check . || failed="$$failed, ruff format"; \
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED) || failed="$$failed, clang-format"; \
+	$(PY) scripts/check_layout.py || failed="$$failed, scripts/check_layout.py"; \
+	test -z "$$failed" || { echo "lint: failed:$${failed#,}" >&2; exit 1; }
 
 format: $(INSTALLED) ## rewrites the sources as lint wants them
 	$(VENV)/bin/ruff check --fix .

@@ -188,7 +188,7 @@ class BuildExt(build_ext):
         for source, folder, flags in sources:
             kind = "plain"
             if broken(source):
-                kind, flags = f"break-{BREAK}", [*flags, f"-DCAMOX_BREAK_{BREAK.upper()}"]
+                kind, flags = f"break-{BREAK}", [*flags, "-DCAMOX_BREAK", f"-DCAMOX_BREAK_{BREAK.upper()}"]
             target = Path(self.build_temp) / kind / folder / Path(source).with_suffix(".o")
             objects.append(str(target))
             if self.force or stale(target):
@@ -244,7 +244,7 @@ def compilations():
 
 def cuda_compilations():
     """The same of the CUDA part: each op's kernels, and its checks and bindings again for the CUDA backend."""
-    for source in ("check.c", "status.c", "old_glibc.c"):
+    for source in ("check.c", "image_op.c", "status.c", "old_glibc.c"):
         yield str(CSRC / "common" / source), "cuda", C_FLAGS
     yield str(CSRC / "common" / "old_libstdcxx.cpp"), "cuda", CXX_FLAGS
     # Other architectures, other objects: a build for one must not find those of another.

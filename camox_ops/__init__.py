@@ -1,10 +1,13 @@
 """Fused CPU and CUDA ops for PyTorch training code: `import camox_ops as cx`."""
 
+from importlib import import_module as _import_module
+
 import torch  # noqa: F401  torch's libraries must be loaded before _C
 
 from . import _C, nn, reference, train
 from ._cuda import check_errors
 from ._info import build_info, isa, supported_isas
+from ._ops import IMAGE_OPS as _IMAGE_OPS
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.bias_gelu import bias_gelu
@@ -50,3 +53,7 @@ __all__ = [
     "supported_isas",
     "train",
 ]
+
+for _name in _IMAGE_OPS:
+    globals()[_name] = getattr(_import_module(f".ops.{_name}", __name__), _name)
+__all__ += [*_IMAGE_OPS]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from . import _cuda, reference
+from ._ops import IMAGE_OPS
 from .ops.bands import frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.edge import edge_maps
@@ -297,6 +299,10 @@ OPS = (
         lambda x, y: F.dropout(F.relu(x) * F.relu(y), 0.25),
     ),
     Op("spatial_gradient", spatial_gradient, reference.spatial_gradient, image),
+    *(
+        Op(name, getattr(import_module(f".ops.{name}", __package__), name), getattr(reference, name), image)
+        for name in IMAGE_OPS
+    ),
 )
 
 

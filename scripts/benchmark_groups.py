@@ -1,6 +1,10 @@
 """What every group of benchmark cases is called on the pages, what it is compared with, and which remarks it needs."""
 
+import runpy
+from pathlib import Path
 from typing import NamedTuple
+
+IMAGE_OPS = runpy.run_path(str(Path(__file__).resolve().parent.parent / "camox_ops" / "_ops.py"))["IMAGE_OPS"]
 
 
 class Remark(NamedTuple):
@@ -60,6 +64,7 @@ GROUPS = {
     "edge_maps": Group("`edge_maps`", "edge", "3 grouped 3x3 convolutions, 11 elementwise ops"),
     "edge_maps_stacked": Group("`edge_maps(stacked=True)`", "edge", "the same and `torch.cat`"),
     "spatial_gradient": Group("`spatial_gradient`", "spatial_gradient", "2 grouped 3x3 convolutions"),
+    **{name: Group(f"`{name}`", name, "its formula in tensor ops") for name in IMAGE_OPS},
     "frequency_bands": Group("`frequency_bands`", "bands", "3 `avg_pool2d`, 2 subtractions", ("pool",)),
     "layer_norm2d_gelu": Group(
         "`layer_norm2d` with GELU", "norm2d", "LayerNorm over the channels of NCHW in tensor ops, `F.gelu`"

@@ -3,8 +3,9 @@
     python scripts/check_break.py edge
 
 The broken build, without the CUDA part, lies under build/break-<op> with a copy of the tests and never touches the
-build in place. Values and gradients must each fail an assertion; what checks arguments must stay green, or the tests
-were red for another reason.
+build in place. Every test of values and of gradients must fail an assertion in half of its cases, as 1e-3 is
+less than half precision rounds large values by; but for those that STAY_GREEN names with the reason. What checks
+arguments must stay green, or the tests were red for another reason.
 """
 
 import os
@@ -17,6 +18,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MUST_FAIL = {"values": ("test_matches_reference", "test_known_values"), "gradients": ("test_grad",)}
 MUST_PASS = "test_errors"
+# Op family -> test -> why the broken kernels, which are wrong in one output and one gradient, cannot turn it red.
+STAY_GREEN = {
+    "bands": {
+        "test_grad_of_a_tensor_that_outlived_a_transform": "compares two calls of the broken op",
+        "test_grad_where_pixels_are_not_finite": "asks whether gradients are finite",
+    },
+    "bdh": {
+        "test_grad_of_float32_tables_is_not_rounded_to_halves": "compares the broken op with itself in other dtypes"
+    },
+    "dropout": {"test_known_values_of_philox": "tests the generator of camox_ops.reference"},
+    "edge": {"test_grad_of_strided_gradients": "compares the broken op with itself in another layout"},
+    "moe": {
+        "test_known_values_of_aux_losses": "moe_aux_loss is not broken",
+        "test_matches_reference_aux": "moe_aux_loss is not broken",
+        "test_grad_matches_reference_aux": "moe_aux_loss is not broken",
+        "test_matches_reference_route": "moe_route is not broken",
+        "test_grad_matches_reference_route": "moe_route is not broken",
+    },
+    "norm2d": {"test_grad_where_some_need_none": "compares two calls of the broken op"},
+    "rope": {"test_grad_of_tables_through_vmap": "compares two calls of the broken op"},
+}
 WRONG_NUMBERS = ("AssertionError", "GradcheckError")
 
 
@@ -64,13 +86,27 @@ def outcomes(folder: Path, op: str) -> dict[str, list[str]]:
     return results
 
 
-def faults(results: dict[str, list[str]]) -> list[str]:
-    """What is wrong with how the tests took the broken kernel."""
+def noticed(states: list[str]) -> bool:
+    """Whether a test's cases, apart from those that were skipped, tell a broken kernel from a right one."""
+    ran = [state for state in states if state != "skipped"]
+    return 2 * ran.count("failed") >= len(ran)
+
+
+def faults(results: dict[str, list[str]], green: dict[str, str]) -> list[str]:
+    """What is wrong with how the tests took the broken kernel. green: the tests that cannot notice it, and why."""
     found = []
     for what, prefixes in MUST_FAIL.items():
-        states = [state for name, cases in results.items() if name.startswith(prefixes) for state in cases]
-        if "failed" not in states:
-            found.append(f"no test of {what} failed ({len(states)} ran: {', '.join(prefixes)}*)")
+        tests = {name: states for name, states in results.items() if name.startswith(prefixes)}
+        if not any("failed" in states for states in tests.values()):
+            found.append(f"no test of {what} failed ({len(tests)} ran: {', '.join(prefixes)}*)")
+        for name, states in sorted(tests.items()):
+            if name not in green and not noticed(states):
+                found.append(f"{name} did not notice: {states.count('failed')} of {len(states)} cases failed")
+    for name in green:
+        if name not in results:
+            found.append(f"STAY_GREEN names {name}, which did not run")
+        elif noticed(results[name]):
+            found.append(f"STAY_GREEN names {name}, which failed: it needs no exception")
     checks = [state for name, cases in results.items() if name.startswith(MUST_PASS) for state in cases]
     if not checks or set(checks) != {"passed"}:
         found.append(f"the tests of error messages must pass, got {checks or 'none'}")
@@ -83,7 +119,7 @@ def main(op: str) -> int:
         others = {state for state in states if state not in ("passed", "failed")}
         counts = f"{states.count('passed'):4} passed {states.count('failed'):4} failed of {len(states)}"
         print(f"  {name:40} {counts}", *sorted(others), sep="  ")
-    found = faults(results)
+    found = faults(results, STAY_GREEN.get(op, {}))
     for fault in found:
         print(f"break {op}: {fault}", file=sys.stderr)
     failed = sum(states.count("failed") for states in results.values())

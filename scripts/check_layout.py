@@ -1,13 +1,17 @@
-"""The tree is as CONTRIBUTING.md says: every op has all its files, no file carries a private path or a foreign host,
-and words that its vocabulary has replaced do not come back.
+"""The tree is as CONTRIBUTING.md says: every op has all its files and stands in every list, no file carries a private
+path or a foreign host, and words that its vocabulary has replaced do not come back.
 
     python scripts/check_layout.py
 
-An op is a folder of csrc other than those of SHARED; its name is the same in every folder of the repository.
+An op family is a folder of csrc other than those of SHARED; its name is the same in every folder of the repository.
+Its functions are what camox_ops/__init__.py exports of it: for those of one image and one image of its shape that is an
+entry in camox_ops/_ops.py, from which most other lists are made.
 """
 
+import ast
 import fnmatch
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +21,8 @@ OP_FILES = (
     "csrc/{op}/{op}.h",
     "csrc/{op}/{op}.c",
     "csrc/{op}/{op}_cpu.c",
-    "csrc/{op}/{op}_cpu.inc",
     "csrc/{op}/{op}_bind.cpp",
+    "csrc/{op}/{op}_cuda.cu",
     "csrc/{op}/README.md",
     "camox_ops/ops/{op}.py",
     "camox_ops/reference/{op}.py",
@@ -28,7 +32,24 @@ OP_FILES = (
     "docs/{op}.md",
 )
 SHARED = {"common", "gemm"}
+BODY = "csrc/{op}/{op}_cpu.inc"
+FORMULA = "csrc/{op}/{op}.inc"  # of an op of one image, instead
+OF_ONE_IMAGE = '#include "../common/image_bind.h"'
+ONE_LIST = "camox_ops/_ops.py"
+EXPORTS = "camox_ops/__init__.py"
 OPS_FOLDER = "camox_ops/ops"
+# Functions that have no kernel to test, and why.
+WITHOUT_TESTS = {"rope_tables": "makes cosines and sines with torch's own functions"}
+WITHOUT_ENTRIES = {"linear_attention_step": "raises until causal linear attention exists"}
+# What every family's entry in a file looks like; {name}: each of its functions.
+FAMILY_ENTRIES = {"README.md": "(docs/{family}.md)", "docs/index.md": "({family}.md)"}
+FUNCTION_ENTRIES = {"CHANGELOG.md": "`{name}`", "docs/{family}.md": "{name}", "docs/index.md": "`{name}`"}
+# The same of those that are not in the one list, of which other lists are made.
+OTHER_FAMILY_ENTRIES = {
+    "camox_ops/reference/__init__.py": "from .{family} import",
+    "scripts/benchmark_groups.py": '"{family}"',
+}
+OTHER_FUNCTION_ENTRIES = {"camox_ops/_selftest.py": "{name}", "tests/contract_cases.py": '"{name}"'}
 LARGEST_FILE = 1 << 20
 HOSTS = re.compile(r"(?:https?|git|ssh)://(?:[^/\s@]+@)?([\w.-]+)")
 KNOWN_HOSTS = {"github.com", "keepachangelog.com", "semver.org", "www.w3.org"}  # the last: in every SVG
@@ -70,15 +91,72 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in names.split("\0") if name and (ROOT / name).is_file()]
 
 
+def text_of(name: str) -> str:
+    path = ROOT / name
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def families() -> list[str]:
+    return sorted(path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and path.name not in SHARED)
+
+
+def image_ops() -> list[str]:
+    return list(runpy.run_path(str(ROOT / ONE_LIST))["IMAGE_OPS"])
+
+
+def functions() -> dict[str, list[str]]:
+    """Family -> the functions that camox_ops exports of it, apart from its classes."""
+    found = {name: [name] for name in image_ops()}
+    for node in ast.parse(text_of(EXPORTS)).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ops."):
+            found[node.module.removeprefix("ops.")] = [alias.name for alias in node.names if alias.name.islower()]
+    return found
+
+
 def missing_files() -> list[str]:
     found = []
-    ops = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and path.name not in SHARED}
-    for op in sorted(ops):
-        wanted = [pattern.format(op=op) for pattern in OP_FILES]
+    for op in families():
+        body = FORMULA if OF_ONE_IMAGE in text_of(f"csrc/{op}/{op}_bind.cpp") else BODY
+        wanted = [pattern.format(op=op) for pattern in (*OP_FILES, body)]
+        if body == BODY:
+            wanted.append(f"tests/cuda/{op}_cases.py")
         found += [f"op {op}: {name} is missing" for name in wanted if not (ROOT / name).is_file()]
     for path in sorted((ROOT / OPS_FOLDER).glob("[a-z]*.py")):
-        if path.stem not in ops:
+        if path.stem not in families():
             found.append(f"{OPS_FOLDER}/{path.name}: there is no csrc/{path.stem}")
+    return found
+
+
+def missing_entries() -> list[str]:
+    """What a family of ops is not entered in, each as file: what is missing there."""
+    found, exported, listed = [], functions(), image_ops()
+    for name in listed:
+        if name not in families():
+            found.append(f"{ONE_LIST}: IMAGE_OPS has {name}, but there is no csrc/{name}")
+    for family in families():
+        of_one_image = OF_ONE_IMAGE in text_of(f"csrc/{family}/{family}_bind.cpp")
+        if of_one_image != (family in listed):
+            found.append(
+                f"{ONE_LIST}: IMAGE_OPS has {'no ' * of_one_image}entry {family}, csrc/{family} says otherwise"
+            )
+            continue
+        if not exported.get(family):
+            found.append(f"{EXPORTS}: no function of {OPS_FOLDER}/{family}.py is exported")
+        if of_one_image and f", {family}>" not in text_of("csrc/cuda_budget.json"):
+            update = f"python scripts/cuda_budget.py --update --ops {family}"
+            found.append(f"csrc/cuda_budget.json: no kernels of {family}; `{update}` writes them")
+        if of_one_image and f"`{family}`" not in text_of("docs/benchmarks.md"):
+            found.append(f"docs/benchmarks.md: nothing of {family}; `python scripts/benchmark_pages.py` draws it anew")
+        of_family = FAMILY_ENTRIES if of_one_image else FAMILY_ENTRIES | OTHER_FAMILY_ENTRIES
+        entries = [(file, entry, "") for file, entry in of_family.items()]
+        for name in (name for name in exported.get(family, []) if name not in WITHOUT_ENTRIES):
+            entries += [(file, entry, name) for file, entry in FUNCTION_ENTRIES.items()]
+            if not of_one_image and name not in WITHOUT_TESTS:
+                entries += [(file, entry, name) for file, entry in OTHER_FUNCTION_ENTRIES.items()]
+        for file, entry, name in entries:
+            file, entry = file.format(family=family), entry.format(family=family, name=name)
+            if not re.search(rf"(?<!\w){re.escape(entry)}(?!\w)", text_of(file)):
+                found.append(f"{file}: no entry of {name or family}, such as {entry}")
     return found
 
 
@@ -105,7 +183,7 @@ def faults_of(path: Path) -> list[str]:
 
 def main() -> int:
     files = tracked()
-    found = missing_files() + [fault for path in files for fault in faults_of(path)]
+    found = missing_files() + missing_entries() + [fault for path in files for fault in faults_of(path)]
     for fault in found:
         print(fault, file=sys.stderr)
     if not found:

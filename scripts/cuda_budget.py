@@ -3,7 +3,8 @@
     python scripts/cuda_budget.py                       # compiles csrc/*/*_cuda.cu for every architecture and checks it
     python scripts/cuda_budget.py --binary dist/X.whl   # checks what a wheel, or libcamox_ops_cuda.so, holds
     python scripts/cuda_budget.py --update              # writes the table anew after a wanted change, or from --binary
-    python scripts/cuda_budget.py --update --ops edge   # compiles and writes one op's kernels alone
+    python scripts/cuda_budget.py --update --ops edge   # compiles and writes the kernels of one op family alone
+    python scripts/cuda_budget.py --update --ops edge --archs sm_80   # and of one architecture, which takes seconds
 
 Red when a kernel takes more registers or shared memory than its line, spills or touches local memory (on UNTUNED
 architectures: more of it than its line has, in bytes of stack and accesses), has lost an
@@ -12,7 +13,9 @@ its name kernel<element, lanes, ...> with lanes of 16 bytes, does not move them 
 that but what it is there to change. The table also holds, for reading only, what follows from the numbers: the warps
 that a multiprocessor holds, and the bytes that they load from global memory in one turn of the kernel's main loop.
 
-Needs cuobjdump and nvdisasm: from a CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
+Needs nvcc of a CUDA toolkit that knows the architectures (12.8 for sm_100 and sm_120), unless a binary is given, and
+cuobjdump and nvdisasm: of the toolkit, or from requirements/audit.txt, or by
+`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
 """
 
 from __future__ import annotations
@@ -75,7 +78,10 @@ def compiled(folder: Path, archs, ops) -> list[tuple[str, Path]]:
     """(architecture, cubin) of these ops' kernels, compiled here with the flags of the wheel."""
     nvcc = shutil.which(os.environ.get("CAMOX_NVCC", "nvcc"))
     if nvcc is None:
-        sys.exit("cuda_budget: no nvcc to compile the kernels with; --binary checks a wheel without it")
+        sys.exit(
+            "cuda_budget: nvcc not found, which a CUDA toolkit has; CAMOX_NVCC names it where it is not on PATH; "
+            "--binary checks a wheel without it"
+        )
     flags = [nvcc, "-O3", "-std=c++17", "-Werror=all-warnings", "-cubin"]
     jobs = [
         (arch, source, folder / f"{source.stem}.{arch}.cubin")
@@ -218,10 +224,32 @@ def new_table(found: dict[str, dict[str, dict]]) -> dict:
     return dict(sorted(table.items()))
 
 
+def merged(old: dict, new: dict, archs) -> dict:
+    """The lines of some kernels, old but for these architectures, which are as in new."""
+    lines = {}
+    for name in sorted({*old, *new}):
+        known, now = old.get(name), new.get(name)
+        kept = {arch: of for arch, of in known["archs"].items() if arch not in archs} if known else {}
+        measured = {**kept, **(now["archs"] if now else {})}
+        if not measured:
+            continue
+        line = dict(now or known)
+        if kept and now:
+            line["claims"] = [claim for claim in known["claims"] if claim in now["claims"]]
+        line["archs"] = dict(sorted(measured.items(), key=lambda item: int(item[0][3:])))
+        lines[name] = line
+    return lines
+
+
 def of_ops(table: dict, ops) -> dict:
-    """The lines of the kernels that the sources of these ops name."""
+    """The lines of the kernels that the sources of these ops name, or that have an op's name as their last argument."""
     text = "\n".join(path.read_text() for op in ops for path in sorted((ROOT / "csrc" / op).glob("*.*")))
-    return {name: line for name, line in table.items() if re.search(rf"\b{name.split('<')[0]}\b", text)}
+    tagged = tuple(f", {op}>" for op in ops)
+    return {
+        name: line
+        for name, line in table.items()
+        if name.endswith(tagged) or re.search(rf"\b{name.split('<')[0]}\b", text)
+    }
 
 
 def written(table: dict) -> str:
@@ -240,8 +268,8 @@ def main() -> None:
     parser.add_argument("--update", action="store_true", help="write the table")
     arguments = parser.parse_args()
     archs, ops = arguments.archs.split(","), arguments.ops.split(",")
-    if set(archs) - set(ARCHS) or (arguments.update and set(archs) != set(ARCHS)):
-        parser.error(f"--archs: some of {', '.join(ARCHS)}; --update needs all of them")
+    if set(archs) - set(ARCHS):
+        parser.error(f"--archs: some of {', '.join(ARCHS)}")
     if set(ops) - set(OPS) or (arguments.binary and set(ops) != set(OPS)):
         parser.error(f"--ops: some of {', '.join(OPS)}; --binary has all of them")
 
@@ -255,7 +283,7 @@ def main() -> None:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for (arch, _), kernels in zip(cubins, pool.map(lambda job: measure(*job), cubins), strict=True):
                 found.setdefault(arch, {}).update(kernels)
-    if arguments.update and set(found) != set(ARCHS):
+    if binary and arguments.update and set(found) != set(ARCHS):
         sys.exit(f"cuda_budget: --update needs a binary for {', '.join(ARCHS)}, this one is for {', '.join(found)}")
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     lines = table if set(ops) == set(OPS) else of_ops(table, ops)
@@ -264,7 +292,7 @@ def main() -> None:
         sys.exit("\n".join(wrong))
     if arguments.update:
         others = {name: line for name, line in table.items() if name not in lines}
-        TABLE.write_text(written(dict(sorted({**others, **new_table(found)}.items()))))
+        TABLE.write_text(written(dict(sorted({**others, **merged(lines, new_table(found), found)}.items()))))
     kernels = {name for names in found.values() for name in names}
     state = "written" if arguments.update else "within budget"
     print(f"cuda_budget: {len(kernels)} kernels on {', '.join(found)}: {state}")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.record import SPREAD, MapOf, Maybe, problems
 
 SCHEMA_VERSION = 2
+IMAGE_OPS = runpy.run_path(str(Path(__file__).resolve().parent.parent / "camox_ops" / "_ops.py"))["IMAGE_OPS"]
 STATUSES = ("passed", "failed", "unavailable", "incomplete", "not run")
 PARTS = ("environment", "correctness", "graphs", "bench", "tests", "memcheck", "racecheck", "initcheck")
 SANITIZERS = PARTS[-3:]
@@ -42,6 +44,7 @@ GROUPS = {
     "moe_layer": "moe_combine",
     "bdh_attention": "bdh_attention",
     "vision_bdh_step": "bdh_attention",
+    **{name: name for name in IMAGE_OPS},
 }
 OPS = tuple(dict.fromkeys(GROUPS.values()))
 LATER = ("time was up", "was not asked for")  # why something is not measured that another run may measure

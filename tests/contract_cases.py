@@ -12,9 +12,11 @@ from functools import partial
 import torch
 from dropout_inputs import affine, normal
 from helpers import DEVICE
+from image_op import number_of
 
 import camox_ops as cx
 from camox_ops import reference
+from camox_ops._ops import IMAGE_OPS
 from camox_ops.ops.linear_attention import linear_attention_packed
 
 # Public functions that run no operator, and why.
@@ -140,6 +142,18 @@ BANDS = (
         ours=partial(cx.frequency_bands, stacked=True),
         plain=lambda x: stacked(reference.frequency_bands(x), x),
     ),
+)
+
+ONE_IMAGE = tuple(
+    of_images(
+        name=name,
+        variant="" if border == "zeros" else border,
+        ours=partial(getattr(cx, name), border=border, **number_of(name)),
+        plain=partial(getattr(reference, name), border=border, **number_of(name)),
+        saves=(0,),
+    )
+    for name in IMAGE_OPS
+    for border in ("zeros", "replicate", "reflect")
 )
 
 
@@ -740,4 +754,16 @@ VARIANTS = (
     ),
     *ROUTE_SCORES,
 )
-CASES = (*EDGE, *SPATIAL_GRADIENT, *BANDS, *NORM2D, *ROWS, *ROPE, *SHORT_ATTENTION, *LINEAR_ATTENTION, *BDH, *MOE)
+CASES = (
+    *EDGE,
+    *SPATIAL_GRADIENT,
+    *BANDS,
+    *ONE_IMAGE,
+    *NORM2D,
+    *ROWS,
+    *ROPE,
+    *SHORT_ATTENTION,
+    *LINEAR_ATTENTION,
+    *BDH,
+    *MOE,
+)

@@ -1,6 +1,9 @@
 """Every op in plain PyTorch, at any precision: the truth that the kernels are tested against, and what second
 derivatives differentiate. Slow and memory-hungry on purpose."""
 
+from importlib import import_module as _import_module
+
+from .._ops import IMAGE_OPS as _IMAGE_OPS
 from .bands import frequency_bands, frequency_bands_backward
 from .bdh import bdh_attention, bdh_attention_backward, bdh_attention_step
 from .bias_gelu import bias_gelu, bias_gelu_backward
@@ -52,3 +55,7 @@ __all__ = [
     "spatial_gradient",
     "spatial_gradient_backward",
 ]
+
+for _name in _IMAGE_OPS:
+    globals()[_name] = getattr(_import_module(f".{_name}", __name__), _name)
+__all__ += [*_IMAGE_OPS]

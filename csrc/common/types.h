@@ -32,7 +32,7 @@ typedef struct {
 } camox_view4;
 
 /* The row or column that index i maps to, i may lie outside [0, n); -1 where the border is zero. */
-static inline int64_t camox_border_index(int64_t i, int64_t n, int border) {
+CAMOX_ANYWHERE static inline int64_t camox_border_index(int64_t i, int64_t n, int border) {
   if (i >= 0 && i < n) return i;
   if (border == CAMOX_BORDER_REPLICATE) return i < 0 ? 0 : n - 1;
   if (border == CAMOX_BORDER_REFLECT) return i < 0 ? -i : 2 * n - 2 - i;

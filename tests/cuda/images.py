@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import emulator
 import torch
+from image_op import number_of
+
+from camox_ops import reference
 
 BORDERS = ("zeros", "replicate", "reflect")
 DTYPE_CODES = {torch.float32: "CAMOX_F32", torch.bfloat16: "CAMOX_BF16", torch.float16: "CAMOX_F16"}
@@ -46,10 +50,11 @@ def _dense(memory, x, last, channels, name):
 
 @dataclass(frozen=True)
 class ImageOp:
-    """An op of (B, C, H, W) tensors whose launchers take a struct with views x, `maps`[...] and grad_x.
+    """An op family of (B, C, H, W) tensors whose launchers take a struct with views x, `maps` and grad_x.
 
-    options: keyword arguments of the references; backward_options: others for the backward; fields: what they are in
-    the struct."""
+    maps: the field of outputs and their gradients: an array, or a view where there is one output. options: keyword
+    arguments of the references; backward_options: others for the backward; fields: what they are in the struct. header,
+    struct: of the params, under csrc, and define: of a build that is wrong by 1e-3; "": the family's own."""
 
     name: str
     maps: str
@@ -62,6 +67,9 @@ class ImageOp:
     backward_options: dict = field(default_factory=dict)
     backward_reads_x: bool = False
     shapes: list[tuple[int, ...]] = field(default_factory=lambda: SHAPES)
+    header: str = ""
+    struct: str = ""
+    define: str = ""
 
     @property
     def source(self):
@@ -93,7 +101,7 @@ class ImageOp:
             else:
                 outs = maps = [_dense(memory, x, last, channels, name) for name in self.outputs]
             for i, out in enumerate(maps):
-                getattr(p, self.maps)[i] = _view(structs, out)
+                self._set_map(p, i, _view(structs, out))
             self._call(f"camox_{self.name}_cuda", p, x, last, "forward", **how)
             return outs[0].clone() if stacked else [out.clone() for out in outs]
 
@@ -106,7 +114,7 @@ class ImageOp:
                 p.x = _view(structs, memory.copy(x, "x"))
             for i, grad in enumerate(grads):
                 if grad is not None:
-                    getattr(p, self.maps)[i] = _view(structs, memory.copy(grad, f"grad {i}"))
+                    self._set_map(p, i, _view(structs, memory.copy(grad, f"grad {i}")))
             out = _dense(memory, x, last, x.shape[1], "grad_x")
             p.grad_x = _view(structs, out)
             self._call(f"camox_{self.name}_backward_cuda", p, x, last, "backward", **how)
@@ -121,9 +129,15 @@ class ImageOp:
                     self.forward(x, arch=arch)
                     self.backward(x, [x] * self.grads, arch=arch)
 
+    def _set_map(self, p, i, view) -> None:
+        if isinstance(getattr(p, self.maps), ctypes.Array):
+            getattr(p, self.maps)[i] = view
+        else:
+            setattr(p, self.maps, view)
+
     def _params(self, like, last, options):
-        structs, constants = emulator.header("common/types.h", f"{self.name}/{self.name}.h")
-        p = structs[f"camox_{self.name}_params"]()
+        structs, constants = emulator.header("common/types.h", self.header or f"{self.name}/{self.name}.h")
+        p = structs[self.struct or f"camox_{self.name}_params"]()
         p.dtype, p.channels_last = constants[DTYPE_CODES[like.dtype]], last
         p.batch, p.channels, p.height, p.width = like.shape
         for name, value in self.fields(**(options or self.options[0])).items():
@@ -135,3 +149,39 @@ class ImageOp:
         dtype = str(x.dtype).removeprefix("torch.")
         function = getattr(emulator.load(source or self.source, arch, define), name)
         emulator.call(function, ctypes.byref(p), None, dtype=dtype, layout=layout, direction=direction, **how)
+
+
+@dataclass(frozen=True)
+class ImageCases:
+    """The cases of an op in camox_ops._ops.IMAGE_OPS, as another op's module <family>_cases has them."""
+
+    OP: ImageOp
+
+    def every_kernel(self, arch) -> None:
+        self.OP.every_kernel(arch)
+
+
+def image_cases(name: str) -> ImageCases:
+    number = number_of(name)
+    formula = partial(getattr(reference, name), **number)
+
+    def pullback(x, grads, **options):
+        _, vjp = torch.func.vjp(lambda x: formula(x, **options), x)
+        return vjp(grads[0])[0]
+
+    return ImageCases(
+        ImageOp(
+            name=name,
+            maps="y",
+            outputs=("y",),
+            grads=1,
+            options=[{"border": border} for border in BORDERS],
+            reference=lambda x, **options: (formula(x, **options),),
+            reference_backward=pullback,
+            fields=lambda **options: {**options, "number": sum(number.values())},
+            backward_reads_x=True,
+            header="common/image_op.h",
+            struct="camox_image_params",
+            define="CAMOX_BREAK",
+        )
+    )

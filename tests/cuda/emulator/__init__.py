@@ -23,6 +23,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from camox_ops._ops import IMAGE_OPS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 CSRC = ROOT / "csrc"
@@ -131,9 +133,11 @@ def sources() -> list[Path]:
 
 @cache
 def all_cases() -> dict:
-    """Op -> the module tests/cuda/<op>_cases.py, which calls its launchers."""
+    """Op family -> the module tests/cuda/<family>_cases.py, which calls its launchers. IMAGE_OPS need none."""
     found = sorted(HERE.parent.glob("*_cases.py"))
-    return {path.stem.removesuffix("_cases"): importlib.import_module(path.stem) for path in found}
+    of_one_image = importlib.import_module("images").image_cases
+    modules = {path.stem.removesuffix("_cases"): importlib.import_module(path.stem) for path in found}
+    return {**modules, **{name: of_one_image(name) for name in IMAGE_OPS}}
 
 
 def doubled(*tensors):
