@@ -422,7 +422,8 @@ def bench(section: Section) -> None:
 def test_files(mode: str) -> list[str]:
     """The contract of all ops and each op's own tests; with --full all files whose tests can run on a GPU."""
     if mode == "full":
-        shared = r"helpers import (?:\([^)]*|.*)\b(?:DEVICE|random_image)|contract_cases|dropout_inputs|norm2d_truth"
+        shared = r"helpers import (?:\([^)]*|.*)\b(?:DEVICE|random_image)|contract_cases"
+        shared += "|dropout_inputs|image_op|norm2d_truth"
         pattern = re.compile(rf"^from (?:{shared})\b", re.M)
         return [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if pattern.search(path.read_text())]
     ops = [path.parent.name for path in sorted((ROOT / "csrc").glob("*/*_cuda.cu"))]
