@@ -39,10 +39,8 @@ except ImportError:
     sys.exit("camox_ops is built beside your torch: install torch>=2.10, then `pip install --no-build-isolation .`")
 
 CSRC = Path("csrc")
-TUNE, TUNE_LIBRARY = (
-    CSRC / "tune",
-    "libcamox_ops_tune.so",
-)  # a shared object of its own, which only camox_ops.train.tune_cpu opens
+# A shared object of its own, which only camox_ops.train.tune_cpu opens.
+TUNE, TUNE_LIBRARY = CSRC / "tune", "libcamox_ops_tune.so"
 BREAK = os.environ.get("CAMOX_BREAK", "")
 OPS = sorted(path.parent.name for path in CSRC.glob("*/*_bind.cpp"))
 X86 = platform.machine().lower() in ("x86_64", "amd64")

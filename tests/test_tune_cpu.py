@@ -68,7 +68,7 @@ def operands(m, n, k, layout, batch=()):
 
 
 def assert_same_product(name, product, *inputs):
-    """A product by ours and by PyTorch's kernel under the tolerance rule; ours served, and the strides are PyTorch's."""
+    """Our product and PyTorch's under the tolerance rule; ours served, and the strides are PyTorch's."""
     stock = product(*inputs)
     ours, calls = counted(name, lambda: product(*inputs))
     assert calls >= 1
