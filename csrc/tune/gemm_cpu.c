@@ -79,9 +79,9 @@ static void pack_panels(float *to, int64_t pitch, lines from, int64_t depth) {
 }
 
 typedef struct {
-  const float *x, *y; /* packed: [depth][rows], [depth][COLUMNS] */
+  const float *x, *y; /* packed: [depth][x_pitch], [depth][COLUMNS] */
   float *c;
-  int64_t c_row, depth, columns;
+  int64_t x_pitch, c_row, depth, columns;
   float alpha, beta;
 } micro_tile;
 
@@ -114,7 +114,7 @@ CAMOX_INLINE void multiply(const micro_tile *t, int rows, int vectors) {
 #pragma GCC unroll 2
       for (int v = 0; v < vectors; ++v) sum[r][v] = multiply_add(factor, column[v], sum[r][v]);
     }
-    x += rows, y += COLUMNS;
+    x += t->x_pitch, y += COLUMNS;
   }
   const vf32 alpha = vf32_set1(t->alpha);
 #pragma GCC unroll 14
@@ -173,7 +173,7 @@ typedef struct {
 } side;
 
 static void multiply_block(const camox_gemm_shape *s, float *c, side x, side y, int64_t depth, float beta) {
-  micro_tile t = {.c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
+  micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
   for (int64_t i = x.begin; i < x.end; i += x.panel) {
     t.x = x.packed + (i - x.begin) * depth;
     for (int64_t j = y.begin; j < y.end; j += COLUMNS) {
