@@ -1,8 +1,7 @@
-"""PyTorch's own kernels and their replacements by cx.train.tune_cpu, in unchanged PyTorch code: products, dropout, whole
-training steps.
+"""Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, training steps.
 
 Both candidates are the same function; around camox's every call the replacements are put in place and taken out again,
-which takes some tens of microseconds of its time. A step has its backward inside, so that the replacements serve there too.
+which is part of its time. A step has its backward inside, so that the replacements serve there too.
 Masks of dropout are random: losses of steps with dropout are compared loosely, all others under the tolerance rule.
 """
 
@@ -71,7 +70,7 @@ def linear_case(shape) -> Case:
 
 
 def gradients_of(function, wanted):
-    """function and its gradients as one step: inputs, then the gradient that flows in -> those of the first `wanted`."""
+    """function and its backward as a step: inputs, and the gradient that flows in -> gradients of the first `wanted`."""
 
     def step(*inputs):
         leaves = [x.detach().requires_grad_() for x in inputs[:-1]]

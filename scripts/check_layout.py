@@ -2,7 +2,7 @@
 
     python scripts/check_layout.py
 
-An op is a folder of csrc other than common; its name is the same in every room of the house.
+An op is a folder of csrc other than those of NO_OPS; its name is the same in every room of the house.
 """
 
 import re
@@ -25,6 +25,15 @@ OP_FILES = (
     "benchmarks/bench_{op}.py",
     "docs/{op}.md",
 )
+# Folders of csrc that are no op: what ops share, and what replaces PyTorch's own kernels.
+NO_OPS = ("common", "tune")
+TUNE_FILES = (
+    "csrc/tune/README.md",
+    "camox_ops/train/tune.py",
+    "tests/test_tune_cpu.py",
+    "benchmarks/bench_tune_cpu.py",
+    "docs/cpu.md",
+)
 ROOM_OF_OPS = "camox_ops/ops"
 LARGEST_FILE = 1 << 20
 HOSTS = re.compile(r"(?:https?|git|ssh)://(?:[^/\s@]+@)?([\w.-]+)")
@@ -42,8 +51,8 @@ def tracked() -> list[Path]:
 
 
 def missing_files() -> list[str]:
-    found = []
-    ops = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and path.name != "common"}
+    found = [f"tune: {name} is missing" for name in TUNE_FILES if not (ROOT / name).is_file()]
+    ops = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and path.name not in NO_OPS}
     for op in sorted(ops):
         wanted = [pattern.format(op=op) for pattern in OP_FILES]
         found += [f"op {op}: {name} is missing" for name in wanted if not (ROOT / name).is_file()]
