@@ -70,7 +70,7 @@ def linear_case(shape) -> Case:
 
 
 def gradients_of(function, wanted):
-    """function and its backward as a step: inputs, and the gradient that flows in -> gradients of the first `wanted`."""
+    """function and its backward as a step: inputs, the gradient that flows in -> gradients of the first `wanted`."""
 
     def step(*inputs):
         leaves = [x.detach().requires_grad_() for x in inputs[:-1]]

@@ -1,10 +1,13 @@
 """tune_cpu: PyTorch's own kernels and their replacements give the same, and PyTorch's come back."""
 
+import importlib.util
 import math
 import os
 import subprocess
 import sys
 import threading
+import types
+import unittest
 
 import pytest
 import torch
@@ -242,14 +245,24 @@ print("same")
 OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "nn.functional.linear", "einsum", "addbmm", "__rmatmul__")
 
 
+@pytest.fixture(scope="session")
+def operator_infos():
+    """PyTorch's descriptions of its operators. Its test helpers want expecttest for a base class alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("expecttest") is None:
+            stand_in = types.ModuleType("expecttest")
+            stand_in.TestCase = unittest.TestCase
+            patch.setitem(sys.modules, "expecttest", stand_in)
+        from torch.testing._internal.common_methods_invocations import op_db
+    return op_db
+
+
 @needs["mm"]
 @needs["bmm"]
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_samples_of_pytorch(any_size, operator):
+def test_samples_of_pytorch(any_size, operator_infos, operator):
     """PyTorch's own samples of an operator, with and without."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    infos = [info for info in op_db if info.name == operator]
+    infos = [info for info in operator_infos if info.name == operator]
     assert infos
 
     def results(info, sample, dtype):
