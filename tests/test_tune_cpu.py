@@ -44,9 +44,10 @@ def stock_kernels_before_and_after():
 def any_size():
     """Products of all sizes are replaced."""
     tune._library.open()
-    tune._library._library.camox_tune_set_least(1, 1)
+    domain = tune._library._library.camox_tune_set_least
+    domain(1, 1, 1)
     yield
-    tune._library._library.camox_tune_set_least(4, 32 * 32 * 32)
+    domain(8, 32 * 32 * 32, 48 * 48 * 48)
 
 
 def counted(name: str, function):
@@ -181,7 +182,7 @@ def test_outside_the_domain_pytorch_runs():
         lambda: torch.complex(normal(64, 64), normal(64, 64)) @ torch.complex(normal(64, 64), normal(64, 64)),
         lambda: normal(64, 64).long() @ normal(64, 64).long(),
         lambda: normal(8, 8) @ normal(8, 8),
-        lambda: normal(3, 20000) @ normal(20000, 64),
+        lambda: normal(7, 20000) @ normal(20000, 64),
         lambda: normal(200, 300) @ normal(300),
         lambda: normal(0, 8) @ normal(8, 5),
         lambda: normal(5, 0) @ normal(0, 8),

@@ -98,7 +98,7 @@ KERNELS = (
     _Kernel(
         "mm",
         "mm, addmm, their .out variants and gradients, nn.Linear, attention",
-        "float32, sizes of 4 and more, 32768 multiply-adds and more",
+        "float32, sizes of 8 and more, 32^3 multiply-adds and more",
         _product_probes,
         exact=True,
         at_dispatcher=False,
@@ -106,7 +106,7 @@ KERNELS = (
     _Kernel(
         "bmm",
         "bmm, baddbmm, their .out variants and gradients",
-        "float32, sizes of 4 and more, 32768 multiply-adds and more in each matrix",
+        "float32, sizes of 8 and more, 48^3 multiply-adds and more in each matrix",
         _batch_probes,
         exact=True,
         at_dispatcher=False,
@@ -139,6 +139,7 @@ class _Library:
             return f"{LIBRARY.name} cannot be opened: {error}"
         for name, result in (("open", ctypes.c_char_p), ("put", ctypes.c_char_p), ("calls", ctypes.c_int64)):
             getattr(library, f"camox_tune_{name}").restype = result
+        library.camox_tune_set_least.argtypes = [ctypes.c_int64] * 3
         error = library.camox_tune_open()
         if error:
             return error.decode()

@@ -40,7 +40,7 @@ std::atomic<bool> serving_sgemm, serving_sgemm_batch;
 
 constexpr int column_major = 102, no_transpose = 111;  // CBLAS
 // Smaller products are not slower in MKL, and those that are a vector long in one direction have kernels of their own there.
-std::atomic<int64_t> least_size{4}, least_product{32 * 32 * 32};
+std::atomic<int64_t> least_size{8}, least_product{32 * 32 * 32}, least_batch_product{48 * 48 * 48};
 // Multiply-adds that are worth a thread.
 constexpr int64_t thread_product = 1 << 18;
 
@@ -53,9 +53,9 @@ struct Products {
   int64_t count;
 };
 
-bool worth_it(int64_t m, int64_t n, int64_t k, float alpha) {
-  const int64_t size = least_size.load(std::memory_order_relaxed), product = least_product.load(std::memory_order_relaxed);
-  return std::min({m, n, k}) >= size && m * n * k >= product && alpha != 0;
+bool worth_it(int64_t m, int64_t n, int64_t k, float alpha, const std::atomic<int64_t>& least) {
+  return std::min({m, n, k}) >= least_size.load(std::memory_order_relaxed) &&
+         m * n * k >= least.load(std::memory_order_relaxed) && alpha != 0;
 }
 
 // BLAS counts in columns: its C [m,n] is our c transposed, with op(B) as x and op(A) as y.
@@ -147,7 +147,7 @@ bool multiply(const Products& p) {
 
 void sgemm(const char* transa, const char* transb, const int* m, const int* n, const int* k, const float* alpha, const float* a,
            const int* lda, const float* b, const int* ldb, const float* beta, float* c, const int* ldc) {
-  if (serving_sgemm.load(std::memory_order_relaxed) && worth_it(*m, *n, *k, *alpha)) {
+  if (serving_sgemm.load(std::memory_order_relaxed) && worth_it(*m, *n, *k, *alpha, least_product)) {
     auto transposed = [](char code) { return code != 'n' && code != 'N'; };
     Products p{};
     p.shape = shape_of(transposed(*transa), transposed(*transb), *m, *n, *k, *lda, *ldb, *ldc);
@@ -165,7 +165,7 @@ void sgemm_batch(int layout, const int* transa, const int* transb, const int* m,
                  const float** a, const int* lda, const float** b, const int* ldb, const float* beta, float** c, const int* ldc,
                  int groups, const int* group_size) {
   if (serving_sgemm_batch.load(std::memory_order_relaxed) && layout == column_major && groups == 1 &&
-      worth_it(*m, *n, *k, *alpha)) {
+      worth_it(*m, *n, *k, *alpha, least_batch_product)) {
     Products p{};
     p.shape = shape_of(*transa != no_transpose, *transb != no_transpose, *m, *n, *k, *lda, *ldb, *ldc);
     p.shape.alpha = *alpha, p.shape.beta = *beta;
@@ -324,8 +324,8 @@ CAMOX_TUNE_API void camox_tune_take(const char* name) {
 }
 
 // For tests, whose products are small: which ones are replaced. size is at least 1.
-CAMOX_TUNE_API void camox_tune_set_least(int64_t size, int64_t product) {
-  least_size.store(size), least_product.store(product);
+CAMOX_TUNE_API void camox_tune_set_least(int64_t size, int64_t product, int64_t batch_product) {
+  least_size.store(size), least_product.store(product), least_batch_product.store(batch_product);
 }
 
 // How often a replacement served.
