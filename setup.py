@@ -1,5 +1,6 @@
-"""Builds camox_ops._C: C kernels once per instruction set, the CPython module in C, torch bindings in C++; and, where
-nvcc is found, libcamox_ops_cuda.so with the CUDA kernels beside it.
+"""Builds camox_ops._C: C kernels once per instruction set, the CPython module in C, torch bindings in C++; beside it
+libcamox_ops_tune.so with the replacements of PyTorch's own kernels, and, where nvcc is found, libcamox_ops_cuda.so with
+the CUDA kernels.
 
 setuptools compiles an extension with one set of flags; here every source gets the flags of its kind, and is compiled
 again only when it or a header that it includes is newer than its object. From the environment:
@@ -38,6 +39,8 @@ except ImportError:
     sys.exit("camox_ops is built beside your torch: install torch>=2.10, then `pip install --no-build-isolation .`")
 
 CSRC = Path("csrc")
+# A shared object of its own, which only camox_ops.train.tune_cpu opens.
+TUNE, TUNE_LIBRARY = CSRC / "tune", "libcamox_ops_tune.so"
 BREAK = os.environ.get("CAMOX_BREAK", "")
 OPS = sorted(path.parent.name for path in CSRC.glob("*/*_bind.cpp"))
 X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -146,6 +149,14 @@ class BuildExt(build_ext):
             extra_postargs=["-Wl,--as-needed", "-lm"],
             target_lang="c++",
         )
+        self.compiler.link_shared_object(
+            self.compile_all(tune_compilations()),
+            str(Path(self.get_ext_fullpath(ext.name)).with_name(TUNE_LIBRARY)),
+            libraries=["torch_cpu"],
+            library_dirs=library_paths(),
+            extra_postargs=["-Wl,--as-needed", "-lm"],
+            target_lang="c++",
+        )
         if NVCC is None:
             print("camox_ops: no nvcc found, building without the CUDA part")
             return
@@ -175,7 +186,9 @@ class BuildExt(build_ext):
 
     def copy_extensions_to_source(self):
         super().copy_extensions_to_source()
-        library = Path(self.build_lib) / "camox_ops" / "libcamox_ops_cuda.so"
+        built = Path(self.build_lib) / "camox_ops"
+        shutil.copy2(built / TUNE_LIBRARY, ROOT / "camox_ops" / TUNE_LIBRARY)
+        library = built / "libcamox_ops_cuda.so"
         in_place = ROOT / "camox_ops" / library.name
         if library.exists() and NVCC is not None:
             shutil.copy2(library, in_place)
@@ -235,10 +248,26 @@ def compilations():
     yield str(CSRC / "module.c"), "c", [*C_FLAGS, *module_flags]
     for source in sorted([*CSRC.glob("common/*.c"), *(CSRC / op / f"{op}.c" for op in OPS)]):
         yield str(source), "c", C_FLAGS
-    for source in sorted(CSRC.glob("*/*_cpu.c")):
+    yield from per_isa(path for path in CSRC.glob("*/*_cpu.c") if path.parent != TUNE)
+    for source in sorted([CSRC / "library.cpp", *CSRC.glob("common/*.cpp"), *CSRC.glob("*/*_bind.cpp")]):
+        yield str(source), "cxx", CXX_FLAGS
+
+
+def per_isa(sources):
+    for source in sorted(sources):
         for isa, flags in ISA_FLAGS.items():
             yield str(source), isa, [*C_FLAGS, *flags, f"-DCAMOX_ISA={isa}"]
-    for source in sorted([CSRC / "library.cpp", *CSRC.glob("common/*.cpp"), *CSRC.glob("*/*_bind.cpp")]):
+
+
+def tune_compilations():
+    """The same of the replacements of PyTorch's kernels."""
+    kernels = sorted(TUNE.glob("*_cpu.c"))
+    for source in sorted({*TUNE.glob("*.c")} - {*kernels}):
+        yield str(source), "c", C_FLAGS
+    for source in ("isa.c", "status.c", "old_glibc.c"):
+        yield str(CSRC / "common" / source), "c", C_FLAGS
+    yield from per_isa(kernels)
+    for source in (TUNE / "tune.cpp", CSRC / "common" / "old_libstdcxx.cpp"):
         yield str(source), "cxx", CXX_FLAGS
 
 

@@ -121,6 +121,16 @@ GROUPS = {
     "vision_bdh_cls_softmax_step": Group(
         "training step of Vision-BDH's CLS model", "vision_bdh", "the public model's step", ("step", "mask")
     ),
+    "tune_linear": Group("`F.linear` after `tune_cpu`", "cpu", "`F.linear`"),
+    "tune_linear_backward": Group("`F.linear` and its backward after `tune_cpu`", "cpu", "the same", ("step",)),
+    "tune_bmm": Group("`bmm` after `tune_cpu`", "cpu", "`bmm`"),
+    "tune_dropout": Group("`F.dropout` and its backward after `tune_cpu`", "cpu", "the same", ("step", "mask")),
+    "tune_vit_step": Group("step of a ViT-like model after `tune_cpu`", "cpu", "the same step", ("step",)),
+    "tune_mlp_step": Group("step of an MLP after `tune_cpu`", "cpu", "the same step", ("step",)),
+    "tune_lm_head_step": Group("step of a vocabulary's head after `tune_cpu`", "cpu", "the same step", ("step",)),
+    "tune_transformer_step": Group(
+        "step of `nn.TransformerEncoder` after `tune_cpu`", "cpu", "the same step", ("step", "mask")
+    ),
 }
 
 

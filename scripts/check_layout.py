@@ -31,7 +31,15 @@ OP_FILES = (
     "benchmarks/bench_{op}.py",
     "docs/{op}.md",
 )
-SHARED = {"common", "gemm"}
+# Folders of csrc that are no op: what ops share, products of matrices, and what replaces PyTorch's own kernels.
+SHARED = {"common", "gemm", "tune"}
+TUNE_FILES = (
+    "csrc/tune/README.md",
+    "camox_ops/train/tune.py",
+    "tests/test_tune_cpu.py",
+    "benchmarks/bench_tune_cpu.py",
+    "docs/cpu.md",
+)
 BODY = "csrc/{op}/{op}_cpu.inc"
 FORMULA = "csrc/{op}/{op}.inc"  # of an op of one image, instead
 OF_ONE_IMAGE = '#include "../common/image_bind.h"'
@@ -114,7 +122,7 @@ def functions() -> dict[str, list[str]]:
 
 
 def missing_files() -> list[str]:
-    found = []
+    found = [f"tune: {name} is missing" for name in TUNE_FILES if not (ROOT / name).is_file()]
     for op in families():
         body = FORMULA if OF_ONE_IMAGE in text_of(f"csrc/{op}/{op}_bind.cpp") else BODY
         wanted = [pattern.format(op=op) for pattern in (*OP_FILES, body)]

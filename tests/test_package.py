@@ -11,9 +11,10 @@ from helpers import run_python
 
 import camox_ops as cx
 from camox_ops import _cuda
+from camox_ops.train import tune
 
 BINARY = Path(cx._C.__file__)
-BINARIES = [path for path in (BINARY, _cuda.LIBRARY) if path.exists()]
+BINARIES = [path for path in (BINARY, _cuda.LIBRARY, tune.LIBRARY) if path.exists()]
 ISAS = ("portable", "avx2", "avx512")
 # what torch's own wheels need: the systems of manylinux_2_28
 OLDEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}

@@ -1,0 +1,217 @@
+"""Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, training steps.
+
+Both candidates are the same function; around camox's every call the replacements are put in place and taken out again,
+which is part of its time. A step has its backward inside, so that the replacements serve there too.
+Masks of dropout are random: losses of steps with dropout are compared loosely, all others under the tolerance rule.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.common import Case, Skipped, camox_attr, random_tensor
+
+# rows, inputs, outputs of F.linear: classifiers, feed-forward layers, projections of tokens, a head over a vocabulary
+LINEAR = (
+    (64, 4096, 1000),
+    (256, 2048, 512),
+    (1024, 512, 2048),
+    (4096, 128, 512),
+    (6272, 192, 768),
+    (9600, 96, 96),
+    (38400, 96, 384),
+    (4096, 256, 10000),
+)
+BATCHES = ((48, 256, 64),)
+DROPOUT = ((32, 6, 64, 1024),)
+
+
+class Replaced(nn.Module):
+    """A function or a module with PyTorch's kernels replaced during each call."""
+
+    def __init__(self, function, *kernels):
+        super().__init__()
+        self.function, self.kernels = function, kernels
+        self.replaced = camox_attr("train.tune.replaced")
+        try:
+            with self.replaced(*kernels):
+                pass
+        except RuntimeError as error:
+            raise Skipped(str(error)) from None
+
+    def forward(self, *inputs):
+        with self.replaced(*self.kernels):
+            return self.function(*inputs)
+
+
+def forward_case(group, shape, function, inputs, flops=0, **options) -> Case:
+    return Case(
+        group=group,
+        shape=shape,
+        make_inputs=inputs,
+        candidates=lambda: {"camox": Replaced(function, *options["kernels"]), "eager": function, "compile": None},
+        floor_flops=flops,
+        default_allocator=False,
+        quick=options.get("quick", False),
+    )
+
+
+def linear_inputs(shape):
+    rows, inputs, outputs = shape
+    return random_tensor((rows, inputs), seed=1), random_tensor((outputs, inputs), seed=2)
+
+
+def linear_case(shape) -> Case:
+    return forward_case(
+        "tune_linear", shape, F.linear, lambda: linear_inputs(shape), kernels=("mm",), quick=shape == LINEAR[2]
+    )
+
+
+def gradients_of(function, wanted):
+    """function and its backward as a step: inputs, the gradient that flows in -> gradients of the first `wanted`."""
+
+    def step(*inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs[:-1]]
+        return torch.autograd.grad(function(*leaves), leaves[:wanted], inputs[-1])
+
+    return step
+
+
+def same_numbers(expected):
+    """A check of a step against float64 numbers and PyTorch's own, as in share_of_tolerance."""
+
+    def verify(numbers, inputs) -> str | None:
+        stock, truth = expected(*inputs), expected(*(x.detach().double() for x in inputs))
+        for ours, theirs, exact in zip(numbers.values(), stock, truth, strict=True):
+            allowed = 2 * (theirs.double() - exact).abs().max() + 4 * torch.finfo(ours.dtype).eps * exact.abs().max()
+            if not (ours.double() - exact).abs().max() <= allowed:
+                return "a gradient is further from float64 than the tolerance rule allows"
+        return None
+
+    return verify
+
+
+def step_case(group, shape, step, inputs, kernels, verify, quick=False) -> Case:
+    return Case(
+        group=group,
+        shape=shape,
+        make_inputs=inputs,
+        candidates=lambda: {"camox": Replaced(step, *kernels), "eager": step, "compile": None},
+        direction="step",
+        grad_inputs=(),
+        verify=verify,
+        default_allocator=False,
+        quick=quick,
+    )
+
+
+def linear_backward_case(shape) -> Case:
+    step = gradients_of(F.linear, 2)
+    inputs = lambda: (*linear_inputs(shape), random_tensor((shape[0], shape[2]), seed=3))  # noqa: E731
+    return step_case("tune_linear_backward", shape, step, inputs, ("mm",), same_numbers(step), shape == LINEAR[2])
+
+
+def batch_case(shape) -> Case:
+    batch, rows, depth = shape
+    inputs = lambda: (random_tensor(shape, seed=1), random_tensor((batch, depth, rows), seed=2))  # noqa: E731
+    return forward_case("tune_bmm", shape, torch.bmm, inputs, kernels=("bmm",), quick=True)
+
+
+def wrong_dropout(numbers, inputs) -> str | None:
+    grad = numbers["output0"]
+    share = (grad == 0).float().mean().item()
+    if abs(share - 0.1) > 6 * math.sqrt(0.09 / grad.numel()):
+        return f"{share:.4f} of the elements are dropped"
+    return None if torch.allclose(grad[grad != 0], inputs[-1][grad != 0] / 0.9) else "a kept gradient is not grad / 0.9"
+
+
+def dropout_case(shape) -> Case:
+    step = gradients_of(lambda x: F.dropout(x, 0.1), 1)
+    inputs = lambda: (random_tensor(shape, seed=1), random_tensor(shape, seed=2))  # noqa: E731
+    return step_case("tune_dropout", shape, step, inputs, ("bernoulli_",), wrong_dropout, quick=True)
+
+
+class TrainStep(nn.Module):
+    """Forward, backward and AdamW at a learning rate of 0: every step is the same step but for its dropout."""
+
+    def __init__(self, model, loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+    def forward(self, x, *targets):
+        loss = self.loss(self.model(x), *targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def encoder(width, heads, layers, dropout):
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def square(y):
+    return y.square().mean()
+
+
+# group: shape of the input, model, loss, inputs, how far the losses of two steps may be apart
+STEPS = {
+    "tune_vit_step": ((32, 196, 192), lambda: encoder(192, 3, 4, 0.0), square, (), 1e-5),
+    "tune_mlp_step": (
+        (1024, 512),
+        lambda: nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)),
+        square,
+        (),
+        1e-5,
+    ),
+    "tune_lm_head_step": ((1024, 256), lambda: nn.Linear(256, 32000), F.cross_entropy, (32000,), 1e-5),
+    "tune_transformer_step": ((1600, 6, 96), lambda: encoder(96, 8, 4, 0.1), square, (), 1e-2),
+}
+
+
+def train_case(group) -> Case:
+    shape, model, loss, classes, tolerance = STEPS[group]
+    expected = {}
+
+    def inputs():
+        targets = (torch.arange(shape[0]) * 7919 % size for size in classes)
+        return random_tensor(shape, seed=1), *targets
+
+    def candidates():
+        with torch.enable_grad():
+            torch.manual_seed(0)
+            step = TrainStep(model(), loss)
+            expected["loss"] = step(*inputs()).item()
+        return {"camox": Replaced(step), "eager": step, "compile": None}
+
+    def verify(numbers, _):
+        found = numbers["output0"].item()
+        if not abs(found - expected["loss"]) <= tolerance * abs(expected["loss"]):
+            return f"loss {found:.7g}, PyTorch's {expected['loss']:.7g}"
+        return None
+
+    return Case(
+        group=group,
+        shape=shape,
+        make_inputs=inputs,
+        candidates=candidates,
+        direction="step",
+        grad_inputs=(),
+        verify=verify,
+        default_allocator=False,
+        quick=group == "tune_mlp_step",
+    )
+
+
+def cases() -> list[Case]:
+    return [
+        *map(linear_case, LINEAR),
+        *map(linear_backward_case, LINEAR),
+        *map(batch_case, BATCHES),
+        *map(dropout_case, DROPOUT),
+        *map(train_case, STEPS),
+    ]

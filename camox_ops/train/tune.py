@@ -1,0 +1,327 @@
+"""PyTorch's own CPU kernels, replaced where they are slow on this machine, for unchanged scripts."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .. import _C
+from .allocator import AllocatorReport, tune_cpu_allocator
+
+LIBRARY = Path(__file__).parent.with_name("libcamox_ops_tune.so")
+# A replacement must be faster by this much in the mean over its probes, and slower in none.
+LEAST_GAIN = 1.2
+ROUNDS = 9
+
+
+class KernelReport(NamedTuple):
+    """One of PyTorch's kernels: its name in the table, the operators that run on it, whether it was replaced and in
+    which calls (`domain`), how many times as fast the replacement was here (None: not measured), and why it was left
+    alone (empty where it was not)."""
+
+    name: str
+    operators: str
+    domain: str
+    replaced: bool
+    gain: float | None
+    reason: str
+
+
+class TuneReport(NamedTuple):
+    """What tune_cpu did: a KernelReport for each kernel, the allocator's report (None where it was not asked for), and
+    one line to print; str() is a table."""
+
+    kernels: tuple[KernelReport, ...]
+    allocator: AllocatorReport | None
+    text: str
+
+    def __str__(self) -> str:
+        rows = [("kernel", "gain", "what runs on it")]
+        for kernel in self.kernels:
+            gain = "-" if kernel.gain is None else f"{kernel.gain:.1f}x"
+            state = kernel.domain if kernel.replaced else f"left alone: {kernel.reason}"
+            rows.append((kernel.name, gain, f"{kernel.operators}; {state}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines = [self.text]
+        if self.kernels:
+            lines += [f"  {name:{widths[0]}}  {gain:>{widths[1]}}  {text}" for name, gain, text in rows]
+        if self.allocator is not None:
+            lines.append(f"  allocator: {self.allocator}")
+        return "\n".join(lines)
+
+
+class _Kernel(NamedTuple):
+    """A replacement of csrc/tune/tune.cpp: what is said of it, what is timed, and whether it stands at the dispatcher.
+
+    probes: () -> functions without arguments, which return a tensor that must be the same with and without where
+    `exact`."""
+
+    name: str
+    operators: str
+    domain: str
+    probes: Callable[[], list[Callable[[], torch.Tensor]]]
+    exact: bool
+    at_dispatcher: bool
+
+
+def _small_integers(*shape: int) -> torch.Tensor:
+    """Sums of their products are exact in float32, in any order."""
+    return torch.arange(math.prod(shape), dtype=torch.float32, device="cpu").remainder_(7).sub_(3).view(shape)
+
+
+def _product_probes() -> list[Callable[[], torch.Tensor]]:
+    x, weight, grad = _small_integers(256, 512), _small_integers(512, 512), _small_integers(256, 512)
+    bias = _small_integers(512)
+    return [lambda: torch.addmm(bias, x, weight.t()), lambda: grad @ weight, lambda: grad.t() @ x]
+
+
+def _batch_probes() -> list[Callable[[], torch.Tensor]]:
+    x, y = _small_integers(16, 128, 64), _small_integers(16, 128, 64)
+    return [lambda: torch.bmm(x, y.transpose(1, 2)), lambda: torch.bmm(x.transpose(1, 2), y)]
+
+
+def _bernoulli_probes() -> list[Callable[[], torch.Tensor]]:
+    mask = torch.empty(1 << 18, device="cpu")
+    return [lambda: mask.bernoulli_(0.9)]
+
+
+KERNELS = (
+    _Kernel(
+        "mm",
+        "mm, addmm, their .out variants and gradients, nn.Linear, attention",
+        "float32, sizes of 8 and more, 32^3 multiply-adds and more",
+        _product_probes,
+        exact=True,
+        at_dispatcher=False,
+    ),
+    _Kernel(
+        "bmm",
+        "bmm, baddbmm, their .out variants and gradients",
+        "float32, sizes of 8 and more, 48^3 multiply-adds and more in each matrix",
+        _batch_probes,
+        exact=True,
+        at_dispatcher=False,
+    ),
+    _Kernel(
+        "bernoulli_",
+        "bernoulli_(p), every dropout",
+        "floating-point tensors without gaps in memory, no generator given; a random stream of its own",
+        _bernoulli_probes,
+        exact=False,
+        at_dispatcher=True,
+    ),
+)
+
+
+class _Library:
+    """libcamox_ops_tune.so, opened at the first use."""
+
+    def __init__(self):
+        self._library = None
+        self._fragment = None
+
+    def open(self) -> str:
+        """Why it cannot be used, or an empty string."""
+        if self._library is not None:
+            return ""
+        try:
+            library = ctypes.CDLL(str(LIBRARY))
+        except OSError as error:
+            return f"{LIBRARY.name} cannot be opened: {error}"
+        for name, result in (("open", ctypes.c_char_p), ("put", ctypes.c_char_p), ("calls", ctypes.c_int64)):
+            getattr(library, f"camox_tune_{name}").restype = result
+        library.camox_tune_set_least.argtypes = [ctypes.c_int64] * 3
+        error = library.camox_tune_open()
+        if error:
+            return error.decode()
+        self._library = library
+        return ""
+
+    def put(self, kernel: _Kernel) -> str:
+        """Why it could not be put in place, or an empty string."""
+        if not kernel.at_dispatcher:
+            return (self._library.camox_tune_put(kernel.name.encode()) or b"").decode()
+        if not self._keep_stock_bernoulli():
+            return "this PyTorch does not give its own kernel away (torch.library.get_kernel)"
+        errors = []
+
+        def register(_: float) -> float:
+            errors.append((self._library.camox_tune_put(kernel.name.encode()) or b"").decode())
+            return 0.0
+
+        # The dispatcher warns once per process that a kernel is overridden, which is the purpose. A warning that C++
+        # makes within a method of Tensor is a Python warning, which can be ignored; elsewhere it is text on stderr.
+        # apply_ is a method that calls what it is given.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*previously registered kernel")
+            torch.zeros(1, device="cpu").apply_(register)
+        return errors[0]
+
+    def take(self, kernel: _Kernel) -> None:
+        if self._library is not None:
+            self._library.camox_tune_take(kernel.name.encode())
+
+    def calls(self, kernel: _Kernel) -> int:
+        return self._library.camox_tune_calls(kernel.name.encode()) if self._library is not None else 0
+
+    def _keep_stock_bernoulli(self) -> bool:
+        """Makes PyTorch's kernel an operator, which the replacement calls outside its domain."""
+        if self._fragment is not None:
+            return True
+        get_kernel = getattr(torch.library, "get_kernel", None)
+        if get_kernel is None:
+            return False
+        stock = get_kernel("aten::bernoulli_.float", "CPU")
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+        def stock_bernoulli_(self, p, generator):
+            stock.call_boxed(keys, self, p, generator=generator)
+
+        self._fragment = torch.library.Library("camox_ops", "FRAGMENT")
+        self._fragment.define("stock_bernoulli_(Tensor(a!) self, float p, Generator? generator) -> ()")
+        self._fragment.impl("stock_bernoulli_", stock_bernoulli_, "CPU")
+        return True
+
+
+_library = _Library()
+
+
+@contextmanager
+def replaced(*names: str):
+    """With these kernels replaced (none: all), faster here or not: for tests and benchmarks.
+
+    Raises RuntimeError where one cannot be."""
+    chosen = [kernel for kernel in KERNELS if not names or kernel.name in names]
+    try:
+        error = _library.open() or "; ".join(filter(None, map(_library.put, chosen)))
+        if error:
+            raise RuntimeError(f"tune_cpu: {error}")
+        yield
+    finally:
+        for kernel in chosen:
+            _library.take(kernel)
+
+
+_active: tuple[KernelReport, ...] | None = None
+"""What tune_cpu did, until restore_cpu."""
+
+
+def _seconds(probe: Callable[[], torch.Tensor]) -> float:
+    start = time.perf_counter()
+    probe()
+    return time.perf_counter() - start
+
+
+def _measure(kernel: _Kernel) -> tuple[float | None, str]:
+    """(gain, why it is not to be replaced): PyTorch's kernel and ours in turn. Neither stays in place."""
+    gains = []
+    for probe in kernel.probes():
+        expected = probe().clone()
+        stock, ours = [], []
+        for _ in range(ROUNDS):
+            stock.append(_seconds(probe))
+            error = _library.put(kernel)
+            if error:
+                return None, error
+            try:
+                ours.append(_seconds(probe))
+                if kernel.exact and not torch.equal(probe(), expected):
+                    return None, "the replacement gave another result"
+            finally:
+                _library.take(kernel)
+        # Other processes only ever add time, and the first call of each touches its memory.
+        gains.append(min(stock) / min(ours))
+    gain = math.exp(math.fsum(map(math.log, gains)) / len(gains))
+    if gain < LEAST_GAIN or min(gains) < 1:
+        return gain, f"PyTorch's own is not slower on this machine ({', '.join(f'{g:.2f}x' for g in gains)})"
+    return gain, ""
+
+
+def _replace(kernel: _Kernel) -> KernelReport:
+    gain, reason = _measure(kernel)
+    reason = reason or _library.put(kernel)
+    return KernelReport(kernel.name, kernel.operators, kernel.domain, not reason, gain, reason)
+
+
+def _left_alone(reason: str) -> tuple[KernelReport, ...]:
+    return tuple(KernelReport(k.name, k.operators, k.domain, False, None, reason) for k in KERNELS)
+
+
+def _replace_all() -> tuple[KernelReport, ...]:
+    global _active
+    if _active is None:
+        error = _library.open()
+        if error:
+            return _left_alone(error)
+        state = torch.get_rng_state()
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                _active = tuple(_replace(kernel) for kernel in KERNELS)
+        finally:
+            torch.set_rng_state(state)
+    return _active
+
+
+def tune_cpu(*, allocator: bool = True, kernels: bool = True) -> TuneReport:
+    """Makes unchanged PyTorch code faster on the CPU, for the whole process: tunes the allocator and replaces those of
+    PyTorch's own kernels that are slow on this machine.
+
+        import camox_ops as cx
+
+        print(cx.train.tune_cpu())  # once, before the first tensors
+        ...                         # any training script
+
+    Every replacement has a domain, outside of which PyTorch's kernel runs as before, and is put in place only where a
+    measurement of a few milliseconds, made in this call, shows that it is faster here; the report has the gains.
+    Results change by rounding alone; the masks of dropout are drawn from a random stream of its own, which
+    torch.manual_seed, get_rng_state and checkpointing reproduce as they do PyTorch's. See docs/cpu.md for the kernels,
+    and for when not to use it.
+
+    Args:
+        allocator: as tune_cpu_allocator, which must come before the first tensors; the report says when that was too
+            late.
+        kernels: replace kernels. Call while no other thread computes. A second call changes nothing and gives the
+            same report, until restore_cpu.
+
+    Returns:
+        A TuneReport: a KernelReport for each kernel (replaced or not, gain, why not), the allocator's report, and
+        `text`; str() is a table. With CAMOX_TUNE_CPU=0 in the environment nothing is done, and it says so.
+
+    Raises:
+        TypeError: allocator or kernels is not a bool."""
+    for name, value in (("allocator", allocator), ("kernels", kernels)):
+        if not isinstance(value, bool):
+            raise TypeError(f"tune_cpu: {name} must be a bool, got {value!r}")
+    if os.environ.get("CAMOX_TUNE_CPU") == "0":
+        refused = "refused by CAMOX_TUNE_CPU=0 in the environment"
+        return TuneReport(_left_alone(refused) if kernels else (), None, f"tune_cpu: {refused}, nothing was changed")
+    memory = tune_cpu_allocator() if allocator else None  # first: measuring makes tensors
+    reports = _replace_all() if kernels else ()
+    replaced = sum(kernel.replaced for kernel in reports)
+    if not kernels:
+        text = "tune_cpu: PyTorch's kernels were not asked for"
+    elif replaced:
+        text = f"tune_cpu: {replaced} of {len(reports)} kernels replaced"
+    else:
+        text = "tune_cpu: no replacement helps on this machine, PyTorch's own kernels stay"
+    return TuneReport(reports, memory, f"{text} ({_C.isa()}, {torch.get_num_threads()} threads)")
+
+
+def restore_cpu() -> None:
+    """Gives PyTorch its own kernels back, after which it computes the same bits as before tune_cpu.
+
+    Call while no other thread computes. Without tune_cpu before, or twice, it does nothing. The allocator keeps its
+    settings, which glibc cannot take back."""
+    global _active
+    for kernel in KERNELS:
+        _library.take(kernel)
+    _active = None

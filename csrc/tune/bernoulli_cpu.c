@@ -1,0 +1,7 @@
+/* Compiled once per instruction set; the body once per element type. */
+#include "bernoulli.h"
+
+#include "../common/integers.h"
+
+#define CAMOX_BODY "../tune/bernoulli_cpu.inc"
+#include "../common/simd_foreach.h"

@@ -1,0 +1,57 @@
+/* Products of float32 matrices, C = alpha op(A) op(B) + beta C, for the BLAS calls of PyTorch's own kernels.
+
+   formula   c[i,j] = (beta ? beta c[i,j] : 0) + alpha * sum over k of x[i,k] y[k,j]
+   shapes    x [rows, depth], y [depth, columns], c [rows, columns] with neighbouring columns adjacent in memory; of x and of y
+             either the rows or the columns lie adjacent (one of the two strides is 1), as in BLAS
+   dtype     float32. Sums run over blocks of the depth, in order, in fused multiply-adds where the CPU has them; they depend on
+             the sizes alone, so that any division of the work among threads gives the same bits
+   beta      0: c is not read, whatever is there; alpha is not 0
+   source    K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (ACM TOMS 34, 2008). */
+#ifndef CAMOX_TUNE_GEMM_H
+#define CAMOX_TUNE_GEMM_H
+
+#include <stdint.h>
+
+#include "../common/isa.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  int64_t rows, columns, depth;
+  float alpha, beta;
+  int64_t x_row, x_depth;    /* strides of x, in elements */
+  int64_t y_depth, y_column; /* strides of y */
+  int64_t c_row;
+} camox_gemm_shape;
+
+typedef struct {
+  const float *x, *y;
+  float *c;
+} camox_gemm_operands;
+
+/* A rectangle of c: what one work item computes. */
+typedef struct {
+  int64_t row, rows, column, columns;
+} camox_gemm_tile;
+
+/* scratch: CAMOX_GEMM_SCRATCH_BYTES, aligned to 64. */
+typedef void camox_gemm_kernel(const camox_gemm_shape *shape, const camox_gemm_operands *at, camox_gemm_tile tile,
+                               float *scratch);
+
+camox_gemm_kernel *camox_gemm(camox_isa isa);
+
+enum {
+  CAMOX_GEMM_COLUMNS = 32, /* tiles are best a multiple of so many columns */
+  CAMOX_GEMM_DEPTH = 384,  /* the longest sum in registers */
+  /* Packed blocks, which lie in L2 together: 256 KiB of x, 512 KiB of y. */
+  CAMOX_GEMM_X_FLOATS = 64 << 10,
+  CAMOX_GEMM_Y_FLOATS = 128 << 10,
+  CAMOX_GEMM_SCRATCH_BYTES = 4 * (CAMOX_GEMM_X_FLOATS + CAMOX_GEMM_Y_FLOATS)
+};
+
+#ifdef __cplusplus
+}
+#endif
+#endif

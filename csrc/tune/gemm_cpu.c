@@ -1,0 +1,209 @@
+/* One tile of a product of float32 matrices; compiled once per instruction set.
+
+       c [tile]            =      x [tile.rows, depth]     times      y [depth, tile.columns]
+       +---------------+          +-------+-------+                   +-------------------+
+       |   |   |   |   |          |       |       |            depth  |  y block: packed, |
+       | micro tile    |          | panel of ROWS |            block  |  stays in L2      |
+       | ROWS x COLUMNS|          | packed, L1    |                   +--------+--------+
+       +---------------+          +-------+-------+                   |        |        |
+
+   for each depth block (at most 384 long):
+     for each block of columns:      pack it into panels of COLUMNS columns, [depth][COLUMNS]; half of L2
+       for each block of rows:       pack it into panels of at most ROWS rows, [depth][rows]; a quarter of L2
+         for each panel of rows:     it stays in L1
+           for each panel of columns:   micro tile: rows x COLUMNS sums in registers, vectors along the columns,
+                                        one factor of x broadcast per row and step of the depth
+   Packing turns any transposition into the order in which the micro tile reads. */
+#include "gemm.h"
+
+#include "../common/integers.h"
+#include "../common/simd.h"
+#include "../common/simd_transpose.h"
+
+#if defined(CAMOX_SIMD_AVX512)
+#define ROWS 14
+#elif defined(CAMOX_SIMD_AVX2)
+#define ROWS 6
+#else
+#define ROWS 4
+#endif
+#define VECTORS 2
+#define COLUMNS (VECTORS * VF32_LANES)
+
+CAMOX_INLINE vf32 multiply_add(vf32 a, vf32 b, vf32 c) {
+#if defined(CAMOX_SIMD_AVX512) || defined(CAMOX_SIMD_AVX2)
+  return vf32_exact_fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+/* Lines of a matrix, rows of x or columns of y: element k of line i is at[i * line + k * step], one of the strides 1. */
+typedef struct {
+  const float *at;
+  int64_t line, step, count;
+} lines;
+
+/* to[k * pitch + i] = element k of line i, for all lines, at most `pitch`. Vectors are stored whole: what lies past the lines
+   is spoilt, and written again by the next k or left behind the last. */
+static void pack_across(float *to, int64_t pitch, lines from, int64_t depth) {
+  for (int64_t k = 0; k < depth; k += VF32_LANES) {
+    const int64_t steps = camox_min_i64(depth - k, VF32_LANES);
+    for (int64_t first = 0; first < from.count; first += VF32_LANES) {
+      const int64_t last = camox_min_i64(from.count - first, VF32_LANES) - 1;
+      vf32 block[VF32_LANES];
+      for (int64_t i = 0; i < VF32_LANES; ++i)
+        block[i] = vf32_load_n(from.at + (first + camox_min_i64(i, last)) * from.line + k, steps);
+      vf32_transpose(block);
+      for (int64_t s = 0; s < steps; ++s) vf32_store(to + (k + s) * pitch + first, block[s]);
+    }
+  }
+}
+
+/* Panels of `pitch` lines, one after the other, each [depth][pitch]. Where the elements of a step are adjacent in memory, all
+   panels take theirs together, so that memory is read in long runs. */
+static void pack_panels(float *to, int64_t pitch, lines from, int64_t depth) {
+  if (from.line != 1) {
+    for (int64_t first = 0; first < from.count; first += pitch) {
+      const lines panel = {from.at + first * from.line, from.line, from.step, camox_min_i64(pitch, from.count - first)};
+      pack_across(to + first * depth, pitch, panel, depth);
+    }
+    return;
+  }
+  for (int64_t k = 0; k < depth; ++k)
+    for (int64_t first = 0; first < from.count; first += pitch)
+      for (int64_t i = 0; i < pitch && first + i < from.count; i += VF32_LANES) {
+        const vf32 v = vf32_load_n(from.at + k * from.step + first + i, camox_min_i64(from.count - first - i, VF32_LANES));
+        vf32_store_n(to + first * depth + k * pitch + i, v, camox_min_i64(pitch - i, VF32_LANES));
+      }
+}
+
+typedef struct {
+  const float *x, *y; /* packed: [depth][x_pitch], [depth][COLUMNS] */
+  float *c;
+  int64_t x_pitch, c_row, depth, columns;
+  float alpha, beta;
+} micro_tile;
+
+CAMOX_INLINE void store_sum(float *to, vf32 sum, float beta, int64_t n) {
+  if (n >= VF32_LANES) {
+    if (beta != 0) sum = multiply_add(vf32_load(to), vf32_set1(beta), sum);
+    vf32_store(to, sum);
+  } else if (n > 0) {
+    if (beta != 0) sum = multiply_add(vf32_load_n(to, n), vf32_set1(beta), sum);
+    vf32_store_n(to, sum, n);
+  }
+}
+
+CAMOX_INLINE void multiply(const micro_tile *t, int rows, int vectors) {
+  vf32 sum[ROWS][VECTORS];
+  const float *x = t->x, *y = t->y;
+#pragma GCC unroll 14
+  for (int r = 0; r < rows; ++r) {
+    __builtin_prefetch(t->c + r * t->c_row, 1);
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) sum[r][v] = vf32_set1(0);
+  }
+  for (int64_t k = 0; k < t->depth; ++k) {
+    vf32 column[VECTORS];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) column[v] = vf32_load(y + v * VF32_LANES);
+#pragma GCC unroll 14
+    for (int r = 0; r < rows; ++r) {
+      const vf32 factor = vf32_set1(x[r]);
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; ++v) sum[r][v] = multiply_add(factor, column[v], sum[r][v]);
+    }
+    x += t->x_pitch, y += COLUMNS;
+  }
+  const vf32 alpha = vf32_set1(t->alpha);
+#pragma GCC unroll 14
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v)
+      store_sum(t->c + r * t->c_row + v * VF32_LANES, sum[r][v] * alpha, t->beta, t->columns - v * VF32_LANES);
+}
+
+#define MULTIPLY(n)                                                         \
+  static __attribute__((noinline)) void multiply_##n(const micro_tile *t) { \
+    if (t->columns > VF32_LANES)                                            \
+      multiply(t, n, 2);                                                    \
+    else                                                                    \
+      multiply(t, n, 1);                                                    \
+  }
+MULTIPLY(1)
+MULTIPLY(2)
+MULTIPLY(3)
+MULTIPLY(4)
+#if ROWS > 4
+MULTIPLY(5)
+MULTIPLY(6)
+#endif
+#if ROWS > 6
+MULTIPLY(7)
+MULTIPLY(8)
+MULTIPLY(9)
+MULTIPLY(10)
+MULTIPLY(11)
+MULTIPLY(12)
+MULTIPLY(13)
+MULTIPLY(14)
+#endif
+
+static void (*const multiply_rows[ROWS + 1])(const micro_tile *) = {
+    NULL,        multiply_1,  multiply_2, multiply_3,  multiply_4,
+#if ROWS > 4
+    multiply_5,  multiply_6,
+#endif
+#if ROWS > 6
+    multiply_7,  multiply_8,  multiply_9, multiply_10, multiply_11,
+    multiply_12, multiply_13, multiply_14
+#endif
+};
+
+/* The size of equal parts of n that are at most `most` and, but for the last, multiples of `unit`. */
+CAMOX_INLINE int64_t equal_part(int64_t n, int64_t most, int64_t unit) {
+  return camox_round_up(camox_ceil_div(n, camox_ceil_div(n, most)), unit);
+}
+
+/* Rows and columns [begin, end) of c, whose factors are packed. */
+typedef struct {
+  int64_t begin, end, panel; /* panel: rows or columns of a micro tile */
+  const float *packed;
+} side;
+
+static void multiply_block(const camox_gemm_shape *s, float *c, side x, side y, int64_t depth, float beta) {
+  micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
+  for (int64_t i = x.begin; i < x.end; i += x.panel) {
+    t.x = x.packed + (i - x.begin) * depth;
+    for (int64_t j = y.begin; j < y.end; j += COLUMNS) {
+      t.y = y.packed + (j - y.begin) * depth;
+      t.c = c + i * s->c_row + j;
+      t.columns = camox_min_i64(COLUMNS, y.end - j);
+      multiply_rows[camox_min_i64(x.panel, x.end - i)](&t);
+    }
+  }
+}
+
+void CAMOX_PASTE3(camox_gemm, f32, CAMOX_ISA)(const camox_gemm_shape *s, const camox_gemm_operands *at, camox_gemm_tile tile,
+                                              float *scratch) {
+  float *x_block = scratch, *y_block = scratch + CAMOX_GEMM_X_FLOATS;
+  const int64_t depth = equal_part(s->depth, CAMOX_GEMM_DEPTH, 1), panel = equal_part(tile.rows, ROWS, 1);
+  const int64_t height = equal_part(tile.rows, CAMOX_GEMM_X_FLOATS / depth / panel * panel - panel, panel);
+  const int64_t width = equal_part(tile.columns, CAMOX_GEMM_Y_FLOATS / depth / COLUMNS * COLUMNS, COLUMNS);
+  const int64_t end_row = tile.row + tile.rows, end_column = tile.column + tile.columns;
+  for (int64_t k = 0; k < s->depth; k += depth) {
+    const int64_t steps = camox_min_i64(depth, s->depth - k);
+    for (int64_t left = tile.column; left < end_column; left += width) {
+      const side y = {left, camox_min_i64(left + width, end_column), COLUMNS, y_block};
+      const lines columns = {at->y + k * s->y_depth + left * s->y_column, s->y_column, s->y_depth, y.end - left};
+      pack_panels(y_block, COLUMNS, columns, steps);
+      for (int64_t top = tile.row; top < end_row; top += height) {
+        const side x = {top, camox_min_i64(top + height, end_row), panel, x_block};
+        const lines rows = {at->x + top * s->x_row + k * s->x_depth, s->x_row, s->x_depth, x.end - top};
+        pack_panels(x_block, panel, rows, steps);
+        multiply_block(s, at->c, x, y, steps, k == 0 ? s->beta : 1);
+      }
+    }
+  }
+}

@@ -1,0 +1,335 @@
+// PyTorch's own CPU kernels, replaced: which there are, when each serves, and how it is put in place and taken out again.
+// This is a shared object of its own, which camox_ops.train.tune_cpu opens; opening it changes nothing yet.
+//
+//   sgemm_, cblas_sgemm_batch   what PyTorch's mm, addmm, bmm, baddbmm, their .out variants, attention and whatever else
+//                               multiplies float32 matrices call. They lie below the operators, whose arguments torch has
+//                               checked by then, and an operator that takes a Scalar, as addmm does, cannot be registered
+//                               through the stable ABI (torch 2.10 to 2.13: "Not yet supported conversion").
+//   aten::bernoulli_.float      at the dispatcher, for the CPU key.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#include "../common/torch_util.h"
+#include "bernoulli.h"
+#include "gemm.h"
+#include "slot.h"
+
+#define CAMOX_TUNE_API extern "C" __attribute__((visibility("default")))
+
+// In torch from 2.13 on: without it an operator that takes a Generator cannot be called.
+extern "C" __attribute__((weak)) AOTITorchError torch_delete_generator(AtenGeneratorHandle generator);
+
+namespace {
+
+using namespace camox;
+using torch::stable::detail::StableLibrary;
+
+std::atomic<int64_t> sgemm_calls, batch_calls, bernoulli_calls;
+
+// ---- float32 products ----
+
+using Sgemm = void(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
+                   const float*, const int*, const float*, float*, const int*);
+using SgemmBatch = void(int, const int*, const int*, const int*, const int*, const int*, const float*, const float**,
+                        const int*, const float**, const int*, const float*, float**, const int*, int, const int*);
+std::atomic<Sgemm*> stock_sgemm;
+std::atomic<SgemmBatch*> stock_sgemm_batch;
+std::atomic<bool> serving_sgemm, serving_sgemm_batch;
+
+constexpr int column_major = 102, no_transpose = 111;  // CBLAS
+// Smaller products are not slower in MKL, and those that are a vector long in one direction have kernels of their own there.
+std::atomic<int64_t> least_size{8}, least_product{32 * 32 * 32}, least_batch_product{48 * 48 * 48};
+// Multiply-adds that are worth a thread.
+constexpr int64_t thread_product = 1 << 18;
+
+// One product, or `count` products of one shape.
+struct Products {
+  camox_gemm_shape shape;
+  const float** x;
+  const float** y;
+  float** c;
+  int64_t count;
+};
+
+bool worth_it(int64_t m, int64_t n, int64_t k, float alpha, const std::atomic<int64_t>& least) {
+  return std::min({m, n, k}) >= least_size.load(std::memory_order_relaxed) &&
+         m * n * k >= least.load(std::memory_order_relaxed) && alpha != 0;
+}
+
+// BLAS counts in columns: its C [m,n] is our c transposed, with op(B) as x and op(A) as y.
+camox_gemm_shape shape_of(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb,
+                          int64_t ldc) {
+  camox_gemm_shape shape{};
+  shape.rows = n, shape.columns = m, shape.depth = k;
+  shape.x_row = transpose_b ? 1 : ldb, shape.x_depth = transpose_b ? ldb : 1;
+  shape.y_column = transpose_a ? lda : 1, shape.y_depth = transpose_a ? 1 : lda;
+  shape.c_row = ldc;
+  return shape;
+}
+
+// c as a grid of tiles, at most `tiles` of them. A tile costs its products, and the packing of its rows of x and columns of
+// y, whose every element takes about as long as `packing` multiply-adds.
+struct Grid {
+  int64_t row_tiles, column_tiles, rows, columns;
+};
+
+Grid grid_of(const camox_gemm_shape& s, int64_t tiles) {
+  constexpr int64_t packing = 8;
+  Grid best{};
+  int64_t least_cost = INT64_MAX;
+  for (int64_t across = 1; across <= tiles; ++across) {
+    auto part = [](int64_t n, int64_t parts, int64_t unit) {
+      const int64_t size = (n + parts - 1) / parts;
+      return (size + unit - 1) / unit * unit;
+    };
+    Grid g{};
+    g.columns = part(s.columns, across, CAMOX_GEMM_COLUMNS);
+    g.rows = part(s.rows, tiles / across, 1);
+    g.column_tiles = (s.columns + g.columns - 1) / g.columns;
+    g.row_tiles = (s.rows + g.rows - 1) / g.rows;
+    const int64_t cost = g.rows * g.columns + packing * (g.rows + g.columns);
+    if (cost < least_cost) least_cost = cost, best = g;
+  }
+  return best;
+}
+
+struct Job {
+  const Products* products;
+  Grid grid;
+  int64_t items, lanes;
+  camox_gemm_kernel* kernel;
+  char* scratch;
+};
+
+// Lanes [begin, end): each has its own scratch and an equal share of the items.
+void run_lanes(int64_t begin, int64_t end, void* context) {
+  const Job& job = *static_cast<const Job*>(context);
+  const Products& p = *job.products;
+  const Grid& g = job.grid;
+  for (int64_t lane = begin; lane < end; ++lane) {
+    float* scratch = reinterpret_cast<float*>(job.scratch + lane * CAMOX_GEMM_SCRATCH_BYTES);
+    for (int64_t item = lane * job.items / job.lanes; item < (lane + 1) * job.items / job.lanes; ++item) {
+      const int64_t tile = item % (g.row_tiles * g.column_tiles), matrix = item / (g.row_tiles * g.column_tiles);
+      camox_gemm_tile t{};
+      t.row = tile / g.column_tiles * g.rows, t.column = tile % g.column_tiles * g.columns;
+      t.rows = std::min(g.rows, p.shape.rows - t.row), t.columns = std::min(g.columns, p.shape.columns - t.column);
+      const camox_gemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix]};
+      job.kernel(&p.shape, &at, t, scratch);
+    }
+  }
+}
+
+// Whether the products were computed; nothing was written otherwise.
+bool multiply(const Products& p) {
+  uint32_t threads = 1;
+  if (torch_get_num_threads(&threads) != AOTI_TORCH_SUCCESS) return false;
+  const int64_t product = p.shape.rows * p.shape.columns * p.shape.depth;
+  const int64_t lanes = std::clamp<int64_t>(p.count * product / thread_product, 1, threads);
+  Job job{};
+  job.products = &p;
+  job.grid = grid_of(p.shape, (lanes + p.count - 1) / p.count);
+  job.items = p.count * job.grid.row_tiles * job.grid.column_tiles;
+  job.lanes = std::min(lanes, job.items);
+  job.kernel = camox_gemm(camox_isa_current());
+  try {
+    job.scratch = static_cast<char*>(thread_scratch(job.lanes * CAMOX_GEMM_SCRATCH_BYTES));
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  if (job.lanes == 1) {
+    run_lanes(0, 1, &job);
+    return true;
+  }
+  return torch_parallel_for(0, job.lanes, 1, run_lanes, &job) == AOTI_TORCH_SUCCESS;
+}
+
+void sgemm(const char* transa, const char* transb, const int* m, const int* n, const int* k, const float* alpha, const float* a,
+           const int* lda, const float* b, const int* ldb, const float* beta, float* c, const int* ldc) {
+  if (serving_sgemm.load(std::memory_order_relaxed) && worth_it(*m, *n, *k, *alpha, least_product)) {
+    auto transposed = [](char code) { return code != 'n' && code != 'N'; };
+    Products p{};
+    p.shape = shape_of(transposed(*transa), transposed(*transb), *m, *n, *k, *lda, *ldb, *ldc);
+    p.shape.alpha = *alpha, p.shape.beta = *beta;
+    p.x = &b, p.y = &a, p.c = &c, p.count = 1;
+    if (multiply(p)) {
+      sgemm_calls.fetch_add(1, std::memory_order_relaxed);
+      return;
+    }
+  }
+  stock_sgemm.load(std::memory_order_relaxed)(transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+void sgemm_batch(int layout, const int* transa, const int* transb, const int* m, const int* n, const int* k, const float* alpha,
+                 const float** a, const int* lda, const float** b, const int* ldb, const float* beta, float** c, const int* ldc,
+                 int groups, const int* group_size) {
+  if (serving_sgemm_batch.load(std::memory_order_relaxed) && layout == column_major && groups == 1 &&
+      worth_it(*m, *n, *k, *alpha, least_batch_product)) {
+    Products p{};
+    p.shape = shape_of(*transa != no_transpose, *transb != no_transpose, *m, *n, *k, *lda, *ldb, *ldc);
+    p.shape.alpha = *alpha, p.shape.beta = *beta;
+    p.x = b, p.y = a, p.c = c, p.count = *group_size;
+    if (p.count > 0 && multiply(p)) {
+      batch_calls.fetch_add(1, std::memory_order_relaxed);
+      return;
+    }
+  }
+  stock_sgemm_batch.load(std::memory_order_relaxed)(layout, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc,
+                                                    groups, group_size);
+}
+
+// ---- bernoulli_ ----
+
+int64_t fresh_seed() {
+  // The generator that torch.manual_seed sets gives one number per call.
+  const int64_t size = 1, stride = 1;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(), 0, &made));
+  Tensor number(made);
+  AtenTensorHandle passed;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(made, &passed));
+  std::array<StableIValue, 2> stack = {torch::stable::detail::from(passed), torch::stable::detail::from(std::nullopt)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::random_", "", stack.data(), TORCH_ABI_VERSION));
+  Tensor returned(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+  return *static_cast<const int64_t*>(number.data_ptr());
+}
+
+bool is_dense(const Tensor& x) {
+  if (x.is_contiguous()) return true;
+  const std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  const std::vector<int64_t> packed = packed_strides(sizes, memory_order(x, 0, x.dim()));
+  for (int64_t d = 0; d < x.dim(); ++d)
+    if (sizes[d] > 1 && x.stride(d) != packed[d]) return false;
+  return true;
+}
+
+bool is_float(const Tensor& x) {
+  using torch::headeronly::ScalarType;
+  const ScalarType type = x.scalar_type();
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Double;
+}
+
+void fill_bernoulli(const Tensor& self, double probability) {
+  constexpr int64_t exceeds_cache = 32 << 20, line = 64;
+  camox_bernoulli_params p{};
+  p.out = self.data_ptr();
+  p.count = self.numel();
+  p.bound = static_cast<uint64_t>(std::ldexp(probability, 32) + 0.5);
+  p.exceeds_cache = p.count * self.element_size() >= exceeds_cache && reinterpret_cast<uintptr_t>(p.out) % line == 0;
+  p.seed = static_cast<uint64_t>(fresh_seed());
+  const int64_t items = (p.count + CAMOX_BERNOULLI_ITEM - 1) / CAMOX_BERNOULLI_ITEM;
+  run(camox_bernoulli(dtype_of(self, "bernoulli_"), camox_isa_current()), p, items, CAMOX_BERNOULLI_ITEM);
+}
+
+// bernoulli_.float(Tensor(a!) self, float p, *, Generator? generator) -> Tensor(a!)
+void bernoulli(StableIValue* stack, uint64_t, uint64_t) {
+  Tensor self(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+  const double p = torch::stable::detail::to<double>(stack[1]);
+  const bool own_generator = stack[2] != torch::stable::detail::from(std::nullopt);
+  AtenTensorHandle returned;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(self.get(), &returned));
+  if (own_generator || !is_float(self) || !is_dense(self) || !(p >= 0 && p <= 1)) {
+    // PyTorch's kernel, which Python holds: camox_ops/train/tune.py.
+    AtenTensorHandle passed;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(self.get(), &passed));
+    std::array<StableIValue, 3> forwarded = {torch::stable::detail::from(passed), stack[1], stack[2]};
+    if (torch_call_dispatcher("camox_ops::stock_bernoulli_", "", forwarded.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS)
+      throw std::runtime_error(torch_exception_get_what_without_backtrace());
+  } else if (self.numel() > 0) {
+    fill_bernoulli(self, p);
+    bernoulli_calls.fetch_add(1, std::memory_order_relaxed);
+  }
+  stack[0] = torch::stable::detail::from(returned);
+}
+
+// ---- the table ----
+
+// A BLAS function whose slot in PyTorch's library is ours while `serving`.
+template <class Function>
+struct BlasCall {
+  const char* name;
+  Function* ours;
+  std::atomic<Function*>& stock;
+  std::atomic<bool>& serving;
+  camox_slot slot{};
+
+  const char* put() {
+    if (!slot.at) slot = camox_slot_find("libtorch_cpu.", name);
+    if (!slot.at) return "this PyTorch calls no BLAS library through a linkage table";
+    if (*slot.at != reinterpret_cast<void*>(ours)) {
+      stock.store(reinterpret_cast<Function*>(*slot.at));
+      if (camox_slot_set(slot, reinterpret_cast<void*>(ours)) != 0) return "PyTorch's linkage table is write-protected";
+    }
+    serving.store(true);
+    return nullptr;
+  }
+
+  // Where somebody else stands in the slot by now, ours may be called by them: it hands everything on.
+  void take() {
+    serving.store(false);
+    if (slot.at && *slot.at == reinterpret_cast<void*>(ours)) camox_slot_set(slot, reinterpret_cast<void*>(stock.load()));
+  }
+};
+
+BlasCall<Sgemm> one_product{"sgemm_", sgemm, stock_sgemm, serving_sgemm};
+BlasCall<SgemmBatch> many_products{"cblas_sgemm_batch", sgemm_batch, stock_sgemm_batch, serving_sgemm_batch};
+std::unique_ptr<StableLibrary> registered_bernoulli;
+
+const char* put_bernoulli() {
+  if (!torch_delete_generator) return "PyTorch hands generators to such kernels from 2.13 on";
+  if (!registered_bernoulli) {
+    registered_bernoulli = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CPU", __FILE__, __LINE__);
+    registered_bernoulli->impl("bernoulli_.float", bernoulli);
+  }
+  return nullptr;
+}
+
+struct Replacement {
+  const char* name;
+  const char* (*put)();  // why not, or NULL
+  void (*take)();
+  std::atomic<int64_t>& calls;
+};
+
+Replacement table[] = {
+    {"mm", [] { return one_product.put(); }, [] { one_product.take(); }, sgemm_calls},
+    {"bmm", [] { return many_products.put(); }, [] { many_products.take(); }, batch_calls},
+    {"bernoulli_", put_bernoulli, [] { registered_bernoulli.reset(); }, bernoulli_calls},
+};
+
+Replacement* find(const char* name) {
+  for (Replacement& replacement : table)
+    if (std::strcmp(replacement.name, name) == 0) return &replacement;
+  return nullptr;
+}
+
+}  // namespace
+
+// What Python calls, one at a time, while no other thread computes. NULL, or what is wrong.
+CAMOX_TUNE_API const char* camox_tune_open() { return camox_isa_init() == CAMOX_OK ? nullptr : camox_last_error(); }
+
+CAMOX_TUNE_API const char* camox_tune_put(const char* name) {
+  try {
+    Replacement* replacement = find(name);
+    return replacement ? replacement->put() : "no such replacement";
+  } catch (const std::exception&) {
+    return "PyTorch refused the registration";
+  }
+}
+
+CAMOX_TUNE_API void camox_tune_take(const char* name) {
+  if (Replacement* replacement = find(name)) replacement->take();
+}
+
+// For tests, whose products are small: which ones are replaced. size is at least 1.
+CAMOX_TUNE_API void camox_tune_set_least(int64_t size, int64_t product, int64_t batch_product) {
+  least_size.store(size), least_product.store(product), least_batch_product.store(batch_product);
+}
+
+// How often a replacement served.
+CAMOX_TUNE_API int64_t camox_tune_calls(const char* name) {
+  const Replacement* replacement = find(name);
+  return replacement ? replacement->calls.load(std::memory_order_relaxed) : -1;
+}
