@@ -47,16 +47,18 @@ typedef struct {
 /* to[k * pitch + i] = element k of line i, for all lines, at most `pitch`. Vectors are stored whole: what lies past the lines
    is spoilt, and written again by the next k or left behind the last. */
 static void pack_across(float *to, int64_t pitch, lines from, int64_t depth) {
-  for (int64_t k = 0; k < depth; k += VF32_LANES) {
-    const int64_t steps = camox_min_i64(depth - k, VF32_LANES);
-    for (int64_t first = 0; first < from.count; first += VF32_LANES) {
-      const int64_t last = camox_min_i64(from.count - first, VF32_LANES) - 1;
-      vf32 block[VF32_LANES];
-      for (int64_t i = 0; i < VF32_LANES; ++i)
-        block[i] = vf32_load_n(from.at + (first + camox_min_i64(i, last)) * from.line + k, steps);
-      vf32_transpose(block);
-      for (int64_t s = 0; s < steps; ++s) vf32_store(to + (k + s) * pitch + first, block[s]);
+  enum { STEPS = 8 };
+  for (int64_t first = 0; first < from.count; first += VF32_LANES) {
+    const float *line[VF32_LANES];
+    for (int64_t i = 0; i < VF32_LANES; ++i) line[i] = from.at + camox_min_i64(first + i, from.count - 1) * from.line;
+    int64_t k = 0;
+    for (; k + STEPS <= depth; k += STEPS) {
+      vf32 block[STEPS];
+      vload_quads_f32(block, line, k, STEPS / 4);
+      for (int64_t s = 0; s < STEPS; ++s) vf32_store(to + (k + s) * pitch + first, block[s]);
     }
+    for (; k < depth; ++k)
+      for (int64_t i = 0; i < camox_min_i64(VF32_LANES, from.count - first); ++i) to[k * pitch + first + i] = line[i][k];
   }
 }
 
