@@ -8,11 +8,11 @@
        +---------------+          +-------+-------+                   |        |        |
 
    for each depth block (at most 384 long):
-     for each block of columns:      pack it into panels of COLUMNS columns, [depth][COLUMNS]; half of L2
-       for each block of rows:       pack it into panels of at most ROWS rows, [depth][rows]; a quarter of L2
+     for each block of columns:      packed into panels of COLUMNS columns, [depth][COLUMNS]
+       for each block of rows:       packed into panels of at most ROWS rows, [depth][rows]; both blocks lie in L2
          for each panel of rows:     it stays in L1
-           for each panel of columns:   micro tile: rows x COLUMNS sums in registers, vectors along the columns,
-                                        one factor of x broadcast per row and step of the depth
+           for each panel of columns:   micro tile: rows x COLUMNS sums in registers, vectors along the columns, one
+                                        factor of x broadcast per row and step; meanwhile the next block is prefetched
    Packing turns any transposition into the order in which the micro tile reads. */
 #include "gemm.h"
 
@@ -47,16 +47,18 @@ typedef struct {
 /* to[k * pitch + i] = element k of line i, for all lines, at most `pitch`. Vectors are stored whole: what lies past the lines
    is spoilt, and written again by the next k or left behind the last. */
 static void pack_across(float *to, int64_t pitch, lines from, int64_t depth) {
-  for (int64_t k = 0; k < depth; k += VF32_LANES) {
-    const int64_t steps = camox_min_i64(depth - k, VF32_LANES);
-    for (int64_t first = 0; first < from.count; first += VF32_LANES) {
-      const int64_t last = camox_min_i64(from.count - first, VF32_LANES) - 1;
-      vf32 block[VF32_LANES];
-      for (int64_t i = 0; i < VF32_LANES; ++i)
-        block[i] = vf32_load_n(from.at + (first + camox_min_i64(i, last)) * from.line + k, steps);
-      vf32_transpose(block);
-      for (int64_t s = 0; s < steps; ++s) vf32_store(to + (k + s) * pitch + first, block[s]);
+  enum { STEPS = 8 };
+  for (int64_t first = 0; first < from.count; first += VF32_LANES) {
+    const float *line[VF32_LANES];
+    for (int64_t i = 0; i < VF32_LANES; ++i) line[i] = from.at + camox_min_i64(first + i, from.count - 1) * from.line;
+    int64_t k = 0;
+    for (; k + STEPS <= depth; k += STEPS) {
+      vf32 block[STEPS];
+      vload_quads_f32(block, line, k, STEPS / 4);
+      for (int64_t s = 0; s < STEPS; ++s) vf32_store(to + (k + s) * pitch + first, block[s]);
     }
+    for (; k < depth; ++k)
+      for (int64_t i = 0; i < camox_min_i64(VF32_LANES, from.count - first); ++i) to[k * pitch + first + i] = line[i][k];
   }
 }
 
@@ -78,6 +80,22 @@ static void pack_panels(float *to, int64_t pitch, lines from, int64_t depth) {
       }
 }
 
+/* Runs of cache lines that are prefetched one by one while registers multiply: `line` lines of this run are done. */
+typedef struct {
+  const float *at;
+  int64_t line, lines, skip, runs;
+} prefetcher;
+
+enum { LINE = 16 }; /* floats of a cache line */
+
+static prefetcher prefetch_of(lines from, int64_t depth) {
+  if (from.count == 0) return (prefetcher){from.at, 0, 0, 0, 0};
+  const int across = from.line == 1;
+  const int64_t run = across ? from.count : depth, distance = across ? from.step : from.line;
+  const int64_t covered = camox_ceil_div(run, LINE);
+  return (prefetcher){from.at, 0, covered, distance - covered * LINE, across ? depth : from.count};
+}
+
 typedef struct {
   const float *x, *y; /* packed: [depth][x_pitch], [depth][COLUMNS] */
   float *c;
@@ -95,8 +113,10 @@ CAMOX_INLINE void store_sum(float *to, vf32 sum, float beta, int64_t n) {
   }
 }
 
-CAMOX_INLINE void multiply(const micro_tile *t, int rows, int vectors) {
+CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int vectors) {
   vf32 sum[ROWS][VECTORS];
+  prefetcher p = *next;
+  int64_t step = p.runs > 0 ? LINE : 0;
   const float *x = t->x, *y = t->y;
 #pragma GCC unroll 14
   for (int r = 0; r < rows; ++r) {
@@ -115,7 +135,14 @@ CAMOX_INLINE void multiply(const micro_tile *t, int rows, int vectors) {
       for (int v = 0; v < vectors; ++v) sum[r][v] = multiply_add(factor, column[v], sum[r][v]);
     }
     x += t->x_pitch, y += COLUMNS;
+    __builtin_prefetch(p.at, 0, 2);
+    p.at += step;
+    if (step != 0 && ++p.line == p.lines) {
+      p.at += p.skip, p.line = 0;
+      if (--p.runs == 0) step = 0;
+    }
   }
+  *next = p;
   const vf32 alpha = vf32_set1(t->alpha);
 #pragma GCC unroll 14
   for (int r = 0; r < rows; ++r)
@@ -124,12 +151,12 @@ CAMOX_INLINE void multiply(const micro_tile *t, int rows, int vectors) {
       store_sum(t->c + r * t->c_row + v * VF32_LANES, sum[r][v] * alpha, t->beta, t->columns - v * VF32_LANES);
 }
 
-#define MULTIPLY(n)                                                         \
-  static __attribute__((noinline)) void multiply_##n(const micro_tile *t) { \
-    if (t->columns > VF32_LANES)                                            \
-      multiply(t, n, 2);                                                    \
-    else                                                                    \
-      multiply(t, n, 1);                                                    \
+#define MULTIPLY(n)                                                                           \
+  static __attribute__((noinline)) void multiply_##n(const micro_tile *t, prefetcher *next) { \
+    if (t->columns > VF32_LANES)                                                              \
+      multiply(t, next, n, 2);                                                                \
+    else                                                                                      \
+      multiply(t, next, n, 1);                                                                \
   }
 MULTIPLY(1)
 MULTIPLY(2)
@@ -150,7 +177,7 @@ MULTIPLY(13)
 MULTIPLY(14)
 #endif
 
-static void (*const multiply_rows[ROWS + 1])(const micro_tile *) = {
+static void (*const multiply_rows[ROWS + 1])(const micro_tile *, prefetcher *) = {
     NULL,        multiply_1,  multiply_2, multiply_3,  multiply_4,
 #if ROWS > 4
     multiply_5,  multiply_6,
@@ -172,7 +199,7 @@ typedef struct {
   const float *packed;
 } side;
 
-static void multiply_block(const camox_gemm_shape *s, float *c, side x, side y, int64_t depth, float beta) {
+static void multiply_block(const camox_gemm_shape *s, float *c, side x, side y, prefetcher next, int64_t depth, float beta) {
   micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
   for (int64_t i = x.begin; i < x.end; i += x.panel) {
     t.x = x.packed + (i - x.begin) * depth;
@@ -180,7 +207,7 @@ static void multiply_block(const camox_gemm_shape *s, float *c, side x, side y, 
       t.y = y.packed + (j - y.begin) * depth;
       t.c = c + i * s->c_row + j;
       t.columns = camox_min_i64(COLUMNS, y.end - j);
-      multiply_rows[camox_min_i64(x.panel, x.end - i)](&t);
+      multiply_rows[camox_min_i64(x.panel, x.end - i)](&t, &next);
     }
   }
 }
@@ -196,13 +223,20 @@ void CAMOX_PASTE3(camox_gemm, f32, CAMOX_ISA)(const camox_gemm_shape *s, const c
     const int64_t steps = camox_min_i64(depth, s->depth - k);
     for (int64_t left = tile.column; left < end_column; left += width) {
       const side y = {left, camox_min_i64(left + width, end_column), COLUMNS, y_block};
-      const lines columns = {at->y + k * s->y_depth + left * s->y_column, s->y_column, s->y_depth, y.end - left};
+      lines columns = {at->y + k * s->y_depth + left * s->y_column, s->y_column, s->y_depth, y.end - left};
       pack_panels(y_block, COLUMNS, columns, steps);
+      if (y.end < end_column) {
+        columns.at += width * s->y_column, columns.count = camox_min_i64(width, end_column - y.end);
+      } else {
+        columns.at = at->y + (k + depth) * s->y_depth + tile.column * s->y_column;
+        columns.count = k + depth < s->depth ? camox_min_i64(width, tile.columns) : 0;
+      }
       for (int64_t top = tile.row; top < end_row; top += height) {
         const side x = {top, camox_min_i64(top + height, end_row), panel, x_block};
-        const lines rows = {at->x + top * s->x_row + k * s->x_depth, s->x_row, s->x_depth, x.end - top};
-        pack_panels(x_block, panel, rows, steps);
-        multiply_block(s, at->c, x, y, steps, k == 0 ? s->beta : 1);
+        lines rows = {at->x + top * s->x_row + k * s->x_depth, s->x_row, s->x_depth, x.end - top};
+        if (left == tile.column || tile.rows > height) pack_panels(x_block, panel, rows, steps);
+        rows.at += height * s->x_row, rows.count = camox_min_i64(height, end_row - x.end);
+        multiply_block(s, at->c, x, y, prefetch_of(rows.count > 0 ? rows : columns, steps), steps, k == 0 ? s->beta : 1);
       }
     }
   }
