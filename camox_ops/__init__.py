@@ -8,6 +8,7 @@ from ._info import build_info, isa, supported_isas
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.bias_gelu import bias_gelu
+from .ops.box import box_mean, structure_weight
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.linear_attention import linear_attention, linear_attention_step
@@ -26,6 +27,7 @@ __all__ = [
     "bdh_attention",
     "bdh_attention_step",
     "bias_gelu",
+    "box_mean",
     "build_info",
     "check_errors",
     "dropout",
@@ -47,6 +49,7 @@ __all__ = [
     "short_attention",
     "sparse_gate",
     "spatial_gradient",
+    "structure_weight",
     "supported_isas",
     "train",
 ]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from . import _cuda, reference
 from .ops.bands import frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
+from .ops.box import box_mean
 from .ops.edge import edge_maps
 from .ops.linear_attention import MOST_DIM, linear_attention, linear_attention_packed
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
@@ -233,6 +234,13 @@ OPS = (
         lambda x, bias: reference.bias_gelu(x, bias, seed_on(x.device), 0.25),
         rows_and_bias,
         lambda x, bias: F.dropout(F.gelu(x + bias), 0.25),
+    ),
+    Op("box_mean", lambda x: box_mean(x, 31), lambda x: reference.box_mean(x, 31), picture),
+    Op(
+        "box_mean counted",
+        lambda x: box_mean(x, (3, 7), count_include_pad=False),
+        lambda x: reference.box_mean(x, (3, 7), False),
+        picture,
     ),
     Op(
         "dropout",

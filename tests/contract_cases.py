@@ -141,6 +141,32 @@ BANDS = (
         plain=lambda x: stacked(reference.frequency_bands(x), x),
     ),
 )
+box_mean = partial(of_images, name="box_mean")
+BOX = (
+    box_mean(ours=partial(cx.box_mean, size=5), plain=partial(reference.box_mean, size=5)),
+    box_mean(
+        variant="counted",
+        ours=partial(cx.box_mean, size=(3, 15), count_include_pad=False),
+        plain=partial(reference.box_mean, size=(3, 15), count_include_pad=False),
+    ),
+    box_mean(
+        variant="1-d",
+        ours=partial(cx.box_mean, size=25),
+        plain=partial(reference.box_mean, size=25),
+        shapes=((2, 3, 35), (1, 4, 42)),
+        wide=((2, 3, 455), (1, 66, 76), (1, 1, 1800), (1, 200, 31)),
+        large=((3, 17, 5610),),
+        empty=((0, 3, 4), (2, 0, 4), (2, 3, 0)),
+        beyond=((1, 3, 8), 1),
+        keeps="channels_last",
+    ),
+    box_mean(  # the weight has no gradient
+        name="structure_weight",
+        variant="beside box_mean",
+        ours=lambda x: (cx.structure_weight(x, size=7, gain=3.0), cx.box_mean(x, 7)),
+        plain=lambda x: (reference.structure_weight(x, 7, 3.0), reference.box_mean(x, 7)),
+    ),
+)
 
 
 def norm2d_inputs(shape, dtype):
@@ -740,4 +766,4 @@ VARIANTS = (
     ),
     *ROUTE_SCORES,
 )
-CASES = (*EDGE, *SPATIAL_GRADIENT, *BANDS, *NORM2D, *ROWS, *ROPE, *SHORT_ATTENTION, *LINEAR_ATTENTION, *BDH, *MOE)
+CASES = (*EDGE, *SPATIAL_GRADIENT, *BANDS, *BOX, *NORM2D, *ROWS, *ROPE, *SHORT_ATTENTION, *LINEAR_ATTENTION, *BDH, *MOE)

@@ -4,6 +4,7 @@ derivatives differentiate. Slow and memory-hungry on purpose."""
 from .bands import frequency_bands, frequency_bands_backward
 from .bdh import bdh_attention, bdh_attention_backward, bdh_attention_step
 from .bias_gelu import bias_gelu, bias_gelu_backward
+from .box import box_mean, box_mean_backward, structure_weight
 from .dropout import (
     dropout,
     dropout_add_layer_norm,
@@ -27,6 +28,8 @@ __all__ = [
     "bdh_attention_step",
     "bias_gelu",
     "bias_gelu_backward",
+    "box_mean",
+    "box_mean_backward",
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_backward",
@@ -51,4 +54,5 @@ __all__ = [
     "sparse_gate_backward",
     "spatial_gradient",
     "spatial_gradient_backward",
+    "structure_weight",
 ]
