@@ -17,6 +17,7 @@ from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
 from .ops.short_attention import short_attention
 from .ops.spatial_gradient import spatial_gradient
+from .ops.structure_loss import structure_loss
 
 __version__ = _C.build_info()["version"]
 
@@ -49,6 +50,7 @@ __all__ = [
     "short_attention",
     "sparse_gate",
     "spatial_gradient",
+    "structure_loss",
     "structure_weight",
     "supported_isas",
     "train",

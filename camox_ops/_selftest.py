@@ -20,6 +20,7 @@ from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
 from .ops.spatial_gradient import spatial_gradient
+from .ops.structure_loss import structure_loss
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("contiguous", "channels_last", "strided")
@@ -148,6 +149,12 @@ def stock_attention(q, k, v) -> torch.Tensor:
 def picture_and_logits(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x, and logits over 5 experts for its pictures."""
     return (*picture(shape, dtype), torch.linspace(-2, 3, 5 * shape[0]).view(5, shape[0]).t().contiguous().to(dtype))
+
+
+def stripes(x: torch.Tensor) -> torch.Tensor:
+    """A mask of x's shape, on its device; exact in every dtype."""
+    columns = torch.arange(x.shape[-1], device=x.device) // 3 % 3
+    return (columns / 2).to(x.dtype).expand(x.shape)
 
 
 def scales(copies: torch.Tensor) -> torch.Tensor:
@@ -305,6 +312,12 @@ OPS = (
         lambda x, y: F.dropout(F.relu(x) * F.relu(y), 0.25),
     ),
     Op("spatial_gradient", spatial_gradient, reference.spatial_gradient, picture),
+    Op(
+        "structure_loss",
+        lambda x: structure_loss(x, stripes(x), size=15, reduction="none"),
+        lambda x: reference.structure_loss(x, stripes(x), size=15, reduction="none"),
+        picture,
+    ),
 )
 
 

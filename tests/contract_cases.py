@@ -169,6 +169,52 @@ BOX = (
 )
 
 
+def mask_inputs(shape, dtype):
+    """logits and a mask, twice which is still one."""
+    return normal(shape, dtype), (normal(shape, torch.float32, seed=1).sigmoid() / 2).to(dtype)
+
+
+def weighted_inputs(shape, dtype):
+    """p, a mask and its weight."""
+    logits, mask = mask_inputs(shape, dtype)
+    p = (0.1 + 0.3 * logits.double().sigmoid()).to(dtype)  # twice which is one of them
+    return p, mask, (1 + 5 * normal(shape, torch.float32, seed=2).sigmoid()).to(dtype)
+
+
+structure_loss = partial(
+    of_images,
+    name="structure_loss",
+    inputs=mask_inputs,
+    fixed=1,
+    sums=(0, 1),
+    keeps="nothing",
+    empty=((0, 3, 4, 4), (2, 0, 4, 4)),
+    twice=False,
+    saves=(0, 1, (torch.float32, 210), (torch.float32, 24)),
+)
+STRUCTURE_LOSS = (
+    structure_loss(
+        ours=partial(cx.structure_loss, size=5, reduction="none"),
+        plain=partial(reference.structure_loss, size=5, reduction="none"),
+    ),
+    structure_loss(
+        variant="mean sum",
+        ours=partial(cx.structure_loss, size=5, bce="mean", reduction="sum"),
+        plain=partial(reference.structure_loss, size=5, bce="mean", reduction="sum"),
+        empty=(),
+    ),
+    structure_loss(
+        variant="probabilities",
+        ours=lambda p, mask, weight: cx.structure_loss(p, mask, weight=weight, smooth=0.5, probabilities=True),
+        plain=lambda p, mask, weight: reference.structure_loss(p, mask, weight, smooth=0.5, probabilities=True),
+        inputs=weighted_inputs,
+        fixed=2,
+        empty=(),
+        saves=(0, 1, 2, (torch.float32, 24)),
+    ),
+)
+
+
 def norm2d_inputs(shape, dtype):
     """x, weight, bias."""
     return normal(shape, dtype), *affine(shape[1], dtype)
@@ -766,4 +812,4 @@ VARIANTS = (
     ),
     *ROUTE_SCORES,
 )
-CASES = (*EDGE, *SPATIAL_GRADIENT, *BANDS, *BOX, *NORM2D, *ROWS, *ROPE, *SHORT_ATTENTION, *LINEAR_ATTENTION, *BDH, *MOE)
+CASES = (*EDGE, *SPATIAL_GRADIENT, *BANDS, *BOX, *STRUCTURE_LOSS, *NORM2D, *ROWS, *ROPE, *SHORT_ATTENTION, *LINEAR_ATTENTION, *BDH, *MOE)

@@ -21,6 +21,7 @@ from .norm2d import layer_norm2d, layer_norm2d_backward
 from .rope import rope, rope_backward
 from .short_attention import short_attention, short_attention_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
+from .structure_loss import structure_loss
 
 __all__ = [
     "bdh_attention",
@@ -54,5 +55,6 @@ __all__ = [
     "sparse_gate_backward",
     "spatial_gradient",
     "spatial_gradient_backward",
+    "structure_loss",
     "structure_weight",
 ]

@@ -15,6 +15,7 @@
 #define CAMOX_BOX_LEAST_BAND 32 /* rows */
 /* Lines of scratch are whole vectors of any instruction set; a loop may read one vector past the end of an array. */
 #define CAMOX_BOX_VECTOR 16
+#define CAMOX_BOX_CACHE_LINE 64 /* bytes */
 
 /* A line is what a work item holds of a row of the image: its pixels, each of `step` adjacent channels (1 where rows of single
    channels are adjacent). A window that reaches beyond the image on both sides of every pixel sums what a smaller one sums, so
@@ -22,7 +23,7 @@
 typedef struct {
   int64_t window_height, window_width, radius_y, radius_x;
   int64_t step, chunks;  /* channels per work item; work items over all channels */
-  int64_t line, padded;  /* elements of a line, and with radius_x pixels of zeros on both sides */
+  int64_t line, padded;  /* elements of a line, and with the radius_x pixels of zeros between it and the next */
   int64_t line_stride;   /* elements of a line of scratch */
   int64_t group, summed; /* rows that are summed along together; elements of them with what loops read past the end */
   int64_t bands, band_blocks;
@@ -42,7 +43,7 @@ static inline camox_box_plan camox_box_plan_of(const camox_box_params *p) {
     plan.step = camox_min_i64(p->channels, camox_max_i64(fitting, CAMOX_BOX_VECTOR));
   }
   plan.chunks = camox_ceil_div(p->channels, plan.step);
-  plan.line = p->width * plan.step, plan.padded = (p->width + 2 * plan.radius_x) * plan.step;
+  plan.line = p->width * plan.step, plan.padded = (p->width + plan.radius_x) * plan.step;
   plan.line_stride = camox_round_up(plan.line, CAMOX_BOX_VECTOR);
 
   const int64_t blocks = camox_ceil_div(p->height, plan.window_height), images = p->batch * plan.chunks;
@@ -56,7 +57,8 @@ static inline camox_box_plan camox_box_plan_of(const camox_box_params *p) {
   plan.group = camox_max_i64(1, CAMOX_BOX_GROUP_ELEMENTS / plan.padded);
   plan.group = camox_min_i64(plan.group, p->height);
   /* The largest shift along a row is less than the window. */
-  plan.summed = camox_round_up(plan.group * plan.padded + plan.window_width * plan.step, CAMOX_BOX_VECTOR) + CAMOX_BOX_VECTOR;
+  const int64_t shift = (plan.radius_x + plan.window_width) * plan.step;
+  plan.summed = camox_round_up(plan.group * plan.padded + shift, CAMOX_BOX_VECTOR) + CAMOX_BOX_VECTOR;
   return plan;
 }
 
