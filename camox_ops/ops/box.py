@@ -83,9 +83,7 @@ def _images(op: str, name: str, x) -> torch.Tensor:
         return x
     _check.tensor(op, name, x)
     if x.dim() != 3:
-        raise ValueError(
-            f"{op}: {name} must have 4 dimensions (B, C, H, W) or 3 (B, C, L), got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"{op}: {name} must have 4 dimensions (B, C, H, W) or 3 (B, C, L), got shape {tuple(x.shape)}")
     rows = x.unsqueeze(2)
     return rows if is_channels_last(rows) else x.unsqueeze(1)
 

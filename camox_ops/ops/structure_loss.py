@@ -1,4 +1,4 @@
-"""structure_loss: F3Net's loss, weighted binary cross entropy plus weighted IoU, in one pass forward and one backward."""
+"""structure_loss: F3Net's loss, weighted binary cross entropy plus IoU, in one pass forward and one backward."""
 
 from __future__ import annotations
 

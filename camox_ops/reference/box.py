@@ -16,9 +16,7 @@ def box_mean(x: torch.Tensor, size: int | tuple[int, int], count_include_pad: bo
     return F.avg_pool2d(x, (height, width), 1, (height // 2, width // 2), count_include_pad=count_include_pad)
 
 
-def box_mean_backward(
-    grad: torch.Tensor, size: int | tuple[int, int], count_include_pad: bool = True
-) -> torch.Tensor:
+def box_mean_backward(grad: torch.Tensor, size: int | tuple[int, int], count_include_pad: bool = True) -> torch.Tensor:
     """The gradient of x: a window's gradient goes to each of its pixels, divided by what the window counts."""
     if grad.numel() == 0 or count_include_pad:
         return box_mean(grad, size)

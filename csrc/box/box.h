@@ -5,8 +5,8 @@
      COUNTED           y = sum / pixels of the window that lie in the image: the same with count_include_pad=False
      COUNTED_ADJOINT   y = sum of x / pixels of the window around each x: the backward of COUNTED; MEAN is its own backward
      STRUCTURE_WEIGHT  y = 1 + gain |MEAN - x|
-   sums      No term is ever subtracted: each sum has at most log2(w) + h roundings, none of them of what lies outside its window.
-             So sums do not drift, a large mean costs no more digits than it must, and a NaN or an infinity stays in the windows
+   sums      No term is ever subtracted: each sum has at most log2(w) + h roundings, none of them of what lies outside its
+   window. So sums do not drift, a large mean costs no more digits than it must, and a NaN or an infinity stays in the windows
              that hold it.
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
    backward  linear, so nothing is saved; STRUCTURE_WEIGHT has no gradient.
@@ -40,8 +40,8 @@ typedef struct {
   camox_view4 x, y; /* x: any strides */
   /* CPU: camox_box_scratch(p) bytes for each thread, aligned to a vector. */
   void *scratch;
-  /* CUDA: sums along rows [B,C,H,W] in float32, in the order of y; running sums in the same order, which are y itself where that
-     is float32. */
+  /* CUDA: sums along rows [B,C,H,W] in float32, in the order of y; running sums in the same order, which are y itself where
+     that is float32. */
   float *row_sums, *running_sums;
 } camox_box_params;
 

@@ -1,9 +1,9 @@
 /* Box means on CUDA: sums along the rows into float32 memory, then down the columns, in two launches.
 
-   A side is counted from -radius on, where the window of pixel 0 begins, in blocks as long as the window. A window is the end of
-   one block and the beginning of the next: its sum is the sum from its first pixel to the end of that block, plus the sum from
-   the beginning of the next block on. Both are restarted in each block, and nothing is ever subtracted: no drift, and NaN and
-   infinity stay where they are.
+   A side is counted from -radius on, where the window of pixel 0 begins, in blocks as long as the window. A window is the end
+   of one block and the beginning of the next: its sum is the sum from its first pixel to the end of that block, plus the sum
+   from the beginning of the next block on. Both are restarted in each block, and nothing is ever subtracted: no drift, and NaN
+   and infinity stay where they are.
 
      lines   a thread has a block of a line of pixels that are apart in memory: down it upwards for the sums to the end, which
              it keeps where the result will be, and down the next block for the other sums. Neighbouring threads have adjacent
@@ -36,8 +36,8 @@ template <typename T>
 __device__ __forceinline__ float box_term(const box_args &a, int64_t b, int64_t c, int64_t y, int64_t x) {
   const float value = camox_to_float(__ldg(static_cast<const T *>(a.p.x.data) + box_offset(a.p.x, b, c, y, x)));
   if (a.p.kind != CAMOX_BOX_COUNTED_ADJOINT) return value;
-  return value / (static_cast<float>(box_count(y, a.radius_y, a.p.height)) *
-                  static_cast<float>(box_count(x, a.radius_x, a.p.width)));
+  return value /
+         (static_cast<float>(box_count(y, a.radius_y, a.p.height)) * static_cast<float>(box_count(x, a.radius_x, a.p.width)));
 }
 
 /* The result of a window's sum. */
@@ -45,7 +45,8 @@ template <typename T>
 __device__ __forceinline__ float box_result(const box_args &a, float sum, int64_t b, int64_t c, int64_t y, int64_t x) {
   float result = sum;
   if (a.p.kind == CAMOX_BOX_COUNTED)
-    result /= static_cast<float>(box_count(y, a.radius_y, a.p.height)) * static_cast<float>(box_count(x, a.radius_x, a.p.width));
+    result /=
+        static_cast<float>(box_count(y, a.radius_y, a.p.height)) * static_cast<float>(box_count(x, a.radius_x, a.p.width));
   else if (a.p.kind != CAMOX_BOX_COUNTED_ADJOINT)
     result /= static_cast<float>(a.p.window_height) * static_cast<float>(a.p.window_width);
   if (a.p.kind == CAMOX_BOX_STRUCTURE_WEIGHT) {
@@ -73,7 +74,8 @@ __global__ void __launch_bounds__(BOX_THREADS) box_rows_kernel(const __grid_cons
     /* from each pixel to the end of its block, from right to left */
     float carry = 0.0f; /* of the first pixel of the 32 to the right */
     int64_t carry_block = -1;
-    for (int64_t first = camox_ceil_div(width + radius, CAMOX_WARP) * CAMOX_WARP - CAMOX_WARP; first >= 0; first -= CAMOX_WARP) {
+    for (int64_t first = camox_ceil_div(width + radius, CAMOX_WARP) * CAMOX_WARP - CAMOX_WARP; first >= 0;
+         first -= CAMOX_WARP) {
       const int64_t q = first + lane;
       int64_t at;
       const int64_t block = camox_divide(q, window, &at);

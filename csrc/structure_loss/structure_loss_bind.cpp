@@ -44,8 +44,10 @@ std::tuple<Tensor, Tensor> structure_loss(const Tensor& given_logits, const Tens
   Tensor logits = as_contiguous(given_logits), mask = as_contiguous(given_mask), weight = as_contiguous(given_weight);
   camox_structure_loss_params p = params_of(logits, mask, weight, {bce, smooth, probabilities, reduction}, "structure_loss");
   const int64_t units = camox_structure_loss_units(&p);
-  Tensor partial = empty_real(logits, {units, CAMOX_STRUCTURE_PARTIAL}), sums = empty_real(logits, {p.images, CAMOX_STRUCTURE_SUMS});
-  Tensor loss = p.reduction == CAMOX_REDUCE_NONE ? empty_real(logits, {logits.size(0), logits.size(1)}) : empty_real(logits, {});
+  Tensor partial = empty_real(logits, {units, CAMOX_STRUCTURE_PARTIAL}),
+         sums = empty_real(logits, {p.images, CAMOX_STRUCTURE_SUMS});
+  Tensor loss =
+      p.reduction == CAMOX_REDUCE_NONE ? empty_real(logits, {logits.size(0), logits.size(1)}) : empty_real(logits, {});
   p.partial = partial.data_ptr(), p.sums = sums.data_ptr(), p.loss = loss.data_ptr();
 #ifdef CAMOX_CUDA_PART
   launch(camox_structure_loss_cuda, p, logits, "structure_loss");
@@ -69,8 +71,8 @@ Tensor structure_loss_backward(const Tensor& given_grad, const Tensor& given_log
   check_real(grad, logits, p.reduction == CAMOX_REDUCE_NONE ? 2 : 0, op, "grad");
   check_real(sums, logits, 2, op, "sums");
   if (grad.numel() != (p.reduction == CAMOX_REDUCE_NONE ? p.images : 1))
-    throw std::invalid_argument(std::string(op) + ": grad must have the shape of the loss, got " + std::to_string(grad.numel()) +
-                                " elements");
+    throw std::invalid_argument(std::string(op) + ": grad must have the shape of the loss, got " +
+                                std::to_string(grad.numel()) + " elements");
   if (sums.size(0) != p.images || sums.size(1) != CAMOX_STRUCTURE_SUMS)
     throw std::invalid_argument(std::string(op) + ": sums must have shape (" + std::to_string(p.images) + ", 4), got (" +
                                 std::to_string(sums.size(0)) + ", " + std::to_string(sums.size(1)) + ")");

@@ -1,6 +1,7 @@
-/* structure_loss on CUDA: a block has a work item of the CPU's, 8192 pixels of an image, and adds its four sums in a fixed order;
-   one block then adds the work items of each image and makes the loss. Backward: V neighbouring pixels for each thread, from the
-   sums of their image. V elements of every tensor are accessed in 16 bytes at once where all allow it. No atomics: fixed bits. */
+/* structure_loss on CUDA: a block has a work item of the CPU's, 8192 pixels of an image, and adds its four sums in a fixed
+   order; one block then adds the work items of each image and makes the loss. Backward: V neighbouring pixels for each thread,
+   from the sums of their image. V elements of every tensor are accessed in 16 bytes at once where all allow it. No atomics:
+   fixed bits. */
 #include "../common/cuda_util.cuh"
 #include "structure_loss.h"
 #include "structure_loss_plan.h"
@@ -89,8 +90,8 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_finish_kerne
 #pragma unroll
     for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sums[image * CAMOX_STRUCTURE_SUMS + k] = sum[k];
     of_batch += sum[CAMOX_STRUCTURE_BCE];
-    float of_image = 1.0f - (sum[CAMOX_STRUCTURE_INTER] + a.smooth) /
-                                (sum[CAMOX_STRUCTURE_UNION] - sum[CAMOX_STRUCTURE_INTER] + a.smooth);
+    float of_image =
+        1.0f - (sum[CAMOX_STRUCTURE_INTER] + a.smooth) / (sum[CAMOX_STRUCTURE_UNION] - sum[CAMOX_STRUCTURE_INTER] + a.smooth);
     if (a.p.bce == CAMOX_BCE_WEIGHTED) of_image += sum[CAMOX_STRUCTURE_BCE] / sum[CAMOX_STRUCTURE_WEIGHT];
 #ifdef CAMOX_BREAK_STRUCTURE_LOSS
     of_image += 1e-3f;

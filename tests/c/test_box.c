@@ -1,4 +1,5 @@
-/* box against a plain loop over each window: every kernel of this machine, kinds, layouts, windows up to and beyond the image. */
+/* box against a plain loop over each window: every kernel of this machine, kinds, layouts, windows up to and beyond the image.
+ */
 #include "../../csrc/box/box.h"
 #include "camox_test.h"
 
@@ -67,8 +68,8 @@ static void refused(const camox_box_params *p, const char *message) {
 static void test_checks_refuse(void) {
   float pixels[24];
   const camox_view4 planes = {pixels, {24, 12, 4, 1}}, rows_apart = {pixels, {24, 12, 8, 2}};
-  const camox_box_params good = {.batch = 1, .channels = 2, .height = 3, .width = 4, .window_height = 3, .window_width = 5,
-                                 .x = planes, .y = planes};
+  const camox_box_params good = {
+      .batch = 1, .channels = 2, .height = 3, .width = 4, .window_height = 3, .window_width = 5, .x = planes, .y = planes};
   camox_box_params p = good;
   TEST(camox_box_check(&p, "box_mean") == CAMOX_OK, "%s", camox_last_error());
   p.dtype = CAMOX_DTYPE_COUNT, refused(&p, "dtype code"), p = good;
@@ -82,7 +83,8 @@ static void test_checks_refuse(void) {
 }
 
 int main(void) {
-  static const int64_t sizes[][4] = {{1, 1, 1, 1}, {2, 3, 5, 7}, {1, 2, 9, 33}, {1, 21, 6, 17}, {1, 1, 70, 20}, {0, 2, 3, 4}, {2, 0, 3, 4}};
+  static const int64_t sizes[][4] = {{1, 1, 1, 1},   {2, 3, 5, 7}, {1, 2, 9, 33}, {1, 21, 6, 17},
+                                     {1, 1, 70, 20}, {0, 2, 3, 4}, {2, 0, 3, 4}};
   static const int64_t windows[][2] = {{1, 1}, {3, 3}, {1, 7}, {5, 1}, {31, 11}, {9, 75}};
   test_checks_refuse();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {

@@ -43,16 +43,21 @@ static void test_case(camox_isa isa, camox_dtype dtype, int64_t images, int64_t 
   long double batch = 0;
   image_sums *all = calloc((size_t)images + 1, sizeof *all);
   if (all == NULL) abort();
-  for (int64_t i = 0; i < images; ++i) all[i] = naive_image(&p, zs + i * pixels, ms + i * pixels, ws + i * pixels), batch += all[i].bce;
+  for (int64_t i = 0; i < images; ++i)
+    all[i] = naive_image(&p, zs + i * pixels, ms + i * pixels, ws + i * pixels), batch += all[i].bce;
   for (int64_t i = 0; i < images; ++i) {
-    const double g = p.reduction == CAMOX_REDUCE_NONE ? gs[i] : p.reduction == CAMOX_REDUCE_SUM ? gs[0] : gs[0] / (double)images;
+    const double g = p.reduction == CAMOX_REDUCE_NONE  ? gs[i]
+                     : p.reduction == CAMOX_REDUCE_SUM ? gs[0]
+                                                       : gs[0] / (double)images;
     const double of_image = (double)(all[i].loss + (p.bce == CAMOX_BCE_MEAN ? batch / (double)(images * pixels) : 0));
     of_grads += g;
     truth[p.reduction == CAMOX_REDUCE_NONE ? i : 0] += p.reduction == CAMOX_REDUCE_MEAN ? of_image / (double)images : of_image;
   }
   for (int64_t i = 0; i < images; ++i)
     for (int64_t k = i * pixels; k < (i + 1) * pixels; ++k) {
-      const double g = p.reduction == CAMOX_REDUCE_NONE ? gs[i] : p.reduction == CAMOX_REDUCE_SUM ? gs[0] : gs[0] / (double)images;
+      const double g = p.reduction == CAMOX_REDUCE_NONE  ? gs[i]
+                       : p.reduction == CAMOX_REDUCE_SUM ? gs[0]
+                                                         : gs[0] / (double)images;
       const double q = p.probabilities ? zs[k] : 1 / (1 + exp(-zs[k])), slope = p.probabilities ? 1 : q * (1 - q);
       const double below = (double)(all[i].total - all[i].inter) + p.smooth, above = (double)all[i].inter + p.smooth;
       const double bce = p.bce == CAMOX_BCE_MEAN ? of_grads / (double)(images * pixels) : g * ws[k] / (double)all[i].weight;
@@ -62,8 +67,8 @@ static void test_case(camox_isa isa, camox_dtype dtype, int64_t images, int64_t 
   p.logits = z.buffer, p.mask = m.buffer, p.weight = w.buffer, p.partial = partial.buffer, p.sums = sums.buffer;
   p.loss = loss.buffer, p.grad = grad.buffer, p.grad_logits = grad_logits.buffer;
   char what[120];
-  snprintf(what, sizeof what, "%s %s (%d,%d) options %d", camox_isa_name(isa), test_dtype_names[dtype], (int)images, (int)pixels,
-           options);
+  snprintf(what, sizeof what, "%s %s (%d,%d) options %d", camox_isa_name(isa), test_dtype_names[dtype], (int)images,
+           (int)pixels, options);
   TEST(camox_structure_loss_check(&p, "structure_loss") == CAMOX_OK, "%s: %s", what, camox_last_error());
   camox_structure_loss_forward(dtype, isa)(&p, 0, units / 2);
   camox_structure_loss_forward(dtype, isa)(&p, units / 2, units);
@@ -71,11 +76,12 @@ static void test_case(camox_isa isa, camox_dtype dtype, int64_t images, int64_t 
   camox_structure_loss_finish(dtype, isa)(&p, 0, 1);
   camox_structure_loss_backward(dtype, isa)(&p, 0, units);
   TEST(test_close(&loss, truth, &error, &allowed), "%s: loss off by %g, allowed %g", what, error, allowed);
-  TEST(test_close_within(32, &grad_logits, truth_grad, &error, &allowed), "%s: gradient off by %g, allowed %g", what, error, allowed);
+  TEST(test_close_within(32, &grad_logits, truth_grad, &error, &allowed), "%s: gradient off by %g, allowed %g", what, error,
+       allowed);
   test_set(real, m.buffer, images * pixels - 1, 1.5);
   camox_structure_loss_forward(dtype, isa)(&p, 0, units);
-  TEST(camox_structure_loss_check_mask(&p) == CAMOX_INVALID_ARGUMENT && strstr(camox_last_error(), "in [0, 1], got 1.5"), "%s: %s",
-       what, camox_last_error());
+  TEST(camox_structure_loss_check_mask(&p) == CAMOX_INVALID_ARGUMENT && strstr(camox_last_error(), "in [0, 1], got 1.5"),
+       "%s: %s", what, camox_last_error());
   test_picture *const every[] = {&z, &m, &w, &grad, &partial, &sums, &loss, &grad_logits};
   for (size_t i = 0; i < sizeof every / sizeof *every; ++i) test_free(every[i]);
   free(zs), free(ms), free(ws), free(gs), free(truth), free(truth_grad), free(all);
