@@ -98,7 +98,8 @@ def test_extreme_logits(value):
                 for z in [logits.clone().requires_grad_()]
                 for y in [function(z, mask, bce=bce)]
             )
-            torch.testing.assert_close(ours, theirs, equal_nan=True)
+            if not theirs.isnan() or value != value:  # PyTorch has NaN for -inf and a mask between 0 and 1
+                torch.testing.assert_close(ours, theirs, equal_nan=True)
             torch.testing.assert_close(grad, expected, equal_nan=True, atol=1e-9, rtol=1e-5)
 
 

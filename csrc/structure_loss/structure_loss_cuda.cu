@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const
           bce = (m[i] - 1.0f) * structure_log(1.0f - p) - m[i] * structure_log(p);
         } else {
           const structure_sigmoid s = structure_sigmoid_of(z[i]);
-          p = s.p, bce = (z[i] < 0.0f ? 0.0f : z[i]) - z[i] * m[i] + log1pf(s.e);
+          p = s.p, bce = (z[i] < 0.0f ? -(z[i] * m[i]) : z[i] * (1.0f - m[i])) + log1pf(s.e);
         }
         sum[CAMOX_STRUCTURE_WEIGHT] += w[i];
         sum[CAMOX_STRUCTURE_BCE] += weighted ? w[i] * bce : bce;
