@@ -40,7 +40,8 @@ __device__ __forceinline__ void structure_load(const structure_args &a, int64_t 
   camox_load_floats(w, static_cast<const float *>(a.p.weight) + at);
 }
 
-template <typename T, int V>
+/* V before T: kernels of <element, lanes> promise stores of vectors too (scripts/cuda_budget.py), and this one stores sums. */
+template <int V, typename T>
 __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const __grid_constant__ structure_args a) {
   __shared__ float scratch[STRUCTURE_WARPS];
   const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
@@ -170,7 +171,7 @@ static void structure_launch(structure_args a, bool backward, void *stream) {
     const unsigned grid = camox_grid(camox_ceil_div(a.p.images * a.vectors, STRUCTURE_THREADS));
     CAMOX_LAUNCH((structure_loss_backward_kernel<T, V>), grid, STRUCTURE_THREADS, 0, stream, a);
   } else {
-    CAMOX_LAUNCH((structure_loss_kernel<T, V>), camox_grid(a.units), STRUCTURE_THREADS, 0, stream, a);
+    CAMOX_LAUNCH((structure_loss_kernel<V, T>), camox_grid(a.units), STRUCTURE_THREADS, 0, stream, a);
   }
 }
 
