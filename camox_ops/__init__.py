@@ -11,6 +11,7 @@ from ._ops import IMAGE_OPS as _IMAGE_OPS
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.bias_gelu import bias_gelu
+from .ops.box import box_mean, structure_weight
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.linear_attention import linear_attention, linear_attention_step
@@ -19,6 +20,7 @@ from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
 from .ops.short_attention import short_attention
 from .ops.spatial_gradient import spatial_gradient
+from .ops.structure_loss import structure_loss
 
 __version__ = _C.build_info()["version"]
 
@@ -29,6 +31,7 @@ __all__ = [
     "bdh_attention",
     "bdh_attention_step",
     "bias_gelu",
+    "box_mean",
     "build_info",
     "check_errors",
     "dropout",
@@ -50,6 +53,8 @@ __all__ = [
     "short_attention",
     "sparse_gate",
     "spatial_gradient",
+    "structure_loss",
+    "structure_weight",
     "supported_isas",
     "train",
 ]

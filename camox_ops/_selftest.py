@@ -15,12 +15,14 @@ from . import _cuda, reference
 from ._ops import IMAGE_OPS
 from .ops.bands import frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
+from .ops.box import box_mean, structure_weight
 from .ops.edge import edge_maps
 from .ops.linear_attention import MOST_DIM, linear_attention, linear_attention_packed
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
 from .ops.spatial_gradient import spatial_gradient
+from .ops.structure_loss import structure_loss
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("contiguous", "channels_last", "strided")
@@ -151,6 +153,12 @@ def image_and_logits(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
     return (*image(shape, dtype), torch.linspace(-2, 3, 5 * shape[0]).view(5, shape[0]).t().contiguous().to(dtype))
 
 
+def stripes(x: torch.Tensor) -> torch.Tensor:
+    """A mask of x's shape, on its device; exact in every dtype."""
+    columns = torch.arange(x.shape[-1], device=x.device) // 3 % 3
+    return (columns / 2).to(x.dtype).expand(x.shape)
+
+
 def scales(copies: torch.Tensor) -> torch.Tensor:
     """One for each copy, exact in every dtype."""
     return torch.arange(1, copies.shape[0] + 1, device=copies.device).view(-1, 1, 1, 1).to(copies.dtype)
@@ -236,6 +244,19 @@ OPS = (
         rows_and_bias,
         lambda x, bias: F.dropout(F.gelu(x + bias), 0.25),
     ),
+    Op("box_mean", lambda x: box_mean(x, 31), lambda x: reference.box_mean(x, 31), image),
+    Op(
+        "box_mean counted",
+        lambda x: box_mean(x, (3, 7), count_include_pad=False),
+        lambda x: reference.box_mean(x, (3, 7), False),
+        image,
+    ),
+    Op(
+        "structure_weight",
+        lambda x: structure_weight(x.detach(), size=15) * x,
+        lambda x: reference.structure_weight(x.detach(), 15, 5.0) * x,
+        image,
+    ),
     Op(
         "dropout",
         lambda x: torch.ops.camox_ops.dropout(x, seed_on(x.device), 0.25),
@@ -299,6 +320,12 @@ OPS = (
         lambda x, y: F.dropout(F.relu(x) * F.relu(y), 0.25),
     ),
     Op("spatial_gradient", spatial_gradient, reference.spatial_gradient, image),
+    Op(
+        "structure_loss",
+        lambda x: structure_loss(x, stripes(x), size=15, reduction="none"),
+        lambda x: reference.structure_loss(x, stripes(x), size=15, reduction="none"),
+        image,
+    ),
     *(
         Op(name, getattr(import_module(f".ops.{name}", __package__), name), getattr(reference, name), image)
         for name in IMAGE_OPS

@@ -76,6 +76,16 @@ GROUPS = {
     ),
     "bias_gelu": Group("`bias_gelu`", "bias_gelu", "`F.gelu(x + bias)`"),
     "bias_gelu_dropout": Group("`bias_gelu` with dropout", "bias_gelu", "`F.dropout(F.gelu(x + bias))`", ("mask",)),
+    "box_mean_3": Group("`box_mean` by 3", "box", "`avg_pool2d`", ("pool",)),
+    "box_mean_11": Group("`box_mean` by 11", "box", "`avg_pool2d`", ("pool",)),
+    "box_mean_31": Group("`box_mean` by 31", "box", "`avg_pool2d`", ("pool",)),
+    "box_mean_25": Group("`box_mean` of a series by 25", "box", "`avg_pool1d`", ("pool",)),
+    "structure_loss": Group(
+        "`structure_loss` of four outputs", "structure_loss", "F3Net's function, four times", ("pool",)
+    ),
+    "structure_loss_weighted": Group(
+        "`structure_loss` of four outputs, weight given", "structure_loss", "F3Net's function without its pool"
+    ),
     "rope_interleaved": Group("`rope(interleaved=True)`", "rope", "rotation in tensor ops, tables ready"),
     "rope_half_split": Group("`rope`", "rope", "rotation in tensor ops, tables ready"),
     "linear_attention_sum": Group(

@@ -143,6 +143,78 @@ BANDS = (
         plain=lambda x: stacked(reference.frequency_bands(x), x),
     ),
 )
+box_mean = partial(of_images, name="box_mean")
+BOX = (
+    box_mean(ours=partial(cx.box_mean, size=5), plain=partial(reference.box_mean, size=5)),
+    box_mean(
+        variant="counted",
+        ours=partial(cx.box_mean, size=(3, 15), count_include_pad=False),
+        plain=partial(reference.box_mean, size=(3, 15), count_include_pad=False),
+    ),
+    box_mean(
+        variant="1-d",
+        ours=partial(cx.box_mean, size=25),
+        plain=partial(reference.box_mean, size=25),
+        shapes=((2, 3, 35), (1, 4, 42)),
+        wide=((2, 3, 455), (1, 66, 76), (1, 1, 1800), (1, 200, 31)),
+        large=((3, 17, 5610),),
+        empty=((0, 3, 4), (2, 0, 4), (2, 3, 0)),
+        beyond=((1, 3, 8), 1),
+        keeps="channels_last",
+    ),
+    box_mean(  # the weight has no gradient
+        name="structure_weight",
+        variant="beside box_mean",
+        ours=lambda x: (cx.structure_weight(x, size=7, gain=3.0), cx.box_mean(x, 7)),
+        plain=lambda x: (reference.structure_weight(x, 7, 3.0), reference.box_mean(x, 7)),
+    ),
+)
+
+
+def mask_inputs(shape, dtype):
+    """logits and a mask, twice which is still one."""
+    return normal(shape, dtype), (normal(shape, torch.float32, seed=1).sigmoid() / 2).to(dtype)
+
+
+def weighted_inputs(shape, dtype):
+    """p, a mask and its weight."""
+    logits, mask = mask_inputs(shape, dtype)
+    p = (0.1 + 0.3 * logits.double().sigmoid()).to(dtype)  # twice which is one of them
+    return p, mask, (1 + 5 * normal(shape, torch.float32, seed=2).sigmoid()).to(dtype)
+
+
+structure_loss = partial(
+    of_images,
+    name="structure_loss",
+    inputs=mask_inputs,
+    fixed=1,
+    sums=(0, 1),
+    keeps="nothing",
+    empty=((0, 3, 4, 4), (2, 0, 4, 4)),
+    twice=False,
+    saves=(0, 1, (torch.float32, 210), (torch.float32, 24)),
+)
+STRUCTURE_LOSS = (
+    structure_loss(
+        ours=partial(cx.structure_loss, size=5, reduction="none"),
+        plain=partial(reference.structure_loss, size=5, reduction="none"),
+    ),
+    structure_loss(
+        variant="mean sum",
+        ours=partial(cx.structure_loss, size=5, bce="mean", reduction="sum"),
+        plain=partial(reference.structure_loss, size=5, bce="mean", reduction="sum"),
+        empty=(),
+    ),
+    structure_loss(
+        variant="probabilities",
+        ours=lambda p, mask, weight: cx.structure_loss(p, mask, weight=weight, smooth=0.5, probabilities=True),
+        plain=lambda p, mask, weight: reference.structure_loss(p, mask, weight, smooth=0.5, probabilities=True),
+        inputs=weighted_inputs,
+        fixed=2,
+        empty=(),
+        saves=(0, 1, 2, (torch.float32, 24)),
+    ),
+)
 
 ONE_IMAGE = tuple(
     of_images(
@@ -758,6 +830,8 @@ CASES = (
     *EDGE,
     *SPATIAL_GRADIENT,
     *BANDS,
+    *BOX,
+    *STRUCTURE_LOSS,
     *ONE_IMAGE,
     *NORM2D,
     *ROWS,

@@ -28,6 +28,8 @@ def enumerators(header: str, enum: str) -> dict[str, int]:
         (_codes.NORMALIZATIONS, "linear_attention/linear_attention.h", "camox_normalize", "normalize_"),
         (_codes.SCORES, "moe/moe.h", "camox_moe_score", "moe_"),
         (_codes.AUX_LOSSES, "moe/moe.h", "camox_moe_aux", "moe_"),
+        (_codes.BCES, "structure_loss/structure_loss.h", "camox_bce", "bce_"),
+        (_codes.REDUCTIONS, "structure_loss/structure_loss.h", "camox_reduction", "reduce_"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("camox") else "",
 )

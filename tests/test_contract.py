@@ -223,7 +223,7 @@ def promised_order(case, x, layout):
         as_x.sort(key=lambda dim: -x.stride(dim))
     return {
         "nothing": list(range(x.dim())),
-        "channels_last": as_x if layout in ("channels_last", "cropped") else list(range(x.dim())),
+        "channels_last": as_x if layout in ("channels_last", "cropped") or as_x == [0, 2, 1] else list(range(x.dim())),
         "dense": list(range(x.dim())) if layout == "cropped" else as_x,
         "everything": as_x,
         "last innermost": [*(dim for dim in as_x if dim != x.dim() - 1), x.dim() - 1],

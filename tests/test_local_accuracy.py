@@ -130,6 +130,33 @@ def test_cuda_kernels_of_frequency_bands(kind, dtype, layout):
 @layouts
 @dtypes
 @pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize("size", [3, 11])
+def test_box_mean(size, kind, dtype, layout):
+    for shape in SHAPES:
+        x = image(shape, dtype, layout, kind)
+        for counted in (True, False):
+            truth = reference.box_mean(x.double(), size, counted)
+            ours, same = cx.box_mean(x, size, count_include_pad=counted), reference.box_mean(x, size, counted)
+            assert_close_around(ours, same, truth, windows(size), x.double())
+            grad = torch.ops.camox_ops.box_mean_backward(x, size, size, counted, layout == "channels_last")
+            same, truth = (reference.box_mean_backward(g, size, counted) for g in (x, x.double()))
+            assert_close_around(grad, same, truth, windows(size), x.double())
+
+
+@layouts
+@pytest.mark.parametrize("kind", IMAGES)
+def test_box_mean_is_not_finite_where_avg_pool2d_is_not(kind, layout):
+    for shape in SHAPES:
+        x = image(shape, torch.float32, layout, kind)
+        for size in (3, 11, 31):
+            ours, theirs = cx.box_mean(x, size), reference.box_mean(x, size)
+            assert torch.equal(ours.isnan(), theirs.isnan())
+            assert torch.equal(ours.isinf(), theirs.isinf())
+
+
+@layouts
+@dtypes
+@pytest.mark.parametrize("kind", IMAGES)
 @pytest.mark.parametrize("border", ["zeros", "replicate", "reflect"])
 def test_edge_maps_and_spatial_gradient(border, kind, dtype, layout):
     for op, formula in ((cx.edge_maps, reference.edge_maps), (cx.spatial_gradient, reference.spatial_gradient)):

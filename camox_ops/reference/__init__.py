@@ -7,6 +7,7 @@ from .._ops import IMAGE_OPS as _IMAGE_OPS
 from .bands import frequency_bands, frequency_bands_backward
 from .bdh import bdh_attention, bdh_attention_backward, bdh_attention_step
 from .bias_gelu import bias_gelu, bias_gelu_backward
+from .box import box_mean, box_mean_backward, structure_weight
 from .dropout import (
     dropout,
     dropout_add_layer_norm,
@@ -23,6 +24,7 @@ from .norm2d import layer_norm2d, layer_norm2d_backward
 from .rope import rope, rope_backward
 from .short_attention import short_attention, short_attention_backward
 from .spatial_gradient import spatial_gradient, spatial_gradient_backward
+from .structure_loss import structure_loss
 
 __all__ = [
     "bdh_attention",
@@ -30,6 +32,8 @@ __all__ = [
     "bdh_attention_step",
     "bias_gelu",
     "bias_gelu_backward",
+    "box_mean",
+    "box_mean_backward",
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_backward",
@@ -54,6 +58,8 @@ __all__ = [
     "sparse_gate_backward",
     "spatial_gradient",
     "spatial_gradient_backward",
+    "structure_loss",
+    "structure_weight",
 ]
 
 for _name in _IMAGE_OPS:

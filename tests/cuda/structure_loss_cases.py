@@ -1,0 +1,84 @@
+"""structure_loss in the emulator: its launchers in csrc/structure_loss/structure_loss_cuda.cu on guarded tensors."""
+
+from __future__ import annotations
+
+import ctypes
+
+import emulator
+import torch
+from helpers import random_image
+from images import DTYPE_CODES
+
+from camox_ops import reference
+
+SOURCE = emulator.CSRC / "structure_loss" / "structure_loss_cuda.cu"
+# (images, pixels): whole accesses and none, around a block and a work item of 8192 pixels, more images than threads.
+SHAPES = [(1, 1), (3, 7), (2, 64), (1, 300), (2, 8192), (1, 8193), (300, 8)]
+OPTIONS = [
+    {"bce": bce, "probabilities": probabilities, "reduction": reduction}
+    for bce in ("weighted", "mean")
+    for probabilities in (False, True)
+    for reduction in ("mean", "sum", "none")
+]
+
+
+def inputs_of(shape, dtype, probabilities=False):
+    """Logits or probabilities, mask and weight as (images, 1, 1, pixels), and the gradient of each image's loss."""
+    full = (shape[0], 1, 1, shape[1])
+    logits = random_image(full, torch.float32)
+    logits = (logits.sigmoid() if probabilities else 2 * logits).to(dtype)
+    mask, weight = random_image(full, seed=1).sigmoid(), 1 + 5 * random_image(full, seed=2).sigmoid()
+    return logits, mask, weight, random_image((shape[0], 1, 1, 1), seed=3).view(shape[0], 1)
+
+
+def run(logits, mask, weight, grad, bce, probabilities, reduction, flush="end", **how):
+    """(loss, grad_logits)."""
+    structs, constants = emulator.header("common/types.h", "structure_loss/structure_loss.h")
+    p = structs["camox_structure_loss_params"]()
+    p.dtype, p.bce = constants[DTYPE_CODES[logits.dtype]], constants[f"CAMOX_BCE_{bce.upper()}"]
+    p.reduction, p.probabilities, p.smooth = constants[f"CAMOX_REDUCE_{reduction.upper()}"], probabilities, 0.5
+    p.images, p.pixels = logits.shape[0], logits.shape[3]
+    items = p.images * -(-p.pixels // 8192)
+    with emulator.guarded(flush) as memory:
+
+        def new(name, *shape, dtype=torch.float32):
+            return memory.empty_strided(shape, torch.empty(shape, device="meta").stride(), dtype, name)
+
+        given = {"logits": logits, "mask": mask, "weight": weight, "grad": grad if reduction == "none" else grad[0, 0]}
+        held = {name: memory.copy(t, name) for name, t in given.items()}
+        held |= {"partial": new("partial", items, 6), "sums": new("sums", p.images, 4)}
+        held["loss"] = new("loss", *([p.images, 1] if reduction == "none" else []))
+        held["grad_logits"] = new("grad_logits", *logits.shape, dtype=logits.dtype)
+        for name, tensor in held.items():
+            setattr(p, name, tensor.data_ptr())
+        _call("camox_structure_loss_cuda", p, logits, "forward", **how)
+        _call("camox_structure_loss_backward_cuda", p, logits, "backward", **how)
+        return [held[name].clone() for name in ("loss", "grad_logits")]
+
+
+def _call(name, p, logits, direction, arch=900, define="", **how):
+    function = getattr(emulator.load(SOURCE, arch, define), name)
+    dtype = str(logits.dtype).removeprefix("torch.")
+    emulator.call(function, ctypes.byref(p), None, dtype=dtype, layout="contiguous", direction=direction, **how)
+
+
+def plain(logits, mask, weight, grad, bce, probabilities, reduction):
+    """The same from camox_ops.reference."""
+    logits = logits.detach().requires_grad_()
+    loss = reference.structure_loss(
+        logits, mask, weight, bce=bce, smooth=0.5, probabilities=probabilities, reduction=reduction
+    )
+    grad = (grad if reduction == "none" else grad[0, 0]).to(loss.dtype)
+    return [loss.detach(), *torch.autograd.grad(loss, logits, grad)]
+
+
+def every_kernel(arch) -> None:
+    """Runs each kernel at its smallest: every dtype and access width."""
+    for dtype in emulator.DTYPES.values():
+        for pixels in (8, 7):
+            run(*inputs_of((2, pixels), dtype), **OPTIONS[0], arch=arch)
+
+
+def with_barriers(**how):
+    for options in (OPTIONS[0], OPTIONS[6]):
+        yield run(*inputs_of((3, 8193), torch.float32), **options, **how)

@@ -1,0 +1,56 @@
+"""box's CUDA kernels on the CPU."""
+
+import box_cases
+import emulator
+import pytest
+import torch
+from helpers import assert_close_to_reference, random_image
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@pytest.mark.parametrize("kind", box_cases.KINDS)
+def test_box(dtype, kind, layout, arch):
+    orders = list(emulator.ORDERS)
+    for i, shape in enumerate(box_cases.SHAPES):
+        for k, window in enumerate(box_cases.WINDOWS):
+            x = random_image(shape, dtype, layout, "offset" if k % 2 else "normal")
+            ours = box_cases.run(x, kind, window, arch=arch, order=orders[(i + k) % len(orders)])
+            same, truth = (box_cases.plain(y, kind, window) for y in (x, x.double()))
+            assert_close_to_reference(ours, same, truth)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_box_strides_over_a_small_grid(dtype, layout, order):
+    x = random_image((2, 5, 40, 37), dtype, layout)
+    expected = box_cases.run(x, "MEAN", (7, 5))
+    assert torch.equal(box_cases.run(x, "MEAN", (7, 5), grid_cap=2, order=order), expected)
+
+
+@pytest.mark.parametrize("flush", ["start", "end"])
+def test_box_stays_within_its_tensors(dtype, flush):
+    for shape in ((1, 3, 5, 33), (2, 1, 7, 8)):
+        for layout in ("contiguous", "channels_last", "strided"):
+            x = random_image(shape, dtype, layout)
+            truth = box_cases.plain(x.double(), "COUNTED", (5, 9))
+            assert_close_to_reference(
+                box_cases.run(x, "COUNTED", (5, 9), flush=flush), box_cases.plain(x, "COUNTED", (5, 9)), truth
+            )
+
+
+def test_box_keeps_what_is_not_finite_within_its_windows():
+    x = random_image((1, 1, 40, 70))
+    x[0, 0, 20, 33], x[0, 0, 3, 60] = float("inf"), float("nan")
+    for window in ((3, 5), (11, 31)):
+        ours, theirs = box_cases.run(x, "MEAN", window), box_cases.plain(x, "MEAN", window)
+        torch.testing.assert_close(ours, theirs, equal_nan=True, atol=1e-6, rtol=1e-5)
+
+
+def test_box_empty():
+    assert box_cases.run(torch.empty(2, 0, 3, 4), "MEAN", (3, 3)).shape == (2, 0, 3, 4)
+
+
+@pytest.mark.slow
+def test_box_broken_build_is_noticed():
+    x = random_image((1, 1, 5, 8))
+    wrong, right = (box_cases.run(x, "MEAN", (3, 3), define=d) for d in ("CAMOX_BREAK_BOX", ""))
+    assert not torch.allclose(wrong, right, atol=1e-4)
