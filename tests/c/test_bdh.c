@@ -48,8 +48,8 @@ static void naive_weights(const camox_bdh_params *p, const double *r, double *w)
 }
 
 /* out [B,H,T,D], grad_q [B,H,T,N] and, added to zeros, grad_v [B,Hv,T,D] */
-static void naive(const camox_bdh_params *p, const test_image *q, const test_image *v, const test_image *grad,
-                  double *out, double *grad_q, double *grad_v) {
+static void naive(const camox_bdh_params *p, const test_image *q, const test_image *v, const test_image *grad, double *out,
+                  double *grad_q, double *grad_v) {
   const int64_t length = p->length, dim = p->dim, value_dim = p->value_dim;
   double *r = calloc((size_t)(length * dim) + 1, sizeof *r), *w = calloc((size_t)(length * length) + 1, sizeof *w);
   double *ds = calloc((size_t)(length * length) + 1, sizeof *ds), *dr = calloc((size_t)dim + 1, sizeof *dr);
@@ -119,8 +119,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   const int64_t of_q[4] = {p.batch, p.heads, p.length, p.dim}, of_v[4] = {p.batch, p.value_heads, p.length, p.value_dim};
   const int64_t of_out[4] = {p.batch, p.heads, p.length, p.value_dim};
   const int last = layout == TEST_CHANNELS_LAST, gaps = layout == TEST_STRIDED;
-  test_image q = test_input(dtype, layout, of_q), v = test_input(dtype, layout, of_v),
-               grad = test_input(dtype, layout, of_out);
+  test_image q = test_input(dtype, layout, of_q), v = test_input(dtype, layout, of_v), grad = test_input(dtype, layout, of_out);
   test_image out = test_output(dtype, last, gaps, of_out), grad_q = test_output(dtype, last, gaps, of_q);
   test_image grad_v = test_output(dtype, last, gaps, of_v), cosines = dense(real, p.length, p.table_columns, 1);
   test_image sines = dense(real, p.length, p.table_columns, 1);

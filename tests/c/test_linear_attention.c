@@ -176,7 +176,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, int layout, const int64_
     free(found[i].values);
   }
   test_image *const all[] = {&q,       &k,      &v, &grad, &out,   &grad_q, &grad_k, &grad_v,
-                               &initial, &grad_s, &s, &z,    &sum_s, &sum_z,  &partial};
+                             &initial, &grad_s, &s, &z,    &sum_s, &sum_z,  &partial};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
   free(mask), free(p.scratch);
 }
