@@ -123,7 +123,14 @@ COMMON_FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wer
 if X86:
     COMMON_FLAGS.append("-DCAMOX_HAVE_X86")
 # No contraction to FMA: every instruction set gives the same bits where no sum is reordered.
-C_FLAGS = [*COMMON_FLAGS, "-std=gnu17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+C_FLAGS = [
+    *COMMON_FLAGS,
+    "-Werror=implicit-function-declaration",
+    "-std=gnu17",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
 CXX_FLAGS = [*COMMON_FLAGS, "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Wno-unused-parameter"]
 
 
