@@ -80,8 +80,6 @@ def assert_same_product(name, product, *inputs):
     assert_close_to_reference(ours, stock, product(*(x.double() for x in inputs)))
 
 
-# ---- products ----
-
 SIZES = [
     (1, 1, 1),
     (3, 5, 2),
@@ -290,9 +288,6 @@ def test_samples_of_pytorch(any_size, operator_infos, operator):
     assert seen
 
 
-# ---- bernoulli_ ----
-
-
 def bits(seed: int, group: int, place: int, lower: int) -> int:
     words = philox4x32([torch.tensor(word) for word in (group, 0, lower, 0)], [seed & 0xFFFFFFFF, seed >> 32])
     return int(words[place // 2]) >> (16 * (place % 2)) & 0xFFFF
@@ -418,9 +413,6 @@ def test_dropout():
     kept = grad != 0
     assert abs(kept.float().mean().item() - 0.8) < 0.01
     torch.testing.assert_close(y, torch.where(kept, x / 0.8, 0.0))
-
-
-# ---- what PyTorch does around its kernels ----
 
 
 class Block(nn.Module):
@@ -657,9 +649,6 @@ print(status)
     if why_not("mm"):
         pytest.skip(why_not("mm"))
     assert run_python(code).strip() == "0"
-
-
-# ---- tune_cpu and restore_cpu ----
 
 
 def test_tune_and_restore(block):
