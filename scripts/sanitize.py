@@ -1,5 +1,7 @@
 """Runs tests/c/test_<op>.c under AddressSanitizer and UndefinedBehaviorSanitizer: python scripts/sanitize.py [op ...]
 
+test_tune.c, of the replacements of PyTorch's kernels, is one of them.
+
 The sources and their flags are setup.py's own, one object for each instruction set; no Python is in the tested process.
 """
 
@@ -39,7 +41,8 @@ def main(ops: list[str]) -> int:
     facts = setup_facts()
     jobs = {op: [(TESTS / f"test_{op}.c", FOLDER / f"test_{op}.o", facts["C_FLAGS"])] for op in ops}
     common = []
-    for source, flavour, flags in facts["compilations"]():
+    replacements = [job for job in facts["tune_compilations"]() if Path(job[0]).parent.name == "tune"]
+    for source, flavour, flags in [*facts["compilations"](), *replacements]:
         job = (source, FOLDER / flavour / Path(source).with_suffix(".o"), flags)
         folder = Path(source).parent.name
         if source.endswith(".c") and folder == "common":
