@@ -46,7 +46,7 @@ def repaired(wheel: Path, out: Path) -> Path:
 
 
 def faults(wheel: Path, cuda: bool) -> list[str]:
-    """What is wrong with a wheel that should hold the CPU part, what tune_cpu opens, and the CUDA part if nvcc was there."""
+    """What is wrong with a wheel that should hold the CPU part, what tune_cpu opens, and perhaps the CUDA part."""
     names = zipfile.ZipFile(wheel).namelist()
     wanted = [CPU_PART, TUNE_PART, *([CUDA_PART] if cuda else [])]
     found = [f"{name} is missing" for name in wanted if name not in names]
