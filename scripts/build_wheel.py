@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 20 << 20
 CPU_PART, CUDA_PART = "camox_ops/_C.abi3.so", "camox_ops/libcamox_ops_cuda.so"
+TUNE_PART = "camox_ops/libcamox_ops_tune.so"
 # libstdc++ and libc belong to the system, the rest to torch.
 EXCLUDED = ("libtorch*", "libc10*")
 
@@ -45,12 +46,12 @@ def repaired(wheel: Path, out: Path) -> Path:
 
 
 def faults(wheel: Path, cuda: bool) -> list[str]:
-    """What is wrong with a wheel that should hold the CPU part and, where nvcc was there, the CUDA part."""
+    """What is wrong with a wheel that should hold the CPU part, what tune_cpu opens, and perhaps the CUDA part."""
     names = zipfile.ZipFile(wheel).namelist()
-    wanted = [CPU_PART, *([CUDA_PART] if cuda else [])]
+    wanted = [CPU_PART, TUNE_PART, *([CUDA_PART] if cuda else [])]
     found = [f"{name} is missing" for name in wanted if name not in names]
     foreign = [name for name in names if name.endswith(".so") or ".so." in name]
-    found += [f"{name} does not belong there" for name in foreign if name not in (CPU_PART, CUDA_PART)]
+    found += [f"{name} does not belong there" for name in foreign if name not in (CPU_PART, TUNE_PART, CUDA_PART)]
     size = wheel.stat().st_size
     if size > LARGEST:
         found.append(f"{size / 2**20:.1f} MiB is more than {LARGEST >> 20} MiB")

@@ -37,6 +37,7 @@ TUNE_FILES = (
     "csrc/tune/README.md",
     "camox_ops/train/tune.py",
     "tests/test_tune_cpu.py",
+    "tests/c/test_tune.c",
     "benchmarks/bench_tune_cpu.py",
     "docs/cpu.md",
 )

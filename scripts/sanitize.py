@@ -1,5 +1,7 @@
 """Runs tests/c/test_<op>.c under AddressSanitizer and UndefinedBehaviorSanitizer: python scripts/sanitize.py [op ...]
 
+test_tune.c, of the replacements of PyTorch's kernels, is one of them.
+
 The sources and their flags are setup.py's own, one object for each instruction set; no Python is in the tested process.
 What a test calls on every instruction set itself is tests/c/<op>_cpu.c, compiled as the kernels are.
 """
@@ -44,7 +46,8 @@ def main(ops: list[str]) -> int:
         for isa, flags in facts["ISA_FLAGS"].items() if source.exists() else ():
             jobs[op].append((source, FOLDER / isa / f"{op}_tests.o", [*facts["C_FLAGS"], *flags, f"-DCAMOX_ISA={isa}"]))
     common = []
-    for source, flavour, flags in facts["compilations"]():
+    replacements = [job for job in facts["tune_compilations"]() if Path(job[0]).parent.name == "tune"]
+    for source, flavour, flags in [*facts["compilations"](), *replacements]:
         job = (source, FOLDER / flavour / Path(source).with_suffix(".o"), flags)
         folder = Path(source).parent.name
         if source.endswith(".c") and folder == "common":

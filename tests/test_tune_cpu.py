@@ -80,8 +80,6 @@ def assert_same_product(name, product, *inputs):
     assert_close_to_reference(ours, stock, product(*(x.double() for x in inputs)))
 
 
-# ---- products ----
-
 SIZES = [
     (1, 1, 1),
     (3, 5, 2),
@@ -290,9 +288,6 @@ def test_samples_of_pytorch(any_size, operator_infos, operator):
     assert seen
 
 
-# ---- bernoulli_ ----
-
-
 def bits(seed: int, group: int, place: int, lower: int) -> int:
     words = philox4x32([torch.tensor(word) for word in (group, 0, lower, 0)], [seed & 0xFFFFFFFF, seed >> 32])
     return int(words[place // 2]) >> (16 * (place % 2)) & 0xFFFF
@@ -388,21 +383,26 @@ def test_errors_of_bernoulli(p):
     assert str(stock.value).splitlines()[0] in str(ours.value)
 
 
-@needs["bernoulli_"]
-@pytest.mark.parametrize("isa", cx.supported_isas())
-def test_bernoulli_is_the_same_for_every_instruction_set(isa):
-    code = """
+MASKS = """
 import torch
 from camox_ops.train import tune
+found = []
 with tune.replaced("bernoulli_"):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         torch.manual_seed(7)
         ones = torch.empty(300_001).bernoulli_(0.3).nonzero().flatten()
-        print(len(ones), int((ones * torch.arange(len(ones))).sum()))
+        found.append((len(ones), int((ones * torch.arange(len(ones))).sum())))
 """
-    first, second = run_python(code, CAMOX_FORCE_ISA=isa).splitlines()
-    assert first == second == run_python(code, CAMOX_FORCE_ISA="portable").splitlines()[0]
+
+
+@needs["bernoulli_"]
+@pytest.mark.parametrize("isa", cx.supported_isas())
+def test_bernoulli_is_the_same_for_every_instruction_set(isa):
+    here = {}
+    exec(MASKS, here)
+    assert here["found"][0] == here["found"][1]
+    assert run_python(MASKS + "print(found)", CAMOX_FORCE_ISA=isa).strip() == str(here["found"])
 
 
 @needs["bernoulli_"]
@@ -418,9 +418,6 @@ def test_dropout():
     kept = grad != 0
     assert abs(kept.float().mean().item() - 0.8) < 0.01
     torch.testing.assert_close(y, torch.where(kept, x / 0.8, 0.0))
-
-
-# ---- what PyTorch does around its kernels ----
 
 
 class Block(nn.Module):
@@ -657,9 +654,6 @@ print(status)
     if why_not("mm"):
         pytest.skip(why_not("mm"))
     assert run_python(code).strip() == "0"
-
-
-# ---- tune_cpu and restore_cpu ----
 
 
 def test_tune_and_restore(block):

@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from scripts import audit, build_wheel  # noqa: E402
-from scripts.build_wheel import CPU_PART, CUDA_PART  # noqa: E402
+from scripts.build_wheel import CPU_PART, CUDA_PART, TUNE_PART  # noqa: E402
 
+CPU_PARTS = (CPU_PART, TUNE_PART)
 auditwheel = pytest.mark.skipif(importlib.util.find_spec("auditwheel") is None, reason="auditwheel is not installed")
 
 
@@ -29,15 +30,16 @@ def archive(folder: Path, *names: str, title="camox_ops-1-cp310-abi3-manylinux_2
 
 
 def test_faults_of_a_wheel(tmp_path, monkeypatch):
-    assert build_wheel.faults(archive(tmp_path, CPU_PART, CUDA_PART), cuda=True) == []
-    assert build_wheel.faults(archive(tmp_path, CPU_PART), cuda=False) == []
-    assert build_wheel.faults(archive(tmp_path, CPU_PART), cuda=True) == [f"{CUDA_PART} is missing"]
-    bundled = archive(tmp_path, CPU_PART, "camox_ops.libs/libtorch_cpu.so")
+    assert build_wheel.faults(archive(tmp_path, *CPU_PARTS, CUDA_PART), cuda=True) == []
+    assert build_wheel.faults(archive(tmp_path, *CPU_PARTS), cuda=False) == []
+    assert build_wheel.faults(archive(tmp_path, *CPU_PARTS), cuda=True) == [f"{CUDA_PART} is missing"]
+    assert build_wheel.faults(archive(tmp_path, CPU_PARTS[0]), cuda=False) == [f"{CPU_PARTS[1]} is missing"]
+    bundled = archive(tmp_path, *CPU_PARTS, "camox_ops.libs/libtorch_cpu.so")
     assert build_wheel.faults(bundled, cuda=False) == ["camox_ops.libs/libtorch_cpu.so does not belong there"]
-    other = archive(tmp_path, CPU_PART, title="camox_ops-1-cp311-cp311-linux_x86_64.whl")
+    other = archive(tmp_path, *CPU_PARTS, title="camox_ops-1-cp311-cp311-linux_x86_64.whl")
     assert build_wheel.faults(other, cuda=False) == [f"{other.name} is not tagged cp310-abi3"]
     monkeypatch.setattr(build_wheel, "LARGEST", 100)
-    assert "is more than" in build_wheel.faults(archive(tmp_path, CPU_PART), cuda=False)[0]
+    assert "is more than" in build_wheel.faults(archive(tmp_path, *CPU_PARTS), cuda=False)[0]
 
 
 def report(**changes) -> dict:

@@ -28,8 +28,6 @@ using torch::stable::detail::StableLibrary;
 
 std::atomic<int64_t> sgemm_calls, batch_calls, bernoulli_calls;
 
-// ---- float32 products ----
-
 using Sgemm = void(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
                    const float*, const int*, const float*, float*, const int*);
 using SgemmBatch = void(int, const int*, const int*, const int*, const int*, const int*, const float*, const float**,
@@ -179,8 +177,6 @@ void sgemm_batch(int layout, const int* transa, const int* transb, const int* m,
                                                     groups, group_size);
 }
 
-// ---- bernoulli_ ----
-
 int64_t fresh_seed() {
   // The generator that torch.manual_seed sets gives one number per call.
   const int64_t size = 1, stride = 1;
@@ -243,8 +239,6 @@ void bernoulli(StableIValue* stack, uint64_t, uint64_t) {
   }
   stack[0] = torch::stable::detail::from(returned);
 }
-
-// ---- the table ----
 
 // A BLAS function whose slot in PyTorch's library is ours while `serving`.
 template <class Function>
