@@ -77,8 +77,3 @@ def every_kernel(arch) -> None:
     for dtype in rig.DTYPES.values():
         for pixels in (8, 7):
             run(*inputs_of((2, pixels), dtype), **OPTIONS[0], arch=arch)
-
-
-def with_barriers(**how):
-    for options in (OPTIONS[0], OPTIONS[6]):
-        yield run(*inputs_of((3, 8193), torch.float32), **options, **how)
