@@ -32,7 +32,7 @@ CAMOX_INLINE float number_sqrt(float value) { return sqrtf(value); }
 CAMOX_INLINE float number_max(float a, float b) { return a > b ? a : b; }
 CAMOX_INLINE float number_min(float a, float b) { return a < b ? a : b; }
 CAMOX_INLINE float number_select(bool which, float yes, float no) { return which ? yes : no; }
-CAMOX_INLINE float number_exact_fma(float a, float b, float c) { return fmaf(a, b, c); }
+CAMOX_INLINE float number_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 CAMOX_INLINE float sign(float value) { return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : 0.0f; }
 
 #include CAMOX_FORMULA

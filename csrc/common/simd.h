@@ -41,5 +41,3 @@ CAMOX_INLINE void vf32_store_n(float *to, vf32 value, ptrdiff_t n) { vstore_n_f3
 #include "simd_stream.h"
 
 /* The name of multiply_add that edge and spatial_gradient still use. */
-#define vf32_exact_fma vf32_multiply_add
-#define vf64_exact_fma vf64_multiply_add

@@ -32,7 +32,7 @@
 
 CAMOX_INLINE vf32 multiply_add(vf32 a, vf32 b, vf32 c) {
 #if defined(CAMOX_SIMD_AVX512) || defined(CAMOX_SIMD_AVX2)
-  return vf32_exact_fma(a, b, c);
+  return vf32_multiply_add(a, b, c);
 #else
   return a * b + c;
 #endif
