@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _C
+from .._torch_private import stock_cpu_kernel
 from .allocator import AllocatorReport, tune_cpu_allocator
 
 LIBRARY = Path(__file__).parent.with_name("libcamox_ops_tune.so")
@@ -177,14 +178,12 @@ class _Library:
         """Makes PyTorch's kernel an operator, which the replacement calls outside its domain."""
         if self._fragment is not None:
             return True
-        get_kernel = getattr(torch.library, "get_kernel", None)
-        if get_kernel is None:
+        stock = stock_cpu_kernel("aten::bernoulli_.float")
+        if stock is None:
             return False
-        stock = get_kernel("aten::bernoulli_.float", "CPU")
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
         def stock_bernoulli_(self, p, generator):
-            stock.call_boxed(keys, self, p, generator=generator)
+            stock(self, p, generator=generator)
 
         self._fragment = torch.library.Library("camox_ops", "FRAGMENT")
         self._fragment.define("stock_bernoulli_(Tensor(a!) self, float p, Generator? generator) -> ()")
