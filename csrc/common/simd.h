@@ -40,4 +40,3 @@ CAMOX_INLINE vf32 vf32_load_n(const float *from, ptrdiff_t n) { return vload_n_f
 CAMOX_INLINE void vf32_store_n(float *to, vf32 value, ptrdiff_t n) { vstore_n_f32(to, value, n); }
 #include "simd_stream.h"
 
-/* The name of multiply_add that edge and spatial_gradient still use. */
