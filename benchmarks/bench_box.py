@@ -62,8 +62,8 @@ def cases() -> list[Case]:
             half = case_of(size, FEATURES, direction, torch.bfloat16, "contiguous")
             found += [
                 replace(plain, quick=size == 3),
-                replace(last, companions={"contiguous": plain}, default_allocator=False),
-                replace(half, companions={"float32": plain}, default_allocator=False),
+                replace(last, compare_with={"contiguous": plain}, default_allocator=False),
+                replace(half, compare_with={"float32": plain}, default_allocator=False),
             ]
         found.append(case_of(31, MASKS, direction, torch.float32, "contiguous"))
         found.append(case_of(25, SERIES, direction, torch.float32, "contiguous"))

@@ -252,7 +252,7 @@ OPS = (
         image,
     ),
     Op(
-        "structure_weight",
+        "box_mean structure_weight",
         lambda x: structure_weight(x.detach(), size=15) * x,
         lambda x: reference.structure_weight(x.detach(), 15, 5.0) * x,
         image,

@@ -185,7 +185,7 @@ class _Library:
         def stock_bernoulli_(self, p, generator):
             stock(self, p, generator=generator)
 
-        self._fragment = torch.library.Library("camox_ops", "FRAGMENT")
+        self._fragment = torch.library.Library("camox_ops_tune", "DEF")
         self._fragment.define("stock_bernoulli_(Tensor(a!) self, float p, Generator? generator) -> ()")
         self._fragment.impl("stock_bernoulli_", stock_bernoulli_, "CPU")
         return True
