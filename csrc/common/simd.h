@@ -39,4 +39,3 @@ CAMOX_INLINE void vf64_store_n(double *to, vf64 value, ptrdiff_t n) { vstore_n_f
 CAMOX_INLINE vf32 vf32_load_n(const float *from, ptrdiff_t n) { return vload_n_f32(from, n); }
 CAMOX_INLINE void vf32_store_n(float *to, vf32 value, ptrdiff_t n) { vstore_n_f32(to, value, n); }
 #include "simd_stream.h"
-
