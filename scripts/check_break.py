@@ -124,7 +124,7 @@ def main(op: str) -> int:
         print(f"break {op}: {fault}", file=sys.stderr)
     failed = sum(states.count("failed") for states in results.values())
     if not found:
-        print(f"break {op}: {failed} tests turned red, as they must")
+        print(f"break {op}: {failed} tests fail, as they must")
     return 1 if found else 0
 
 

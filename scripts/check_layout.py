@@ -70,12 +70,16 @@ PLAIN_WORDS = (
     "README.md",
     "benchmarks/*.py",
     "camox_ops/*.py",
-    "csrc/*.cu",
-    "csrc/*.cuh",
+    "csrc/*",
     "docs/*.md",
     "examples/*.md",
     "examples/*.py",
+    "scripts/[!c]*.py",
+    "scripts/check_break.py",
+    "scripts/check_docs.py",
+    "scripts/cuda_budget.py",
     "tests/*.py",
+    "tests/c/*",
     "tests/cuda/*",
 )
 # What to say instead: "Vocabulary" in CONTRIBUTING.md. Only words that have no right use; a string's strip(), os.walk

@@ -2,7 +2,7 @@
 
     python scripts/cuda_budget.py                       # compiles csrc/*/*_cuda.cu for every architecture and checks it
     python scripts/cuda_budget.py --binary dist/X.whl   # checks what a wheel, or libcamox_ops_cuda.so, holds
-    python scripts/cuda_budget.py --update              # writes the table anew after a wanted change, or from --binary
+    python scripts/cuda_budget.py --update              # writes the table again after a wanted change, or from --binary
     python scripts/cuda_budget.py --update --ops edge   # compiles and writes the kernels of one op family alone
     python scripts/cuda_budget.py --update --ops edge --archs sm_80   # and of one architecture, which takes seconds
 

@@ -31,8 +31,8 @@ def signed(values: torch.Tensor) -> np.ndarray:
 
 def photograph() -> torch.Tensor:
     """[1,1,SIDE,SIDE] from 0 to 1."""
-    picture = Image.fromarray(data.chelsea()).convert("L").crop((75, 0, 375, 300)).resize((SIDE, SIDE))
-    return torch.from_numpy(np.array(picture)).float()[None, None] / 255
+    photo = Image.fromarray(data.chelsea()).convert("L").crop((75, 0, 375, 300)).resize((SIDE, SIDE))
+    return torch.from_numpy(np.array(photo)).float()[None, None] / 255
 
 
 def save_row(name: str, panels: list[np.ndarray]) -> None:
@@ -72,8 +72,8 @@ def report() -> None:
     """The demo's report, small enough for a repository."""
     source = ROOT / "demo" / "report.png"
     if source.exists():
-        picture = Image.open(source).convert("RGB").quantize(128, dither=Image.Dither.FLOYDSTEINBERG)
-        picture.save(ROOT / "docs" / "report.png", optimize=True)
+        photo = Image.open(source).convert("RGB").quantize(128, dither=Image.Dither.FLOYDSTEINBERG)
+        photo.save(ROOT / "docs" / "report.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -231,7 +231,8 @@ void bernoulli(StableIValue* stack, uint64_t, uint64_t) {
     AtenTensorHandle passed;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(self.get(), &passed));
     std::array<StableIValue, 3> forwarded = {torch::stable::detail::from(passed), stack[1], stack[2]};
-    if (torch_call_dispatcher("camox_ops_tune::stock_bernoulli_", "", forwarded.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS)
+    if (torch_call_dispatcher("camox_ops_tune::stock_bernoulli_", "", forwarded.data(), TORCH_ABI_VERSION) !=
+        AOTI_TORCH_SUCCESS)
       throw std::runtime_error(torch_exception_get_what_without_backtrace());
   } else if (self.numel() > 0) {
     fill_bernoulli(self, p);
