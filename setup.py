@@ -69,8 +69,8 @@ OLD_GLIBC = {
     },
     "librt.so.1": {"GLIBC_2.2.5": "shm_open shm_unlink"},
 }
-if BREAK and BREAK not in OPS:
-    sys.exit(f"CAMOX_BREAK must be one of {', '.join(OPS)}, got {BREAK!r}")
+if BREAK and BREAK not in (*OPS, TUNE.name):
+    sys.exit(f"CAMOX_BREAK must be one of {', '.join((*OPS, TUNE.name))}, got {BREAK!r}")
 
 
 def version():

@@ -122,7 +122,8 @@ def differentiable_call(name: str, overload, transformable: type[Function], save
     The callable has an `attempt`, for arguments that nobody has checked yet: outputs where the operator itself refuses
     whatever is wrong with these tensors, before it writes anything (on the CPU, in plain eager mode), and None where it
     refused or where that is not certain. The caller then makes its checks, whose messages name arguments as users know
-    them, and calls again. With cold caches those checks take 20 to 40 us, as much as an operator on a small image.
+    them, and calls again. With cold caches those
+    checks take as long as an operator on a small image.
     """
     make = _short_call if CALLS_ARE_FAST else _long_call
     return make(name, overload, transformable, *(((True,), (False,)) if saves_if_asked else ((), ())))

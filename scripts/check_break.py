@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MUST_FAIL = {"values": ("test_matches_reference", "test_known_values"), "gradients": ("test_grad",)}
 MUST_PASS = "test_errors"
+TEST_FILES = {"tune": "tune_cpu"}
 # Op family -> test -> why the broken kernels, which are wrong in one output and one gradient, cannot turn it red.
 STAY_GREEN = {
     "bands": {
@@ -27,8 +28,13 @@ STAY_GREEN = {
     "bdh": {
         "test_grad_of_float32_tables_is_not_rounded_to_halves": "compares the broken op with itself in other dtypes"
     },
+    "box": {"test_matches_reference_where_running_sums_would_drift": "means of 1e4 are rounded by as much"},
     "dropout": {"test_known_values_of_philox": "tests the generator of camox_ops.reference"},
     "edge": {"test_grad_of_strided_gradients": "compares the broken op with itself in another layout"},
+    "gemm": {
+        "test_grad": "float64, which PyTorch multiplies",
+        "test_matches_reference": "float32, which PyTorch multiplies",
+    },
     "moe": {
         "test_known_values_of_aux_losses": "moe_aux_loss is not broken",
         "test_matches_reference_aux": "moe_aux_loss is not broken",
@@ -76,7 +82,7 @@ def outcomes(folder: Path, op: str) -> dict[str, list[str]]:
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--tb=no", "-p", "no:cacheprovider"]
     chosen = " or ".join([*(prefix for prefixes in MUST_FAIL.values() for prefix in prefixes), MUST_PASS])
-    command += ["-r", "N", "-k", chosen, f"--junitxml={report}", f"tests/test_{op}.py"]
+    command += ["-r", "N", "-k", chosen, f"--junitxml={report}", f"tests/test_{TEST_FILES.get(op, op)}.py"]
     subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
     if not report.exists():
         sys.exit(f"break {op}: pytest wrote no report")

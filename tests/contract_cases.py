@@ -25,7 +25,7 @@ WITHOUT_OPERATOR = {
     "linear_attention_step": "raises until causal linear attention exists (test_linear_attention.py)",
 }
 # Operators that no public function of tensors calls, and where they are tested.
-WITHOUT_CASE = {"bdh_product": "camox_ops.nn's projections (test_vision_bdh.py)"}
+WITHOUT_CASE = {"gemm": "camox_ops.nn's projections (test_gemm.py)"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ SIZES = [
 @needs["mm"]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_matches_pytorch_mm(any_size, size, layout):
+def test_matches_reference_mm(any_size, size, layout):
     if size[0] == 1:
         x, y = operands(2, 2, 1, layout)
     else:
@@ -109,7 +109,7 @@ def test_matches_pytorch_mm(any_size, size, layout):
 @needs["mm"]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0, 1), (0.5, -2), (2, 1)])
-def test_matches_pytorch_addmm(any_size, layout, beta, alpha):
+def test_matches_reference_addmm(any_size, layout, beta, alpha):
     x, y = operands(31, 50, 400, layout)
     for bias in (normal(50, seed=3), normal(31, 50, seed=3), normal(31, 1, seed=3)):
         assert_same_product("mm", lambda b, x, y: torch.addmm(b, x, y, beta=beta, alpha=alpha), bias, x, y)
@@ -135,7 +135,7 @@ def test_nan_and_infinity_spread_as_in_pytorch():
 @needs["bmm"]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [(2, 9, 40, 30), (3, 256, 64, 40), (2, 70, 33, 400), (40, 16, 16, 9)], ids=str)
-def test_matches_pytorch_bmm(any_size, size, layout):
+def test_matches_reference_bmm(any_size, size, layout):
     batch, m, n, k = size
     x, y = operands(m, n, k, layout, (batch,))
     assert_same_product("bmm", torch.bmm, x, y)
@@ -155,13 +155,13 @@ def views():
 
 @needs["mm"]
 @pytest.mark.parametrize("which", range(5))
-def test_matches_pytorch_of_views(any_size, which):
+def test_matches_reference_of_views(any_size, which):
     x, y = list(views())[which]
     assert_same_product("mm", torch.mm, x, y)
 
 
 @needs["mm"]
-def test_matches_pytorch_in_out(any_size):
+def test_matches_reference_in_out(any_size):
     x, y = operands(40, 50, 60, "nt")
     outs = [torch.empty(40, 50), torch.empty(50, 40).t(), torch.empty(80, 100)[::2, ::2], torch.empty(40, 70)[:, 3:53]]
     for out in outs:
@@ -194,7 +194,7 @@ def test_outside_the_domain_pytorch_runs():
 
 @needs["mm"]
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_of_linear(bias):
+def test_grad_of_linear(bias):
     x, weight, grad = normal(100, 6, 64), normal(80, 64, seed=1), normal(100, 6, 80, seed=2)
 
     def numbers(dtype):

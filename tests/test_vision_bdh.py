@@ -1,4 +1,4 @@
-"""BidirectionalBDHAttention, the projections, and the examples vision_bdh and bdh_text."""
+"""BidirectionalBDHAttention and the examples vision_bdh and bdh_text."""
 
 import copy
 import csv
@@ -15,10 +15,8 @@ import pytest
 import torch
 from helpers import DEVICE, assert_close_to_reference
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import gradcheck
 
 import camox_ops as cx
-from camox_ops.nn.projections import project, project_heads
 
 one_thread = example_path.one_thread
 bdh, checkpoint, common_parity = (example_path.load(name, "common") for name in ("bdh", "checkpoint", "parity"))
@@ -223,97 +221,6 @@ def test_attention_compile():
     compiled = torch.compile(attention, fullgraph=True)
     for left, right in zip(numbers(compiled, q, v), numbers(attention, q, v), strict=True):
         torch.testing.assert_close(left, right)
-
-
-# ---- projections ----
-
-
-def strided(shape, layout, seed=0):
-    generator = torch.Generator("cpu").manual_seed(seed)
-    if layout == "transposed":
-        return torch.randn(*shape[:-2], shape[-1], shape[-2], generator=generator, device="cpu").to(DEVICE).mT
-    if layout == "sliced":
-        wider = torch.randn(*shape[:-1], 2 * shape[-1] + 1, generator=generator, device="cpu").to(DEVICE)
-        return wider[..., 1 : 1 + shape[-1]]
-    return torch.randn(shape, generator=generator, device="cpu").to(DEVICE)
-
-
-def product_numbers(product, x, weight):
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    out = product(x, weight)
-    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return [out, *torch.autograd.grad(out, [x, weight], grad)]
-
-
-@pytest.mark.parametrize("x_layout", ["plain", "transposed", "sliced"])
-@pytest.mark.parametrize("w_layout", ["plain", "transposed", "sliced"])
-@pytest.mark.parametrize("product", [project, project_heads])
-def test_projections_match_reference(product, x_layout, w_layout):
-    x_shape, w_shape = ((7, 5, 12), (12, 9)) if product is project else ((35, 3, 12), (3, 12, 9))
-    plain = torch.matmul if product is project else lambda x, w: torch.einsum("mhk,hkn->mhn", x, w)
-    x, weight = strided(x_shape, x_layout), strided(w_shape, w_layout, seed=1)
-    exact = product_numbers(plain, x.double(), weight.double())
-    assert_close_to_reference(product_numbers(product, x, weight), product_numbers(plain, x, weight), exact)
-
-
-@pytest.mark.parametrize("x_layout", ["plain", "transposed", "sliced"])
-@pytest.mark.parametrize("w_layout", ["plain", "transposed"])
-@pytest.mark.parametrize("product", [project, project_heads])
-def test_projections_of_bfloat16_match_reference(product, x_layout, w_layout):
-    x_shape, w_shape = ((2, 210, 400), (400, 200)) if product is project else ((200, 2, 390), (2, 390, 70))
-    plain = torch.matmul if product is project else lambda x, w: torch.einsum("mhk,hkn->mhn", x, w)
-    x, weight = strided(x_shape, x_layout).bfloat16(), strided(w_shape, w_layout, seed=1).bfloat16()
-    exact = product_numbers(plain, x.double(), weight.double())
-    for ours, theirs, truth in zip(
-        product_numbers(product, x, weight), product_numbers(plain, x, weight), exact, strict=True
-    ):
-        # product_numbers rounds the gradient that flows in, so gradients are compared with stock PyTorch's alone
-        bound = truth if theirs.shape == exact[0].shape else theirs.double()
-        assert (ours.double() - bound).norm() <= 2**-8 * bound.norm()
-        assert ours.dtype == torch.bfloat16
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of the CPU")
-def test_projections_have_the_same_bits_for_any_number_of_threads():
-    x, weight = strided((300, 2, 400), "plain").bfloat16(), strided((2, 400, 500), "plain", seed=1).bfloat16()
-    threads, found = torch.get_num_threads(), []
-    for count in (1, 2, 5):
-        torch.set_num_threads(count)
-        found.append(product_numbers(project_heads, x, weight))
-    torch.set_num_threads(threads)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="an operator of the CPU")
-def test_products_of_bfloat16_errors():
-    product = torch.ops.camox_ops.bdh_product
-    a = torch.rand(2, 4, 6).bfloat16()
-    for b in (a[:1].mT, a, a.mT.float(), a[0].mT):
-        with pytest.raises(ValueError, match="bdh_product"):
-            product(a, b, False)
-    with pytest.raises(ValueError, match="bdh_product: a must have dtype bfloat16"):
-        product(a.float(), a.mT.float(), False)
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_projections_of_few_rows(rows):
-    assert project(torch.rand(rows, 4), torch.rand(4, 6)).shape == (rows, 6)
-    assert project_heads(torch.rand(rows, 2, 4), torch.rand(2, 4, 6)).shape == (rows, 2, 6)
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 on the CPU")
-def test_projections_grad():
-    x, weight = torch.rand(3, 2, 4).double().requires_grad_(), torch.rand(2, 4, 5).double().requires_grad_()
-    assert gradcheck(project_heads, (x, weight))
-    assert gradcheck(project, (x, weight[0]))
-    assert torch.autograd.gradgradcheck(project, (x, weight[0]))
-
-
-def test_projections_autocast():
-    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        assert project(torch.rand(3, 4), torch.rand(4, 5)).dtype == torch.bfloat16
-        assert project_heads(torch.rand(3, 2, 4), torch.rand(2, 4, 5)).dtype == torch.bfloat16
 
 
 # ---- models ----

@@ -72,7 +72,7 @@ def _by_pairs(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _product(a: torch.Tensor, b: torch.Tensor, by_row: bool) -> torch.Tensor:
     """a (H, M, K) times b (H, K, N) -> (H, M, N), in memory (M, H, N) where by_row."""
-    return torch.ops.camox_ops.bdh_product(a, b, by_row)
+    return torch.ops.camox_ops.gemm(a, b, by_row)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

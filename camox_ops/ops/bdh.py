@@ -278,4 +278,4 @@ def _fake_product(a, b, by_row):
 _bdh_attention = register("bdh_attention", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)
 _bdh_attention_backward = register_last_derivative("bdh_attention", fake=_fake_backward)
 torch.library.register_fake("camox_ops::bdh_attention_step", _fake_step)
-torch.library.register_fake("camox_ops::bdh_product", _fake_product)
+torch.library.register_fake("camox_ops::gemm", _fake_product)

@@ -1,4 +1,4 @@
-"""box_mean and structure_weight: means over windows of any odd size, at a cost that does not grow with the window."""
+"""box_mean and structure_weight: means over windows of any odd size, at a cost that grows with their logarithm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def box_mean(x: torch.Tensor, size: int | tuple[int, int], *, count_include_pad:
     """The mean over a window around each pixel: average pooling at stride 1, for windows of any odd size.
 
     What torch.nn.functional.avg_pool2d(x, size, stride=1, padding=size // 2) gives, and avg_pool1d for (B, C, L), at a
-    cost per pixel that does not grow with the window.
+    cost per pixel that grows with the logarithm of the window's width, and not with its height.
 
     Args:
         x: (B, C, H, W) or (B, C, L), float32, bfloat16, float16 or float64; any strides, any size from 0 on.

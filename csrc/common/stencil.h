@@ -43,15 +43,12 @@ static inline camox_tiling camox_tiling_within(int channels_last, int64_t batch,
   if (batch == 0 || channels == 0 || height == 0 || width == 0) return t;
   t.flat = !channels_last && width <= CAMOX_FLAT_WIDTH;
   t.tile_channels = channels_last ? channels : 1;
-  if (t.tile_channels > most_channels) /* equal parts, in whole vectors */
-    t.tile_channels = camox_round_up(camox_ceil_div(channels, camox_ceil_div(channels, most_channels)), 16);
+  if (t.tile_channels > most_channels) /* in whole vectors */
+    t.tile_channels = camox_even_part(channels, most_channels, 16);
   t.tile_columns = t.flat ? width : camox_min_i64(width, elements / t.tile_channels);
   /* An image up to half as high again as a band stays whole: each cut loads its border rows twice. */
   t.tile_rows = height <= CAMOX_TILE_ROWS * 3 / 2 ? height : CAMOX_TILE_ROWS;
-  if (t.flat) {
-    int64_t most = CAMOX_FLAT_ELEMENTS / width;
-    t.tile_rows = camox_ceil_div(height, camox_ceil_div(height, most));
-  }
+  if (t.flat) t.tile_rows = camox_even_part(height, CAMOX_FLAT_ELEMENTS / width, 1);
   t.row_tiles = camox_ceil_div(height, t.tile_rows);
   t.column_tiles = camox_ceil_div(width, t.tile_columns);
   t.channel_tiles = camox_ceil_div(channels, t.tile_channels);

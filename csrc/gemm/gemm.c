@@ -4,7 +4,7 @@
 #include "../common/check.h"
 #include "gemm_plan.h"
 
-static const char op[] = "bdh_product"; /* the operator's name */
+static const char op[] = "gemm"; /* the operator's name */
 
 int camox_gemm_check(const camox_gemm_params *p) {
   if (p->heads < 0 || p->rows < 0 || p->columns < 0)
@@ -19,23 +19,17 @@ int camox_gemm_check(const camox_gemm_params *p) {
 
 int64_t camox_gemm_scratch(const camox_gemm_params *p) { return camox_gemm_plan_of(p).total; }
 
-/* The side of a tile of n rows or columns: a multiple of `step`, the least that makes as few tiles as `most` does. */
-static int64_t even_tile(int64_t n, int64_t most, int64_t step) {
-  const int64_t tiles = n > most ? camox_ceil_div(n, most) : 1;
-  return camox_round_up(n > 0 ? camox_ceil_div(n, tiles) : 1, step);
-}
-
 void camox_gemm_partition(camox_gemm_params *p, int64_t threads) {
   /* Sums and panels of a tile fit an L2 cache. Panels of an `a` whose rows are dense are copied one at a time. */
   const int dense = p->a_stride[2] == 1;
-  p->tile_rows = even_tile(p->rows, dense ? 512 : 192, CAMOX_GEMM_ROWS);
-  p->tile_columns = even_tile(p->columns, dense ? 192 : 768, CAMOX_GEMM_COLUMNS);
+  p->tile_rows = camox_even_part(p->rows, dense ? 512 : 192, CAMOX_GEMM_ROWS);
+  p->tile_columns = camox_even_part(p->columns, dense ? 192 : 768, CAMOX_GEMM_COLUMNS);
   int64_t items = camox_gemm_plan_of(p).items;
   while (items % threads != 0 && items < 8 * threads) {
     if (p->tile_columns >= p->tile_rows && p->tile_columns > CAMOX_GEMM_COLUMNS)
-      p->tile_columns = even_tile(p->tile_columns, p->tile_columns / 2, CAMOX_GEMM_COLUMNS);
+      p->tile_columns = camox_even_part(p->tile_columns, p->tile_columns / 2, CAMOX_GEMM_COLUMNS);
     else if (p->tile_rows > 4 * CAMOX_GEMM_ROWS)
-      p->tile_rows = even_tile(p->tile_rows, p->tile_rows / 2, CAMOX_GEMM_ROWS);
+      p->tile_rows = camox_even_part(p->tile_rows, p->tile_rows / 2, CAMOX_GEMM_ROWS);
     else
       break;
     items = camox_gemm_plan_of(p).items;

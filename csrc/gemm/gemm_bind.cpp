@@ -1,4 +1,4 @@
-// Schema and entry of bdh_product, the bfloat16 product of camox_ops.nn's projections.
+// Schema and entry of gemm, the bfloat16 product of camox_ops.nn's projections.
 #include <algorithm>
 
 #include "../common/torch_util.h"
@@ -8,7 +8,7 @@ namespace {
 
 using namespace camox;
 
-constexpr const char* op = "bdh_product";
+constexpr const char* op = "gemm";
 
 void check_operand(const Tensor& x, const char* name) {
   if (x.dim() == 3) return;
@@ -16,17 +16,17 @@ void check_operand(const Tensor& x, const char* name) {
 }
 
 // (H, M, N), in memory (M, H, N) where `by_row`.
-Tensor bdh_product(const Tensor& a, const Tensor& b, bool by_row) {
+Tensor gemm(const Tensor& a, const Tensor& b, bool by_row) {
   check_operand(a, "a");
   check_operand(b, "b");
   check_dtype_and_device(b, a, op, "b");
   camox_gemm_params p{};
   p.dtype = dtype_of(a, op);
-  if (p.dtype != CAMOX_BF16) throw std::invalid_argument("bdh_product: a must have dtype bfloat16");
+  if (p.dtype != CAMOX_BF16) throw std::invalid_argument("gemm: a must have dtype bfloat16");
   if (b.size(0) != a.size(0) || b.size(1) != a.size(2))
-    throw std::invalid_argument("bdh_product: b must have the heads of a and as many rows as a has columns");
+    throw std::invalid_argument("gemm: b must have the heads of a and as many rows as a has columns");
   camox_gemm_kernel* kernel = camox_gemm(p.dtype);
-  if (!kernel) throw std::runtime_error("bdh_product: the instruction set in use does not multiply bfloat16");
+  if (!kernel) throw std::runtime_error("gemm: the instruction set in use does not multiply bfloat16");
   p.heads = a.size(0), p.rows = a.size(1), p.depth = a.size(2), p.columns = b.size(2);
   p.a = a.data_ptr(), p.b = b.data_ptr();
   std::copy_n(a.strides().begin(), 3, p.a_stride);
@@ -48,6 +48,6 @@ Tensor bdh_product(const Tensor& a, const Tensor& b, bool by_row) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) { m.def("bdh_product(Tensor a, Tensor b, bool by_row) -> Tensor"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) { m.def("gemm(Tensor a, Tensor b, bool by_row) -> Tensor"); }
 
-STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) { m.impl("bdh_product", TORCH_BOX(&bdh_product)); }
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) { m.impl("gemm", TORCH_BOX(&gemm)); }

@@ -11,9 +11,10 @@
 #include <cmath>
 #include <cstring>
 
+#include "../common/integers.h"
 #include "../common/torch_util.h"
 #include "bernoulli.h"
-#include "gemm.h"
+#include "sgemm.h"
 #include "slot.h"
 
 #define CAMOX_TUNE_API extern "C" __attribute__((visibility("default")))
@@ -44,7 +45,7 @@ constexpr int64_t thread_product = 1 << 18;
 
 // One product, or `count` products of one shape.
 struct Products {
-  camox_gemm_shape shape;
+  camox_sgemm_shape shape;
   const float** x;
   const float** y;
   float** c;
@@ -57,9 +58,9 @@ bool worth_it(int64_t m, int64_t n, int64_t k, float alpha, const std::atomic<in
 }
 
 // BLAS counts in columns: its C [m,n] is our c transposed, with op(B) as x and op(A) as y.
-camox_gemm_shape shape_of(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb,
-                          int64_t ldc) {
-  camox_gemm_shape shape{};
+camox_sgemm_shape shape_of(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb,
+                           int64_t ldc) {
+  camox_sgemm_shape shape{};
   shape.rows = n, shape.columns = m, shape.depth = k;
   shape.x_row = transpose_b ? 1 : ldb, shape.x_depth = transpose_b ? ldb : 1;
   shape.y_column = transpose_a ? lda : 1, shape.y_depth = transpose_a ? 1 : lda;
@@ -73,20 +74,16 @@ struct Grid {
   int64_t row_tiles, column_tiles, rows, columns;
 };
 
-Grid grid_of(const camox_gemm_shape& s, int64_t tiles) {
+Grid grid_of(const camox_sgemm_shape& s, int64_t tiles) {
   constexpr int64_t packing = 8;
   Grid best{};
   int64_t least_cost = INT64_MAX;
   for (int64_t across = 1; across <= tiles; ++across) {
-    auto part = [](int64_t n, int64_t parts, int64_t unit) {
-      const int64_t size = (n + parts - 1) / parts;
-      return (size + unit - 1) / unit * unit;
-    };
     Grid g{};
-    g.columns = part(s.columns, across, CAMOX_GEMM_COLUMNS);
-    g.rows = part(s.rows, tiles / across, 1);
-    g.column_tiles = (s.columns + g.columns - 1) / g.columns;
-    g.row_tiles = (s.rows + g.rows - 1) / g.rows;
+    g.columns = camox_round_up(camox_ceil_div(s.columns, across), CAMOX_SGEMM_COLUMNS);
+    g.rows = camox_ceil_div(s.rows, tiles / across);
+    g.column_tiles = camox_ceil_div(s.columns, g.columns);
+    g.row_tiles = camox_ceil_div(s.rows, g.rows);
     const int64_t cost = g.rows * g.columns + packing * (g.rows + g.columns);
     if (cost < least_cost) least_cost = cost, best = g;
   }
@@ -97,7 +94,7 @@ struct Job {
   const Products* products;
   Grid grid;
   int64_t items, lanes;
-  camox_gemm_kernel* kernel;
+  camox_sgemm_kernel* kernel;
   char* scratch;
 };
 
@@ -107,13 +104,13 @@ void run_lanes(int64_t begin, int64_t end, void* context) {
   const Products& p = *job.products;
   const Grid& g = job.grid;
   for (int64_t lane = begin; lane < end; ++lane) {
-    float* scratch = reinterpret_cast<float*>(job.scratch + lane * CAMOX_GEMM_SCRATCH_BYTES);
+    float* scratch = reinterpret_cast<float*>(job.scratch + lane * CAMOX_SGEMM_SCRATCH_BYTES);
     for (int64_t item = lane * job.items / job.lanes; item < (lane + 1) * job.items / job.lanes; ++item) {
       const int64_t tile = item % (g.row_tiles * g.column_tiles), matrix = item / (g.row_tiles * g.column_tiles);
-      camox_gemm_tile t{};
+      camox_sgemm_tile t{};
       t.row = tile / g.column_tiles * g.rows, t.column = tile % g.column_tiles * g.columns;
       t.rows = std::min(g.rows, p.shape.rows - t.row), t.columns = std::min(g.columns, p.shape.columns - t.column);
-      const camox_gemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix]};
+      const camox_sgemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix]};
       job.kernel(&p.shape, &at, t, scratch);
     }
   }
@@ -127,12 +124,12 @@ bool multiply(const Products& p) {
   const int64_t lanes = std::clamp<int64_t>(p.count * product / thread_product, 1, threads);
   Job job{};
   job.products = &p;
-  job.grid = grid_of(p.shape, (lanes + p.count - 1) / p.count);
+  job.grid = grid_of(p.shape, camox_ceil_div(lanes, p.count));
   job.items = p.count * job.grid.row_tiles * job.grid.column_tiles;
   job.lanes = std::min(lanes, job.items);
-  job.kernel = camox_gemm(camox_isa_current());
+  job.kernel = camox_sgemm(camox_isa_current());
   try {
-    job.scratch = static_cast<char*>(thread_scratch(job.lanes * CAMOX_GEMM_SCRATCH_BYTES));
+    job.scratch = static_cast<char*>(thread_scratch(job.lanes * CAMOX_SGEMM_SCRATCH_BYTES));
   } catch (const std::runtime_error&) {
     return false;
   }
@@ -215,7 +212,7 @@ void fill_bernoulli(const Tensor& self, double probability) {
   p.bound = static_cast<uint64_t>(std::ldexp(probability, 32) + 0.5);
   p.exceeds_cache = p.count * self.element_size() >= exceeds_cache && reinterpret_cast<uintptr_t>(p.out) % line == 0;
   p.seed = static_cast<uint64_t>(fresh_seed());
-  const int64_t items = (p.count + CAMOX_BERNOULLI_ITEM - 1) / CAMOX_BERNOULLI_ITEM;
+  const int64_t items = camox_ceil_div(p.count, CAMOX_BERNOULLI_ITEM);
   run(camox_bernoulli(dtype_of(self, "bernoulli_"), camox_isa_current()), p, items, CAMOX_BERNOULLI_ITEM);
 }
 

@@ -1,7 +1,7 @@
 /* The replacements' kernels against plain loops: every instruction set of this machine, transpositions, sizes around tiles. */
 #include "../../csrc/common/philox.h"
 #include "../../csrc/tune/bernoulli.h"
-#include "../../csrc/tune/gemm.h"
+#include "../../csrc/tune/sgemm.h"
 #include "camox_test.h"
 
 static float *integers(int64_t count) {
@@ -13,25 +13,25 @@ static float *integers(int64_t count) {
 /* Integers, so that sums are exact in any order; in two tiles, as two threads take them. */
 static void test_product(camox_isa isa, const int64_t *size, int transpose_x, int transpose_y, float beta) {
   const int64_t rows = size[0], columns = size[1], depth = size[2];
-  const camox_gemm_shape s = {.rows = rows,
-                              .columns = columns,
-                              .depth = depth,
-                              .alpha = 2,
-                              .beta = beta,
-                              .x_row = transpose_x ? 1 : depth,
-                              .x_depth = transpose_x ? rows : 1,
-                              .y_depth = transpose_y ? 1 : columns,
-                              .y_column = transpose_y ? depth : 1,
-                              .c_row = columns};
+  const camox_sgemm_shape s = {.rows = rows,
+                               .columns = columns,
+                               .depth = depth,
+                               .alpha = 2,
+                               .beta = beta,
+                               .x_row = transpose_x ? 1 : depth,
+                               .x_depth = transpose_x ? rows : 1,
+                               .y_depth = transpose_y ? 1 : columns,
+                               .y_column = transpose_y ? depth : 1,
+                               .c_row = columns};
   float *x = integers(rows * depth), *y = integers(depth * columns), *c = integers(rows * columns);
   float *before = malloc((size_t)(rows * columns) * sizeof *before);
   memcpy(before, c, (size_t)(rows * columns) * sizeof *before);
   for (int64_t i = 0; beta == 0 && i < rows * columns; ++i) c[i] = NAN; /* is not read */
-  float *scratch = aligned_alloc(64, CAMOX_GEMM_SCRATCH_BYTES);
-  memset(scratch, 0xff, CAMOX_GEMM_SCRATCH_BYTES);
-  const camox_gemm_operands at = {x, y, c};
-  const camox_gemm_tile tiles[] = {{0, rows / 2, 0, columns}, {rows / 2, rows - rows / 2, 0, columns}};
-  for (int tile = rows > 1 ? 0 : 1; tile < 2; ++tile) camox_gemm(isa)(&s, &at, tiles[tile], scratch);
+  float *scratch = aligned_alloc(64, CAMOX_SGEMM_SCRATCH_BYTES);
+  memset(scratch, 0xff, CAMOX_SGEMM_SCRATCH_BYTES);
+  const camox_sgemm_operands at = {x, y, c};
+  const camox_sgemm_tile tiles[] = {{0, rows / 2, 0, columns}, {rows / 2, rows - rows / 2, 0, columns}};
+  for (int tile = rows > 1 ? 0 : 1; tile < 2; ++tile) camox_sgemm(isa)(&s, &at, tiles[tile], scratch);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < columns; ++j) {
       double sum = beta == 0 ? 0 : beta * before[i * columns + j];

@@ -14,7 +14,7 @@
            for each panel of columns:   micro tile: rows x COLUMNS sums in registers, vectors along the columns, one
                                         factor of x broadcast per row and step; meanwhile the next block is prefetched
    Packing turns any transposition into the order in which the micro tile reads. */
-#include "gemm.h"
+#include "sgemm.h"
 
 #include "../common/integers.h"
 #include "../common/simd.h"
@@ -29,14 +29,6 @@
 #endif
 #define VECTORS 2
 #define COLUMNS (VECTORS * VF32_LANES)
-
-CAMOX_INLINE vf32 multiply_add(vf32 a, vf32 b, vf32 c) {
-#if defined(CAMOX_SIMD_AVX512) || defined(CAMOX_SIMD_AVX2)
-  return vf32_multiply_add(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
 
 /* Lines of a matrix, rows of x or columns of y: element k of line i is at[i * line + k * step], one of the strides 1. */
 typedef struct {
@@ -105,10 +97,10 @@ typedef struct {
 
 CAMOX_INLINE void store_sum(float *to, vf32 sum, float beta, int64_t n) {
   if (n >= VF32_LANES) {
-    if (beta != 0) sum = multiply_add(vf32_load(to), vf32_set1(beta), sum);
+    if (beta != 0) sum = vf32_multiply_add(vf32_load(to), vf32_set1(beta), sum);
     vf32_store(to, sum);
   } else if (n > 0) {
-    if (beta != 0) sum = multiply_add(vf32_load_n(to, n), vf32_set1(beta), sum);
+    if (beta != 0) sum = vf32_multiply_add(vf32_load_n(to, n), vf32_set1(beta), sum);
     vf32_store_n(to, sum, n);
   }
 }
@@ -132,7 +124,7 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
     for (int r = 0; r < rows; ++r) {
       const vf32 factor = vf32_set1(x[r]);
 #pragma GCC unroll 2
-      for (int v = 0; v < vectors; ++v) sum[r][v] = multiply_add(factor, column[v], sum[r][v]);
+      for (int v = 0; v < vectors; ++v) sum[r][v] = vf32_multiply_add(factor, column[v], sum[r][v]);
     }
     x += t->x_pitch, y += COLUMNS;
     __builtin_prefetch(p.at, 0, 2);
@@ -143,7 +135,11 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
     }
   }
   *next = p;
+#ifdef CAMOX_BREAK_TUNE
+  const vf32 alpha = vf32_set1(t->alpha * 1.001f);
+#else
   const vf32 alpha = vf32_set1(t->alpha);
+#endif
 #pragma GCC unroll 14
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 2
@@ -188,18 +184,13 @@ static void (*const multiply_rows[ROWS + 1])(const micro_tile *, prefetcher *) =
 #endif
 };
 
-/* The size of equal parts of n that are at most `most` and, but for the last, multiples of `unit`. */
-CAMOX_INLINE int64_t equal_part(int64_t n, int64_t most, int64_t unit) {
-  return camox_round_up(camox_ceil_div(n, camox_ceil_div(n, most)), unit);
-}
-
 /* Rows and columns [begin, end) of c, whose factors are packed. */
 typedef struct {
   int64_t begin, end, panel; /* panel: rows or columns of a micro tile */
   const float *packed;
 } side;
 
-static void multiply_block(const camox_gemm_shape *s, float *c, side x, side y, prefetcher next, int64_t depth, float beta) {
+static void multiply_block(const camox_sgemm_shape *s, float *c, side x, side y, prefetcher next, int64_t depth, float beta) {
   micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
   for (int64_t i = x.begin; i < x.end; i += x.panel) {
     t.x = x.packed + (i - x.begin) * depth;
@@ -212,12 +203,12 @@ static void multiply_block(const camox_gemm_shape *s, float *c, side x, side y, 
   }
 }
 
-void CAMOX_PASTE3(camox_gemm, f32, CAMOX_ISA)(const camox_gemm_shape *s, const camox_gemm_operands *at, camox_gemm_tile tile,
-                                              float *scratch) {
-  float *x_block = scratch, *y_block = scratch + CAMOX_GEMM_X_FLOATS;
-  const int64_t depth = equal_part(s->depth, CAMOX_GEMM_DEPTH, 1), panel = equal_part(tile.rows, ROWS, 1);
-  const int64_t height = equal_part(tile.rows, CAMOX_GEMM_X_FLOATS / depth / panel * panel - panel, panel);
-  const int64_t width = equal_part(tile.columns, CAMOX_GEMM_Y_FLOATS / depth / COLUMNS * COLUMNS, COLUMNS);
+void CAMOX_PASTE3(camox_sgemm, f32, CAMOX_ISA)(const camox_sgemm_shape *s, const camox_sgemm_operands *at,
+                                               camox_sgemm_tile tile, float *scratch) {
+  float *x_block = scratch, *y_block = scratch + CAMOX_SGEMM_X_FLOATS;
+  const int64_t depth = camox_even_part(s->depth, CAMOX_SGEMM_DEPTH, 1), panel = camox_even_part(tile.rows, ROWS, 1);
+  const int64_t height = camox_even_part(tile.rows, CAMOX_SGEMM_X_FLOATS / depth / panel * panel - panel, panel);
+  const int64_t width = camox_even_part(tile.columns, CAMOX_SGEMM_Y_FLOATS / depth / COLUMNS * COLUMNS, COLUMNS);
   const int64_t end_row = tile.row + tile.rows, end_column = tile.column + tile.columns;
   for (int64_t k = 0; k < s->depth; k += depth) {
     const int64_t steps = camox_min_i64(depth, s->depth - k);

@@ -7,8 +7,8 @@
              the sizes alone, so that any division of the work among threads gives the same bits
    beta      0: c is not read, whatever is there; alpha is not 0
    source    K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (ACM TOMS 34, 2008). */
-#ifndef CAMOX_TUNE_GEMM_H
-#define CAMOX_TUNE_GEMM_H
+#ifndef CAMOX_TUNE_SGEMM_H
+#define CAMOX_TUNE_SGEMM_H
 
 #include <stdint.h>
 
@@ -24,31 +24,31 @@ typedef struct {
   int64_t x_row, x_depth;    /* strides of x, in elements */
   int64_t y_depth, y_column; /* strides of y */
   int64_t c_row;
-} camox_gemm_shape;
+} camox_sgemm_shape;
 
 typedef struct {
   const float *x, *y;
   float *c;
-} camox_gemm_operands;
+} camox_sgemm_operands;
 
 /* A rectangle of c: what one work item computes. */
 typedef struct {
   int64_t row, rows, column, columns;
-} camox_gemm_tile;
+} camox_sgemm_tile;
 
-/* scratch: CAMOX_GEMM_SCRATCH_BYTES, aligned to 64. */
-typedef void camox_gemm_kernel(const camox_gemm_shape *shape, const camox_gemm_operands *at, camox_gemm_tile tile,
-                               float *scratch);
+/* scratch: CAMOX_SGEMM_SCRATCH_BYTES, aligned to 64. */
+typedef void camox_sgemm_kernel(const camox_sgemm_shape *shape, const camox_sgemm_operands *at, camox_sgemm_tile tile,
+                                float *scratch);
 
-camox_gemm_kernel *camox_gemm(camox_isa isa);
+camox_sgemm_kernel *camox_sgemm(camox_isa isa);
 
 enum {
-  CAMOX_GEMM_COLUMNS = 32, /* tiles are best a multiple of so many columns */
-  CAMOX_GEMM_DEPTH = 384,  /* the longest sum in registers */
+  CAMOX_SGEMM_COLUMNS = 32, /* tiles are best a multiple of so many columns */
+  CAMOX_SGEMM_DEPTH = 384,  /* the longest sum in registers */
   /* Packed blocks, which lie in L2 together: 256 KiB of x, 512 KiB of y. */
-  CAMOX_GEMM_X_FLOATS = 64 << 10,
-  CAMOX_GEMM_Y_FLOATS = 128 << 10,
-  CAMOX_GEMM_SCRATCH_BYTES = 4 * (CAMOX_GEMM_X_FLOATS + CAMOX_GEMM_Y_FLOATS)
+  CAMOX_SGEMM_X_FLOATS = 64 << 10,
+  CAMOX_SGEMM_Y_FLOATS = 128 << 10,
+  CAMOX_SGEMM_SCRATCH_BYTES = 4 * (CAMOX_SGEMM_X_FLOATS + CAMOX_SGEMM_Y_FLOATS)
 };
 
 #ifdef __cplusplus

@@ -1,0 +1,120 @@
+"""The products of camox_ops.nn's projections: bfloat16 by csrc/gemm where the CPU has it, the rest by PyTorch."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers import DEVICE, assert_close_to_reference
+from torch.autograd import gradcheck
+
+from camox_ops.nn.projections import project, project_heads
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
+        yield
+
+
+def strided(shape, layout, seed=0):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    if layout == "transposed":
+        return torch.randn(*shape[:-2], shape[-1], shape[-2], generator=generator, device="cpu").to(DEVICE).mT
+    if layout == "sliced":
+        wider = torch.randn(*shape[:-1], 2 * shape[-1] + 1, generator=generator, device="cpu").to(DEVICE)
+        return wider[..., 1 : 1 + shape[-1]]
+    return torch.randn(shape, generator=generator, device="cpu").to(DEVICE)
+
+
+def product_numbers(product, x, weight):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    out = product(x, weight)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad(out, [x, weight], grad)]
+
+
+@pytest.mark.parametrize("x_layout", ["plain", "transposed", "sliced"])
+@pytest.mark.parametrize("w_layout", ["plain", "transposed", "sliced"])
+@pytest.mark.parametrize("product", [project, project_heads])
+def test_matches_reference(product, x_layout, w_layout):
+    x_shape, w_shape = ((7, 5, 12), (12, 9)) if product is project else ((35, 3, 12), (3, 12, 9))
+    plain = torch.matmul if product is project else lambda x, w: torch.einsum("mhk,hkn->mhn", x, w)
+    x, weight = strided(x_shape, x_layout), strided(w_shape, w_layout, seed=1)
+    exact = product_numbers(plain, x.double(), weight.double())
+    assert_close_to_reference(product_numbers(product, x, weight), product_numbers(plain, x, weight), exact)
+
+
+def in_bfloat16(product, x_layout, w_layout):
+    """(ours, PyTorch's in bfloat16, PyTorch's in float64), each the product and the gradients of both operands."""
+    x_shape, w_shape = ((2, 210, 400), (400, 200)) if product is project else ((200, 2, 390), (2, 390, 70))
+    plain = torch.matmul if product is project else lambda x, w: torch.einsum("mhk,hkn->mhn", x, w)
+    x, weight = strided(x_shape, x_layout).bfloat16(), strided(w_shape, w_layout, seed=1).bfloat16()
+    exact = product_numbers(plain, x.double(), weight.double())
+    return product_numbers(product, x, weight), product_numbers(plain, x, weight), exact
+
+
+def assert_close_in_bfloat16(ours, expected):
+    assert ours.dtype == torch.bfloat16
+    assert (ours.double() - expected.double()).norm() <= 2**-8 * expected.double().norm()
+
+
+LAYOUTS = [(x, w) for x in ("plain", "transposed", "sliced") for w in ("plain", "transposed")]
+
+
+@pytest.mark.parametrize(("x_layout", "w_layout"), LAYOUTS)
+@pytest.mark.parametrize("product", [project, project_heads])
+def test_matches_reference_in_bfloat16(product, x_layout, w_layout):
+    ours, _, exact = in_bfloat16(product, x_layout, w_layout)
+    assert_close_in_bfloat16(ours[0], exact[0])
+
+
+@pytest.mark.parametrize(("x_layout", "w_layout"), LAYOUTS)
+@pytest.mark.parametrize("product", [project, project_heads])
+def test_grad_in_bfloat16(product, x_layout, w_layout):
+    """Against PyTorch's in bfloat16: the gradient that flows in is rounded to it."""
+    ours, theirs, _ = in_bfloat16(product, x_layout, w_layout)
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert_close_in_bfloat16(one, other)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of the CPU")
+def test_same_bits_for_any_number_of_threads():
+    x, weight = strided((300, 2, 400), "plain").bfloat16(), strided((2, 400, 500), "plain", seed=1).bfloat16()
+    threads, found = torch.get_num_threads(), []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        found.append(product_numbers(project_heads, x, weight))
+    torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="an operator of the CPU")
+def test_errors():
+    product = torch.ops.camox_ops.gemm
+    a = torch.rand(2, 4, 6).bfloat16()
+    for b in (a[:1].mT, a, a.mT.float(), a[0].mT):
+        with pytest.raises(ValueError, match="gemm"):
+            product(a, b, False)
+    with pytest.raises(ValueError, match="gemm: a must have dtype bfloat16"):
+        product(a.float(), a.mT.float(), False)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(rows):
+    assert project(torch.rand(rows, 4), torch.rand(4, 6)).shape == (rows, 6)
+    assert project_heads(torch.rand(rows, 2, 4), torch.rand(2, 4, 6)).shape == (rows, 2, 6)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 on the CPU")
+def test_grad():
+    x, weight = torch.rand(3, 2, 4).double().requires_grad_(), torch.rand(2, 4, 5).double().requires_grad_()
+    assert gradcheck(project_heads, (x, weight))
+    assert gradcheck(project, (x, weight[0]))
+    assert torch.autograd.gradgradcheck(project, (x, weight[0]))
+
+
+def test_autocast():
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        assert project(torch.rand(3, 4), torch.rand(4, 5)).dtype == torch.bfloat16
+        assert project_heads(torch.rand(3, 2, 4), torch.rand(2, 4, 5)).dtype == torch.bfloat16
