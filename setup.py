@@ -41,6 +41,7 @@ except ImportError:
 CSRC = Path("csrc")
 # A shared object of its own, which only camox_ops.train.tune_cpu opens.
 TUNE, TUNE_LIBRARY = CSRC / "tune", "libcamox_ops_tune.so"
+SGEMM = (CSRC / "gemm" / "sgemm.c", CSRC / "gemm" / "sgemm_cpu.c")  # linked into that one too
 BREAK = os.environ.get("CAMOX_BREAK", "")
 OPS = sorted(path.parent.name for path in CSRC.glob("*/*_bind.cpp"))
 X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -232,7 +233,8 @@ class BuildExt(build_ext):
 
 def broken(source):
     """Whether the build's CAMOX_BREAK changes this file's object: one of the op's own, or the module, which says so."""
-    return BREAK != "" and Path(source).parent.name in (BREAK, CSRC.name)
+    shared = BREAK == TUNE.name and Path(source) in SGEMM
+    return BREAK != "" and (shared or Path(source).parent.name in (BREAK, CSRC.name))
 
 
 def stale(target):
@@ -253,7 +255,7 @@ def compilations():
         f'-DCAMOX_BREAK_NAME="{BREAK}"',
     ]
     yield str(CSRC / "module.c"), "c", [*C_FLAGS, *module_flags]
-    for source in sorted([*CSRC.glob("common/*.c"), *(CSRC / op / f"{op}.c" for op in OPS)]):
+    for source in sorted([*CSRC.glob("common/*.c"), *(CSRC / op / f"{op}.c" for op in OPS), SGEMM[0]]):
         yield str(source), "c", C_FLAGS
     yield from per_isa(path for path in CSRC.glob("*/*_cpu.c") if path.parent != TUNE)
     for source in sorted([CSRC / "library.cpp", *CSRC.glob("common/*.cpp"), *CSRC.glob("*/*_bind.cpp")]):
@@ -268,8 +270,9 @@ def per_isa(sources):
 
 def tune_compilations():
     """The same of the replacements of PyTorch's kernels."""
-    kernels = sorted(TUNE.glob("*_cpu.c"))
-    for source in sorted({*TUNE.glob("*.c")} - {*kernels}):
+    sources = {*TUNE.glob("*.c"), *SGEMM}
+    kernels = sorted(source for source in sources if source.stem.endswith("_cpu"))
+    for source in sorted(sources - {*kernels}):
         yield str(source), "c", C_FLAGS
     for source in ("isa.c", "status.c", "old_glibc.c"):
         yield str(CSRC / "common" / source), "c", C_FLAGS

@@ -29,9 +29,8 @@ NAMES = (
     "torch._C._autograd.CreationMeta",
     "torch._C._is_alias_of",
     "torch._debug_has_internal_overlap",
-    # whether what a module keeps may serve, and a product of oneDNN
+    # whether what a module keeps may serve
     "torch.nn.modules.module._has_any_global_hook",
-    "torch.ops.mkldnn._linear_pointwise",
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
     # PyTorch's own kernel of an operator that is replaced
     "torch._C.DispatchKey",
@@ -91,9 +90,6 @@ _any_global_hook = _find("torch.nn.modules.module._has_any_global_hook")
 _dispatch_mode = _find("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
 _dispatch_key = _find("torch._C.DispatchKey")
 _dispatch_keys = _find("torch._C.DispatchKeySet")
-
-linear_pointwise = _find("torch.ops.mkldnn._linear_pointwise")
-"""oneDNN's x times the transpose of weight, or None."""
 
 # Without the level of forward-mode AD every tensor is asked for its tangent, which is public.
 forward_levels = SimpleNamespace(_current_level=0) if _level is None else forward_ad

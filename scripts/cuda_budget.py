@@ -243,13 +243,10 @@ def merged(old: dict, new: dict, archs) -> dict:
 
 def of_ops(table: dict, ops) -> dict:
     """The lines of the kernels that the sources of these ops name, or that have an op's name as their last argument."""
-    text = "\n".join(path.read_text() for op in ops for path in sorted((ROOT / "csrc" / op).glob("*.*")))
+    sources = (path.read_text() for op in ops for path in (ROOT / "csrc" / op).glob("*.*"))
+    named = {word for text in sources for word in re.findall(r"\w+", text)}
     tagged = tuple(f", {op}>" for op in ops)
-    return {
-        name: line
-        for name, line in table.items()
-        if name.endswith(tagged) or re.search(rf"\b{name.split('<')[0]}\b", text)
-    }
+    return {name: line for name, line in table.items() if name.endswith(tagged) or name.split("<")[0] in named}
 
 
 def written(table: dict) -> str:

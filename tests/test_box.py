@@ -61,8 +61,8 @@ def test_known_values():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_matches_reference(dtype, layout):
-    for shape in SHAPES:
-        for kind in ("normal", "offset", "constant"):
+    for i, shape in enumerate(SHAPES):
+        for kind in ("normal", ("offset", "constant")[i % 2]):
             x = random_image(shape, dtype, layout, kind)
             for size in SIZES:
                 if size == 8191 and max(shape[2:]) > 40:

@@ -4,6 +4,7 @@ Formula, known values, tolerances and errors of an op are in its own file. Here 
 transforms and compiler, memory formats, threads, instruction sets, empty tensors and offsets past 32 bits, leaks."""
 
 import ctypes
+import functools
 import gc
 import inspect
 import itertools
@@ -31,6 +32,12 @@ ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="threads, instruction s
 SEED = 3
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
+FIRST_OF_AN_OP = {str(next(case for case in CASES if case.family == family)) for family in FAMILIES}
+first_case_of_an_op_or_slow = pytest.mark.parametrize(
+    "case",
+    [case if str(case) in FIRST_OF_AN_OP else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    ids=str,
+)
 with_kernel_gradient = pytest.mark.parametrize(
     "case", [case for case in CASES if not case.gradient_of_reference], ids=str
 )
@@ -307,12 +314,10 @@ def test_offsets_past_32_bits(case):
 # ---- around the dispatcher ----
 
 
-@every_dtype
-@every_case
-def test_opcheck(case, dtype):
-    """Of every operator that the case calls: schema, autograd, fake kernel; dense and in float32 traced too."""
+def operators_of(case, dtype, layouts):
+    """(operator, arguments) of every operator that the case calls, once for each set of strides."""
     seen = set()
-    for layout in ("contiguous", "channels_last", "permuted"):
+    for layout in layouts:
         for op, arguments in calls_of(case, case.shapes[0], dtype, layout):
             flat, structure = tree_flatten(arguments)
             key = (op, *((a.stride(), a.requires_grad) if isinstance(a, torch.Tensor) else a for a in flat))
@@ -326,9 +331,21 @@ def test_opcheck(case, dtype):
                 else a
                 for a in flat
             ]
-            utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-            whole = dtype == torch.float32 and layout == "contiguous"
-            opcheck(op, tree_unflatten(given, structure), test_utils="ALL" if whole else utilities)
+            yield op, tree_unflatten(given, structure)
+
+
+@every_dtype
+@every_case
+def test_opcheck(case, dtype):
+    """Of every operator that the case calls: schema, autograd, fake kernel."""
+    for op, arguments in operators_of(case, dtype, ("contiguous", "channels_last", "permuted")):
+        opcheck(op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@first_case_of_an_op_or_slow
+def test_opcheck_traced(case):
+    for op, arguments in operators_of(case, torch.float32, ("contiguous",)):
+        opcheck(op, arguments, test_utils="test_aot_dispatch_dynamic")
 
 
 @every_case
@@ -556,10 +573,10 @@ def odd(x, kind):
     return x
 
 
-def runs_of(case):
+def runs_of(case, dtypes=FLOATS):
     """(dtype, layout, kind, inputs) of what is compared between instruction sets."""
     for dtype, shape, layout in itertools.product(
-        FLOATS, (*case.shapes, *case.wide), ("contiguous", "channels_last", "swapped", "strided")
+        dtypes, (*case.shapes, *case.wide), ("contiguous", "channels_last", "swapped", "strided")
     ):
         inputs = case.inputs(shape, dtype)
         if layout != "contiguous" and inputs[0].dim() < 3:
@@ -569,12 +586,12 @@ def runs_of(case):
             yield dtype, layout, kind, [odd(arranged(inputs[0], layout), kind), *inputs[1:]]
 
 
-def results_of_every_case() -> dict:
+def results_of_every_case(dtypes) -> dict:
     """Of this process's instruction set, or what was raised."""
     found = {}
     for case in (*CASES, *VARIANTS):
         try:
-            found[str(case)] = [results(case, case.ours, run[-1], layout=run[1]) for run in runs_of(case)]
+            found[str(case)] = [results(case, case.ours, run[-1], layout=run[1]) for run in runs_of(case, dtypes)]
         except Exception as error:  # of this case alone: the others are compared
             found[str(case)] = repr(error)
     return found
@@ -584,30 +601,42 @@ OF_AN_ISA = """
 import sys, torch
 sys.path.insert(0, {tests!r})
 import test_contract, camox_ops
-torch.save(test_contract.results_of_every_case(), {path!r})
+torch.save(test_contract.results_of_every_case({dtypes}), {path!r})
 print(camox_ops.isa())
 """
 
 
 @pytest.fixture(scope="module")
-def on_every_isa(pytestconfig, tmp_path_factory):
-    """{{instruction set: results_of_every_case() in a process of its own}}"""
-    found = {}
-    for isa in cx.supported_isas():
+def on_isa(pytestconfig, tmp_path_factory):
+    """A function: instruction set, dtypes -> results_of_every_case() in a process of its own, once for each."""
+
+    @functools.cache
+    def results_on(isa, dtypes):
         path = str(tmp_path_factory.mktemp("isa") / isa)
-        code = OF_AN_ISA.format(tests=str(pytestconfig.rootpath / "tests"), path=path)
+        code = OF_AN_ISA.format(tests=str(pytestconfig.rootpath / "tests"), path=path, dtypes=dtypes)
         assert run_python(code, CAMOX_FORCE_ISA=isa).split() == [isa]
-        found[isa] = torch.load(path)
-    return found
+        return torch.load(path)
+
+    return results_on
+
+
+ISAS = cx.supported_isas()
 
 
 @ON_CPU
+@pytest.mark.parametrize(
+    ("isas", "dtypes"),
+    [
+        pytest.param((ISAS[0], ISAS[-1]), (torch.float32, torch.bfloat16), id="plainest-best"),
+        pytest.param(ISAS, FLOATS, id="all", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("case", (*CASES, *VARIANTS), ids=str)
-def test_isa_agree(case, on_every_isa):
+def test_isa_agree(case, isas, dtypes, on_isa):
     """In every bit; what is summed in another order is near the truth on each."""
-    found = {isa: of_all[str(case)] for isa, of_all in on_every_isa.items()}
+    found = {isa: on_isa(isa, dtypes)[str(case)] for isa in isas}
     assert not any(isinstance(of_isa, str) for of_isa in found.values()), found
-    for i, (dtype, layout, kind, inputs) in enumerate(runs_of(case)):
+    for i, (dtype, layout, kind, inputs) in enumerate(runs_of(case, dtypes)):
         sums = case.sums if layout == "contiguous" or case.sums_in_layouts is None else case.sums_in_layouts
         first = next(iter(found.values()))[i]
         exact = [k for k in range(len(first)) if k not in sums]
@@ -658,13 +687,13 @@ def test_calls_leave_no_memory_behind(case):
             flowing = [y for y in tensors_of(case.ours(*leaves)) if y.requires_grad]
             torch.autograd.grad(flowing, wanted, upstream)
 
-    calls(50)
+    calls(20)
     gc.collect()
     gc.freeze()  # what is older is not looked at again
     before = bytes_in_use()
-    calls(300)
+    calls(100)
     # A string that is forgotten takes 48 bytes of the heap.
-    assert (bytes_in_use() - before) / 300 < 16
+    assert (bytes_in_use() - before) / 100 < 16
     gc.unfreeze()
 
 

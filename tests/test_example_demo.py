@@ -175,6 +175,7 @@ def test_convolutions_share_of_a_step(dataset, batch):
         assert (watch.seconds > 0) is counted
 
 
+@pytest.mark.slow
 def test_switch_balances_the_experts_and_usage_mse_does_not(dataset):
     """From the same fresh gates; effective experts of 7, the mean of the four layers."""
     runs = {kind: balance.train(kind, dataset, steps=24, batch_size=6) for kind in ("usage_mse", "switch")}

@@ -238,7 +238,11 @@ def test_missing_checkpoint_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_ema": True, "stage1_epochs": 1}, {"no_amp": False, "img_size": 96, "stage1_epochs": 0}]
+    "options",
+    [
+        {"use_ema": True, "stage1_epochs": 1},
+        pytest.param({"no_amp": False, "img_size": 96, "stage1_epochs": 0}, marks=pytest.mark.slow),
+    ],
 )
 def test_resumed_run_equals_unbroken_run(tmp_path, small_set, options):
     unbroken = train(tmp_path / "unbroken", epochs=3, **options)

@@ -279,8 +279,11 @@ def test_why_not_fused_names_modules_and_reasons():
     }
 
 
+CHANGES = [None, *(pytest.param(change, marks=pytest.mark.slow) for change in (adapter, hook, parametrized, eps))]
+
+
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("change", [None, adapter, hook, parametrized, eps], ids=lambda c: getattr(c, "__name__", "no"))
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: getattr(c, "__name__", "no"))
 def test_compile_of_experts(name, change):
     expert, x = getattr(cx.nn, name)(8).to(DEVICE), random_image((2, 8, 9, 9))
     if change is not None:

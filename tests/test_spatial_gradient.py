@@ -97,10 +97,10 @@ def test_matches_reference(dtype, layout, border):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_grad_matches_reference(dtype, layout, border):
-    for shape, operator in itertools.product(SHAPES, OPERATORS):
+    for i, (shape, operator) in enumerate(itertools.product(SHAPES, OPERATORS)):
         if not reachable(shape, border):
             continue
-        for given_ in ((True, True), (True, False), (False, True)):
+        for given_ in ((True, True), ((True, False), (False, True))[(i + i // 2) % 2]):
             grads = [random_image(shape, dtype, "contiguous" if i else layout, seed=i) for i in range(2)]
             grads = [grad if here else None for grad, here in zip(grads, given_, strict=True)]
             ours = backward(grads, operator, border, layout == "channels_last")
@@ -117,7 +117,7 @@ def test_grad_matches_reference(dtype, layout, border):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_grad(operator, border):
     for layout in ("contiguous", "channels_last"):
-        x = random_image((2, 3, 5, 4), torch.float64, layout).requires_grad_()
+        x = random_image((1, 2, 5, 4), torch.float64, layout).requires_grad_()
 
         def op(x):
             return cx.spatial_gradient(x, operator=operator, border=border, normalized=True)

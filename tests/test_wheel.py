@@ -61,6 +61,7 @@ def test_setuptools_that_is_too_old_is_named():
     assert f"setuptools {oldest} or newer, this Python has 69.5.1" in done.stderr
 
 
+@pytest.mark.slow
 def test_cuda_objects_of_other_architectures_lie_elsewhere():
     code = (
         "import setuptools; setuptools.setup = lambda **_: None\n"

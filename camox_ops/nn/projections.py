@@ -1,21 +1,18 @@
 """Products with weights, for models whose time goes there: BDH's projections to and from all heads.
 
-On the CPU, float32 products go to oneDNN, which PyTorch carries and whose kernels use AVX-512 on every processor that
-has it; torch.mm asks MKL, which takes AVX2 on AMD's. bfloat16 products, on CPUs with AVX512-BF16, are
-our own (csrc/gemm), which copy no operand. Everything else is torch.mm and torch.bmm.
+On the CPU, products of float32 and, on CPUs with AVX512-BF16, of bfloat16 are our own (csrc/gemm), which copy no
+operand and write heads where they belong; MKL, which torch.mm asks, takes AVX2 for float32 on AMD's processors.
+Everything else is torch.mm and torch.bmm.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from .. import _C
-from .._torch_private import linear_pointwise
 from ..ops import _check
 
-_MULTIPLIES_BFLOAT16 = _C.has_avx512_bf16()
+_MULTIPLIED = (torch.float32, torch.bfloat16) if _C.has_avx512_bf16() else (torch.float32,)
 _FEWEST = 32  # rows, columns and summed elements of a product of our own
 
 
@@ -56,16 +53,9 @@ def _operands(op: str, x, weight) -> tuple[torch.Tensor, torch.Tensor]:
     return x, weight
 
 
-def _by_onednn(x: torch.Tensor) -> bool:
-    mkldnn = torch.backends.mkldnn
-    if linear_pointwise is None:
-        return False
-    return x.device.type == "cpu" and x.dtype == torch.float32 and mkldnn.is_available() and mkldnn.enabled
-
-
-def _by_pairs(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_ours(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether _product multiplies a (..., M, K) with b (..., K, N)."""
-    if not _MULTIPLIES_BFLOAT16 or a.device.type != "cpu" or a.dtype != torch.bfloat16:
+    if a.device.type != "cpu" or a.dtype not in _MULTIPLIED:
         return False
     return min(*a.shape[-2:], b.shape[-1]) >= _FEWEST and all(1 in t.stride()[-2:] for t in (a, b))
 
@@ -76,35 +66,11 @@ def _product(a: torch.Tensor, b: torch.Tensor, by_row: bool) -> torch.Tensor:
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a (M, K) times b (K, N), as a b or as (b^T a^T)^T: whichever copies less of its operands."""
-    if _by_pairs(a, b):
-        return _product(a[None], b[None], False)[0]
-    if not _by_onednn(a):
-        return torch.mm(a, b)
-    if _copied(a, b) <= _copied(b.t(), a):
-        return _linear(a, b.t())
-    return _linear(b.t(), a).t()
+    return _product(a[None], b[None], False)[0] if _is_ours(a, b) else torch.mm(a, b)
 
 
-def _dense(matrix: torch.Tensor) -> bool:
-    return matrix.is_contiguous() or matrix.t().is_contiguous()
-
-
-def _copied(first: torch.Tensor, second: torch.Tensor) -> int:
-    return (0 if first.is_contiguous() else first.numel()) + (0 if _dense(second) else second.numel())
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (M, K) times the transpose of weight (N, K). For a weight that is not dense oneDNN has only a slow loop."""
-    return linear_pointwise(x, weight if _dense(weight) else weight.contiguous(), None, "none", [], "")
-
-
-def _mm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out = a b, whatever the strides of out."""
-    if _by_onednn(a) or torch.compiler.is_compiling():  # torch.compile takes no strided `out`
-        out.copy_(_mm(a, b))
-    else:
-        torch.mm(a, b, out=out)
+def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _product(a, b, False) if _is_ours(a, b) else torch.bmm(a, b)
 
 
 class _Project(torch.autograd.Function):
@@ -140,35 +106,20 @@ class _ProjectHeads(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
-        by_head, grad_by_head = x.permute(1, 2, 0), grad.transpose(0, 1)
-        pairs = _by_pairs(by_head, grad_by_head)
-        if pairs or grad.device.type != "cpu":
-            of_weight = partial(_product, by_row=False) if pairs else torch.bmm
-            return (
-                _heads(grad, weight.mT) if needs_x else None,
-                of_weight(by_head, grad_by_head) if needs_weight else None,
-            )
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-        for head in range(x.shape[1]):
-            of_head = grad[:, head]
-            if _by_onednn(grad):
-                of_head = of_head.contiguous()  # once for both products
-            if needs_x:
-                _mm_into(grad_x[:, head], of_head, weight[head].t())
-            if needs_weight:
-                _mm_into(grad_weight[head], x[:, head].t(), of_head)
-        return grad_x, grad_weight
+        return (
+            _heads(grad, weight.mT) if needs_x else None,
+            _bmm(x.permute(1, 2, 0), grad.transpose(0, 1)) if needs_weight else None,
+        )
 
 
 def _heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(M, H, K), (H, K, N) -> (M, H, N). float32's oneDNN product alone does not write through strides."""
-    if _by_pairs(x.transpose(0, 1), weight):
-        return _product(x.transpose(0, 1), weight, True).transpose(0, 1)
+    """(M, H, K), (H, K, N) -> (M, H, N)."""
+    by_head = x.transpose(0, 1)
+    if _is_ours(by_head, weight):
+        return _product(by_head, weight, True).transpose(0, 1)
     out = x.new_empty((*x.shape[:2], weight.shape[-1]))
-    if x.device.type != "cpu":
-        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
-        return out
-    for head in range(x.shape[1]):
-        _mm_into(out[:, head], x[:, head], weight[head])
+    if torch.compiler.is_compiling():  # takes no strided `out`
+        out.copy_(torch.bmm(by_head, weight).transpose(0, 1))
+    else:
+        torch.bmm(by_head, weight, out=out.transpose(0, 1))
     return out

@@ -4,7 +4,7 @@
    a (H,M,K), b (H,K,N): out[h] = a[h] b[h] (H,M,N), M, N >= 0, K >= 1. Rows or columns of a[h] and of b[h] are dense, so that
    transposes are no copies; heads have any stride. Rows of out[h] are dense.
    dtypes    bfloat16, on CPUs with AVX512-BF16: sums in float32, in an order that depends on the sizes alone, rounded once at
-             the store. float32 goes to oneDNN (camox_ops/nn/projections.py).
+             the store. float32: sgemm.h, on every CPU.
    errors    CAMOX_INVALID_ARGUMENT: a negative size, K < 1, neither rows nor columns dense. */
 #ifndef CAMOX_GEMM_H
 #define CAMOX_GEMM_H

@@ -1,8 +1,8 @@
-// Schema and entry of gemm, the bfloat16 product of camox_ops.nn's projections.
+// Schema and entry of gemm, the product of camox_ops.nn's projections.
 #include <algorithm>
 
-#include "../common/torch_util.h"
 #include "gemm.h"
+#include "sgemm_run.h"
 
 namespace {
 
@@ -15,6 +15,31 @@ void check_operand(const Tensor& x, const char* name) {
   throw std::invalid_argument(std::string(op) + ": " + name + " must have 3 dimensions, got " + std::to_string(x.dim()));
 }
 
+void multiply_float32(const camox_gemm_params& p) {
+  Products products{};
+  products.shape = {p.rows,        p.columns,     p.depth,        1, 0, p.a_stride[1], p.a_stride[2],
+                    p.b_stride[1], p.b_stride[2], p.out_stride[1]};
+  std::vector<const float*> a(p.heads), b(p.heads);
+  std::vector<float*> out(p.heads);
+  for (int64_t head = 0; head < p.heads; ++head) {
+    a[head] = static_cast<const float*>(p.a) + head * p.a_stride[0];
+    b[head] = static_cast<const float*>(p.b) + head * p.b_stride[0];
+    out[head] = static_cast<float*>(p.out) + head * p.out_stride[0];
+  }
+  products.x = a.data(), products.y = b.data(), products.c = out.data(), products.count = p.heads;
+  if (!multiply(products)) throw std::runtime_error("gemm: no memory for the scratch of its threads");
+}
+
+void multiply_bfloat16(camox_gemm_params& p, const Tensor& like) {
+  camox_gemm_kernel* kernel = camox_gemm(p.dtype);
+  if (!kernel) throw std::runtime_error("gemm: the instruction set in use does not multiply bfloat16");
+  camox_gemm_partition(&p, torch::stable::get_num_threads());
+  const std::array<int64_t, 1> elements = {p.slots * camox_gemm_scratch(&p)};
+  Tensor scratch = empty_contiguous(like, aoti_torch_dtype_float32(), 1, elements.data());
+  p.scratch = scratch.data_ptr();
+  run(kernel, p, p.slots, p.rows * p.columns * p.depth);
+}
+
 // (H, M, N), in memory (M, H, N) where `by_row`.
 Tensor gemm(const Tensor& a, const Tensor& b, bool by_row) {
   check_operand(a, "a");
@@ -22,11 +47,9 @@ Tensor gemm(const Tensor& a, const Tensor& b, bool by_row) {
   check_dtype_and_device(b, a, op, "b");
   camox_gemm_params p{};
   p.dtype = dtype_of(a, op);
-  if (p.dtype != CAMOX_BF16) throw std::invalid_argument("gemm: a must have dtype bfloat16");
+  if (p.dtype != CAMOX_BF16 && p.dtype != CAMOX_F32) throw std::invalid_argument("gemm: a must have dtype float32 or bfloat16");
   if (b.size(0) != a.size(0) || b.size(1) != a.size(2))
     throw std::invalid_argument("gemm: b must have the heads of a and as many rows as a has columns");
-  camox_gemm_kernel* kernel = camox_gemm(p.dtype);
-  if (!kernel) throw std::runtime_error("gemm: the instruction set in use does not multiply bfloat16");
   p.heads = a.size(0), p.rows = a.size(1), p.depth = a.size(2), p.columns = b.size(2);
   p.a = a.data_ptr(), p.b = b.data_ptr();
   std::copy_n(a.strides().begin(), 3, p.a_stride);
@@ -38,11 +61,10 @@ Tensor gemm(const Tensor& a, const Tensor& b, bool by_row) {
   p.out = out.data_ptr();
   std::copy_n(out.strides().begin(), 2, p.out_stride);
   if (out.numel() == 0) return out;
-  camox_gemm_partition(&p, torch::stable::get_num_threads());
-  const std::array<int64_t, 1> elements = {p.slots * camox_gemm_scratch(&p)};
-  Tensor scratch = empty_contiguous(a, aoti_torch_dtype_float32(), 1, elements.data());
-  p.scratch = scratch.data_ptr();
-  run(kernel, p, p.slots, p.rows * p.columns * p.depth);
+  if (p.dtype == CAMOX_F32)
+    multiply_float32(p);
+  else
+    multiply_bfloat16(p, a);
   return out;
 }
 

@@ -13,8 +13,8 @@
 
 #include "../common/integers.h"
 #include "../common/torch_util.h"
+#include "../gemm/sgemm_run.h"
 #include "bernoulli.h"
-#include "sgemm.h"
 #include "slot.h"
 
 #define CAMOX_TUNE_API extern "C" __attribute__((visibility("default")))
@@ -40,17 +40,6 @@ std::atomic<bool> serving_sgemm, serving_sgemm_batch;
 constexpr int column_major = 102, no_transpose = 111;  // CBLAS
 // Smaller products are not slower in MKL, and those that are a vector long in one direction have kernels of their own there.
 std::atomic<int64_t> least_size{8}, least_product{32 * 32 * 32}, least_batch_product{48 * 48 * 48};
-// Multiply-adds that are worth a thread.
-constexpr int64_t thread_product = 1 << 18;
-
-// One product, or `count` products of one shape.
-struct Products {
-  camox_sgemm_shape shape;
-  const float** x;
-  const float** y;
-  float** c;
-  int64_t count;
-};
 
 bool worth_it(int64_t m, int64_t n, int64_t k, float alpha, const std::atomic<int64_t>& least) {
   return std::min({m, n, k}) >= least_size.load(std::memory_order_relaxed) &&
@@ -66,78 +55,6 @@ camox_sgemm_shape shape_of(bool transpose_a, bool transpose_b, int64_t m, int64_
   shape.y_column = transpose_a ? lda : 1, shape.y_depth = transpose_a ? 1 : lda;
   shape.c_row = ldc;
   return shape;
-}
-
-// c as a grid of tiles, at most `tiles` of them. A tile costs its products, and the packing of its rows of x and columns of
-// y, whose every element takes about as long as `packing` multiply-adds.
-struct Grid {
-  int64_t row_tiles, column_tiles, rows, columns;
-};
-
-Grid grid_of(const camox_sgemm_shape& s, int64_t tiles) {
-  constexpr int64_t packing = 8;
-  Grid best{};
-  int64_t least_cost = INT64_MAX;
-  for (int64_t across = 1; across <= tiles; ++across) {
-    Grid g{};
-    g.columns = camox_round_up(camox_ceil_div(s.columns, across), CAMOX_SGEMM_COLUMNS);
-    g.rows = camox_ceil_div(s.rows, tiles / across);
-    g.column_tiles = camox_ceil_div(s.columns, g.columns);
-    g.row_tiles = camox_ceil_div(s.rows, g.rows);
-    const int64_t cost = g.rows * g.columns + packing * (g.rows + g.columns);
-    if (cost < least_cost) least_cost = cost, best = g;
-  }
-  return best;
-}
-
-struct Job {
-  const Products* products;
-  Grid grid;
-  int64_t items, lanes;
-  camox_sgemm_kernel* kernel;
-  char* scratch;
-};
-
-// Lanes [begin, end): each has its own scratch and an equal share of the items.
-void run_lanes(int64_t begin, int64_t end, void* context) {
-  const Job& job = *static_cast<const Job*>(context);
-  const Products& p = *job.products;
-  const Grid& g = job.grid;
-  for (int64_t lane = begin; lane < end; ++lane) {
-    float* scratch = reinterpret_cast<float*>(job.scratch + lane * CAMOX_SGEMM_SCRATCH_BYTES);
-    for (int64_t item = lane * job.items / job.lanes; item < (lane + 1) * job.items / job.lanes; ++item) {
-      const int64_t tile = item % (g.row_tiles * g.column_tiles), matrix = item / (g.row_tiles * g.column_tiles);
-      camox_sgemm_tile t{};
-      t.row = tile / g.column_tiles * g.rows, t.column = tile % g.column_tiles * g.columns;
-      t.rows = std::min(g.rows, p.shape.rows - t.row), t.columns = std::min(g.columns, p.shape.columns - t.column);
-      const camox_sgemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix]};
-      job.kernel(&p.shape, &at, t, scratch);
-    }
-  }
-}
-
-// Whether the products were computed; nothing was written otherwise.
-bool multiply(const Products& p) {
-  uint32_t threads = 1;
-  if (torch_get_num_threads(&threads) != AOTI_TORCH_SUCCESS) return false;
-  const int64_t product = p.shape.rows * p.shape.columns * p.shape.depth;
-  const int64_t lanes = std::clamp<int64_t>(p.count * product / thread_product, 1, threads);
-  Job job{};
-  job.products = &p;
-  job.grid = grid_of(p.shape, camox_ceil_div(lanes, p.count));
-  job.items = p.count * job.grid.row_tiles * job.grid.column_tiles;
-  job.lanes = std::min(lanes, job.items);
-  job.kernel = camox_sgemm(camox_isa_current());
-  try {
-    job.scratch = static_cast<char*>(thread_scratch(job.lanes * CAMOX_SGEMM_SCRATCH_BYTES));
-  } catch (const std::runtime_error&) {
-    return false;
-  }
-  if (job.lanes == 1) {
-    run_lanes(0, 1, &job);
-    return true;
-  }
-  return torch_parallel_for(0, job.lanes, 1, run_lanes, &job) == AOTI_TORCH_SUCCESS;
 }
 
 void sgemm(const char* transa, const char* transb, const int* m, const int* n, const int* k, const float* alpha, const float* a,

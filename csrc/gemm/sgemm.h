@@ -1,4 +1,5 @@
-/* Products of float32 matrices, C = alpha op(A) op(B) + beta C, for the BLAS calls of PyTorch's own kernels.
+/* Products of float32 matrices in memory, C = alpha op(A) op(B) + beta C: for the projections (gemm.h), and for the BLAS calls of
+   PyTorch's own kernels (../tune).
 
    formula   c[i,j] = (beta ? beta c[i,j] : 0) + alpha * sum over k of x[i,k] y[k,j]
    shapes    x [rows, depth], y [depth, columns], c [rows, columns] with neighbouring columns adjacent in memory; of x and of y
@@ -7,8 +8,8 @@
              the sizes alone, so that any division of the work among threads gives the same bits
    beta      0: c is not read, whatever is there; alpha is not 0
    source    K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (ACM TOMS 34, 2008). */
-#ifndef CAMOX_TUNE_SGEMM_H
-#define CAMOX_TUNE_SGEMM_H
+#ifndef CAMOX_SGEMM_H
+#define CAMOX_SGEMM_H
 
 #include <stdint.h>
 

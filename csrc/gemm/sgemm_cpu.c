@@ -135,7 +135,7 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
     }
   }
   *next = p;
-#ifdef CAMOX_BREAK_TUNE
+#ifdef CAMOX_BREAK
   const vf32 alpha = vf32_set1(t->alpha * 1.001f);
 #else
   const vf32 alpha = vf32_set1(t->alpha);
