@@ -14,8 +14,8 @@ import torch
 one_thread = example_path.one_thread
 MODULES = ("balance", "demo_run", "duel", "memory", "parity", "report", "steptime", "twins")
 balance, demo_run, duel, memory, parity, report, steptime, twins = map(example_path.load, MODULES)
-common_memory, common_parity, common_report = (
-    example_path.load(name, "common") for name in ("memory", "parity", "report")
+common_duel, common_memory, common_parity, common_report = (
+    example_path.load(name, "common") for name in ("duel", "memory", "parity", "report")
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,12 +117,18 @@ def test_training_side_by_side_and_its_report(dataset, batch, tmp_path):
     result = {
         "models": trained,
         "training": training,
+        "times": common_duel.with_and_without_tune_cpu(
+            {name: duel.make_step(model, 1e-3, lambda _: 1.0) for name, model in models.items()}, batch, rounds=1
+        ),
         "parity": parity.compare(models, *batch),
         "untrained": {"iou": 0.1},
         "constant_mask_iou": 0.2,
     }
     lines = report.table(result).splitlines()
     assert any(line.startswith("time per step, ms") and line.endswith("x") for line in lines)
+    tuned = next(line.split() for line in lines if line.startswith("times as fast"))
+    assert tuned[3] == "1.00" and len(tuned) == 3 + 4
+    assert list(result["times"]) == ["torch", "torch + tune_cpu", "camox", "camox + tune_cpu"]
     assert [line.split()[-2:] for line in lines if line.startswith("of it convolutions")] == [["62%", "62%"]]
     assert [line.split()[0] for line in lines if len(line.split()) == 5 and "e-" in line] == list(common_parity.KINDS)
     image, mask = dataset.images[0], dataset.masks[0] / 255

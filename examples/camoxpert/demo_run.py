@@ -1,5 +1,6 @@
 """The demo: train the small model with stock PyTorch and with camox_ops side by side, compare, and report."""
 
+import copy
 import statistics
 import time
 from pathlib import Path
@@ -9,10 +10,11 @@ from torch.utils.data import DataLoader
 from camox_ops.train import tune_cpu_allocator
 
 from ..common import demo
+from ..common.duel import with_and_without_tune_cpu
 from ..common.report import machine, write_json
 from . import memory, report, steptime
 from .data import BuiltinSet, EpochSampler
-from .duel import batches, early_loss_gaps, train_both, training_set
+from .duel import batches, early_loss_gaps, make_step, train_both, training_set
 from .metrics import constant_mask_iou, evaluate, predict
 from .parity import compare
 from .steps import WARMUP_SHARE
@@ -56,6 +58,9 @@ def run(mode, folder):
     gaps = early_loss_gaps(models, dataset, BATCH, LEARNING_RATE, warmup=WARMUP_SHARE * STEPS[mode])
     trained, training = train_both(models, dataset, BATCH, STEPS[mode], LEARNING_RATE, report=show)
     training["early_loss_gaps"] = gaps
+    print("timing with and without tune_cpu", flush=True)
+    steps = {name: make_step(copy.deepcopy(model), LEARNING_RATE, lambda _: 1.0) for name, model in models.items()}
+    times = with_and_without_tune_cpu(steps, (images[:BATCH], masks[:BATCH]))
     for name, model in models.items():
         trained[name] |= used[name] | evaluate(model, loader)
         trained[name]["final_loss"] = statistics.mean(trained[name]["losses"][-10:])
@@ -66,6 +71,7 @@ def run(mode, folder):
         "settings": {"size": SIZE, "batch": BATCH, "steps": STEPS[mode], "lr": LEARNING_RATE, "backbone": "tiny"},
         "models": trained,
         "training": training,
+        "times": times,
         "parity": parity,
         "untrained": untrained,
         "constant_mask_iou": constant_mask_iou([mask / 255 for mask in held_out.masks]),

@@ -28,7 +28,7 @@ def table(result):
     lines.append(f"IoU of the untrained model {untrained:.4f}, of a constant mask {constant:.4f}")
     errors, training = result["parity"], result["training"]
     lines.append("* of backbone and decoder, pointwise ones (linear layers) too; both op sets leave them to PyTorch")
-    lines += ["", *parity.lines(errors)]
+    lines += ["", *report.tune_lines(result["times"]), "", *parity.lines(errors)]
     edge = f"images through the edge expert, per layer: {errors['edge_images']}"
     lines.append(f"routing_same {errors['routing_same']}; {edge}")
     lines.append(gap_line(training["early_loss_gaps"]))
@@ -52,7 +52,7 @@ def draw(path, result, samples):
                 axes.set_ylabel(title, fontsize=12)
     lower = grid[1].subgridspec(1, 2, width_ratios=[2.2, 1])
     report.draw_losses(figure.add_subplot(lower[0]), result["models"])
-    report.draw_times(figure.add_subplot(lower[1]), result["models"])
+    report.draw_times(figure.add_subplot(lower[1]), result["times"])
     history = np.array(result["models"]["camox"]["expert_share_history"])
     draw_usage(figure, grid[2], history, len(result["models"]["camox"]["losses"]))
     figure.savefig(path, dpi=80)

@@ -5,10 +5,13 @@ import time
 
 import torch
 
+from camox_ops.train import restore_cpu, tune_cpu
+
 from .parity import moved_by_one_rounding
 from .report import WARMUP_STEPS, summarise
 
 EARLY_STEPS = 5
+TUNED = " + tune_cpu"
 
 
 def alternate(steps, batches, seed=0, seen=None, warmup=WARMUP_STEPS):
@@ -28,6 +31,29 @@ def alternate(steps, batches, seed=0, seen=None, warmup=WARMUP_STEPS):
         if seen is not None:
             seen(index, {name: values[-1] for name, values in losses.items()})
     return {name: {"losses": losses[name], **summarise(times[name], warmup)} for name in steps}
+
+
+def with_and_without_tune_cpu(steps, batch, rounds=4, length=3, seed=0):
+    """Times of {name: step}, as for alternate, on one batch, with PyTorch's own CPU kernels and with those that
+    tune_cpu puts in their places, in turn: {name: times, name + " + tune_cpu": times}, each as alternate gives them.
+
+    The first of the `length` steps after each change is not counted. The models train on."""
+    times = {name + added: [] for name in steps for added in ("", TUNED)}
+    for _ in range(rounds):
+        for added in ("", TUNED):
+            if added:
+                tune_cpu(allocator=False)
+            try:
+                for index in range(length):
+                    for name, step in steps.items():
+                        torch.manual_seed(seed + index)
+                        start = time.perf_counter()
+                        step(index, *batch)
+                        if index > 0:
+                            times[name + added].append(time.perf_counter() - start)
+            finally:
+                restore_cpu()
+    return {name: summarise(taken, warmup=0) for name, taken in times.items()}
 
 
 def early_loss_gaps(models, make_step, batches, seed=0):

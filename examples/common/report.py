@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import numpy as np
 import torch
 
-COLOURS = {"torch": "#888888", "camox": "#d95f02"}
+COLOURS = {"torch": "#888888", "torch + tune_cpu": "#7570b3", "camox": "#d95f02", "camox + tune_cpu": "#a63603"}
 HEADING = f"{'':26}{'torch':>12}{'camox':>12}{'ratio':>9}"
 WARMUP_STEPS = 5
 
@@ -47,6 +47,17 @@ def plain_row(label, rows, key, form="{:.4f}"):
     return f"{label:26}{form.format(rows['torch'][key]):>12}{form.format(rows['camox'][key]):>12}"
 
 
+def tune_lines(times):
+    """What duel.with_and_without_tune_cpu returned, as lines of text: a column for each, and how many times as fast as
+    the first."""
+    base = next(iter(times.values()))["step_ms"]
+    return [
+        f"{'the same steps in turn':26}" + "".join(f"{name:>18}" for name in times),
+        f"{'time per step, ms':26}" + "".join(f"{row['step_ms']:>18.1f}" for row in times.values()),
+        f"{'times as fast':26}" + "".join(f"{base / row['step_ms']:>18.2f}" for row in times.values()),
+    ]
+
+
 def draw_losses(axes, rows):
     """Losses of rows {"torch", "camox"}, each with "losses", as means of 10 steps."""
     for name, style in (("torch", "-"), ("camox", "--")):
@@ -59,14 +70,20 @@ def draw_losses(axes, rows):
 
 
 def draw_times(axes, rows, title="time per training step (median, quartiles)"):
-    """Bars of rows {"torch", "camox"}, each with "step_ms" and "step_ms_quartiles"."""
-    names = ("torch", "camox")
+    """Bars of rows {name: {"step_ms", "step_ms_quartiles"}}."""
+    names = list(rows)
     heights = [rows[name]["step_ms"] for name in names]
     spread = [rows[name]["step_ms_quartiles"] for name in names]
     error = np.abs(np.array(spread).T - np.array(heights))
-    axes.bar(names, heights, yerr=error, capsize=6, color=[COLOURS[name] for name in names])
+    axes.bar(
+        [name.replace(" ", "\n", 1) for name in names],
+        heights,
+        yerr=error,
+        capsize=6,
+        color=[COLOURS[name] for name in names],
+    )
     for position, height in enumerate(heights):
-        axes.text(position, height / 2, f"{height:.0f} ms", ha="center", color="white", fontsize=12)
+        axes.text(position, height / 2, f"{height:.0f} ms", ha="center", color="white")
     axes.set(title=title, ylabel="ms")
 
 

@@ -95,7 +95,8 @@ def used(model, images, labels):
 
 
 def published_step(steps):
-    """Time and memory of a step of the published model on a batch of CIFAR-10's size, dropout 0.1: {name: row}."""
+    """Time and memory of a step of the published model on a batch of CIFAR-10's size, dropout 0.1: {name: row}, and its
+    times with and without tune_cpu."""
     generator = torch.Generator().manual_seed(0)
     images, labels = torch.randn(BATCH, 3, 32, 32, generator=generator), torch.arange(BATCH) % 10
     models = build_twins(PUBLISHED)
@@ -103,7 +104,7 @@ def published_step(steps):
     rows = duel.alternate(step_of, [(images, labels)] * (1 + steps), warmup=1)
     for name, model in models.items():
         rows[name] |= {"images_per_s": BATCH / rows[name]["step_ms"] * 1000, **used(model, images, labels)}
-    return rows
+    return rows, duel.with_and_without_tune_cpu(step_of, (images, labels), rounds=2, length=2)
 
 
 def run(mode, folder):
@@ -137,13 +138,20 @@ def run(mode, folder):
         rows[name] |= trained[name] | {"accuracy": accuracy(model, test)}
         rows[name]["images_per_s"] = BATCH / rows[name]["step_ms"] * 1000
         rows[name]["final_loss"] = statistics.mean(rows[name]["losses"][-10:])
+    print("timing with and without tune_cpu", flush=True)
+    if PUBLISHED_STEPS[mode]:
+        published, times = published_step(PUBLISHED_STEPS[mode])
+    else:
+        step_of = {name: make_step(copy.deepcopy(model), lambda index: 0.0) for name, model in models.items()}
+        published, times = None, duel.with_and_without_tune_cpu(step_of, first)
     result = {
         "mode": mode,
         "machine": report.machine(),
         "allocator": str(allocator),
         "settings": {"batch": BATCH, "steps": steps, "lr": LEARNING_RATE, "model": vars(SMALL)},
         "models": rows,
-        "published": published_step(PUBLISHED_STEPS[mode]) if PUBLISHED_STEPS[mode] else None,
+        "published": published,
+        "times": times,
         "parity": errors,
         "early_loss_gaps": gaps,
     }
@@ -175,6 +183,7 @@ def table(result):
     if result["published"]:
         described = ", ".join(f"{name} {value}" for name, value in vars(PUBLISHED).items() if name != "vocab_size")
         lines += ["", f"the published size, batch {BATCH}: {described}", *block(result["published"])]
+    lines += ["", *report.tune_lines(result["times"])]
     return "\n".join([*lines, "", *parity.lines(result["parity"]), duel.gap_line(result["early_loss_gaps"])])
 
 
@@ -186,8 +195,7 @@ def draw(path, result, models, dataset):
     draw_attention(upper, models, dataset, passes=(0, -1))
     left, right = lower.subplots(1, 2, width_ratios=[2.2, 1])
     report.draw_losses(left, result["models"])
-    rows = result["published"] or result["models"]
-    report.draw_times(right, rows, f"time per step, {'published' if result['published'] else 'small'} size")
+    report.draw_times(right, result["times"], f"time per step, {'published' if result['published'] else 'small'} size")
     figure.savefig(path, dpi=80)
     plt.close(figure)
 
