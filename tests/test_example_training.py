@@ -184,6 +184,26 @@ def test_loss_terms_at_known_values():
     assert undecided > 1
 
 
+def test_ssim_term_is_that_of_average_pooling():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 1, 20, 17, generator=generator, dtype=torch.float64).requires_grad_()
+    target = torch.rand(2, 1, 20, 17, generator=generator, dtype=torch.float64)
+    probability = logits.sigmoid()
+
+    def pool(image):
+        return torch.nn.functional.avg_pool2d(image, 11, 1, 5)
+
+    x, y = pool(probability), pool(target)
+    variances = pool(probability**2) - x**2, pool(target**2) - y**2, pool(probability * target) - x * y
+    similar = (2 * x * y + 1e-4) * (2 * variances[2] + 9e-4)
+    expected = 1 - (similar / ((x**2 + y**2 + 1e-4) * (variances[0] + variances[1] + 9e-4))).mean()
+    total, parts = losses.AdvancedCODLoss(0, 0, 0, 0, ssim_weight=2)(logits, target)
+    torch.testing.assert_close(parts["ssim"], expected.detach())
+    (ours,), (theirs,) = (torch.autograd.grad(value, logits, retain_graph=True) for value in (total, 2 * expected))
+    torch.testing.assert_close(ours, theirs)
+    assert losses.ssim_loss(target, target) < 1e-12
+
+
 def test_checkpoint_round_trip_leaves_no_other_file(tmp_path):
     state = {"epoch": 3, "tensor": torch.randn(4), "nested": [{"a": 1.5}, None, "text"]}
     checkpoint.save(tmp_path / "last.pth", state)
@@ -329,7 +349,7 @@ def test_command_line_trains_with_every_option(tmp_path, small_set, capsys):
         f"train --dataset-path builtin --checkpoint-dir {tmp_path} --backbone tiny --num-experts 7 --batch-size 4 "
         "--accumulation-steps 2 --img-size 32 --epochs 2 --stage1-epochs 1 --lr 0.001 --num-workers 0 "
         "--deep-supervision --gradient-checkpointing --use-ema --no-amp --ops torch --seed 3 --device cpu "
-        "--log-interval 1 --aux-loss switch"
+        "--log-interval 1 --aux-loss switch --ssim-weight 0.5"
     )
     assert cli.main(options.split()) == 0
     history = json.loads((tmp_path / "history.json").read_text())

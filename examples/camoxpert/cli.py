@@ -35,6 +35,7 @@ HELP = {
     "resume_from": "checkpoint to go on from, to the same numbers as an unbroken run",
     "no_amp": "float32 instead of float16 (CUDA) or bfloat16 (CPU)",
     "aux_loss": "usage_mse as the users have it, which has no gradient, or switch, which balances the experts",
+    "ssim_weight": "weight of a term of structural similarity in the loss",
     "ops": "build the model from camox_ops or from stock PyTorch",
     "seed": "seed of weights, order, augmentation and dropout",
     "device": "cpu, cuda or cuda:N",

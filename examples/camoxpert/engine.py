@@ -57,6 +57,7 @@ class Config:
     no_amp: bool = False
     ops: str = "camox"
     aux_loss: str = "usage_mse"
+    ssim_weight: float = 0.0
     seed: int = 42
     device: str = "cpu"
     log_interval: int = 20
@@ -117,7 +118,7 @@ class Trainer:
             ops=config.ops,
             aux_loss=config.aux_loss,
         ).to(self.device)
-        self.criterion = AdvancedCODLoss().to(self.device)
+        self.criterion = AdvancedCODLoss(ssim_weight=config.ssim_weight).to(self.device)
         self.precision = Precision(self.device, enabled=not config.no_amp)
         self.model.gradient_checkpointing = self.checkpointing()
         self.ema = EMA(self.model, config.ema_decay) if config.use_ema else None
