@@ -1,6 +1,8 @@
-"""python -m camox_ops run: an unedited script, with PyTorch's CPU kernels tuned before its imports and each model patched
-at its first call. docs/run.md says what is promised; this file has, in this order: the command line, the script in a
-`__main__` of its own, the models, the times of steps, the report."""
+"""python -m camox_ops run: an unedited script, with PyTorch's CPU kernels tuned before its imports and each model
+patched at its first call.
+
+docs/run.md says what is promised. This file has, in this order: the command line, the script in a `__main__` of its
+own, the models, the times of steps, the report."""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="python -m camox_ops run", usage=USAGE, description=__doc__.partition(". ")[0], allow_abbrev=False
+        prog="python -m camox_ops run", usage=USAGE, description=__doc__.partition("\n\n")[0], allow_abbrev=False
     )
     parser.add_argument("--no-tune", action="store_true", help="leave PyTorch's CPU kernels and allocator alone")
     parser.add_argument("--no-patch", action="store_true", help="leave the models alone")
@@ -101,14 +103,17 @@ def main(arguments: list[str], patcher=None) -> int:
 def _execute(script: list[str]) -> None:
     """What `python` does with these arguments. Frames above this function's are hidden in tracebacks."""
     main_module = types.ModuleType("__main__")
-    main_module.__dict__["__builtins__"] = sys.modules["builtins"]
+    names = vars(main_module)
+    names["__builtins__"] = sys.modules["builtins"]
+    if "__annotations__" in vars(sys.modules["__main__"]):  # not from Python 3.14 on
+        names["__annotations__"] = {}
     sys.modules["__main__"] = main_module
     if script[0] == "-m":
         sys.argv[:] = ["-m", *script[2:]]
         runpy._run_module_as_main(script[1])
         return
     sys.argv[:] = script
-    path = script[0]
+    path = os.path.join(os.getcwd(), script[0])
     is_package = os.path.isdir(path) or _is_zip(path)
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         # In place of the folder that `python -m camox_ops` was called in.
@@ -116,7 +121,6 @@ def _execute(script: list[str]) -> None:
     if is_package:
         runpy._run_module_as_main("__main__", alter_argv=False)
         return
-    path = os.path.abspath(path)
     compiled = path.endswith(".pyc")
     kind = importlib.machinery.SourcelessFileLoader if compiled else importlib.machinery.SourceFileLoader
     loader = kind("__main__", path)
@@ -125,8 +129,8 @@ def _execute(script: list[str]) -> None:
     else:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
-    main_module.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
-    exec(code, main_module.__dict__)
+    names.update(__file__=path, __cached__=None, __loader__=loader)
+    exec(code, names)
 
 
 def _is_zip(path: str) -> bool:
@@ -201,7 +205,7 @@ class _Root:
         self.wrappers, inner = _unwrapped(module)
         self.module = weakref.ref(inner)
         self.name = _class_name(inner)
-        self.parameters = sum(parameter.numel() for parameter in inner.parameters() if not _is_lazy(parameter))
+        self.parameters = sum(parameter.numel() for parameter in inner.parameters())
         self.is_compiled = "torch.compile" in self.wrappers
         self.report = None
         self.seconds = 0.0
@@ -313,14 +317,17 @@ class _Watch:
         known = self._known.get(id(module))
         root = known[1] if known is not None else self._first_call(module)
         if root is not None and not self.steps.done:
-            self.steps.called(root, module)
+            try:
+                self.steps.called(root, module)
+            except Exception as error:
+                self.steps.fail(error)
         if module._modules:
             self.disarm()
             _open.handle = module.register_forward_hook(_leave, always_call=True)
 
     def _first_call(self, module: torch.nn.Module) -> _Root | None:
-        if _is_inopportune():
-            return None
+        if _is_inopportune() or any(map(_is_lazy, module.parameters())):
+            return None  # at a later call
         if not module._modules and next(module.parameters(), None) is None:
             self._know(module, None)  # a loss, an activation
             return None
@@ -362,9 +369,9 @@ class _Steps:
         self.switches = switches
         self.done = False
         self.why_not = "no model was called in training"
-        self.notes: list[str] = []
         self.times: dict[bool, list[float]] = {True: [], False: []}
         self.root: _Root | None = None
+        self._frozen: set[_Root] = set()
         self._index = 0
         self._since: float | None = None
         self._mark = ()
@@ -373,8 +380,11 @@ class _Steps:
     def called(self, root: _Root, module: torch.nn.Module) -> None:
         training = module.training and torch.is_grad_enabled()
         if self.root is None:
-            if training and any(parameter.requires_grad for parameter in module.parameters()):
-                self._begin(root, module)
+            if training and root not in self._frozen:
+                if any(parameter.requires_grad for parameter in module.parameters()):
+                    self._begin(root, module)
+                else:
+                    self._frozen.add(root)
         elif root is self.root:
             self._step(module) if training else self.disturb()
 
@@ -407,10 +417,7 @@ class _Steps:
             self.times[ours].append(_now(module) - self._since)
         self._index += 1
         if self._ours() != ours:
-            try:
-                self._switch(self._ours())
-            except Exception as error:
-                return self._stop(f"switching raised {type(error).__name__}: {error}")
+            self._switch(self._ours())
         if self._index == STEPS:
             few = min(map(len, self.times.values())) < RUN_OF_STEPS - 1
             return self._stop("too few steps were without validation or other models' first calls" if few else "")
@@ -418,6 +425,11 @@ class _Steps:
 
     def _ours(self) -> bool:
         return self._index // RUN_OF_STEPS % 2 == 0
+
+    def fail(self, error: Exception) -> None:
+        """The script goes on in any case, with each model in the last state that it had."""
+        self.why_not = f"{type(error).__name__}: {error}"
+        self.done = True
 
     def _stop(self, why_not: str) -> None:
         self.why_not = why_not
@@ -435,7 +447,7 @@ class _Steps:
                     (patcher.patch if ours else patcher.unpatch)(root.module())
 
     def to_dict(self) -> dict:
-        report = {"model": None if self.root is None else self.root.name, "why_not": self.why_not, "notes": self.notes}
+        report = {"model": None if self.root is None else self.root.name, "why_not": self.why_not}
         if not self.why_not:
             before, after = (statistics.median(self.times[ours]) for ours in (False, True))
             report |= {"seconds_before": before, "seconds_after": after, "speed_up": before / after}
