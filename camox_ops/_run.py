@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import importlib.machinery
 import io
 import json
@@ -78,15 +77,15 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, script
 
 
-def main(arguments: list[str], patcher=None) -> int:
+def main(arguments: list[str], patch: Callable | None = None) -> int:
     """Runs the script and returns 0 where it ran to its end; its exceptions and exits leave as they are.
 
-    patcher: an object with the functions `patch` and `unpatch` (None: those of camox_ops)."""
+    patch: a function as camox_ops.patch, which None stands for."""
     options, script = _parse(arguments)
     session = _Session(options, script)
     if not options.no_tune:
         session.tune()
-    session.begin(patcher)
+    session.begin(patch)
     try:
         _execute(script)
     except BaseException as error:
@@ -218,8 +217,7 @@ class _Root:
     def patch(self, patch: Callable) -> None:
         start = time.perf_counter()
         try:
-            with _apart_from_the_script():
-                self.report = patch(self.module())
+            self.report = patch(self.module())
         except Exception as error:
             self.why_not = f"patch raised {type(error).__name__}: {error}"
         self.seconds = time.perf_counter() - start
@@ -264,22 +262,6 @@ def _unwrapped(module: torch.nn.Module) -> tuple[list[str], torch.nn.Module]:
             return wrappers, module
 
 
-@contextlib.contextmanager
-def _apart_from_the_script():
-    """Random numbers, autocast and grad mode as if no script were running, and its own again afterwards."""
-    state = torch.get_rng_state()
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
-        ):
-            yield
-    finally:
-        torch.set_rng_state(state)
-
-
 def _is_inopportune() -> bool:
     """Whether the call of a module is recorded or transformed rather than computed: patch would be so too."""
     return (
@@ -293,8 +275,8 @@ def _is_inopportune() -> bool:
 class _Watch:
     """Sees the calls of modules, patches root modules at their first call, and times the steps of one of them."""
 
-    def __init__(self, patcher, why_not: str, switches: list[Callable[[bool], None]]):
-        self.patcher = patcher
+    def __init__(self, patch: Callable | None, why_not: str, switches: list[Callable[[bool], None]]):
+        self.patch = patch
         self.why_not = why_not
         self.roots: list[_Root] = []
         self.steps = _Steps(self, switches)
@@ -315,15 +297,20 @@ class _Watch:
 
     def entered(self, module: torch.nn.Module) -> None:
         known = self._known.get(id(module))
-        root = known[1] if known is not None else self._first_call(module)
-        if root is not None and not self.steps.done:
-            try:
+        has_modules = bool(module._modules)
+        if known is not None and not has_modules and (known[1] is None or self.steps.done):
+            return
+        self.disarm()  # what patch runs to prove its forward is not the script's either
+        try:
+            root = known[1] if known is not None else self._first_call(module)
+            if root is not None and not self.steps.done:
                 self.steps.called(root, module)
-            except Exception as error:
-                self.steps.fail(error)
-        if module._modules:
-            self.disarm()
+        except Exception as error:
+            self.steps.fail(error)
+        if has_modules:
             _open.handle = module.register_forward_hook(_leave, always_call=True)
+        else:
+            self.arm()
 
     def _first_call(self, module: torch.nn.Module) -> _Root | None:
         if _is_inopportune() or any(map(_is_lazy, module.parameters())):
@@ -333,8 +320,8 @@ class _Watch:
             return None
         root = _Root(module)
         root.why_not = self.why_not
-        if self.patcher is not None:
-            root.patch(self.patcher.patch)
+        if self.patch is not None:
+            root.patch(self.patch)
             self.steps.disturb()
         self.roots.append(root)
         # Its inner modules are no roots when a script or a checkpoint's backward calls them on their own.
@@ -372,6 +359,7 @@ class _Steps:
         self.times: dict[bool, list[float]] = {True: [], False: []}
         self.root: _Root | None = None
         self._frozen: set[_Root] = set()
+        self._exchanged: list[tuple[torch.nn.Module, type]] = []
         self._index = 0
         self._since: float | None = None
         self._mark = ()
@@ -440,11 +428,19 @@ class _Steps:
     def _switch(self, ours: bool) -> None:
         for switch in self.switches:
             switch(ours)
-        patcher = self.watch.patcher
+        if ours:
+            for module, kind in self._exchanged:
+                module.__class__ = kind
+            self._exchanged = []
+            return
         for root in self.watch.roots:
-            if root.is_patched and root.module() is not None:
-                with _apart_from_the_script():
-                    (patcher.patch if ours else patcher.unpatch)(root.module())
+            module = root.module() if root.is_patched else None
+            for inner in () if module is None else module.modules():
+                # patch gives a module a class of its own; one that was wrapped since (fully_shard does) stays
+                patch = vars(type(inner)).get("_camox_patch")
+                if patch is not None:
+                    self._exchanged.append((inner, type(inner)))
+                    inner.__class__ = patch.original
 
     def to_dict(self) -> dict:
         report = {"model": None if self.root is None else self.root.name, "why_not": self.why_not}
@@ -520,15 +516,15 @@ class _Session:
         if memory is not None and memory.supported and ON_PAGES not in memory.settings and not had:
             _restart()
 
-    def begin(self, patcher) -> None:
+    def begin(self, patch: Callable | None) -> None:
         global _watch
         why_not = ""
         if self.options.no_patch:
-            patcher, why_not = None, "--no-patch"
-        elif patcher is None:
-            patcher, why_not = _own_patcher()
+            patch, why_not = None, "--no-patch"
+        elif patch is None:
+            patch, why_not = _own_patch()
         switches = [] if self.tuned is None else _kernel_switches(self.tuned)
-        self.watch = _watch = _Watch(patcher, why_not, switches)
+        self.watch = _watch = _Watch(patch, why_not, switches)
         _let_compiled_modules_be_hooked()
         _watch.arm()
         atexit.register(self.end)
@@ -592,13 +588,12 @@ def _restart() -> None:
     os.execve(sys.executable, sys.orig_argv, {**os.environ, ON_PAGES: "1", RESTARTED: "1"})
 
 
-def _own_patcher():
-    """(an object with patch and unpatch, or None; why there is none)"""
+def _own_patch() -> tuple[Callable | None, str]:
+    """(camox_ops.patch, or None; why there is none)"""
     import camox_ops
 
-    if hasattr(camox_ops, "patch"):
-        return camox_ops, ""
-    return None, "not in this build"
+    patch = getattr(camox_ops, "patch", None)
+    return patch, "" if patch is not None else "not in this build"
 
 
 def _kernel_switches(report: train.TuneReport) -> list[Callable[[bool], None]]:
