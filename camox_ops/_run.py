@@ -280,6 +280,7 @@ class _Watch:
         self.why_not = why_not
         self.roots: list[_Root] = []
         self.steps = _Steps(self, switches)
+        self._threads = os.environ.get("OMP_NUM_THREADS", ""), torch.get_num_threads()
         self._known: dict[int, tuple[weakref.ref, _Root | None]] = {}
         self._lock = threading.Lock()
         self._handle = None
@@ -318,6 +319,7 @@ class _Watch:
         if not module._modules and next(module.parameters(), None) is None:
             self._know(module, None)  # a loss, an activation
             return None
+        self._limit_threads()
         root = _Root(module)
         root.why_not = self.why_not
         if self.patch is not None:
@@ -329,6 +331,14 @@ class _Watch:
             self._know(inner, None)
         self._know(module, root)
         return root
+
+    def _limit_threads(self) -> None:
+        """A script that sets OMP_NUM_THREADS before its `import torch` means that one, which came before the script."""
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        before, threads = self._threads
+        if asked != before and asked.isdecimal() and int(asked) > 0 and torch.get_num_threads() == threads:
+            torch.set_num_threads(int(asked))
+        self._threads = asked, torch.get_num_threads()
 
     def _know(self, module: torch.nn.Module, root: _Root | None) -> None:
         key = id(module)
@@ -489,7 +499,7 @@ class _Session:
         self.tuned: train.TuneReport | None = None
         self.why_not_tuned = "--no-tune"
         self.watch: _Watch | None = None
-        self.ended = "stopped by os._exit or a signal"
+        self.ended = ""
         self._start = time.perf_counter()
         self._process = os.getpid()
 
@@ -532,12 +542,12 @@ class _Session:
     def end(self) -> None:
         if os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
             return
-        print(self, file=sys.stderr, flush=True)
+        _say(str(self))
         if self.options.report is not None:
             try:
                 Path(self.options.report).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
             except OSError as error:
-                print(f"camox_ops run: --report {self.options.report}: {error.strerror}", file=sys.stderr)
+                _say(f"camox_ops run: can't write --report {self.options.report!r}: {error.strerror}")
 
     def to_dict(self) -> dict:
         return {
@@ -565,6 +575,12 @@ class _Session:
                 lines.append("patch: no model was called")
         lines.append(str(self.watch.steps))
         return "\n".join([lines[0], *(f"  {line}" for line in lines[1:])])
+
+
+def _say(text: str) -> None:
+    """On the stderr that the process began with: a script may have put something else in its place, or closed it."""
+    if sys.__stderr__ is not None and not sys.__stderr__.closed:
+        print(text, file=sys.__stderr__, flush=True)
 
 
 def _tune_dict(report: train.TuneReport | None, why_not: str) -> dict:

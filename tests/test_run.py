@@ -154,11 +154,14 @@ def run(*arguments, cwd, **environment):
 
 
 TRAINING = """
-import sys
-print("top level of", __name__)
+import multiprocessing, os, sys
+print("top level of", __name__, flush=True)
+os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+def compute(): torch.ones(512, 512).mm(torch.ones(512, 512)).exp_()
 
 class Numbers(Dataset):
     def __len__(self): return 16 * 8
@@ -171,6 +174,10 @@ class Net(nn.Module):
     def forward(self, x): return self.second(self.first(x).relu())
 
 if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=compute)
+    child.start()
+    child.join(60)
+    print("child", child.exitcode)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
     for context in (None, "spawn"):
@@ -179,17 +186,20 @@ if __name__ == "__main__":
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
-    print("trained")
+    print("trained with", torch.get_num_threads())
+    sys.stderr = None
     sys.exit(5)
 """
 
 
 def test_training_with_workers(tmp_path):
-    """Workers, forked and spawned, neither train nor report."""
+    """Workers, forked and spawned, neither train nor report; threads are those that the script asks for, and are none
+    that the measurements of tune_cpu left behind, which a forked process would wait for."""
     (tmp_path / "train.py").write_text(TRAINING)
     done = run("--report", "r.json", "train.py", "--epochs", "3", cwd=tmp_path)
     assert done.returncode == 5
-    assert done.stdout.splitlines() == ["top level of __main__", "top level of __mp_main__", "trained"]
+    lines = ["top level of __main__", "child 0", "top level of __mp_main__", "trained with 1"]
+    assert sorted(done.stdout.splitlines()) == sorted(lines)
     assert done.stderr.startswith(f"{REPORT}train.py --epochs 3: sys.exit(5), ")
     assert done.stderr.count(REPORT) == 1
     report = json.loads((tmp_path / "r.json").read_text())
@@ -414,6 +424,18 @@ def test_calls_that_are_recorded_are_left_for_later():
         lazy(x)
     assert patcher.models == [net, lazy]
     assert len(watch.roots) == 2
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("1", 1), ("", 2), ("many", 2), ("0", 2)])
+def test_threads_that_a_script_asks_for(monkeypatch, asked, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with watching(Patcher()):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        Net()(torch.ones(1, 8))
+        assert torch.get_num_threads() == threads
+        torch.set_num_threads(2)
+        Net()(torch.ones(1, 8))
+        assert torch.get_num_threads() == 2
 
 
 def test_an_exception_in_a_model_leaves_no_hook():
