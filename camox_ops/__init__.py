@@ -6,6 +6,7 @@ import torch  # noqa: F401  torch's libraries must be loaded before _C
 
 from . import _C, nn, reference, train
 from ._cuda import check_errors
+from ._explain import explain
 from ._info import build_info, isa, supported_isas
 from ._ops import IMAGE_OPS as _IMAGE_OPS
 from .ops.bands import FrequencyBands, frequency_bands
@@ -37,6 +38,7 @@ __all__ = [
     "dropout",
     "dropout_add_layer_norm",
     "edge_maps",
+    "explain",
     "frequency_bands",
     "isa",
     "layer_norm2d",

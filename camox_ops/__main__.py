@@ -1,4 +1,5 @@
-"""python -m camox_ops info | check | bench: what runs on this machine, a self-test, the table of speeds."""
+"""python -m camox_ops info | check | bench: what runs on this machine, a self-test, the table of speeds.
+python -m camox_ops run ...: a script, tuned and patched (run --help)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from . import _cuda, _selftest, _torch_private, build_info, isa, supported_isas, train
+from . import _cuda, _run, _selftest, _torch_private, build_info, isa, supported_isas, train
 
 
 def cpu_name() -> str:
@@ -71,6 +72,9 @@ def bench() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["run"]:
+        return _run.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m camox_ops", description=__doc__)
     commands = {"info": info, "check": check, "bench": bench}
     parser.add_argument("command", choices=commands, help="what to show")

@@ -109,6 +109,42 @@ def state() -> str:
     return f"{way}; {why} {', '.join(missing)}"
 
 
+WITHOUT_GRADIENT = ("bdh_attention_step", "bdh_product", "rope_")
+"""Operators that the package calls without differentiable_call."""
+
+_observe: dict[str, Callable] = {}
+
+
+class _Observed:
+    """Takes the place of a function of torch's that has this hash, of which torch makes that of an operator."""
+
+    def __init__(self, observer: Callable, name: str, function: Callable):
+        self.function = function
+        self._call = observer(name, function)
+
+    def __call__(self, *args, **kwargs):
+        return self._call(*args, **kwargs)
+
+    def __hash__(self):
+        return hash(self.function)
+
+
+def observe_calls(observer: Callable | None) -> None:
+    """Puts observer(name, function) in the place of the function of torch's that calls an operator of this package, for
+    each of them and each way that it is called; None: gives torch's own back. Costs calls nothing without an observer:
+    what is replaced are variables that every call reads."""
+    for observe in _observe.values():
+        observe(observer)
+    for name in (*_observe, *WITHOUT_GRADIENT):
+        packet = getattr(torch.ops.camox_ops, name)
+        for called in (packet, packet.default):
+            own = vars(called).get("_op")
+            if isinstance(own, _Observed):
+                called._op = own = own.function
+            if observer is not None and own is not None:
+                called._op = _Observed(observer, name, own)
+
+
 def differentiable_call(name: str, overload, transformable: type[Function], saves_if_asked: bool) -> Callable:
     """What an op calls in place of its operator `overload`, so that gradients and torch.func transforms follow.
 
@@ -134,6 +170,7 @@ def _short_call(name: str, overload, transformable: type[Function], saving: tupl
     # Not through OpOverload.__call__ nor, below, Function.apply: they are Python, and most of a small op's time.
     # A large op's data has driven this code out of the caches: there too every function less on the way counts.
     kernel, guard, unwrap, in_transform = overload._op, _guard, _unwrap, _transforms_active
+    unobserved = kernel
     setup_context, backward = transformable.setup_context, transformable.backward
     is_compiling, is_grad_enabled, Tensor = torch.compiler.is_compiling, torch.is_grad_enabled, torch.Tensor
 
@@ -187,12 +224,18 @@ def _short_call(name: str, overload, transformable: type[Function], saving: tupl
         except (RuntimeError, TypeError, ValueError):
             return None
 
+    def observe(observer):
+        nonlocal kernel
+        kernel = unobserved if observer is None else observer(name, unobserved)
+
+    _observe[name] = observe
     call.attempt = attempt
     return call
 
 
 def _long_call(name: str, overload, transformable: type[Function], saving: tuple, forgetting: tuple) -> Callable:
     """The same by public means."""
+    unobserved = overload
 
     def call(*args):
         if torch.compiler.is_compiling():
@@ -209,6 +252,11 @@ def _long_call(name: str, overload, transformable: type[Function], saving: tuple
             raise_as_torch_does(error)
             raise
 
+    def observe(observer):
+        nonlocal overload
+        overload = unobserved if observer is None else observer(name, unobserved)
+
+    _observe[name] = observe
     call.attempt = lambda *args: None
     return call
 

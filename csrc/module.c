@@ -33,6 +33,23 @@ static PyObject *supported_isas(PyObject *self, PyObject *args) {
   return list;
 }
 
+/* (bool): whether C notes what each call runs, from now on and in every thread. */
+static PyObject *keep_notes(PyObject *self, PyObject *wanted) {
+  (void)self;
+  const int kept = PyObject_IsTrue(wanted);
+  if (kept < 0) return NULL;
+  camox_notes_are_kept = kept;
+  Py_RETURN_NONE;
+}
+
+/* This thread's notes, which are forgotten then. */
+static PyObject *take_notes(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *text = PyUnicode_FromString(camox_notes());
+  camox_clear_notes();
+  return text;
+}
+
 static PyObject *build_info(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   return Py_BuildValue("{s:s, s:s, s:s, s:s, s:s}", "version", CAMOX_VERSION, "compiler", __VERSION__, "built_with_torch",
@@ -78,6 +95,8 @@ static PyMethodDef methods[] = {
     {"has_avx512_bf16", has_avx512_bf16, METH_NOARGS, "Whether kernels may use the AVX512-BF16 dot product."},
     {"supported_isas", supported_isas, METH_NOARGS, "Every instruction set that this build and this CPU have."},
     {"build_info", build_info, METH_NOARGS, "Facts of this build as a dict."},
+    {"keep_notes", keep_notes, METH_O, "Whether C notes what each call runs."},
+    {"take_notes", take_notes, METH_NOARGS, "This thread's notes, a line each; they are forgotten then."},
     {"tune_cpu_allocator", tune_cpu_allocator, METH_NOARGS, "Keep freed memory with the process (glibc)."},
     {NULL, NULL, 0, NULL},
 };

@@ -88,6 +88,28 @@ CAMOX_KERNEL_TABLE(camox_bdh_step_fn, camox_bdh_step, camox_bdh_step_kernel)
 extern camox_bdh_kernel camox_bdh_backward_kernel_bf16_avx512_bf16;
 #endif
 
+void camox_bdh_note(const camox_bdh_params *p, int backward) {
+  const char *form = camox_bdh_state_form(p) ? "state" : "quadratic";
+  const long long n = p->dim, d = p->value_dim, by_scores = p->length * (n + (p->causal ? 1 : 2) * d);
+  if (p->softmax)
+    camox_note("why %s form: softmax has no other", form);
+  else if (p->form != CAMOX_BDH_BY_COST)
+    camox_note("why %s form: asked for", form);
+  else
+    camox_note("why %s form: T(N+%sD) = %lld %s 4ND = %lld", form, p->causal ? "" : "2", by_scores,
+               camox_bdh_crossover(p) ? ">" : "<=", 4 * n * d);
+  if (!backward || p->dtype != CAMOX_BF16) return;
+  if (!p->avx512_bf16) {
+    camox_note("why not avx512_bf16: this CPU or instruction set has no dot product of bfloat16");
+    return;
+  }
+  camox_note("kernel camox_bdh_backward_kernel_bf16_avx512_bf16");
+  const camox_bdh_plan plan = camox_bdh_plan_of(p, backward);
+  if (!camox_bdh_uses_avx512_bf16(p, &plan, backward))
+    camox_note("why float32 products within: %s",
+               camox_bdh_state_form(p) ? "the state form has no others" : "T is too long to keep all scores in bfloat16");
+}
+
 camox_bdh_kernel *camox_bdh_backward_avx512_bf16(void) {
 #if defined(CAMOX_HAVE_X86)
   return camox_bdh_backward_kernel_bf16_avx512_bf16;

@@ -87,6 +87,9 @@ int camox_bdh_check(const camox_bdh_params *p, int backward);
 int64_t camox_bdh_work_items(const camox_bdh_params *p);
 int64_t camox_bdh_sum_work_items(const camox_bdh_params *p);
 
+/* Notes (status.h) which form is computed and why, and of a bfloat16 backward whether by AVX512-BF16. */
+void camox_bdh_note(const camox_bdh_params *p, int backward);
+
 /* Elements of one slot of scratch. Slot s of `slots` computes the work items s*items/slots ... (s+1)*items/slots - 1; where the
    backward of shared values has no `partial`, batch elements instead. */
 int64_t camox_bdh_scratch(const camox_bdh_params *p, int backward);

@@ -79,6 +79,7 @@ bool slots_sum_heads(const camox_bdh_params& p) {
 void run_slots(camox_bdh_kernel* kernel, camox_bdh_params& p, const Tensor& q, bool backward) {
   const int64_t items = camox_bdh_work_items(&p);
   if (items == 0) return;
+  if (camox_notes_are_kept) camox_bdh_note(&p, backward);
   p.slots = std::min<int64_t>(items, torch::stable::get_num_threads());
   Tensor scratch = empty_real(q, {p.slots * camox_bdh_scratch(&p, backward)});
   p.scratch = scratch.data_ptr();

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "status.h"
+#include "types.h"
 
 static const char *const names[CAMOX_ISA_COUNT] = {"portable", "avx2", "avx512"};
 static camox_isa current = CAMOX_ISA_PORTABLE;
@@ -49,3 +50,15 @@ int camox_isa_has_avx512_bf16(void) {
 }
 
 camox_isa camox_isa_current(void) { return current; }
+
+void camox_note_kernel(const char *kernel, int dtype, camox_isa isa) {
+  static const char *const dtypes[CAMOX_DTYPE_COUNT] = {"f32", "bf16", "f16", "f64"};
+  const int portable = dtype == CAMOX_F64;
+  camox_note("kernel %s_%s_%s", kernel, dtypes[dtype], names[portable ? CAMOX_ISA_PORTABLE : isa]);
+  if (portable)
+    camox_note("why float64 has one body, the portable one");
+  else if (isa + 1 < CAMOX_ISA_COUNT)
+    camox_note(camox_isa_supported((camox_isa)(isa + 1)) ? "why not %s: CAMOX_FORCE_ISA is %s"
+                                                         : "why not %s: this CPU or build has %s",
+               names[isa + 1], names[isa]);
+}

@@ -23,6 +23,9 @@ int camox_isa_has_avx512_bf16(void);
 /* The one in use, which camox_isa_init has chosen. */
 camox_isa camox_isa_current(void);
 
+/* Notes (status.h) the variant of a kernel for a camox_dtype and isa, and what decided it. */
+void camox_note_kernel(const char *kernel, int dtype, camox_isa isa);
+
 #ifdef __cplusplus
 }
 #endif

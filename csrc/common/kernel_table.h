@@ -2,6 +2,9 @@
 #ifndef CAMOX_KERNEL_TABLE_H
 #define CAMOX_KERNEL_TABLE_H
 
+#include "isa.h"
+#include "status.h"
+
 #if defined(CAMOX_HAVE_X86)
 #define CAMOX_ISA_ROW_(name, dtype) {name##_##dtype##_portable, name##_##dtype##_avx2, name##_##dtype##_avx512}
 #define CAMOX_PORTABLE_ROW_(name) {name##_f64_portable, name##_f64_portable, name##_f64_portable}
@@ -21,11 +24,16 @@
 #define CAMOX_NAMES_(name, dtype) name##_##dtype##_portable
 #endif
 
+/* For cx.explain: notes the variant of `kernel`, a name up to its dtype, that the caller is about to run. */
+#define CAMOX_NOTE_KERNEL(kernel, dtype, isa) \
+  if (camox_notes_are_kept) camox_note_kernel(kernel, (int)(dtype), isa);
+
 /* Declares the kernels `kernel` and defines get(dtype, isa), which returns one of them. type: as above. */
 #define CAMOX_KERNEL_TABLE(type, get, kernel)                                                \
   CAMOX_DECLARE_KERNELS(kernel, type)                                                        \
   type *get(camox_dtype dtype, camox_isa isa) {                                              \
     static type *const variants[CAMOX_DTYPE_COUNT][CAMOX_ISA_COUNT] = CAMOX_KERNELS(kernel); \
+    CAMOX_NOTE_KERNEL(#kernel, dtype, isa)                                                   \
     return variants[dtype][isa];                                                             \
   }
 

@@ -1,4 +1,5 @@
-/* Status codes of the C kernels and their one thread-local message. C code never throws, prints or exits. */
+/* Status codes of the C kernels and their one thread-local message; notes of what a call runs. C code never throws, prints
+   or exits. */
 #ifndef CAMOX_STATUS_H
 #define CAMOX_STATUS_H
 
@@ -18,6 +19,15 @@ int camox_fail(int code, const char *format, ...) __attribute__((format(printf, 
 
 /* The message of this thread's last camox_fail; valid until its next one. */
 const char *camox_last_error(void);
+
+/* Notes of what this thread's calls run and why, for cx.explain: lines that begin with "kernel " or "why ". They are asked for
+   only while camox_notes_are_kept is set, so that a call without them pays for one comparison. */
+extern int camox_notes_are_kept;
+void camox_note(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* The notes since the last camox_clear_notes, one a line; those that found no room are missing. */
+const char *camox_notes(void);
+void camox_clear_notes(void);
 
 #ifdef __cplusplus
 }

@@ -88,10 +88,18 @@ static camox_linear_attention_kernel *const backward_kernels[CAMOX_ATTENTION_STE
     CAMOX_KERNELS(camox_linear_attention_backward_apply_kernel),
 };
 
+static const char *const forward_names[CAMOX_ATTENTION_STEPS] = {
+    "camox_linear_attention_partial_kernel", "camox_linear_attention_state_kernel", "camox_linear_attention_apply_kernel"};
+static const char *const backward_names[CAMOX_ATTENTION_STEPS] = {"camox_linear_attention_backward_partial_kernel",
+                                                                  "camox_linear_attention_backward_state_kernel",
+                                                                  "camox_linear_attention_backward_apply_kernel"};
+
 camox_linear_attention_kernel *camox_linear_attention_forward(camox_attention_step step, camox_dtype dtype, camox_isa isa) {
+  CAMOX_NOTE_KERNEL(forward_names[step], dtype, isa)
   return forward_kernels[step][dtype][isa];
 }
 camox_linear_attention_kernel *camox_linear_attention_backward(camox_attention_step step, camox_dtype dtype, camox_isa isa) {
+  CAMOX_NOTE_KERNEL(backward_names[step], dtype, isa)
   return backward_kernels[step][dtype][isa];
 }
 #endif

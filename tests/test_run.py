@@ -1,0 +1,608 @@
+"""python -m camox_ops run: as python would run the script, with models patched at their first call."""
+
+import contextlib
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+import camox_ops as cx
+from camox_ops import __main__ as command
+from camox_ops import _run
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+REPORT = "camox_ops run: "
+
+# Runs each case in a fork of one process that has imported torch already: a case costs no import.
+DRIVER = """
+import json, os, sys
+from camox_ops import _run
+sys.path[0] = os.getcwd()  # as `python -m camox_ops` has it
+children = []
+for number, case in enumerate(json.loads(sys.argv[1])):
+    children.append(os.fork())
+    if not children[-1]:
+        for fd, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), fd)
+        sys.exit(_run.main(["--no-tune", *case]))
+for number, child in enumerate(children):
+    with open(f"{number}.status", "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+"""
+
+FACTS = """
+import sys, pickle
+class Local: pass
+main = sys.modules["__main__"]
+print(sys.argv, sys.path[0], __name__, __file__, __spec__ and __spec__.name, __package__, type(__loader__))
+print(sorted(globals()))
+print(main.__dict__ is globals(), type(pickle.loads(pickle.dumps(Local()))) is Local, sys.stdout.line_buffering)
+"""
+
+CASES = {
+    "facts.py": FACTS,
+    "exits.py": "import sys; print('out'); sys.exit(3)",
+    "says.py": "import sys; sys.exit('said')",
+    "exits_without.py": "raise SystemExit",
+    "raises.py": """
+def inner(n):
+    try:
+        return 1 / n
+    except ZeroDivisionError:
+        raise ValueError("two\\nlines")
+inner(0)
+""",
+    "wrong.py": "print('never')\nx = = 1\n",
+    "interrupted.py": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
+    "terminated.py": "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)",
+    "hooked.py": """
+import sys, traceback
+sys.excepthook = lambda kind, error, tb: print(kind, error, traceback.format_tb(tb), error.__traceback__ is tb)
+raise KeyError("k")
+""",
+    "late.py": """
+import atexit, threading, time
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+print("main")
+""",
+    "forks.py": """
+import os
+if os.fork(): os.wait()
+print("both")
+""",
+    "package/__init__.py": "",
+    "package/part.py": FACTS + "raise OSError('of a module')",
+    "package/__main__.py": FACTS,
+    "encoded.py": b"# -*- coding: latin-1 -*-\nprint(ascii('\xe9'))",
+}
+ARGUMENTS = [
+    ["facts.py", "a", "--report", "b", "-m"],
+    ["package/../facts.py"],
+    ["./facts.py"],
+    ["link.py"],
+    ["exits.py"],
+    ["says.py"],
+    ["exits_without.py"],
+    ["raises.py"],
+    ["wrong.py"],
+    ["interrupted.py"],
+    ["terminated.py"],
+    ["hooked.py"],
+    ["late.py"],
+    ["forks.py"],
+    ["-m", "package.part", "x"],
+    ["-mpackage", "--no-tune"],
+    ["-m", "missing.module"],
+    ["package", "y"],
+    ["zipped.zip"],
+    ["encoded.py"],
+]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folder of the cases, which have all been run: {number}.out, .err, .status."""
+    folder = tmp_path_factory.mktemp("cases")
+    (folder / "package").mkdir()
+    for name, text in CASES.items():
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    (folder / "link.py").symlink_to(folder / "package/part.py")
+    with zipfile.ZipFile(folder / "zipped.zip", "w") as archive:
+        archive.writestr("__main__.py", "import sys; print(sys.argv, __name__, sys.path[0]); 1 / 0")
+    subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(ARGUMENTS)], cwd=folder, env=ENVIRONMENT, check=True, timeout=120
+    )
+    return folder
+
+
+@pytest.mark.parametrize("number", range(len(ARGUMENTS)), ids=lambda number: " ".join(ARGUMENTS[number]))
+def test_as_python_runs_it(ran, number):
+    """Output, exit status or signal, and tracebacks; the report comes behind them."""
+    out, err, status = (ran / f"{number}.{name}" for name in ("out", "err", "status"))
+    python = subprocess.run(
+        [sys.executable, *ARGUMENTS[number]], cwd=ran, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert out.read_text() == python.stdout
+    assert int(status.read_text()) == python.returncode
+    said, report, rest = err.read_text().partition(REPORT)
+    assert said == python.stderr
+    assert bool(report) == (python.returncode != -signal.SIGTERM)
+    assert REPORT not in rest  # a fork has none of its own
+
+
+def run(*arguments, cwd, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "camox_ops", "run", *arguments],
+        cwd=cwd,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+TRAINING = """
+import multiprocessing, os, sys
+print("top level of", __name__, flush=True)
+os.environ["OMP_NUM_THREADS"] = "1"
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+def compute(): torch.ones(512, 512).mm(torch.ones(512, 512)).exp_()
+
+class Numbers(Dataset):
+    def __len__(self): return 16 * 8
+    def __getitem__(self, i): return torch.full((32,), float(i % 7))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 1)
+    def forward(self, x): return self.second(self.first(x).relu())
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=compute)
+    child.start()
+    child.join(60)
+    print("child", child.exitcode)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    for context in (None, "spawn"):
+        loader = DataLoader(Numbers(), 8, num_workers=1, multiprocessing_context=context)
+        for x in loader:
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+    print("trained with", torch.get_num_threads())
+    sys.stderr = None
+    sys.exit(5)
+"""
+
+
+def test_training_with_workers(tmp_path):
+    """Workers, forked and spawned, neither train nor report; threads are those that the script asks for, and are none
+    that the measurements of tune_cpu left behind, which a forked process would wait for."""
+    (tmp_path / "train.py").write_text(TRAINING)
+    done = run("--report", "r.json", "train.py", "--epochs", "3", cwd=tmp_path)
+    assert done.returncode == 5
+    lines = ["top level of __main__", "child 0", "top level of __mp_main__", "trained with 1"]
+    assert sorted(done.stdout.splitlines()) == sorted(lines)
+    assert done.stderr.startswith(f"{REPORT}train.py --epochs 3: sys.exit(5), ")
+    assert done.stderr.count(REPORT) == 1
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["script"] == ["train.py", "--epochs", "3"]
+    assert report["ended"] == "sys.exit(5)"
+    assert [kernel["name"] for kernel in report["tune"]["kernels"]] == ["mm", "bmm", "bernoulli_"]
+    assert report["tune"]["why_not"] == ""
+    (model,) = report["models"]
+    assert model["class"] == "__main__.Net"
+    assert model["parameters"] == 32 * 64 + 64 + 64 + 1
+
+
+@pytest.mark.slow
+def test_process_is_replaced_once_where_torch_was_there_before(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'camox_ops' in sys.orig_argv:\n"
+        "    import torch\n"
+        "    if os.environ.get('FORGET'): os.environ.pop('THP_MEM_ALLOC_ENABLE', None)\n"
+        "    torch.empty(4 << 20, dtype=torch.uint8)\n"
+        "    print('started')\n"
+    )
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    for forget in ("", "1"):
+        done = run("script.py", "x y", cwd=tmp_path, PYTHONPATH=path, FORGET=forget)
+        assert done.stdout.splitlines() == ["started", "started", "['script.py', 'x y']"]
+        assert done.returncode == 0
+        assert ("large tensors begin on pages" in done.stderr) == (not forget)
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    """Every rank trains the same, wrapped in DDP; rank 0 reports."""
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "dist.init_process_group('gloo')\n"
+        "net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1)))\n"
+        "for _ in range(20):\n"
+        "    net(torch.ones(16, 32) * dist.get_rank()).sum().backward()\n"
+        "print(f'rank {dist.get_rank()}')\n"
+        "dist.destroy_process_group()\n"
+    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", "camox_ops", "run", "--report", "r.json", "train.py"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")[:2]) == ["rank 0", "rank 1"]
+    assert done.stderr.count(REPORT) == 1
+    (model,) = json.loads((tmp_path / "r.json").read_text())["models"]
+    assert model["class"] == "torch.nn.modules.container.Sequential"
+    assert model["wrapped_in"] == ["DistributedDataParallel"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no script was given"),
+        (["--no-tune"], "no script was given"),
+        (["-m"], "no script was given"),
+        (["missing.py"], "can't open file 'missing.py': No such file or directory"),
+        (["--nonsense", "x.py"], "unrecognized arguments: --nonsense"),
+        (["--report"], "expected one argument"),
+        (["--report", "no/such/folder.json", __file__], "can't write --report"),
+        (["--report", "/", __file__], "Is a directory"),
+    ],
+)
+def test_errors(capsys, arguments, said):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["run", *arguments])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "usage: python -m camox_ops run" in printed.err
+    assert said in printed.err
+
+
+def test_report_file_is_not_made_before_its_time(tmp_path, capsys):
+    """What is there stays until there is a report; what is not there is not left empty."""
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("kept")
+    for path in (old, new):
+        options, script = _run._parse(["--report", str(path), __file__, "--report", "its own"])
+        assert options.report == str(path)
+        assert script == [__file__, "--report", "its own"]
+    assert old.read_text() == "kept"
+    assert not new.exists()
+
+
+# models, in this process ----------------------------------------------------------------------------------------------
+
+
+class Report:
+    """Of the fake patcher: a PatchReport's interface."""
+
+    def __init__(self, patched):
+        self.patched = patched
+        self.skipped = []
+
+    def to_dict(self):
+        return {"patched": self.patched, "skipped": self.skipped}
+
+    def __str__(self):
+        return f"{len(self.patched)} patched"
+
+
+class Patcher:
+    """As cx.patch: gives the first inner module, or the model, a class made for it; runs it, which is no call of the
+    script's."""
+
+    def __init__(self, patched=("first",), error=None):
+        self.models = []
+        self.patched = list(patched)
+        self.error = error
+
+    def __call__(self, model):
+        self.models.append(model)
+        if self.error is not None:
+            raise self.error
+        if self.patched:
+            module = next(model.children(), model)
+            kind = type(module)
+            patch = type("Patch", (), {"original": kind})
+            copy.deepcopy(model).float()
+            Net()(torch.ones(1, 8))
+            module.__class__ = type(kind.__name__, (kind,), {"_camox_patch": patch})
+        return Report(self.patched)
+
+
+@contextlib.contextmanager
+def watching(patcher, why_not="", switches=()):
+    asked = torch_module._has_any_global_hook
+    _run._watch = _run._Watch(patcher, why_not, list(switches))
+    _run._let_compiled_modules_be_hooked()
+    _run._watch.arm()
+    try:
+        yield _run._watch
+    finally:
+        _run._watch.disarm()
+        _run._watch = None
+        torch_module._has_any_global_hook = asked
+    assert not asked()
+
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Sequential(nn.ReLU(), nn.Linear(width, 1))
+
+    def forward(self, x):
+        assert not torch_module._has_any_global_hook()
+        return self.second(self.first(x))
+
+
+def test_each_root_is_patched_once_at_its_first_call():
+    patcher = Patcher()
+    net, late, x = Net(), Net(), torch.ones(2, 8)
+    with watching(patcher) as watch:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            net(x)
+        for _ in range(3):
+            nn.functional.mse_loss(net(x), torch.zeros(2, 1))
+            nn.MSELoss()(net(x), torch.zeros(2, 1))
+            net.second(net.first(x))  # inner modules, as a checkpoint calls them again
+        late(x)
+        with torch.inference_mode():
+            late(x)
+    assert patcher.models == [net, late]
+    assert [root.name for root in watch.roots] == [f"{__name__}.Net"] * 2
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in (*net.modules(),))
+
+
+def test_wrapped_and_compiled_models_are_patched_within():
+    patcher = Patcher()
+    torch._dynamo.reset()
+    one, other, x = Net(), Net(), torch.ones(2, 8)
+    compiled = torch.compile(one, backend="eager", fullgraph=True)
+    parallel = nn.DataParallel(torch.compile(other, backend="eager"))
+    with watching(patcher) as watch, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(2):
+            compiled(x).sum().backward()
+            parallel(x)
+        assert watch.steps.why_not.startswith("the model is compiled")
+    assert patcher.models == [one, other]
+    assert [root.wrappers for root in watch.roots] == [["torch.compile"], ["torch.compile", "DataParallel"]]
+
+
+def test_compiled_functions_stay_whole():
+    """A model that is called within one is not seen, and breaks no graph."""
+    patcher = Patcher()
+    net, own, x = Net(), Net(), torch.ones(2, 8)
+    own.compile(backend="eager", fullgraph=True)
+    step = torch.compile(lambda x: net(x).sum(), backend="eager", fullgraph=True)
+    with watching(patcher):
+        expected = net.second(net.first(x)).sum()
+        patcher.models.clear()
+        assert torch.equal(step(x), expected)
+        assert own(x).shape == (2, 1)
+    assert patcher.models == []
+
+
+def test_calls_that_are_recorded_are_left_for_later():
+    patcher = Patcher()
+    net, x = nn.Linear(8, 8), torch.ones(2, 8)
+    lazy = nn.LazyLinear(3)
+    with watching(patcher) as watch:
+        torch.jit.trace(net, x, check_trace=False)
+        torch.func.grad(lambda x: net(x).sum())(x)
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            net(x)
+        lazy(x)
+        assert patcher.models == []
+        net(x)
+        lazy(x)
+    assert patcher.models == [net, lazy]
+    assert len(watch.roots) == 2
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("1", 1), ("", 2), ("many", 2), ("0", 2)])
+def test_threads_that_a_script_asks_for(monkeypatch, asked, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with watching(Patcher()):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        Net()(torch.ones(1, 8))
+        assert torch.get_num_threads() == threads
+        torch.set_num_threads(2)
+        Net()(torch.ones(1, 8))
+        assert torch.get_num_threads() == 2
+
+
+def test_an_exception_in_a_model_leaves_no_hook():
+    class Failing(Net):
+        def forward(self, x):
+            super().forward(x)
+            raise KeyError("its own")
+
+    patcher = Patcher()
+    net, after, x = Failing(), Net(), torch.ones(2, 8)
+    with watching(patcher), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(KeyError, match="its own"):
+                net(x)
+            assert not net._forward_hooks
+        after(x)
+    assert patcher.models == [net, after]
+
+
+def test_an_interrupt_in_a_model_is_recovered_from():
+    class Interrupted(Net):
+        def forward(self, x):
+            if x.shape[0] == 1:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    patcher = Patcher()
+    net, after, x = Interrupted(), Net(), torch.ones(2, 8)
+    with watching(patcher):
+        with pytest.raises(KeyboardInterrupt):
+            net(x[:1])
+        net(x)
+        assert not net._forward_hooks
+        after(x)
+    assert patcher.models == [net, after]
+
+
+def test_what_patch_raises_is_reported():
+    with watching(Patcher(error=RuntimeError("half-way"))) as watch:
+        assert Net()(torch.ones(2, 8)).shape == (2, 1)
+    (root,) = watch.roots
+    assert root.why_not == "patch raised RuntimeError: half-way"
+    assert "half-way" in str(root)
+    assert root.to_dict()["patch"] is None
+
+
+def test_models_beyond_number_are_left_alone():
+    patcher = Patcher(patched=())
+    with watching(patcher) as watch:
+        for _ in range(_run.MOST_ROOTS + 9):
+            Net()(torch.ones(1, 8))
+        assert not torch_module._global_forward_pre_hooks
+    assert len(watch.roots) == len(patcher.models) == _run.MOST_ROOTS
+
+
+def train(net, steps, accumulate=1, validate_at=()):
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    x = torch.ones(2, 8)
+    for step in range(steps):
+        net(x).sum().backward()
+        if step % accumulate == accumulate - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step in validate_at:
+            with torch.no_grad():
+                net.eval()(x)
+            net.train()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_are_timed_both_ways(monkeypatch, accumulate):
+    """Runs of three steps, the first of each not counted; tuned and patched in the end."""
+    patcher, net, switched, patched = Patcher(), Net(), [], []
+    plain = type(net.first)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(_run, "_now", lambda module: float(next(clock)) * (1 if not switched or switched[-1] else 3))
+    net.second.register_forward_hook(lambda *_: patched.append(type(net.first) is not plain))
+    with watching(patcher, switches=[switched.append]) as watch:
+        train(net, 40, accumulate)
+    assert switched == [False, True, False, True]
+    assert patched == [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 28
+    assert patcher.models == [net]
+    report = watch.steps.to_dict()
+    assert report["why_not"] == ""
+    assert len(report["times_before"]) == len(report["times_after"]) == 4
+    assert report["speed_up"] == pytest.approx(3)
+    assert "3.00x (medians of 4 and 4 steps of" in str(watch.steps)
+
+
+def test_steps_with_validation_within_are_not_counted():
+    with watching(Patcher()) as watch:
+        train(Net(), 20, validate_at=(2, 7))
+    report = watch.steps.to_dict()
+    assert report["why_not"] == ""
+    assert (len(report["times_before"]), len(report["times_after"])) == (4, 2)
+
+
+def test_several_calls_of_a_model_make_one_step():
+    with watching(Patcher()) as watch:
+        net, x = Net(), torch.ones(2, 8)
+        for _ in range(_run.STEPS + 1):
+            (net(x) + net(x) + net(x)).sum().backward()
+        assert watch.steps.to_dict()["why_not"] == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "why_not"),
+    [
+        (lambda net: train(net, 5), "fewer than 12 steps"),
+        (lambda net: net.eval()(torch.ones(2, 8)), "no model was called in training"),
+        (lambda net: [net(torch.ones(2, 8)) for _ in range(200)], "no backward was seen"),
+        (lambda net: train(net, 40, validate_at=range(40)), "too few steps"),
+    ],
+)
+def test_why_steps_were_not_timed(steps, why_not):
+    with watching(Patcher()) as watch:
+        steps(Net())
+    assert watch.steps.to_dict()["why_not"].startswith(why_not)
+    assert why_not in str(watch.steps)
+
+
+def test_nothing_to_time():
+    with watching(Patcher(patched=())) as watch:
+        train(Net(), 20)
+    assert watch.steps.to_dict()["why_not"] == "nothing was tuned or patched"
+
+
+def test_an_error_while_switching_ends_the_timing():
+    def stubborn(ours):
+        raise RuntimeError("stays")
+
+    with watching(Patcher(), switches=[stubborn]) as watch:
+        train(Net(), 20)
+    assert watch.steps.to_dict()["why_not"] == "RuntimeError: stays"
+
+
+def test_a_module_that_fails_its_first_input_is_not_patched_again():
+    """It gets its own class back while steps are timed, as cx.patch does that."""
+    net = Net()
+    plain = type(net.first)
+    net.register_forward_pre_hook(lambda *_: setattr(net.first, "__class__", plain))
+    with watching(Patcher()):
+        train(net, 20)
+    assert type(net.first) is plain
+
+
+def test_kernels_are_switched_only_while_they_are_tuned(monkeypatch):
+    """Not those that a script has restored, and none at the dispatcher while other threads live."""
+    library = type("Library", (), {"calls": []})()
+    library.put = lambda kernel: library.calls.append(("put", kernel.name))
+    library.take = lambda kernel: library.calls.append(("take", kernel.name))
+    kernels = tuple(
+        cx.train.tune.KernelReport(name, "", "", name != "bmm", 2.0, "") for name in ("mm", "bmm", "bernoulli_")
+    )
+    monkeypatch.setattr(_run.tune, "_library", library)
+    monkeypatch.setattr(_run.tune, "_active", kernels)
+    monkeypatch.setattr(_run.threading, "active_count", lambda: 1)
+    (switch,) = _run._kernel_switches(cx.train.TuneReport(kernels, None, ""))
+    switch(False)
+    switch(True)
+    assert library.calls == [("take", "mm"), ("take", "bernoulli_"), ("put", "mm"), ("put", "bernoulli_")]
+    library.calls.clear()
+    monkeypatch.setattr(_run.threading, "active_count", lambda: 2)
+    switch(False)
+    assert library.calls == [("take", "mm")]
+    library.calls.clear()
+    monkeypatch.setattr(_run.tune, "_active", None)
+    switch(False)
+    assert library.calls == []
