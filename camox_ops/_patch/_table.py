@@ -1,0 +1,9 @@
+"""Every recogniser, in the order in which they look at a module: the first that takes it has it."""
+
+from __future__ import annotations
+
+from ._recogniser import Recogniser
+from .dropout import Dropout
+from .norm2d import Norm2d
+
+RECOGNISERS: tuple[Recogniser, ...] = (Dropout(), Norm2d())
