@@ -320,7 +320,7 @@ def network(norm=Manual, p=0.2):
     return nn.Sequential(
         nn.Conv2d(3, CHANNELS, 3, padding=1),
         norm(),
-        nn.GELU(),
+        nn.Tanh(),
         nn.Dropout(p),
         nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1),
         norm(),

@@ -296,7 +296,7 @@ def test_report():
 
 def test_an_exception_on_the_way_leaves_the_model(monkeypatch):
     model = network()
-    real, calls = _swap.swap, []
+    real, calls = _swap.apply, []
 
     def failing(*arguments):
         calls.append(arguments)
@@ -304,7 +304,7 @@ def test_an_exception_on_the_way_leaves_the_model(monkeypatch):
             raise KeyboardInterrupt
         real(*arguments)
 
-    monkeypatch.setattr("camox_ops._patch.swap", failing)
+    monkeypatch.setattr("camox_ops._patch.apply", failing)
     with pytest.raises(KeyboardInterrupt):
         cx.patch(model)
     assert len(calls) == 3

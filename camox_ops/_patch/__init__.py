@@ -13,13 +13,12 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from . import _proof
-from ._find import modules_of, uses_of, why_left_alone
+from ._find import fingerprint, modules_of, uses_of, why_left_alone
 from ._report import PatchEntry, PatchReport
-from ._swap import patch_of, swap, swap_back
+from ._swap import Patch, apply, patch_of, swap_back
 from ._table import RECOGNISERS
 
 __all__ = ["PatchEntry", "PatchReport", "patch", "patched", "unpatch"]
@@ -105,12 +104,12 @@ def _patch(model, dry_run, verify, only) -> tuple[PatchReport, list[nn.Module]]:
             raise TypeError(f"patch: {name} must be a bool, got {value!r}")
     recognisers, patterns = _selection(model, only)
     report = PatchReport(dry_run, verify)
-    with _proof.same_random_state(), torch.inference_mode(False), torch.enable_grad():
+    with _proof.own_ground():
         plan = _plan(model, recognisers, patterns, report)
     done: list[nn.Module] = []
     try:
-        for module, recogniser, settings, entry in () if dry_run else plan:
-            swap(module, recogniser, settings, entry, verify)
+        for module, patch, entry in () if dry_run else plan:
+            apply(module, patch._replace(checking=verify and patch.recogniser.checks_first_input), entry)
             done.append(module)
     except BaseException:
         for module in done:
@@ -120,45 +119,61 @@ def _patch(model, dry_run, verify, only) -> tuple[PatchReport, list[nn.Module]]:
 
 
 def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
-    """What to swap; entries of the report, for these and for what is left alone."""
-    plan, uses = [], uses_of(model)
-    for name, module, closed in modules_of(model):
+    """(module, Patch, entry) of what to swap; entries of the report, for these and for what is left alone."""
+    plan, planned, uses, known = [], {}, uses_of(model), {}
+    # what is inside comes first: some recognisers depend on it
+    for name, module, closed in reversed(list(modules_of(model))):
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue
-        if closed is not None:
-            report.entries.append(_entry(name, module, "", reason=closed))
+        patch, reason = patch_of(type(module)), closed
+        if patch is not None:
+            reason = "it is patched already"
+        if reason is not None:
+            report.entries.append(_entry(name, module, "" if patch is None else patch.recogniser.name, reason))
             continue
-        if patch_of(type(module)) is not None:
-            report.entries.append(_entry(name, module, _name_of(module), reason="it is patched already"))
-            continue
-        for recogniser in recognisers:
-            if type(module).__module__.startswith("camox_ops.") or not recogniser.is_candidate(module):
+        refused = []
+        for recogniser in () if type(module).__module__.startswith("camox_ops.") else recognisers:
+            if not recogniser.is_candidate(module, planned):
                 continue
             reason = why_left_alone(module, recogniser.inner(module), uses)
+            error = None
             if reason is None:
-                try:
-                    settings, error = recogniser.recognise(module, report.verified)
-                except _proof.OtherKind:
-                    continue
-                except _proof.NotAlike as found:
-                    reason = str(found)
-            if reason is not None:
-                report.entries.append(_entry(name, module, recogniser.name, reason=reason))
-                continue
-            entry = _entry(name, module, recogniser.name, error=error if report.verified else None)
-            report.entries.append(entry)
-            plan.append((module, recogniser, settings, entry))
-            break
+                settings, error, reason = _recognised(recogniser, module, report.verified, planned, known)
+            if reason:
+                refused.append(_entry(name, module, recogniser.name, reason))
+            elif reason is None:
+                entry = _entry(name, module, recogniser.name, "", error if report.verified else None)
+                report.entries.append(entry)
+                planned[id(module)] = Patch(type(module), recogniser, settings, False)
+                plan.append((module, planned[id(module)], entry))
+                break
+        else:
+            report.entries += refused
+    report.entries.reverse()
     return plan
 
 
-def _entry(name: str, module: nn.Module, recogniser: str, *, reason: str = "", error: float | None = None):
+def _recognised(recogniser, module: nn.Module, thorough: bool, planned, known: dict) -> tuple:
+    """(settings, error, reason): reason is None where it is recognised, empty where it is something else altogether.
+
+    known: results of this patch; modules of which everything but the values of parameters is equal are proved once."""
+    key = fingerprint(module)
+    if key is not None and (recogniser.name, key) in known:
+        return known[recogniser.name, key]
+    try:
+        found = (*recogniser.recognise(module, thorough, planned), None)
+    except _proof.OtherKind:
+        found = (None, None, "")
+    except _proof.NotAlike as difference:
+        found = (None, None, str(difference))
+    if key is not None:
+        known[recogniser.name, key] = found
+    return found
+
+
+def _entry(name: str, module: nn.Module, recogniser: str, reason: str, error: float | None = None) -> PatchEntry:
     kind = type(module)
     return PatchEntry(name, f"{kind.__module__}.{kind.__qualname__}", recogniser, not reason, reason, error)
-
-
-def _name_of(module: nn.Module) -> str:
-    return patch_of(type(module)).recogniser.name
 
 
 def _selection(model: nn.Module, only) -> tuple[list, list[str]]:

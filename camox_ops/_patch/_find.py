@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType
 
 import torch
 from torch import nn
@@ -81,3 +82,35 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"of type {type(tensor).__name__}"
     return "on the meta device" if tensor.is_meta else None
+
+
+# What every module has; hooks are asked for module by module.
+_OF_ALL = set(vars(nn.Module()))
+
+
+def fingerprint(module: nn.Module) -> tuple | None:
+    """Equal for two modules that differ in the values of parameters and buffers alone; None: not certain."""
+    found = []
+    for name, part in module.named_modules():
+        own = []
+        for key, value in sorted(vars(part).items()):
+            if key in _OF_ALL:
+                continue
+            if not _is_plain(value):
+                return None
+            own.append((key, type(value), value))
+        tensors = [
+            (key, None if tensor is None else (type(tensor), tensor.shape, tensor.dtype, tensor.device))
+            for key, tensor in [*part._parameters.items(), *part._buffers.items()]
+        ]
+        found.append((name, type(part), part.training, tuple(own), tuple(tensors)))
+    return tuple(found)
+
+
+def _is_plain(value) -> bool:
+    """Whether equal values behave alike: numbers, texts, tuples of such, functions without a closure."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, (FunctionType, BuiltinFunctionType)):
+        return getattr(value, "__closure__", None) is None
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, type))

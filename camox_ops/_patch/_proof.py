@@ -9,6 +9,7 @@ Copies are compared, never the user's module, and the user's random generators a
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -72,6 +73,19 @@ def same_random_state() -> Iterator[None]:
                 numpy_random.set_state(numpy_state)
 
 
+@contextmanager
+def own_ground() -> Iterator[None]:
+    """Runs that do not depend on where patch is called, and change nothing there."""
+    with (
+        same_random_state(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext(),
+    ):
+        yield
+
+
 def _seed(number: int) -> None:
     """As torch.manual_seed, which would also leave a seed for a CUDA that is not yet initialised."""
     torch.default_generator.manual_seed(number)
@@ -119,6 +133,12 @@ def randomised(module: nn.Module, seed: int) -> nn.Module:
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
             parameter.copy_(values)
     return module
+
+
+def values(shape: tuple[int, ...]) -> torch.Tensor:
+    """An input in float64: normally distributed, the same for one shape."""
+    generator = torch.Generator().manual_seed(math.prod(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def run(forward: Callable, module: nn.Module, args: tuple, kwargs: dict, *, seed: int = 0, routed=True) -> Numbers:

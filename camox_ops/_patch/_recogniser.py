@@ -7,22 +7,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._swap import Patch
+
+Planned = dict[int, "Patch"]
+"""By id, what modules further inside will be."""
+
 
 class Recogniser:
     """One of the table in `_table.py`. Stateless: what it learns of a module are `settings`, a hashable value."""
 
     name: str
+    # Whether the module gets its final forward only after a comparison on its first input.
+    checks_first_input = True
 
-    def is_candidate(self, module: nn.Module) -> bool:
+    def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         """Whether parameters and children allow the module to be of this kind. Reads attributes only, never the name
-        of a class; exact types of torch.nn are known."""
+        of a class; exact types of torch.nn are known. planned: what the modules inside will be."""
         raise NotImplementedError
 
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """The inner modules that the fast forward reads instead of calling, with their names."""
         return []
 
-    def recognise(self, module: nn.Module, thorough: bool) -> tuple[Any, float]:
+    def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Any, float]:
         """Runs copies of the module -> (settings, largest difference). Raises NotAlike. thorough: with all proofs, not
         only what is needed to find the settings."""
         raise NotImplementedError

@@ -49,9 +49,10 @@ def patch_of(kind: type) -> Patch | None:
     return getattr(kind, "_camox_patch", None)
 
 
-def swap(module: nn.Module, recogniser, settings, entry: PatchEntry, check_first: bool) -> None:
-    module.__class__ = _subclass(Patch(type(module), recogniser, settings, check_first))
-    if check_first:
+def apply(module: nn.Module, patch: Patch, entry: PatchEntry | None = None) -> None:
+    """entry: of a module that is to be compared on its first input."""
+    module.__class__ = _subclass(patch)
+    if patch.checking:
         _waiting[module] = entry
 
 

@@ -5,5 +5,6 @@ from __future__ import annotations
 from ._recogniser import Recogniser
 from .dropout import Dropout
 from .norm2d import Norm2d
+from .sequential import Sequential
 
-RECOGNISERS: tuple[Recogniser, ...] = (Dropout(), Norm2d())
+RECOGNISERS: tuple[Recogniser, ...] = (Dropout(), Norm2d(), Sequential())

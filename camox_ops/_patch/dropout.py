@@ -7,7 +7,7 @@ from torch import nn
 
 from ..ops.dropout import MOST_DIMENSIONS, dropout
 from . import _call, _proof
-from ._recogniser import Recogniser, first_samples
+from ._recogniser import Planned, Recogniser, first_samples
 
 
 class Dropout(Recogniser):
@@ -15,10 +15,10 @@ class Dropout(Recogniser):
 
     name = "dropout"
 
-    def is_candidate(self, module: nn.Module) -> bool:
+    def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         return type(module) is nn.Dropout and module.p > 0
 
-    def recognise(self, module: nn.Module, thorough: bool) -> tuple[None, float]:
+    def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[None, float]:
         if not thorough:
             return None, 0.0
 

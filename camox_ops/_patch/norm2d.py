@@ -11,7 +11,7 @@ from torch import nn
 
 from ..ops.norm2d import layer_norm2d
 from . import _call, _proof
-from ._recogniser import Recogniser, first_samples
+from ._recogniser import Planned, Recogniser, first_samples
 
 HALVES = (torch.bfloat16, torch.float16)
 # A module without parameters is run only where its code, or that of a module in it, calls one of these.
@@ -42,7 +42,7 @@ class Norm2d(Recogniser):
 
     name = "layer_norm2d"
 
-    def is_candidate(self, module: nn.Module) -> bool:
+    def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         kind = type(module)
         if kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Sequential:
             return False
@@ -63,7 +63,7 @@ class Norm2d(Recogniser):
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         return [(name, part) for name, part in module.named_modules() if name and "parametrizations" not in name]
 
-    def recognise(self, module: nn.Module, thorough: bool) -> tuple[Settings, float]:
+    def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Settings, float]:
         wide = _proof.copied(module, torch.float64, "cpu")
         original = type(module).forward
         inner = tuple((tuple(name.split(".")), _call.kind_of(part)) for name, part in self.inner(module))
@@ -89,14 +89,14 @@ class Norm2d(Recogniser):
             return self.compute(copy_of_module, settings, x)
 
         def cases() -> Iterator:
-            yield (_values((2, channels, 5, 7)),), {}
+            yield (_proof.values((2, channels, 5, 7)),), {}
             if not thorough:
                 return
-            yield (_values((1, channels, 1, 1)) * 1e-3,), {}
-            yield (_values((2, channels, 3, 4)) * 1e-6,), {}
-            yield (_values((1, channels, 9, 11)) + 1e4,), {}
+            yield (_proof.values((1, channels, 1, 1)) * 1e-3,), {}
+            yield (_proof.values((2, channels, 3, 4)) * 1e-6,), {}
+            yield (_proof.values((1, channels, 9, 11)) + 1e4,), {}
             yield (torch.full((1, channels, 2, 3), 3.0, dtype=torch.float64, device="cpu"),), {}
-            yield (_values((2, channels, 4, 6)).contiguous(memory_format=torch.channels_last),), {}
+            yield (_proof.values((2, channels, 4, 6)).contiguous(memory_format=torch.channels_last),), {}
 
         return _proof.compare64(module, original, fast, cases, ("own", 1) if thorough else (1,))
 
@@ -169,11 +169,6 @@ def _names_in(module: nn.Module) -> set[str]:
         code = getattr(type(inner).forward, "__code__", None)
         names |= set(() if code is None else code.co_names)
     return names
-
-
-def _values(shape: tuple[int, ...]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(math.prod(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _device(module: nn.Module) -> str:
@@ -251,7 +246,7 @@ def _path_of(wide, original, channels, weight, bias, eps: float) -> tuple[str, .
 def _formats(wide, original, channels) -> tuple[torch.memory_format, torch.memory_format]:
     found = []
     for given in (torch.contiguous_format, torch.channels_last):
-        x = _values((2, channels, 3, 4)).contiguous(memory_format=given)
+        x = _proof.values((2, channels, 3, 4)).contiguous(memory_format=given)
         with torch.no_grad():
             y = original(wide, x)
         for known in (torch.contiguous_format, torch.channels_last):
@@ -273,7 +268,7 @@ def _outputs(module, original, channels) -> tuple:
                     continue
                 try:
                     side = _proof.copied(module, own)
-                    x = _values((1, channels, 2, 3)).to(device, x_dtype)
+                    x = _proof.values((1, channels, 2, 3)).to(device, x_dtype)
                     with torch.no_grad(), torch.autocast(device, cast or torch.bfloat16, enabled=cast is not None):
                         y = original(side, x)
                 except Exception:
