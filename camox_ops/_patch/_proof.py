@@ -12,6 +12,7 @@ import copy
 import math
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..ops.dropout import dropout
 
+_STOCK_DROPOUT, _STOCK_ATTENTION = F.dropout, F.scaled_dot_product_attention
 # Two float64 computations of one formula differ by less; another formula by more.
 ALLOWED64 = 1e-9
 
@@ -95,19 +97,59 @@ def _seed(number: int) -> None:
 
 
 class RoutedDropout(TorchFunctionMode):
-    """F.dropout as camox_ops.dropout, so that equal seeds give equal masks."""
+    """Dropout as camox_ops.dropout, also that of attention, so that equal seeds give equal masks."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.dropout or func is torch.dropout:
             return _routed(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _routed_attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with _routed_functions():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _routed_functions() -> Iterator[None]:
+    """For what a function of torch.nn.functional calls itself, where no mode sees it, on this thread."""
+    thread, stock = threading.get_ident(), (F.dropout, F.scaled_dot_product_attention)
+
+    def routed(*args, **kwargs):
+        return (_routed if threading.get_ident() == thread else stock[0])(*args, **kwargs)
+
+    def routed_attention(*args, **kwargs):
+        return (_routed_attention if threading.get_ident() == thread else stock[1])(*args, **kwargs)
+
+    F.dropout, F.scaled_dot_product_attention = routed, routed_attention
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = stock
+
+
+def _routed_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """torch's formula; a query without any key gives zeros, as there."""
+    if enable_gqa or not 0 < dropout_p < 1:
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return _STOCK_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return _routed(weights, dropout_p) @ value
 
 
 def _routed(input, p=0.5, training=True, inplace=False, train=None):
     training = training if train is None else train
     if not 0 <= p < 1:
-        return F.dropout(input, p, training, inplace)  # the mode is off in its own handler
+        return _STOCK_DROPOUT(input, p, training, inplace)
     result = dropout(input, float(p), training=bool(training))
     return input.copy_(result) if inplace else result
 
@@ -136,20 +178,22 @@ def randomised(module: nn.Module, seed: int) -> nn.Module:
 
 
 def values(shape: tuple[int, ...]) -> torch.Tensor:
-    """An input in float64: normally distributed, the same for one shape."""
+    """An input in float64: normally distributed, the same for one shape; its gradient is compared."""
     generator = torch.Generator().manual_seed(math.prod(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-def run(forward: Callable, module: nn.Module, args: tuple, kwargs: dict, *, seed: int = 0, routed=True) -> Numbers:
-    """forward(module, *args) and the gradients of what it gives, for cotangents that depend on shapes alone."""
+def run(forward: Callable, module: nn.Module, args: tuple, kwargs: dict, *, seed: int = 0) -> Numbers:
+    """forward(module, *args) and the gradients of what it gives, for cotangents that depend on shapes alone.
+
+    Differentiated are the parameters and the inputs that require a gradient."""
     args, kwargs, leaves = _detached(args, kwargs)
     before = _attributes(module)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             leaves[name] = parameter
     _seed(seed)
-    with RoutedDropout() if routed else nullcontext():
+    with RoutedDropout():
         result = forward(module, *args, **kwargs)
     outputs: list[torch.Tensor] = []
     arrangement = _flatten(result, outputs)
@@ -164,13 +208,20 @@ def run(forward: Callable, module: nn.Module, args: tuple, kwargs: dict, *, seed
 
 
 def _detached(args: tuple, kwargs: dict) -> tuple[tuple, dict, dict[str, torch.Tensor]]:
+    """Arguments that are one tensor stay one."""
     leaves: dict[str, torch.Tensor] = {}
+    made: dict[int, torch.Tensor] = {}
 
     def leaf(name, value):
         if not isinstance(value, torch.Tensor):
             return value
+        if id(value) not in made:
+            made[id(value)] = fresh_leaf(name, value)
+        return made[id(value)]
+
+    def fresh_leaf(name, value):
         fresh = value.detach().clone()
-        if value.is_floating_point():
+        if value.requires_grad:
             leaves[name] = fresh.requires_grad_()
             # A view of the leaf: a forward that works in place may, as it may on what another layer gave.
             return fresh.view_as(fresh)
@@ -350,6 +401,7 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
     ):
         args, kwargs = recogniser.shortened(args, kwargs)
+        args, kwargs = _with_gradient(args[0], args, kwargs)  # also where the first layer's input needs none
         try:
             base = copied(module)
         except NotAlike as error:
@@ -366,11 +418,26 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         return Comparison(reason) if reason is not None else _judged(ours, theirs, _truth(original, base, args, kwargs))
 
 
+def _with_gradient(x: torch.Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    fresh = (x.clone() if x.is_inference() else x.detach()).requires_grad_()
+    args = tuple(fresh if value is x else value for value in args)
+    return args, {name: fresh if value is x else value for name, value in kwargs.items()}
+
+
 def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict) -> Numbers | None:
     """The original in float64, or None where it cannot be run so."""
 
+    made = {}
+
     def wide(value):
-        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        if id(value) not in made:
+            made[id(value)] = converted(value)
+        return made[id(value)]
+
+    def converted(value):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        return value.detach().double().requires_grad_(value.requires_grad)
 
     args, kwargs = tuple(map(wide, args)), {name: wide(value) for name, value in kwargs.items()}
     device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")

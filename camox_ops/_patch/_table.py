@@ -6,5 +6,6 @@ from ._recogniser import Recogniser
 from .dropout import Dropout
 from .norm2d import Norm2d
 from .sequential import Sequential
+from .transformer import Attention, EncoderLayer
 
-RECOGNISERS: tuple[Recogniser, ...] = (Dropout(), Norm2d(), Sequential())
+RECOGNISERS: tuple[Recogniser, ...] = (Dropout(), Norm2d(), Sequential(), EncoderLayer(), Attention())

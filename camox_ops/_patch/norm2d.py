@@ -95,7 +95,7 @@ class Norm2d(Recogniser):
             yield (_proof.values((1, channels, 1, 1)) * 1e-3,), {}
             yield (_proof.values((2, channels, 3, 4)) * 1e-6,), {}
             yield (_proof.values((1, channels, 9, 11)) + 1e4,), {}
-            yield (torch.full((1, channels, 2, 3), 3.0, dtype=torch.float64, device="cpu"),), {}
+            yield (torch.full((1, channels, 2, 3), 3.0, dtype=torch.float64, device="cpu", requires_grad=True),), {}
             yield (_proof.values((2, channels, 4, 6)).contiguous(memory_format=torch.channels_last),), {}
 
         return _proof.compare64(module, original, fast, cases, ("own", 1) if thorough else (1,))
