@@ -326,3 +326,206 @@ def network(norm=Manual, p=0.2):
         norm(),
         nn.Conv2d(CHANNELS, 2, 1),
     )
+
+
+# ---- transformers ----
+
+
+class Mlp(nn.Module):
+    """timm's, Swin's, TransUNet's: the activation a module."""
+
+    def __init__(self, width=32, hidden=64, p=0.1, act=nn.GELU, out=None):
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = act()
+        self.drop1 = nn.Dropout(p)
+        self.norm = nn.Identity()
+        self.fc2 = nn.Linear(hidden, out or width)
+        self.drop2 = nn.Dropout(p)
+
+    def forward(self, x):
+        return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
+
+
+class OneDropout(nn.Module):
+    """One dropout module in both places, gelu a function."""
+
+    def __init__(self, width=32, hidden=64, p=0.1):
+        super().__init__()
+        self.second = nn.Linear(hidden, width)
+        self.drop = nn.Dropout(p)
+        self.first = nn.Linear(width, hidden)
+
+    def forward(self, x):
+        return self.drop(self.second(self.drop(F.gelu(self.first(x)))))
+
+
+class LastDropout(OneDropout):
+    """nanoGPT's."""
+
+    def forward(self, x):
+        return self.drop(self.second(F.gelu(self.first(x))))
+
+
+class Intermediate(nn.Module):
+    """BERT's: the activation looked up and kept as an attribute."""
+
+    def __init__(self, width=32, hidden=64):
+        super().__init__()
+        self.dense = nn.Linear(width, hidden)
+        self.intermediate_act_fn = F.gelu
+
+    def forward(self, hidden_states):
+        return self.intermediate_act_fn(self.dense(hidden_states))
+
+
+class ErfFeedForward(nn.Module):
+    """RecBole's: GELU in tensor operations, residual and norm inside."""
+
+    def __init__(self, width=32, hidden=64, p=0.3):
+        super().__init__()
+        self.dense_1 = nn.Linear(width, hidden)
+        self.dense_2 = nn.Linear(hidden, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x):
+        hidden = self.dense_1(x)
+        hidden = hidden * 0.5 * (1.0 + torch.erf(hidden / 2**0.5))
+        return self.LayerNorm(self.dropout(self.dense_2(hidden)) + x)
+
+
+class SelfOutput(nn.Module):
+    """BERT's BertSelfOutput and BertOutput."""
+
+    def __init__(self, inside=64, width=32, p=0.1):
+        super().__init__()
+        self.dense = nn.Linear(inside, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, hidden_states, input_tensor):
+        return self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)
+
+
+class AddNorm(nn.Module):
+    """pytorch_tabular's: residual first."""
+
+    def __init__(self, width=32, p=0.2):
+        super().__init__()
+        self.dropout = nn.Dropout(p)
+        self.ln = nn.LayerNorm(width)
+
+    def forward(self, X, Y):
+        return self.ln(self.dropout(Y) + X)
+
+
+class DropsTwice(Mlp):
+    """PatchTST's two dropouts in a row."""
+
+    def forward(self, x):
+        return self.fc2(self.drop2(self.drop1(self.act(self.fc1(x)))))
+
+
+class DropsBefore(Mlp):
+    """Dropout in front of the GELU, with which it does not commute."""
+
+    def forward(self, x):
+        return self.drop2(self.fc2(self.act(self.drop1(self.fc1(x)))))
+
+
+class TanhMlp(Mlp):
+    """Another GELU."""
+
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class DropsResidual(SelfOutput):
+    """The dropout on the sum."""
+
+    def forward(self, hidden_states, input_tensor):
+        return self.LayerNorm(self.dropout(self.dense(hidden_states) + input_tensor))
+
+
+class NormsFirst(SelfOutput):
+    """The norm in front."""
+
+    def forward(self, hidden_states, input_tensor):
+        return self.LayerNorm(self.dense(hidden_states)) + self.dropout(input_tensor)
+
+
+class FullAttention(nn.Module):
+    """Time-Series-Library's."""
+
+    def __init__(self, mask_flag=False, scale=None, attention_dropout=0.1, output_attention=False):
+        super().__init__()
+        self.scale = scale
+        self.mask_flag = mask_flag
+        self.output_attention = output_attention
+        self.dropout = nn.Dropout(attention_dropout)
+
+    def forward(self, queries, keys, values, attn_mask, tau=None, delta=None):
+        _, length, _, width = queries.shape
+        scores = torch.einsum("blhe,bshe->bhls", queries, keys)
+        if self.mask_flag:
+            later = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
+            scores = scores.masked_fill(later if attn_mask is None else attn_mask, -torch.inf)
+        weights = self.dropout(torch.softmax((self.scale or width**-0.5) * scores, dim=-1))
+        mixed = torch.einsum("bhls,bshd->blhd", weights, values).contiguous()
+        return mixed, weights if self.output_attention else None
+
+
+class AttentionLayer(nn.Module):
+    """Projections around it."""
+
+    def __init__(self, attention, width=32, heads=4):
+        super().__init__()
+        self.inner_attention = attention
+        self.query_projection = nn.Linear(width, width)
+        self.key_projection = nn.Linear(width, width)
+        self.value_projection = nn.Linear(width, width)
+        self.out_projection = nn.Linear(width, width)
+        self.heads = heads
+
+    def forward(self, queries, keys, values, attn_mask, tau=None, delta=None):
+        parts = zip(
+            (self.query_projection, self.key_projection, self.value_projection), (queries, keys, values), strict=True
+        )
+        q, k, v = (layer(x).unflatten(2, (self.heads, -1)) for layer, x in parts)
+        mixed, weights = self.inner_attention(q, k, v, attn_mask, tau=tau, delta=delta)
+        return self.out_projection(mixed.flatten(2)), weights
+
+
+class EncoderLayer(nn.Module):
+    """Time-Series-Library's: one dropout in three places, products as convolutions."""
+
+    def __init__(self, attention=None, width=32, hidden=64, dropout=0.1, activation="gelu"):
+        super().__init__()
+        self.attention = attention or AttentionLayer(FullAttention(attention_dropout=dropout), width)
+        self.conv1 = nn.Conv1d(width, hidden, 1)
+        self.conv2 = nn.Conv1d(hidden, width, 1)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        self.activation = F.relu if activation == "relu" else F.gelu
+
+    def forward(self, x, attn_mask=None, tau=None, delta=None):
+        new, weights = self.attention(x, x, x, attn_mask=attn_mask, tau=tau, delta=delta)
+        x = x + self.dropout(new)
+        y = x = self.norm1(x)
+        y = self.dropout(self.activation(self.conv1(y.transpose(-1, 1))))
+        y = self.dropout(self.conv2(y).transpose(-1, 1))
+        return self.norm2(x + y), weights
+
+
+class WidedeepAttention(nn.Module):
+    """Reads like linear attention and is none: sums k and v over different positions."""
+
+    def __init__(self, p=0.1):
+        super().__init__()
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, q, k, v):
+        scores = q.softmax(-1) * k.softmax(1)
+        return self.dropout(scores.sum(1, keepdim=True) * v), None

@@ -97,18 +97,30 @@ def _seed(number: int) -> None:
 
 
 class RoutedDropout(TorchFunctionMode):
-    """Dropout as camox_ops.dropout, also that of attention, so that equal seeds give equal masks."""
+    """Dropout as camox_ops.dropout, also that of attention, so that equal seeds give equal masks.
+
+    channels: None, or how many channels a (B, C, T) has whose mask is drawn as that of (B, T, C), the arrangement in
+    which the fast forward drops the same elements."""
+
+    def __init__(self, channels: int | None = None):
+        super().__init__()
+        self.channels = channels
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.dropout or func is torch.dropout:
-            return _routed(*args, **kwargs)
+            return self._dropped(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _routed_attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with _routed_functions():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _dropped(self, input, *args, **kwargs):
+        if self.channels is not None and input.dim() == 3 and input.shape[1] == self.channels != input.shape[2]:
+            return _routed(input.transpose(1, 2), *args, **kwargs).transpose(1, 2)
+        return _routed(input, *args, **kwargs)
 
 
 @contextmanager
@@ -183,17 +195,19 @@ def values(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-def run(forward: Callable, module: nn.Module, args: tuple, kwargs: dict, *, seed: int = 0) -> Numbers:
+def run(
+    forward: Callable, module: nn.Module, args: tuple, kwargs: dict, *, seed: int = 0, channels: int | None = None
+) -> Numbers:
     """forward(module, *args) and the gradients of what it gives, for cotangents that depend on shapes alone.
 
-    Differentiated are the parameters and the inputs that require a gradient."""
+    Differentiated are the parameters and the inputs that require a gradient. channels: as for RoutedDropout."""
     args, kwargs, leaves = _detached(args, kwargs)
     before = _attributes(module)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             leaves[name] = parameter
     _seed(seed)
-    with RoutedDropout():
+    with RoutedDropout(channels):
         result = forward(module, *args, **kwargs)
     outputs: list[torch.Tensor] = []
     arrangement = _flatten(result, outputs)
@@ -289,9 +303,9 @@ def difference(ours: Numbers, theirs: Numbers, allowed: float = ALLOWED64) -> Co
     reason = _other_form(ours, theirs)
     if reason is not None:
         return Comparison(reason)
-    worst = 0.0
+    worst, least = 0.0, 1e-5 * _largest_gradient(theirs)
     for name, mine, original in _pairs(ours, theirs):
-        error = _relative(mine, original)
+        error = _relative(mine, original, least if name.startswith("the gradient") else 0.0)
         if not error <= allowed:
             return Comparison(f"{name} differs by {error:.0e} of its largest value", error)
         worst = max(worst, error)
@@ -333,8 +347,17 @@ def _pairs(ours: Numbers, theirs: Numbers) -> Iterator[tuple[str, torch.Tensor, 
             yield f"the gradient of {name}", ours.gradients[name], original
 
 
-def _relative(mine: torch.Tensor, original: torch.Tensor) -> float:
-    """max|mine - original| / max|original|; where the original is not finite, ours has to be the same."""
+def _largest_gradient(numbers: Numbers) -> float:
+    """A gradient that is 0 but for rounding, as that of a bias of keys under softmax, is held against it."""
+    return max((g.double().abs().max().item() for g in numbers.gradients.values() if _has_values(g)), default=0.0)
+
+
+def _has_values(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.numel() > 0 and bool(gradient.isfinite().all())
+
+
+def _relative(mine: torch.Tensor, original: torch.Tensor, least: float = 0.0) -> float:
+    """max|mine - original| / max(max|original|, least); where the original is not finite, ours has to be the same."""
     if original.numel() == 0:
         return 0.0
     mine, original = mine.double(), original.double()
@@ -343,10 +366,18 @@ def _relative(mine: torch.Tensor, original: torch.Tensor) -> float:
         return float("inf")
     size = original[finite].abs().max().item() if finite.any() else 0.0
     error = (mine - original)[finite].abs().max().item() if finite.any() else 0.0
+    size = max(size, least)
     return error / size if size else error
 
 
-def compare64(module: nn.Module, original: Callable, fast: Callable, cases, parameters=("own", 1, 2)) -> float:
+def compare64(
+    module: nn.Module,
+    original: Callable,
+    fast: Callable,
+    cases,
+    parameters=("own", 1, 2),
+    channels: int | None = None,
+) -> float:
     """Runs both on copies of the module in float64, on each of cases() (args, kwargs), with its own and with random
     parameters, in training and eval mode -> the largest relative difference. Raises NotAlike.
 
@@ -362,7 +393,7 @@ def compare64(module: nn.Module, original: Callable, fast: Callable, cases, para
                 for forward in (original, fast):
                     side = copy.deepcopy(base).train(training)
                     try:
-                        numbers.append(run(forward, side, args, kwargs, seed=number))
+                        numbers.append(run(forward, side, args, kwargs, seed=number, channels=channels))
                     except Exception as error:
                         who = "its forward" if forward is original else "ours"
                         raise NotAlike(f"{who} raised {_brief(error)} for {_shapes(args)}") from None
@@ -407,7 +438,8 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         except NotAlike as error:
             return Comparison(str(error))
         try:
-            theirs = run(original, copy.deepcopy(base), args, kwargs)
+            channels = recogniser.channels(module, settings)
+            theirs = run(original, copy.deepcopy(base), args, kwargs, channels=channels)
         except Exception as error:
             raise OriginalFailed from error
         try:
@@ -415,7 +447,9 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         except Exception as error:
             return Comparison(f"ours raised {_brief(error)}")
         reason = _other_form(ours, theirs)
-        return Comparison(reason) if reason is not None else _judged(ours, theirs, _truth(original, base, args, kwargs))
+        if reason is not None:
+            return Comparison(reason)
+        return _judged(ours, theirs, _truth(original, base, args, kwargs, channels))
 
 
 def _with_gradient(x: torch.Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -424,7 +458,7 @@ def _with_gradient(x: torch.Tensor, args: tuple, kwargs: dict) -> tuple[tuple, d
     return args, {name: fresh if value is x else value for name, value in kwargs.items()}
 
 
-def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict) -> Numbers | None:
+def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict, channels: int | None) -> Numbers | None:
     """The original in float64, or None where it cannot be run so."""
 
     made = {}
@@ -443,7 +477,7 @@ def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict) -> Nu
     device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
     try:
         with torch.autocast(device, enabled=False):
-            return run(original, base.double(), args, kwargs)
+            return run(original, base.double(), args, kwargs, channels=channels)
     except Exception:
         return None
 
@@ -451,10 +485,11 @@ def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict) -> Nu
 def _judged(ours: Numbers, theirs: Numbers, truth: Numbers | None) -> Comparison:
     """max|ours - truth| <= 4 max|theirs - truth| + 8 eps max|truth|, tensor by tensor."""
     exact = theirs if truth is None or _other_shapes(theirs, truth) else truth
-    worst = worst_of_torch = 0.0
+    worst, worst_of_torch, least = 0.0, 0.0, _largest_gradient(exact) / 8
     rows = zip(_pairs(ours, theirs), _pairs(ours, exact), strict=True)
     for (name, mine, original), (_, _, true) in rows:
-        error, own = _relative(mine, true), _relative(original, true)
+        floor = least if name.startswith("the gradient") else 0.0
+        error, own = _relative(mine, true, floor), _relative(original, true, floor)
         slack = 8 if exact is truth else 64
         if not error <= 4 * own + slack * torch.finfo(original.dtype).eps:
             reason = f"{name} differs by {error:.0e} of its largest value, PyTorch's own by {own:.0e}"

@@ -42,6 +42,10 @@ class Recogniser:
         """The fast forward."""
         raise NotImplementedError
 
+    def channels(self, module: nn.Module, settings) -> int | None:
+        """Where the original drops elements of a (B, C, T) that the fast forward has as (B, T, C): C."""
+        return None
+
     def shortened(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of a first input, or so much of them that a comparison in float64 takes little memory."""
         return args, kwargs
