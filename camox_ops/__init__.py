@@ -9,6 +9,7 @@ from ._cuda import check_errors
 from ._explain import explain
 from ._info import build_info, isa, supported_isas
 from ._ops import IMAGE_OPS as _IMAGE_OPS
+from ._patch import PatchReport, patch, patched, unpatch
 from .ops.bands import FrequencyBands, frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.bias_gelu import bias_gelu
@@ -28,6 +29,7 @@ __version__ = _C.build_info()["version"]
 __all__ = [
     "EdgeMaps",
     "FrequencyBands",
+    "PatchReport",
     "Routing",
     "bdh_attention",
     "bdh_attention_step",
@@ -49,6 +51,8 @@ __all__ = [
     "moe_dispatch",
     "moe_route",
     "nn",
+    "patch",
+    "patched",
     "reference",
     "rope",
     "rope_tables",
@@ -59,6 +63,7 @@ __all__ = [
     "structure_weight",
     "supported_isas",
     "train",
+    "unpatch",
 ]
 
 for _name in _IMAGE_OPS:

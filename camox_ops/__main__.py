@@ -1,5 +1,7 @@
 """python -m camox_ops info | check | bench: what runs on this machine, a self-test, the table of speeds.
-python -m camox_ops run ...: a script, tuned and patched (run --help)."""
+
+python -m camox_ops run ...: an unedited script, tuned and patched (run --help).
+python -m camox_ops patch-report MODULE:FACTORY: what camox_ops.patch would do to the model that FACTORY() makes."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from pathlib import Path
 import torch
 
 from . import _cuda, _run, _selftest, _torch_private, build_info, isa, supported_isas, train
+from ._patch.command import patch_report
 
 
 def cpu_name() -> str:
@@ -75,6 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["run"]:
         return _run.main(arguments[1:])
+    if arguments[:1] == ["patch-report"]:
+        return patch_report(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m camox_ops", description=__doc__)
     commands = {"info": info, "check": check, "bench": bench}
     parser.add_argument("command", choices=commands, help="what to show")

@@ -1,0 +1,70 @@
+"""Which calls the fast forward of a patched module serves; every other call goes to the original forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .. import _cuda
+from .._torch_private import any_global_hook, forward_levels
+from ..ops._check import DTYPES
+
+# Below so many elements a call of ours costs as much as what it saves.
+SMALLEST = 4096
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def is_served(x) -> bool:
+    """Whether x is a tensor that the ops take, large enough, and nothing is active that they do not support: tracing,
+    export and forward-mode differentiation see the original modules."""
+    if torch.compiler.is_compiling():
+        return isinstance(x, torch.Tensor) and x.dtype in DTYPES and not torch.compiler.is_exporting()
+    if torch.jit.is_tracing() or forward_levels._current_level >= 0:
+        return False
+    if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.dtype not in DTYPES:
+        return False
+    if x.numel() < SMALLEST:
+        return False
+    if x.is_cpu:
+        return True
+    return x.is_cuda and x.dtype is not torch.float64 and not _cuda.unusable(x.device.index)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast casts to on x's device; None where it is off."""
+    device = "cpu" if x.is_cpu else x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def kind_of(module: nn.Module) -> type:
+    """The class that the module has or had before patch."""
+    kind = type(module)
+    patch = kind.__dict__.get("_camox_patch")
+    return kind if patch is None else patch.original
+
+
+def why_not_bypassed(module: nn.Module, kind: type) -> str | None:
+    """Why an inner module, one that the fast forward reads instead of calling, has to be called; None: it need not."""
+    if module is None or kind_of(module) is not kind:
+        return f"is a {type(module).__name__}, not a {kind.__name__}"
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return "has hooks"
+    if "forward" in own:
+        return "has a forward of its own"
+    return None
+
+
+def are_bypassed(modules, kinds) -> bool:
+    """Whether none of the inner modules, which had these classes at the proof, has to be called."""
+    for module, kind in zip(modules, kinds, strict=True):
+        if why_not_bypassed(module, kind) is not None:
+            return False
+    return not any_global_hook()
+
+
+def at(module: nn.Module, path: tuple[str, ...]):
+    """What the module has under a dotted name, given in parts."""
+    for name in path:
+        module = getattr(module, name)
+    return module

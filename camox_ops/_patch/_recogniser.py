@@ -1,0 +1,62 @@
+"""What a recogniser is: one kind of module, how to tell it by behaviour, and its fast forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._swap import Patch
+
+Planned = dict[int, "Patch"]
+"""By id, what modules further inside will be."""
+
+
+class Recogniser:
+    """One of the table in `_table.py`. Stateless: what it learns of a module are `settings`, a hashable value."""
+
+    name: str
+    # Whether the module gets its final forward only after a comparison on its first input.
+    checks_first_input = True
+
+    def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
+        """Whether parameters and children allow the module to be of this kind. Reads attributes only, never the name
+        of a class; exact types of torch.nn are known. planned: what the modules inside will be."""
+        raise NotImplementedError
+
+    def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The inner modules that the fast forward reads instead of calling, with their names."""
+        return []
+
+    def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Any, float]:
+        """Runs copies of the module -> (settings, largest difference). Raises NotAlike. thorough: with all proofs, not
+        only what is needed to find the settings."""
+        raise NotImplementedError
+
+    def serves(self, module: nn.Module, settings, args: tuple, kwargs: dict) -> bool:
+        """Whether a call is one that the fast forward computes. Asked on each call."""
+        raise NotImplementedError
+
+    def compute(self, module: nn.Module, settings, *args, **kwargs):
+        """The fast forward."""
+        raise NotImplementedError
+
+    def channels(self, module: nn.Module, settings) -> int | None:
+        """Where the original drops elements of a (B, C, T) that the fast forward has as (B, T, C): C."""
+        return None
+
+    def shortened(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of a first input, or so much of them that a comparison in float64 takes little memory."""
+        return args, kwargs
+
+
+ENOUGH = 1 << 20
+
+
+def first_samples(x: torch.Tensor) -> torch.Tensor:
+    """The first of x's samples, about a million elements; all of x where a sample is larger than that."""
+    samples = x.shape[0] if x.dim() else 0
+    if x.numel() <= ENOUGH or samples < 2:
+        return x
+    return x[: max(1, ENOUGH * samples // x.numel())]

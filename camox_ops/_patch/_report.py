@@ -1,0 +1,92 @@
+"""What patch did, and why it left modules alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class PatchEntry:
+    """One module that a recogniser took a closer look at.
+
+    name, of (its class), recogniser; patched: whether the fast forward is in place; reason: why it is not (empty where
+    it is). error: the largest difference of the proof in float64, over the largest value. first_error: the same on the
+    first real input, in its dtype and from the original in float64; first_torch_error: PyTorch's own there; both None
+    until that input came."""
+
+    name: str
+    of: str
+    recogniser: str
+    patched: bool
+    reason: str = ""
+    error: float | None = None
+    first_error: float | None = None
+    first_torch_error: float | None = None
+
+    def give_back(self, reason: str) -> None:
+        self.patched, self.reason = False, reason
+
+
+@dataclass
+class PatchReport:
+    """Returned by camox_ops.patch; str() is a table, to_dict() is made of plain numbers and texts.
+
+    `entries` are kept up to date: a layer that differs on its first real input moves from `patched` to `skipped`."""
+
+    dry_run: bool = False
+    verified: bool = True
+    entries: list[PatchEntry] = field(default_factory=list)
+
+    @property
+    def patched(self) -> list[PatchEntry]:
+        return [entry for entry in self.entries if entry.patched]
+
+    @property
+    def skipped(self) -> list[PatchEntry]:
+        """Left alone, each with its reason."""
+        return [entry for entry in self.entries if not entry.patched]
+
+    @property
+    def max_error(self) -> float | None:
+        """The largest difference of any patched module in the proofs, in float64; None where nothing was compared."""
+        errors = [entry.error for entry in self.patched if entry.error is not None]
+        return max(errors, default=None)
+
+    def to_dict(self) -> dict:
+        """For json.dumps."""
+        return {
+            "dry_run": self.dry_run,
+            "verified": self.verified,
+            "max_error": self.max_error,
+            "patched": [asdict(entry) for entry in self.patched],
+            "skipped": [asdict(entry) for entry in self.skipped],
+        }
+
+    def __str__(self) -> str:
+        patched, skipped = self.patched, self.skipped
+        verb = "would be patched" if self.dry_run else "patched"
+        lines = [f"{len(patched)} modules {verb}, {len(skipped)} left alone"]
+        if not self.entries:
+            lines[0] += ": none has a structure that a recogniser looks for"
+        rows = [
+            (entry.name or "(the model)", entry.of.rpartition(".")[2], entry.recogniser, _outcome(entry))
+            for entry in (*patched, *skipped)
+        ]
+        if rows:
+            rows.insert(0, ("module", "class", "recogniser", "outcome"))
+            widths = [max(len(row[column]) for row in rows) for column in range(3)]
+            for row in rows:
+                cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)]
+                lines.append("  " + "  ".join([*cells, row[3]]))
+        return "\n".join(lines)
+
+
+def _outcome(entry: PatchEntry) -> str:
+    if not entry.patched:
+        return f"left alone: {entry.reason}"
+    parts = []
+    if entry.error is not None:
+        parts.append(f"proved, differs by {entry.error:.0e}")
+    if entry.first_error is not None:
+        parts.append(f"first input {entry.first_error:.0e} (PyTorch {entry.first_torch_error:.0e})")
+    return "; ".join(parts) or "patched"

@@ -1,0 +1,23 @@
+"""Every recogniser, in the order in which they look at a module: the first that takes it has it."""
+
+from __future__ import annotations
+
+from ._recogniser import Recogniser
+from .blocks import AddNorm, FeedForward
+from .dropout import Dropout
+from .norm2d import Norm2d
+from .post_norm import PostNormLayer, SoftmaxAttention
+from .sequential import Sequential
+from .transformer import Attention, EncoderLayer
+
+RECOGNISERS: tuple[Recogniser, ...] = (
+    Dropout(),
+    Norm2d(),
+    Sequential(),
+    EncoderLayer(),
+    Attention(),
+    FeedForward(),
+    AddNorm(),
+    PostNormLayer(),
+    SoftmaxAttention(),
+)

@@ -1,0 +1,238 @@
+"""patch on nn.TransformerEncoderLayer, nn.TransformerEncoder and nn.MultiheadAttention."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import camox_ops as cx
+from camox_ops._patch import _proof, transformer
+
+WIDTH, HEADS = 32, 4
+LAYERS = {
+    "post-norm relu": {},
+    "post-norm gelu": {"activation": "gelu", "batch_first": True},
+    "pre-norm gelu": {"activation": nn.GELU(), "norm_first": True, "batch_first": True},
+    "pre-norm relu": {"activation": F.relu, "norm_first": True},
+    "silu": {"activation": F.silu, "batch_first": True, "layer_norm_eps": 1e-6},
+    "gelu tanh": {"activation": nn.GELU(approximate="tanh")},
+}
+
+
+def layer(name="post-norm gelu", p=0.0, **others):
+    torch.manual_seed(0)
+    made = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, p, **{**LAYERS[name], **others})
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return made
+
+
+def tokens(module, length=12, batch=20):
+    attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
+    shape = (batch, length, WIDTH) if attention.batch_first else (length, batch, WIDTH)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def padding(length=12, batch=20):
+    return torch.arange(length) >= torch.arange(batch)[:, None] % (length + 1)
+
+
+def masks_of(kind):
+    causal = nn.Transformer.generate_square_subsequent_mask(12)
+    numbers = torch.zeros(20, 12).masked_fill(padding(), -math.inf)
+    return {
+        "none": {},
+        "padding": {"src_key_padding_mask": padding()},
+        "padding as numbers": {"src_key_padding_mask": numbers},
+        "causal": {"src_mask": causal, "is_causal": True},
+        "causal as bools": {"src_mask": causal == -math.inf},
+        "both": {"src_mask": causal, "src_key_padding_mask": numbers},
+    }[kind]
+
+
+def numbers(module, *args, **kwargs):
+    y = module(*args, **kwargs)
+    y = y[0] if isinstance(y, tuple) else y
+    grads = torch.autograd.grad(y, [args[0], *module.parameters()], torch.linspace(-1, 1, y.numel()).view(y.shape))
+    return [y.detach(), *grads]
+
+
+def close(ours, theirs):
+    for mine, original in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, original, rtol=1e-4, atol=5e-5)
+        assert mine.dtype == original.dtype
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts what runs on short_attention after patch."""
+    found, real = [], transformer.short_attention
+
+    def counting(*args, **kwargs):
+        found.append(args[0].shape)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(transformer, "short_attention", counting)
+    return found
+
+
+def patched(module, calls):
+    """Patched, and its first input behind it."""
+    report = cx.patch(module)
+    length_first = {} if not isinstance(module, nn.MultiheadAttention) else {"need_weights": False}
+    x = tokens(module)
+    module(*((x, x, x) if length_first else (x,)), **length_first)
+    assert report.entries[0].patched, report
+    assert report.entries[0].first_error is not None
+    calls.clear()
+    return module
+
+
+@pytest.mark.parametrize("kind", ["none", "padding", "padding as numbers", "causal", "causal as bools", "both"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_matches(name, kind, calls):
+    plain = layer(name)
+    module = patched(copy.deepcopy(plain), calls)
+    x, masks = tokens(plain), masks_of(kind)
+    ours, theirs = numbers(module, x, **masks), numbers(plain, x, **masks)
+    close(ours, theirs)
+    assert ours[0].stride() == theirs[0].stride()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_dropout_is_where_it_was(name, calls):
+    plain = layer(name, p=0.4)
+    module = patched(copy.deepcopy(plain), calls)
+    x = tokens(plain)
+    torch.manual_seed(3)
+    with _proof.RoutedDropout():
+        expected = plain(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=5e-5)
+    assert calls
+
+
+def test_encoder_stack_with_padding(calls):
+    encoder = nn.TransformerEncoder(layer(p=0.0), 3, enable_nested_tensor=False)
+    plain = copy.deepcopy(encoder)
+    report = cx.patch(encoder, only="transformer_encoder_layer")
+    assert [entry.name for entry in report.patched] == ["layers.0", "layers.1", "layers.2"]
+    x = tokens(plain.layers[0])
+    for _ in range(2):
+        calls.clear()
+        close(numbers(encoder, x, src_key_padding_mask=padding()), numbers(plain, x, src_key_padding_mask=padding()))
+    assert len(calls) == 3
+    for module in (encoder, plain):
+        module.eval()
+    with torch.no_grad():  # PyTorch's op for whole layers
+        calls.clear()
+        assert torch.equal(encoder(x), plain(x))
+        assert not calls
+
+
+def test_attention(calls):
+    for batch_first in (True, False):
+        torch.manual_seed(0)
+        plain = nn.MultiheadAttention(WIDTH, HEADS, 0.0, batch_first=batch_first)
+        module = patched(copy.deepcopy(plain), calls)
+        x = tokens(plain)
+        for masks in ({}, {"key_padding_mask": padding()}, {"attn_mask": masks_of("causal")["src_mask"]}):
+            calls.clear()
+            results = [m(x, x, x, need_weights=False, **masks) for m in (module, plain)]
+            assert results[0][1] is None and len(calls) == 1
+            assert results[0][0].stride() == results[1][0].stride()
+            grads = [
+                torch.autograd.grad(y.square().sum(), [x, *m.parameters()])
+                for (y, _), m in zip(results, (module, plain), strict=True)
+            ]
+            close([results[0][0].detach(), *grads[0]], [results[1][0].detach(), *grads[1]])
+
+
+def test_attention_that_is_called_as_before(calls):
+    plain = nn.MultiheadAttention(WIDTH, HEADS, 0.0, batch_first=True)
+    module = patched(copy.deepcopy(plain), calls)
+    x = tokens(plain)
+    for arguments in (
+        ((x, x, x), {}),  # weights are asked for
+        ((x, x.clone(), x), {"need_weights": False}),
+        ((x[0], x[0], x[0]), {"need_weights": False}),
+        ((x, x, x), {"need_weights": False, "attn_mask": torch.rand(12, 12)}),
+    ):
+        ours, theirs = (m(*arguments[0], **arguments[1]) for m in (module, plain))
+        assert torch.equal(ours[0], theirs[0])
+        assert (ours[1] is None) == (theirs[1] is None)
+    assert not calls
+
+
+def test_layers_that_are_called_as_before(calls):
+    plain = layer()
+    module = patched(copy.deepcopy(plain), calls)
+    x = tokens(plain)
+    learned = torch.zeros(12, 12, requires_grad=True)
+    for args, kwargs in (
+        ((tokens(plain, 65),), {}),
+        ((x[0],), {}),
+        ((x,), {"src_mask": torch.rand(12, 12)}),
+        ((x,), {"src_mask": learned}),
+        ((x,), {"src_key_padding_mask": torch.rand(20, 12)}),
+    ):
+        assert torch.equal(module(*args, **kwargs), plain(*args, **kwargs))
+    assert not calls
+    with pytest.raises((RuntimeError, AssertionError)):
+        module(x, src_key_padding_mask=padding(11))
+
+
+def test_inner_modules_with_hooks_or_exchanged(calls):
+    module = patched(layer(), calls)
+    x, seen = tokens(module), []
+    for name in ("self_attn", "linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2"):
+        handle = getattr(module, name).register_forward_hook(lambda *_: seen.append(1))
+        module(x)
+        handle.remove()
+    assert len(seen) == 8
+    calls.clear()
+    module.linear1 = nn.Sequential(module.linear1)
+    expected = nn.TransformerEncoderLayer.forward(module, x)
+    calls.clear()
+    torch.testing.assert_close(module(x), expected)
+    assert len(calls) == 1  # that of the attention, which is patched as well
+
+
+def test_left_alone():
+    def reason(module):
+        return next(e.reason for e in cx.patch(module).skipped if e.name == "")
+
+    assert reason(layer(bias=False)) == "it has no biases"
+    assert reason(nn.MultiheadAttention(WIDTH, HEADS, kdim=8)) == "it has separate projections"
+    assert reason(nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True)) == "it has keys of its own"
+    adapted = layer()
+    adapted.linear1 = nn.Sequential(adapted.linear1)
+    assert reason(adapted) == "its linear1 is of another class"
+    hooked = layer()
+    hooked.norm1.register_forward_hook(lambda *_: None)
+    assert reason(hooked) == "norm1 has hooks"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_autocast(name, calls):
+    plain = layer(name)
+    module = patched(copy.deepcopy(plain), calls)
+    x = tokens(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = module(x), plain(x)
+    assert ours.dtype == theirs.dtype and len(calls) == 1
+    assert (ours - theirs).abs().max() < 0.06 * theirs.abs().max()
+
+
+def test_compile(calls):
+    plain = layer()
+    module = copy.deepcopy(plain)
+    cx.patch(module)
+    x = tokens(plain)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    close(numbers(compiled, x, src_key_padding_mask=padding()), numbers(plain, x, src_key_padding_mask=padding()))
