@@ -271,10 +271,12 @@ def tune_compilations():
     kernels = sorted(TUNE.glob("*_cpu.c"))
     for source in sorted({*TUNE.glob("*.c")} - {*kernels}):
         yield str(source), "c", C_FLAGS
-    for source in ("isa.c", "status.c", "old_glibc.c"):
+    for source in ("isa.c", "status.c", "old_glibc.c", "check.c"):
         yield str(CSRC / "common" / source), "c", C_FLAGS
-    yield from per_isa(kernels)
-    for source in (TUNE / "tune.cpp", CSRC / "common" / "old_libstdcxx.cpp"):
+    # avg_pool2d runs on box_mean's kernels.
+    yield str(CSRC / "box" / "box.c"), "c", C_FLAGS
+    yield from per_isa([*kernels, CSRC / "box" / "box_cpu.c"])
+    for source in (*sorted(TUNE.glob("*.cpp")), CSRC / "common" / "old_libstdcxx.cpp"):
         yield str(source), "cxx", CXX_FLAGS
 
 

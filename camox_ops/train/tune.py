@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .. import _C
 from .._torch_private import stock_cpu_kernel
@@ -95,6 +96,15 @@ def _bernoulli_probes() -> list[Callable[[], torch.Tensor]]:
     return [lambda: mask.bernoulli_(0.9)]
 
 
+def _pool_probes() -> list[Callable[[], torch.Tensor]]:
+    x, window = _small_integers(2, 4, 64, 64), (5, 1, 2)
+    y = F.avg_pool2d(x, *window).mul_(25)  # whose 25th parts are whole numbers
+    return [
+        lambda: F.avg_pool2d(x, *window),
+        lambda: torch.ops.aten.avg_pool2d_backward(y, x, [5, 5], [1, 1], [2, 2], False, True, None),
+    ]
+
+
 KERNELS = (
     _Kernel(
         "mm",
@@ -118,6 +128,14 @@ KERNELS = (
         "floating-point tensors without gaps in memory, no generator given; a random stream of its own",
         _bernoulli_probes,
         exact=False,
+        at_dispatcher=True,
+    ),
+    _Kernel(
+        "avg_pool2d",
+        "avg_pool2d, avg_pool1d and their gradients",
+        "floating-point images, stride 1, odd windows, no ceil_mode, no divisor_override, windows large enough to gain",
+        _pool_probes,
+        exact=True,
         at_dispatcher=True,
     ),
 )
@@ -151,7 +169,7 @@ class _Library:
         """Why it could not be put in place, or an empty string."""
         if not kernel.at_dispatcher:
             return (self._library.camox_tune_put(kernel.name.encode()) or b"").decode()
-        if not self._keep_stock_bernoulli():
+        if kernel.name == "bernoulli_" and not self._keep_stock_bernoulli():
             return "this PyTorch does not give its own kernel away (torch.library.get_kernel)"
         errors = []
 
@@ -175,19 +193,19 @@ class _Library:
         return self._library.camox_tune_calls(kernel.name.encode()) if self._library is not None else 0
 
     def _keep_stock_bernoulli(self) -> bool:
-        """Makes PyTorch's kernel an operator, which the replacement calls outside its domain."""
+        """Makes PyTorch's kernel an operator, which the replacement calls outside its domain: without a function in Python
+        between, and with PyTorch's own schema, so that the stack of arguments goes on as it came."""
         if self._fragment is not None:
             return True
         stock = stock_cpu_kernel("aten::bernoulli_.float")
         if stock is None:
             return False
 
-        def stock_bernoulli_(self, p, generator):
-            stock(self, p, generator=generator)
-
         self._fragment = torch.library.Library("camox_ops_tune", "DEF")
-        self._fragment.define("stock_bernoulli_(Tensor(a!) self, float p, Generator? generator) -> ()")
-        self._fragment.impl("stock_bernoulli_", stock_bernoulli_, "CPU")
+        self._fragment.define(
+            "stock_bernoulli_(Tensor(a!) self, float p=0.5, *, Generator? generator=None) -> Tensor(a!)"
+        )
+        self._fragment.impl("stock_bernoulli_", stock, "CPU", with_keyset=True)
         return True
 
 

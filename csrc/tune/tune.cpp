@@ -6,6 +6,7 @@
 //                               checked by then, and an operator that takes a Scalar, as addmm does, cannot be registered
 //                               through the stable ABI (torch 2.10 to 2.13: "Not yet supported conversion").
 //   aten::bernoulli_.float      at the dispatcher, for the CPU key.
+//   aten::avg_pool2d, aten::avg_pool2d_backward   there too: pool.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -14,7 +15,9 @@
 #include "../common/torch_util.h"
 #include "bernoulli.h"
 #include "gemm.h"
+#include "pool.h"
 #include "slot.h"
+#include "stock.h"
 
 #define CAMOX_TUNE_API extern "C" __attribute__((visibility("default")))
 
@@ -224,21 +227,18 @@ void bernoulli(StableIValue* stack, uint64_t, uint64_t) {
   Tensor self(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
   const double p = torch::stable::detail::to<double>(stack[1]);
   const bool own_generator = stack[2] != torch::stable::detail::from(std::nullopt);
-  AtenTensorHandle returned;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(self.get(), &returned));
   if (own_generator || !is_float(self) || !is_dense(self) || !(p >= 0 && p <= 1)) {
     // PyTorch's kernel, which Python holds: camox_ops/train/tune.py.
-    AtenTensorHandle passed;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(self.get(), &passed));
-    std::array<StableIValue, 3> forwarded = {torch::stable::detail::from(passed), stack[1], stack[2]};
-    if (torch_call_dispatcher("camox_ops_tune::stock_bernoulli_", "", forwarded.data(), TORCH_ABI_VERSION) !=
-        AOTI_TORCH_SUCCESS)
-      throw std::runtime_error(torch_exception_get_what_without_backtrace());
-  } else if (self.numel() > 0) {
+    std::array<StableIValue, 3> forwarded = {torch::stable::detail::from(self), stack[1], stack[2]};
+    call_stock("camox_ops_tune::stock_bernoulli_", "", forwarded.data());
+    stack[0] = forwarded[0];
+    return;
+  }
+  if (self.numel() > 0) {
     fill_bernoulli(self, p);
     bernoulli_calls.fetch_add(1, std::memory_order_relaxed);
   }
-  stack[0] = torch::stable::detail::from(returned);
+  stack[0] = torch::stable::detail::from(self);
 }
 
 // A BLAS function whose slot in PyTorch's library is ours while `serving`.
@@ -285,13 +285,14 @@ struct Replacement {
   const char* name;
   const char* (*put)();  // why not, or NULL
   void (*take)();
-  std::atomic<int64_t>& calls;
+  int64_t (*calls)();
 };
 
 Replacement table[] = {
-    {"mm", [] { return one_product.put(); }, [] { one_product.take(); }, sgemm_calls},
-    {"bmm", [] { return many_products.put(); }, [] { many_products.take(); }, batch_calls},
-    {"bernoulli_", put_bernoulli, [] { registered_bernoulli.reset(); }, bernoulli_calls},
+    {"mm", [] { return one_product.put(); }, [] { one_product.take(); }, [] { return sgemm_calls.load(); }},
+    {"bmm", [] { return many_products.put(); }, [] { many_products.take(); }, [] { return batch_calls.load(); }},
+    {"bernoulli_", put_bernoulli, [] { registered_bernoulli.reset(); }, [] { return bernoulli_calls.load(); }},
+    {"avg_pool2d", put_avg_pool2d, take_avg_pool2d, avg_pool2d_calls},
 };
 
 Replacement* find(const char* name) {
@@ -326,5 +327,5 @@ CAMOX_TUNE_API void camox_tune_set_least(int64_t size, int64_t product, int64_t 
 // How often a replacement served.
 CAMOX_TUNE_API int64_t camox_tune_calls(const char* name) {
   const Replacement* replacement = find(name);
-  return replacement ? replacement->calls.load(std::memory_order_relaxed) : -1;
+  return replacement ? replacement->calls() : -1;
 }
