@@ -193,19 +193,22 @@ class _Library:
         return self._library.camox_tune_calls(kernel.name.encode()) if self._library is not None else 0
 
     def _keep_stock_bernoulli(self) -> bool:
-        """Makes PyTorch's kernel an operator, which the replacement calls outside its domain: without a function in Python
-        between, and with PyTorch's own schema, so that the stack of arguments goes on as it came."""
+        """Makes PyTorch's kernel an operator, which the replacement calls outside its domain: most often without a
+        generator, then with no function of Python's between, which would cost as much as the draw of a few numbers."""
         if self._fragment is not None:
             return True
         stock = stock_cpu_kernel("aten::bernoulli_.float")
         if stock is None:
             return False
 
+        def with_generator(keys, self, p, generator):
+            stock(keys, self, p, generator=generator)
+
         self._fragment = torch.library.Library("camox_ops_tune", "DEF")
-        self._fragment.define(
-            "stock_bernoulli_(Tensor(a!) self, float p=0.5, *, Generator? generator=None) -> Tensor(a!)"
-        )
+        self._fragment.define("stock_bernoulli_(Tensor(a!) self, float p) -> Tensor(a!)")
+        self._fragment.define("stock_bernoulli_.generator(Tensor(a!) self, float p, Generator? generator) -> ()")
         self._fragment.impl("stock_bernoulli_", stock, "CPU", with_keyset=True)
+        self._fragment.impl("stock_bernoulli_.generator", with_generator, "CPU", with_keyset=True)
         return True
 
 

@@ -63,7 +63,7 @@ std::optional<Pool> pool_of(const StableIValue* stack) {
 bool is_pooled_type(const Tensor& x) {
   using torch::headeronly::ScalarType;
   const ScalarType type = x.scalar_type();
-  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Double;
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
 }
 
 // (C,H,W) is an image of a batch of one.
@@ -76,8 +76,8 @@ camox_view4 image_view(const Tensor& x) {
 
 // What the kernel is asked for, but for x and y; nothing where PyTorch's kernel serves.
 std::optional<camox_box_params> params_of(const Tensor& x, const Pool& pool) {
-  // A window costs PyTorch so many times as much for each output as box_mean for each input.
-  constexpr int64_t least_gain = 3;
+  // Below this, PyTorch's additions over box_mean's pixels, the latter was not always faster.
+  constexpr int64_t least_gain = 6;
   const int64_t dimensions = x.dim();
   if ((dimensions != 3 && dimensions != 4) || !is_pooled_type(x) || x.numel() == 0) return std::nullopt;
   camox_box_params p{};

@@ -230,8 +230,8 @@ void bernoulli(StableIValue* stack, uint64_t, uint64_t) {
   if (own_generator || !is_float(self) || !is_dense(self) || !(p >= 0 && p <= 1)) {
     // PyTorch's kernel, which Python holds: camox_ops/train/tune.py.
     std::array<StableIValue, 3> forwarded = {torch::stable::detail::from(self), stack[1], stack[2]};
-    call_stock("camox_ops_tune::stock_bernoulli_", "", forwarded.data());
-    stack[0] = forwarded[0];
+    call_stock("camox_ops_tune::stock_bernoulli_", own_generator ? "generator" : "", forwarded.data());
+    stack[0] = own_generator ? torch::stable::detail::from(self) : forwarded[0];
     return;
   }
   if (self.numel() > 0) {
