@@ -133,7 +133,8 @@ KERNELS = (
     _Kernel(
         "avg_pool2d",
         "avg_pool2d, avg_pool1d and their gradients",
-        "floating-point images, stride 1, odd windows, no ceil_mode, no divisor_override, windows large enough to gain",
+        "float32, bfloat16 and float16 images, stride 1, odd windows of 7 pixels and more, no ceil_mode, no "
+        "divisor_override",
         _pool_probes,
         exact=True,
         at_dispatcher=True,
