@@ -65,7 +65,7 @@ class _Kernel(NamedTuple):
     """A replacement of csrc/tune/tune.cpp: what is said of it, what is timed, and whether it stands at the dispatcher.
 
     probes: () -> functions without arguments, which return a tensor that must be the same with and without where
-    `exact`."""
+    `exact`. stock: the schemas of PyTorch's operators whose kernels it needs from Python, in the types of the stable ABI."""
 
     name: str
     operators: str
@@ -73,6 +73,7 @@ class _Kernel(NamedTuple):
     probes: Callable[[], list[Callable[[], torch.Tensor]]]
     exact: bool
     at_dispatcher: bool
+    stock: tuple[str, ...] = ()
 
 
 def _small_integers(*shape: int) -> torch.Tensor:
@@ -102,6 +103,15 @@ def _pool_probes() -> list[Callable[[], torch.Tensor]]:
     return [
         lambda: F.avg_pool2d(x, *window),
         lambda: torch.ops.aten.avg_pool2d_backward(y, x, [5, 5], [1, 1], [2, 2], False, True, None),
+    ]
+
+
+def _upsample_probes() -> list[Callable[[], torch.Tensor]]:
+    x, size = _small_integers(2, 4, 48, 48), [96, 96]
+    y = F.interpolate(x, scale_factor=2, mode="bilinear")
+    return [
+        lambda: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda: torch.ops.aten.upsample_bilinear2d_backward(y, size, list(x.shape), False, 2.0, 2.0),
     ]
 
 
@@ -139,6 +149,20 @@ KERNELS = (
         exact=True,
         at_dispatcher=True,
     ),
+    _Kernel(
+        "upsample_bilinear2d",
+        "bilinear F.interpolate, nn.Upsample and their gradients",
+        "float32, bfloat16 and float16 images with dense rows, not channels_last, to more rows and columns, no antialias",
+        _upsample_probes,
+        exact=True,
+        at_dispatcher=True,
+        stock=(
+            "upsample_bilinear2d(Tensor self, int[] output_size, bool align_corners, float? scales_h, float? scales_w) "
+            "-> Tensor",
+            "upsample_bilinear2d_backward(Tensor grad_output, int[] output_size, int[] input_size, bool align_corners, "
+            "float? scales_h, float? scales_w) -> Tensor",
+        ),
+    ),
 )
 
 
@@ -148,6 +172,7 @@ class _Library:
     def __init__(self):
         self._library = None
         self._fragment = None
+        self._kept = set()
 
     def open(self) -> str:
         """Why it cannot be used, or an empty string."""
@@ -170,7 +195,7 @@ class _Library:
         """Why it could not be put in place, or an empty string."""
         if not kernel.at_dispatcher:
             return (self._library.camox_tune_put(kernel.name.encode()) or b"").decode()
-        if kernel.name == "bernoulli_" and not self._keep_stock_bernoulli():
+        if not self._keep_stock(kernel.stock):
             return "this PyTorch does not give its own kernel away (torch.library.get_kernel)"
         errors = []
 
@@ -193,23 +218,20 @@ class _Library:
     def calls(self, kernel: _Kernel) -> int:
         return self._library.camox_tune_calls(kernel.name.encode()) if self._library is not None else 0
 
-    def _keep_stock_bernoulli(self) -> bool:
-        """Makes PyTorch's kernel an operator, which the replacement calls outside its domain: most often without a
-        generator, then with no function of Python's between, which would cost as much as the draw of a few numbers."""
-        if self._fragment is not None:
-            return True
-        stock = stock_cpu_kernel("aten::bernoulli_.float")
-        if stock is None:
-            return False
-
-        def with_generator(keys, self, p, generator):
-            stock(keys, self, p, generator=generator)
-
-        self._fragment = torch.library.Library("camox_ops_tune", "DEF")
-        self._fragment.define("stock_bernoulli_(Tensor(a!) self, float p) -> Tensor(a!)")
-        self._fragment.define("stock_bernoulli_.generator(Tensor(a!) self, float p, Generator? generator) -> ()")
-        self._fragment.impl("stock_bernoulli_", stock, "CPU", with_keyset=True)
-        self._fragment.impl("stock_bernoulli_.generator", with_generator, "CPU", with_keyset=True)
+    def _keep_stock(self, schemas: tuple[str, ...]) -> bool:
+        """Makes PyTorch's kernels of aten's operators of these names operators of camox_ops_tune, which replacements call
+        outside their domain: no function of Python's lies between, which would cost as much as a small call."""
+        for schema in schemas:
+            name = schema.partition("(")[0]
+            if name in self._kept:
+                continue
+            stock = stock_cpu_kernel(f"aten::{name}")
+            if stock is None:
+                return False
+            self._fragment = self._fragment or torch.library.Library("camox_ops_tune", "DEF")
+            self._fragment.define(schema)
+            self._fragment.impl(name, stock, "CPU", with_keyset=True)
+            self._kept.add(name)
         return True
 
 

@@ -116,14 +116,6 @@ void delete_lists(const StableIValue* stack) {
     STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_list(torch::stable::detail::to<StableListHandle>(stack[list])));
 }
 
-// PyTorch's operators that write to a given tensor are not replaced and give an empty one the size and strides of their result.
-Tensor call_stock_into_empty(const Tensor& like, const char* name, const char* overload, StableIValue* stack, size_t out) {
-  const int64_t nothing = 0;
-  stack[out] = torch::stable::detail::from(empty_contiguous(like, dtype_code(like), 1, &nothing));
-  call_stock(name, overload, stack);
-  return Tensor(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
-}
-
 // avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, bool ceil_mode, bool count_include_pad,
 //            int? divisor_override) -> Tensor
 void avg_pool2d(StableIValue* stack, uint64_t, uint64_t) {
