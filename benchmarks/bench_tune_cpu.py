@@ -1,4 +1,5 @@
-"""Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, pools, training steps.
+"""Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, pools, upsampling, training
+steps.
 
 Both candidates are the same function; around camox's every call the replacements are put in place and taken out again,
 which is part of its time. A step has its backward inside, so that the replacements serve there too.
@@ -28,6 +29,7 @@ LINEAR = (
 BATCHES = ((48, 256, 64),)
 DROPOUT = ((32, 6, 64, 1024),)
 POOLS = ((3, (4, 80, 72, 72)), (31, (8, 1, 352, 352)))
+UPSAMPLED = ((4, 80, 72, 72), (8, 1, 88, 88))
 SLOW_ROUNDS = 7
 
 
@@ -151,6 +153,21 @@ def pool_cases(size, shape) -> list[Case]:
     ]
 
 
+def upsample_cases(shape) -> list[Case]:
+    """By 2, or a map of logits by 4: forward, and forward with backward."""
+    factor = 2 if shape[1] > 1 else 4
+    larger = (*shape[:2], factor * shape[2], factor * shape[3])
+    upsample = lambda x: F.interpolate(x, scale_factor=factor, mode="bilinear")  # noqa: E731
+    step = gradients_of(upsample, 1)
+    inputs = lambda: (random_tensor(shape, seed=1),)  # noqa: E731
+    with_grad = lambda: (*inputs(), random_tensor(larger, seed=2))  # noqa: E731
+    floor, kernels = 4 * (math.prod(shape) + math.prod(larger)), ("upsample_bilinear2d",)
+    return [
+        forward_case("tune_upsample", shape, upsample, inputs, kernels=kernels, bytes=floor, quick=factor == 2),
+        step_case("tune_upsample_backward", shape, step, with_grad, kernels, same_numbers(step)),
+    ]
+
+
 def wrong_dropout(numbers, inputs) -> str | None:
     grad = numbers["output0"]
     share = (grad == 0).float().mean().item()
@@ -247,5 +264,6 @@ def cases() -> list[Case]:
         *map(dropout_case, DROPOUT),
         *map(bfloat16_case, LINEAR),
         *(case for size, shape in POOLS for case in pool_cases(size, shape)),
+        *(case for shape in UPSAMPLED for case in upsample_cases(shape)),
         *map(train_case, STEPS),
     ]

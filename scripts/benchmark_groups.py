@@ -143,6 +143,10 @@ GROUPS = {
     "tune_avg_pool_31_backward": Group(
         "`avg_pool2d` by 31 and its backward after `tune_cpu`", "cpu", "the same", ("step",)
     ),
+    "tune_upsample": Group("bilinear `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
+    "tune_upsample_backward": Group(
+        "bilinear `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same", ("step",)
+    ),
     "tune_dropout": Group("`F.dropout` and its backward after `tune_cpu`", "cpu", "the same", ("step", "mask")),
     "tune_vit_step": Group("step of a ViT-like model after `tune_cpu`", "cpu", "the same step", ("step",)),
     "tune_mlp_step": Group("step of an MLP after `tune_cpu`", "cpu", "the same step", ("step",)),

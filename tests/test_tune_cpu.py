@@ -234,12 +234,13 @@ y = torch.arange(800 * 130).remainder(7).sub(3).float().view(800, 130)
 def exact():
     products = [a @ b for a, b in ((x, y), (y.t(), x.t()), (x.t().contiguous().t(), y), (x, y.t().contiguous().t()))]
     pools = [F.avg_pool2d(x.view(2, 3, 125, 160), *pool) for pool in ((7, 1, 3), (31, 1, 15, False, False), (5, 1, 0))]
-    return products + pools
+    images = x.view(2, 3, 125, 160)[:, :, :40, :50]
+    return products + pools + [F.interpolate(images, scale_factor=s, mode="bilinear") for s in (2, 4)]
 
 wanted = exact()
 kernels = {kernel.name: kernel for kernel in tune.KERNELS}
 found = {}
-for names, first, last in (("mm",), 0, 4), (("avg_pool2d",), 4, 7):
+for names, first, last in (("mm",), 0, 4), (("avg_pool2d",), 4, 7), (("upsample_bilinear2d",), 7, 9):
     try:
         with tune.replaced(*names):
             before = tune._library.calls(kernels[names[0]])
@@ -266,7 +267,7 @@ def test_every_instruction_set_gives_the_same(isa):
     here = {}
     exec(SAME_EVERYWHERE, here)
     assert here["found"][1] == here["found"][2]
-    for name in ("mm", "avg_pool2d"):
+    for name in ("mm", "avg_pool2d", "upsample_bilinear2d"):
         assert here["found"][(name,)] == (why_not(name) or True)
     if isa != cx._C.isa():  # what this process runs on
         assert run_python(SAME_EVERYWHERE + "print(found)", CAMOX_FORCE_ISA=isa).strip() == str(here["found"])
@@ -275,6 +276,7 @@ def test_every_instruction_set_gives_the_same(isa):
 OPERATORS = (
     *("mm", "addmm", "bmm", "baddbmm", "matmul", "nn.functional.linear", "einsum", "addbmm", "__rmatmul__"),
     *("nn.functional.avg_pool1d", "nn.functional.avg_pool2d", "bernoulli"),
+    *("nn.functional.interpolate", "nn.functional.upsample_bilinear"),
 )
 RANDOM_OPERATORS = ("nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d")
 
@@ -628,6 +630,133 @@ def test_pools_of_any_number_of_threads_are_the_same():
             assert all(torch.equal(a, b) for a, b in zip(first, pools(threads), strict=True))
 
 
+def upsampled(x, **arguments):
+    """The larger image and a gradient of the smaller one."""
+    leaf = x.detach().requires_grad_()
+    y = F.interpolate(leaf, mode="bilinear", **arguments)
+    grad = normal(*y.shape, seed=5, dtype=x.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaf, grad)]
+
+
+# shape, what F.interpolate is asked for
+UPSAMPLED = [
+    ((2, 3, 5, 7), {"scale_factor": 2}),
+    ((1, 1, 40, 35), {"scale_factor": 4}),
+    ((1, 20, 33, 16), {"scale_factor": (8, 2)}),
+    ((3, 5, 1, 9), {"scale_factor": 3}),
+    ((2, 2, 17, 1), {"scale_factor": 2}),
+    ((2, 3, 9, 11), {"scale_factor": (1.5, 2.3)}),
+    ((2, 3, 9, 11), {"scale_factor": (1.5, 2.3), "recompute_scale_factor": True}),
+    ((1, 2, 13, 17), {"size": (50, 18)}),
+]
+
+
+@needs["upsample_bilinear2d"]
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matches_pytorch_upsample(dtype, align_corners):
+    for shape, asked in UPSAMPLED:
+        batch, channels, height, width = shape
+        dense, apart = normal(*shape), normal(batch, height, channels + 1, width).transpose(1, 2)[:, 1:]
+        for x in (dense.to(dtype), apart.to(dtype), dense[:1].to(dtype).expand(shape)):
+            arguments = {**asked, "align_corners": align_corners}
+            stock = upsampled(x, **arguments)
+            ours, calls = counted("upsample_bilinear2d", lambda x=x, arguments=arguments: upsampled(x, **arguments))
+            assert calls == 2
+            assert [t.stride() for t in ours] == [t.stride() for t in stock]
+            assert_close_to_reference(ours, stock, upsampled(x.double(), **arguments))
+
+
+@needs["upsample_bilinear2d"]
+def test_upsample_keeps_nan_and_infinity_where_pytorch_does():
+    x, grad = normal(1, 1, 12, 20), normal(1, 1, 36, 40)
+    x[0, 0, 3, 4], x[0, 0, 8, 9], grad[0, 0, 7, 8], grad[0, 0, 30, 39] = math.nan, math.inf, math.nan, math.inf
+
+    def numbers():
+        leaf = x.detach().requires_grad_()
+        y = F.interpolate(leaf, scale_factor=(3, 2), mode="bilinear")
+        return [y.detach(), *torch.autograd.grad(y, leaf, grad)]
+
+    ours, calls = counted("upsample_bilinear2d", numbers)
+    assert calls == 2
+    torch.testing.assert_close(ours, numbers(), equal_nan=True)
+
+
+@needs["upsample_bilinear2d"]
+def test_second_gradients_of_upsample():
+    x, grad, direction = normal(2, 3, 8, 9), normal(2, 3, 16, 18, seed=1), normal(2, 3, 8, 9, seed=2)
+
+    def numbers(dtype):
+        leaf, flows = x.to(dtype).requires_grad_(), grad.to(dtype).requires_grad_()
+        y = F.interpolate(leaf, scale_factor=2, mode="bilinear", align_corners=True)
+        (first,) = torch.autograd.grad(y, leaf, flows, create_graph=True)
+        return [first.detach(), *torch.autograd.grad(first, flows, direction.to(dtype))]
+
+    ours, calls = counted("upsample_bilinear2d", lambda: numbers(torch.float32))
+    assert calls == 3
+    assert_close_to_reference(ours, numbers(torch.float32), numbers(torch.float64))
+
+
+@needs["upsample_bilinear2d"]
+def test_upsample_outside_the_domain_is_pytorchs():
+    x = normal(2, 3, 20, 20)
+    last = x.contiguous(memory_format=torch.channels_last)
+    cases = [
+        lambda: F.interpolate(last, scale_factor=2, mode="bilinear"),
+        lambda: F.interpolate(x.double(), scale_factor=2, mode="bilinear", align_corners=True),
+        lambda: F.interpolate(x, scale_factor=0.5, mode="bilinear"),
+        lambda: F.interpolate(x, size=(40, 20), mode="bilinear"),
+        lambda: F.interpolate(x[..., ::2], scale_factor=2, mode="bilinear"),
+        lambda: F.interpolate(x[:0], scale_factor=2, mode="bilinear"),
+        lambda: F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True),
+        lambda: F.interpolate(x, scale_factor=2, mode="bicubic"),
+        lambda: torch.ops.aten.upsample_bilinear2d(x, [30, 30], False, 0.5, 0.5),
+        lambda: torch.ops.aten.upsample_bilinear2d.out(x, [40, 40], False, 2.0, 2.0, out=torch.empty(0)),
+        lambda: torch.autograd.grad(
+            F.interpolate(leaf := last.clone().requires_grad_(), scale_factor=2, mode="bilinear").sum(), leaf
+        )[0],
+    ]
+    for case in cases:
+        ours, calls = counted("upsample_bilinear2d", case)
+        stock = case()
+        assert calls == 0
+        assert torch.equal(ours, stock) and ours.stride() == stock.stride()
+
+
+@needs["upsample_bilinear2d"]
+def test_errors_of_upsample():
+    x, aten = normal(2, 3, 8, 8), torch.ops.aten
+    cases = [
+        lambda: aten.upsample_bilinear2d(x, [0, 16], False),
+        lambda: aten.upsample_bilinear2d(x, [16], False),
+        lambda: aten.upsample_bilinear2d(x[0], [16, 16], False),
+        lambda: aten.upsample_bilinear2d(x.long(), [16, 16], False),
+        lambda: aten.upsample_bilinear2d_backward(x, [16, 16], [2, 3, 4, 4], False),
+        lambda: aten.upsample_bilinear2d_backward(x, [8, 8], [2, 3, 4], False),
+    ]
+    for case in cases:
+        with pytest.raises(RuntimeError) as stock:
+            case()
+        with tune.replaced("upsample_bilinear2d"), pytest.raises(RuntimeError) as ours:
+            case()
+        assert str(stock.value).splitlines()[0] in str(ours.value)
+
+
+@needs["upsample_bilinear2d"]
+def test_upsample_under_vmap_and_of_any_number_of_threads():
+    x = normal(4, 2, 3, 30, 21)
+
+    def larger(threads):
+        torch.set_num_threads(threads)
+        return torch.func.vmap(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"))(x)
+
+    stock = larger(2)
+    with tune.replaced("upsample_bilinear2d"):
+        first = larger(1)
+        assert all(torch.equal(first, larger(threads)) for threads in (2, 3, 8))
+    torch.testing.assert_close(first, stock)
+
+
 class Block(nn.Module):
     def __init__(self, p=0.1):
         super().__init__()
@@ -767,6 +896,7 @@ def test_meta_and_fake_tensors(block):
         with FakeTensorMode():
             assert F.dropout(torch.empty(64, 64) @ torch.empty(64, 64), 0.5).shape == (64, 64)
             assert F.avg_pool2d(torch.empty(1, 64, 64), 7, 1, 2).shape == (1, 62, 62)
+            assert F.interpolate(torch.empty(1, 1, 8, 9), scale_factor=2, mode="bilinear").shape == (1, 1, 16, 18)
 
 
 def test_profiler_sees_pytorchs_operators():
@@ -875,7 +1005,8 @@ def test_restored_kernels_are_pytorchs():
 
     def numbers():
         torch.manual_seed(1)
-        return x @ x, torch.bmm(x[None], x[None]), torch.empty(1000).bernoulli_(0.4), F.avg_pool2d(x[None], 5, 1, 2)
+        images = F.avg_pool2d(x[None], 5, 1, 2), F.interpolate(x[None, None], size=(400, 500), mode="bilinear")
+        return x @ x, torch.bmm(x[None], x[None]), torch.empty(1000).bernoulli_(0.4), *images
 
     stock = numbers()
     before = [tune._library.calls(kernel) for kernel in tune.KERNELS]
@@ -940,6 +1071,7 @@ print(cx.train.tune_cpu())
 x = torch.randn(64, 64)
 torch.nn.functional.dropout(x @ x, 0.5)
 torch.nn.functional.avg_pool2d(x[None], 5, 1, 2)
+torch.nn.functional.interpolate(x[None, None], scale_factor=2, mode="bilinear")
 cx.train.restore_cpu()
 cx.train.tune_cpu()
 """

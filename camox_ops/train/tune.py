@@ -65,7 +65,7 @@ class _Kernel(NamedTuple):
     """A replacement of csrc/tune/tune.cpp: what is said of it, what is timed, and whether it stands at the dispatcher.
 
     probes: () -> functions without arguments, which return a tensor that must be the same with and without where
-    `exact`. stock: the schemas of PyTorch's operators whose kernels it needs from Python, in the types of the stable ABI."""
+    `exact`. stock: the schemas of PyTorch's operators whose kernels it needs from Python, in types of the stable ABI."""
 
     name: str
     operators: str
@@ -152,7 +152,7 @@ KERNELS = (
     _Kernel(
         "upsample_bilinear2d",
         "bilinear F.interpolate, nn.Upsample and their gradients",
-        "float32, bfloat16 and float16 images with dense rows, not channels_last, to more rows and columns, no antialias",
+        "float32, bfloat16 and float16 images with dense rows, not channels_last, to more rows and columns",
         _upsample_probes,
         exact=True,
         at_dispatcher=True,
@@ -219,8 +219,8 @@ class _Library:
         return self._library.camox_tune_calls(kernel.name.encode()) if self._library is not None else 0
 
     def _keep_stock(self, schemas: tuple[str, ...]) -> bool:
-        """Makes PyTorch's kernels of aten's operators of these names operators of camox_ops_tune, which replacements call
-        outside their domain: no function of Python's lies between, which would cost as much as a small call."""
+        """Makes PyTorch's kernels of these operators of aten ones of camox_ops_tune, which replacements call outside
+        their domain: no function of Python's lies between, which would cost as much as a small call."""
         for schema in schemas:
             name = schema.partition("(")[0]
             if name in self._kept:

@@ -14,6 +14,17 @@
 #include "../box/box.h"
 #include "stock.h"
 
+// torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h: PyTorch's kernels, which it does not look up at the dispatcher.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu_avg_pool2d(AtenTensorHandle self, const int64_t* kernel_size,
+                                                                          int64_t, const int64_t* stride, int64_t,
+                                                                          const int64_t* padding, int64_t, int32_t ceil_mode,
+                                                                          int32_t count_include_pad, int64_t* divisor_override,
+                                                                          AtenTensorHandle* result);
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_cpu_avg_pool2d_backward(AtenTensorHandle grad_output, AtenTensorHandle self, const int64_t* kernel_size, int64_t,
+                                   const int64_t* stride, int64_t, const int64_t* padding, int64_t, int32_t ceil_mode,
+                                   int32_t count_include_pad, int64_t* divisor_override, AtenTensorHandle* result);
+
 namespace camox {
 namespace {
 
@@ -21,44 +32,31 @@ using torch::stable::detail::StableLibrary;
 
 std::atomic<int64_t> calls;
 
-// A list of one or two numbers that the stack owns: the arguments may go on to PyTorch's kernel, so it stays there.
-struct Pair {
-  size_t size = 0;
-  int64_t height = 0, width = 0;
-};
-
-Pair pair_of(StableIValue list) {
-  const auto handle = torch::stable::detail::to<StableListHandle>(list);
-  Pair pair;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(handle, &pair.size));
-  if (pair.size < 1 || pair.size > 2) return pair;
-  StableIValue first, last;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(handle, 0, &first));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(handle, pair.size - 1, &last));
-  pair.height = torch::stable::detail::to<int64_t>(first), pair.width = torch::stable::detail::to<int64_t>(last);
-  return pair;
-}
-
-// kernel_size, stride, padding, ceil_mode, count_include_pad and divisor_override, as they lie on the stack of both operators.
-enum { kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, arguments };
-
+// The arguments that both operators have, taken from the stack, and whether such a pool is in the domain.
 struct Pool {
-  Pair window, padding;
-  bool count_include_pad;
-};
+  std::vector<int64_t> window, stride, padding;
+  bool ceil_mode, count_include_pad;
+  std::optional<int64_t> divisor;
 
-std::optional<Pool> pool_of(const StableIValue* stack) {
-  const Pair window = pair_of(stack[kernel_size]), step = pair_of(stack[stride]), pad = pair_of(stack[padding]);
-  if (step.size == 0 || step.height != 1 || step.width != 1) return std::nullopt;
-  if (window.size == 0 || window.height < 1 || window.width < 1 || window.height % 2 == 0 || window.width % 2 == 0)
-    return std::nullopt;
-  if (pad.size == 0 || pad.height < 0 || pad.width < 0 || pad.height > window.height / 2 || pad.width > window.width / 2)
-    return std::nullopt;
-  if (torch::stable::detail::to<bool>(stack[ceil_mode]) ||
-      stack[divisor_override] != torch::stable::detail::from(std::nullopt))
-    return std::nullopt;
-  return Pool{window, pad, torch::stable::detail::to<bool>(stack[count_include_pad])};
-}
+  explicit Pool(const StableIValue* stack)
+      : window(torch::stable::detail::to<std::vector<int64_t>>(stack[0])),
+        stride(torch::stable::detail::to<std::vector<int64_t>>(stack[1])),
+        padding(torch::stable::detail::to<std::vector<int64_t>>(stack[2])),
+        ceil_mode(torch::stable::detail::to<bool>(stack[3])),
+        count_include_pad(torch::stable::detail::to<bool>(stack[4])),
+        divisor(torch::stable::detail::to<std::optional<int64_t>>(stack[5])) {}
+
+  bool in_domain() const {
+    for (const std::vector<int64_t>* list : {&window, &stride, &padding})
+      if (list->size() != 1 && list->size() != 2) return false;
+    if (stride.front() != 1 || stride.back() != 1 || ceil_mode || divisor) return false;
+    for (const bool last : {false, true}) {
+      const int64_t length = last ? window.back() : window.front(), pad = last ? padding.back() : padding.front();
+      if (length < 1 || length % 2 == 0 || pad < 0 || pad > length / 2) return false;
+    }
+    return true;
+  }
+};
 
 bool is_pooled_type(const Tensor& x) {
   using torch::headeronly::ScalarType;
@@ -79,14 +77,15 @@ std::optional<camox_box_params> params_of(const Tensor& x, const Pool& pool) {
   // Below this, PyTorch's additions over box_mean's pixels, the latter was not always faster.
   constexpr int64_t least_gain = 6;
   const int64_t dimensions = x.dim();
+  if (!pool.in_domain()) return std::nullopt;
   if ((dimensions != 3 && dimensions != 4) || !is_pooled_type(x) || x.numel() == 0) return std::nullopt;
   camox_box_params p{};
   p.dtype = dtype_of(x, "avg_pool2d");
   p.channels_last = dimensions == 4 && is_channels_last(x);
   p.batch = dimensions == 4 ? x.size(0) : 1, p.channels = x.size(dimensions - 3);
   p.height = x.size(dimensions - 2), p.width = x.size(dimensions - 1);
-  p.window_height = pool.window.height, p.window_width = pool.window.width;
-  p.y_margin[0] = pool.window.height / 2 - pool.padding.height, p.y_margin[1] = pool.window.width / 2 - pool.padding.width;
+  p.window_height = pool.window.front(), p.window_width = pool.window.back();
+  p.y_margin[0] = p.window_height / 2 - pool.padding.front(), p.y_margin[1] = p.window_width / 2 - pool.padding.back();
   const int64_t rows = p.height - 2 * p.y_margin[0], columns = p.width - 2 * p.y_margin[1];
   if (rows < 1 || columns < 1) return std::nullopt;
   const double work = static_cast<double>(rows * columns) * static_cast<double>(p.window_height * p.window_width);
@@ -111,29 +110,24 @@ void run_box(camox_box_params& p, const Tensor& x, const Tensor& y) {
   calls.fetch_add(1, std::memory_order_relaxed);
 }
 
-void delete_lists(const StableIValue* stack) {
-  for (int list : {kernel_size, stride, padding})
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_list(torch::stable::detail::to<StableListHandle>(stack[list])));
-}
-
 // avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, bool ceil_mode, bool count_include_pad,
 //            int? divisor_override) -> Tensor
 void avg_pool2d(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor x(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
-  StableIValue* given = stack + 1;
-  const std::optional<Pool> pool = pool_of(given);
-  std::optional<camox_box_params> p = pool ? params_of(x, *pool) : std::nullopt;
+  Pool pool(stack + 1);
+  std::optional<camox_box_params> p = params_of(x, pool);
   if (!p) {
-    std::array<StableIValue, 2 + arguments> forwarded{torch::stable::detail::from(x)};
-    std::copy(given, given + arguments, forwarded.begin() + 1);
-    stack[0] = torch::stable::detail::from(
-        call_stock_into_empty(x, "aten::avg_pool2d", "out", forwarded.data(), 1 + arguments));
+    AtenTensorHandle y;
+    check_stock(aoti_torch_cpu_avg_pool2d(x.get(), pool.window.data(), pool.window.size(), pool.stride.data(),
+                                          pool.stride.size(), pool.padding.data(), pool.padding.size(), pool.ceil_mode,
+                                          pool.count_include_pad, pool.divisor ? &*pool.divisor : nullptr, &y),
+                "avg_pool2d");
+    stack[0] = torch::stable::detail::from(y);
     return;
   }
-  p->kind = pool->count_include_pad ? CAMOX_BOX_MEAN : CAMOX_BOX_COUNTED;
+  p->kind = pool.count_include_pad ? CAMOX_BOX_MEAN : CAMOX_BOX_COUNTED;
   const Tensor y = empty_output(x, *p, p->height - 2 * p->y_margin[0], p->width - 2 * p->y_margin[1]);
   run_box(*p, x, y);
-  delete_lists(given);
   stack[0] = torch::stable::detail::from(y);
 }
 
@@ -153,21 +147,22 @@ bool fits(const Tensor& grad, const Tensor& x, const camox_box_params& p) {
 void avg_pool2d_backward(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor grad(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
   const Tensor x(torch::stable::detail::to<AtenTensorHandle>(stack[1]));
-  StableIValue* given = stack + 2;
-  const std::optional<Pool> pool = pool_of(given);
-  std::optional<camox_box_params> p = pool ? params_of(x, *pool) : std::nullopt;
+  Pool pool(stack + 2);
+  std::optional<camox_box_params> p = params_of(x, pool);
   if (!p || !fits(grad, x, *p)) {
-    std::array<StableIValue, 3 + arguments> forwarded{torch::stable::detail::from(grad), torch::stable::detail::from(x)};
-    std::copy(given, given + arguments, forwarded.begin() + 2);
-    stack[0] = torch::stable::detail::from(
-        call_stock_into_empty(x, "aten::avg_pool2d_backward", "grad_input", forwarded.data(), 2 + arguments));
+    AtenTensorHandle y;
+    check_stock(
+        aoti_torch_cpu_avg_pool2d_backward(grad.get(), x.get(), pool.window.data(), pool.window.size(), pool.stride.data(),
+                                           pool.stride.size(), pool.padding.data(), pool.padding.size(), pool.ceil_mode,
+                                           pool.count_include_pad, pool.divisor ? &*pool.divisor : nullptr, &y),
+        "avg_pool2d_backward");
+    stack[0] = torch::stable::detail::from(y);
     return;
   }
-  p->kind = pool->count_include_pad ? CAMOX_BOX_MEAN : CAMOX_BOX_COUNTED_ADJOINT;
+  p->kind = pool.count_include_pad ? CAMOX_BOX_MEAN : CAMOX_BOX_COUNTED_ADJOINT;
   std::swap(p->x_margin, p->y_margin);
   const Tensor y = empty_output(x, *p, p->height, p->width);
   run_box(*p, grad, y);
-  delete_lists(given);
   stack[0] = torch::stable::detail::from(y);
 }
 
@@ -177,6 +172,8 @@ std::unique_ptr<StableLibrary> registered;
 
 const char* put_avg_pool2d() {
   if (!torch_exception_get_what_without_backtrace) return "PyTorch gives the words of its errors to such kernels from 2.13 on";
+  if (!aoti_torch_cpu_avg_pool2d || !aoti_torch_cpu_avg_pool2d_backward)
+    return "this PyTorch's C interface does not have its own kernel";
   if (!registered) {
     auto library = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CPU", __FILE__, __LINE__);
     library->impl("avg_pool2d", avg_pool2d).impl("avg_pool2d_backward", avg_pool2d_backward);

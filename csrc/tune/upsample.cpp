@@ -166,7 +166,7 @@ bool scales_fit(const Call& call) {
 }
 
 // Outside the domain camox_ops_tune::upsample_bilinear2d takes the arguments as they came: PyTorch's kernel, which Python holds
-// (camox_ops/train/tune.py). The stable ABI cannot pass a SymInt[2] on to PyTorch's own operators, as it can an int[2].
+// (camox_ops/train/tune.py). The stable ABI cannot pass a SymInt[2] on to PyTorch's own operators.
 
 // upsample_bilinear2d(Tensor self, SymInt[2] output_size, bool align_corners, float? scales_h, float? scales_w) -> Tensor
 void upsample(StableIValue* stack, uint64_t, uint64_t) {

@@ -64,9 +64,9 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, camo
   }
   p.x = x.view, p.y = y.view;
   char what[160];
-  snprintf(what, sizeof what, "%s %s %s kind %d (%d,%d,%d,%d) window (%d,%d) middle %d", camox_isa_name(isa), test_dtype_names[dtype],
-           test_layout_names[layout], (int)kind, (int)size[0], (int)size[1], (int)size[2], (int)size[3], (int)window[0],
-           (int)window[1], (int)there);
+  snprintf(what, sizeof what, "%s %s %s kind %d (%d,%d,%d,%d) window (%d,%d) middle %d", camox_isa_name(isa),
+           test_dtype_names[dtype], test_layout_names[layout], (int)kind, (int)size[0], (int)size[1], (int)size[2],
+           (int)size[3], (int)window[0], (int)window[1], (int)there);
   TEST(camox_box_check(&p, "box_mean") == CAMOX_OK, "%s: %s", what, camox_last_error());
   const int64_t items = camox_box_items(&p);
   const size_t bytes = camox_box_scratch(&p);

@@ -85,9 +85,10 @@ static upsampled_side upsampled(int64_t from, int64_t factor, int is_double, int
   double *weights = calloc((size_t)(padded + from * taps), sizeof(double));
   for (int64_t i = 0; i < padded; ++i) {
     const double at = fmax(0, ((double)(i < to ? i : to - 1) + 0.5) / (double)factor - 0.5), left = floor(at);
+    const double t = at - left;
     const int64_t p = (int64_t)left, next = p + 1 < from ? p + 1 : from - 1;
-    if (!backward) index[i] = left, weights[i] = (float)(at - left);
-    if (i < to) s.share[i * from + p] += 1 - (float)(at - left), s.share[i * from + next] += (float)(at - left);
+    if (!backward) index[i] = left, weights[i] = t;
+    if (i < to) s.share[i * from + p] += 1 - t, s.share[i * from + next] += t;
   }
   for (int64_t p = 0; p < from && backward; ++p) {
     for (int64_t i = to - 1; i >= 0; --i)
@@ -127,9 +128,9 @@ static void test_upsample(camox_isa isa, camox_dtype dtype, const int64_t *size,
   p.scratch = test_scratch((camox_upsample_scratch(&p) + 63) / 64 * 64);
   camox_upsample_kernel *kernel = backward ? camox_upsample_backward(dtype, isa) : camox_upsample_forward(dtype, isa);
   kernel(&p, 0, 5), kernel(&p, 5, 12);
-  TEST(test_close_within(16, &out, truth, &error, &allowed), "%s %s upsample %lldx%lld by %lld, backward %d: off by %g, allowed %g",
-       camox_isa_name(isa), test_dtype_names[dtype], (long long)size[0], (long long)size[1], (long long)factor, backward, error,
-       allowed);
+  TEST(test_close_within(16, &out, truth, &error, &allowed),
+       "%s %s upsample %lldx%lld by %lld, backward %d: off by %g, allowed %g", camox_isa_name(isa), test_dtype_names[dtype],
+       (long long)size[0], (long long)size[1], (long long)factor, backward, error, allowed);
   TEST(test_untouched(&out), "%s: written outside its pixels", test_dtype_names[dtype]);
   test_free(&in), test_free(&out), free_side(&rows), free_side(&columns);
   free(values), free(truth), free(p.scratch);
@@ -151,7 +152,8 @@ int main(void) {
         test_product((camox_isa)isa, sizes[i], which & 1, which >> 1 & 1, which & 4 ? 0.5f : 0);
     for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
       for (size_t i = 0; i < sizeof images / sizeof *images; ++i)
-        for (int which = 0; which < 6; ++which) test_upsample((camox_isa)isa, (camox_dtype)dtype, images[i], 2 + which % 3, which / 3);
+        for (int which = 0; which < 6; ++which)
+          test_upsample((camox_isa)isa, (camox_dtype)dtype, images[i], 2 + which % 3, which / 3);
     for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
       for (size_t p = 0; p < sizeof probabilities / sizeof *probabilities; ++p)
         for (size_t i = 0; i < sizeof counts / sizeof *counts; ++i)
