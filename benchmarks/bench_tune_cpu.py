@@ -1,5 +1,5 @@
-"""Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, pools, upsampling, training
-steps.
+"""Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, pools, upsampling,
+training steps.
 
 Both candidates are the same function; around camox's every call the replacements are put in place and taken out again,
 which is part of its time. A step has its backward inside, so that the replacements serve there too.

@@ -65,7 +65,7 @@ class _Kernel(NamedTuple):
     """A replacement of csrc/tune/tune.cpp: what is said of it, what is timed, and whether it stands at the dispatcher.
 
     probes: () -> functions without arguments, which return a tensor that must be the same with and without where
-    `exact`. stock: the schemas of PyTorch's operators whose kernels it needs from Python, in types of the stable ABI."""
+    `exact`. stock: schemas of PyTorch's operators whose kernels it needs from Python, in types of the stable ABI."""
 
     name: str
     operators: str
