@@ -41,7 +41,8 @@ except ImportError:
 CSRC = Path("csrc")
 # A shared object of its own, which only camox_ops.train.tune_cpu opens.
 TUNE, TUNE_LIBRARY = CSRC / "tune", "libcamox_ops_tune.so"
-SGEMM = (CSRC / "gemm" / "sgemm.c", CSRC / "gemm" / "sgemm_cpu.c")  # linked into that one too
+SGEMM = (CSRC / "gemm" / "sgemm.c", CSRC / "gemm" / "sgemm_cpu.c")
+BORROWED = (*SGEMM, CSRC / "box" / "box.c", CSRC / "box" / "box_cpu.c")  # linked into that one too
 BREAK = os.environ.get("CAMOX_BREAK", "")
 OPS = sorted(path.parent.name for path in CSRC.glob("*/*_bind.cpp"))
 X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -233,7 +234,7 @@ class BuildExt(build_ext):
 
 def broken(source):
     """Whether the build's CAMOX_BREAK changes this file's object: one of the op's own, or the module, which says so."""
-    shared = BREAK == TUNE.name and Path(source) in SGEMM
+    shared = BREAK == TUNE.name and Path(source) in BORROWED
     return BREAK != "" and (shared or Path(source).parent.name in (BREAK, CSRC.name))
 
 
@@ -270,14 +271,14 @@ def per_isa(sources):
 
 def tune_compilations():
     """The same of the replacements of PyTorch's kernels."""
-    sources = {*TUNE.glob("*.c"), *SGEMM}
+    sources = {*TUNE.glob("*.c"), *BORROWED}
     kernels = sorted(source for source in sources if source.stem.endswith("_cpu"))
     for source in sorted(sources - {*kernels}):
         yield str(source), "c", C_FLAGS
-    for source in ("isa.c", "status.c", "old_glibc.c"):
+    for source in ("isa.c", "status.c", "old_glibc.c", "check.c"):
         yield str(CSRC / "common" / source), "c", C_FLAGS
     yield from per_isa(kernels)
-    for source in (TUNE / "tune.cpp", CSRC / "common" / "old_libstdcxx.cpp"):
+    for source in (*sorted(TUNE.glob("*.cpp")), CSRC / "common" / "old_libstdcxx.cpp"):
         yield str(source), "cxx", CXX_FLAGS
 
 

@@ -1,8 +1,10 @@
-"""Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, training steps.
+"""Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, pools, upsampling,
+training steps.
 
 Both candidates are the same function; around camox's every call the replacements are put in place and taken out again,
 which is part of its time. A step has its backward inside, so that the replacements serve there too.
 Masks of dropout are random: losses of steps with dropout are compared loosely, all others under the tolerance rule.
+Products of bfloat16 are left alone: there camox is this project's own core (csrc/gemm), which would replace them.
 """
 
 import math
@@ -26,6 +28,9 @@ LINEAR = (
 )
 BATCHES = ((48, 256, 64),)
 DROPOUT = ((32, 6, 64, 1024),)
+POOLS = ((3, (4, 80, 72, 72)), (31, (8, 1, 352, 352)))
+UPSAMPLED = ((4, 80, 72, 72), (8, 1, 88, 88))
+SLOW_ROUNDS = 7
 
 
 class Replaced(nn.Module):
@@ -46,14 +51,15 @@ class Replaced(nn.Module):
             return self.function(*inputs)
 
 
-def forward_case(group, shape, function, inputs, flops=0, **options) -> Case:
+def forward_case(group, shape, function, inputs, **options) -> Case:
     return Case(
         group=group,
         shape=shape,
         make_inputs=inputs,
         candidates=lambda: {"camox": Replaced(function, *options["kernels"]), "eager": function, "compile": None},
-        floor_flops=flops,
+        floor_bytes=options.get("bytes", 0),
         default_allocator=False,
+        rounds=options.get("rounds"),
         quick=options.get("quick", False),
     )
 
@@ -93,7 +99,7 @@ def same_numbers(expected):
     return verify
 
 
-def step_case(group, shape, step, inputs, kernels, verify, quick=False) -> Case:
+def step_case(group, shape, step, inputs, kernels, verify, quick=False, rounds=None) -> Case:
     return Case(
         group=group,
         shape=shape,
@@ -103,6 +109,7 @@ def step_case(group, shape, step, inputs, kernels, verify, quick=False) -> Case:
         grad_inputs=(),
         verify=verify,
         default_allocator=False,
+        rounds=rounds,
         quick=quick,
     )
 
@@ -117,6 +124,48 @@ def batch_case(shape) -> Case:
     batch, rows, depth = shape
     inputs = lambda: (random_tensor(shape, seed=1), random_tensor((batch, depth, rows), seed=2))  # noqa: E731
     return forward_case("tune_bmm", shape, torch.bmm, inputs, kernels=("bmm",), quick=True)
+
+
+def bfloat16_case(shape) -> Case:
+    """x and weight as F.linear has them; PyTorch's product stays where it is."""
+    core = lambda x, weight: camox_attr("nn.projections.project")(x, weight.t())  # noqa: E731
+    return Case(
+        group="tune_linear_bfloat16",
+        shape=shape,
+        make_inputs=lambda: tuple(x.bfloat16() for x in linear_inputs(shape)),
+        candidates=lambda: {"camox": core, "eager": F.linear, "compile": None},
+        dtype=torch.bfloat16,
+        default_allocator=False,
+    )
+
+
+def pool_cases(size, shape) -> list[Case]:
+    """Forward, and forward with backward."""
+    pool = lambda x: F.avg_pool2d(x, size, 1, size // 2)  # noqa: E731
+    step = gradients_of(pool, 1)
+    inputs = lambda: (random_tensor(shape, seed=1),)  # noqa: E731
+    with_grad = lambda: (*inputs(), random_tensor(shape, seed=2))  # noqa: E731
+    floor, rounds = 2 * 4 * math.prod(shape), SLOW_ROUNDS if size == 31 else None
+    kernels, name = ("avg_pool2d",), f"tune_avg_pool_{size}"
+    return [
+        forward_case(name, shape, pool, inputs, kernels=kernels, bytes=floor, rounds=rounds, quick=size == 3),
+        step_case(f"{name}_backward", shape, step, with_grad, kernels, same_numbers(step), rounds=rounds),
+    ]
+
+
+def upsample_cases(shape) -> list[Case]:
+    """By 2, or a map of logits by 4: forward, and forward with backward."""
+    factor = 2 if shape[1] > 1 else 4
+    larger = (*shape[:2], factor * shape[2], factor * shape[3])
+    upsample = lambda x: F.interpolate(x, scale_factor=factor, mode="bilinear")  # noqa: E731
+    step = gradients_of(upsample, 1)
+    inputs = lambda: (random_tensor(shape, seed=1),)  # noqa: E731
+    with_grad = lambda: (*inputs(), random_tensor(larger, seed=2))  # noqa: E731
+    floor, kernels = 4 * (math.prod(shape) + math.prod(larger)), ("upsample_bilinear2d",)
+    return [
+        forward_case("tune_upsample", shape, upsample, inputs, kernels=kernels, bytes=floor, quick=factor == 2),
+        step_case("tune_upsample_backward", shape, step, with_grad, kernels, same_numbers(step)),
+    ]
 
 
 def wrong_dropout(numbers, inputs) -> str | None:
@@ -213,5 +262,8 @@ def cases() -> list[Case]:
         *map(linear_backward_case, LINEAR),
         *map(batch_case, BATCHES),
         *map(dropout_case, DROPOUT),
+        *map(bfloat16_case, LINEAR),
+        *(case for size, shape in POOLS for case in pool_cases(size, shape)),
+        *(case for shape in UPSAMPLED for case in upsample_cases(shape)),
         *map(train_case, STEPS),
     ]

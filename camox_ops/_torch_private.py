@@ -32,9 +32,6 @@ NAMES = (
     # whether what a module keeps may serve
     "torch.nn.modules.module._has_any_global_hook",
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
-    # PyTorch's own kernel of an operator that is replaced
-    "torch._C.DispatchKey",
-    "torch._C.DispatchKeySet",
 )
 
 
@@ -88,8 +85,6 @@ _is_alias = _find("torch._C._is_alias_of")
 _overlap = _find("torch._debug_has_internal_overlap")
 _any_global_hook = _find("torch.nn.modules.module._has_any_global_hook")
 _dispatch_mode = _find("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
-_dispatch_key = _find("torch._C.DispatchKey")
-_dispatch_keys = _find("torch._C.DispatchKeySet")
 
 # Without the level of forward-mode AD every tensor is asked for its tangent, which is public.
 forward_levels = SimpleNamespace(_current_level=0) if _level is None else forward_ad
@@ -299,12 +294,10 @@ def any_global_hook() -> bool:
 
 
 def stock_cpu_kernel(operator: str) -> Callable | None:
-    """PyTorch's own CPU kernel of an operator, to be called like it; None where torch does not give it."""
+    """PyTorch's own CPU kernel of an operator, to be called like it after the keys of the dispatcher that it is called
+    with, as torch.library's kernels are with_keyset; None where torch does not give it."""
     get_kernel = getattr(torch.library, "get_kernel", None)
-    if None in (get_kernel, _dispatch_key, _dispatch_keys):
-        return None
-    kernel, keys = get_kernel(operator, "CPU"), _dispatch_keys(_dispatch_key.CPU)
-    return lambda *args, **keywords: kernel.call_boxed(keys, *args, **keywords)
+    return None if get_kernel is None else get_kernel(operator, "CPU").call_boxed
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

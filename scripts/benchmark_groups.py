@@ -134,6 +134,19 @@ GROUPS = {
     "tune_linear": Group("`F.linear` after `tune_cpu`", "cpu", "`F.linear`"),
     "tune_linear_backward": Group("`F.linear` and its backward after `tune_cpu`", "cpu", "the same", ("step",)),
     "tune_bmm": Group("`bmm` after `tune_cpu`", "cpu", "`bmm`"),
+    "tune_linear_bfloat16": Group("`F.linear` in bfloat16, left alone by `tune_cpu`", "cpu", "`F.linear`"),
+    "tune_avg_pool_3": Group("`avg_pool2d` by 3 after `tune_cpu`", "cpu", "`avg_pool2d`"),
+    "tune_avg_pool_3_backward": Group(
+        "`avg_pool2d` by 3 and its backward after `tune_cpu`", "cpu", "the same", ("step",)
+    ),
+    "tune_avg_pool_31": Group("`avg_pool2d` by 31 after `tune_cpu`", "cpu", "`avg_pool2d`"),
+    "tune_avg_pool_31_backward": Group(
+        "`avg_pool2d` by 31 and its backward after `tune_cpu`", "cpu", "the same", ("step",)
+    ),
+    "tune_upsample": Group("bilinear `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
+    "tune_upsample_backward": Group(
+        "bilinear `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same", ("step",)
+    ),
     "tune_dropout": Group("`F.dropout` and its backward after `tune_cpu`", "cpu", "the same", ("step", "mask")),
     "tune_vit_step": Group("step of a ViT-like model after `tune_cpu`", "cpu", "the same step", ("step",)),
     "tune_mlp_step": Group("step of an MLP after `tune_cpu`", "cpu", "the same step", ("step",)),

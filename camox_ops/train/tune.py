@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .. import _C
 from .._torch_private import stock_cpu_kernel
@@ -64,7 +65,7 @@ class _Kernel(NamedTuple):
     """A replacement of csrc/tune/tune.cpp: what is said of it, what is timed, and whether it stands at the dispatcher.
 
     probes: () -> functions without arguments, which return a tensor that must be the same with and without where
-    `exact`."""
+    `exact`. stock: schemas of PyTorch's operators whose kernels it needs from Python, in types of the stable ABI."""
 
     name: str
     operators: str
@@ -72,6 +73,7 @@ class _Kernel(NamedTuple):
     probes: Callable[[], list[Callable[[], torch.Tensor]]]
     exact: bool
     at_dispatcher: bool
+    stock: tuple[str, ...] = ()
 
 
 def _small_integers(*shape: int) -> torch.Tensor:
@@ -93,6 +95,24 @@ def _batch_probes() -> list[Callable[[], torch.Tensor]]:
 def _bernoulli_probes() -> list[Callable[[], torch.Tensor]]:
     mask = torch.empty(1 << 18, device="cpu")
     return [lambda: mask.bernoulli_(0.9)]
+
+
+def _pool_probes() -> list[Callable[[], torch.Tensor]]:
+    x, window = _small_integers(2, 4, 64, 64), (5, 1, 2)
+    y = F.avg_pool2d(x, *window).mul_(25)  # whose 25th parts are whole numbers
+    return [
+        lambda: F.avg_pool2d(x, *window),
+        lambda: torch.ops.aten.avg_pool2d_backward(y, x, [5, 5], [1, 1], [2, 2], False, True, None),
+    ]
+
+
+def _upsample_probes() -> list[Callable[[], torch.Tensor]]:
+    x, size = _small_integers(2, 4, 48, 48), [96, 96]
+    y = F.interpolate(x, scale_factor=2, mode="bilinear")
+    return [
+        lambda: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda: torch.ops.aten.upsample_bilinear2d_backward(y, size, list(x.shape), False, 2.0, 2.0),
+    ]
 
 
 KERNELS = (
@@ -120,6 +140,29 @@ KERNELS = (
         exact=False,
         at_dispatcher=True,
     ),
+    _Kernel(
+        "avg_pool2d",
+        "avg_pool2d, avg_pool1d and their gradients",
+        "float32, bfloat16 and float16 images, stride 1, odd windows of 7 pixels and more, no ceil_mode, no "
+        "divisor_override",
+        _pool_probes,
+        exact=True,
+        at_dispatcher=True,
+    ),
+    _Kernel(
+        "upsample_bilinear2d",
+        "bilinear F.interpolate, nn.Upsample and their gradients",
+        "float32, bfloat16 and float16 images with dense rows, not channels_last, to more rows and columns",
+        _upsample_probes,
+        exact=True,
+        at_dispatcher=True,
+        stock=(
+            "upsample_bilinear2d(Tensor self, int[] output_size, bool align_corners, float? scales_h, float? scales_w) "
+            "-> Tensor",
+            "upsample_bilinear2d_backward(Tensor grad_output, int[] output_size, int[] input_size, bool align_corners, "
+            "float? scales_h, float? scales_w) -> Tensor",
+        ),
+    ),
 )
 
 
@@ -129,6 +172,7 @@ class _Library:
     def __init__(self):
         self._library = None
         self._fragment = None
+        self._kept = set()
 
     def open(self) -> str:
         """Why it cannot be used, or an empty string."""
@@ -151,7 +195,7 @@ class _Library:
         """Why it could not be put in place, or an empty string."""
         if not kernel.at_dispatcher:
             return (self._library.camox_tune_put(kernel.name.encode()) or b"").decode()
-        if not self._keep_stock_bernoulli():
+        if not self._keep_stock(kernel.stock):
             return "this PyTorch does not give its own kernel away (torch.library.get_kernel)"
         errors = []
 
@@ -174,20 +218,20 @@ class _Library:
     def calls(self, kernel: _Kernel) -> int:
         return self._library.camox_tune_calls(kernel.name.encode()) if self._library is not None else 0
 
-    def _keep_stock_bernoulli(self) -> bool:
-        """Makes PyTorch's kernel an operator, which the replacement calls outside its domain."""
-        if self._fragment is not None:
-            return True
-        stock = stock_cpu_kernel("aten::bernoulli_.float")
-        if stock is None:
-            return False
-
-        def stock_bernoulli_(self, p, generator):
-            stock(self, p, generator=generator)
-
-        self._fragment = torch.library.Library("camox_ops_tune", "DEF")
-        self._fragment.define("stock_bernoulli_(Tensor(a!) self, float p, Generator? generator) -> ()")
-        self._fragment.impl("stock_bernoulli_", stock_bernoulli_, "CPU")
+    def _keep_stock(self, schemas: tuple[str, ...]) -> bool:
+        """Makes PyTorch's kernels of these operators of aten ones of camox_ops_tune, which replacements call outside
+        their domain: no function of Python's lies between, which would cost as much as a small call."""
+        for schema in schemas:
+            name = schema.partition("(")[0]
+            if name in self._kept:
+                continue
+            stock = stock_cpu_kernel(f"aten::{name}")
+            if stock is None:
+                return False
+            self._fragment = self._fragment or torch.library.Library("camox_ops_tune", "DEF")
+            self._fragment.define(schema)
+            self._fragment.impl(name, stock, "CPU", with_keyset=True)
+            self._kept.add(name)
         return True
 
 

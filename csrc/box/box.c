@@ -11,6 +11,14 @@
 CAMOX_KERNEL_TABLE(camox_box_kernel, camox_box_forward, camox_box_forward_kernel)
 #endif
 
+static int check_margin(const camox_box_params *p, const char *op, const char *name, const int64_t margin[2]) {
+  if (margin[0] >= 0 && margin[1] >= 0 && 2 * margin[0] < p->height && 2 * margin[1] < p->width &&
+      (p->kind != CAMOX_BOX_STRUCTURE_WEIGHT || (margin[0] == 0 && margin[1] == 0)))
+    return CAMOX_OK;
+  return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: margins (%lld, %lld) of %s, the image is (%lld, %lld)", op,
+                    (long long)margin[0], (long long)margin[1], name, (long long)p->height, (long long)p->width);
+}
+
 int camox_box_check(const camox_box_params *p, const char *op) {
   const int64_t size[4] = {p->batch, p->channels, p->height, p->width};
   CAMOX_REQUIRE(camox_check_dtype(op, (int)p->dtype));
@@ -22,7 +30,9 @@ int camox_box_check(const camox_box_params *p, const char *op) {
                       (long long)p->window_width);
   if (!isfinite(p->gain)) return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: gain must be finite, got %g", op, p->gain);
   if (p->batch == 0 || p->channels == 0 || p->height == 0 || p->width == 0) return CAMOX_OK;
-  return camox_check_image_output(op, "y", &p->y, p->channels_last, p->channels, p->width);
+  CAMOX_REQUIRE(check_margin(p, op, "x", p->x_margin));
+  CAMOX_REQUIRE(check_margin(p, op, "y", p->y_margin));
+  return camox_check_image_output(op, "y", &p->y, p->channels_last, p->channels, p->width - 2 * p->y_margin[1]);
 }
 
 int64_t camox_box_items(const camox_box_params *p) { return camox_box_plan_of(p).items; }

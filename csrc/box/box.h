@@ -11,7 +11,7 @@
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
    backward  linear, so nothing is saved; STRUCTURE_WEIGHT has no gradient.
    errors    CAMOX_INVALID_ARGUMENT: a window that is even or not positive, a gain that is not finite, unknown kind or dtype, a
-             negative size, an output that is neither dense rows nor channels_last.
+             negative size, an output that is neither dense rows nor channels_last, margins that leave no pixel.
    source    avg_pool2d as PyTorch documents it; the weight of F3Net's loss, src/train.py of weijun88/F3Net at eecace3. */
 #ifndef CAMOX_BOX_H
 #define CAMOX_BOX_H
@@ -38,6 +38,9 @@ typedef struct {
   int64_t window_height, window_width;
   double gain;      /* STRUCTURE_WEIGHT alone */
   camox_view4 x, y; /* x: any strides */
+  /* CPU: rows and columns at each side of the image that x or y lacks, which then begins with pixel (margin[0], margin[1]):
+     zeros take the place of x's, y's are not computed. With less padding than half a window avg_pool2d has such an output. */
+  int64_t x_margin[2], y_margin[2];
   /* CPU: camox_box_scratch(p) bytes for each thread, aligned to a vector. */
   void *scratch;
   /* CUDA: sums along rows [B,C,H,W] in float32, in the order of y; running sums in the same order, which are y itself where

@@ -6,6 +6,7 @@
 //                               checked by then, and an operator that takes a Scalar, as addmm does, cannot be registered
 //                               through the stable ABI (torch 2.10 to 2.13: "Not yet supported conversion").
 //   aten::bernoulli_.float      at the dispatcher, for the CPU key.
+//   aten::avg_pool2d, aten::upsample_bilinear2d and their backward   there too: pool.cpp, upsample.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -15,12 +16,19 @@
 #include "../common/torch_util.h"
 #include "../gemm/sgemm_run.h"
 #include "bernoulli.h"
+#include "pool.h"
 #include "slot.h"
+#include "stock.h"
+#include "upsample_ops.h"
 
 #define CAMOX_TUNE_API extern "C" __attribute__((visibility("default")))
 
 // In torch from 2.13 on: without it an operator that takes a Generator cannot be called.
 extern "C" __attribute__((weak)) AOTITorchError torch_delete_generator(AtenGeneratorHandle generator);
+extern "C" __attribute__((weak)) AOTITorchError torch_delete_stable_ivalue(StableIValue* value);
+// torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu_bernoulli__float(AtenTensorHandle self, double p,
+                                                                                AtenGeneratorHandle* generator);
 
 namespace {
 
@@ -133,26 +141,26 @@ void fill_bernoulli(const Tensor& self, double probability) {
   run(camox_bernoulli(dtype_of(self, "bernoulli_"), camox_isa_current()), p, items, CAMOX_BERNOULLI_ITEM);
 }
 
+// PyTorch's kernel, which its C interface has for compiled models and which does not pass through the dispatcher.
+void stock_bernoulli(const Tensor& self, double p, StableIValue* own_generator) {
+  AtenGeneratorHandle generator = own_generator ? torch::stable::detail::to<AtenGeneratorHandle>(*own_generator) : nullptr;
+  const AOTITorchError error = aoti_torch_cpu_bernoulli__float(self.get(), p, own_generator ? &generator : nullptr);
+  if (own_generator) torch_delete_generator(generator), torch_delete_stable_ivalue(own_generator);
+  check_stock(error, "bernoulli_");
+}
+
 // bernoulli_.float(Tensor(a!) self, float p, *, Generator? generator) -> Tensor(a!)
 void bernoulli(StableIValue* stack, uint64_t, uint64_t) {
   Tensor self(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
   const double p = torch::stable::detail::to<double>(stack[1]);
   const bool own_generator = stack[2] != torch::stable::detail::from(std::nullopt);
-  AtenTensorHandle returned;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(self.get(), &returned));
   if (own_generator || !is_float(self) || !is_dense(self) || !(p >= 0 && p <= 1)) {
-    // PyTorch's kernel, which Python holds: camox_ops/train/tune.py.
-    AtenTensorHandle passed;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(self.get(), &passed));
-    std::array<StableIValue, 3> forwarded = {torch::stable::detail::from(passed), stack[1], stack[2]};
-    if (torch_call_dispatcher("camox_ops_tune::stock_bernoulli_", "", forwarded.data(), TORCH_ABI_VERSION) !=
-        AOTI_TORCH_SUCCESS)
-      throw std::runtime_error(torch_exception_get_what_without_backtrace());
+    stock_bernoulli(self, p, torch::stable::detail::to<StableIValue*>(stack[2]));
   } else if (self.numel() > 0) {
     fill_bernoulli(self, p);
     bernoulli_calls.fetch_add(1, std::memory_order_relaxed);
   }
-  stack[0] = torch::stable::detail::from(returned);
+  stack[0] = torch::stable::detail::from(self);
 }
 
 // A BLAS function whose slot in PyTorch's library is ours while `serving`.
@@ -187,7 +195,8 @@ BlasCall<SgemmBatch> many_products{"cblas_sgemm_batch", sgemm_batch, stock_sgemm
 std::unique_ptr<StableLibrary> registered_bernoulli;
 
 const char* put_bernoulli() {
-  if (!torch_delete_generator) return "PyTorch hands generators to such kernels from 2.13 on";
+  if (!torch_delete_generator || !torch_delete_stable_ivalue) return "PyTorch hands generators to such kernels from 2.13 on";
+  if (!aoti_torch_cpu_bernoulli__float) return "this PyTorch's C interface does not have its own kernel";
   if (!registered_bernoulli) {
     registered_bernoulli = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CPU", __FILE__, __LINE__);
     registered_bernoulli->impl("bernoulli_.float", bernoulli);
@@ -199,13 +208,15 @@ struct Replacement {
   const char* name;
   const char* (*put)();  // why not, or NULL
   void (*take)();
-  std::atomic<int64_t>& calls;
+  int64_t (*calls)();
 };
 
 Replacement table[] = {
-    {"mm", [] { return one_product.put(); }, [] { one_product.take(); }, sgemm_calls},
-    {"bmm", [] { return many_products.put(); }, [] { many_products.take(); }, batch_calls},
-    {"bernoulli_", put_bernoulli, [] { registered_bernoulli.reset(); }, bernoulli_calls},
+    {"mm", [] { return one_product.put(); }, [] { one_product.take(); }, [] { return sgemm_calls.load(); }},
+    {"bmm", [] { return many_products.put(); }, [] { many_products.take(); }, [] { return batch_calls.load(); }},
+    {"bernoulli_", put_bernoulli, [] { registered_bernoulli.reset(); }, [] { return bernoulli_calls.load(); }},
+    {"avg_pool2d", put_avg_pool2d, take_avg_pool2d, avg_pool2d_calls},
+    {"upsample_bilinear2d", put_upsample, take_upsample, upsample_calls},
 };
 
 Replacement* find(const char* name) {
@@ -240,5 +251,5 @@ CAMOX_TUNE_API void camox_tune_set_least(int64_t size, int64_t product, int64_t 
 // How often a replacement served.
 CAMOX_TUNE_API int64_t camox_tune_calls(const char* name) {
   const Replacement* replacement = find(name);
-  return replacement ? replacement->calls.load(std::memory_order_relaxed) : -1;
+  return replacement ? replacement->calls() : -1;
 }

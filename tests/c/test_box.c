@@ -27,24 +27,46 @@ static double naive(const camox_box_params *p, const double *plane, int64_t y, i
   return sum / all;
 }
 
+/* size: of the image. Of x, of y or of neither the middle alone is there. */
+typedef enum { WHOLE, MIDDLE_OF_X, MIDDLE_OF_Y } middle;
+
+/* Planes of the image from those of x, with zeros around. */
+static double *with_zeros_around(const test_image *x, const camox_box_params *p) {
+  double *inner = test_values(x, 0);
+  double *values = calloc((size_t)(p->batch * p->channels * p->height * p->width) + 1, sizeof *values);
+  const int64_t rows = x->size[2], columns = x->size[3];
+  for (int64_t i = 0; i < p->batch * p->channels * rows * columns; ++i) {
+    const int64_t plane = i / (rows * columns), y = i / columns % rows + p->x_margin[0], x_at = i % columns + p->x_margin[1];
+    values[(plane * p->height + y) * p->width + x_at] = inner[i];
+  }
+  free(inner);
+  return values;
+}
+
 static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, camox_box_kind kind, const int64_t size[4],
-                      const int64_t window[2]) {
+                      const int64_t window[2], middle there) {
   const int channels_last = layout == TEST_CHANNELS_LAST, gaps = kind == CAMOX_BOX_COUNTED;
   camox_box_params p = {.dtype = dtype, .kind = kind, .channels_last = channels_last, .gain = 5};
   p.batch = size[0], p.channels = size[1], p.height = size[2], p.width = size[3];
   p.window_height = window[0], p.window_width = window[1];
-  test_image x = test_input(dtype, layout, size), y = test_output(dtype, channels_last, gaps, size);
-  double *values = test_values(&x, 0), *truth = test_values(&x, 1), error, allowed;
-  for (int64_t plane = 0; plane < p.batch * p.channels; ++plane)
-    for (int64_t i = 0; i < p.height * p.width; ++i) {
-      const int64_t at = plane * p.height * p.width;
-      truth[at + i] = naive(&p, values + at, i / p.width, i % p.width);
-    }
+  int64_t x_size[4], y_size[4];
+  memcpy(x_size, size, sizeof x_size), memcpy(y_size, size, sizeof y_size);
+  for (int side = 0; side < 2 && there != WHOLE; ++side) {
+    const int64_t margin = (size[2 + side] - 1) / (side == 0 ? 4 : 3);
+    if (there == MIDDLE_OF_X) p.x_margin[side] = margin, x_size[2 + side] -= 2 * margin;
+    if (there == MIDDLE_OF_Y) p.y_margin[side] = margin, y_size[2 + side] -= 2 * margin;
+  }
+  test_image x = test_input(dtype, layout, x_size), y = test_output(dtype, channels_last, gaps, y_size);
+  double *values = with_zeros_around(&x, &p), *truth = test_values(&y, 1), error, allowed;
+  for (int64_t i = 0; i < p.batch * p.channels * y_size[2] * y_size[3]; ++i) {
+    const int64_t plane = i / (y_size[2] * y_size[3]), row = i / y_size[3] % y_size[2], column = i % y_size[3];
+    truth[i] = naive(&p, values + plane * p.height * p.width, row + p.y_margin[0], column + p.y_margin[1]);
+  }
   p.x = x.view, p.y = y.view;
   char what[160];
-  snprintf(what, sizeof what, "%s %s %s kind %d (%d,%d,%d,%d) window (%d,%d)", camox_isa_name(isa), test_dtype_names[dtype],
-           test_layout_names[layout], (int)kind, (int)size[0], (int)size[1], (int)size[2], (int)size[3], (int)window[0],
-           (int)window[1]);
+  snprintf(what, sizeof what, "%s %s %s kind %d (%d,%d,%d,%d) window (%d,%d) middle %d", camox_isa_name(isa),
+           test_dtype_names[dtype], test_layout_names[layout], (int)kind, (int)size[0], (int)size[1], (int)size[2],
+           (int)size[3], (int)window[0], (int)window[1], (int)there);
   TEST(camox_box_check(&p, "box_mean") == CAMOX_OK, "%s: %s", what, camox_last_error());
   const int64_t items = camox_box_items(&p);
   const size_t bytes = camox_box_scratch(&p);
@@ -79,7 +101,10 @@ static void test_checks_refuse(void) {
   p.window_width = -3, refused(&p, "size must be odd and > 0, got (3, -3)"), p = good;
   p.gain = NAN, refused(&p, "gain must be finite, got nan"), p = good;
   p.y = rows_apart, refused(&p, "y cannot be written"), p = good;
-  p.y.data = NULL, refused(&p, "y has no memory");
+  p.y.data = NULL, refused(&p, "y has no memory"), p = good;
+  p.y_margin[0] = 2, refused(&p, "margins (2, 0) of y, the image is (3, 4)"), p = good;
+  p.x_margin[1] = -1, refused(&p, "margins (0, -1) of x"), p = good;
+  p.kind = CAMOX_BOX_STRUCTURE_WEIGHT, p.x_margin[0] = 1, refused(&p, "margins (1, 0) of x");
 }
 
 int main(void) {
@@ -97,7 +122,9 @@ int main(void) {
         for (int kind = 0; kind <= CAMOX_BOX_STRUCTURE_WEIGHT; ++kind)
           for (size_t i = 0; i < sizeof sizes / sizeof *sizes; ++i)
             for (size_t k = 0; k < sizeof windows / sizeof *windows; ++k)
-              test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, (camox_box_kind)kind, sizes[i], windows[k]);
+              for (int there = WHOLE; there <= (kind == CAMOX_BOX_STRUCTURE_WEIGHT ? WHOLE : MIDDLE_OF_Y); ++there)
+                test_case((camox_isa)isa, (camox_dtype)dtype, (test_layout)layout, (camox_box_kind)kind, sizes[i], windows[k],
+                          (middle)there);
   }
   return test_report("box");
 }

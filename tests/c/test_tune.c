@@ -1,6 +1,7 @@
-/* bernoulli_'s replacement against a plain loop: every instruction set of this machine. */
+/* The replacements' kernels against plain loops: every instruction set of this machine. */
 #include "../../csrc/common/philox.h"
 #include "../../csrc/tune/bernoulli.h"
+#include "../../csrc/tune/upsample.h"
 #include "camox_test.h"
 
 static void test_bernoulli(camox_isa isa, camox_dtype dtype, int64_t count, double p, int exceeds_cache) {
@@ -19,7 +20,85 @@ static void test_bernoulli(camox_isa isa, camox_dtype dtype, int64_t count, doub
   free(out);
 }
 
+/* Factor `factor` along a side: pixel i of y lies at (i + 0.5) / factor - 0.5 of x. Tables of float beside int32_t, of double
+   beside int64_t. To be freed: index, count and weights. */
+typedef struct {
+  camox_upsample_side side;
+  double *share; /* [to, from] */
+} upsampled_side;
+
+static void *numbers(int is_double, int is_index, const double *values, int64_t count) {
+  unsigned char *out = aligned_alloc(64, (size_t)(8 * count + 64) / 64 * 64);
+  for (int64_t i = 0; i < count; ++i) {
+    if (is_double && is_index) ((int64_t *)out)[i] = (int64_t)values[i];
+    if (is_double && !is_index) ((double *)out)[i] = values[i];
+    if (!is_double && is_index) ((int32_t *)out)[i] = (int32_t)values[i];
+    if (!is_double && !is_index) ((float *)out)[i] = (float)values[i];
+  }
+  return out;
+}
+
+static upsampled_side upsampled(int64_t from, int64_t factor, int is_double, int backward) {
+  const int64_t to = from * factor, padded = to + CAMOX_UPSAMPLE_VECTOR, taps = 2 * factor + 1;
+  upsampled_side s = {.side = {.from = from, .to = to, .taps = taps}};
+  s.share = calloc((size_t)(to * from), sizeof(double));
+  double *index = calloc((size_t)padded, sizeof(double)), *count = calloc((size_t)padded, sizeof(double));
+  double *weights = calloc((size_t)(padded + from * taps), sizeof(double));
+  for (int64_t i = 0; i < padded; ++i) {
+    const double at = fmax(0, ((double)(i < to ? i : to - 1) + 0.5) / (double)factor - 0.5), left = floor(at);
+    const double t = at - left;
+    const int64_t p = (int64_t)left, next = p + 1 < from ? p + 1 : from - 1;
+    if (!backward) index[i] = left, weights[i] = t;
+    if (i < to) s.share[i * from + p] += 1 - t, s.share[i * from + next] += t;
+  }
+  for (int64_t p = 0; p < from && backward; ++p) {
+    for (int64_t i = to - 1; i >= 0; --i)
+      if (s.share[i * from + p] != 0) index[p] = (double)i, count[p] += 1;
+    for (int64_t k = 0; k < (int64_t)count[p]; ++k) weights[p * taps + k] = s.share[((int64_t)index[p] + k) * from + p];
+  }
+  s.side.index = numbers(is_double, 1, index, padded), s.side.count = numbers(is_double, 1, count, padded);
+  s.side.weights = numbers(is_double, 0, weights, padded + from * taps);
+  free(index), free(count), free(weights);
+  return s;
+}
+
+static void free_side(upsampled_side *s) {
+  free((void *)s->side.index), free((void *)s->side.count), free((void *)s->side.weights), free(s->share);
+}
+
+/* Every output against a loop over every input. */
+static void test_upsample(camox_isa isa, camox_dtype dtype, const int64_t *size, int64_t factor, int backward) {
+  upsampled_side rows = upsampled(size[0], factor, dtype == CAMOX_F64, backward);
+  upsampled_side columns = upsampled(size[1], factor, dtype == CAMOX_F64, backward);
+  const int64_t x_size[4] = {2, 3, size[0], size[1]}, y_size[4] = {2, 3, size[0] * factor, size[1] * factor};
+  test_image in = test_input(dtype, TEST_CONTIGUOUS, backward ? y_size : x_size);
+  test_image out = test_output(dtype, 0, 1, backward ? x_size : y_size);
+  double *values = test_values(&in, 0), *truth = test_values(&out, 1), *next = truth, error, allowed;
+  TEST_EACH(&out, b, c, y, x) {
+    double sum = 0;
+    for (int64_t row = 0; row < in.size[2]; ++row)
+      for (int64_t column = 0; column < in.size[3]; ++column) {
+        const double of_row = backward ? rows.share[row * size[0] + y] : rows.share[y * size[0] + row];
+        const double of_column = backward ? columns.share[column * size[1] + x] : columns.share[x * size[1] + column];
+        sum += of_row * of_column * values[((b * 3 + c) * in.size[2] + row) * in.size[3] + column];
+      }
+    *next++ = sum;
+  }
+  camox_upsample_params p = {.channels = 3, .planes = 6, .rows = rows.side, .columns = columns.side, .bands = 2};
+  p.in = in.view, p.out = out.view;
+  p.scratch = test_scratch((camox_upsample_scratch(&p) + 63) / 64 * 64);
+  camox_upsample_kernel *kernel = backward ? camox_upsample_backward(dtype, isa) : camox_upsample_forward(dtype, isa);
+  kernel(&p, 0, 5), kernel(&p, 5, 12);
+  TEST(test_close_within(16, &out, truth, &error, &allowed),
+       "%s %s upsample %lldx%lld by %lld, backward %d: off by %g, allowed %g", camox_isa_name(isa), test_dtype_names[dtype],
+       (long long)size[0], (long long)size[1], (long long)factor, backward, error, allowed);
+  TEST(test_untouched(&out), "%s: written outside its pixels", test_dtype_names[dtype]);
+  test_free(&in), test_free(&out), free_side(&rows), free_side(&columns);
+  free(values), free(truth), free(p.scratch);
+}
+
 int main(void) {
+  static const int64_t images[][2] = {{1, 1}, {2, 7}, {5, 8}, {3, 16}, {9, 33}, {1, 65}};
   static const double probabilities[] = {0, 1e-5, 0.1, 0.5, 65535.5 / 65536, 1};
   static const int64_t counts[] = {1, 63, 64, 65, 1000, 40000};
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
@@ -27,6 +106,10 @@ int main(void) {
       printf("tune: %s is not on this machine\n", camox_isa_name((camox_isa)isa));
       continue;
     }
+    for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
+      for (size_t i = 0; i < sizeof images / sizeof *images; ++i)
+        for (int which = 0; which < 6; ++which)
+          test_upsample((camox_isa)isa, (camox_dtype)dtype, images[i], 2 + which % 3, which / 3);
     for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
       for (size_t p = 0; p < sizeof probabilities / sizeof *probabilities; ++p)
         for (size_t i = 0; i < sizeof counts / sizeof *counts; ++i)

@@ -1,0 +1,51 @@
+/* Bilinear interpolation of images to a larger size, and its adjoint, for PyTorch's upsample_bilinear2d.
+
+   formula   y[i][j] = sum over rows r and columns c of  rows(i, r) columns(j, c) x[r][c],  where along each side
+             w(i, p) = 1 - t, w(i, p + 1) = t    for the pixel p and the fraction t of the table, p + 1 clamped to the last one
+   backward  its transpose: gradients of y in x's place, of x in y's. Each pixel of x is a sum over the few adjacent pixels of y
+             that it contributes to, whose first one and weights are in the table, so that every thread writes pixels of its own
+   dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store
+   shapes    x, y (B,C,H,W), rows dense
+   source    torch.nn.functional.interpolate, mode="bilinear", without antialias. */
+#ifndef CAMOX_TUNE_UPSAMPLE_H
+#define CAMOX_TUNE_UPSAMPLE_H
+
+#include "../common/isa.h"
+#include "../common/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One side, `from` pixels of x to `to` of y. Indices have the width of the weights: int32_t beside float, int64_t beside
+   double. */
+typedef struct {
+  int64_t from, to;
+  const void *index;   /* forward [to]: p. backward [from]: the first pixel of y that a pixel of x contributes to */
+  const void *count;   /* backward [from]: how many it contributes to: of no other pixel a NaN may spread. May be 0 */
+  const void *weights; /* forward [to]: t. backward [from, taps] */
+  int64_t taps;        /* backward: the largest count */
+} camox_upsample_side;
+
+typedef struct {
+  int64_t channels, planes; /* planes: B C */
+  camox_upsample_side rows, columns;
+  camox_view4 in, out; /* x and y; in backward the gradients of y and x */
+  int64_t bands;       /* of rows of out: (plane, band) is a work item */
+  void *scratch;       /* camox_upsample_scratch bytes for each thread, aligned to a vector */
+} camox_upsample_params;
+
+/* Behind forward's index of the columns lie as many readable elements. */
+enum { CAMOX_UPSAMPLE_VECTOR = 16 };
+
+size_t camox_upsample_scratch(const camox_upsample_params *p);
+
+/* Work items [begin, end). */
+typedef void camox_upsample_kernel(const camox_upsample_params *p, int64_t begin, int64_t end);
+camox_upsample_kernel *camox_upsample_forward(camox_dtype dtype, camox_isa isa);
+camox_upsample_kernel *camox_upsample_backward(camox_dtype dtype, camox_isa isa);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
