@@ -285,9 +285,13 @@ class _Watch:
         self._lock = threading.Lock()
         self._handle = None
 
+    @property
+    def is_full(self) -> bool:
+        return len(self.roots) >= MOST_ROOTS
+
     def arm(self) -> None:
         with self._lock:
-            if self._handle is None and len(self.roots) < MOST_ROOTS:
+            if self._handle is None and not self.is_full:
                 self._handle = torch_module.register_module_forward_pre_hook(_enter)
 
     def disarm(self) -> None:
@@ -560,6 +564,7 @@ class _Session:
             "seconds": time.perf_counter() - self._start,
             "tune": _tune_dict(self.tuned, self.why_not_tuned),
             "models": [root.to_dict() for root in self.watch.roots],
+            "further_models": self.watch.is_full,
             "why_not_patched": self.watch.why_not,
             "step": self.watch.steps.to_dict(),
         }
@@ -573,6 +578,8 @@ class _Session:
             lines += "\n".join(f"patch: {root}" for root in self.watch.roots).splitlines()
             if not self.watch.roots:
                 lines.append("patch: no model was called")
+            if self.watch.is_full:
+                lines.append(f"patch: these are the first {MOST_ROOTS}; models after them were left alone")
         lines.append(str(self.watch.steps))
         return "\n".join([lines[0], *(f"  {line}" for line in lines[1:])])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import camox_ops as cx
-from camox_ops import _C, _torch_private
+from camox_ops import _C, _explain, _torch_private
 
 WIDE = torch.ones(80), torch.zeros(80)
 
@@ -279,3 +279,15 @@ def test_a_call_outside_costs_what_it_did():
         after.append(seconds())
     assert min(after) < 1.25 * min(before)
     assert min(within) > 1.25 * min(before)  # the measurement would see it
+
+
+def test_a_record_of_cuda():
+    """Without a GPU: what is written of a call there. C of the CUDA part notes nothing."""
+    x = image(1, 1, 4, 4)
+    with cx.explain() as calls:
+        _explain._record("edge_maps", (x, 1e-8, 0), {}, (x, x, x), torch.device("cuda:1"), None)
+    (call,) = calls.calls
+    assert (call.device, call.isa, call.threads, call.seconds) == ("cuda:1", "cuda", 0, None)
+    assert call.kernels == ("camox_edge_maps_cuda",)
+    assert str(calls).splitlines()[1].split() == ["edge_maps", "1", "0.000", "-"]
+    assert "    cuda:1" in str(calls).splitlines()

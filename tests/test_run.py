@@ -26,8 +26,9 @@ REPORT = "camox_ops run: "
 
 # Runs each case in a fork of one process that has imported torch already: a case costs no import.
 DRIVER = """
-import json, os, sys
+import gc, json, os, sys
 from camox_ops import _run
+gc.freeze()  # what torch made is not looked at again at each exit
 sys.path[0] = os.getcwd()  # as `python -m camox_ops` has it
 children = []
 for number, case in enumerate(json.loads(sys.argv[1])):
@@ -210,6 +211,23 @@ def test_training_with_workers(tmp_path):
     (model,) = report["models"]
     assert model["class"] == "__main__.Net"
     assert model["parameters"] == 32 * 64 + 64 + 64 + 1
+
+
+def test_the_example(tmp_path):
+    """As CI runs it; with cx.patch its norms and dropouts are patched."""
+    done = run("--report", "r.json", str(ROOT / "examples/plain/train.py"), "--steps", "14", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "right; " in done.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    (model,) = report["models"]
+    assert (model["class"], model["parameters"]) == ("__main__.Net", 19112)
+    assert not report["further_models"]
+    if hasattr(cx, "patch"):
+        names = {entry["name"] for entry in model["patch"]["patched"]}
+        assert {"blocks.0.norm", "blocks.3.mix.2"} <= names
+        assert len(report["step"]["times_before"]) == 4
+    else:
+        assert report["why_not_patched"] == "not in this build"
 
 
 @pytest.mark.slow
@@ -490,6 +508,7 @@ def test_models_beyond_number_are_left_alone():
             Net()(torch.ones(1, 8))
         assert not torch_module._global_forward_pre_hooks
     assert len(watch.roots) == len(patcher.models) == _run.MOST_ROOTS
+    assert watch.is_full
 
 
 def train(net, steps, accumulate=1, validate_at=()):
