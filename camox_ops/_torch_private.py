@@ -104,7 +104,7 @@ def state() -> str:
     return f"{way}; {why} {', '.join(missing)}"
 
 
-WITHOUT_GRADIENT = ("bdh_attention_step", "bdh_product", "rope_")
+WITHOUT_GRADIENT = ("bdh_attention_step", "gemm", "rope_")
 """Operators that the package calls without differentiable_call."""
 
 _observe: dict[str, Callable] = {}
