@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,6 +82,7 @@ print("main")
 """,
     "forks.py": """
 import os
+import re
 if os.fork(): os.wait()
 print("both")
 """,
@@ -273,7 +275,7 @@ def test_torchrun(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")[:2]) == ["rank 0", "rank 1"]
+    assert sorted(re.findall(r"rank \d", done.stdout)) == ["rank 0", "rank 1"]  # their lines may run together
     assert done.stderr.count(REPORT) == 1
     (model,) = json.loads((tmp_path / "r.json").read_text())["models"]
     assert model["class"] == "torch.nn.modules.container.Sequential"
