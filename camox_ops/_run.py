@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import functools
 import importlib.machinery
 import io
 import json
@@ -205,7 +206,6 @@ class _Root:
         self.module = weakref.ref(inner)
         self.name = _class_name(inner)
         self.parameters = sum(parameter.numel() for parameter in inner.parameters())
-        self.is_compiled = "torch.compile" in self.wrappers
         self.report = None
         self.seconds = 0.0
         self.why_not = ""
@@ -213,6 +213,11 @@ class _Root:
     @property
     def is_patched(self) -> bool:
         return self.report is not None and bool(self.report.patched)
+
+    def is_compiled(self) -> bool:
+        """Whether it is compiled, or a part of it."""
+        model = self.called()
+        return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
 
     def patch(self, patch: Callable) -> None:
         start = time.perf_counter()
@@ -336,6 +341,13 @@ class _Watch:
         self._know(module, root)
         return root
 
+    def compiled(self, module: torch.nn.Module) -> None:
+        """module.compile() was called, behind which no hook sees calls: this is its first call."""
+        if id(module) not in self._known and not self.is_full:
+            self.disarm()
+            self._first_call(module)
+            self.arm()
+
     def _limit_threads(self) -> None:
         """A script that sets OMP_NUM_THREADS before its `import torch` means that one, which came before the script."""
         asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -395,8 +407,8 @@ class _Steps:
         self._since = None
 
     def _begin(self, root: _Root, module: torch.nn.Module) -> None:
-        if root.is_compiled:
-            return self._stop("the model is compiled, and switching would compile it again")
+        if root.is_compiled():
+            return self._stop("the model is compiled, or a part of it, and switching would compile it again")
         if not self.switches and not any(root.is_patched for root in self.watch.roots):
             return self._stop("nothing was tuned or patched")
         self.root = root
@@ -539,7 +551,7 @@ class _Session:
             patch, why_not = _own_patch()
         switches = [] if self.tuned is None else _kernel_switches(self.tuned)
         self.watch = _watch = _Watch(patch, why_not, switches)
-        _let_compiled_modules_be_hooked()
+        _see_compiled_modules()
         _watch.arm()
         atexit.register(self.end)
 
@@ -634,9 +646,10 @@ def _kernel_switches(report: train.TuneReport) -> list[Callable[[bool], None]]:
     return [switch] if replaced else []
 
 
-def _let_compiled_modules_be_hooked() -> None:
-    """A compiled module warns at its call where hooks on all modules are registered; ours is made for that."""
-    asked = torch_module._has_any_global_hook
+def _see_compiled_modules() -> None:
+    """A compiled module warns at its call where hooks on all modules are registered; ours is made for that. One that is
+    compiled in place runs no hooks outside the compiled code."""
+    asked, compile_module = torch_module._has_any_global_hook, torch.nn.Module.compile
 
     def has_any_global_hook() -> bool:
         hooks = torch_module._global_forward_pre_hooks
@@ -648,4 +661,10 @@ def _let_compiled_modules_be_hooked() -> None:
             )
         return asked()
 
+    @functools.wraps(compile_module)
+    def compile(self, *args, **kwargs):
+        _watch.compiled(self)
+        return compile_module(self, *args, **kwargs)
+
     torch_module._has_any_global_hook = has_any_global_hook
+    torch.nn.Module.compile = compile

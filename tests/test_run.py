@@ -359,9 +359,9 @@ class Patcher:
 
 @contextlib.contextmanager
 def watching(patcher, why_not="", switches=()):
-    asked = torch_module._has_any_global_hook
+    asked, compile_module = torch_module._has_any_global_hook, nn.Module.compile
     _run._watch = _run._Watch(patcher, why_not, list(switches))
-    _run._let_compiled_modules_be_hooked()
+    _run._see_compiled_modules()
     _run._watch.arm()
     try:
         yield _run._watch
@@ -369,6 +369,7 @@ def watching(patcher, why_not="", switches=()):
         _run._watch.disarm()
         _run._watch = None
         torch_module._has_any_global_hook = asked
+        nn.Module.compile = compile_module
     assert not asked()
 
 
@@ -419,15 +420,30 @@ def test_wrapped_and_compiled_models_are_patched_within():
 def test_compiled_functions_stay_whole():
     """A model that is called within one is not seen, and breaks no graph."""
     patcher = Patcher()
-    net, own, x = Net(), Net(), torch.ones(2, 8)
-    own.compile(backend="eager", fullgraph=True)
+    net, x = Net(), torch.ones(2, 8)
     step = torch.compile(lambda x: net(x).sum(), backend="eager", fullgraph=True)
     with watching(patcher):
         expected = net.second(net.first(x)).sum()
         patcher.models.clear()
         assert torch.equal(step(x), expected)
-        assert own(x).shape == (2, 1)
     assert patcher.models == []
+
+
+def test_models_that_are_compiled_in_place():
+    """They are patched before that; a part that is compiled keeps steps from being timed, not models from patches."""
+    patcher = Patcher()
+    torch._dynamo.reset()
+    net, other, x = Net(), Net(), torch.ones(2, 8)
+    with watching(patcher) as watch:
+        net.compile(backend="eager", fullgraph=True)
+        assert patcher.models == [net]
+        assert type(net.first) is not nn.Linear
+        other.second = torch.compile(other.second, backend="eager", fullgraph=True)
+        for _ in range(3):
+            net(x).sum().backward()
+            other(x).sum().backward()
+        assert watch.steps.why_not.startswith("the model is compiled, or a part of it")
+    assert patcher.models == [net, other]
 
 
 def test_calls_that_are_recorded_are_left_for_later():
