@@ -166,6 +166,8 @@ def _recognised(recogniser, module: nn.Module, thorough: bool, planned, known: d
         found = (None, None, "")
     except _proof.NotAlike as difference:
         found = (None, None, str(difference))
+    except Exception as error:  # whatever a module does when it is looked at, patch goes on with the others
+        found = (None, None, f"the recogniser raised {_proof.brief(error)}")
     if key is not None:
         known[recogniser.name, key] = found
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._recogniser import Recogniser
 from .blocks import AddNorm, FeedForward
+from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
 from .norm2d import Norm2d
 from .post_norm import PostNormLayer, SoftmaxAttention
@@ -20,4 +21,8 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     AddNorm(),
     PostNormLayer(),
     SoftmaxAttention(),
+    EDGES,
+    BANDS,
+    PixelAttention(),
+    ExpertMixture(),
 )

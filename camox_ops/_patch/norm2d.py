@@ -16,8 +16,8 @@ from ._recogniser import Planned, Recogniser, first_samples
 HALVES = (torch.bfloat16, torch.float16)
 # A module without parameters is run only where its code, or that of a module in it, calls one of these.
 NAMES_IN_NORMS = {"mean", "var", "var_mean", "std", "layer_norm", "native_layer_norm", "apply", "rsqrt", "sqrt"}
-# Modules of torch.nn that are something else, whatever their parameters allow.
-CONTAINERS = (nn.Sequential, nn.LayerNorm)
+# Modules of torch.nn that may be inside one; all others are something else, whatever their parameters allow.
+CONTAINERS = (nn.Sequential, nn.LayerNorm, nn.Identity)
 
 
 class Settings(NamedTuple):
