@@ -387,14 +387,14 @@ def compare64(
     channels: int | None = None,
     allowed: float = ALLOWED64,
     modes=(True, False),
+    dtype: torch.dtype | None = torch.float64,
 ) -> float:
-    """Runs both on copies of the module in float64, on each of cases() (args, kwargs), with its own and with random
-    parameters, in training and eval mode -> the largest relative difference. Raises NotAlike.
-
-    parameters: "own" or a seed each."""
+    """Runs both on copies of the module in float64 (dtype None: in its own), on each of cases() (args, kwargs), with
+    its own and with random parameters, in training and eval mode (`modes`: training or not) -> the largest relative
+    difference. Raises NotAlike."""
     worst = 0.0
     for choice in parameters:
-        base = copied(module, torch.float64, "cpu")
+        base = copied(module, dtype, "cpu")
         if choice != "own":
             randomised(base, choice)
         for training in modes:
@@ -442,7 +442,8 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
     ):
         args, kwargs = recogniser.shortened(args, kwargs)
-        args, kwargs = _with_gradient(args[0], args, kwargs)  # also where the first layer's input needs none
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        args, kwargs = _with_gradient(first, args, kwargs)  # also where the first layer's input needs none
         try:
             base = recogniser.prepared(copied(module))
         except NotAlike as error:
@@ -484,7 +485,7 @@ def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict, chann
         return value.detach().double().requires_grad_(value.requires_grad)
 
     args, kwargs = tuple(map(wide, args)), {name: wide(value) for name, value in kwargs.items()}
-    device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
+    device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     try:
         with torch.autocast(device, enabled=False):
             return run(original, base.double(), args, kwargs, channels=channels)

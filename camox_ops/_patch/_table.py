@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ._recogniser import Recogniser
+from .bdh import BDHAttention
 from .blocks import AddNorm, FeedForward
 from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
 from .norm2d import Norm2d
+from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
 from .sequential import Sequential
 from .transformer import Attention, EncoderLayer
@@ -25,4 +27,6 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     BANDS,
     PixelAttention(),
     ExpertMixture(),
+    BDHAttention(),
+    AveragePool(),
 )
