@@ -541,6 +541,32 @@ def test_distributed_data_parallel(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def test_fully_shard(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        plain = network(p=0.0)
+        expected = plain(images()).detach()
+        before, after = copy.deepcopy(plain), copy.deepcopy(plain)
+        report = cx.patch(before)
+        for part in (before[1], before):
+            fsdp.fully_shard(part, mesh=mesh)
+        fsdp.fully_shard(after, mesh=mesh)
+        for model in (before, after):
+            late = cx.patch(model)
+            for _ in range(2):
+                y = model(images())
+                close([y.detach()], [expected])
+                y.sum().backward()
+        assert names(report.patched) == ["1", "5"]
+        assert [entry.reason for entry in late.skipped] == ["it has weight of type DTensor"] * 2
+        assert cx.unpatch(before) == ["1", "5"]
+        assert isinstance(before[1], fsdp.FSDPModule) and torch.equal(before(images()), expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_module_patched_before_fully_shard_goes_back():
     """fully_shard and parametrize derive a class from the one they find."""
     model = Manual()

@@ -7,6 +7,7 @@ from .bdh import BDHAttention
 from .blocks import AddNorm, FeedForward
 from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
+from .linear import LinearAttention
 from .norm2d import Norm2d
 from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
@@ -29,4 +30,5 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     ExpertMixture(),
     BDHAttention(),
     AveragePool(),
+    LinearAttention(),
 )
