@@ -409,6 +409,15 @@ def test_scripted_and_compiled():
     assert "GraphModule" in cx.patch(traced).skipped[0].reason
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantised():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    report = cx.patch(quantised)
+    assert [(entry.name, entry.reason) for entry in report.skipped] == [("0", "it is quantised")]
+    assert names(report.patched) == ["2"]
+
+
 def test_classes_that_keep_account_of_subclasses():
     made = []
 
@@ -425,6 +434,17 @@ def test_modules_of_camox_ops_keep_their_fused_paths():
     report = cx.patch(nn.Sequential(encoder, cx.nn.LayerNorm2d(8)))
     assert not report.entries
     assert cx.nn.why_not_fused(encoder) == {}
+
+
+def test_a_module_that_raises_when_it_is_looked_at():
+    class Touchy(Manual):
+        def parameters(self, recurse=True):
+            raise OSError("not now")
+
+    model = nn.Sequential(Touchy(), Manual())
+    report = cx.patch(model)
+    assert names(report.patched) == ["1"]
+    assert "the recogniser raised OSError: not now" in report.skipped[0].reason
 
 
 def test_frozen_parameters_are_no_obstacle():
@@ -490,6 +510,21 @@ def test_the_first_input_fires_no_hook_of_parameters():
     assert not fired
     step(model, images())
     assert len(fired) == 2 * len(list(model.parameters()))
+
+
+def test_a_large_first_input_is_compared_in_part():
+    model = nn.Sequential(Manual())
+    report = cx.patch(model)
+    x = torch.randn(40, CHANNELS, 48, 48)
+    recogniser = _swap.patch_of(type(model[0])).recogniser
+    (part,), _ = recogniser.shortened((x,), {})
+    assert part.shape[0] == 28 and torch.equal(part, x[:28])
+    assert model(x).shape == x.shape
+    assert report.patched[0].first_error < 1e-5
+    q = torch.randn(3000, 16, 32)
+    short, _ = recogniser.shortened((q, q, q), {})
+    assert short[0] is short[1] is short[2] and short[0].numel() <= 1 << 20
+    assert recogniser.shortened((q, q[:5]), {})[0][0] is q
 
 
 # ---- PyTorch around it ----

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..ops.box import box_mean
 from . import _call, _proof
-from ._recogniser import Planned, Recogniser, first_samples
+from ._recogniser import Planned, Recogniser
 
 KINDS = {nn.AvgPool1d: 1, nn.AvgPool2d: 2}
 LEAST_WINDOW = 5  # below, in elements of the longer side, PyTorch's loop is as quick
@@ -45,9 +45,6 @@ class AveragePool(Recogniser):
         window = _window(module)
         size = window[0] if len(window) == 1 else window
         return box_mean(x, size, count_include_pad=module.count_include_pad)
-
-    def shortened(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return (first_samples(args[0]),), kwargs
 
 
 def _window(module: nn.Module) -> tuple[int, ...] | None:
