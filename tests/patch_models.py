@@ -529,3 +529,71 @@ class WidedeepAttention(nn.Module):
     def forward(self, q, k, v):
         scores = q.softmax(-1) * k.softmax(1)
         return self.dropout(scores.sum(1, keepdim=True) * v), None
+
+
+class LinearAttention(nn.Module):
+    """LoFTR's."""
+
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, queries, keys, values, q_mask=None, kv_mask=None):
+        q, k = F.elu(queries) + 1, F.elu(keys) + 1
+        if kv_mask is not None:
+            k = k * kv_mask[:, :, None, None]
+        length = values.size(1)
+        values = values / length
+        state = torch.einsum("nshd,nshv->nhdv", k, values)
+        scale = 1 / (torch.einsum("nlhd,nhd->nlh", q, k.sum(dim=1)) + self.eps)
+        return (torch.einsum("nlhd,nhdv,nlh->nlhv", q, state, scale) * length).contiguous()
+
+
+class Crossed(LinearAttention):
+    """Reads like it, and multiplies q along another index."""
+
+    def forward(self, queries, keys, values):
+        q, k = F.elu(queries) + 1, F.elu(keys) + 1
+        state = torch.einsum("nshd,nshv->nhdv", k, values)
+        scale = 1 / (torch.einsum("nlhd,nhd->nlh", q, k.sum(dim=1)) + self.eps)
+        return torch.einsum("nlhv,nhdv,nlh->nlhv", q, state, scale)
+
+
+class LeavesLoss(nn.Module):
+    """minimind's: softmax, top k, renormalised; an auxiliary loss is left on the module."""
+
+    def __init__(self, width=16, count=4, top_k=2):
+        super().__init__()
+        self.top_k = top_k
+        self.experts = nn.ModuleList(Mlp(width, 32, 0.0) for _ in range(count))
+        self.gate = nn.Linear(width, count, bias=False)
+        self.aux_loss = 0.0
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        scores = self.gate(rows).softmax(-1)
+        weights, chosen = scores.topk(self.top_k, dim=-1)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        y = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, slot = (chosen == number).nonzero(as_tuple=True)
+            if len(row):
+                y.index_add_(0, row, expert(rows[row]) * weights[row, slot, None])
+            elif self.training:
+                y[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+        self.aux_loss = scores.mean(0).square().sum()
+        return y.view(x.shape)
+
+
+class QueryLast(nn.Module):
+    """A head of ng-video-lecture and makeMoE: causal, scaled by the width of the model, not by that of a head."""
+
+    def __init__(self, width=32, head=8, p=0.1):
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(width, head, bias=False) for _ in range(3))
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(-2, -1) * x.shape[-1] ** -0.5
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.dropout(scores.masked_fill(later, -torch.inf).softmax(-1)) @ self.value(x)

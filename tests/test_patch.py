@@ -409,6 +409,15 @@ def test_scripted_and_compiled():
     assert "GraphModule" in cx.patch(traced).skipped[0].reason
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantised():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    report = cx.patch(quantised)
+    assert [(entry.name, entry.reason) for entry in report.skipped] == [("0", "it is quantised")]
+    assert names(report.patched) == ["2"]
+
+
 def test_classes_that_keep_account_of_subclasses():
     made = []
 
@@ -425,6 +434,17 @@ def test_modules_of_camox_ops_keep_their_fused_paths():
     report = cx.patch(nn.Sequential(encoder, cx.nn.LayerNorm2d(8)))
     assert not report.entries
     assert cx.nn.why_not_fused(encoder) == {}
+
+
+def test_a_module_that_raises_when_it_is_looked_at():
+    class Touchy(Manual):
+        def parameters(self, recurse=True):
+            raise OSError("not now")
+
+    model = nn.Sequential(Touchy(), Manual())
+    report = cx.patch(model)
+    assert names(report.patched) == ["1"]
+    assert "the recogniser raised OSError: not now" in report.skipped[0].reason
 
 
 def test_frozen_parameters_are_no_obstacle():
@@ -492,6 +512,21 @@ def test_the_first_input_fires_no_hook_of_parameters():
     assert len(fired) == 2 * len(list(model.parameters()))
 
 
+def test_a_large_first_input_is_compared_in_part():
+    model = nn.Sequential(Manual())
+    report = cx.patch(model)
+    x = torch.randn(40, CHANNELS, 48, 48)
+    recogniser = _swap.patch_of(type(model[0])).recogniser
+    (part,), _ = recogniser.shortened((x,), {})
+    assert part.shape[0] == 28 and torch.equal(part, x[:28])
+    assert model(x).shape == x.shape
+    assert report.patched[0].first_error < 1e-5
+    q = torch.randn(3000, 16, 32)
+    short, _ = recogniser.shortened((q, q, q), {})
+    assert short[0] is short[1] is short[2] and short[0].numel() <= 1 << 20
+    assert recogniser.shortened((q, q[:5]), {})[0][0] is q
+
+
 # ---- PyTorch around it ----
 
 
@@ -537,6 +572,32 @@ def test_distributed_data_parallel(tmp_path):
         for model in (before, after):
             for _ in range(2):
                 close(step(model, images()), expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fully_shard(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        plain = network(p=0.0)
+        expected = plain(images()).detach()
+        before, after = copy.deepcopy(plain), copy.deepcopy(plain)
+        report = cx.patch(before)
+        for part in (before[1], before):
+            fsdp.fully_shard(part, mesh=mesh)
+        fsdp.fully_shard(after, mesh=mesh)
+        for model in (before, after):
+            late = cx.patch(model)
+            for _ in range(2):
+                y = model(images())
+                close([y.detach()], [expected])
+                y.sum().backward()
+        assert names(report.patched) == ["1", "5"]
+        assert [entry.reason for entry in late.skipped] == ["it has weight of type DTensor"] * 2
+        assert cx.unpatch(before) == ["1", "5"]
+        assert isinstance(before[1], fsdp.FSDPModule) and torch.equal(before(images()), expected)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -133,12 +133,14 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
             continue
         refused = []
         for recogniser in () if type(module).__module__.startswith("camox_ops.") else recognisers:
-            if not recogniser.is_candidate(module, planned):
-                continue
-            reason = why_left_alone(module, recogniser.inner(module), uses)
-            error = None
-            if reason is None:
-                settings, error, reason = _recognised(recogniser, module, report.verified, planned, known)
+            try:
+                if not recogniser.is_candidate(module, planned):
+                    continue
+                reason = why_left_alone(module, recogniser.inner(module), uses)
+                if reason is None:
+                    settings, error, reason = _recognised(recogniser, module, report.verified, planned, known)
+            except Exception as failure:  # whatever a module does when it is looked at, patch goes on with the others
+                reason = f"the recogniser raised {_proof.brief(failure)}"
             if reason:
                 refused.append(_entry(name, module, recogniser.name, reason))
             elif reason is None:

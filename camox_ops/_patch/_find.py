@@ -38,7 +38,7 @@ def why_closed(module: nn.Module) -> str | None:
         return "it is compiled by torch.jit (script, trace or freeze)"
     if isinstance(module, torch.fx.GraphModule):
         return "it is a torch.fx.GraphModule, whose code is generated"
-    if hasattr(module, "_orig_mod") and type(module).__module__.startswith("torch._dynamo"):
+    if "_orig_mod" in module._modules and type(module).__module__.split(".")[:2] == ["torch", "_dynamo"]:
         return "it is compiled: patch the model before torch.compile"
     if module.__dict__.get("_compiled_call_impl") is not None:
         return "it is compiled: patch the model before its compile()"

@@ -13,6 +13,7 @@ import math
 import random
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -26,6 +27,12 @@ from torch.overrides import TorchFunctionMode
 from ..ops.dropout import dropout
 
 _STOCK_DROPOUT, _STOCK_ATTENTION = F.dropout, F.scaled_dot_product_attention
+_HOOKS = [
+    f"_{kind}_hooks{rest}"
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    for rest in ("", "_with_kwargs", "_always_called")
+    if f"_{kind}_hooks{rest}" in vars(nn.Module())
+]
 # Two float64 computations of one formula differ by less; another formula by more.
 ALLOWED64 = 1e-9
 
@@ -167,13 +174,14 @@ def _routed(input, p=0.5, training=True, inplace=False, train=None):
 
 
 def copied(module: nn.Module, dtype: torch.dtype | None = None, device: str | None = None) -> nn.Module:
-    """A copy in which nothing is patched."""
+    """A copy in which nothing is patched and nothing hooked: what hooks do, and hold, is the user's."""
     from ._swap import swap_back
 
+    memo = {id(vars(part)[name]): OrderedDict() for part in module.modules() for name in _HOOKS}
     try:
-        duplicate = copy.deepcopy(module)
+        duplicate = copy.deepcopy(module, memo)
     except Exception as error:
-        raise NotAlike(f"it cannot be copied ({_brief(error)})") from None
+        raise NotAlike(f"it cannot be copied ({brief(error)})") from None
     for inner in duplicate.modules():
         swap_back(inner)
     return duplicate.to(device=device, dtype=dtype)
@@ -377,17 +385,19 @@ def compare64(
     cases,
     parameters=("own", 1, 2),
     channels: int | None = None,
+    allowed: float = ALLOWED64,
+    modes=(True, False),
+    dtype: torch.dtype | None = torch.float64,
 ) -> float:
-    """Runs both on copies of the module in float64, on each of cases() (args, kwargs), with its own and with random
-    parameters, in training and eval mode -> the largest relative difference. Raises NotAlike.
-
-    parameters: "own" or a seed each."""
+    """Runs both on copies of the module in float64 (dtype None: in its own), on each of cases() (args, kwargs), with
+    its own and with random parameters, in training and eval mode (`modes`: training or not) -> the largest relative
+    difference. Raises NotAlike."""
     worst = 0.0
     for choice in parameters:
-        base = copied(module, torch.float64, "cpu")
+        base = copied(module, dtype, "cpu")
         if choice != "own":
             randomised(base, choice)
-        for training in (True, False):
+        for training in modes:
             for number, (args, kwargs) in enumerate(cases()):
                 numbers = []
                 for forward in (original, fast):
@@ -396,15 +406,15 @@ def compare64(
                         numbers.append(run(forward, side, args, kwargs, seed=number, channels=channels))
                     except Exception as error:
                         who = "its forward" if forward is original else "ours"
-                        raise NotAlike(f"{who} raised {_brief(error)} for {_shapes(args)}") from None
-                found = difference(numbers[1], numbers[0])
+                        raise NotAlike(f"{who} raised {brief(error)} for {_shapes(args)}") from None
+                found = difference(numbers[1], numbers[0], allowed)
                 if found.reason is not None:
                     raise NotAlike(f"{found.reason} for {_shapes(args)}")
                 worst = max(worst, found.error)
     return worst
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
 
@@ -432,11 +442,12 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
     ):
         args, kwargs = recogniser.shortened(args, kwargs)
-        args, kwargs = _with_gradient(args[0], args, kwargs)  # also where the first layer's input needs none
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        args, kwargs = _with_gradient(first, args, kwargs)  # also where the first layer's input needs none
         try:
-            base = copied(module)
-        except NotAlike as error:
-            return Comparison(str(error))
+            base = recogniser.prepared(copied(module))
+        except NotAlike:  # fully_shard forbids copies; the proof stands
+            return Comparison(None)
         try:
             channels = recogniser.channels(module, settings)
             theirs = run(original, copy.deepcopy(base), args, kwargs, channels=channels)
@@ -445,7 +456,7 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         try:
             ours = run(fast, copy.deepcopy(base), args, kwargs)
         except Exception as error:
-            return Comparison(f"ours raised {_brief(error)}")
+            return Comparison(f"ours raised {brief(error)}")
         reason = _other_form(ours, theirs)
         if reason is not None:
             return Comparison(reason)
@@ -474,7 +485,7 @@ def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict, chann
         return value.detach().double().requires_grad_(value.requires_grad)
 
     args, kwargs = tuple(map(wide, args)), {name: wide(value) for name, value in kwargs.items()}
-    device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
+    device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     try:
         with torch.autocast(device, enabled=False):
             return run(original, base.double(), args, kwargs, channels=channels)
@@ -491,11 +502,15 @@ def _judged(ours: Numbers, theirs: Numbers, truth: Numbers | None) -> Comparison
         floor = least if name.startswith("the gradient") else 0.0
         error, own = _relative(mine, true, floor), _relative(original, true, floor)
         slack = 8 if exact is truth else 64
-        if not error <= 4 * own + slack * torch.finfo(original.dtype).eps:
+        if not error <= 4 * own + slack * _eps(original.dtype):
             reason = f"{name} differs by {error:.0e} of its largest value, PyTorch's own by {own:.0e}"
             return Comparison(reason, error, own)
         worst, worst_of_torch = max(worst, error), max(worst_of_torch, own)
     return Comparison(None, worst, worst_of_torch)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _other_shapes(theirs: Numbers, truth: Numbers) -> bool:

@@ -42,21 +42,27 @@ class Recogniser:
         """The fast forward."""
         raise NotImplementedError
 
+    def prepared(self, copy_of_module: nn.Module) -> nn.Module:
+        """The copy, without what may differ by design in a comparison."""
+        return copy_of_module
+
     def channels(self, module: nn.Module, settings) -> int | None:
         """Where the original drops elements of a (B, C, T) that the fast forward has as (B, T, C): C."""
         return None
 
     def shortened(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments of a first input, or so much of them that a comparison in float64 takes little memory."""
-        return args, kwargs
+        """The arguments of a first input, or so many samples of them that a comparison in float64 takes little memory.
+
+        Samples are counted in the first dimension, where all tensors agree on it and none is a keyword."""
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        counts = {value.shape[0] if value.dim() else 0 for value in tensors}
+        largest = max((value.numel() for value in tensors), default=0)
+        if len(counts) != 1 or largest <= ENOUGH or any(isinstance(v, torch.Tensor) for v in kwargs.values()):
+            return args, kwargs
+        few = max(1, ENOUGH * counts.pop() // largest)
+        made = {id(value): value[:few] for value in tensors}  # what is one tensor stays one
+        return tuple(made.get(id(value), value) for value in args), kwargs
 
 
+# Elements of a tensor.
 ENOUGH = 1 << 20
-
-
-def first_samples(x: torch.Tensor) -> torch.Tensor:
-    """The first of x's samples, about a million elements; all of x where a sample is larger than that."""
-    samples = x.shape[0] if x.dim() else 0
-    if x.numel() <= ENOUGH or samples < 2:
-        return x
-    return x[: max(1, ENOUGH * samples // x.numel())]

@@ -147,6 +147,8 @@ def _settle(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> None:
         found = _proof.compare_on_input(module, patch, args, kwargs)
     except _proof.OriginalFailed:
         return  # it will fail for the caller as it would have; the next input decides
+    except Exception as error:  # memory, or something of the user's; the original forward is there
+        found = _proof.Comparison(f"the comparison raised {_proof.brief(error)}")
     del _waiting[module]
     entry.first_error, entry.first_torch_error = found.error, found.torch_error
     if found.reason is None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from ._recogniser import Recogniser
+from .bdh import BDHAttention
 from .blocks import AddNorm, FeedForward
+from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
+from .linear import LinearAttention
 from .norm2d import Norm2d
+from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
 from .sequential import Sequential
 from .transformer import Attention, EncoderLayer
@@ -20,4 +24,11 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     AddNorm(),
     PostNormLayer(),
     SoftmaxAttention(),
+    EDGES,
+    BANDS,
+    PixelAttention(),
+    ExpertMixture(),
+    BDHAttention(),
+    AveragePool(),
+    LinearAttention(),
 )

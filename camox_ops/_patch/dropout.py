@@ -7,7 +7,7 @@ from torch import nn
 
 from ..ops.dropout import MOST_DIMENSIONS, dropout
 from . import _call, _proof
-from ._recogniser import Planned, Recogniser, first_samples
+from ._recogniser import Planned, Recogniser
 
 
 class Dropout(Recogniser):
@@ -41,6 +41,3 @@ class Dropout(Recogniser):
     def compute(self, module: nn.Module, settings, x: torch.Tensor) -> torch.Tensor:
         result = dropout(x, float(module.p))
         return x.copy_(result) if module.inplace else result
-
-    def shortened(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return (first_samples(args[0]),), kwargs

@@ -11,13 +11,13 @@ from torch import nn
 
 from ..ops.norm2d import layer_norm2d
 from . import _call, _proof
-from ._recogniser import Planned, Recogniser, first_samples
+from ._recogniser import Planned, Recogniser
 
 HALVES = (torch.bfloat16, torch.float16)
 # A module without parameters is run only where its code, or that of a module in it, calls one of these.
 NAMES_IN_NORMS = {"mean", "var", "var_mean", "std", "layer_norm", "native_layer_norm", "apply", "rsqrt", "sqrt"}
-# Modules of torch.nn that are something else, whatever their parameters allow.
-CONTAINERS = (nn.Sequential, nn.LayerNorm)
+# Modules of torch.nn that may be inside one; all others are something else, whatever their parameters allow.
+CONTAINERS = (nn.Sequential, nn.LayerNorm, nn.Identity)
 
 
 class Settings(NamedTuple):
@@ -54,7 +54,7 @@ class Norm2d(Recogniser):
         if len({vector.numel() for vector in vectors}) > 1 or any(vector.numel() < 2 for vector in vectors):
             return False
         inner = [part for _, part in self.inner(module)]
-        if len(inner) > 4 or (kind is nn.Sequential and not vectors):
+        if len(inner) > 4 or (kind is nn.Sequential and not any(type(part) is nn.LayerNorm for part in inner)):
             return False
         if any(type(part).__module__.startswith("torch.nn.") and type(part) not in CONTAINERS for part in inner):
             return False
@@ -138,9 +138,6 @@ class Norm2d(Recogniser):
         if settings.from_contiguous is last:
             x = x.contiguous(memory_format=last)
         return layer_norm2d(x, weight, bias, eps, activation=activation)
-
-    def shortened(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return (first_samples(args[0]),), kwargs
 
 
 def _dtype_of_output(settings: Settings, x: torch.Tensor, vector: torch.Tensor | None) -> torch.dtype | None:
