@@ -234,7 +234,7 @@ class BuildExt(build_ext):
 
 def broken(source):
     """Whether the build's CAMOX_BREAK changes this file's object: one of the op's own, or the module, which says so."""
-    shared = BREAK == TUNE.name and Path(source) in BORROWED
+    shared = TUNE.name == BREAK and Path(source) in BORROWED
     return BREAK != "" and (shared or Path(source).parent.name in (BREAK, CSRC.name))
 
 

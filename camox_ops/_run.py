@@ -521,23 +521,11 @@ class _Session:
 
     def tune(self) -> None:
         had = ON_PAGES in os.environ
-        found: list = []
-
-        def tune_here():
-            try:
-                found.append(train.tune_cpu())
-            except Exception as error:
-                found.append(error)
-
-        # Measuring starts OpenMP's threads, which belong to the thread that computes: a child of a fork of the main
-        # thread would wait for threads that it does not have.
-        thread = threading.Thread(target=tune_here)
-        thread.start()
-        thread.join()
-        if isinstance(found[0], Exception):
-            self.why_not_tuned = f"tune_cpu raised {type(found[0]).__name__}: {found[0]}"
+        try:
+            self.tuned = train.tune_cpu()
+        except Exception as error:
+            self.why_not_tuned = f"tune_cpu raised {type(error).__name__}: {error}"
             return
-        self.tuned = found[0]
         memory = self.tuned.allocator
         if memory is not None and memory.supported and ON_PAGES not in memory.settings and not had:
             _restart()
@@ -548,7 +536,9 @@ class _Session:
         if self.options.no_patch:
             patch, why_not = None, "--no-patch"
         elif patch is None:
-            patch, why_not = _own_patch()
+            import camox_ops  # which imports this file
+
+            patch = camox_ops.patch
         switches = [] if self.tuned is None else _kernel_switches(self.tuned)
         self.watch = _watch = _Watch(patch, why_not, switches)
         _see_compiled_modules()
@@ -621,14 +611,6 @@ def _restart() -> None:
         return
     sys.stdout.flush(), sys.stderr.flush()
     os.execve(sys.executable, sys.orig_argv, {**os.environ, ON_PAGES: "1", RESTARTED: "1"})
-
-
-def _own_patch() -> tuple[Callable | None, str]:
-    """(camox_ops.patch, or None; why there is none)"""
-    import camox_ops
-
-    patch = getattr(camox_ops, "patch", None)
-    return patch, "" if patch is not None else "not in this build"
 
 
 def _kernel_switches(report: train.TuneReport) -> list[Callable[[bool], None]]:

@@ -217,7 +217,7 @@ def test_training_with_workers(tmp_path):
 
 
 def test_the_example(tmp_path):
-    """As CI runs it; with cx.patch its norms and dropouts are patched."""
+    """As CI runs it; its norms and dropouts are patched."""
     done = run("--report", "r.json", str(ROOT / "examples/plain/train.py"), "--steps", "14", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "right; " in done.stdout
@@ -225,12 +225,9 @@ def test_the_example(tmp_path):
     (model,) = report["models"]
     assert (model["class"], model["parameters"]) == ("__main__.Net", 19112)
     assert not report["further_models"]
-    if hasattr(cx, "patch"):
-        names = {entry["name"] for entry in model["patch"]["patched"]}
-        assert {"blocks.0.norm", "blocks.3.mix.2"} <= names
-        assert len(report["step"]["times_before"]) == 4
-    else:
-        assert report["why_not_patched"] == "not in this build"
+    names = {entry["name"] for entry in model["patch"]["patched"]}
+    assert {"blocks.0.norm", "blocks.3.mix.2"} <= names
+    assert len(report["step"]["times_before"]) == 4
 
 
 @pytest.mark.slow

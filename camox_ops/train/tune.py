@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -299,6 +300,11 @@ def _left_alone(reason: str) -> tuple[KernelReport, ...]:
     return tuple(KernelReport(k.name, k.operators, k.domain, False, None, reason) for k in KERNELS)
 
 
+def _measure_all() -> tuple[KernelReport, ...]:
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return tuple(_replace(kernel) for kernel in KERNELS)
+
+
 def _replace_all() -> tuple[KernelReport, ...]:
     global _active
     if _active is None:
@@ -307,8 +313,10 @@ def _replace_all() -> tuple[KernelReport, ...]:
             return _left_alone(error)
         state = torch.get_rng_state()
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                _active = tuple(_replace(kernel) for kernel in KERNELS)
+            # OpenMP's threads belong to the thread that computes: measured in this one, a child that is forked later
+            # would wait for threads that it does not have.
+            with ThreadPoolExecutor(1) as thread:
+                _active = thread.submit(_measure_all).result()
         finally:
             torch.set_rng_state(state)
     return _active
