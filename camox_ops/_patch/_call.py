@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from .. import _cuda
-from .._torch_private import any_global_hook, forward_levels
+from .._torch_private import any_global_hook, forward_levels, missing
 from ..ops._check import DTYPES
 
 # Below so many elements a call of ours costs as much as what it saves.
 SMALLEST = 4096
 _PLAIN = (torch.Tensor, nn.Parameter)
+_LEVEL_IS_KNOWN = not any(name.endswith("_current_level") for name in missing)
 
 
 def is_served(x) -> bool:
@@ -19,7 +21,7 @@ def is_served(x) -> bool:
     export and forward-mode differentiation see the original modules."""
     if torch.compiler.is_compiling():
         return isinstance(x, torch.Tensor) and x.dtype in DTYPES and not torch.compiler.is_exporting()
-    if torch.jit.is_tracing() or forward_levels._current_level >= 0:
+    if torch.jit.is_tracing() or (forward_levels._current_level >= 0 and _may_carry_tangents(x)):
         return False
     if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.dtype not in DTYPES:
         return False
@@ -28,6 +30,12 @@ def is_served(x) -> bool:
     if x.is_cpu:
         return True
     return x.is_cuda and x.dtype is not torch.float64 and not _cuda.unusable(x.device.index)
+
+
+def _may_carry_tangents(x) -> bool:
+    """Where torch says that forward-mode differentiation is on, parameters may carry them too; where it does not say
+    whether it is, only x is asked."""
+    return _LEVEL_IS_KNOWN or (isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

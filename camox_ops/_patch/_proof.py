@@ -119,6 +119,8 @@ class RoutedDropout(TorchFunctionMode):
             return self._dropped(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _routed_attention(*args, **kwargs)
+        if func is torch.conv2d:
+            return _convolved(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with _routed_functions():
                 return func(*args, **kwargs)
@@ -128,6 +130,23 @@ class RoutedDropout(TorchFunctionMode):
         if self.channels is not None and input.dim() == 3 and input.shape[1] == self.channels != input.shape[2]:
             return _routed(input.transpose(1, 2), *args, **kwargs).transpose(1, 2)
         return _routed(input, *args, **kwargs)
+
+
+def _convolved(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """conv2d. PyTorch's takes milliseconds for each float64 convolution of single channels, however small."""
+    ones, sides = ((1, 1), 1), tuple(padding) if isinstance(padding, (tuple, list)) else (padding, padding)
+    plain = stride in ones and dilation in ones and all(isinstance(side, int) for side in sides)
+    if input.dtype is not torch.float64 or input.dim() != 4 or not plain or not 8 <= groups == len(weight):
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    if input.shape[1] != groups:
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    padded = F.pad(input, (sides[1], sides[1], sides[0], sides[0]))
+    height, width = (padded.shape[d] - weight.shape[d] + 1 for d in (2, 3))
+    result = 0 if bias is None else bias.view(1, -1, 1, 1)
+    for i in range(weight.shape[2]):
+        for j in range(weight.shape[3]):
+            result = result + padded[:, :, i : i + height, j : j + width] * weight[:, 0, i, j].view(1, -1, 1, 1)
+    return result
 
 
 @contextmanager

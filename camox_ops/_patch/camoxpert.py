@@ -8,12 +8,14 @@ Branches, fusion, gate and experts are called, not read: their own patches, hook
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..nn.edge import usual_kernels
 from ..ops.bands import frequency_bands
@@ -35,14 +37,14 @@ def _compared(module: nn.Module, fast: Callable, inputs: tuple, allowed=_proof.A
     return _proof.compare64(module, type(module).forward, fast, cases, ("own",), allowed=allowed, **how)
 
 
-def _first_matching(settings_of, run_one: Callable) -> object:
-    """The first settings that pass run_one, which raises NotAlike."""
+def _first_matching(settings_of, error_of: Callable) -> tuple:
+    """The first settings for which error_of does not raise NotAlike, and what it gives."""
     for settings in settings_of:
         try:
-            run_one(settings)
+            error = error_of(settings)
         except _proof.NotAlike:
             continue
-        return settings
+        return settings, error
     raise _proof.OtherKind
 
 
@@ -72,6 +74,7 @@ class FourMaps(Recogniser):
         *branches, fusion = module._modules
         channels = _width(module._modules[fusion])
         first = _proof.values((2, channels, 5, 6))
+        modes = (True, False) if thorough else (True,)
 
         def proved(settings, *inputs, **how) -> float:
             def fast(copy_of_module, x):
@@ -80,10 +83,10 @@ class FourMaps(Recogniser):
             return _compared(module, fast, inputs, **how)
 
         choices = (Branches(tuple(branches), fusion, residual) for residual in (False, True))
-        settings = _first_matching(choices, lambda settings: proved(settings, first, modes=(True,)))
+        settings, error = _first_matching(choices, lambda settings: proved(settings, first, modes=modes))
         if not thorough:
-            return settings, 0.0
-        return settings, proved(settings, first, _proof.values((1, channels, 1, 9)))
+            return settings, error
+        return settings, max(error, proved(settings, _proof.values((1, channels, 1, 9)), modes=(True,)))
 
     def serves(self, module: nn.Module, settings: Branches, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not _call.is_served(args[0]) or args[0].dim() != 4:
@@ -142,11 +145,13 @@ class PixelAttention(Recogniser):
             return _compared(module, fast, inputs, **how)
 
         first = _proof.values((2, channels, 3, 5))
+        modes = (True, False) if thorough else (True,)
         choices = (Heads(qkv, proj, d, n) for d, n in itertools.product(drops or [None], sorted(numbers)))
-        settings = _first_matching(choices, lambda settings: proved(settings, first, modes=(True,)))
+        settings, error = _first_matching(choices, lambda settings: proved(settings, first, modes=modes))
         if not thorough:
-            return settings, 0.0
-        return settings, proved(settings, first, _proof.values((1, channels, 1, 1)), _proof.values((3, channels, 8, 2)))
+            return settings, error
+        more = _proof.values((1, channels, 1, 1)), _proof.values((3, channels, 8, 2))
+        return settings, max(error, proved(settings, *more, modes=(True,)))
 
     def serves(self, module: nn.Module, settings: Heads, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not _call.is_served(args[0]) or args[0].dim() != 4:
@@ -195,8 +200,9 @@ class Mixture(NamedTuple):
 class ExpertMixture(Recogniser):
     """A list of experts and a gate; (output, aux_loss, info) with CamoXpert's loss of counts.
 
-    An expert sees its images together, so one that draws random numbers draws them for all at once; dropout is
-    switched off in the comparisons."""
+    The proof puts small convolutions in the experts' places: what they compute is their own matter. An expert sees its
+    images together, so one that draws random numbers draws them for all at once, and dropout is switched off where
+    the experts themselves are compared, on the first input."""
 
     name = "expert_mixture"
 
@@ -208,20 +214,24 @@ class ExpertMixture(Recogniser):
         count, channels = len(module._modules[experts]), _width(module._modules[gate])
         if channels is None:
             raise _proof.OtherKind
-        quiet = self.prepared(_proof.copied(module))
+        if any(isinstance(part, _BatchNorm) for part in module._modules[experts].modules()):
+            raise _proof.NotAlike("its experts mix the images of a batch (BatchNorm)")
+        small = _with_small_experts(module, experts, channels)
         numbers = sorted({v for v in vars(module).values() if type(v) is int and 0 < v <= count})
 
         def proved(settings, *inputs, **how) -> float:
             def fast(copy_of_module, x):
                 return self.compute(copy_of_module, settings, x)
 
-            return _compared(quiet, fast, inputs, 1e-6, **how)  # a routing's weights are float32
+            return _compared(small, fast, inputs, 1e-6, **how)  # a routing's weights are float32
 
         first = _proof.values((3, channels, 8, 9))
-        settings = _first_matching(
-            (Mixture(experts, gate, k) for k in numbers), lambda settings: proved(settings, first, modes=(True,))
-        )
-        return settings, proved(settings, 3 * _proof.values((5, channels, 6, 6))) if thorough else 0.0
+        modes = (True, False) if thorough else (True,)
+        choices = (Mixture(experts, gate, k) for k in numbers)
+        settings, error = _first_matching(choices, lambda settings: proved(settings, first, modes=modes))
+        if not thorough:
+            return settings, error
+        return settings, max(error, proved(settings, 3 * _proof.values((5, channels, 6, 6)), modes=(True,)))
 
     def prepared(self, copy_of_module: nn.Module) -> nn.Module:
         for part in copy_of_module.modules():
@@ -250,6 +260,17 @@ class ExpertMixture(Recogniser):
             "expert_usage": routing.counts.float(),
         }
         return output, moe_aux_loss(routing, logits, "usage_mse").float(), info
+
+
+def _with_small_experts(module: nn.Module, experts: str, channels: int) -> nn.Module:
+    """A copy of the module, not of its experts."""
+    light = copy.copy(module)
+    light.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        convolutions = [nn.Conv2d(channels, channels, 1, device="cpu") for _ in module._modules[experts]]
+    light._modules[experts] = nn.ModuleList(convolutions)
+    return _proof.copied(light)
 
 
 def _experts_and_gate(module: nn.Module) -> tuple[str, str] | None:
