@@ -35,4 +35,7 @@ int camox_bands_check(const camox_bands_params *p, int backward) {
   return CAMOX_OK;
 }
 
-int64_t camox_bands_items(const camox_bands_params *p) { return camox_bands_plan_of(p).items; }
+int64_t camox_bands_items(const camox_bands_params *p) {
+  camox_stencil s = bands_stencil(p, 0);
+  return camox_stencil_tiling(&s).units;
+}

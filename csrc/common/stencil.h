@@ -2,7 +2,7 @@
 
    A tile is a band of rows, some of their columns and some of the channels. In memory order a row of a tile is one line of
    columns * channels elements, in which one column is `channels` elements from the next: 1 for contiguous images, whose
-   tiles hold one channel, and up to CAMOX_TILE_CHANNELS for channels_last.
+   tiles hold one channel, and up to CAMOX_STENCIL_CHANNELS_BYTES of them for channels_last.
 
    Narrow contiguous images, whose rows would leave vectors half empty, are `flat` instead: a tile is a band of whole rows
    that is traversed as one run of memory across the ends of rows, with masks where a neighbour lies in another row.     */
@@ -14,15 +14,10 @@
 #include "integers.h"
 #include "types.h"
 
-/* A tile's line stays small enough that the rows a stencil keeps lie in the L1 cache. */
-#define CAMOX_TILE_ELEMENTS 2048
-#define CAMOX_TILE_CHANNELS 128
 #define CAMOX_TILE_ROWS 64
 /* Flat tiles: widest row, and elements of a band. */
 #define CAMOX_FLAT_WIDTH 512
 #define CAMOX_FLAT_ELEMENTS 4096
-/* Elements of one line with up to `halo` more columns on both sides and room to read a whole vector past the end. */
-#define CAMOX_LINE_SIZE(halo) (CAMOX_TILE_ELEMENTS + 2 * (halo) * CAMOX_TILE_CHANNELS + 16)
 
 typedef struct {
   int64_t height, width, channels;
@@ -56,10 +51,6 @@ static inline camox_tiling camox_tiling_within(int channels_last, int64_t batch,
   return t;
 }
 
-static inline camox_tiling camox_tiling_of(int channels_last, int64_t batch, int64_t channels, int64_t height, int64_t width) {
-  return camox_tiling_within(channels_last, batch, channels, height, width, CAMOX_TILE_ELEMENTS, CAMOX_TILE_CHANNELS);
-}
-
 static inline camox_tile camox_tile_at(const camox_tiling *t, int64_t unit) {
   camox_tile tile;
   int64_t column = unit % t->column_tiles, rest = unit / t->column_tiles;
@@ -76,7 +67,7 @@ static inline camox_tile camox_tile_at(const camox_tiling *t, int64_t unit) {
   return tile;
 }
 
-/* ---- 3x3 stencils (stencil.inc) ---- */
+/* ---- stencils (stencil.inc) ---- */
 
 /* The most outputs of an op, and the most filters whose gradients its backward keeps. */
 #define CAMOX_STENCIL_MAPS 4
@@ -84,6 +75,8 @@ static inline camox_tile camox_tile_at(const camox_tiling *t, int64_t unit) {
 /* A line of a tile and the channels of one of its columns as they are computed: the backward keeps about twenty such lines on
    the stack, of which a thread may have little. */
 #define CAMOX_STENCIL_LINE_BYTES 6144
+/* A line of what windows of more than 3x3 keep of their columns: four such lines lie in L1. */
+#define CAMOX_STENCIL_LONG_LINE_BYTES 8192
 #define CAMOX_STENCIL_CHANNELS_BYTES 512
 /* Elements of a line with two more columns on both sides and room to read a whole vector past the end. */
 #define CAMOX_STENCIL_LINE ((CAMOX_STENCIL_LINE_BYTES + 4 * CAMOX_STENCIL_CHANNELS_BYTES) / sizeof(real) + 16)
@@ -98,8 +91,9 @@ typedef struct {
   camox_dtype dtype;
   camox_border border;
   int channels_last;
+  int reach; /* of the window, in pixels; 0: 1 */
   int64_t batch, channels, height, width;
-  const camox_view4 *x;        /* NULL in a backward that does not look at the image */
+  const camox_view4 *x;        /* one image or several; NULL in a backward that does not look at the image */
   const camox_view4 *map;      /* outputs, or in the backward their gradients; NULL data where one is absent */
   const camox_view4 *residual; /* backward: added to grad_x; NULL: nothing */
   const camox_view4 *grad_x;   /* backward: output */
@@ -120,10 +114,43 @@ typedef struct {
 
 static inline camox_tiling camox_stencil_tiling(const camox_stencil *s) {
   int64_t size = s->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float); /* as it is computed */
-  int64_t elements = CAMOX_STENCIL_LINE_BYTES / size, channels = CAMOX_STENCIL_CHANNELS_BYTES / size;
+  int64_t elements = (s->reach > 1 ? CAMOX_STENCIL_LONG_LINE_BYTES : CAMOX_STENCIL_LINE_BYTES) / size,
+          channels = CAMOX_STENCIL_CHANNELS_BYTES / size;
   camox_tiling t = camox_tiling_within(s->channels_last, s->batch, s->channels, s->height, s->width, elements, channels);
   if (t.units > 0) t.tile_columns = camox_ceil_div(s->width, t.column_tiles);
   return t;
+}
+
+/* What work items [begin, end) of a forward cover, piece by piece: their tiles; or whole rows of a plane, in channels_last of an
+   image, as many as the tiles have. */
+typedef struct {
+  const camox_stencil *s;
+  const camox_tiling *tiling;
+  int whole_rows;
+  int64_t next, end;
+} camox_pieces;
+
+static inline camox_pieces camox_pieces_of(const camox_stencil *s, const camox_tiling *t, int whole_rows, int64_t begin,
+                                           int64_t end) {
+  int64_t rows = s->batch * (s->channels_last ? 1 : s->channels) * s->height;
+  if (whole_rows) begin = rows * begin / t->units, end = rows * end / t->units;
+  return (camox_pieces){s, t, whole_rows, begin, end};
+}
+
+/* Returns 0 after the last one. */
+static inline int camox_next_piece(camox_pieces *pieces, camox_tile *tile) {
+  const camox_stencil *s = pieces->s;
+  if (pieces->next >= pieces->end) return 0;
+  if (!pieces->whole_rows) {
+    *tile = camox_tile_at(pieces->tiling, pieces->next++);
+    return 1;
+  }
+  int64_t plane = pieces->next / s->height, y = pieces->next % s->height;
+  *tile = (camox_tile){.channels = s->channels_last ? s->channels : 1, .row_begin = y, .column_end = s->width};
+  tile->row_end = camox_min_i64(y + (pieces->end - pieces->next), s->height);
+  tile->batch = s->channels_last ? plane : plane / s->channels, tile->channel = s->channels_last ? 0 : plane % s->channels;
+  pieces->next += tile->row_end - y;
+  return 1;
 }
 
 #endif
