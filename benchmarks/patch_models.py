@@ -31,7 +31,7 @@ class Trial:
 
 @dataclass
 class Entry:
-    """make(root) -> Trial, where root is the clone. needs: packages that `pip install --target DIR/site-packages` brings.
+    """make(root) -> Trial, where root is the clone. needs: packages from `pip install --target DIR/site-packages`.
     commit: what the entry was written against."""
 
     name: str

@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help="clones, and site-packages")
     parser.add_argument("--only", action="append", metavar="NAME", help="entries whose names contain this")
     parser.add_argument("--seconds", type=float, default=10.0, help="of timed steps an entry; 0: nothing is timed")
+    parser.add_argument("--steps", type=int, help="training steps to compare, where fewer than the entry's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="the JSON; entries that it has already are kept unless run again")
     parser.add_argument("--docs", action="store_true", help="writes the table of docs/patch.md from the JSON and ends")
@@ -51,6 +52,7 @@ def main(arguments: list[str]) -> int:
 
     if asked.one:
         (entry,) = (entry for entry in ENTRIES if entry.name == asked.one)
+        entry.steps = min(entry.steps, asked.steps or entry.steps)
         print(MARK + json.dumps(measure(entry, asked.folder.resolve(), asked.seconds, asked.threads)))
         return 0
     chosen = [e for e in ENTRIES if not asked.only or any(text in e.name for text in asked.only)]
@@ -77,6 +79,7 @@ def in_a_process(entry, asked) -> dict:
 
     command = [sys.executable, __file__, str(asked.folder), "--one", entry.name]
     command += ["--seconds", str(asked.seconds), "--threads", str(asked.threads)]
+    command += ["--steps", str(asked.steps)] if asked.steps else []
     commit, dirty = machine.git_state(ROOT)
     facts = {
         "name": entry.name,
@@ -89,14 +92,12 @@ def in_a_process(entry, asked) -> dict:
     }
     if not (asked.folder / entry.folder).is_dir() and not entry.needs:
         return {**facts, "error": f"no clone in {entry.folder}"}
-    others = machine.OtherCpu()
     result = subprocess.run(command, capture_output=True, text=True)
     found = [text for text in result.stdout.splitlines() if text.startswith(MARK)]
     if result.returncode or not found:
         last = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
         print(result.stderr, file=sys.stderr)
         return {**facts, "error": last}
-    del others  # its cores would count the process itself
     return {**facts, **json.loads(found[0].removeprefix(MARK))}
 
 
@@ -208,8 +209,8 @@ def compare(plain, fast, trial, steps: int) -> dict:
 
 
 def distance(gradients: dict, exact: dict) -> float:
-    """The largest |g - g'| / |g'| of any parameter; |g'| at least 1e-4 of the largest, since gradients that are zero but
-    for rounding have no relative error."""
+    """The largest |g - g'| / |g'| of any parameter; |g'| at least 1e-4 of the largest, since a gradient that is zero but
+    for rounding has no relative error."""
     norms = {name: value.norm().item() for name, value in exact.items()}
     least = 1e-4 * max(norms.values())
     return max(
