@@ -2,10 +2,15 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import patch_models, patch_repos
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks import patch_models, patch_repos  # noqa: E402
 
 MODEL = """
 import torch
@@ -50,8 +55,6 @@ def entry(tmp_path, monkeypatch):
 
 
 def test_an_entry_from_clone_to_table(entry, tmp_path):
-    import torch
-
     threads = torch.get_num_threads()
     try:
         row = patch_repos.measure(entry, tmp_path / "clones", 0.05, threads)
