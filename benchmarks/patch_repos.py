@@ -209,8 +209,8 @@ def compare(plain, fast, trial, steps: int) -> dict:
 
 
 def distance(gradients: dict, exact: dict) -> float:
-    """The largest |g - g'| / |g'| of any parameter; |g'| at least 1e-4 of the largest: one that is zero but for rounding
-    has no relative error."""
+    """The largest |g - g'| / |g'| of any parameter; |g'| at least 1e-4 of the largest: one that is zero but for
+    rounding has no relative error."""
     norms = {name: value.norm().item() for name, value in exact.items()}
     least = 1e-4 * max(norms.values())
     return max(
