@@ -339,6 +339,7 @@ _RESTORMER = ("swz30/Restormer", "df766d5521afd21cce56e24159f300b30ebf3fb0")
 _SERIES = ("thuml/Time-Series-Library", "4e938a1767106324dd753b2a44832bf870a0252e")
 _VISION = ("takzen/vision-bdh", "71cb8ab7a22ae981245590b2fbaadb55b42632d3")
 _TIMM = ("huggingface/pytorch-image-models", "1.0.20")
+_NO_IMAGES = tuple(f"torchvision{part}" for part in ("", ".transforms", ".transforms.functional", ".ops", ".ops.misc"))
 _SERIES_NEEDS = {"needs": ("einops",), "stubs": ("reformer_pytorch", "utils.timefeatures")}
 
 ENTRIES = (
@@ -389,6 +390,7 @@ ENTRIES = (
         "47e858cac4d78f37513dac2bdbf1377989d263ce",
         _camoxpert,
         ("einops", "timm"),
+        _NO_IMAGES,
         steps=3,
     ),
     Entry("Vision-BDH v1", *_VISION, lambda root: _vision_bdh(root, "v1"), steps=5),
@@ -396,16 +398,23 @@ ENTRIES = (
     Entry("K-1 tree", "PlanetDestroyyer/self-learning-k-1", "63b208bdd1211e376d018c36b19ffa006ca36d4f", _k1),
     Entry("BDH", "pathwaycom/bdh", "714bc800631e7bffc0946768f4f3c77d25a68ca4", _bdh),
     Entry("SAM mask decoder", "facebookresearch/segment-anything", "dca509fe793f601edb92606367a655c15ac00fdf", _sam),
-    Entry("ConvNeXt", "facebookresearch/ConvNeXt", "048efcea897d999aed302f2639b6270aedf8d4c8", _convnext, ("timm",)),
-    Entry("EdgeNeXt", "mmaaz60/EdgeNeXt", "388450404fdd6d6e097f1cf94f5afcbbdc352f08", _edgenext, ("timm",)),
-    Entry("timm convnext_atto", *_TIMM, _timm("convnext_atto"), ("timm",)),
-    Entry("timm edgenext_xx_small", *_TIMM, _timm("edgenext_xx_small"), ("timm",)),
+    Entry(
+        "ConvNeXt",
+        "facebookresearch/ConvNeXt",
+        "048efcea897d999aed302f2639b6270aedf8d4c8",
+        _convnext,
+        ("timm",),
+        _NO_IMAGES,
+    ),
+    Entry("EdgeNeXt", "mmaaz60/EdgeNeXt", "388450404fdd6d6e097f1cf94f5afcbbdc352f08", _edgenext, ("timm",), _NO_IMAGES),
+    Entry("timm convnext_atto", *_TIMM, _timm("convnext_atto"), ("timm",), _NO_IMAGES),
+    Entry("timm edgenext_xx_small", *_TIMM, _timm("edgenext_xx_small"), ("timm",), _NO_IMAGES),
     Entry(
         "EfficientViT b0",
         "mit-han-lab/efficientvit",
         "de7d7733cc0329f391b33f1f459271562ec27bd5",
         _efficientvit,
-        stubs=("triton", "triton.language"),
+        stubs=("triton", "triton.language", *_NO_IMAGES),
     ),
     Entry("nanoGPT", "karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291", _nanogpt),
     Entry(
