@@ -339,7 +339,7 @@ _RESTORMER = ("swz30/Restormer", "df766d5521afd21cce56e24159f300b30ebf3fb0")
 _SERIES = ("thuml/Time-Series-Library", "4e938a1767106324dd753b2a44832bf870a0252e")
 _VISION = ("takzen/vision-bdh", "71cb8ab7a22ae981245590b2fbaadb55b42632d3")
 _TIMM = ("huggingface/pytorch-image-models", "1.0.20")
-_NO_IMAGES = tuple(f"torchvision{part}" for part in ("", ".transforms", ".transforms.functional", ".ops", ".ops.misc"))
+_NO_IMAGES = tuple(f"torchvision{part}" for part in ("", ".datasets", ".transforms", ".transforms.functional", ".ops"))
 _SERIES_NEEDS = {"needs": ("einops",), "stubs": ("reformer_pytorch", "utils.timefeatures")}
 
 ENTRIES = (
