@@ -59,14 +59,31 @@ class _Stub(types.ModuleType):
         return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
 
 
+class _Finder:
+    """Stands in for the modules inside one that is stood in for."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if isinstance(sys.modules.get(name.rpartition(".")[0]), _Stub):
+            return importlib.machinery.ModuleSpec(name, _Finder, is_package=True)
+        return None
+
+    @staticmethod
+    def create_module(spec):
+        return _Stub(spec.name)
+
+    @staticmethod
+    def exec_module(module):
+        pass
+
+
 def stub(names) -> None:
     for name in names:
         module = _Stub(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         sys.modules[name] = module
-        parent, _, last = name.rpartition(".")
-        if parent in sys.modules:
-            setattr(sys.modules[parent], last, module)
+    if names and _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
 
 
 def load(root: Path, path: str, name: str = "the_model"):
@@ -339,7 +356,7 @@ _RESTORMER = ("swz30/Restormer", "df766d5521afd21cce56e24159f300b30ebf3fb0")
 _SERIES = ("thuml/Time-Series-Library", "4e938a1767106324dd753b2a44832bf870a0252e")
 _VISION = ("takzen/vision-bdh", "71cb8ab7a22ae981245590b2fbaadb55b42632d3")
 _TIMM = ("huggingface/pytorch-image-models", "1.0.20")
-_NO_IMAGES = tuple(f"torchvision{part}" for part in ("", ".datasets", ".transforms", ".transforms.functional", ".ops"))
+_NO_IMAGES = ("torchvision",)
 _SERIES_NEEDS = {"needs": ("einops",), "stubs": ("reformer_pytorch", "utils.timefeatures")}
 
 ENTRIES = (
