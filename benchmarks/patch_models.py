@@ -48,6 +48,15 @@ class Entry:
         self.folder = self.repository.rpartition("/")[2]
 
 
+class _StubClass(type):
+    """A class that has every attribute: members of an enumeration, mostly."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls()
+
+
 class _Stub(types.ModuleType):
     """A module that has every name; what is imported from it can be subclassed, called and used as a decorator."""
 
@@ -56,7 +65,7 @@ class _Stub(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        return _StubClass(name, (), {"__init__": lambda self, *args, **kwargs: None})
 
 
 class _Finder:

@@ -290,6 +290,7 @@ def operator_infos():
             stand_in.TestCase = unittest.TestCase
             patch.setitem(sys.modules, "expecttest", stand_in)
         from torch.testing._internal.common_methods_invocations import op_db
+    torch.backends.__allow_nonbracketed_mutation_flag = True  # which that import has taken from the tests after these
     return op_db
 
 

@@ -75,8 +75,6 @@ static inline camox_tile camox_tile_at(const camox_tiling *t, int64_t unit) {
 /* A line of a tile and the channels of one of its columns as they are computed: the backward keeps about twenty such lines on
    the stack, of which a thread may have little. */
 #define CAMOX_STENCIL_LINE_BYTES 6144
-/* A line of what windows of more than 3x3 keep of their columns: four such lines lie in L1. */
-#define CAMOX_STENCIL_LONG_LINE_BYTES 8192
 #define CAMOX_STENCIL_CHANNELS_BYTES 512
 /* Elements of a line with two more columns on both sides and room to read a whole vector past the end. */
 #define CAMOX_STENCIL_LINE ((CAMOX_STENCIL_LINE_BYTES + 4 * CAMOX_STENCIL_CHANNELS_BYTES) / sizeof(real) + 16)
@@ -114,8 +112,7 @@ typedef struct {
 
 static inline camox_tiling camox_stencil_tiling(const camox_stencil *s) {
   int64_t size = s->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float); /* as it is computed */
-  int64_t elements = (s->reach > 1 ? CAMOX_STENCIL_LONG_LINE_BYTES : CAMOX_STENCIL_LINE_BYTES) / size,
-          channels = CAMOX_STENCIL_CHANNELS_BYTES / size;
+  int64_t elements = CAMOX_STENCIL_LINE_BYTES / size, channels = CAMOX_STENCIL_CHANNELS_BYTES / size;
   camox_tiling t = camox_tiling_within(s->channels_last, s->batch, s->channels, s->height, s->width, elements, channels);
   if (t.units > 0) t.tile_columns = camox_ceil_div(s->width, t.column_tiles);
   return t;
