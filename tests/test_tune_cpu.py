@@ -290,7 +290,9 @@ def operator_infos():
             stand_in.TestCase = unittest.TestCase
             patch.setitem(sys.modules, "expecttest", stand_in)
         from torch.testing._internal.common_methods_invocations import op_db
-    torch.backends.__allow_nonbracketed_mutation_flag = True  # which that import has taken from the tests after these
+    # That import freezes the flags of torch.backends, which the tests after these set.
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+    assert not torch.backends.flags_frozen()
     return op_db
 
 
