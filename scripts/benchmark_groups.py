@@ -52,12 +52,14 @@ REMARKS = {
 
 
 class Group(NamedTuple):
-    """label: as users call it. page: under docs/, without .md. compared_with: the eager side. remarks: of REMARKS."""
+    """label: as users call it. page: under docs/, without .md. compared_with: the eager side. remarks: of REMARKS.
+    used: False for what is measured to show why PyTorch's own kernel is left in place; no user meets its time."""
 
     label: str
     page: str
     compared_with: str
     remarks: tuple[str, ...] = ()
+    used: bool = True
 
 
 GROUPS = {
@@ -134,7 +136,7 @@ GROUPS = {
     "tune_linear": Group("`F.linear` after `tune_cpu`", "cpu", "`F.linear`"),
     "tune_linear_backward": Group("`F.linear` and its backward after `tune_cpu`", "cpu", "the same", ("step",)),
     "tune_bmm": Group("`bmm` after `tune_cpu`", "cpu", "`bmm`"),
-    "tune_linear_bfloat16": Group("`F.linear` in bfloat16, left alone by `tune_cpu`", "cpu", "`F.linear`"),
+    "tune_linear_bfloat16": Group("`F.linear` in bfloat16, left alone by `tune_cpu`", "cpu", "`F.linear`", used=False),
     "tune_avg_pool_3": Group("`avg_pool2d` by 3 after `tune_cpu`", "cpu", "`avg_pool2d`"),
     "tune_avg_pool_3_backward": Group(
         "`avg_pool2d` by 3 and its backward after `tune_cpu`", "cpu", "the same", ("step",)

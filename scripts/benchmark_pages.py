@@ -206,6 +206,7 @@ def case_name(entry: dict) -> str:
 
 def slowest(entries: list[dict]) -> list[str]:
     """The case with the smallest ratio against eager and against torch.compile, and how many lie below 1x."""
+    entries = [entry for entry in entries if group_of(entry["group"]).used]
     lines = []
     for over, name in (("eager", "eager PyTorch"), ("compile", COMPILE)):
         found = [(speed, entry) for entry in entries if (speed := record.metric(entry, "speed", over)) is not None]
