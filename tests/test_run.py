@@ -53,6 +53,13 @@ print(sorted(globals()))
 print(main.__dict__ is globals(), type(pickle.loads(pickle.dumps(Local()))) is Local, sys.stdout.line_buffering)
 """
 
+# A shell starts what it puts in the background with SIGINT ignored.
+INTERRUPTED = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(60)
+"""
 CASES = {
     "facts.py": FACTS,
     "exits.py": "import sys; print('out'); sys.exit(3)",
@@ -67,7 +74,7 @@ def inner(n):
 inner(0)
 """,
     "wrong.py": "print('never')\nx = = 1\n",
-    "interrupted.py": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
+    "interrupted.py": INTERRUPTED,
     "terminated.py": "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)",
     "hooked.py": """
 import sys, traceback

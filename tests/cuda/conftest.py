@@ -18,8 +18,9 @@ def order(request):
     return request.param
 
 
-@pytest.fixture(params=emulator.ARCHS)
+@pytest.fixture(params=[pytest.param(arch, marks=pytest.mark.slow if arch < 800 else ()) for arch in emulator.ARCHS])
 def arch(request):
+    """Two builds of every source take a quarter of the suite: that for sm_75 is left to the slow tests."""
     return request.param
 
 

@@ -122,7 +122,7 @@ class InTF32(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("options", [*BDH_OPTIONS[:4], {"form": 2}, {"form": 2, "causal": 1}], ids=str)
-def test_bdh_tf32(options):
+def test_bdh_tf32(options, arch):
     """Where it is allowed as plain PyTorch multiplies in TF32; in float32 elsewhere, and on sm_75, which has none."""
     inputs = bdh_inputs((1, 2, 140, 36), 24, torch.float32)
     plain = {name: value for name, value in options.items() if name != "form"}
@@ -130,18 +130,17 @@ def test_bdh_tf32(options):
     with InTF32():
         same = bdh_reference(*inputs, **plain)
     exact = bdh_reference(*inputs, **plain)
-    for arch in emulator.ARCHS:
-        given = {"save": "logsumexp", **options}
-        full, ours = (bdh_kernels(*inputs, **given, tf32=tf32, how={"arch": arch}) for tf32 in (False, True))
-        assert_close_to_reference(full, exact, truth)
-        if arch < 800:
-            assert all(map(torch.equal, ours, full))
-            continue
-        assert_close_to_reference(ours, same, truth)
-        with pytest.raises(AssertionError):
-            assert_close_to_reference(ours, exact, truth)
-        again = bdh_kernels(*inputs, **given, tf32=True, how={"arch": arch, "order": "random"})
-        assert all(map(torch.equal, again, ours))
+    given = {"save": "logsumexp", **options}
+    full, ours = (bdh_kernels(*inputs, **given, tf32=tf32, how={"arch": arch}) for tf32 in (False, True))
+    assert_close_to_reference(full, exact, truth)
+    if arch < 800:
+        assert all(map(torch.equal, ours, full))
+        return
+    assert_close_to_reference(ours, same, truth)
+    with pytest.raises(AssertionError):
+        assert_close_to_reference(ours, exact, truth)
+    again = bdh_kernels(*inputs, **given, tf32=True, how={"arch": arch, "order": "random"})
+    assert all(map(torch.equal, again, ours))
 
 
 def test_tf32_rounding():
