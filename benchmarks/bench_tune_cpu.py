@@ -29,6 +29,8 @@ LINEAR = (
 BATCHES = ((48, 256, 64),)
 DROPOUT = ((32, 6, 64, 1024),)
 POOLS = ((3, (4, 80, 72, 72)), (31, (8, 1, 352, 352)))
+# Images, channels, side, window: EdgeNeXt small's at 224, and ConvNeXt tiny's.
+DEPTHWISE = ((4, 48, 56, 3), (4, 96, 28, 5), (4, 160, 14, 7), (4, 304, 7, 9), (8, 96, 56, 7))
 UPSAMPLED = ((4, 80, 72, 72), (8, 1, 88, 88))
 SLOW_ROUNDS = 7
 
@@ -153,6 +155,28 @@ def pool_cases(size, shape) -> list[Case]:
     ]
 
 
+def depthwise_cases(shape) -> list[Case]:
+    """(images, channels, side, window): forward, and forward with backward."""
+    images, channels, side, window = shape
+    convolve = lambda x, weight, bias: F.conv2d(x, weight, bias, padding=window // 2, groups=channels)  # noqa: E731
+    step = gradients_of(convolve, 3)
+    of_image = (images, channels, side, side)
+
+    def inputs():
+        return (
+            random_tensor(of_image, seed=1),
+            random_tensor((channels, 1, window, window), seed=2),
+            random_tensor((channels,), seed=3),
+        )
+
+    with_grad = lambda: (*inputs(), random_tensor(of_image, seed=4))  # noqa: E731
+    floor, kernels = 2 * 4 * math.prod(of_image), ("convolution",)
+    return [
+        forward_case("tune_depthwise", shape, convolve, inputs, kernels=kernels, bytes=floor, quick=window == 9),
+        step_case("tune_depthwise_backward", shape, step, with_grad, kernels, same_numbers(step)),
+    ]
+
+
 def upsample_cases(shape) -> list[Case]:
     """By 2, or a map of logits by 4: forward, and forward with backward."""
     factor = 2 if shape[1] > 1 else 4
@@ -264,6 +288,7 @@ def cases() -> list[Case]:
         *map(dropout_case, DROPOUT),
         *map(bfloat16_case, LINEAR),
         *(case for size, shape in POOLS for case in pool_cases(size, shape)),
+        *(case for shape in DEPTHWISE for case in depthwise_cases(shape)),
         *(case for shape in UPSAMPLED for case in upsample_cases(shape)),
         *map(train_case, STEPS),
     ]

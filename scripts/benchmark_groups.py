@@ -145,6 +145,10 @@ GROUPS = {
     "tune_avg_pool_31_backward": Group(
         "`avg_pool2d` by 31 and its backward after `tune_cpu`", "cpu", "the same", ("step",)
     ),
+    "tune_depthwise": Group("depthwise `F.conv2d` after `tune_cpu`", "cpu", "`F.conv2d`"),
+    "tune_depthwise_backward": Group(
+        "depthwise `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same", ("step",)
+    ),
     "tune_upsample": Group("bilinear `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
     "tune_upsample_backward": Group(
         "bilinear `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same", ("step",)

@@ -235,14 +235,19 @@ def exact():
     products = [a @ b for a, b in ((x, y), (y.t(), x.t()), (x.t().contiguous().t(), y), (x, y.t().contiguous().t()))]
     pools = [F.avg_pool2d(x.view(2, 3, 125, 160), *pool) for pool in ((7, 1, 3), (31, 1, 15, False, False), (5, 1, 0))]
     images = x.view(2, 3, 125, 160)[:, :, :40, :50]
-    return products + pools + [F.interpolate(images, scale_factor=s, mode="bilinear") for s in (2, 4)]
+    larger = [F.interpolate(images, scale_factor=s, mode="bilinear") for s in (2, 4)]
+    window, planes = y[:7, :7].expand(3, 1, 7, 7).contiguous(), x.view(2, 3, 125, 160)[:, :, :40].contiguous()
+    one = planes.new_ones(()).requires_grad_()
+    convolved = F.conv2d(planes, one * window, padding=3, groups=3)
+    return products + pools + larger + [convolved, *torch.autograd.grad(convolved, one, planes)]
 
 wanted = exact()
 kernels = {kernel.name: kernel for kernel in tune.KERNELS}
 found = {}
-for names, first, last in (("mm",), 0, 4), (("avg_pool2d",), 4, 7), (("upsample_bilinear2d",), 7, 9):
+for name, first, last in ("mm", 0, 4), ("avg_pool2d", 4, 7), ("upsample_bilinear2d", 7, 9), ("convolution", 9, 11):
+    names = (name,)
     try:
-        with tune.replaced(*names):
+        with tune.replaced(name):
             before = tune._library.calls(kernels[names[0]])
             ours = exact()
             assert tune._library.calls(kernels[names[0]]) == before + last - first
@@ -267,7 +272,7 @@ def test_every_instruction_set_gives_the_same(isa):
     here = {}
     exec(SAME_EVERYWHERE, here)
     assert here["found"][1] == here["found"][2]
-    for name in ("mm", "avg_pool2d", "upsample_bilinear2d"):
+    for name in ("mm", "avg_pool2d", "upsample_bilinear2d", "convolution"):
         assert here["found"][(name,)] == (why_not(name) or True)
     if isa != cx._C.isa():  # what this process runs on
         assert run_python(SAME_EVERYWHERE + "print(found)", CAMOX_FORCE_ISA=isa).strip() == str(here["found"])
@@ -277,6 +282,7 @@ OPERATORS = (
     *("mm", "addmm", "bmm", "baddbmm", "matmul", "nn.functional.linear", "einsum", "addbmm", "__rmatmul__"),
     *("nn.functional.avg_pool1d", "nn.functional.avg_pool2d", "bernoulli"),
     *("nn.functional.interpolate", "nn.functional.upsample_bilinear"),
+    *("nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose2d"),
 )
 RANDOM_OPERATORS = ("nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d")
 
@@ -633,6 +639,152 @@ def test_pools_of_any_number_of_threads_are_the_same():
             assert all(torch.equal(a, b) for a, b in zip(first, pools(threads), strict=True))
 
 
+def convolved(x, window, bias, padding, wanted=(True, True, True)):
+    """A depthwise convolution and the wanted gradients of x, the window and the bias."""
+    given = zip((x, window, bias), wanted, strict=True)
+    leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in given]
+    y = F.conv2d(*leaves, padding=padding, groups=x.shape[1])
+    grad = normal(*y.shape, seed=5, dtype=x.dtype)
+    asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, asked, grad)]
+
+
+CONVOLVED = [
+    ((2, 3, 5, 7), 3, 1),
+    ((1, 4, 9, 33), 5, 2),
+    ((3, 5, 37, 50), 7, 3),
+    ((2, 3, 7, 7), 9, 4),
+    ((1, 2, 20, 70), 11, 0),
+    ((1, 3, 17, 31), 7, 6),
+    ((2, 8, 64, 64), 5, (1, 2)),
+    ((2, 300, 3, 2), 3, 1),
+]
+
+
+@needs["convolution"]
+@pytest.mark.parametrize(("shape", "size", "padding"), CONVOLVED, ids=str)
+def test_matches_pytorch_convolution(shape, size, padding):
+    inputs = normal(*shape), normal(shape[1], 1, size, size, seed=1), normal(shape[1], seed=2)
+    stock = convolved(*inputs, padding)
+    ours, calls = counted("convolution", lambda: convolved(*inputs, padding))
+    assert calls == 2
+    assert [t.stride() for t in ours] == [t.stride() for t in stock]
+    assert_close_to_reference(ours, stock, convolved(*(t.double() for t in inputs), padding))
+
+
+@needs["convolution"]
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]
+)
+def test_wanted_gradients_of_convolution(wanted):
+    x, window, bias = normal(2, 4, 12, 20), normal(4, 1, 5, 5, seed=1), normal(4, seed=2)
+    y, *every = convolved(x, window, bias, 2)
+    ours, calls = counted("convolution", lambda: convolved(x, window, bias, 2, wanted))
+    assert calls == 2
+    torch.testing.assert_close(ours, [y, *(grad for grad, want in zip(every, wanted, strict=True) if want)])
+    without = convolved(x, window, None, 2)
+    ours, calls = counted("convolution", lambda: convolved(x, window, None, 2))
+    assert calls == 2
+    torch.testing.assert_close(ours, without)
+
+
+@needs["convolution"]
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_convolution_keeps_nan_and_infinity_where_pytorch_does(value):
+    """Beside the border too, where the lanes behind a row's end lie."""
+    window, bias = normal(3, 1, 5, 5, seed=1), normal(3, seed=2)
+    for place in ((0, 0, 7, 9), (1, 2, 0, 20), (1, 1, 11, 0)):
+        x = normal(2, 3, 12, 21)
+        x[place] = value
+        stock, ours = (
+            convolved(x, window, bias, 2),
+            counted("convolution", lambda x=x: convolved(x, window, bias, 2))[0],
+        )
+        torch.testing.assert_close(ours, stock, equal_nan=True)
+
+
+@needs["convolution"]
+def test_second_gradients_of_convolution():
+    def second(dtype=torch.float32):
+        inputs = normal(2, 3, 10, 12), normal(3, 1, 3, 3, seed=1), normal(3, seed=2)
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        y = F.conv2d(*leaves, padding=1, groups=3)
+        grads = torch.autograd.grad(y.square().mean(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().mean() for grad in grads), leaves)
+
+    ours, calls = counted("convolution", second)
+    assert calls >= 2
+    assert_close_to_reference(ours, second(), second(torch.float64))
+
+
+@needs["convolution"]
+def test_convolutions_outside_the_domain_are_pytorchs():
+    x, window, dense = normal(2, 4, 12, 12), normal(4, 1, 3, 3, seed=1), normal(4, 4, 3, 3, seed=1)
+    last = torch.channels_last
+    cases = [
+        lambda x: F.conv2d(x, dense, padding=1),
+        lambda x: F.conv2d(x, normal(4, 2, 3, 3), padding=1, groups=2),
+        lambda x: F.conv2d(x, normal(8, 1, 3, 3), padding=1, groups=4),
+        lambda x: F.conv2d(x, window, stride=2, padding=1, groups=4),
+        lambda x: F.conv2d(x, window, dilation=2, padding=2, groups=4),
+        lambda x: F.conv2d(x, window, padding=3, groups=4),
+        lambda x: F.conv2d(x, normal(4, 1, 4, 4), padding=1, groups=4),
+        lambda x: F.conv2d(x, normal(4, 1, 1, 5), padding=(0, 2), groups=4),
+        lambda x: F.conv2d(x, normal(4, 1, 1, 1), groups=4),
+        lambda x: F.conv2d(x.double(), window.double(), padding=1, groups=4),
+        lambda x: F.conv2d(x.bfloat16(), window.bfloat16(), padding=1, groups=4),
+        lambda x: F.conv2d(x.contiguous(memory_format=last), window, padding=1, groups=4),
+        lambda x: F.conv2d(x[:0], window, padding=1, groups=4),
+        lambda x: F.conv1d(x[:, :, 0], window[..., 0], padding=1, groups=4),
+        lambda x: F.conv3d(x, normal(2, 1, 3, 3, 3), padding=1, groups=2) if x.shape[0] == 2 else x,
+        lambda x: F.conv_transpose2d(x, window, padding=1, groups=4),
+    ]
+    for case in cases:
+
+        def both(case=case):
+            leaf = x.clone().requires_grad_()
+            y = case(leaf)
+            return [y.detach(), *torch.autograd.grad(y, leaf, normal(*y.shape, seed=5, dtype=y.dtype))]
+
+        ours, calls = counted("convolution", both)
+        stock = both()
+        assert calls == 0
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, stock, strict=True))
+
+
+@needs["convolution"]
+def test_errors_of_convolution():
+    x, window = normal(2, 3, 8, 8), normal(3, 1, 3, 3)
+    cases = [
+        lambda: F.conv2d(x, window, groups=2),
+        lambda: F.conv2d(x, window, padding=-1, groups=3),
+        lambda: F.conv2d(x, window, stride=0, groups=3),
+        lambda: F.conv2d(x, normal(3, 1, 11, 11), groups=3),
+        lambda: F.conv2d(x, window.double(), groups=3),
+        lambda: F.conv2d(x, window, normal(2), groups=3),
+    ]
+    for case in cases:
+        with pytest.raises(RuntimeError) as stock:
+            case()
+        with tune.replaced("convolution"), pytest.raises(RuntimeError) as ours:
+            case()
+        assert str(stock.value).splitlines()[0] in str(ours.value)
+
+
+@needs["convolution"]
+def test_convolutions_of_any_number_of_threads_are_the_same():
+    inputs = normal(3, 7, 40, 33), normal(7, 1, 7, 7, seed=1), normal(7, seed=2)
+
+    def results(threads):
+        torch.set_num_threads(threads)
+        return convolved(*inputs, 3)
+
+    with tune.replaced("convolution"):
+        first = results(1)
+        for threads in (2, 3, 8):
+            assert all(torch.equal(a, b) for a, b in zip(first, results(threads), strict=True))
+
+
 def upsampled(x, **arguments):
     """The larger image and a gradient of the smaller one."""
     leaf = x.detach().requires_grad_()
@@ -764,8 +916,10 @@ class Block(nn.Module):
     def __init__(self, p=0.1):
         super().__init__()
         self.first, self.second, self.p = nn.Linear(64, 128), nn.Linear(128, 64), p
+        self.convolution = nn.Conv2d(40, 40, 3, padding=1, groups=40)
 
     def forward(self, x):
+        x = x + self.convolution(x.view(-1, 40, 8, 8)).view(x.shape) / 8
         y = self.second(F.dropout(F.gelu(self.first(x)), self.p, self.training))
         return x + y @ y.mT @ F.avg_pool1d(x, 9, 1, 4) / 64
 

@@ -107,6 +107,17 @@ def _pool_probes() -> list[Callable[[], torch.Tensor]]:
     ]
 
 
+def _convolution_probes() -> list[Callable[[], torch.Tensor]]:
+    x, weight, channels = _small_integers(2, 32, 28, 28), _small_integers(32, 1, 7, 7), 32
+    backward = torch.ops.aten.convolution_backward
+    rest = ([channels], [1, 1], [3, 3], [1, 1], False, [0, 0], channels)
+    return [
+        lambda: F.conv2d(x, weight, padding=3, groups=channels),
+        lambda: backward(x, x, weight, *rest, [True, False, False])[0],
+        lambda: backward(x, x, weight, *rest, [False, True, True])[1],
+    ]
+
+
 def _upsample_probes() -> list[Callable[[], torch.Tensor]]:
     x, size = _small_integers(2, 4, 48, 48), [96, 96]
     y = F.interpolate(x, scale_factor=2, mode="bilinear")
@@ -147,6 +158,14 @@ KERNELS = (
         "float32, bfloat16 and float16 images, stride 1, odd windows of 7 pixels and more, no ceil_mode, no "
         "divisor_override",
         _pool_probes,
+        exact=True,
+        at_dispatcher=True,
+    ),
+    _Kernel(
+        "convolution",
+        "depthwise conv2d (a group for each channel) and its gradients",
+        "contiguous float32 images, stride 1, dilation 1, square windows of 3, 5, 7, 9 and 11",
+        _convolution_probes,
         exact=True,
         at_dispatcher=True,
     ),

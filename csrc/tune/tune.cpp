@@ -6,7 +6,8 @@
 //                               checked by then, and an operator that takes a Scalar, as addmm does, cannot be registered
 //                               through the stable ABI (torch 2.10 to 2.13: "Not yet supported conversion").
 //   aten::bernoulli_.float      at the dispatcher, for the CPU key.
-//   aten::avg_pool2d, aten::upsample_bilinear2d and their backward   there too: pool.cpp, upsample.cpp.
+//   aten::avg_pool2d, aten::upsample_bilinear2d, aten::convolution and their backward   there too: pool.cpp, upsample.cpp,
+//                               depthwise.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -16,6 +17,7 @@
 #include "../common/torch_util.h"
 #include "../gemm/sgemm_run.h"
 #include "bernoulli.h"
+#include "depthwise_ops.h"
 #include "pool.h"
 #include "slot.h"
 #include "stock.h"
@@ -216,6 +218,7 @@ Replacement table[] = {
     {"bmm", [] { return many_products.put(); }, [] { many_products.take(); }, [] { return batch_calls.load(); }},
     {"bernoulli_", put_bernoulli, [] { registered_bernoulli.reset(); }, [] { return bernoulli_calls.load(); }},
     {"avg_pool2d", put_avg_pool2d, take_avg_pool2d, avg_pool2d_calls},
+    {"convolution", put_convolution, take_convolution, convolution_calls},
     {"upsample_bilinear2d", put_upsample, take_upsample, upsample_calls},
 };
 

@@ -1,6 +1,7 @@
 /* The replacements' kernels against plain loops: every instruction set of this machine. */
 #include "../../csrc/common/philox.h"
 #include "../../csrc/tune/bernoulli.h"
+#include "../../csrc/tune/depthwise.h"
 #include "../../csrc/tune/upsample.h"
 #include "camox_test.h"
 
@@ -97,8 +98,64 @@ static void test_upsample(camox_isa isa, camox_dtype dtype, const int64_t *size,
   free(values), free(truth), free(p.scratch);
 }
 
+/* Small integers, whose sums are exact: every output equals that of plain loops. In buffers of exactly their size. */
+static float *integers(int64_t count) {
+  float *values = malloc((size_t)count * sizeof *values);
+  for (int64_t i = 0; i < count; ++i) values[i] = (float)(test_random(3) * 4);
+  return values;
+}
+
+/* x of image and channel `plane`, 0 outside. */
+static double pixel(const camox_depthwise_params *p, int64_t plane, int64_t row, int64_t column) {
+  const int inside = row >= 0 && row < p->rows && column >= 0 && column < p->columns;
+  return inside ? p->x[(plane * p->rows + row) * p->columns + column] : 0;
+}
+
+static void test_depthwise(camox_isa isa, const int64_t *size, int64_t window, int64_t top, int64_t left, int turned) {
+  camox_depthwise_params p = {.batch = 2, .channels = 3, .size = window, .top = top, .left = left, .turned = turned};
+  p.rows = size[0], p.columns = size[1];
+  p.y_rows = p.rows + 2 * top - window + 1, p.y_columns = p.columns + 2 * left - window + 1;
+  if (p.y_rows < 1 || p.y_columns < 1) return;
+  const int64_t taps = window * window, pixels = p.y_rows * p.y_columns;
+  float *x = integers(6 * p.rows * p.columns), *weights = integers(3 * taps), *bias = integers(3), *dy = integers(6 * pixels);
+  float *y = integers(6 * pixels), *d_weights = integers(3 * taps), *d_bias = integers(3);
+  p.x = x, p.weights = weights, p.bias = bias, p.dy = dy, p.y = y, p.d_weights = d_weights, p.d_bias = d_bias;
+  p.scratch = test_scratch((camox_depthwise_scratch(&p) + 63) / 64 * 64);
+  camox_depthwise(isa)(&p, 0, 2), camox_depthwise(isa)(&p, 2, 6);
+  camox_depthwise_gradient(isa)(&p, 0, 1), camox_depthwise_gradient(isa)(&p, 1, 3);
+  int wrong = 0, wrong_gradient = 0;
+  for (int64_t plane = 0; plane < 6; ++plane)
+    for (int64_t i = 0; i < pixels; ++i) {
+      double sum = bias[plane % 3];
+      for (int64_t k = 0; k < taps; ++k)
+        sum += weights[plane % 3 * taps + (turned ? taps - 1 - k : k)] *
+               pixel(&p, plane, i / p.y_columns + k / window - top, i % p.y_columns + k % window - left);
+      wrong += y[plane * pixels + i] != sum;
+    }
+  for (int64_t channel = 0; channel < 3; ++channel) {
+    double of_bias = 0;
+    for (int64_t k = 0; k <= taps; ++k) {
+      double sum = 0;
+      for (int64_t plane = channel; plane < 6; plane += 3)
+        for (int64_t i = 0; i < pixels; ++i) {
+          const double d = dy[plane * pixels + i];
+          if (k == taps) of_bias += d;
+          if (k < taps) sum += d * pixel(&p, plane, i / p.y_columns + k / window - top, i % p.y_columns + k % window - left);
+        }
+      if (k < taps) wrong_gradient += d_weights[channel * taps + k] != sum;
+    }
+    wrong_gradient += d_bias[channel] != of_bias;
+  }
+  TEST(wrong == 0 && wrong_gradient == 0,
+       "%s depthwise %lldx%lld by %lld, padding %lld, %lld, turned %d: %d of y, %d of gradients", camox_isa_name(isa),
+       (long long)size[0], (long long)size[1], (long long)window, (long long)top, (long long)left, turned, wrong,
+       wrong_gradient);
+  free(x), free(weights), free(bias), free(dy), free(y), free(d_weights), free(d_bias), free(p.scratch);
+}
+
 int main(void) {
   static const int64_t images[][2] = {{1, 1}, {2, 7}, {5, 8}, {3, 16}, {9, 33}, {1, 65}};
+  static const int64_t planes[][2] = {{1, 1}, {3, 16}, {7, 7}, {17, 33}, {36, 20}, {5, 64}};
   static const double probabilities[] = {0, 1e-5, 0.1, 0.5, 65535.5 / 65536, 1};
   static const int64_t counts[] = {1, 63, 64, 65, 1000, 40000};
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
@@ -110,6 +167,10 @@ int main(void) {
       for (size_t i = 0; i < sizeof images / sizeof *images; ++i)
         for (int which = 0; which < 6; ++which)
           test_upsample((camox_isa)isa, (camox_dtype)dtype, images[i], 2 + which % 3, which / 3);
+    for (size_t i = 0; i < sizeof planes / sizeof *planes; ++i)
+      for (int64_t window = 3; window <= CAMOX_DEPTHWISE_LARGEST; window += 2)
+        for (int64_t top = 0; top < window; top += 2)
+          test_depthwise((camox_isa)isa, planes[i], window, top, window - 1 - top / 2, (int)(top / 2 % 2));
     for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
       for (size_t p = 0; p < sizeof probabilities / sizeof *probabilities; ++p)
         for (size_t i = 0; i < sizeof counts / sizeof *counts; ++i)
