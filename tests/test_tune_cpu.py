@@ -663,7 +663,7 @@ CONVOLVED = [
 
 @needs["convolution"]
 @pytest.mark.parametrize(("shape", "size", "padding"), CONVOLVED, ids=str)
-def test_matches_pytorch_convolution(shape, size, padding):
+def test_matches_reference_convolution(shape, size, padding):
     inputs = normal(*shape), normal(shape[1], 1, size, size, seed=1), normal(shape[1], seed=2)
     stock = convolved(*inputs, padding)
     ours, calls = counted("convolution", lambda: convolved(*inputs, padding))
@@ -676,7 +676,7 @@ def test_matches_pytorch_convolution(shape, size, padding):
 @pytest.mark.parametrize(
     "wanted", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]
 )
-def test_wanted_gradients_of_convolution(wanted):
+def test_grad_of_convolution_where_wanted(wanted):
     x, window, bias = normal(2, 4, 12, 20), normal(4, 1, 5, 5, seed=1), normal(4, seed=2)
     y, *every = convolved(x, window, bias, 2)
     ours, calls = counted("convolution", lambda: convolved(x, window, bias, 2, wanted))
