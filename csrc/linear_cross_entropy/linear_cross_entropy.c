@@ -83,7 +83,8 @@ int64_t camox_linear_cross_entropy_shared(const camox_linear_cross_entropy_param
   return plan.end * plan.real;
 }
 
-int64_t camox_linear_cross_entropy_scratch(void) {
-  return CAMOX_SGEMM_SCRATCH_BYTES + 8 * CAMOX_LCE_TILE_ROWS * (CAMOX_LCE_TILE_CLASSES + CAMOX_LCE_PAD);
+int64_t camox_linear_cross_entropy_scratch(const camox_linear_cross_entropy_params *p) {
+  const int64_t tile = CAMOX_LCE_TILE_ROWS * (CAMOX_LCE_TILE_CLASSES + CAMOX_LCE_PAD); /* of the forward */
+  return CAMOX_SGEMM_SCRATCH_BYTES + (p->backward ? 0 : tile * camox_lce_plan_of(p).real);
 }
 #endif

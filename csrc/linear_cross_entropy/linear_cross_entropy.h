@@ -79,7 +79,7 @@ void camox_linear_cross_entropy_begin(camox_linear_cross_entropy_params *p);
 void camox_linear_cross_entropy_next(camox_linear_cross_entropy_params *p);
 int64_t camox_linear_cross_entropy_items(const camox_linear_cross_entropy_params *p);
 int64_t camox_linear_cross_entropy_shared(const camox_linear_cross_entropy_params *p);
-int64_t camox_linear_cross_entropy_scratch(void);
+int64_t camox_linear_cross_entropy_scratch(const camox_linear_cross_entropy_params *p);
 
 typedef void camox_linear_cross_entropy_kernel(const camox_linear_cross_entropy_params *p, int64_t begin, int64_t end);
 

@@ -82,7 +82,7 @@ void compute(camox_linear_cross_entropy_params& p, const Tensor& like) {
   camox_linear_cross_entropy_kernel* const kernel = camox_linear_cross_entropy(p.dtype, camox_isa_current());
   constexpr int64_t item_cost = 1 << 20;  // each is worth a thread
   for (camox_linear_cross_entropy_begin(&p); p.step != CAMOX_LCE_DONE; camox_linear_cross_entropy_next(&p))
-    run_with_scratch(kernel, p, camox_linear_cross_entropy_items(&p), item_cost, camox_linear_cross_entropy_scratch());
+    run_with_scratch(kernel, p, camox_linear_cross_entropy_items(&p), item_cost, camox_linear_cross_entropy_scratch(&p));
 #endif
 }
 

@@ -362,7 +362,7 @@ template <typename T>
 static void lce_launch_backward(lce_args a, const lce_layout &l, void *stream) {
   const camox_linear_cross_entropy_params &p = a.p;
   CAMOX_LAUNCH(lce_row_grads_kernel<T>, 1, LCE_THREADS, 0, stream, a);
-  for (; a.class0 < p.classes; a.class0 += l.block) {
+  do { /* of no class: once, for zeros */
     a.classes = p.classes - a.class0 < l.block ? p.classes - a.class0 : l.block;
     const int64_t class_tiles = camox_ceil_div(a.classes, BDH_TILE), tiles = a.row_tiles * class_tiles;
     const int64_t of_weight = class_tiles * a.depth_tiles, of_x = a.row_tiles * a.depth_tiles;
@@ -370,9 +370,11 @@ static void lce_launch_backward(lce_args a, const lce_layout &l, void *stream) {
     if (tiles > 0) CAMOX_LAUNCH(lce_softmax_kernel<T>, camox_grid(tiles), BDH_THREADS, 0, stream, a, tiles);
     if (p.grad_weight && of_weight > 0)
       CAMOX_LAUNCH(lce_grad_weight_kernel<T>, camox_grid(of_weight), BDH_THREADS, 0, stream, a, of_weight);
-    if (p.grad_bias) CAMOX_LAUNCH(lce_grad_bias_kernel<T>, camox_grid(of_bias), LCE_THREADS, 0, stream, a, of_bias);
+    if (p.grad_bias && of_bias > 0)
+      CAMOX_LAUNCH(lce_grad_bias_kernel<T>, camox_grid(of_bias), LCE_THREADS, 0, stream, a, of_bias);
     if (p.grad_x && of_x > 0) CAMOX_LAUNCH(lce_grad_x_kernel<T>, camox_grid(of_x), BDH_THREADS, 0, stream, a, of_x);
-  }
+    a.class0 += l.block;
+  } while (a.class0 < p.classes);
 }
 
 extern "C" int camox_linear_cross_entropy_cuda(const camox_linear_cross_entropy_params *p, void *stream) {
@@ -392,10 +394,6 @@ extern "C" int camox_linear_cross_entropy_cuda(const camox_linear_cross_entropy_
 extern "C" int camox_linear_cross_entropy_backward_cuda(const camox_linear_cross_entropy_params *p, void *stream) {
   const lce_layout l = lce_layout_of(p);
   const lce_args a = lce_args_of(p, l);
-  if (p->classes == 0 && p->grad_x && p->rows * p->depth > 0) {
-    const size_t bytes = static_cast<size_t>(p->rows * p->depth) * (p->dtype == CAMOX_F32 ? 4 : 2);
-    cudaMemsetAsync(p->grad_x, 0, bytes, static_cast<cudaStream_t>(stream));
-  }
   switch (p->dtype) {
     case CAMOX_F32: lce_launch_backward<float>(a, l, stream); break;
     case CAMOX_BF16: lce_launch_backward<__nv_bfloat16>(a, l, stream); break;

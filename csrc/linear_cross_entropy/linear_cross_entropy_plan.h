@@ -70,15 +70,17 @@ static inline int64_t camox_lce_classes(const camox_linear_cross_entropy_params 
   return camox_min_i64(plan->block_classes, p->classes - p->class0);
 }
 
-/* A tile of a block of logits of these sizes, as a work item counts them. */
+static inline int64_t camox_lce_row_tiles(int64_t rows) { return camox_ceil_div(rows, CAMOX_LCE_TILE_ROWS); }
+
+/* A tile of a block of logits of these sizes, as work items count them: all rows of a tile's classes, then the next classes. */
 typedef struct {
   int64_t row, rows, column, columns;
 } camox_lce_tile;
 
 static inline camox_lce_tile camox_lce_tile_of(int64_t rows, int64_t classes, int64_t item) {
-  const int64_t across = camox_ceil_div(classes, CAMOX_LCE_TILE_CLASSES);
+  const int64_t down = camox_lce_row_tiles(rows);
   camox_lce_tile t = {0};
-  t.row = item / across * CAMOX_LCE_TILE_ROWS, t.column = item % across * CAMOX_LCE_TILE_CLASSES;
+  t.row = item % down * CAMOX_LCE_TILE_ROWS, t.column = item / down * CAMOX_LCE_TILE_CLASSES;
   t.rows = camox_min_i64(CAMOX_LCE_TILE_ROWS, rows - t.row);
   t.columns = camox_min_i64(CAMOX_LCE_TILE_CLASSES, classes - t.column);
   return t;
