@@ -127,7 +127,7 @@ def test_grad():
         )
 
 
-def test_grad_of_some_inputs_is_that_of_all():
+def test_inputs_without_gradient_change_no_bit():
     """What needs no gradient is not computed, and changes no bit of the others."""
     x, weight, target, bias = inputs_of((270, 9, 600), biased=True)
     _, *expected = loss_and_gradients(cx.linear_cross_entropy, x, weight, target, bias)
