@@ -17,6 +17,7 @@ from .ops.box import box_mean, structure_weight
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.linear_attention import linear_attention, linear_attention_step
+from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.moe import Routing, moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
@@ -46,6 +47,7 @@ __all__ = [
     "layer_norm2d",
     "linear_attention",
     "linear_attention_step",
+    "linear_cross_entropy",
     "moe_aux_loss",
     "moe_combine",
     "moe_dispatch",

@@ -18,6 +18,7 @@ from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.box import box_mean, structure_weight
 from .ops.edge import edge_maps
 from .ops.linear_attention import MOST_DIM, linear_attention, linear_attention_packed
+from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
@@ -131,6 +132,18 @@ def attention_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
     """q, k and v of sequences of six tokens and heads of twelve."""
     sequences = max(2, torch.Size(shape).numel() // (6 * 4 * 12))
     return tuple(image((sequences, 6, 3, 4, 12), dtype)[0].unbind(2))
+
+
+def rows_and_classes(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Rows of x, the weight of 37 classes, and a bias of theirs."""
+    x = image(shape, dtype)[0].flatten(0, -2)
+    return x, image((37, shape[-1]), dtype)[0], torch.linspace(-1, 1, 37).to(dtype)
+
+
+def classes_of(x: torch.Tensor) -> torch.Tensor:
+    """A class of 37 for each row; every third is ignored."""
+    rows = torch.arange(x.shape[0], device=x.device)
+    return (rows * 7 % 37).masked_fill(rows % 3 == 2, -100)
 
 
 def rows_and_bias(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -277,6 +290,21 @@ OPS = (
         lambda x, weight, bias: layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         lambda x, weight, bias: reference.layer_norm2d(x, weight, bias, 1e-3, activation="gelu"),
         image_and_affine,
+    ),
+    Op(
+        "linear_cross_entropy",
+        lambda x, weight, bias: linear_cross_entropy(
+            x, weight, classes_of(x), bias=bias, label_smoothing=0.1, reduction="none"
+        ),
+        lambda x, weight, bias: reference.linear_cross_entropy(
+            x, weight, classes_of(x), bias, label_smoothing=0.1, reduction="none"
+        ),
+        rows_and_classes,
+        lambda x, weight, bias: F.cross_entropy(
+            F.linear(x, weight, bias), classes_of(x), label_smoothing=0.1, reduction="none"
+        ),
+        offset=False,
+        half_slack=None,
     ),
     Op("moe_combine", mixture, plain_mixture, image_and_logits),
     Op(

@@ -88,6 +88,9 @@ GROUPS = {
     "structure_loss_weighted": Group(
         "`structure_loss` of four outputs, weight given", "structure_loss", "F3Net's function without its pool"
     ),
+    "linear_cross_entropy": Group(
+        "`linear_cross_entropy`", "linear_cross_entropy", "`F.cross_entropy(F.linear(x, weight), target)`"
+    ),
     "rope_interleaved": Group("`rope(interleaved=True)`", "rope", "rotation in tensor ops, tables ready"),
     "rope_half_split": Group("`rope`", "rope", "rotation in tensor ops, tables ready"),
     "linear_attention_sum": Group(

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "c"
 FOLDER = ROOT / "build" / "sanitize"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
+# Ops whose kernels multiply by csrc/gemm's sgemm.
+MULTIPLY = {"linear_cross_entropy"}
 COMPILER = os.environ.get("CC", "gcc")
 
 
@@ -54,6 +56,9 @@ def main(ops: list[str]) -> int:
             common.append(job)
         elif source.endswith(".c") and folder in jobs:
             jobs[folder].append(job)
+        if Path(source) in facts["SGEMM"]:
+            for op in MULTIPLY.intersection(jobs):
+                jobs[op].append(job)
     failed = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         shared = list(pool.map(compile_one, common))

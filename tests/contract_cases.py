@@ -350,6 +350,61 @@ ROWS = (
     ),
 )
 
+
+def classes_of(rows, classes):
+    """A class of each row; every third row is ignored, all are where there is no class."""
+    targets = torch.arange(rows, device=DEVICE) * 7 % max(classes, 1)
+    return targets.masked_fill(
+        torch.arange(rows, device=DEVICE) % 3 == 2 if classes else torch.ones_like(targets) > 0, -100
+    )
+
+
+def cross_entropy_inputs(shape, dtype):
+    """x, weight and target of (rows, D, classes)."""
+    rows, depth, classes = shape
+    return normal((rows, depth), dtype), normal((classes, depth), dtype, seed=1), classes_of(rows, classes)
+
+
+def cross_entropy_with_bias(shape, dtype):
+    x, weight, target = cross_entropy_inputs(shape, dtype)
+    return x, weight, normal((shape[2],), real_of(dtype), seed=2), target
+
+
+linear_cross_entropy = partial(
+    Case,
+    name="linear_cross_entropy",
+    inputs=cross_entropy_inputs,
+    fixed=1,
+    shapes=((6, 5, 9), (4, 7, 11)),
+    wide=((9, 34, 530), (270, 20, 40)),
+    large=((600, 40, 1100),),
+    empty=((0, 3, 5), (4, 0, 5), (4, 3, 0)),
+    beyond=((3, 8, 5), 0),
+    sums=(0, 1, 2),
+    cast=2,
+    twice=False,
+    saves=(0, 1, 2, (torch.float32, 6)),
+)
+LINEAR_CROSS_ENTROPY = (
+    linear_cross_entropy(
+        ours=partial(cx.linear_cross_entropy, reduction="none"),
+        plain=partial(reference.linear_cross_entropy, reduction="none"),
+    ),
+    linear_cross_entropy(
+        variant="smoothed with bias",
+        ours=lambda x, weight, bias, target: cx.linear_cross_entropy(
+            x, weight, target, bias=bias, label_smoothing=0.2, reduction="sum"
+        ),
+        plain=lambda x, weight, bias, target: reference.linear_cross_entropy(
+            x, weight, target, bias, label_smoothing=0.2, reduction="sum"
+        ),
+        inputs=cross_entropy_with_bias,
+        sums=(0, 1, 2, 3),
+        cast=3,
+        saves=(0, 1, 3, 2, (torch.float32, 6)),
+    ),
+)
+
 # ---- attention ----
 of_heads = partial(Case, beyond=((1, 2, 4, 8), 1), empty=((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)))
 
@@ -832,6 +887,7 @@ CASES = (
     *BANDS,
     *BOX,
     *STRUCTURE_LOSS,
+    *LINEAR_CROSS_ENTROPY,
     *ONE_IMAGE,
     *NORM2D,
     *ROWS,

@@ -30,6 +30,12 @@ def enumerators(header: str, enum: str) -> dict[str, int]:
         (_codes.AUX_LOSSES, "moe/moe.h", "camox_moe_aux", "moe_"),
         (_codes.BCES, "structure_loss/structure_loss.h", "camox_bce", "bce_"),
         (_codes.REDUCTIONS, "structure_loss/structure_loss.h", "camox_reduction", "reduce_"),
+        (
+            _codes.LOSS_REDUCTIONS,
+            "linear_cross_entropy/linear_cross_entropy.h",
+            "camox_loss_reduction",
+            "loss_",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("camox") else "",
 )
@@ -45,7 +51,7 @@ def test_names_have_the_numbers_of_csrc(codes, header, enum, prefix):
 
 def test_every_dict_is_compared():
     dicts = [value for value in vars(_codes).values() if isinstance(value, dict) and "__name__" not in value]
-    assert len(dicts) == 9
+    assert len(dicts) == 10
 
 
 @pytest.mark.parametrize(

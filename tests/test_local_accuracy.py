@@ -332,3 +332,20 @@ def test_rows_of_moe_combine(dtype):
         return reference.moe_combine(y, weights, routing.experts, routing.offsets, routing.position)
 
     compare(op, formula, [y], [grad], over(1))
+
+
+@dtypes
+def test_rows_of_linear_cross_entropy(dtype):
+    """Each row's loss and gradient, whatever the upstream gradients of others are."""
+    x, weight = ((normal(n, 24, seed=n) / 2).to(DEVICE, dtype) for n in (40, 530))
+    target = torch.arange(40, device=DEVICE) * 13
+    scaled = DEVICE.type == "cpu" or dtype != torch.float16  # there dz is scaled by the largest of all rows
+    grad = (scales(40) if scaled else torch.ones(40)).to(DEVICE, torch.promote_types(dtype, torch.float32))
+
+    def op(x):
+        return cx.linear_cross_entropy(x, weight, target, reduction="none")
+
+    def formula(x):
+        return reference.linear_cross_entropy(x, weight.to(x.dtype), target, reduction="none")
+
+    compare(op, formula, [x], [grad], lambda values: values if values.dim() == 1 else over(1)(values), factor=32)

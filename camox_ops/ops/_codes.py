@@ -24,6 +24,8 @@ BCES = {"weighted": 0, "mean": 1}
 """camox_bce of csrc/structure_loss/structure_loss.h"""
 REDUCTIONS = {"mean": 0, "sum": 1, "none": 2}
 """camox_reduction of csrc/structure_loss/structure_loss.h"""
+LOSS_REDUCTIONS = {"mean": 0, "sum": 1, "none": 2}
+"""camox_loss_reduction of csrc/linear_cross_entropy/linear_cross_entropy.h"""
 
 
 def code_of(op: str, name: str, value: str, codes: dict[str, int]) -> int:

@@ -30,6 +30,9 @@ typedef struct {
 typedef struct {
   const float *x, *y;
   float *c;
+  /* scratch is as the last call left it, which had this y and these columns: what it packed of y is used again where that was
+     all of it, as camox_sgemm_keeps_y says */
+  int y_is_packed;
 } camox_sgemm_operands;
 
 /* A rectangle of c: what one work item computes. */
@@ -51,6 +54,11 @@ enum {
   CAMOX_SGEMM_Y_FLOATS = 128 << 10,
   CAMOX_SGEMM_SCRATCH_BYTES = 4 * (CAMOX_SGEMM_X_FLOATS + CAMOX_SGEMM_Y_FLOATS)
 };
+
+/* Whether a tile of so many columns leaves all of y packed in its scratch: one block of the depth and of the columns. */
+static inline int camox_sgemm_keeps_y(int64_t depth, int64_t columns) {
+  return depth <= CAMOX_SGEMM_DEPTH && columns <= CAMOX_SGEMM_Y_FLOATS / depth / CAMOX_SGEMM_COLUMNS * CAMOX_SGEMM_COLUMNS;
+}
 
 #ifdef __cplusplus
 }

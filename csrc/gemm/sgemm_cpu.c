@@ -215,7 +215,7 @@ void CAMOX_PASTE3(camox_sgemm, f32, CAMOX_ISA)(const camox_sgemm_shape *s, const
     for (int64_t left = tile.column; left < end_column; left += width) {
       const side y = {left, camox_min_i64(left + width, end_column), COLUMNS, y_block};
       lines columns = {at->y + k * s->y_depth + left * s->y_column, s->y_column, s->y_depth, y.end - left};
-      pack_panels(y_block, COLUMNS, columns, steps);
+      if (!at->y_is_packed || !camox_sgemm_keeps_y(s->depth, tile.columns)) pack_panels(y_block, COLUMNS, columns, steps);
       if (y.end < end_column) {
         columns.at += width * s->y_column, columns.count = camox_min_i64(width, end_column - y.end);
       } else {

@@ -61,7 +61,7 @@ inline void run_lanes(int64_t begin, int64_t end, void* context) {
       camox_sgemm_tile t{};
       t.row = tile / g.column_tiles * g.rows, t.column = tile % g.column_tiles * g.columns;
       t.rows = std::min(g.rows, p.shape.rows - t.row), t.columns = std::min(g.columns, p.shape.columns - t.column);
-      const camox_sgemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix]};
+      const camox_sgemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix], 0};
       job.kernel(&p.shape, &at, t, scratch);
     }
   }
