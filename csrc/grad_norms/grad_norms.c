@@ -13,6 +13,9 @@ int camox_grad_norms_check(const camox_grad_norms_params *p, const char *op) {
     return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: unknown reduce code %d", op, (int)p->reduce);
   if (p->groups < 0)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: num_groups must be >= 0, got %lld", op, (long long)p->groups);
+  if (p->count > CAMOX_GRAD_MOST)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: grads must have at most %d entries, got %lld", op, CAMOX_GRAD_MOST,
+                      (long long)p->count);
   for (int64_t i = 0; i < p->count; ++i) {
     const camox_grad *grad = &p->grads[i];
     CAMOX_REQUIRE(camox_check_dtype(op, (int)grad->dtype));
@@ -28,6 +31,12 @@ int64_t camox_grad_norms_pieces(const camox_grad_norms_params *p) {
   int64_t pieces = 0;
   for (int64_t i = 0; i < p->count; ++i) pieces += camox_grad_pieces(p->grads[i].elements);
   return pieces;
+}
+
+size_t camox_grad_norms_table_bytes(const camox_grad_norms_params *p) {
+  const size_t of_piece = sizeof(camox_grad_device_piece) + sizeof(double);
+  const size_t of_grad = sizeof(int64_t) + sizeof(double) + sizeof(int32_t);
+  return (size_t)p->pieces * of_piece + ((size_t)p->count + 1) * of_grad;
 }
 
 #ifndef CAMOX_CUDA_PART

@@ -38,16 +38,26 @@ typedef struct {
   int64_t grad;
 } camox_grad_piece;
 
+/* scale: a gradient, by its number in the list, and one of its groups. */
+typedef struct {
+  int32_t grad, group;
+} camox_grad_listing;
+
 typedef struct {
   camox_group_reduce reduce;
   int64_t count, groups;
-  const camox_grad *grads;       /* [count] */
-  int64_t pieces, items;         /* of the CPU, as is what follows: by camox_grad_norms_plan */
-  const camox_grad_piece *piece; /* [pieces], gradient by gradient */
-  const int64_t *item;           /* [items + 1], the first piece of each work item and the end of the last */
-  double *partial;               /* [pieces]: sums of squares */
-  camox_dtype norms_dtype;       /* CAMOX_F32 or CAMOX_F64 */
-  void *norms;                   /* [groups] */
+  const camox_grad *grads;           /* [count] */
+  int64_t pieces;                    /* camox_grad_norms_pieces */
+  int64_t items;                     /* CPU: work items, camox_grad_norms_plan */
+  const camox_grad_piece *piece;     /* CPU: [pieces], gradient by gradient */
+  const int64_t *item;               /* CPU: [items + 1], the first piece of each work item and the end of the last */
+  double *partial;                   /* CPU: [pieces], sums of squares */
+  camox_dtype norms_dtype;           /* CAMOX_F32, or on the CPU CAMOX_F64 */
+  void *norms;                       /* [groups] */
+  void *table;                       /* CUDA: camox_grad_norms_table_bytes, on the device */
+  const float *scales;               /* CUDA, scale: [groups] */
+  int64_t listings;                  /* CUDA, scale */
+  const camox_grad_listing *listing; /* CUDA, scale: [listings] in the order of the gradients; on the host, as grads are */
 } camox_grad_norms_params;
 
 /* Validates all arguments; nothing has been written when it fails. */
@@ -76,6 +86,13 @@ void camox_grad_norms_finish(const camox_grad_norms_params *p, double *sum);
 
 /* Multiplies the pieces of work items begin ... end-1 by the factor of their gradient. */
 void camox_scale_grads(const camox_grad_norms_params *p, int64_t begin, int64_t end);
+
+/* Bytes of device memory for the table of gradients and pieces. */
+size_t camox_grad_norms_table_bytes(const camox_grad_norms_params *p);
+
+/* Host wrappers of the CUDA kernels: 0 or a cudaError_t. They have read grads and listing when they return. */
+int camox_grad_norms_cuda(const camox_grad_norms_params *p, void *stream);
+int camox_scale_grads_cuda(const camox_grad_norms_params *p, void *stream);
 
 #ifdef __cplusplus
 }

@@ -68,20 +68,25 @@ void check_lists(const std::vector<Tensor>& grads, const std::vector<int64_t>& g
       throw std::invalid_argument(std::string(op) + ": " + nth_grad(i) + " must be on the device of grads[0]");
 }
 
-// Room for the division of the gradients into pieces and work items.
+#ifdef CAMOX_CUDA_PART
+Tensor device_table(const camox_grad_norms_params& p, const Tensor& like) {
+  const int64_t bytes = static_cast<int64_t>(camox_grad_norms_table_bytes(&p));
+  return empty_contiguous(like, aoti_torch_dtype_uint8(), 1, &bytes);
+}
+#else
+// The division of the gradients into pieces and work items, which p points to.
 struct Plan {
   std::vector<camox_grad_piece> piece;
   std::vector<int64_t> item;
 
   explicit Plan(camox_grad_norms_params& p) {
     p.pieces = camox_grad_norms_pieces(&p);
-#ifndef CAMOX_CUDA_PART
     piece.resize(p.pieces), item.resize(p.pieces + 1);
     p.items = camox_grad_norms_plan(&p, piece.data(), item.data());
     p.piece = piece.data(), p.item = item.data();
-#endif
   }
 };
+#endif
 
 // ---- norms ----
 
@@ -105,26 +110,33 @@ Tensor grad_group_norms(std::vector<Tensor>& grads, const std::vector<int64_t>& 
   grads.clear();
   p.count = static_cast<int64_t>(groups.size()), p.groups = num_groups, p.grads = found.data();
   check(camox_grad_norms_check(&p, op));
-  Plan plan(p);
   const int32_t dtype = p.norms_dtype == CAMOX_F64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
   Tensor norms = empty_contiguous(first, dtype, 1, &num_groups);
   p.norms = norms.data_ptr();
+#ifdef CAMOX_CUDA_PART
+  p.pieces = camox_grad_norms_pieces(&p);
+  const Tensor table = device_table(p, first);
+  p.table = table.data_ptr();
+  launch(camox_grad_norms_cuda, p, first, op);
+#else
+  const Plan plan(p);
   std::vector<double> partial(p.pieces), sum(num_groups);
   p.partial = partial.data();
   run(camox_grad_norms_sums, p, p.items, CAMOX_GRAD_ITEM);
   camox_grad_norms_finish(&p, sum.data());
+#endif
   return norms;
 }
 
 // ---- scaling ----
 
-// A tensor of the list, once, with all of its groups.
+// A tensor of the list and its group.
 struct Target {
   int64_t gapped;  // the number of a tensor whose elements do not lie side by side, or -1
   Memory memory;
   camox_dtype dtype;
   uintptr_t begin, end;  // of its addresses
-  double factor;
+  int64_t group;
 
   bool is_memory_of(const Target& other) const {
     return begin == other.begin && end == other.end && dtype == other.dtype && memory.dimensions == other.memory.dimensions;
@@ -134,7 +146,7 @@ struct Target {
 // gapped: tensors whose elements do not lie side by side, one element for each address.
 Target target_of(const Tensor& x, size_t i, std::vector<Tensor>& gapped) {
   const char* op = "scale_grads_";
-  Target target{-1, memory_of(x), dtype_of(x, op), 0, 0, 1};
+  Target target{-1, memory_of(x), dtype_of(x, op), 0, 0, 0};
   int64_t reach = target.memory.elements > 0 ? 1 : 0;  // from the first element past the last
   if (target.memory.dimensions.empty()) reach = target.memory.elements;
   for (size_t d = target.memory.dimensions.size(); d-- > 0 && reach > 0;) {
@@ -155,45 +167,75 @@ Target target_of(const Tensor& x, size_t i, std::vector<Tensor>& gapped) {
   return target;
 }
 
-// The targets of a list by address, those of the same memory as one, whose factor is the product of theirs.
-std::vector<const Target*> merged(std::vector<Target>& targets) {
-  std::vector<Target*> order;
-  for (Target& target : targets)
+// The targets of a list by address, those of the same memory once, and the groups of each.
+struct Merged {
+  std::vector<const Target*> targets;
+  std::vector<camox_grad_listing> listings;
+};
+
+Merged merged(const std::vector<Target>& listed) {
+  std::vector<const Target*> order;
+  for (const Target& target : listed)
     if (target.begin != target.end) order.push_back(&target);
   std::stable_sort(order.begin(), order.end(), [](const Target* a, const Target* b) {
     return a->begin != b->begin ? a->begin < b->begin : a->end < b->end;
   });
-  std::vector<const Target*> found;
-  Target* last = nullptr;
-  for (Target* target : order) {
-    if (last != nullptr && target->is_memory_of(*last))
-      last->factor *= target->factor;
-    else
-      found.push_back(last = target);
+  Merged found;
+  for (const Target* target : order) {
+    if (found.targets.empty() || !target->is_memory_of(*found.targets.back())) found.targets.push_back(target);
+    found.listings.push_back({static_cast<int32_t>(found.targets.size() - 1), static_cast<int32_t>(target->group)});
   }
   return found;
 }
 
-void scale(const Target* const* targets, size_t count, const std::vector<Tensor>& gapped) {
+// Each target of `chosen` on its own.
+std::vector<Merged> one_by_one(const Merged& chosen) {
+  std::vector<Merged> found(chosen.targets.size());
+  for (size_t i = 0; i < found.size(); ++i) found[i].targets.push_back(chosen.targets[i]);
+  for (const camox_grad_listing& listing : chosen.listings) found[listing.grad].listings.push_back({0, listing.group});
+  return found;
+}
+
+// No element belongs to two targets.
+bool are_disjoint(const std::vector<const Target*>& targets) {
+  uintptr_t end = 0;
+  for (const Target* target : targets) {
+    if (target->begin < end) return false;
+    end = target->end;
+  }
+  return true;
+}
+
+void scale(const Merged& chosen, const Tensor& scales, const std::vector<Tensor>& gapped) {
   std::vector<camox_grad> found;
   std::vector<Tensor> copies;
-  found.reserve(count);
-  for (size_t i = 0; i < count; ++i) {
-    const Target& target = *targets[i];
-    if (target.gapped >= 0)
-      found.push_back(run_of(gapped[target.gapped], target.memory, target.dtype, copies));
+  found.reserve(chosen.targets.size());
+  for (const Target* target : chosen.targets)
+    if (target->gapped >= 0)
+      found.push_back(run_of(gapped[target->gapped], target->memory, target->dtype, copies));
     else
-      found.push_back({reinterpret_cast<void*>(target.begin), target.memory.elements, 1, 1, 0, target.dtype});
-    found.back().factor = target.factor;
-  }
+      found.push_back({reinterpret_cast<void*>(target->begin), target->memory.elements, 1, 1, 0, target->dtype});
+  if (found.empty()) return;
   camox_grad_norms_params p{};
-  p.count = static_cast<int64_t>(count), p.groups = 1, p.grads = found.data();
+  p.count = static_cast<int64_t>(found.size()), p.groups = scales.numel(), p.grads = found.data();
   check(camox_grad_norms_check(&p, "scale_grads_"));
-  Plan plan(p);
+#ifdef CAMOX_CUDA_PART
+  p.pieces = camox_grad_norms_pieces(&p);
+  const Tensor table = device_table(p, scales);
+  p.table = table.data_ptr(), p.scales = static_cast<const float*>(scales.data_ptr());
+  p.listings = static_cast<int64_t>(chosen.listings.size()), p.listing = chosen.listings.data();
+  launch(camox_scale_grads_cuda, p, scales, "scale_grads_");
+#else
+  const bool is_double = scales.scalar_type() == ScalarType::Double;
+  for (const camox_grad_listing& listing : chosen.listings)
+    found[listing.grad].factor *= is_double ? static_cast<const double*>(scales.data_ptr())[listing.group]
+                                            : static_cast<const float*>(scales.data_ptr())[listing.group];
+  const Plan plan(p);
   run(camox_scale_grads, p, p.items, CAMOX_GRAD_ITEM);
-  for (size_t i = 0, copy = 0; i < count; ++i)
-    if (targets[i]->gapped >= 0) {
-      Tensor written = gapped[targets[i]->gapped];
+#endif
+  for (size_t i = 0, copy = 0; i < chosen.targets.size(); ++i)
+    if (chosen.targets[i]->gapped >= 0) {
+      Tensor written = gapped[chosen.targets[i]->gapped];
       torch::stable::copy_(written, copies[copy++]);
     }
 }
@@ -208,7 +250,6 @@ void scale_grads_(std::vector<Tensor>& grads, const std::vector<int64_t>& groups
   check_device(given_scales, grads[0], op, "scales");
   const Tensor scales = as_contiguous(given_scales);
   const int64_t num_groups = scales.numel();
-  const bool is_double = scales.scalar_type() == ScalarType::Double;
   std::vector<Target> listed;
   std::vector<Tensor> gapped;
   listed.reserve(grads.size());
@@ -217,22 +258,13 @@ void scale_grads_(std::vector<Tensor>& grads, const std::vector<int64_t>& groups
       throw std::invalid_argument(std::string(op) + ": groups[" + text(static_cast<int64_t>(i)) + "] must be in [0, " +
                                   text(num_groups) + "), got " + text(groups[i]));
     listed.push_back(target_of(grads[i], i, gapped));
-    listed.back().factor = is_double ? static_cast<const double*>(scales.data_ptr())[groups[i]]
-                                     : static_cast<const float*>(scales.data_ptr())[groups[i]];
+    listed.back().group = groups[i];
   }
   grads.clear();
-  const std::vector<const Target*> targets = merged(listed);
-  // Views that share some of their memory are scaled one after the other, or threads would write the same elements.
-  bool disjoint = true;
-  uintptr_t end = 0;
-  for (const Target* target : targets) {
-    disjoint &= end <= target->begin;
-    end = std::max(end, target->end);
-  }
-  if (disjoint)
-    scale(targets.data(), targets.size(), gapped);
-  else
-    for (const Target* target : targets) scale(&target, 1, gapped);
+  const Merged targets = merged(listed);
+  if (are_disjoint(targets.targets)) return scale(targets, scales, gapped);
+  // Views that share some of their memory: threads would write the same elements.
+  for (const Merged& target : one_by_one(targets)) scale(target, scales, gapped);
 }
 
 }  // namespace
