@@ -104,7 +104,7 @@ def scale_grads_(grads: Sequence[torch.Tensor | None], groups: Sequence[int], sc
 
 
 def _given(op: str, grads, groups) -> tuple[Sequence, Sequence]:
-    """The gradients that are there, of DTensors the local part, and their groups; what is in them is not checked yet."""
+    """The gradients that are there, of DTensors the local part, and their groups; what they are is not checked yet."""
     for name, value in (("grads", grads), ("groups", groups)):
         if not isinstance(value, (list, tuple)):
             raise TypeError(f"{op}: {name} must be a list or a tuple, got {type(value).__name__}")
@@ -149,7 +149,6 @@ def _call(op: str, grads, groups, num_groups: int, tensors: Sequence, indices: S
 
 
 def _check_lists(op: str, grads, groups, num_groups: int, scales: torch.Tensor | None) -> None:
-    first = None
     for i, (given, group) in enumerate(zip(grads, groups, strict=True)):
         if isinstance(group, bool) or not isinstance(group, numbers.Integral):
             raise TypeError(f"{op}: groups[{i}] must be an int, got {group!r}")
@@ -157,17 +156,19 @@ def _check_lists(op: str, grads, groups, num_groups: int, scales: torch.Tensor |
             raise ValueError(f"{op}: groups[{i}] must be in [0, {num_groups}), got {group!r}")
         if given is None:
             continue
-        grad = _local(given)
-        _check.tensor(op, f"grads[{i}]", grad)
-        first = grad if first is None else first
-        _check.same_device(op, f"grads[{i}]", grad, first, "the gradients before it")
-    if first is not None and scales is not None:
-        _check.same_device(op, "scales", scales, first, "the gradients")
+        _check.tensor(op, f"grads[{i}]", _local(given))
+    _check_devices(op, [grad for grad in map(_local, grads) if grad is not None], scales)
+
+
+def _check_devices(op: str, tensors, scales: torch.Tensor | None) -> None:
+    for tensor in tensors:
+        _check.same_device(op, "each of grads", tensor, tensors[0], "the first of them")
+    if tensors and scales is not None:
+        _check.same_device(op, "scales", scales, tensors[0], "the gradients")
 
 
 def _fake(grads, groups, num_groups, reduce):
-    for i, grad in enumerate(grads):
-        _check.same_device("grad_group_norms", f"grads[{i}]", grad, grads[0], "the gradients before it")
+    _check_devices("grad_group_norms", grads, None)
     double = any(grad.dtype == torch.float64 for grad in grads)
     return grads[0].new_empty((num_groups,), dtype=torch.float64 if double else torch.float32)
 
@@ -202,5 +203,7 @@ def _vmap_scale(info, in_dims, grads, groups, scales):
 
 torch.library.register_fake("camox_ops::grad_group_norms", _fake)
 torch.library.register_vmap("camox_ops::grad_group_norms", _vmap)
-torch.library.register_fake("camox_ops::scale_grads_", lambda *_: None)
+torch.library.register_fake(
+    "camox_ops::scale_grads_", lambda grads, groups, scales: _check_devices("scale_grads_", grads, scales)
+)
 torch.library.register_vmap("camox_ops::scale_grads_", _vmap_scale)
