@@ -86,6 +86,10 @@ GROUPS = {
     "structure_loss_weighted": Group(
         "`structure_loss` of four outputs, weight given", "structure_loss", "F3Net's function without its pool"
     ),
+    "grad_group_norms": Group(
+        "`grad_group_norms` of 500 gradients", "grad_norms", "`.norm()` of each, `stack`, `index_add_`"
+    ),
+    "scale_grads_": Group("`scale_grads_` of 500 gradients", "grad_norms", "`mul_` of each"),
     "rope_interleaved": Group("`rope(interleaved=True)`", "rope", "rotation in tensor ops, tables ready"),
     "rope_half_split": Group("`rope`", "rope", "rotation in tensor ops, tables ready"),
     "linear_attention_sum": Group(

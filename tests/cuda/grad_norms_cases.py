@@ -1,4 +1,4 @@
-"""grad_group_norms and scale_grads_ in the emulator: launchers of csrc/grad_norms/grad_norms_cuda.cu on guarded memory."""
+"""grad_group_norms and scale_grads_ in the emulator: the launchers of csrc/grad_norms on guarded memory."""
 
 from __future__ import annotations
 
