@@ -17,6 +17,7 @@ from .ops.bands import frequency_bands
 from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.box import box_mean, structure_weight
 from .ops.edge import edge_maps
+from .ops.grad_norms import grad_group_norms, scale_grads_
 from .ops.linear_attention import MOST_DIM, linear_attention, linear_attention_packed
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
@@ -113,6 +114,14 @@ def heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...
     """q, k and v as (B, H, T, D), D as large as linear_attention takes it at most."""
     shape = (*shape[:3], min(shape[3], MOST_DIM))
     return tuple(torch.randn((3, *shape), generator=torch.Generator().manual_seed(0)).to(dtype))
+
+
+def norms_and_copy(norms, scale_, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x times its norm and that of a part of it, and times factors that do not fit any other group."""
+    found = norms([x.detach(), x[:1].detach()], [0, 1], 2)
+    scaled = x.detach().clone()
+    scale_([scaled, scaled], [0, 1], torch.tensor([0.75, 3.0], device=x.device))
+    return x * found.sum().to(x.dtype), scaled * x
 
 
 def packed_heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor]:
@@ -324,6 +333,12 @@ OPS = (
         heads=True,
         offset=False,
         half_slack=2**-19,
+    ),
+    Op(  # without a gradient: beside x
+        "grad_group_norms scale_grads_",
+        lambda x: norms_and_copy(grad_group_norms, scale_grads_, x),
+        lambda x: norms_and_copy(reference.grad_group_norms, reference.scale_grads_, x),
+        image,
     ),
     Op(
         "rope",

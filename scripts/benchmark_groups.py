@@ -91,6 +91,10 @@ GROUPS = {
     "linear_cross_entropy": Group(
         "`linear_cross_entropy`", "linear_cross_entropy", "`F.cross_entropy(F.linear(x, weight), target)`"
     ),
+    "grad_group_norms": Group(
+        "`grad_group_norms` of 500 gradients", "grad_norms", "`.norm()` of each, `stack`, `index_add_`"
+    ),
+    "scale_grads_": Group("`scale_grads_` of 500 gradients", "grad_norms", "`mul_` of each"),
     "rope_interleaved": Group("`rope(interleaved=True)`", "rope", "rotation in tensor ops, tables ready"),
     "rope_half_split": Group("`rope`", "rope", "rotation in tensor ops, tables ready"),
     "linear_attention_sum": Group(

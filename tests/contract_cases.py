@@ -216,6 +216,35 @@ STRUCTURE_LOSS = (
     ),
 )
 
+
+def norms_by_group(function, x):
+    return function([x, x[:1], None, x], [0, 2, 1, 0], 4, reduce="l2")
+
+
+def scaled_copy(function, x):
+    with torch.no_grad():
+        y = x.clone()
+        function([y, None, y], [0, 1, 2], torch.tensor([0.5, 3.0, 0.7], device=x.device))
+    return y
+
+
+GRAD_NORMS = (  # neither has a gradient
+    of_images(
+        name="grad_group_norms",
+        variant="beside box_mean",
+        ours=lambda x: (norms_by_group(cx.grad_group_norms, x), cx.box_mean(x, 3)),
+        plain=lambda x: (norms_by_group(reference.grad_group_norms, x.detach()), reference.box_mean(x, 3)),
+        near_in_layouts=(0,),
+    ),
+    of_images(
+        name="scale_grads_",
+        variant="beside box_mean",
+        ours=lambda x: (scaled_copy(cx.scale_grads_, x), cx.box_mean(x, 3))[::-1],
+        plain=lambda x: (scaled_copy(reference.scale_grads_, x), reference.box_mean(x, 3))[::-1],
+        states=1,
+    ),
+)
+
 ONE_IMAGE = tuple(
     of_images(
         name=name,
@@ -888,6 +917,7 @@ CASES = (
     *BOX,
     *STRUCTURE_LOSS,
     *LINEAR_CROSS_ENTROPY,
+    *GRAD_NORMS,
     *ONE_IMAGE,
     *NORM2D,
     *ROWS,

@@ -528,7 +528,7 @@ def test_forward_mode_is_refused(case):
 
         with pytest.raises(NotImplementedError, match=f"{name}: forward-mode AD is not implemented"):
             torch.func.jvp(of_input, (inputs[i],), (inputs[i],))
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"\w+ carries a tangent"):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"\w+(\[\d+\])? carries a tangent"):
             of_input(forward_ad.make_dual(inputs[i], inputs[i]))
 
 

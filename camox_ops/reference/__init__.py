@@ -18,6 +18,7 @@ from .dropout import (
     sparse_gate_backward,
 )
 from .edge import edge_maps, edge_maps_backward
+from .grad_norms import grad_group_norms, scale_grads_
 from .linear_attention import linear_attention
 from .linear_cross_entropy import linear_cross_entropy
 from .moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
@@ -43,6 +44,7 @@ __all__ = [
     "edge_maps_backward",
     "frequency_bands",
     "frequency_bands_backward",
+    "grad_group_norms",
     "layer_norm2d",
     "layer_norm2d_backward",
     "linear_attention",
@@ -54,6 +56,7 @@ __all__ = [
     "philox4x32",
     "rope",
     "rope_backward",
+    "scale_grads_",
     "short_attention",
     "short_attention_backward",
     "sparse_gate",

@@ -1,0 +1,86 @@
+"""grad_group_norms and scale_grads_ of 500 gradients of 8 million elements in 41 groups.
+
+The sizes are those of small transformer blocks: matrices, and as many vectors. The eager side of the norms is one
+``.norm()`` for each gradient, stacked, and summed by group; a peer uses ``torch._foreach_norm``. That of the scaling is
+one ``mul_`` for each gradient by its factor, whose peer is ``torch._foreach_mul_``. Ideal bytes: each gradient read
+once, and written once by the scaling.
+"""
+
+import torch
+
+from benchmarks.common import Case, camox_attr, random_tensor
+
+SHAPE = (500, 41)  # gradients, groups
+SIZES = [n for n in (31744, 256) for _ in range(SHAPE[0] // 2)]
+ELEMENTS = sum(SIZES)
+
+
+def inputs_of(dtype):
+    """Gradients, large and small ones by turns, and the group of each."""
+    sizes = [size for pair in zip(SIZES[: SHAPE[0] // 2], SIZES[SHAPE[0] // 2 :], strict=True) for size in pair]
+    grads = [random_tensor((size,), dtype=dtype, seed=i) for i, size in enumerate(sizes)]
+    return (*grads, torch.arange(SHAPE[0]) * SHAPE[1] // SHAPE[0])
+
+
+def by_group(norms, groups):
+    return torch.zeros(SHAPE[1], dtype=norms.dtype).index_add_(0, groups, norms)
+
+
+def norms_case(dtype) -> Case:
+    def candidates():
+        op = camox_attr("grad_group_norms")
+        groups = (torch.arange(SHAPE[0]) * SHAPE[1] // SHAPE[0]).tolist()
+        return {
+            "camox": lambda *inputs: op(inputs[:-1], groups, SHAPE[1]),
+            "eager": lambda *inputs: by_group(torch.stack([g.norm() for g in inputs[:-1]]), inputs[-1]),
+            "foreach": lambda *inputs: by_group(torch.stack(torch._foreach_norm(inputs[:-1])), inputs[-1]),
+            "compile": None,
+        }
+
+    return Case(
+        group="grad_group_norms",
+        shape=SHAPE,
+        make_inputs=lambda: inputs_of(dtype),
+        candidates=candidates,
+        dtype=dtype,
+        floor_bytes=ELEMENTS * dtype.itemsize,
+        quick=True,
+    )
+
+
+def scale_case(dtype) -> Case:
+    """Factors so near 1 that no number of rounds takes a gradient to 0 or inf, and none that is exactly 1."""
+
+    def candidates():
+        op = camox_attr("scale_grads_")
+        groups = (torch.arange(SHAPE[0]) * SHAPE[1] // SHAPE[0]).tolist()
+        scales = torch.full((SHAPE[1],), 1 + 2**-20)
+
+        def camox(*inputs):
+            op(inputs[:-1], groups, scales)
+            return inputs[0]
+
+        def eager(*inputs):
+            for grad, group in zip(inputs[:-1], groups, strict=True):
+                grad.mul_(scales[group])
+            return inputs[0]
+
+        def foreach(*inputs):
+            torch._foreach_mul_(inputs[:-1], scales[0])
+            return inputs[0]
+
+        return {"camox": camox, "eager": eager, "foreach": foreach, "compile": None}
+
+    return Case(
+        group="scale_grads_",
+        shape=SHAPE,
+        make_inputs=lambda: inputs_of(dtype),
+        candidates=candidates,
+        dtype=dtype,
+        floor_bytes=2 * ELEMENTS * dtype.itemsize,
+        verify=lambda numbers, inputs: None if numbers["output0"].isfinite().all() else "a gradient is not finite",
+    )
+
+
+def cases() -> list[Case]:
+    return [make(dtype) for dtype in (torch.float32, torch.bfloat16) for make in (norms_case, scale_case)]
