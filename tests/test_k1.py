@@ -322,8 +322,8 @@ def write_texts(folder):
 def test_texts_of_a_folder(tmp_path):
     found = data.texts(write_texts(tmp_path / "texts"))
     assert list(found) == ["letters", "numbers"] and len(found["numbers"]) == 12
-    corpus = data.build_corpus(found, 14)
-    assert corpus.words[:4] == list(data.SPECIAL) and len(corpus.words) == 14
+    corpus = data.build_corpus(found, 17)
+    assert corpus.words[:4] == list(data.SPECIAL) and len(corpus.words) == 17
     assert len(corpus.held_out["letters"]) == 180 and len(corpus.training["letters"]) == 1620
     shown = [corpus.words[index] for index in corpus.training["letters"][:6]]
     assert shown == ["a", "b", ",", "c", "d", "."]

@@ -9,7 +9,7 @@ from matplotlib.patches import Circle, Wedge
 from ..common import report as _  # noqa: F401  chooses matplotlib's backend
 
 SHOWN = 12  # rows of the table
-COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
+COLOURS = ("#1b9e77", "#e6ab02", "#3b6fb6", "#c2448b", "#7a9a2f", "#8c564b", "#17a2b8", "#666666")
 UNUSED = "#c8c8c8"
 
 
