@@ -16,6 +16,7 @@ from .ops.bias_gelu import bias_gelu
 from .ops.box import box_mean, structure_weight
 from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
+from .ops.grad_norms import grad_group_norms, scale_grads_
 from .ops.linear_attention import linear_attention, linear_attention_step
 from .ops.moe import Routing, moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
@@ -42,6 +43,7 @@ __all__ = [
     "edge_maps",
     "explain",
     "frequency_bands",
+    "grad_group_norms",
     "isa",
     "layer_norm2d",
     "linear_attention",
@@ -56,6 +58,7 @@ __all__ = [
     "reference",
     "rope",
     "rope_tables",
+    "scale_grads_",
     "short_attention",
     "sparse_gate",
     "spatial_gradient",

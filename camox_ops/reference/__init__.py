@@ -18,6 +18,7 @@ from .dropout import (
     sparse_gate_backward,
 )
 from .edge import edge_maps, edge_maps_backward
+from .grad_norms import grad_group_norms, scale_grads_
 from .linear_attention import linear_attention
 from .moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .norm2d import layer_norm2d, layer_norm2d_backward
@@ -42,6 +43,7 @@ __all__ = [
     "edge_maps_backward",
     "frequency_bands",
     "frequency_bands_backward",
+    "grad_group_norms",
     "layer_norm2d",
     "layer_norm2d_backward",
     "linear_attention",
@@ -52,6 +54,7 @@ __all__ = [
     "philox4x32",
     "rope",
     "rope_backward",
+    "scale_grads_",
     "short_attention",
     "short_attention_backward",
     "sparse_gate",
