@@ -18,6 +18,7 @@ from .ops.dropout import dropout, dropout_add_layer_norm, sparse_gate
 from .ops.edge import EdgeMaps, edge_maps
 from .ops.grad_norms import grad_group_norms, scale_grads_
 from .ops.linear_attention import linear_attention, linear_attention_step
+from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.moe import Routing, moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
@@ -48,6 +49,7 @@ __all__ = [
     "layer_norm2d",
     "linear_attention",
     "linear_attention_step",
+    "linear_cross_entropy",
     "moe_aux_loss",
     "moe_combine",
     "moe_dispatch",

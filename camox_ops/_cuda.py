@@ -88,6 +88,7 @@ DEVICE_ERRORS = {
     1: "rope: positions or cu_seqlens gave a token a position that is negative or past cos and sin; its rows are NaN",
     2: "moe_route: logits held NaN; the weights of their rows are NaN",
     4: "moe: a routing's experts, offsets or position lay out of bounds; what was made with them is NaN",
+    8: "linear_cross_entropy: target had rows with no class of the weight, nor ignore_index; their losses are NaN",
 }
 
 

@@ -31,6 +31,12 @@ def enumerators(header: str, enum: str) -> dict[str, int]:
         (_codes.BCES, "structure_loss/structure_loss.h", "camox_bce", "bce_"),
         (_codes.REDUCTIONS, "structure_loss/structure_loss.h", "camox_reduction", "reduce_"),
         (_codes.GROUP_REDUCTIONS, "grad_norms/grad_norms.h", "camox_group_reduce", "group_"),
+        (
+            _codes.LOSS_REDUCTIONS,
+            "linear_cross_entropy/linear_cross_entropy.h",
+            "camox_loss_reduction",
+            "loss_",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("camox") else "",
 )

@@ -26,6 +26,8 @@ REDUCTIONS = {"mean": 0, "sum": 1, "none": 2}
 """camox_reduction of csrc/structure_loss/structure_loss.h"""
 GROUP_REDUCTIONS = {"sum_of_norms": 0, "l2": 1}
 """camox_group_reduce of csrc/grad_norms/grad_norms.h"""
+LOSS_REDUCTIONS = {"mean": 0, "sum": 1, "none": 2}
+"""camox_loss_reduction of csrc/linear_cross_entropy/linear_cross_entropy.h"""
 
 
 def code_of(op: str, name: str, value: str, codes: dict[str, int]) -> int:

@@ -1,0 +1,137 @@
+"""linear_cross_entropy: the cross entropy of a linear layer, whose logits never exist as a whole."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+
+from . import _check
+from ._codes import LOSS_REDUCTIONS, code_of
+from ._register import register, register_last_derivative
+
+OP = "linear_cross_entropy"
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """F.cross_entropy(x @ weight.T + bias, target), with logits that exist a block at a time.
+
+    Args:
+        x: (rows, D), float32, bfloat16, float16 or float64; any strides.
+        weight: (V, D), a row for each of V classes, in x's dtype; beside x in a half type also float32, and x is then
+            read as float32.
+        target: (rows,), int64: the class of each row, in [0, V), or ignore_index.
+        bias: (V,) or None, in x's dtype or the one computed in.
+        ignore_index: rows with this target have no loss, no gradient, and do not count in the mean.
+        label_smoothing: in [0, 1]: the part of the target that is spread evenly over all classes.
+        reduction: "mean" over the rows that are not ignored (NaN where all are, as in PyTorch), "sum", or "none": a
+            loss for each row, 0 where it is ignored.
+
+    Returns:
+        A number, or (rows,), in float32 (float64 for float64), whatever the dtype of x. Everything is computed in that
+        dtype, logits are not rounded; each gradient is rounded once. Autocast casts x, weight and bias to its dtype, as
+        it does for F.linear.
+
+    Saved for backward: x, weight, bias and target themselves, and a number for each row, the logarithm of its sum of
+    exponentials, from which backward computes the logits again. Second derivatives and forward-mode AD raise
+    NotImplementedError. The same bits on every run and for any number of threads.
+
+    On CUDA a row whose target is no class becomes NaN, and camox_ops.check_errors() raises.
+
+    Raises:
+        TypeError: x, weight or bias is not a dense tensor of one of these dtypes, target not one of int64; ignore_index
+            or label_smoothing is not a number.
+        ValueError: shapes or devices that do not fit; label_smoothing outside [0, 1]; an unknown reduction; a target
+            that is no class (on the CPU)."""
+    _matrix("x", x)
+    _matrix("weight", weight)
+    if weight.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"{OP}: weight must have shape (V, {x.shape[1]}), a column for each of x's, got {tuple(weight.shape)}"
+        )
+    _check.tensor(OP, "target", target, dtypes=(torch.int64,))
+    if target.shape != x.shape[:1]:
+        raise ValueError(
+            f"{OP}: target must have shape ({x.shape[0]},), one class per row of x, got {tuple(target.shape)}"
+        )
+    for name, value in (("weight", weight), ("target", target)):
+        _check.same_device(OP, name, value, x)
+    if bias is not None:
+        _check.tensor(OP, "bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"{OP}: bias must have shape ({weight.shape[0]},), one element per row of weight, "
+                f"got {tuple(bias.shape)}"
+            )
+        _check.same_device(OP, "bias", bias, x)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+        raise TypeError(f"{OP}: ignore_index must be an int, got {ignore_index!r}")
+    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, numbers.Real):
+        raise TypeError(f"{OP}: label_smoothing must be a number, got {label_smoothing!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{OP}: label_smoothing must be in [0, 1], got {label_smoothing!r}")
+    code = code_of(OP, "reduction", reduction, LOSS_REDUCTIONS)
+    x, weight, bias = _check.autocast(x, weight, bias)
+    real = _check.computed_in(x)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.dtype not in (x.dtype, real):
+            names = _check.dtype_names(x.dtype, real)
+            raise TypeError(f"{OP}: {name} must have dtype {names}, got {_check.dtype_names(value.dtype)}")
+    if weight.dtype != x.dtype:
+        x = x.to(real)
+    if bias is not None:
+        bias = bias.to(real)
+    return _linear_cross_entropy(x, weight, target, bias, int(ignore_index), float(label_smoothing), code)[0]
+
+
+def _matrix(name: str, value) -> None:
+    _check.tensor(OP, name, value)
+    if value.dim() != 2:
+        raise ValueError(f"{OP}: {name} must have 2 dimensions, got shape {tuple(value.shape)}")
+
+
+def _fake(x, weight, target, bias, ignore_index, label_smoothing, reduction):
+    real = _check.computed_in(x)
+    rows = x.shape[:1]
+    loss = x.new_empty(rows if reduction == LOSS_REDUCTIONS["none"] else (), dtype=real)
+    return loss, x.new_empty(rows, dtype=real)
+
+
+def _save(ctx, inputs, output):
+    x, weight, target, bias, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, target, bias, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, _):
+    if grad is None:
+        return (None,) * 7
+    x, weight, target, bias, lse = ctx.saved_tensors
+    needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+    grads = _linear_cross_entropy_backward(grad, x, weight, target, bias, lse, *ctx.options, *needed)
+    grad_x, grad_weight, grad_bias = (g if need else None for g, need in zip(grads, needed, strict=True))
+    return grad_x, grad_weight, None, grad_bias, None, None, None
+
+
+def _fake_backward(
+    grad, x, weight, target, bias, lse, ignore_index, label_smoothing, reduction, needs_x, needs_weight, needs_bias
+):
+    return (
+        x.new_empty(x.shape if needs_x else (0, 0)),
+        x.new_empty(weight.shape if needs_weight else (0, 0)),
+        lse.new_empty(weight.shape[:1] if needs_bias else (0,)),
+    )
+
+
+_linear_cross_entropy = register(OP, fake=_fake, setup_context=_save, backward=_backward)
+_linear_cross_entropy_backward = register_last_derivative(OP, fake=_fake_backward)

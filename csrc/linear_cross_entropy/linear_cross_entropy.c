@@ -1,0 +1,89 @@
+/* Checks, the order of steps and the table of variants. */
+#include "linear_cross_entropy.h"
+
+#include "../common/check.h"
+#include "../common/kernel_table.h"
+#include "linear_cross_entropy_plan.h"
+
+int camox_linear_cross_entropy_check(const camox_linear_cross_entropy_params *p, const char *op) {
+  const int64_t x[2] = {p->rows, p->depth}, weight[2] = {p->classes, p->depth};
+  CAMOX_REQUIRE(camox_check_dtype(op, (int)p->dtype));
+  if (p->reduction < CAMOX_LOSS_MEAN || p->reduction > CAMOX_LOSS_NONE)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: unknown reduction code %d", op, (int)p->reduction);
+  if (!(p->smoothing >= 0 && p->smoothing <= 1))
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: label_smoothing must be in [0, 1], got %g", op, p->smoothing);
+  CAMOX_REQUIRE(camox_check_sizes(op, "x", x, 2));
+  return camox_check_sizes(op, "weight", weight, 2);
+}
+
+#ifndef CAMOX_CUDA_PART
+CAMOX_KERNEL_TABLE(camox_linear_cross_entropy_kernel, camox_linear_cross_entropy, camox_linear_cross_entropy_kernel)
+
+int camox_linear_cross_entropy_check_targets(const camox_linear_cross_entropy_params *p, const char *op) {
+  for (int64_t row = 0; row < p->rows; ++row) {
+    const int64_t target = p->target[row];
+    if ((target < 0 || target >= p->classes) && target != p->ignore_index)
+      return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: target must be in [0, %lld) or ignore_index %lld, got %lld in row %lld",
+                        op, (long long)p->classes, (long long)p->ignore_index, (long long)target, (long long)row);
+  }
+  return CAMOX_OK;
+}
+
+/* The steps of each direction: before the blocks of logits, for each block of classes, for each block of rows in it, after a
+   block of classes, after all. */
+static const int forward_steps[] = {CAMOX_LCE_STAGE_X, CAMOX_LCE_STAGE_WEIGHT, CAMOX_LCE_STATISTICS, CAMOX_LCE_LOSS,
+                                    CAMOX_LCE_DONE};
+static const int backward_steps[] = {CAMOX_LCE_ROW_GRADS,    CAMOX_LCE_STAGE_X,     CAMOX_LCE_STAGE_WEIGHT,
+                                     CAMOX_LCE_SOFTMAX,      CAMOX_LCE_GRAD_WEIGHT, CAMOX_LCE_GRAD_X,
+                                     CAMOX_LCE_STORE_WEIGHT, CAMOX_LCE_STORE_X,     CAMOX_LCE_DONE};
+
+static int following(const camox_linear_cross_entropy_params *p) {
+  const int *steps = p->backward ? backward_steps : forward_steps;
+  while (*steps != p->step) ++steps;
+  return steps[1];
+}
+
+void camox_linear_cross_entropy_begin(camox_linear_cross_entropy_params *p) {
+  p->step = p->backward ? CAMOX_LCE_ROW_GRADS : CAMOX_LCE_STAGE_X;
+  p->row0 = p->class0 = 0;
+}
+
+void camox_linear_cross_entropy_next(camox_linear_cross_entropy_params *p) {
+  const camox_lce_plan plan = camox_lce_plan_of(p);
+  const int last_of_rows = CAMOX_LCE_GRAD_X, last_of_classes = p->backward ? CAMOX_LCE_STORE_WEIGHT : CAMOX_LCE_STATISTICS;
+  if (p->step == last_of_rows && p->row0 + plan.block_rows < p->rows) {
+    p->row0 += plan.block_rows, p->step = CAMOX_LCE_SOFTMAX;
+  } else if (p->step == last_of_classes && p->class0 + plan.block_classes < p->classes) {
+    p->class0 += plan.block_classes, p->row0 = 0, p->step = CAMOX_LCE_STAGE_WEIGHT;
+  } else {
+    p->step = following(p);
+  }
+}
+
+int64_t camox_linear_cross_entropy_items(const camox_linear_cross_entropy_params *p) {
+  const camox_lce_plan plan = camox_lce_plan_of(p);
+  const int64_t rows = camox_lce_rows(p, &plan), classes = camox_lce_classes(p, &plan);
+  const int64_t tiles = camox_ceil_div(rows, CAMOX_LCE_TILE_ROWS) * camox_ceil_div(classes, CAMOX_LCE_TILE_CLASSES);
+  switch (p->step) {
+    case CAMOX_LCE_STAGE_X: return plan.direct ? 0 : plan.row_tiles;
+    case CAMOX_LCE_STAGE_WEIGHT: return plan.direct ? 0 : camox_ceil_div(classes, CAMOX_LCE_TILE_ROWS);
+    case CAMOX_LCE_STATISTICS:
+    case CAMOX_LCE_SOFTMAX: return tiles;
+    case CAMOX_LCE_GRAD_WEIGHT:
+      return p->grad_weight || p->grad_bias ? camox_ceil_div(classes, camox_lce_product_rows(p, classes)) : 0;
+    case CAMOX_LCE_GRAD_X: return p->grad_x ? camox_ceil_div(rows, camox_lce_product_rows(p, rows)) : 0;
+    case CAMOX_LCE_STORE_WEIGHT: return plan.direct || !p->grad_weight ? 0 : camox_ceil_div(classes, CAMOX_LCE_TILE_ROWS);
+    case CAMOX_LCE_STORE_X: return plan.direct || !p->grad_x ? 0 : plan.row_tiles;
+    default: return 1;
+  }
+}
+
+int64_t camox_linear_cross_entropy_shared(const camox_linear_cross_entropy_params *p) {
+  const camox_lce_plan plan = camox_lce_plan_of(p);
+  return plan.end * plan.real;
+}
+
+int64_t camox_linear_cross_entropy_scratch(void) {
+  return CAMOX_SGEMM_SCRATCH_BYTES + 8 * CAMOX_LCE_TILE_ROWS * (CAMOX_LCE_TILE_CLASSES + CAMOX_LCE_PAD);
+}
+#endif

@@ -1,0 +1,97 @@
+/* linear_cross_entropy: the cross entropy of a linear layer's logits, which exist a block at a time.
+
+   x (R,D), weight (V,D), bias (V) or none, target (R) in 0 ... V-1 or ignore_index; label smoothing s:
+     z = x weight^T + bias                                 [R,V], never in memory as a whole
+     lse[i] = log(sum over j of exp(z[i,j]))
+     row[i] = lse[i] - (1-s) z[i,target[i]] - s mean(z[i])      0 where target[i] is ignore_index
+     loss: row (NONE), its sum (SUM), or its sum / number of targets that are not ignored (MEAN; NaN of none, as in PyTorch)
+   backward  with g the gradient of row[i], 0 where it is ignored:
+     dz[i,j] = g[i] (exp(z[i,j] - lse[i]) - s / V - (1-s) [j = target[i]])
+     grad_x = dz weight      grad_weight = dz^T x      grad_bias[j] = sum over i of dz[i,j]
+   dtypes    x and weight float32, bfloat16, float16 computed in float32, float64 in float64; bias, lse and loss in the dtype
+             computed in. Each gradient is rounded once. Rows of x and weight have any strides.
+   saved     x, weight, bias, target and lse.
+   errors    CAMOX_INVALID_ARGUMENT: unknown dtype or reduction, smoothing outside [0, 1], a negative size; a target that is
+             no class (CPU; a CUDA kernel writes NaN for its row and sets CAMOX_ERROR_CROSS_ENTROPY_TARGET).
+   source    E. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), for the recomputed logits. */
+#ifndef CAMOX_LINEAR_CROSS_ENTROPY_H
+#define CAMOX_LINEAR_CROSS_ENTROPY_H
+
+#include "../common/isa.h"
+#include "../common/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum { CAMOX_LOSS_MEAN = 0, CAMOX_LOSS_SUM = 1, CAMOX_LOSS_NONE = 2 } camox_loss_reduction;
+
+typedef struct {
+  camox_dtype dtype;
+  camox_loss_reduction reduction;
+  int64_t rows, depth, classes; /* R, D, V */
+  int64_t ignore_index;
+  double smoothing;
+  const void *x, *weight;
+  int64_t x_stride[2], weight_stride[2];
+  const void *bias;      /* [V] in the dtype computed in, like all that follows but the gradients; may be NULL */
+  const int64_t *target; /* [R] */
+  void *lse;             /* [R]; forward writes, backward reads */
+  void *loss;            /* forward: [R], or one number where it is reduced */
+  const void *grad;      /* backward: the incoming gradient, as loss */
+  /* backward: dense, x's dtype; NULL where a gradient is not needed. */
+  void *grad_x, *grad_weight;
+  void *grad_bias; /* the dtype computed in */
+
+  /* Set by camox_linear_cross_entropy_begin and _next. */
+  int64_t threads;      /* that share the work items; results do not depend on it */
+  int backward;         /* which of the two directions */
+  int step;             /* camox_linear_cross_entropy_step */
+  int64_t row0, class0; /* the block of logits that the step works on */
+  void *shared;         /* scratch of the call: camox_linear_cross_entropy_shared bytes */
+  void *scratch;        /* of the thread: camox_linear_cross_entropy_scratch bytes, aligned to 64 */
+  uint32_t *error_word; /* CUDA: of the device, may be NULL */
+} camox_linear_cross_entropy_params;
+
+/* What a call does, one step after the other, each shared by threads. */
+enum {
+  CAMOX_LCE_STAGE_X,      /* x in the dtype computed in, where it is not read in place */
+  CAMOX_LCE_STAGE_WEIGHT, /* the same of a block of classes of the weight */
+  CAMOX_LCE_STATISTICS,   /* forward: tiles of a block of logits -> each row's maximum, sum of exp, sum, target's logit */
+  CAMOX_LCE_LOSS,         /* forward: lse and loss of these */
+  CAMOX_LCE_ROW_GRADS,    /* backward: g */
+  CAMOX_LCE_SOFTMAX,      /* backward: tiles of a block of logits -> dz */
+  CAMOX_LCE_GRAD_WEIGHT,  /* backward: a block of dz^T x, and of the bias' gradient */
+  CAMOX_LCE_GRAD_X,       /* backward: dz times a block of the weight */
+  CAMOX_LCE_STORE_WEIGHT, /* backward: the block's gradient rounded, where it is not summed in place */
+  CAMOX_LCE_STORE_X,
+  CAMOX_LCE_DONE
+};
+
+/* Validates all arguments; nothing has been written when it fails. */
+int camox_linear_cross_entropy_check(const camox_linear_cross_entropy_params *p, const char *op);
+
+/* Whether every target is a class or ignored. */
+int camox_linear_cross_entropy_check_targets(const camox_linear_cross_entropy_params *p, const char *op);
+
+/* for (begin(p); p->step != CAMOX_LCE_DONE; next(p)) kernel(p, 0, items(p)) */
+void camox_linear_cross_entropy_begin(camox_linear_cross_entropy_params *p);
+void camox_linear_cross_entropy_next(camox_linear_cross_entropy_params *p);
+int64_t camox_linear_cross_entropy_items(const camox_linear_cross_entropy_params *p);
+int64_t camox_linear_cross_entropy_shared(const camox_linear_cross_entropy_params *p);
+int64_t camox_linear_cross_entropy_scratch(void);
+
+typedef void camox_linear_cross_entropy_kernel(const camox_linear_cross_entropy_params *p, int64_t begin, int64_t end);
+
+/* The variant for this dtype on this instruction set, of every step. */
+camox_linear_cross_entropy_kernel *camox_linear_cross_entropy(camox_dtype dtype, camox_isa isa);
+
+/* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
+int64_t camox_linear_cross_entropy_cuda_shared(const camox_linear_cross_entropy_params *p);
+int camox_linear_cross_entropy_cuda(const camox_linear_cross_entropy_params *p, void *stream);
+int camox_linear_cross_entropy_backward_cuda(const camox_linear_cross_entropy_params *p, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,148 @@
+// Schemas and entries of linear_cross_entropy.
+#include <algorithm>
+
+#include "../common/torch_util.h"
+#include "linear_cross_entropy.h"
+
+namespace {
+
+using namespace camox;
+
+constexpr const char* forward_op = "linear_cross_entropy";
+constexpr const char* backward_op = "linear_cross_entropy_backward";
+
+// The arguments that both directions share.
+struct Arguments {
+  const Tensor &x, &weight, &target;
+  const OptionalTensor& bias;
+  int64_t ignore_index;
+  double label_smoothing;
+  int64_t reduction;
+};
+
+void check_matrix(const Tensor& x, const char* op, const char* name) {
+  if (x.dim() == 2) return;
+  throw std::invalid_argument(std::string(op) + ": " + name + " must have 2 dimensions, got " + std::to_string(x.dim()));
+}
+
+void check_length(const Tensor& v, int64_t length, const char* op, const char* name) {
+  if (v.dim() != 1 || v.size(0) != length)
+    throw std::invalid_argument(std::string(op) + ": " + name + " must have shape (" + std::to_string(length) + ",), got " +
+                                std::to_string(v.numel()) + " elements in " + std::to_string(v.dim()) + " dimensions");
+}
+
+camox_linear_cross_entropy_params params_of(const Arguments& a, const char* op) {
+  check_matrix(a.x, op, "x");
+  check_matrix(a.weight, op, "weight");
+  check_dtype_and_device(a.weight, a.x, op, "weight");
+  camox_linear_cross_entropy_params p{};
+  p.dtype = dtype_of(a.x, op);
+  p.rows = a.x.size(0), p.depth = a.x.size(1), p.classes = a.weight.size(0);
+  if (a.weight.size(1) != p.depth)
+    throw std::invalid_argument(std::string(op) + ": weight must have " + std::to_string(p.depth) + " columns as x, got " +
+                                std::to_string(a.weight.size(1)));
+  check_length(a.target, p.rows, op, "target");
+  check_device(a.target, a.x, op, "target");
+  if (a.target.scalar_type() != torch::headeronly::ScalarType::Long)
+    throw std::invalid_argument(std::string(op) + ": target must have dtype int64");
+  if (a.bias.has_value()) {
+    check_real(*a.bias, a.x, 1, op, "bias");
+    check_length(*a.bias, p.classes, op, "bias");
+    p.bias = a.bias->data_ptr();
+  }
+  p.reduction = code_of(a.reduction, CAMOX_LOSS_NONE, op, "reduction");
+  p.smoothing = a.label_smoothing, p.ignore_index = a.ignore_index;
+  p.x = a.x.data_ptr(), p.weight = a.weight.data_ptr(), p.target = static_cast<const int64_t*>(a.target.data_ptr());
+  for (int64_t d = 0; d < 2; ++d) p.x_stride[d] = a.x.stride(d), p.weight_stride[d] = a.weight.stride(d);
+  check(camox_linear_cross_entropy_check(&p, op));
+  return p;
+}
+
+OptionalTensor as_contiguous(const OptionalTensor& x) {
+  if (!x.has_value()) return x;
+  return camox::as_contiguous(*x);
+}
+
+// One direction, with the memory that its kernels share.
+void compute(camox_linear_cross_entropy_params& p, const Tensor& like) {
+  const char* op = p.backward ? backward_op : forward_op;
+#ifdef CAMOX_CUDA_PART
+  const int64_t shared_bytes = camox_linear_cross_entropy_cuda_shared(&p);
+#else
+  check(camox_linear_cross_entropy_check_targets(&p, op));
+  p.threads = torch::stable::get_num_threads();
+  const int64_t shared_bytes = camox_linear_cross_entropy_shared(&p);
+#endif
+  const std::array<int64_t, 1> bytes = {std::max<int64_t>(shared_bytes, 1)};
+  Tensor shared = empty_contiguous(like, aoti_torch_dtype_uint8(), 1, bytes.data());
+  p.shared = shared.data_ptr();
+#ifdef CAMOX_CUDA_PART
+  launch_with_error_word(p.backward ? camox_linear_cross_entropy_backward_cuda : camox_linear_cross_entropy_cuda, p, like, op);
+#else
+  camox_linear_cross_entropy_kernel* const kernel = camox_linear_cross_entropy(p.dtype, camox_isa_current());
+  constexpr int64_t item_cost = 1 << 20;  // each is worth a thread
+  for (camox_linear_cross_entropy_begin(&p); p.step != CAMOX_LCE_DONE; camox_linear_cross_entropy_next(&p))
+    run_with_scratch(kernel, p, camox_linear_cross_entropy_items(&p), item_cost, camox_linear_cross_entropy_scratch());
+#endif
+}
+
+std::tuple<Tensor, Tensor> linear_cross_entropy(const Tensor& given_x, const Tensor& given_weight, const Tensor& given_target,
+                                                OptionalTensor given_bias, int64_t ignore_index, double label_smoothing,
+                                                int64_t reduction) {
+  Tensor target = camox::as_contiguous(given_target);
+  OptionalTensor bias = as_contiguous(given_bias);
+  camox_linear_cross_entropy_params p =
+      params_of({given_x, given_weight, target, bias, ignore_index, label_smoothing, reduction}, forward_op);
+  Tensor lse = empty_real(given_x, {p.rows});
+  Tensor loss = p.reduction == CAMOX_LOSS_NONE ? empty_real(given_x, {p.rows}) : empty_real(given_x, {});
+  p.lse = lse.data_ptr(), p.loss = loss.data_ptr();
+  compute(p, given_x);
+  return {loss, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(const Tensor& given_grad, const Tensor& x,
+                                                                 const Tensor& weight, const Tensor& given_target,
+                                                                 OptionalTensor given_bias, const Tensor& given_lse,
+                                                                 int64_t ignore_index, double label_smoothing,
+                                                                 int64_t reduction, bool needs_x, bool needs_weight,
+                                                                 bool needs_bias) {
+  const char* op = backward_op;
+  Tensor grad = camox::as_contiguous(given_grad), target = camox::as_contiguous(given_target),
+         lse = camox::as_contiguous(given_lse);
+  OptionalTensor bias = as_contiguous(given_bias);
+  camox_linear_cross_entropy_params p = params_of({x, weight, target, bias, ignore_index, label_smoothing, reduction}, op);
+  p.backward = 1;
+  check_real(grad, x, p.reduction == CAMOX_LOSS_NONE ? 1 : 0, op, "grad");
+  if (p.reduction == CAMOX_LOSS_NONE) check_length(grad, p.rows, op, "grad");
+  check_real(lse, x, 1, op, "lse");
+  check_length(lse, p.rows, op, "lse");
+  p.grad = grad.data_ptr(), p.lse = lse.data_ptr();
+  const std::array<int64_t, 2> none = {0, 0}, x_size = {p.rows, p.depth}, weight_size = {p.classes, p.depth};
+  Tensor grad_x = empty_contiguous(x, dtype_code(x), 2, (needs_x ? x_size : none).data());
+  Tensor grad_weight = empty_contiguous(x, dtype_code(x), 2, (needs_weight ? weight_size : none).data());
+  Tensor grad_bias = empty_real(x, {needs_bias ? p.classes : 0});
+  if (needs_x) p.grad_x = grad_x.data_ptr();
+  if (needs_weight) p.grad_weight = grad_weight.data_ptr();
+  if (needs_bias) p.grad_bias = grad_bias.data_ptr();
+  compute(p, x);
+  return {grad_x, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+#ifndef CAMOX_CUDA_PART
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
+  m.def(
+      "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, "
+      "int reduction) -> (Tensor, Tensor)");
+  m.def(
+      "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
+      "int ignore_index, float label_smoothing, int reduction, bool needs_x, bool needs_weight, bool needs_bias) "
+      "-> (Tensor, Tensor, Tensor)");
+}
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
+  m.impl("linear_cross_entropy", TORCH_BOX(&linear_cross_entropy));
+  m.impl("linear_cross_entropy_backward", TORCH_BOX(&linear_cross_entropy_backward));
+}
