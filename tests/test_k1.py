@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import camox_ops as cx
 
 one_thread = example_path.one_thread
-checkpoint = example_path.load("checkpoint", "common")
+bdh, checkpoint = (example_path.load(name, "common") for name in ("bdh", "checkpoint"))
 attribution, baseline, cli, data, demo_run, optimizer, report, training, tree = (
     example_path.load(name, "k1")
     for name in (
@@ -97,7 +97,7 @@ def assert_equal_to_rounding(found, expected, share=2e-5):
 
 def test_the_tree_has_the_public_parameters():
     expected = {"pos_encoding": (12, 16), "embedding.weight": (60, 16)} | public_names() | SHARED
-    for ops in training.OPS:
+    for ops in bdh.OPS:
         made = build(ops)
         found = {name: tuple(value.shape) for name, value in made.state_dict().items()}
         assert list(found.items()) == list(expected.items())
@@ -163,7 +163,7 @@ def test_dropout_is_drawn_from_the_seed_and_off_in_evaluation():
 
 def test_tree_under_autocast():
     inputs, targets = words()
-    for ops in training.OPS:
+    for ops in bdh.OPS:
         made = build(ops)
         with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             loss = made.loss(inputs, targets)
@@ -175,7 +175,7 @@ def test_tree_under_autocast():
 def test_baselines_agree():
     sizes = {"embed_dim": WIDTH, "ff_dim": 24, "num_heads": 2, "num_layers": 2, "max_seq_len": LENGTH, "dropout": 0.0}
     made = {}
-    for ops in training.OPS:
+    for ops in bdh.OPS:
         torch.manual_seed(0)
         made[ops] = baseline.BaselineTransformer(VOCABULARY, **sizes, ops=ops).to(DEVICE)
     assert {"causal_mask", "transformer.layers.1.self_attn.in_proj_weight"} <= made["camox"].state_dict().keys()
@@ -267,7 +267,7 @@ def test_nodes_off_the_path(updates):
 
 @pytest.mark.parametrize("updates", attribution.UPDATES)
 def test_steps_match_the_plain_trainer(updates):
-    models = {ops: build(ops) for ops in training.OPS}
+    models = {ops: build(ops) for ops in bdh.OPS}
     steppers = {ops: training.Stepper(made, lr=0.01, updates=updates) for ops, made in models.items()}
     for seed in range(4):
         losses = {ops: stepper.step(*words(seed=seed)) for ops, stepper in steppers.items()}
@@ -295,7 +295,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("updates", attribution.UPDATES)
 def test_a_step_reads_nothing_from_the_device(updates):
     found = {}
-    for ops in training.OPS:
+    for ops in bdh.OPS:
         stepper = training.Stepper(build(ops, dropout=0.1), updates=updates)
         batch = words()
         stepper.step(*batch)
@@ -454,6 +454,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
 
 def test_every_option_is_explained():
     assert cli.HELP.keys() == training.Config.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"updates": "original"}, {"model": "baseline"}], ids=str)
+def test_a_run_reads_from_the_device_only_where_it_logs(tmp_path, options):
+    found = []
+    for steps in (3, 9):
+        trainer = training.Trainer(config(tmp_path, steps=steps, log_interval=9, save_interval=9, **options))
+        with Reads() as reads:
+            trainer.run()
+        found.append(reads.count)
+    assert found[0] == found[1] > 0
 
 
 # ---- the report and the demo ----

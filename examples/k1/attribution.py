@@ -54,15 +54,17 @@ class ErrorPath:
         self.nodes += [len(tree.nodes)] * len(shared)
 
     def __call__(self):
+        from camox_ops import grad_group_norms, scale_grads_  # so that --ops torch runs where camox_ops is not built
+
         grads = [parameter.grad for parameter in self.parameters]
-        norms = group_norms(grads, self.own, len(grads))
+        norms = grad_group_norms(grads, self.own, len(grads))
         total = torch.linalg.vector_norm(norms)
         clip = (self.grad_clip / (total + 1e-6)).clamp(max=1.0)
         nodes = len(self.tree.nodes)
         branches = self.branch_norms(clip * norms[: nodes * self.per_node].view(nodes, -1).sum(1))
         path = self.largest_path(branches)
         scales = self.scales(branches, path)
-        scale_(grads, self.nodes, clip * torch.cat([scales, scales.new_ones(1)]))
+        scale_grads_(grads, self.nodes, clip * torch.cat([scales, scales.new_ones(1)]))
         return Attribution(path, torch.cat(branches), scales, total)
 
     def branch_norms(self, norms):
@@ -104,15 +106,6 @@ class ErrorPath:
         for level, children in enumerate(self.tree.branching):
             found.append(found[-1].repeat_interleave(children) * applied[level + 1])
         return torch.cat(found)
-
-
-def group_norms(grads, groups, count):
-    return torch.stack([grad.norm() for grad in grads])
-
-
-def scale_(grads, groups, scales):
-    for grad, group in zip(grads, groups, strict=True):
-        grad.mul_(scales[group])
 
 
 class PlainErrorPath:

@@ -18,4 +18,8 @@ def causal_attention(q, k, v, p, training):
 
 def head_loss(ops, features, head, targets):
     """Mean cross-entropy of a linear head on features (rows, D); with ops "camox" its logits exist in blocks only."""
-    return F.cross_entropy(head(features).float(), targets)
+    if ops == "torch":
+        return F.cross_entropy(head(features).float(), targets)
+    from camox_ops import linear_cross_entropy
+
+    return linear_cross_entropy(features, head.weight, targets, bias=head.bias)

@@ -12,7 +12,7 @@ import torch
 from camox_ops.train import LossMeter
 
 from ..common import checkpoint
-from ..common.bdh import OPS, check_ops
+from ..common.bdh import check_ops
 from ..common.text import windows
 from .attribution import ErrorPath, PlainErrorPath, check_updates
 from .baseline import BaselineTransformer
@@ -148,21 +148,16 @@ class Stepper:
         return loss.detach()
 
 
-def step_generator(seed, step):
-    """Draws what a step needs; of the step alone, so that a resumed run draws the same."""
-    drawn = int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0] >> 1)
-    return torch.Generator().manual_seed(drawn)
-
-
 def draw_batch(corpus, config, step):
-    """(number of the domain, inputs, targets) of a step: all texts of a batch are of one domain."""
-    generator, domains = step_generator(config.seed, step), corpus.domains
-    if config.order == "mixed":
-        number = int(torch.randint(len(domains), (), generator=generator))
-    else:
-        number = step * len(domains) // config.steps
+    """(number of the domain, inputs, targets) of a step: all texts of a batch are of one domain.
+
+    Drawn from seed and step alone, so that a resumed run draws the same.
+    """
+    drawn, choice = (int(word) for word in np.random.SeedSequence([config.seed, step]).generate_state(2, np.uint64))
+    domains = corpus.domains
+    number = choice % len(domains) if config.order == "mixed" else step * len(domains) // config.steps
     text = corpus.training[domains[number]]
-    return number, *windows(text, config.max_seq_len, config.batch_size, generator)
+    return number, *windows(text, config.max_seq_len, config.batch_size, torch.Generator().manual_seed(drawn >> 1))
 
 
 @torch.no_grad()
