@@ -401,7 +401,7 @@ def test_resuming_gives_the_numbers_of_an_unbroken_run(tmp_path, monkeypatch, ca
     if options.get("model") != "baseline":
         assert first["counts"][:, 0].sum() == 12  # the root is on every path
         assert "<- responsible" in shown and "└─ " in shown and "loss without it" in shown
-        assert (tmp_path / "run" / training.PICTURE).read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "run" / training.IMAGE).read_bytes().startswith(b"\x89PNG")
         with open(tmp_path / "run" / training.NODES, newline="") as file:
             assert [row["node"] for row in csv.DictReader(file)] == ["0", "1", "2", "11", "12", "21", "22"]
 

@@ -1,5 +1,7 @@
 """PathAdamW: AdamW for the nodes of the error path alone, without waiting for the device to know which they are."""
 
+from itertools import chain
+
 import torch
 
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -31,7 +33,7 @@ class PathAdamW:
         grad = torch.cat(
             [
                 rows.index_select(0, path[level : level + 1] - firsts[level])
-                for level, rows in enumerate(self.gradients())
+                for level, rows in enumerate(self.tree.gradient_rows())
             ]
         )
         weight, mean, square, steps = (
@@ -45,11 +47,8 @@ class PathAdamW:
         for rows, new in ((buffer, weight), (self.mean, mean), (self.square, square), (self.steps, steps)):
             rows.index_copy_(0, path, new)
 
-    def gradients(self):
-        return self.tree.gradient_rows()
-
     def zero_grad(self):
-        for parameter in self.tree.parameters():
+        for parameter in chain(self.tree.shared_parameters(), *self.tree.own_parameters()):
             parameter.grad = None
 
     def state_dict(self):

@@ -1,4 +1,4 @@
-"""The error path as text, and which node learned which domain: as rows, as text, as a picture."""
+"""The error path as text, and which node learned which domain: as rows, as text, as an image."""
 
 import math
 

@@ -23,7 +23,7 @@ from .tree import HierarchicalTree
 
 MODELS = ("tree", "baseline")
 ORDERS = ("mixed", "sequential")
-METRICS, NODES, PICTURE, FINAL = "metrics.csv", "nodes.csv", "tree.png", "final_model.pth"
+METRICS, NODES, IMAGE, FINAL = "metrics.csv", "nodes.csv", "tree.png", "final_model.pth"
 HELD_OUT_SEED = 1
 
 
@@ -290,8 +290,8 @@ class Trainer:
             rows = node_rows(self.model, self.counts.cpu(), self.corpus.domains, costs)
             print("\n".join(node_lines(rows, self.corpus.domains)), flush=True)
             write_rows(self.folder / NODES, rows)
-            write_tree(self.folder / PICTURE, self.model, self.counts.cpu(), self.corpus.domains)
-            print(f"wrote {self.folder / NODES} and {self.folder / PICTURE}", flush=True)
+            write_tree(self.folder / IMAGE, self.model, self.counts.cpu(), self.corpus.domains)
+            print(f"wrote {self.folder / NODES} and {self.folder / IMAGE}", flush=True)
         return {"history": self.history, "held_out": held_out, "nodes": rows}
 
 

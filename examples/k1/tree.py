@@ -4,6 +4,8 @@ Written from the architecture of PlanetDestroyyer/self-learning-k-1 (k1_system/c
 constructor and names of parameters, so that its checkpoints load. A checkpoint of one op set loads into the other.
 """
 
+from itertools import chain
+
 import torch
 from torch import nn
 
@@ -95,7 +97,7 @@ class HierarchicalTree(nn.Module):
         self.nodes = [node for level in self.levels for node in level]
         for number, node in enumerate(self.nodes):
             node.number = number
-        self.kept_buffer = None
+        self.kept_own, self.kept_buffer = None, None
 
     def _grow(self, sizes, level, node_id):
         node = TreeNode(*sizes)
@@ -115,9 +117,15 @@ class HierarchicalTree(nn.Module):
 
     # ---- the nodes' parameters in one buffer ----
 
+    def own_parameters(self):
+        """A list of parameters for every node, found again where load_state_dict(assign=True) has replaced them."""
+        if self.kept_own is None or self.kept_own[0][0] is not self.root.attn.in_proj_weight:
+            self.kept_own = [node.own_parameters() for node in self.nodes]
+        return self.kept_own
+
     def buffer(self):
         """(nodes, P): every node's parameters as a row, of which the parameters themselves are views."""
-        parameters = [node.own_parameters() for node in self.nodes]
+        parameters = self.own_parameters()
         if self.kept_buffer is None or not lie_in(self.kept_buffer, parameters):
             self.kept_buffer = rows_of([[p.data for p in own] for own in parameters])
             for own, row in zip(parameters, self.kept_buffer, strict=True):
@@ -127,16 +135,14 @@ class HierarchicalTree(nn.Module):
 
     def gradient_rows(self):
         """The nodes' gradients per level, (nodes of the level, P) each: no copy where a level ran as one batch."""
-        found = []
+        grads, found = [[parameter.grad for parameter in own] for own in self.own_parameters()], []
+        width = sum(grad.numel() for grad in grads[0])
         for level in self.levels:
-            grads = [[parameter.grad for parameter in node.own_parameters()] for node in level]
-            width = sum(grad.numel() for grad in grads[0])
-            rows = (
-                grads[0][0].as_strided((len(level), width), (width, 1))
-                if fits(grads[0][0], len(level) * width)
-                else None
-            )
-            found.append(rows if rows is not None and lie_in(rows, grads) else rows_of(grads))
+            of_level = grads[level[0].number : level[0].number + len(level)]
+            first, rows = of_level[0][0], None
+            if fits(first, len(level) * width):
+                rows = first.as_strided((len(level), width), (width, 1))
+            found.append(rows if rows is not None and lie_in(rows, of_level) else rows_of(of_level))
         return found
 
     # ---- forward ----
@@ -188,7 +194,7 @@ class HierarchicalTree(nn.Module):
         batch, length, width = h.shape
         rows = h.reshape(-1, width)
         (in_weight, in_bias, out_weight, out_bias, norm1, shift1, weight1, bias1, weight2, bias2, norm2, shift2) = (
-            _Stacked.apply(self, level, *(parameter for node in level for parameter in node.own_parameters()))
+            _Stacked.apply(self, level, *chain.from_iterable(self.own_parameters()[node.number : node.number + count]))
         )
         # queries of all nodes, then keys, then values: heads of all nodes are the heads of one attention
         by_role = in_weight.view(count, 3, width, width).transpose(0, 1).reshape(-1, width)
