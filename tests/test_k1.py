@@ -472,7 +472,7 @@ def test_a_run_reads_from_the_device_only_where_it_logs(tmp_path, options):
 
 def test_which_node_learned_which_domain():
     made = build("torch", [2])
-    counts = torch.tensor([[8.0, 6, 2], [2, 0, 2]])  # the second domain was drawn less often
+    counts = torch.tensor([[8.0, 6, 2], [2, 0, 2]], device="cpu")  # the second domain was drawn less often
     rows = report.node_rows(made, counts, ["a", "b"], {1: {"a": 0.5, "b": 0.0}, 2: {"a": 0.0, "b": 0.25}})
     assert [(row["node"], row["on_path"], row["domain"]) for row in rows] == [(0, 10, "a"), (1, 6, "a"), (2, 4, "b")]
     assert rows[2]["share"] == pytest.approx(0.8)  # 2 of 2 batches against 2 of 8
