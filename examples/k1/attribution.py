@@ -92,9 +92,8 @@ class ErrorPath:
         total = along.sum()
         share = along / total
         scaled = torch.cat([share[:-1].clamp(max=LARGEST_SHARE), (SMALLEST_OF_LEAF + share[-1:]).clamp(max=1.0)])
-        fixed = torch.full_like(
-            scaled, WITHOUT_GRADIENT["between"]
-        )  # filled there: a list would be copied, and waited for
+        # filled on the device: a tensor made from a list would be copied to it, and the copy waited for
+        fixed = torch.full_like(scaled, WITHOUT_GRADIENT["between"])
         fixed[0].fill_(WITHOUT_GRADIENT["root"])
         fixed[-1].fill_(WITHOUT_GRADIENT["leaf"])
         scaled = torch.where(total > 0, scaled, fixed)
