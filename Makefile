@@ -6,7 +6,7 @@ MODEL ?= camoxpert
 DEMO ?= full
 PYTEST_ARGS ?=
 # camoxpert's report lies in demo/, every other one in a folder of its own in there.
-REPORTS = $(patsubst demo/camoxpert,demo,demo/$(MODEL))
+DEMOS = $(if $(filter all,$(MODEL)),$(filter-out common,$(patsubst examples/%/demo.py,%,$(wildcard examples/*/demo.py))),$(MODEL))
 # One GPU architecture is enough for the tests; a wheel has all.
 CAMOX_CUDA_ARCHS ?= sm_80
 
@@ -51,8 +51,14 @@ test: $(BUILT) ## the tests but the slow ones (PYTEST_ARGS="-k edge")
 	@command -v nvcc >/dev/null && echo "nvcc: $$(command -v nvcc)" || echo "nvcc: not found, the CUDA sources are not compiled"
 	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
-demo: $(BUILT) ## trains an example with stock PyTorch and with camox_ops, writes a report (DEMO=full|quick, MODEL=camoxpert|vision_bdh)
-	$(PY) examples/$(MODEL)/demo.py --mode $(DEMO) --out $(REPORTS)
+# All of them, whichever fail. MODEL=all: every example that has a demo.
+demo: $(BUILT) ## trains an example with stock PyTorch and with camox_ops, writes a report (DEMO=full|quick, MODEL=camoxpert|vision_bdh|k1|all)
+	@failed=; for model in $(DEMOS); do \
+	  out=demo/$$model; test $$model != camoxpert || out=demo; \
+	  echo "$(PY) examples/$$model/demo.py --mode $(DEMO) --out $$out"; \
+	  $(PY) examples/$$model/demo.py --mode $(DEMO) --out $$out || failed="$$failed $$model"; \
+	done; \
+	test -z "$$failed" || { echo "demo: failed:$$failed" >&2; exit 1; }
 
 bench: $(BUILT) ## measures one op on a quiet machine (OP=edge, or OP=all)
 	$(PY) benchmarks/run.py --op $(OP)

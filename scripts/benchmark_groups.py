@@ -140,6 +140,7 @@ GROUPS = {
     "vision_bdh_cls_softmax_step": Group(
         "training step of Vision-BDH's CLS model", "vision_bdh", "the public model's step", ("step", "mask")
     ),
+    "k1_step": Group("training step of K-1's tree", "k1", "the step node by node", ("step", "mask")),
     "tune_linear": Group("`F.linear` after `tune_cpu`", "cpu", "`F.linear`"),
     "tune_linear_backward": Group("`F.linear` and its backward after `tune_cpu`", "cpu", "the same", ("step",)),
     "tune_bmm": Group("`bmm` after `tune_cpu`", "cpu", "`bmm`"),

@@ -48,6 +48,7 @@ GROUPS = {
     "moe_layer": "moe_combine",
     "bdh_attention": "bdh_attention",
     "vision_bdh_step": "bdh_attention",
+    "k1_step": "short_attention",
     **{name: name for name in IMAGE_OPS},
 }
 OPS = tuple(dict.fromkeys(GROUPS.values()))
@@ -121,6 +122,7 @@ OWN_TARGETS = {
     "moe_layer": (speed_target("eager", "forward_backward", 4.0),),
     "bdh_attention": (),  # measured alone; its target is the model's step
     "vision_bdh_step": (speed_target("eager", "step", 2.5), speed_target("max_autotune", "step", 1.5)),
+    "k1_step": (speed_target("eager", "step", 5.0),),
 }
 
 STATUS = {"status": str, "message": str, "seconds": float, "mode": str}

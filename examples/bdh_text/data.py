@@ -5,6 +5,10 @@ from pathlib import Path
 
 import torch
 
+from ..common.text import windows
+
+__all__ = ["library_sources", "windows"]
+
 HELD_OUT_EVERY = 10
 
 
@@ -21,12 +25,3 @@ def library_sources(folder=None, limit=None):
     for number, path in enumerate(paths):
         parts[number % HELD_OUT_EVERY == 0] += path.read_bytes()
     return tuple(torch.frombuffer(parts[held_out], dtype=torch.uint8) for held_out in (False, True))
-
-
-def windows(text, length, count, generator):
-    """(inputs, targets), each (count, length) int64: random windows, the targets one byte later."""
-    if len(text) <= length:
-        raise ValueError(f"length must be less than the {len(text)} bytes of the text, got {length}")
-    starts = torch.randint(len(text) - length, (count, 1), generator=generator)
-    taken = text[starts + torch.arange(length + 1)].long()
-    return taken[:, :-1], taken[:, 1:]
