@@ -51,7 +51,7 @@ test: $(BUILT) ## the tests but the slow ones (PYTEST_ARGS="-k edge")
 	@command -v nvcc >/dev/null && echo "nvcc: $$(command -v nvcc)" || echo "nvcc: not found, the CUDA sources are not compiled"
 	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
-demo: $(BUILT) ## trains an example with stock PyTorch and with camox_ops, writes a report (DEMO=full|quick, MODEL=camoxpert|vision_bdh)
+demo: $(BUILT) ## trains an example with stock PyTorch and with camox_ops, writes a report (DEMO=full|quick, MODEL=camoxpert|vision_bdh|emberformer)
 	$(PY) examples/$(MODEL)/demo.py --mode $(DEMO) --out $(REPORTS)
 
 bench: $(BUILT) ## measures one op on a quiet machine (OP=edge, or OP=all)

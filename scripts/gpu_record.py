@@ -47,6 +47,7 @@ GROUPS = {
     "moe_layer": "moe_combine",
     "bdh_attention": "bdh_attention",
     "vision_bdh_step": "bdh_attention",
+    "emberformer_step": "short_attention",
     **{name: name for name in IMAGE_OPS},
 }
 OPS = tuple(dict.fromkeys(GROUPS.values()))
@@ -120,6 +121,7 @@ OWN_TARGETS = {
     "moe_layer": (speed_target("eager", "forward_backward", 4.0),),
     "bdh_attention": (),  # measured alone; its target is the model's step
     "vision_bdh_step": (speed_target("eager", "step", 2.5), speed_target("max_autotune", "step", 1.5)),
+    "emberformer_step": (speed_target("eager", "step", 2.0),),
 }
 
 STATUS = {"status": str, "message": str, "seconds": float, "mode": str}

@@ -101,9 +101,9 @@ class CachedSequence:
         self.channels = self.array(self.static_file, (count, None)).shape[1]
         self.array(self.valid_file, (count,))
         self.array(self.wind_file, (self.frames, 2))
-        one_file = "fire_tokens" in meta
+        self.one_file = "fire_tokens" in meta
         for name in self.fire_files:
-            self.array(name, (self.frames, count) if one_file else (count,))
+            self.array(name, (self.frames, count) if self.one_file else (count,))
         self.images = self.find_images(data_dir)
 
     def read_meta(self):
@@ -154,7 +154,7 @@ class CachedSequence:
             return torch.from_numpy(np.array(array, dtype=dtype))
 
         grid = self.grid[0] * self.grid[1]
-        if len(self.fire_files) == 1 and self.frames != 1:
+        if self.one_file:
             fire = read(self.array(self.fire_files[0], (self.frames, grid))[:frames])
         else:
             fire = torch.stack([read(self.array(name, (grid,))) for name in self.fire_files[:frames]])
