@@ -222,14 +222,18 @@ class _FeedForward(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, _):
         x, weight1, bias1, weight2, seed, inner = ctx.saved_tensors
-        hidden = torch.ops.camox_ops.bias_gelu(inner, bias1, seed, ctx.p)
-        grad_weight2 = multiply(grad.t(), hidden)
-        del hidden
+        needs_x, needs_weight1, _, needs_weight2, *_ = ctx.needs_input_grad
+        grad_x = grad_weight1 = grad_weight2 = None
+        if needs_weight2:
+            grad_weight2 = multiply(grad.t(), torch.ops.camox_ops.bias_gelu(inner, bias1, seed, ctx.p))
         grad_hidden = multiply(grad, weight2)
         grad_inner, grad_bias1 = torch.ops.camox_ops.bias_gelu_backward(grad_hidden, inner, bias1, seed, ctx.p)
         del grad_hidden
-        grad_x = multiply(grad_inner, weight1) if ctx.needs_input_grad[0] else None
-        return grad_x, multiply(grad_inner.t(), x), grad_bias1, grad_weight2, None, None
+        if needs_x:
+            grad_x = multiply(grad_inner, weight1)
+        if needs_weight1:
+            grad_weight1 = multiply(grad_inner.t(), x)
+        return grad_x, grad_weight1, grad_bias1, grad_weight2, None, None
 
 
 def _add_norm(norm: nn.LayerNorm, x: torch.Tensor, residual: torch.Tensor, dropout: nn.Dropout) -> torch.Tensor:
