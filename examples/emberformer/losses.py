@@ -56,7 +56,7 @@ def pixel_mask(valid, grid, patch_size):
 
 
 class Criterion:
-    """The loss that a configuration asks for: (total, {name: part}) of logits, target and mask, in float32.
+    """The loss that a configuration asks for: (total, {name: part}) of logits, target and mask, in float32 or float64.
 
     settings: config.Loss. pos_weight: "auto", a number or None; in validation the public script uses none.
     """
@@ -65,7 +65,8 @@ class Criterion:
         self.settings, self.pos_weight = settings, pos_weight
 
     def __call__(self, logits, target, mask, training=True):
-        chosen, logits, target = self.settings, logits.float(), target.float()
+        chosen, real = self.settings, torch.promote_types(logits.dtype, torch.float32)
+        logits, target = logits.to(real), target.to(real)
         if chosen.type == "focal_tversky":
             focal = focal_loss(logits, target, mask, chosen.focal_alpha, chosen.focal_gamma)
             tversky = tversky_loss(logits, target, mask, chosen.tversky_alpha, chosen.tversky_beta)
