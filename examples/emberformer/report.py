@@ -56,9 +56,9 @@ def history_image(image, masks):
 
 
 def probability_image(image, p):
-    """p (H, W): the more certain, the brighter; nothing where it is near 0."""
+    """p (H, W): the more certain, the brighter; nothing below 0.2."""
     colours = plt.get_cmap("inferno")(0.25 + 0.75 * p)[..., :3]
-    weight = np.clip(1.6 * (p - 0.08), 0, 1)[..., None]
+    weight = np.clip(1.7 * (p - 0.2), 0, 1)[..., None]
     return image * (1 - weight) + colours * weight
 
 
