@@ -123,7 +123,7 @@ def step_case(group, shape, pixels=False, sizes=PUBLISHED, dtype=torch.float32, 
 
 @on_gpu(
     shapes=(LARGE,),
-    rehearsal=(2, 64, 6, 32),
+    rehearsal=(2, 16, 6, 32),
     size="step",
     directions=("step",),
     dtypes=(torch.bfloat16,),
