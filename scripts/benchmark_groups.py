@@ -135,6 +135,12 @@ GROUPS = {
         "`cx.nn.TemporalEncoder`, dropout 0", "short_attention", "`nn.TransformerEncoder`, dropout 0"
     ),
     "demo_step": Group("training step of the CamoXpert example", "moe_layer", "the step on stock PyTorch", ("step",)),
+    "emberformer_step": Group(
+        "training step of EmberFormer", "emberformer", "the public model's step", ("step", "mask")
+    ),
+    "emberformer_pixel_step": Group(
+        "the same, with the refinement decoder", "emberformer", "the public model's step", ("step", "mask")
+    ),
     "vision_bdh_step": Group("training step of Vision-BDH", "vision_bdh", "the public model's step", ("step", "mask")),
     "vision_bdh_small_step": Group("the same, small model", "vision_bdh", "the public model's step", ("step", "mask")),
     "vision_bdh_cls_softmax_step": Group(

@@ -49,6 +49,7 @@ GROUPS = {
     "bdh_attention": "bdh_attention",
     "vision_bdh_step": "bdh_attention",
     "k1_step": "short_attention",
+    "emberformer_step": "short_attention",
     **{name: name for name in IMAGE_OPS},
 }
 OPS = tuple(dict.fromkeys(GROUPS.values()))
@@ -123,6 +124,7 @@ OWN_TARGETS = {
     "bdh_attention": (),  # measured alone; its target is the model's step
     "vision_bdh_step": (speed_target("eager", "step", 2.5), speed_target("max_autotune", "step", 1.5)),
     "k1_step": (speed_target("eager", "step", 5.0),),
+    "emberformer_step": (speed_target("eager", "step", 2.0),),
 }
 
 STATUS = {"status": str, "message": str, "seconds": float, "mode": str}

@@ -609,6 +609,7 @@ def test_shapes_of_their_own():
         ("bdh_attention", (8, 6, 64, 1024), "bfloat16"),
         ("vision_bdh_step", (128, 3, 32, 32), "bfloat16"),
         ("k1_step", (32, 64), "bfloat16"),
+        ("emberformer_step", (32, 400, 6, 128), "bfloat16"),
     }
     assert {c.size for c in full} - {c.size for c in quick} == {"step"}
     assert full[-1].size == "step"
@@ -737,6 +738,7 @@ def of_group(group, dtype="float32", **numbers) -> dict:
         ("bdh_attention", "bfloat16", {"share": 0.1}, []),
         ("vision_bdh_step", "bfloat16", {"eager": 2.0}, ["short by 20%", "pass"]),
         ("k1_step", "bfloat16", {"eager": 4.0}, ["short by 20%"]),
+        ("emberformer_step", "bfloat16", {"eager": 1.6}, ["short by 20%"]),
     ],
 )
 def test_targets_of_single_ops(group, dtype, numbers, expected):

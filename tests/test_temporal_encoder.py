@@ -1,5 +1,7 @@
 """cx.nn.TemporalEncoder against a plain form of EmberFormer's module, made of nn.TransformerEncoder."""
 
+import copy
+
 import pytest
 import torch
 from helpers import DEVICE, FLOATS, assert_close_to_reference, module_numbers
@@ -125,6 +127,23 @@ def test_dropout_repeats_with_the_seed():
     assert torch.equal(checkpoint(ours, tokens, valid, use_reentrant=False), first)
     mean = torch.stack([ours(tokens, valid) for _ in range(300)]).mean(0)
     assert (mean - ours.eval()(tokens, valid)).abs().mean() < 0.3
+
+
+@ON_CPU
+def test_own_products_with_dropout_have_the_gradients_of_their_masks():
+    """float32 products of this library, whose backward pass draws the masks again: against differences of float64,
+    which PyTorch multiplies, with the same seeds."""
+    _, ours = both(32, 4, 2, 64, 0.4)
+    tokens, valid = inputs_of("left", shape=(4, 9, 6, 32))
+    grads = []
+    for module, x in ((ours, tokens), (copy.deepcopy(ours).double(), tokens.double())):
+        module.transformer.layers[1].linear2.weight.requires_grad_(False)
+        torch.manual_seed(3)
+        module(x.requires_grad_(), valid).square().mean().backward()
+        grads.append([x.grad, *(p.grad for p in module.parameters() if p.requires_grad)])
+        assert module.transformer.layers[1].linear2.weight.grad is None
+    for mine, exact in zip(*grads, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-3, atol=1e-6)
 
 
 @ON_CPU

@@ -65,7 +65,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, by_row: bool) -> torch.Tensor:
     return torch.ops.camox_ops.gemm(a, b, by_row)
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a (M, K) times b (K, N), for what has derivatives of its own."""
     return _product(a[None], b[None], False)[0] if _is_ours(a, b) else torch.mm(a, b)
 
 
@@ -76,7 +77,7 @@ def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(x, weight):
-        return _mm(x, weight)
+        return multiply(x, weight)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

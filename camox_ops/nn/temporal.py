@@ -7,11 +7,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from .._torch_private import in_transform
 from ..ops import _check
+from ..ops._layout import as_read
+from ..ops._random import draw_seed
 from ..ops.bias_gelu import bias_gelu
 from ..ops.dropout import dropout_add_layer_norm
 from ..ops.short_attention import short_attention
 from ._plain import FusedModule, all_plain, global_hooks, not_plain
+from .projections import multiply, project
 
 # what an nn.TransformerEncoderLayer holds
 KINDS = {
@@ -35,9 +39,11 @@ class TemporalEncoder(FusedModule):
     or 0 where that is negative. That is the last valid step where valid steps come first; in batches padded on the
     left, as that project's collate function makes them, it is another slot, and may be a padded one.
 
-    Of the last layer only that step is computed after the attention. Differs from the module it replaces in two
-    ways: dropout draws other masks (camox_ops.dropout), and a sequence without any valid step gives finite numbers, not
-    NaN: its attention is zeros.
+    Of the last layer only that step is computed after the attention. In float32 on the CPU the products are this
+    library's own, and backward computes GELU and its dropout again from the first product.
+
+    Differs from the module it replaces in two ways: dropout draws other masks (camox_ops.dropout), and a sequence
+    without any valid step gives finite numbers, not NaN: its attention is zeros.
 
     A layer is computed so where its inner modules and settings are what the constructor made; another one (with an
     adapter, a hook, a parametrization, an inner module of another class, another activation) is called as PyTorch's
@@ -153,7 +159,7 @@ def _called(layer: nn.Module, x: torch.Tensor, padding: torch.Tensor) -> torch.T
 def _attention(layer: nn.TransformerEncoderLayer, x: torch.Tensor, padding: torch.Tensor):
     """x (S, T, D) -> what the heads give, side by side, and x."""
     attention = layer.self_attn
-    qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+    qkv = _linear(x, attention.in_proj_weight, attention.in_proj_bias)
     q, k, v = qkv.view(*x.shape[:2], 3, attention.num_heads, attention.head_dim).unbind(2)
     heads = short_attention(q, k, v, key_padding_mask=padding, p=attention.dropout, training=layer.training)
     return heads.flatten(2), x
@@ -161,11 +167,73 @@ def _attention(layer: nn.TransformerEncoderLayer, x: torch.Tensor, padding: torc
 
 def _feed_forward(layer: nn.TransformerEncoderLayer, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The rest of the layer."""
-    x = _add_norm(layer.norm1, layer.self_attn.out_proj(heads), x, layer.dropout1)
-    hidden = bias_gelu(
-        F.linear(x, layer.linear1.weight), layer.linear1.bias, p=layer.dropout.p, training=layer.training
-    )
-    return _add_norm(layer.norm2, layer.linear2(hidden), x, layer.dropout2)
+    mixed = _linear(heads, layer.self_attn.out_proj.weight, layer.self_attn.out_proj.bias)
+    x = _add_norm(layer.norm1, mixed, x, layer.dropout1)
+    first, second, p = layer.linear1, layer.linear2, layer.dropout.p
+    if _multiplies(x, first.weight, first.bias, second.weight, second.bias):
+        seed = draw_seed("bias_gelu", x, p, layer.training, None)
+        bias = as_read(first.bias, x.dtype)
+        y, _ = _FeedForward.apply(x.flatten(0, -2), first.weight, bias, second.weight, seed, p)
+        y = y.view_as(x) if second.bias is None else y.view_as(x) + second.bias
+    else:
+        hidden = bias_gelu(F.linear(x, first.weight), first.bias, p=p, training=layer.training)
+        y = F.linear(hidden, second.weight, second.bias)
+    return _add_norm(layer.norm2, y, x, layer.dropout2)
+
+
+def _multiplies(*tensors: torch.Tensor | None) -> bool:
+    """Whether this library multiplies them: float32 on the CPU, where MKL takes AVX2 kernels on AMD's processors. What
+    autocast casts, oneDNN multiplies as fast; torch.func and tensors of other classes need PyTorch's own operators."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    for tensor in given:
+        if type(tensor) not in _PLAIN or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            return False
+    return not torch.is_autocast_enabled("cpu") and not in_transform(*given)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if not _multiplies(x, weight, bias):
+        return F.linear(x, weight, bias)
+    y = project(x, weight.t())
+    return y if bias is None else y + bias
+
+
+class _FeedForward(torch.autograd.Function):
+    """x (M, D) through the first product, bias_gelu and the second product, without its bias -> (M, D).
+
+    Saves the first product and not what bias_gelu makes of it, which is as large: backward computes that again, from
+    the same seed, in one pass over memory."""
+
+    @staticmethod
+    def forward(x, weight1, bias1, weight2, seed, p):
+        inner = multiply(x, weight1.t())
+        return multiply(torch.ops.camox_ops.bias_gelu(inner, bias1, seed, p), weight2.t()), inner
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        *tensors, ctx.p = inputs
+        ctx.mark_non_differentiable(outputs[1])
+        ctx.save_for_backward(*tensors, outputs[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, _):
+        x, weight1, bias1, weight2, seed, inner = ctx.saved_tensors
+        needs_x, needs_weight1, _, needs_weight2, *_ = ctx.needs_input_grad
+        grad_x = grad_weight1 = grad_weight2 = None
+        if needs_weight2:
+            grad_weight2 = multiply(grad.t(), torch.ops.camox_ops.bias_gelu(inner, bias1, seed, ctx.p))
+        grad_hidden = multiply(grad, weight2)
+        grad_inner, grad_bias1 = torch.ops.camox_ops.bias_gelu_backward(grad_hidden, inner, bias1, seed, ctx.p)
+        del grad_hidden
+        if needs_x:
+            grad_x = multiply(grad_inner, weight1)
+        if needs_weight1:
+            grad_weight1 = multiply(grad_inner.t(), x)
+        return grad_x, grad_weight1, grad_bias1, grad_weight2, None, None
 
 
 def _add_norm(norm: nn.LayerNorm, x: torch.Tensor, residual: torch.Tensor, dropout: nn.Dropout) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""EmberFormer: a fire's next front from its history, wind and terrain."""
