@@ -479,16 +479,20 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         reason = _other_form(ours, theirs)
         if reason is not None:
             return Comparison(reason)
-        return _judged(ours, theirs, _truth(original, base, args, kwargs, channels))
+        return _judged(ours, theirs, _truth(original, recogniser.widened, base, args, kwargs, channels))
 
 
 def _with_gradient(x: torch.Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    if not x.is_floating_point():  # tokens
+        return args, kwargs
     fresh = (x.clone() if x.is_inference() else x.detach()).requires_grad_()
     args = tuple(fresh if value is x else value for value in args)
     return args, {name: fresh if value is x else value for name, value in kwargs.items()}
 
 
-def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict, channels: int | None) -> Numbers | None:
+def _truth(
+    original: Callable, widened: Callable, base: nn.Module, args: tuple, kwargs: dict, channels: int | None
+) -> Numbers | None:
     """The original in float64, or None where it cannot be run so."""
 
     made = {}
@@ -507,7 +511,7 @@ def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict, chann
     device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     try:
         with torch.autocast(device, enabled=False):
-            return run(original, base.double(), args, kwargs, channels=channels)
+            return run(original, widened(base), args, kwargs, channels=channels)
     except Exception:
         return None
 

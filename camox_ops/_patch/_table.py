@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._recogniser import Recogniser
 from .bdh import BDHAttention
+from .bdh_layers import BDHLayers
 from .blocks import AddNorm, FeedForward
 from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
@@ -11,6 +12,7 @@ from .linear import LinearAttention
 from .norm2d import Norm2d
 from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
+from .rewritten import AttentionBlock
 from .sequential import Sequential
 from .transformer import Attention, EncoderLayer
 
@@ -31,4 +33,6 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     BDHAttention(),
     AveragePool(),
     LinearAttention(),
+    BDHLayers(),
+    AttentionBlock(),
 )
