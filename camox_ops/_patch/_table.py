@@ -14,6 +14,7 @@ from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
 from .rewritten import AttentionBlock
 from .sequential import Sequential
+from .temporal_encoder import TemporalEncoder
 from .transformer import Attention, EncoderLayer
 
 RECOGNISERS: tuple[Recogniser, ...] = (
@@ -34,5 +35,6 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     AveragePool(),
     LinearAttention(),
     BDHLayers(),
+    TemporalEncoder(),
     AttentionBlock(),
 )
