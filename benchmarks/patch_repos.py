@@ -72,6 +72,9 @@ def main(arguments: list[str]) -> int:
         order = [e.name for e in ENTRIES if e.name in rows]
         save(out, here, asked.threads, [rows[name] for name in order])
     print("\n" + table([rows[entry.name] for entry in chosen]))
+    for entry in chosen:
+        for shortfall in shortfalls(rows[entry.name]):
+            print(f"{entry.name}: {shortfall}")
     return 1 if any(wrong(rows[entry.name]) for entry in chosen) else 0
 
 
@@ -289,6 +292,16 @@ def wrong(row: dict) -> str:
         if not numbers[what]["camox"] <= max(3 * numbers[what]["torch"], least):
             return f"{what}s differ by {numbers[what]['camox']:.1e}, PyTorch's by {numbers[what]['torch']:.1e}"
     return ""
+
+
+def shortfalls(row: dict) -> list[str]:
+    """What the entry does not reach: the speed that is asked for, the original's memory."""
+    found, step, peaks = [], row.get("step"), row.get("peak")
+    if step and row.get("asked") and step["tuned_ratio"] < row["asked"]:
+        found.append(f"a step with tune_cpu {step['tuned_ratio']:.2f}x as fast, asked {row['asked']:.2f}x")
+    if peaks and peaks["camox"] > peaks["torch"]:
+        found.append(f"a step holds {peaks['camox'] / peaks['torch']:.2f} times the original's memory")
+    return found
 
 
 def save(out: Path, here: dict, threads: int, rows: list[dict]) -> None:

@@ -376,11 +376,12 @@ def _pairs(ours: Numbers, theirs: Numbers) -> Iterator[tuple[str, torch.Tensor, 
 
 def _largest_gradient(numbers: Numbers) -> float:
     """A gradient that is 0 but for rounding, as that of a bias of keys under softmax, is held against it."""
-    return max((g.double().abs().max().item() for g in numbers.gradients.values() if _has_values(g)), default=0.0)
+    sizes = (_largest(gradient) for gradient in numbers.gradients.values() if gradient is not None)
+    return max((size for size in sizes if math.isfinite(size)), default=0.0)
 
 
-def _has_values(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and gradient.numel() > 0 and bool(gradient.isfinite().all())
+def _largest(x: torch.Tensor) -> float:
+    return x.detach().abs().max().item() if x.numel() else 0.0
 
 
 def _relative(mine: torch.Tensor, original: torch.Tensor, least: float = 0.0) -> float:
@@ -388,11 +389,12 @@ def _relative(mine: torch.Tensor, original: torch.Tensor, least: float = 0.0) ->
     if original.numel() == 0:
         return 0.0
     mine, original = mine.double(), original.double()
-    finite = original.isfinite()
-    if not torch.equal(finite, mine.isfinite()):
-        return float("inf")
-    size = original[finite].abs().max().item() if finite.any() else 0.0
-    error = (mine - original)[finite].abs().max().item() if finite.any() else 0.0
+    size, error = _largest(original), _largest(mine - original)
+    if not math.isfinite(size):
+        finite = original.isfinite()
+        if not torch.equal(finite, mine.isfinite()):
+            return float("inf")
+        size, error = _largest(original[finite]), _largest((mine - original)[finite])
     size = max(size, least)
     return error / size if size else error
 

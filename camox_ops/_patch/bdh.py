@@ -37,7 +37,7 @@ class BDHAttention(Recogniser):
     name = "bdh_attention"
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
-        return _has_frequencies(module)
+        return has_frequencies(module)
 
     def widened(self, copy_of_module: nn.Module) -> nn.Module:
         return widened(copy_of_module)
@@ -83,7 +83,7 @@ class BDHAttention(Recogniser):
         return bdh_attention(q, v, cos, sin, relu=False, causal=settings.causal, softmax=settings.softmax)
 
 
-def _has_frequencies(module: nn.Module) -> bool:
+def has_frequencies(module: nn.Module) -> bool:
     """Whether a module consists of one tensor (1, 1, 1, N) that is not trained, and takes three arguments."""
     tensors = tensors_of(module)
     if any(True for _ in module.children()) or len(tensors) != 1:
@@ -137,7 +137,7 @@ def _tables(module: nn.Module, freqs: torch.Tensor, length: int) -> tuple[torch.
 
 def widened(copy_of_module: nn.Module) -> nn.Module:
     """In float64, except frequencies: some classes insist on their dtype."""
-    kept = [(part, dict(tensors_of(part))) for part in copy_of_module.modules() if _has_frequencies(part)]
+    kept = [(part, dict(tensors_of(part))) for part in copy_of_module.modules() if has_frequencies(part)]
     kept = [(part, {name: tensor.detach().clone() for name, tensor in tensors.items()}) for part, tensors in kept]
     copy_of_module.double()
     for part, tensors in kept:

@@ -35,6 +35,10 @@ class BDHLayers(Rewritten):
         attentions = [part for part in module.children() if _kind_of(part, planned) is not None]
         return len(attentions) == 1 and ranks.count(3) >= 2 and ranks.count(2) >= 1
 
+    def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        own = [(name, part) for name, part in module._modules.items() if part is not None]
+        return [(name, part) for name, part in own if bdh.has_frequencies(part) or _call.kind_of(part) is nn.Dropout]
+
     def rewrite(self, module: nn.Module, graph: fx.Graph, planned: Planned) -> bool:
         return any([_replaced(module, node, planned) for node in list(graph.nodes)])
 
