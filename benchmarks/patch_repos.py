@@ -4,8 +4,8 @@ DIR holds clones, each in a folder with its repository's name, and what they imp
 (pip install --target DIR/site-packages einops timm transformers). For each entry of patch_models.py, in a process of
 its own: the same weights and batch, some training steps with the original in float64, the original and the patched
 model; the most memory that a step of each holds; then steps in turn, timed: the original, the patched model, and the
-patched model with PyTorch's kernels replaced by tune_cpu. Prints a table and writes benchmarks/results/patch_repos/MACHINE.json;
-`--docs` writes the table of docs/patch.md from there.
+patched model with PyTorch's kernels replaced by tune_cpu. Prints a table and writes
+benchmarks/results/patch_repos/MACHINE.json; `--docs` writes the table of docs/patch.md from there.
 """
 
 import argparse

@@ -20,9 +20,7 @@ class Node(nn.Module):
         super().__init__()
         self.attn = nn.MultiheadAttention(WIDTH, 4, dropout=p, batch_first=True)
         self.attn_norm = nn.LayerNorm(WIDTH)
-        self.ff = nn.Sequential(
-            nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(p), nn.Linear(64, WIDTH), nn.Dropout(p)
-        )
+        self.ff = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(p), nn.Linear(64, WIDTH), nn.Dropout(p))
         self.ff_norm = nn.LayerNorm(WIDTH)
         self.children_of_node = nn.ModuleList(Node(p, depth - 1) for _ in range(2 if depth else 0))
         self.counts = {}

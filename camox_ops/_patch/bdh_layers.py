@@ -40,7 +40,8 @@ class BDHLayers(Rewritten):
         return [(name, part) for name, part in own if bdh.has_frequencies(part) or _call.kind_of(part) is nn.Dropout]
 
     def rewrite(self, module: nn.Module, graph: fx.Graph, planned: Planned) -> bool:
-        return any([_replaced(module, node, planned) for node in list(graph.nodes)])
+        found = [_replaced(module, node, planned) for node in list(graph.nodes)]
+        return any(found)
 
     def in_float64(self, module: nn.Module) -> nn.Module:
         base = self.widened(_proof.copied(module, device="cpu"))
@@ -140,7 +141,7 @@ def all_heads(encoder: torch.Tensor) -> torch.Tensor:
 
 
 def layer(x: torch.Tensor, weights: tuple, modules: tuple, kind: bdh.Kind) -> torch.Tensor:
-    """One layer. weights: E, the same as one matrix, E', D; modules: the attention, a norm or None, a dropout or None."""
+    """One layer. weights: E, the same as one matrix, E', D; modules: attention, norm or None, dropout or None."""
     attention, norm, drop = modules
     encoder, one_matrix, encoder_v, decoder = weights
     if not _is_served(x, weights, modules, kind):
@@ -165,7 +166,9 @@ def _is_served(x, weights: tuple, modules: tuple, kind: bdh.Kind) -> bool:
         return False
     encoder, _, encoder_v, decoder = weights
     # wide weights: the layer's tensors are large whatever the batch is
-    if not all(_call.is_served(w) and w.dtype is x.dtype and w.device == x.device for w in (encoder, encoder_v, decoder)):
+    if not all(
+        _call.is_served(w) and w.dtype is x.dtype and w.device == x.device for w in (encoder, encoder_v, decoder)
+    ):
         return False
     attention, norm, drop = modules
     kinds = {attention: _call.kind_of(attention), norm: nn.LayerNorm, drop: nn.Dropout}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -238,5 +238,3 @@ def activated(linear: nn.Linear, gelu: nn.GELU | None, drop: nn.Dropout | None, 
         return y if drop is None else drop(y)
     drop = NO_DROPOUT if drop is None else drop
     return bias_gelu(F.linear(x, linear.weight), linear.bias, p=float(drop.p), training=drop.training)
-
-
