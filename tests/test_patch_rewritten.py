@@ -1,6 +1,7 @@
 """patch on blocks around nn.MultiheadAttention, whose graph it rewrites: K-1's tree node and its relatives."""
 
 import copy
+import gc
 import math
 
 import pytest
@@ -181,3 +182,28 @@ def test_compile():
     (x,) = inputs()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x, CAUSAL), plain(x, CAUSAL), rtol=1e-4, atol=1e-5)
+
+
+def test_other_modules_run_while_a_graph_is_traced():
+    """fx sees the calls of all modules of the process, those of other threads too."""
+    elsewhere, found = nn.Linear(4, 4), []
+
+    class Meanwhile(PreNorm):
+        def forward(self, x, context):
+            found.append(elsewhere(torch.ones(2, 4)))
+            return super().forward(x, context)
+
+    assert outermost(cx.patch(Meanwhile())) == ["attention_block"]
+    assert found and all(torch.equal(y, elsewhere(torch.ones(2, 4))) for y in found)
+
+
+def test_cycles_do_not_grow():
+    module = Node(depth=0)
+    counts = []
+    for number in range(16):
+        cx.patch(module, verify=False)
+        cx.unpatch(module)
+        gc.collect()
+        if number in (5, 15):
+            counts.append(len(gc.get_objects()))
+    assert counts[1] - counts[0] < 20
