@@ -36,7 +36,9 @@ MARK = "RESULT "
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help="clones, and site-packages")
-    parser.add_argument("--only", action="append", metavar="NAME", help="entries whose names contain this")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="the entry of this name, or all whose names contain it"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of timed steps an entry; 0: nothing is timed")
     parser.add_argument("--steps", type=int, help="training steps to compare, where fewer than the entry's")
     parser.add_argument("--threads", type=int, default=2)
@@ -57,7 +59,8 @@ def main(arguments: list[str]) -> int:
         entry.steps = min(entry.steps, asked.steps or entry.steps)
         print(MARK + json.dumps(measure(entry, asked.folder.resolve(), asked.seconds, asked.threads)))
         return 0
-    chosen = [e for e in ENTRIES if not asked.only or any(text in e.name for text in asked.only)]
+    exact = [e for e in ENTRIES if asked.only and e.name in asked.only]
+    chosen = exact or [e for e in ENTRIES if not asked.only or any(text in e.name for text in asked.only)]
     if not chosen:
         parser.error(f"no entry has one of {asked.only} in its name")
     from benchmarks import machine

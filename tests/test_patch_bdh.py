@@ -240,3 +240,21 @@ def test_hooks_and_changes_inside_whole_layers():
 def test_other_layers_are_not_taken(kind):
     report = cx.patch(kind(**MODELS["images"]))
     assert [entry.recogniser for entry in report.patched] == ["bdh_attention", "dropout"]
+
+
+def test_gradients_per_sample():
+    """torch.func takes the original's operations."""
+    model = Model(p=0.0, **MODELS["images"])
+    plain = copy.deepcopy(model)
+    cx.patch(model)
+    (images,) = batch_of(model)
+    model(images)
+
+    def loss(encoder, image, of):
+        return torch.func.functional_call(of, {"encoder": encoder}, (image[None],)).square().mean()
+
+    found = [
+        torch.func.vmap(torch.func.grad(lambda e, x, of=of: loss(e, x, of)), (None, 0))(of.encoder.detach(), images)
+        for of in (model, plain)
+    ]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)

@@ -47,6 +47,20 @@ class PreNorm(nn.Module):
         return x + self.second(F.gelu(self.first(self.two(x))))
 
 
+class OwnsABlock(nn.Module):
+    """Calls what is inside a block of a list itself; a Sequential in a Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.blocks = nn.ModuleList([nn.ModuleDict({"norm": nn.LayerNorm(WIDTH)})])
+        self.ff = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU()), nn.Linear(64, WIDTH)))
+
+    def forward(self, x):
+        x = self.blocks[0]["norm"](x + self.attn(x, x, x)[0])
+        return self.ff(x)
+
+
 class UsesWeights(Node):
     def forward(self, x, mask=None):
         mixed, weights = self.attn(x, x, x, attn_mask=mask)
@@ -157,6 +171,21 @@ def test_hooks_and_modules_that_come_later():
     for model in (module, plain):
         model.ff.append(nn.Tanh())
     close(numbers(module, x, CAUSAL), numbers(plain, x, CAUSAL))
+
+
+def test_modules_of_modules():
+    torch.manual_seed(0)
+    module = OwnsABlock()
+    plain, seen = copy.deepcopy(module), []
+    assert outermost(cx.patch(module)) == ["attention_block"]
+    (x,) = inputs()
+    for _ in range(2):
+        close(numbers(module, x), numbers(plain, x))
+    calls = calls_of(lambda: numbers(module, x))
+    assert calls["camox_ops::bias_gelu"] == calls["camox_ops::dropout_add_layer_norm"] == 1
+    module.ff[0][0].register_forward_hook(lambda *_: seen.append(1))
+    close(numbers(module, x), numbers(plain, x))
+    assert seen == [1]
 
 
 def test_the_sequential_has_a_hook():

@@ -148,8 +148,14 @@ def variant(graph: fx.Graph, given: tuple[str, ...], kept: set[fx.Node]) -> Vari
 
 def opened(module: nn.Module, graph: fx.Graph) -> dict[tuple[str, ...], tuple[str, ...]]:
     """Paths of the nn.Sequentials whose modules the graph calls itself -> names of what is in them."""
-    paths = {tuple(node.target.split(".")[:-1]) for node in graph.nodes if node.op == "call_module"}
-    return {path: tuple(_call.at(module, path)._modules) for path in paths if path}
+    found = {}
+    for node in graph.nodes:
+        path = node.target.split(".")[:-1] if node.op == "call_module" else []
+        for depth in range(1, len(path) + 1):
+            part = _call.at(module, tuple(path[:depth]))
+            if _call.kind_of(part) is nn.Sequential:
+                found[tuple(path[:depth])] = tuple(part._modules)
+    return found
 
 
 def is_call_of(node, *functions: Callable | str) -> bool:

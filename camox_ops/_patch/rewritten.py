@@ -59,13 +59,14 @@ class Rewritten(Recogniser):
             except _proof.OtherKind:
                 continue
             inputs, kept = _graph.examples(module, graph), _graph.unused(graph)
+            sequentials = _graph.opened(module, graph)
             if not self.rewrite(module, graph, planned):
                 continue
             accepted = (_accepted(exact, given, x) for x in inputs)
             cases = list(itertools.islice(filter(None, accepted), 2))
             if not cases:
                 continue
-            opened.update(_graph.opened(module, graph))
+            opened.update(sequentials)
             made = _graph.variant(graph, given, kept)
             if thorough:
                 worst = max(worst, _proved(exact, made, cases))
@@ -125,14 +126,12 @@ def _proved(exact: nn.Module, made: _graph.Variant, cases: list[tuple]) -> float
 
 def _accepted(exact: nn.Module, given: tuple[str, ...], x: torch.Tensor) -> tuple | None:
     """Arguments of these names with which the module runs: x, and masks or tensors like x."""
-    batch, *rest = x.shape
-    length = rest[0] if rest else 1
+    batch, length, *_ = (*x.shape, 1)
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
     padding = (torch.arange(length) >= length - 1).expand(batch, length)
-    others = [(x.detach() * 1).to(x.dtype), later, padding] if len(given) > 1 else [None]
-    if x.is_floating_point():
-        others = [*others[1:], others[0]]
-    for choice in itertools.product(others, repeat=min(len(given) - 1, 2)) if len(given) < 4 else ():
+    alike = x.detach().clone()
+    others = (later, padding, alike) if x.is_floating_point() else (alike, later, padding)
+    for choice in itertools.product(others, repeat=len(given) - 1) if len(given) < 4 else ():
         args = (x, *choice)
         try:
             with torch.no_grad():
