@@ -25,6 +25,9 @@ from . import _call, _graph, _proof
 from ._recogniser import Planned, Recogniser
 from .blocks import NO_DROPOUT
 
+# Parameters of a module that is copied whole, in float64, for a proof.
+LARGEST = 1 << 27
+
 
 class Rewriting(NamedTuple):
     """rank: dimensions of the first argument; variants: for the arguments that a call may give; opened: paths of the
@@ -51,8 +54,9 @@ class Rewritten(Recogniser):
         signature = _graph.signature_of(module)
         if signature is None:
             raise _proof.OtherKind
-        variants, opened, worst, rank = [], {}, 0.0, 0
-        exact = self.in_float64(module)
+        if sum(parameter.numel() for parameter in module.parameters()) > LARGEST:
+            raise _proof.NotAlike("it has too many parameters to be copied")
+        variants, opened, worst, rank, exact = [], {}, 0.0, 0, None
         for given in _given(signature):
             try:
                 graph = _graph.traced(module, given)
@@ -62,6 +66,7 @@ class Rewritten(Recogniser):
             sequentials = _graph.opened(module, graph)
             if not self.rewrite(module, graph, planned):
                 continue
+            exact = self.in_float64(module) if exact is None else exact
             accepted = (_accepted(exact, given, x) for x in inputs)
             cases = list(itertools.islice(filter(None, accepted), 2))
             if not cases:
