@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._recogniser import Recogniser
 from .bdh import BDHAttention
+from .bdh_layers import BDHLayers
 from .blocks import AddNorm, FeedForward
 from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
@@ -11,7 +12,9 @@ from .linear import LinearAttention
 from .norm2d import Norm2d
 from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
+from .rewritten import AttentionBlock
 from .sequential import Sequential
+from .temporal_encoder import TemporalEncoder
 from .transformer import Attention, EncoderLayer
 
 RECOGNISERS: tuple[Recogniser, ...] = (
@@ -31,4 +34,7 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     BDHAttention(),
     AveragePool(),
     LinearAttention(),
+    BDHLayers(),
+    TemporalEncoder(),
+    AttentionBlock(),
 )
