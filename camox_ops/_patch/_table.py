@@ -8,9 +8,11 @@ from .blocks import AddNorm, FeedForward
 from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
 from .linear import LinearAttention
+from .masked import MaskedAttention
 from .norm2d import Norm2d
 from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
+from .rows import AddRowNorm, RowNorm
 from .sequential import Sequential
 from .transformer import Attention, EncoderLayer
 
@@ -22,6 +24,9 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     Attention(),
     FeedForward(),
     AddNorm(),
+    RowNorm(),
+    AddRowNorm(),
+    MaskedAttention(),
     PostNormLayer(),
     SoftmaxAttention(),
     EDGES,
