@@ -440,7 +440,7 @@ ENTRIES = (
         "mit-han-lab/efficientvit",
         "de7d7733cc0329f391b33f1f459271562ec27bd5",
         _efficientvit,
-        stubs=("triton", "triton.language", *_NO_IMAGES),
+        stubs=("triton", "triton.language", "efficientvit.apps", *_NO_IMAGES),
     ),
     Entry("nanoGPT", "karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291", _nanogpt),
     Entry(

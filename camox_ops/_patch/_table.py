@@ -9,6 +9,7 @@ from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
 from .linear import LinearAttention
 from .masked import MaskedAttention
+from .multiscale import MultiscaleAttention
 from .norm2d import Norm2d
 from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
@@ -36,4 +37,5 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     BDHAttention(),
     AveragePool(),
     LinearAttention(),
+    MultiscaleAttention(),
 )
