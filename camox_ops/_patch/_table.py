@@ -9,6 +9,7 @@ from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
 from .linear import LinearAttention
 from .masked import MaskedAttention
+from .mixture import TokenMixture
 from .multiscale import MultiscaleAttention
 from .norm2d import Norm2d
 from .pool import AveragePool
@@ -34,6 +35,7 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     BANDS,
     PixelAttention(),
     ExpertMixture(),
+    TokenMixture(),
     BDHAttention(),
     AveragePool(),
     LinearAttention(),

@@ -134,7 +134,9 @@ class Norm2d(Recogniser):
         last = torch.channels_last
         if x.is_contiguous(memory_format=last):
             y = layer_norm2d(x, weight, bias, eps, activation=activation)
-            return y if settings.from_channels_last is last or x.is_contiguous() else y.contiguous()
+            if settings.from_channels_last is last:  # one image may have any stride between images, and is not seen so
+                return y.contiguous(memory_format=last)
+            return y if x.is_contiguous() else y.contiguous()
         if settings.from_contiguous is last:
             x = x.contiguous(memory_format=last)
         return layer_norm2d(x, weight, bias, eps, activation=activation)
