@@ -321,7 +321,8 @@ def _edgenext(root: Path) -> Trial:
     heads = {"heads": [4, 4, 4, 4], "d2_scales": [2, 2, 3, 4], "use_pos_embd_xca": [False, True, False, False]}
     model = module.EdgeNeXt(
         depths=[1, 2, 2, 2], dims=[24, 48, 88, 168], num_classes=10, global_block=[0, 1, 1, 1],
-        global_block_type=["None", "SDTA", "SDTA", "SDTA"], layer_scale_init_value=0.1, **heads,
+        global_block_type=["None", "SDTA", "SDTA", "SDTA"], layer_scale_init_value=0.1,
+        classifier_dropout=0.0, **heads,
     )  # fmt: skip
     return Trial(model, (_noise(2, 3, 128, 128), _tokens(10, 2)), _class)
 
