@@ -32,7 +32,8 @@ class Trial:
 @dataclass
 class Entry:
     """make(root) -> Trial, where root is the clone. needs: packages from `pip install --target DIR/site-packages`.
-    commit: what the entry was written against."""
+    commit: what the entry was written against. asked: for the speed of a step, patched and with tune_cpu, that the
+    project set itself."""
 
     name: str
     repository: str
@@ -42,6 +43,7 @@ class Entry:
     stubs: tuple[str, ...] = ()
     steps: int = 20
     note: str = ""
+    asked: float | None = None
     folder: str = field(init=False)
 
     def __post_init__(self):
@@ -240,17 +242,17 @@ def _emberformer(root: Path) -> Trial:
 
     sizes = {"d_model": 96, "nhead": 8, "num_layers": 4, "dim_feedforward": 384, "spatial_decoder": "unet"}
     model = EmberFormer(static_channels=10, patch_size=16, max_seq_len=32, **sizes)
-    valid = torch.arange(6) < torch.tensor([[6], [4]])
+    valid = torch.arange(6) < torch.tensor([[6], [4], [6], [1]])
     batch = (
-        _noise(2, 625, 6),
-        _noise(2, 6, 2),
-        _noise(2, 625, 10),
+        _noise(4, 400, 6),
+        _noise(4, 6, 2),
+        _noise(4, 400, 10),
         valid,
-        (_noise(2, 1, 25, 25) > 1).to(torch.float32),
+        (_noise(4, 1, 20, 20) > 1).to(torch.float32),
     )
 
     def run(model, batch):
-        logits = model(*batch[:4], grid_shape=(25, 25))
+        logits = model(*batch[:4], grid_shape=(20, 20))
         return F.binary_cross_entropy_with_logits(logits, batch[4])
 
     return Trial(model, batch, run)
@@ -260,7 +262,7 @@ def _camoxpert(root: Path) -> Trial:
     sys.path.insert(0, str(root))
     from models.camoxpert import CamoXpert
 
-    model = CamoXpert(pretrained=False, backbone="edgenext_small")
+    model = CamoXpert(pretrained=False, backbone="edgenext_small", num_experts=7)
 
     def run(model, batch):
         logits, auxiliary, *_ = model(batch[0])
@@ -274,7 +276,7 @@ def _vision_bdh(root: Path, version: str) -> Trial:
     config = importlib.import_module("models.bdh").BDHConfig(n_embd=192, n_head=6, mlp_internal_dim_multiplier=32)
     file, kind = {"v1": ("vision_bdh", "VisionBDH"), "v2": ("vision_bdh_v2", "VisionBDHv2")}[version]
     model = getattr(importlib.import_module(f"models.{file}"), kind)(config)
-    return Trial(model, (_noise(8, 3, 32, 32), _tokens(10, 8)), _class)
+    return Trial(model, (_noise(32, 3, 32, 32), _tokens(10, 32)), _class)
 
 
 def _bdh(root: Path) -> Trial:
@@ -287,8 +289,8 @@ def _k1(root: Path) -> Trial:
     sys.path.insert(0, str(root))
     from k1_system.core.tree import HierarchicalTree
 
-    model = HierarchicalTree(5000, embed_dim=128, ff_dim=256, num_heads=4, tree_depth=3, branching_factor=[3, 3])
-    return Trial(model, (_tokens(5000, 32, 65),), _next_token)
+    model = HierarchicalTree(10000, embed_dim=128, ff_dim=256, num_heads=4, tree_depth=3, branching_factor=[3, 3])
+    return Trial(model, (_tokens(10000, 64, 65),), _next_token)
 
 
 def _sam(root: Path) -> Trial:
@@ -362,6 +364,7 @@ def _minimind(root: Path) -> Trial:
 
 
 _NAFNET = ("megvii-research/NAFNet", "2b4af71ebe098a92a75910c233a3965a3e93ede4")
+_NAFNET_HAS = {"stubs": ("basicsr.utils",)}
 _RESTORMER = ("swz30/Restormer", "df766d5521afd21cce56e24159f300b30ebf3fb0")
 _SERIES = ("thuml/Time-Series-Library", "4e938a1767106324dd753b2a44832bf870a0252e")
 _VISION = ("takzen/vision-bdh", "71cb8ab7a22ae981245590b2fbaadb55b42632d3")
@@ -370,8 +373,8 @@ _NO_IMAGES = ("torchvision",)
 _SERIES_NEEDS = {"needs": ("einops",), "stubs": ("reformer_pytorch", "utils.timefeatures")}
 
 ENTRIES = (
-    Entry("NAFNet width 32, 64x64", *_NAFNET, lambda root: _nafnet(root, 64, 4), stubs=("basicsr.utils",), steps=5),
-    Entry("NAFNet width 32, 256x256", *_NAFNET, lambda root: _nafnet(root, 256, 1), stubs=("basicsr.utils",), steps=3),
+    Entry("NAFNet width 32, 64x64", *_NAFNET, lambda root: _nafnet(root, 64, 4), **_NAFNET_HAS, steps=5, asked=1.35),
+    Entry("NAFNet width 32, 256x256", *_NAFNET, lambda root: _nafnet(root, 256, 1), **_NAFNET_HAS, steps=3, asked=1.25),
     Entry("Restormer WithBias", *_RESTORMER, lambda root: _restormer(root, "WithBias"), ("einops",)),
     Entry("Restormer BiasFree", *_RESTORMER, lambda root: _restormer(root, "BiasFree"), ("einops",)),
     Entry("TSL Transformer", *_SERIES, lambda root: _forecast(root, "Transformer"), **_SERIES_NEEDS, steps=5),
@@ -380,6 +383,7 @@ ENTRIES = (
         *_SERIES,
         lambda root: _forecast(root, "iTransformer", d_model=128, d_ff=128),
         **_SERIES_NEEDS,
+        asked=1.4,
     ),
     Entry(
         "TSL PatchTST",
@@ -394,6 +398,7 @@ ENTRIES = (
         _bert,
         ("transformers",),
         steps=5,
+        asked=1.5,
     ),
     Entry(
         "pytorch_pretrained_bert, 4 layers of 512",
@@ -401,6 +406,7 @@ ENTRIES = (
         "1a95f9e3e5ace781623b2a0eb20d758765e61145",
         _bert_of_2019,
         steps=5,
+        asked=1.5,
     ),
     Entry(
         "RecBole encoder",
@@ -410,7 +416,7 @@ ENTRIES = (
         stubs=("recbole", "recbole.utils"),
         note="around it an embedding and SASRec's causal mask of -10000",
     ),
-    Entry("EmberFormer", "tampueroc/emberformer", "d5116608ce2f84367a32522d52e7cb04d0b13edc", _emberformer),
+    Entry("EmberFormer", "tampueroc/emberformer", "d5116608ce2f84367a32522d52e7cb04d0b13edc", _emberformer, asked=2.4),
     Entry(
         "CamoXpert",
         "mahi-chan/camoXpert",
@@ -419,10 +425,11 @@ ENTRIES = (
         ("einops", "timm"),
         _NO_IMAGES,
         steps=3,
+        asked=1.25,
     ),
-    Entry("Vision-BDH v1", *_VISION, lambda root: _vision_bdh(root, "v1"), steps=5),
-    Entry("Vision-BDH v2", *_VISION, lambda root: _vision_bdh(root, "v2"), steps=5),
-    Entry("K-1 tree", "PlanetDestroyyer/self-learning-k-1", "63b208bdd1211e376d018c36b19ffa006ca36d4f", _k1),
+    Entry("Vision-BDH v1", *_VISION, lambda root: _vision_bdh(root, "v1"), steps=5, asked=2.5),
+    Entry("Vision-BDH v2", *_VISION, lambda root: _vision_bdh(root, "v2"), steps=5, asked=2.5),
+    Entry("K-1 tree", "PlanetDestroyyer/self-learning-k-1", "63b208bdd1211e376d018c36b19ffa006ca36d4f", _k1, asked=1.5),
     Entry("BDH", "pathwaycom/bdh", "714bc800631e7bffc0946768f4f3c77d25a68ca4", _bdh),
     Entry("SAM mask decoder", "facebookresearch/segment-anything", "dca509fe793f601edb92606367a655c15ac00fdf", _sam),
     Entry(

@@ -3,11 +3,13 @@
 DIR holds clones, each in a folder with its repository's name, and what they import in DIR/site-packages
 (pip install --target DIR/site-packages einops timm transformers). For each entry of patch_models.py, in a process of
 its own: the same weights and batch, some training steps with the original in float64, the original and the patched
-model; then steps of both in turn, timed. Prints a table and writes benchmarks/results/patch_repos/MACHINE.json;
-`--docs` writes the table of docs/patch.md from there.
+model; the most memory that a step of each holds; then steps in turn, timed: the original, the patched model, and the
+patched model with PyTorch's kernels replaced by tune_cpu. Prints a table and writes
+benchmarks/results/patch_repos/MACHINE.json; `--docs` writes the table of docs/patch.md from there.
 """
 
 import argparse
+import contextlib
 import copy
 import datetime
 import json
@@ -70,6 +72,9 @@ def main(arguments: list[str]) -> int:
         order = [e.name for e in ENTRIES if e.name in rows]
         save(out, here, asked.threads, [rows[name] for name in order])
     print("\n" + table([rows[entry.name] for entry in chosen]))
+    for entry in chosen:
+        for shortfall in shortfalls(rows[entry.name]):
+            print(f"{entry.name}: {shortfall}")
     return 1 if any(wrong(rows[entry.name]) for entry in chosen) else 0
 
 
@@ -134,10 +139,13 @@ def measure(entry, folder: Path, seconds: float, threads: int) -> dict:
         "modules_left_alone": [[item.name, item.of, item.recogniser, item.reason] for item in report.skipped],
         "calls": calls_of_ours(profile),
         "numbers": None,
+        "peak": None,
         "step": None,
+        "asked": entry.asked,
     }
     plain, fast = without_dropout(copy.deepcopy(original)), without_dropout(copy.deepcopy(patched))
     result["numbers"] = compare(plain, fast, trial, entry.steps)
+    result["peak"] = {"torch": peak(original, trial), "camox": peak(patched, trial)}
     if seconds:
         result["step"] = timed(original, patched, trial, seconds)
     result["given_back"] = [item.name for item in report.skipped if item.first_error is not None]
@@ -225,36 +233,51 @@ def distance_of_losses(losses: list, exact: list) -> float:
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, exact, strict=True))
 
 
+def peak(model, trial) -> int:
+    """The most bytes that a step holds beyond what it found, once there are gradients to be written over."""
+    from benchmarks import common
+
+    def step():
+        model.zero_grad()
+        trial.run(model, trial.batch).backward()
+
+    step()
+    return common.allocated_by(step)[0]
+
+
 def timed(original, patched, trial, seconds: float) -> dict:
-    """Steps of both in turn, dropout as configured -> medians in seconds, and the median of the pairs' ratios."""
+    """Steps in turn, dropout as configured -> medians in seconds, and of the ratios of neighbours: torch over camox,
+    and over camox with tune_cpu."""
     import torch
 
+    import camox_ops as cx
     from benchmarks import machine
+    from camox_ops.train import tune
 
+    replaced = [kernel.name for kernel in cx.train.tune_cpu(allocator=False).kernels if kernel.replaced]
+    cx.train.restore_cpu()
     models = [(m, torch.optim.SGD(m.parameters(), lr=RATE)) for m in (original, patched)]
-    pairs, others = [], machine.OtherCpu()
+    names = ("torch", "camox", "tuned")
+    rounds, others = [], machine.OtherCpu()
     deadline = time.perf_counter() + seconds
-    while len(pairs) < 4 or (time.perf_counter() < deadline and len(pairs) < 200):
-        times = [0.0, 0.0]
-        for which in (0, 1) if len(pairs) % 2 else (1, 0):
-            model, optimizer = models[which]
-            started = time.perf_counter()
-            optimizer.zero_grad()
-            trial.run(model, trial.batch).backward()
-            optimizer.step()
-            times[which] = time.perf_counter() - started
-        pairs.append(times)
-    pairs = pairs[1:]  # the first pair warms up
-    ratios = sorted(before / after for before, after in pairs)
-    return {
-        "pairs": len(pairs),
-        "torch": statistics.median(before for before, _ in pairs),
-        "camox": statistics.median(after for _, after in pairs),
-        "ratio": statistics.median(ratios),
-        "ratio_q1": ratios[len(ratios) // 4],
-        "ratio_q3": ratios[(3 * len(ratios)) // 4],
-        "other_cpu": round(others.cores(), 3),
-    }
+    while len(rounds) < 4 or (time.perf_counter() < deadline and len(rounds) < 200):
+        times = {}
+        for name in names if len(rounds) % 2 else reversed(names):
+            model, optimizer = models[name != "torch"]
+            with tune.replaced(*replaced) if name == "tuned" and replaced else contextlib.nullcontext():
+                started = time.perf_counter()
+                optimizer.zero_grad()
+                trial.run(model, trial.batch).backward()
+                optimizer.step()
+                times[name] = time.perf_counter() - started
+        rounds.append(times)
+    rounds = rounds[1:]  # the first warms up
+    found = {name: statistics.median(times[name] for times in rounds) for name in names}
+    for name, other in (("ratio", "camox"), ("tuned_ratio", "tuned")):
+        ratios = sorted(times["torch"] / times[other] for times in rounds)
+        found |= {name: statistics.median(ratios)}
+        found |= {f"{name}_q1": ratios[len(ratios) // 4], f"{name}_q3": ratios[(3 * len(ratios)) // 4]}
+    return {**found, "pairs": len(rounds), "replaced": replaced, "other_cpu": round(others.cores(), 3)}
 
 
 def wrong(row: dict) -> str:
@@ -269,6 +292,16 @@ def wrong(row: dict) -> str:
         if not numbers[what]["camox"] <= max(3 * numbers[what]["torch"], least):
             return f"{what}s differ by {numbers[what]['camox']:.1e}, PyTorch's by {numbers[what]['torch']:.1e}"
     return ""
+
+
+def shortfalls(row: dict) -> list[str]:
+    """What the entry does not reach: the speed that is asked for, the original's memory."""
+    found, step, peaks = [], row.get("step"), row.get("peak")
+    if step and row.get("asked") and step["tuned_ratio"] < row["asked"]:
+        found.append(f"a step with tune_cpu {step['tuned_ratio']:.2f}x as fast, asked {row['asked']:.2f}x")
+    if peaks and peaks["camox"] > peaks["torch"]:
+        found.append(f"a step holds {peaks['camox'] / peaks['torch']:.2f} times the original's memory")
+    return found
 
 
 def save(out: Path, here: dict, threads: int, rows: list[dict]) -> None:
@@ -287,20 +320,23 @@ def line(row: dict) -> str:
     return " | ".join(cells(row))
 
 
-HEAD = ("model", "repository @ commit", "patched", "left alone", "gradients", "losses", "step")
+HEAD = ("model", "repository @ commit", "patched", "left alone", "gradients", "losses", "peak", "step", "with tune_cpu")
 
 
 def cells(row: dict) -> list[str]:
     """One row of the table."""
     where = f"{row['repository']} @ {row['commit'][:7]}"
     if "error" in row:
-        return [row["name"], where, "", f"not run: {row['error']}", "", "", ""]
-    numbers, step = row["numbers"], row["step"]
+        return [row["name"], where, "", f"not run: {row['error']}", *[""] * (len(HEAD) - 4)]
+    numbers, step, peaks = row["numbers"], row["step"] or {}, row.get("peak")
     patched = ", ".join(f"{count} {name}" for name, count in row["patched"].items()) or "none"
     left = "; ".join(f"{count} {text}" for text, count in row["left_alone"].items()) or "-"
     gradients, losses = (f"{numbers[k]['camox']:.0e} ({numbers[k]['torch']:.0e})" for k in ("gradient", "loss"))
-    speed = "-" if step is None else f"{step['ratio']:.2f}x"
-    return [row["name"], where, patched, left.replace("|", "\\|"), gradients, losses, speed]
+    memory = f"{peaks['camox'] / peaks['torch']:.2f}" if peaks else "-"
+    speeds = [f"{step[k]:.2f}x" if k in step else "-" for k in ("ratio", "tuned_ratio")]
+    if row.get("asked"):
+        speeds[1] += f" ({row['asked']:.2f}x)"
+    return [row["name"], where, patched, left.replace("|", "\\|"), gradients, losses, memory, *speeds]
 
 
 def table(rows: list[dict]) -> str:

@@ -2,14 +2,16 @@
 
 import copy
 import math
+import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import camox_ops as cx
 
-SIZE, WIDTH = 64, 24
+SIZE, WIDTH, HEADS = 64, 32, 2
 
 
 class Attention(nn.Module):
@@ -115,3 +117,126 @@ def test_bfloat16_and_compile():
     q, v = inputs()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q, q, v), plain(q, q, v), rtol=1e-3, atol=1e-3)
+
+
+class Model(nn.Module):
+    """The layers in the forward of the model itself, as in all public code: patches of images or tokens, the norm
+    before, after or in both places, a head for one class or for each token with a loss."""
+
+    def __init__(self, tokens=False, first=False, after=True, p=0.1, **kind):
+        super().__init__()
+        self.tokens, self.first, self.after, self.passes = tokens, first, after, 2
+        self.embed = nn.Embedding(50, WIDTH) if tokens else nn.Conv2d(3, WIDTH, 4, 4)
+        if not tokens:
+            self.places = nn.Parameter(0.1 * torch.randn(1, 16, WIDTH))
+        self.attn = Attention(**kind)
+        self.decoder = nn.Parameter(torch.randn(HEADS * SIZE, WIDTH) / 16)
+        self.encoder = nn.Parameter(torch.randn(HEADS, WIDTH, SIZE) / 6)
+        self.encoder_v = nn.Parameter(torch.randn(HEADS, WIDTH, SIZE) / 6)
+        self.ln = nn.LayerNorm(WIDTH, elementwise_affine=False, bias=False)
+        self.drop = nn.Dropout(p)
+        self.head = nn.Parameter(torch.randn(WIDTH, 50) / 6)
+
+    def forward(self, x, targets=None):
+        batch = x.shape[0]
+        x = self.embed(x) if self.tokens else self.embed(x).flatten(2).transpose(1, 2) + self.places
+        x = self.ln(x.unsqueeze(1))
+        for _ in range(self.passes):
+            x = self.ln(x) if self.first else x
+            sparse = F.relu(x @ self.encoder)
+            mixed = self.attn(Q=sparse, K=sparse, V=x)
+            mixed = self.ln(mixed) if self.after else mixed
+            gated = self.drop(self.gated(sparse, F.relu(mixed @ self.encoder_v)))
+            y = gated.transpose(1, 2).reshape(batch, 1, -1, HEADS * SIZE) @ self.decoder
+            x = self.ln(x + self.ln(y))
+        if not self.tokens:
+            return x.squeeze(1).mean(1) @ self.head
+        logits = x.squeeze(1) @ self.head
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def gated(self, sparse, values):
+        return sparse * values
+
+
+class Adds(Model):
+    def gated(self, sparse, values):
+        return sparse + values
+
+
+class DropsLayers(Model):
+    """A branch by chance: no graph has both."""
+
+    def gated(self, sparse, values):
+        return sparse * values if random.random() < 0.5 else sparse
+
+
+MODELS = {
+    "images": {"causal": False, "parameter": True},
+    "images, norm first, softmax": {"causal": False, "parameter": True, "softmax": True, "first": True},
+    "no norm after the attention": {"causal": False, "after": False, "first": True},
+    "tokens": {"tokens": True},
+}
+
+
+def batch_of(model, count=3):
+    generator = torch.Generator().manual_seed(2)
+    if model.tokens:
+        return torch.randint(50, (count, 12), generator=generator), torch.randint(50, (count, 12), generator=generator)
+    return (torch.randn(count, 3, 16, 16, generator=generator),)
+
+
+def results(model, batch):
+    """Loss and gradients."""
+    y = model(*batch)
+    loss = y[1] if model.tokens else y.square().mean()
+    return [loss.detach(), *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_layers(name):
+    torch.manual_seed(0)
+    model = Model(p=0.0, **MODELS[name])
+    plain = copy.deepcopy(model)
+    report = cx.patch(model)
+    assert ("", "bdh_layers") in [(entry.name, entry.recogniser) for entry in report.patched], report
+    batch = batch_of(model)
+    for _ in range(2):
+        for mine, original in zip(results(model, batch), results(plain, batch), strict=True):
+            assert (mine - original).abs().max() <= 1e-4 * original.abs().max()
+    (entry,) = [entry for entry in report.patched if entry.name == ""]
+    assert entry.first_error < 1e-4
+    with torch.profiler.profile() as profile:
+        results(model, batch)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["camox_ops::bdh_attention"] == 2 and "aten::relu" not in calls
+    if model.tokens:  # without targets it is another graph
+        ours, theirs = model(batch[0]), plain(batch[0])
+        assert ours[1] is theirs[1] is None
+        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-3, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):  # the original's
+        assert torch.equal(model.eval()(batch[0])[0], plain.eval()(batch[0])[0])
+    cx.unpatch(model)
+    assert type(model) is Model and type(model.attn) is Attention
+
+
+def test_hooks_and_changes_inside_whole_layers():
+    model = Model(p=0.0, **MODELS["images"])
+    plain, seen = copy.deepcopy(model), []
+    cx.patch(model)
+    batch = batch_of(model)
+    model(*batch)
+    for part in (model.attn, model.drop, model.ln):
+        part.register_forward_hook(lambda module, args, y: seen.append((type(module).__name__, y.shape)))
+    for mine, original in zip(results(model, batch), results(plain, batch), strict=True):
+        assert (mine - original).abs().max() <= 1e-4 * original.abs().max()
+    shapes = {name: shape for name, shape in seen if name != "LayerNorm"}
+    assert shapes == {"Attention": (3, HEADS, 16, WIDTH), "Dropout": (3, HEADS, 16, SIZE)}
+    assert seen.count(("LayerNorm", torch.Size([3, HEADS, 16, WIDTH]))) == 2
+    model.drop.p = 1.0
+    assert model(*batch).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [Adds, DropsLayers])
+def test_other_layers_are_not_taken(kind):
+    report = cx.patch(kind(**MODELS["images"]))
+    assert [entry.recogniser for entry in report.patched] == ["bdh_attention", "dropout"]

@@ -66,9 +66,12 @@ def test_an_entry_from_clone_to_table(entry, tmp_path):
     assert sum(row["calls"].values()) >= 4  # two ops, forward and backward
     assert row["numbers"]["steps"] == 3
     assert row["numbers"]["gradient"]["between"] < 1e-5
-    assert row["step"]["pairs"] >= 3
+    assert row["step"]["pairs"] >= 3 and row["step"]["tuned_ratio"] > 0
+    assert 0 < row["peak"]["camox"] <= row["peak"]["torch"]
     assert patch_repos.wrong(row) == ""
     assert "| 1 dropout, 1 layer_norm2d | - |" in patch_repos.table([row])
+    row["asked"], row["step"]["tuned_ratio"] = 2.0, 1.5
+    assert patch_repos.shortfalls(row) == ["a step with tune_cpu 1.50x as fast, asked 2.00x"]
     row["numbers"]["gradient"]["camox"] = 1e-3
     assert patch_repos.wrong(row).startswith("gradients differ by 1.0e-03")
 

@@ -1,6 +1,7 @@
 """patch on nn.TransformerEncoderLayer, nn.TransformerEncoder and nn.MultiheadAttention."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -92,11 +93,16 @@ def patched(module, calls):
     return module
 
 
+@functools.cache
+def patched_layer(name):
+    return patched(layer(name), [])
+
+
 @pytest.mark.parametrize("kind", ["none", "padding", "padding as numbers", "causal", "causal as bools", "both"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_matches(name, kind, calls):
-    plain = layer(name)
-    module = patched(copy.deepcopy(plain), calls)
+    plain, module = layer(name), patched_layer(name)
+    calls.clear()
     x, masks = tokens(plain), masks_of(kind)
     ours, theirs = numbers(module, x, **masks), numbers(plain, x, **masks)
     close(ours, theirs)
@@ -236,3 +242,63 @@ def test_compile(calls):
     x = tokens(plain)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     close(numbers(compiled, x, src_key_padding_mask=padding()), numbers(plain, x, src_key_padding_mask=padding()))
+
+
+class LastValidStep(nn.Module):
+    """EmberFormer's: per patch over time, then the step that the number of valid ones points to."""
+
+    def __init__(self, p=0.0, **others):
+        super().__init__()
+        options = {"dim_feedforward": 64, "dropout": p, "activation": "gelu", "batch_first": True, **others}
+        self.stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, **options), 2)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+
+    def forward(self, tokens, valid):
+        batch, patches, length, width = tokens.shape
+        each = valid.unsqueeze(1).expand(-1, patches, -1).reshape(batch * patches, length)
+        encoded = self.stack(tokens.reshape(-1, length, width), src_key_padding_mask=~each)
+        return encoded[torch.arange(batch * patches), self.index(each)].view(batch, patches, width)
+
+    def index(self, valid):
+        return (valid.sum(1) - 1).clamp(min=0)
+
+
+class FirstStep(LastValidStep):
+    def index(self, valid):
+        return valid.long().argmax(1)
+
+
+def steps_of(kind):
+    tokens = torch.randn(4, 20, 6, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    return tokens, torch.arange(6) < torch.tensor([[6], [3], [1], [0 if kind == "none" else 2]])
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_temporal_encoder():
+    torch.manual_seed(0)
+    module = LastValidStep()
+    plain = copy.deepcopy(module)
+    report = cx.patch(module)
+    assert ("", "temporal_encoder") in [(entry.name, entry.recogniser) for entry in report.patched]
+    for kind in ("some", "none"):
+        for flip in (False, True):
+            tokens, valid = steps_of(kind)
+            valid = valid.flip(1) if flip else valid
+            close(numbers(module, tokens, valid), numbers(plain, tokens, valid))
+    assert all(entry.patched for entry in report.entries), report
+    module.eval(), plain.eval()
+    with torch.no_grad():  # PyTorch's own op
+        assert torch.equal(module(*steps_of("some")), plain(*steps_of("some")))
+    seen = []
+    module.train().stack.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    module.stack.layers[0].dropout1.p = 0.5
+    module(*steps_of("some"))
+    assert seen == [1]
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("made", [FirstStep, lambda: LastValidStep(activation="relu")])
+def test_other_temporal_encoders(made):
+    assert "temporal_encoder" not in [entry.recogniser for entry in cx.patch(made()).patched]

@@ -376,11 +376,12 @@ def _pairs(ours: Numbers, theirs: Numbers) -> Iterator[tuple[str, torch.Tensor, 
 
 def _largest_gradient(numbers: Numbers) -> float:
     """A gradient that is 0 but for rounding, as that of a bias of keys under softmax, is held against it."""
-    return max((g.double().abs().max().item() for g in numbers.gradients.values() if _has_values(g)), default=0.0)
+    sizes = (_largest(gradient) for gradient in numbers.gradients.values() if gradient is not None)
+    return max((size for size in sizes if math.isfinite(size)), default=0.0)
 
 
-def _has_values(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and gradient.numel() > 0 and bool(gradient.isfinite().all())
+def _largest(x: torch.Tensor) -> float:
+    return x.detach().abs().max().item() if x.numel() else 0.0
 
 
 def _relative(mine: torch.Tensor, original: torch.Tensor, least: float = 0.0) -> float:
@@ -388,11 +389,12 @@ def _relative(mine: torch.Tensor, original: torch.Tensor, least: float = 0.0) ->
     if original.numel() == 0:
         return 0.0
     mine, original = mine.double(), original.double()
-    finite = original.isfinite()
-    if not torch.equal(finite, mine.isfinite()):
-        return float("inf")
-    size = original[finite].abs().max().item() if finite.any() else 0.0
-    error = (mine - original)[finite].abs().max().item() if finite.any() else 0.0
+    size, error = _largest(original), _largest(mine - original)
+    if not math.isfinite(size):
+        finite = original.isfinite()
+        if not torch.equal(finite, mine.isfinite()):
+            return float("inf")
+        size, error = _largest(original[finite]), _largest((mine - original)[finite])
     size = max(size, least)
     return error / size if size else error
 
@@ -479,16 +481,20 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         reason = _other_form(ours, theirs)
         if reason is not None:
             return Comparison(reason)
-        return _judged(ours, theirs, _truth(original, base, args, kwargs, channels))
+        return _judged(ours, theirs, _truth(original, recogniser.widened, base, args, kwargs, channels))
 
 
 def _with_gradient(x: torch.Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    if not x.is_floating_point():  # tokens
+        return args, kwargs
     fresh = (x.clone() if x.is_inference() else x.detach()).requires_grad_()
     args = tuple(fresh if value is x else value for value in args)
     return args, {name: fresh if value is x else value for name, value in kwargs.items()}
 
 
-def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict, channels: int | None) -> Numbers | None:
+def _truth(
+    original: Callable, widened: Callable, base: nn.Module, args: tuple, kwargs: dict, channels: int | None
+) -> Numbers | None:
     """The original in float64, or None where it cannot be run so."""
 
     made = {}
@@ -507,7 +513,7 @@ def _truth(original: Callable, base: nn.Module, args: tuple, kwargs: dict, chann
     device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     try:
         with torch.autocast(device, enabled=False):
-            return run(original, base.double(), args, kwargs, channels=channels)
+            return run(original, widened(base), args, kwargs, channels=channels)
     except Exception:
         return None
 

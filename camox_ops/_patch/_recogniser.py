@@ -46,6 +46,10 @@ class Recogniser:
         """The copy, without what may differ by design in a comparison."""
         return copy_of_module
 
+    def widened(self, copy_of_module: nn.Module) -> nn.Module:
+        """The copy in float64."""
+        return copy_of_module.double()
+
     def channels(self, module: nn.Module, settings) -> int | None:
         """Where the original drops elements of a (B, C, T) that the fast forward has as (B, T, C): C."""
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._recogniser import Recogniser
 from .bdh import BDHAttention
+from .bdh_layers import BDHLayers
 from .blocks import AddNorm, FeedForward
 from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
@@ -14,8 +15,10 @@ from .multiscale import MultiscaleAttention
 from .norm2d import Norm2d
 from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
+from .rewritten import AttentionBlock
 from .rows import AddRowNorm, RowNorm
 from .sequential import Sequential
+from .temporal_encoder import TemporalEncoder
 from .transformer import Attention, EncoderLayer
 
 RECOGNISERS: tuple[Recogniser, ...] = (
@@ -40,4 +43,7 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     AveragePool(),
     LinearAttention(),
     MultiscaleAttention(),
+    BDHLayers(),
+    TemporalEncoder(),
+    AttentionBlock(),
 )

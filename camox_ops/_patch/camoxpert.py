@@ -116,6 +116,37 @@ def _has_usual_filters(module: nn.Module) -> bool:
     return all(torch.equal(f.float(), kernel) for f, kernel in zip(filters, usual_kernels(), strict=True))
 
 
+class Formats(NamedTuple):
+    """Whether the output is in channels_last, for an input that is not and for one that is."""
+
+    from_contiguous: bool
+    from_channels_last: bool
+
+    def given(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """y as the original gives it for x."""
+        last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        wanted = self.from_channels_last if last else self.from_contiguous
+        return y.contiguous(memory_format=torch.channels_last if wanted else torch.contiguous_format)
+
+
+def _formats(module: nn.Module, channels: int) -> Formats:
+    """In the module's own dtype: float64 has other convolutions."""
+    side, found = _proof.copied(module, device="cpu"), []
+    dtype = next(parameter.dtype for parameter in side.parameters())
+    for given in (torch.contiguous_format, torch.channels_last):
+        x = _proof.values((2, channels, 8, 9)).detach().to(dtype).contiguous(memory_format=given)
+        try:
+            with torch.no_grad():
+                y = type(side).forward(side, x)
+        except Exception:
+            raise _proof.OtherKind from None
+        y = y[0] if isinstance(y, tuple) and y else y
+        if not isinstance(y, torch.Tensor) or y.dim() != 4:
+            raise _proof.OtherKind
+        found.append(not y.is_contiguous())
+    return Formats(*found)
+
+
 class Heads(NamedTuple):
     """Names of the inner modules, and how many heads there are."""
 
@@ -123,6 +154,7 @@ class Heads(NamedTuple):
     proj: str
     drop: str | None
     heads: int
+    formats: Formats
 
 
 class PixelAttention(Recogniser):
@@ -146,7 +178,8 @@ class PixelAttention(Recogniser):
 
         first = _proof.values((2, channels, 3, 5))
         modes = (True, False) if thorough else (True,)
-        choices = (Heads(qkv, proj, d, n) for d, n in itertools.product(drops or [None], sorted(numbers)))
+        formats = _formats(module, channels)
+        choices = (Heads(qkv, proj, d, n, formats) for d, n in itertools.product(drops or [None], sorted(numbers)))
         settings, error = _first_matching(choices, lambda settings: proved(settings, first, modes=modes))
         if not thorough:
             return settings, error
@@ -167,7 +200,8 @@ class PixelAttention(Recogniser):
         mixed = linear_attention_packed(heads, feature_map="elu1", normalize="feature")
         image = mixed.transpose(-2, -1).flatten(1, 2).unflatten(2, x.shape[2:])
         drop = NO_DROPOUT if settings.drop is None else own[settings.drop]
-        return dropout(own[settings.proj](image), float(drop.p), training=drop.training) + x
+        y = dropout(own[settings.proj](image), float(drop.p), training=drop.training) + x
+        return settings.formats.given(y, x)
 
 
 def _convolutions(module: nn.Module) -> tuple[str, str, list[str]] | None:
@@ -195,6 +229,7 @@ class Mixture(NamedTuple):
     experts: str
     gate: str
     top_k: int
+    formats: Formats
 
 
 class ExpertMixture(Recogniser):
@@ -227,7 +262,8 @@ class ExpertMixture(Recogniser):
 
         first = _proof.values((3, channels, 8, 9))
         modes = (True, False) if thorough else (True,)
-        choices = (Mixture(experts, gate, k) for k in numbers)
+        formats = _formats(small, channels)
+        choices = (Mixture(experts, gate, k, formats) for k in numbers)
         settings, error = _first_matching(choices, lambda settings: proved(settings, first, modes=modes))
         if not thorough:
             return settings, error
@@ -253,7 +289,7 @@ class ExpertMixture(Recogniser):
         groups = moe_dispatch(x, routing)
         parts = torch.unsafe_split_with_sizes(groups, routing.counts.tolist())
         mixed = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if part.shape[0]])
-        output = moe_combine(mixed, routing).to(x.dtype)
+        output = settings.formats.given(moe_combine(mixed, routing).to(x.dtype), x)
         info = {
             "top_k_indices": routing.experts,
             "top_k_weights": routing.weights.detach().to(logits.dtype),

@@ -133,13 +133,20 @@ class Norm2d(Recogniser):
         eps = settings.eps if isinstance(settings.eps, float) else _call.at(module, settings.eps)
         last = torch.channels_last
         if x.is_contiguous(memory_format=last):
+            if x.shape[0] == 1 and x.stride(0) != x.numel():
+                x = _as_channels_last(x)
             y = layer_norm2d(x, weight, bias, eps, activation=activation)
-            if settings.from_channels_last is last:  # one image may have any stride between images, and is not seen so
-                return y.contiguous(memory_format=last)
-            return y if x.is_contiguous() else y.contiguous()
+            return y if settings.from_channels_last is last or x.is_contiguous() else y.contiguous()
         if settings.from_contiguous is last:
             x = x.contiguous(memory_format=last)
         return layer_norm2d(x, weight, bias, eps, activation=activation)
+
+
+def _as_channels_last(x: torch.Tensor) -> torch.Tensor:
+    """One image whose memory is in channels_last, with the strides of that format: convolutions give the first
+    dimension, of size 1, the stride of a pixel, by which nothing tells the formats apart."""
+    pixels = x.permute(0, 2, 3, 1)
+    return pixels.view(pixels.shape).permute(0, 3, 1, 2)
 
 
 def _dtype_of_output(settings: Settings, x: torch.Tensor, vector: torch.Tensor | None) -> torch.dtype | None:

@@ -31,7 +31,7 @@ class EncoderLayer(Recogniser):
         return [(name, module._modules[name]) for name in temporal.KINDS]
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[None, float]:
-        reason = _why_not_plain(module)
+        reason = why_not_plain(module)
         if reason is not None:
             raise _proof.NotAlike(reason)
 
@@ -50,13 +50,13 @@ class EncoderLayer(Recogniser):
 
     def serves(self, module: nn.Module, settings, args: tuple, kwargs: dict) -> bool:
         bound = _bound(("src", "src_mask", "src_key_padding_mask", "is_causal"), args, kwargs)
-        if bound is None or not _serves(module.self_attn, bound[0], bound[1], bound[2]) or _why_not_plain(module):
+        if bound is None or not _serves(module.self_attn, bound[0], bound[1], bound[2]) or why_not_plain(module):
             return False
         inner = module._modules
         if not _call.are_bypassed([inner[name] for name in temporal.KINDS], list(temporal.KINDS.values())):
             return False
         # PyTorch has one op for a whole layer without gradients.
-        return module.training or _differentiated(module, bound[0])
+        return module.training or differentiated(module, bound[0])
 
     def compute(
         self,
@@ -109,7 +109,7 @@ class Attention(Recogniser):
             return False
         if not _serves(module, bound[0], bound[5], bound[3]) or _why_no_plain_attention(module) is not None:
             return False
-        return module.training or _differentiated(module, bound[0])
+        return module.training or differentiated(module, bound[0])
 
     def compute(
         self,
@@ -155,7 +155,7 @@ def _why_no_plain_attention(attention: nn.MultiheadAttention) -> str | None:
     return None if 0 <= attention.dropout < 1 else f"it has dropout={attention.dropout}"
 
 
-def _why_not_plain(layer: nn.TransformerEncoderLayer) -> str | None:
+def why_not_plain(layer: nn.TransformerEncoderLayer) -> str | None:
     own = layer._modules
     for name, kind in temporal.KINDS.items():
         if own.get(name) is None or _call.kind_of(own[name]) is not kind:
@@ -211,7 +211,7 @@ def _causal(length: int, dtype: torch.dtype) -> torch.Tensor:
         return later if dtype is torch.bool else torch.zeros(length, length, dtype=dtype).masked_fill(later, -math.inf)
 
 
-def _differentiated(module: nn.Module, x: torch.Tensor) -> bool:
+def differentiated(module: nn.Module, x: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -75,20 +77,11 @@ class TemporalEncoder(FusedModule):
             raise ValueError(
                 f"TemporalEncoder: valid_t must have shape ({batch}, {length}), got {tuple(valid_t.shape)}"
             )
-        padding = (~valid_t).unsqueeze(1).expand(-1, patches, -1).reshape(batch * patches, length)
-        step = (valid_t.sum(1) - 1).clamp(min=0).view(batch, 1, 1, 1).expand(batch, patches, 1, width)
-        step = step.reshape(batch * patches, 1, width)
-        x = tokens.reshape(batch * patches, length, width)
         if self._why_called() is not None:
-            return self.transformer(x, src_key_padding_mask=padding).gather(1, step).view(batch, patches, width)
-        *before, last = self.transformer.layers
-        for layer in before:
-            x = _feed_forward(layer, *_attention(layer, x, padding)) if _fused(layer) else _called(layer, x, padding)
-        if _fused(last):
-            x = _feed_forward(last, *(part.gather(1, step) for part in _attention(last, x, padding)))
-        else:
-            x = _called(last, x, padding).gather(1, step)
-        return x.view(batch, patches, width)
+            padding, step = _padding_and_step(tokens, valid_t)
+            x = self.transformer(tokens.flatten(0, 1), src_key_padding_mask=padding)
+            return x.gather(1, step).view(batch, patches, width)
+        return last_steps(self.transformer.layers, tokens, valid_t, _fused)
 
     def _why_called(self) -> str | None:
         """Why the whole stack has to be called."""
@@ -144,6 +137,29 @@ def _why_layer_called(layer: nn.Module) -> str | None:
 
 def _fused(layer: nn.Module) -> bool:
     return _why_layer_called(layer) is None
+
+
+def last_steps(layers: nn.ModuleList, tokens: torch.Tensor, valid_t: torch.Tensor, is_fused: Callable) -> torch.Tensor:
+    """tokens (B, N, T, D) through the layers -> (B, N, D), the step `valid_t.sum(1) - 1` of each sequence. Layers for
+    which is_fused is not true are called."""
+    padding, step = _padding_and_step(tokens, valid_t)
+    x = tokens.flatten(0, 1)
+    *before, last = layers
+    for layer in before:
+        x = _feed_forward(layer, *_attention(layer, x, padding)) if is_fused(layer) else _called(layer, x, padding)
+    if is_fused(last):
+        x = _feed_forward(last, *(part.gather(1, step) for part in _attention(last, x, padding)))
+    else:
+        x = _called(last, x, padding).gather(1, step)
+    return x.view(*tokens.shape[:2], tokens.shape[3])
+
+
+def _padding_and_step(tokens: torch.Tensor, valid_t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B*N, T), True where a step does not count; (B*N, 1, D), the step to take, as gather wants it."""
+    batch, patches, length, width = tokens.shape
+    padding = (~valid_t).unsqueeze(1).expand(-1, patches, -1).reshape(batch * patches, length)
+    step = (valid_t.sum(1) - 1).clamp(min=0).view(batch, 1, 1, 1).expand(batch, patches, 1, width)
+    return padding, step.reshape(batch * patches, 1, width)
 
 
 def _called(layer: nn.Module, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
