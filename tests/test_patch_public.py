@@ -122,6 +122,18 @@ class Scales(nn.Module):
         return self.proj(y.transpose(-1, -2).reshape(x.shape[0], -1, *x.shape[2:]))
 
 
+class CastingNorm(nn.LayerNorm):
+    """timm's LayerNorm2dFp32."""
+
+    def __init__(self, channels=16):
+        super().__init__(channels, eps=1e-6)
+
+    def forward(self, x):
+        y = x.permute(0, 2, 3, 1)
+        y = F.layer_norm(y.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return y.to(x.dtype).permute(0, 3, 1, 2)
+
+
 class Expert(nn.Module):
     def __init__(self):
         super().__init__()
@@ -204,6 +216,7 @@ CASES = {
     "biases in the mask": (WithOutput, (rows(), rows(1, 17, 17)[None]), "masked_attention"),
     "torch's function": (ByFunction, (rows(),), "masked_attention"),
     "torch's function, mask": (ByFunction, (rows(), padding(40, 17)), "masked_attention"),
+    "norm in float32": (CastingNorm, (IMAGE,), "layer_norm2d_float32"),
     "attention over scales": (Scales, (IMAGE,), "multiscale_attention"),
     "another eps": (lambda: Scales(eps=1e-5), (IMAGE,), "multiscale_attention"),
     "mixture": (Mixture, (rows(),), "token_mixture"),
@@ -392,3 +405,14 @@ def test_nan_reaches_the_mixture():
     x = rows()
     x[0, 0] = math.nan
     assert torch.equal(module(x).isnan(), plain(x).isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_norm_in_float32_of_other_dtypes(dtype):
+    module = CastingNorm().to(dtype)
+    plain = copy.deepcopy(module)
+    assert cx.patch(module).patched
+    x = IMAGE.to(dtype)
+    for _ in range(2):
+        torch.testing.assert_close(module(x), plain(x), rtol=1e-2, atol=1e-2)
+    assert dtype is torch.bfloat16 or torch.equal(module(x), plain(x))

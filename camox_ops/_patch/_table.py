@@ -13,6 +13,7 @@ from .masked import MaskedAttention
 from .mixture import TokenMixture
 from .multiscale import MultiscaleAttention
 from .norm2d import Norm2d
+from .norm2d_float32 import Norm2dInFloat32
 from .pool import AveragePool
 from .post_norm import PostNormLayer, SoftmaxAttention
 from .rewritten import AttentionBlock
@@ -23,6 +24,7 @@ from .transformer import Attention, EncoderLayer
 
 RECOGNISERS: tuple[Recogniser, ...] = (
     Dropout(),
+    Norm2dInFloat32(),
     Norm2d(),
     Sequential(),
     EncoderLayer(),

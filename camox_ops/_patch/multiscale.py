@@ -6,7 +6,7 @@ qkv(x) ---+--------> cat over channels -> heads of q|k|v, D channels each -> rel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ class MultiscaleAttention(Recogniser):
         others, relu, ends = _roles(module)
         sizes = [n for n, value in vars(module).items() if type(value) is int and 0 < value <= LARGEST_HEAD]
         small = [n for n, value in vars(module).items() if type(value) is float and 0 < value < 1e-2]
-        original = without_casts(type(module).forward)
+        original = self.exact(type(module).forward)
         choices = [
             Scales(qkv, others, relu, proj, getattr(module, size), eps)
             for qkv, proj in (ends, ends[::-1])
@@ -75,6 +75,9 @@ class MultiscaleAttention(Recogniser):
             except _proof.NotAlike:
                 continue
         raise _proof.OtherKind
+
+    def exact(self, original: Callable) -> Callable:
+        return without_casts(original)
 
     def serves(self, module: nn.Module, settings: Scales, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not _call.is_served(args[0]) or torch.compiler.is_compiling():
