@@ -416,3 +416,39 @@ def test_norm_in_float32_of_other_dtypes(dtype):
     for _ in range(2):
         torch.testing.assert_close(module(x), plain(x), rtol=1e-2, atol=1e-2)
     assert dtype is torch.bfloat16 or torch.equal(module(x), plain(x))
+
+
+@pytest.mark.parametrize("name", ["padding", "residual with a row norm", "attention over scales"])
+def test_hooks_on_inner_modules(name):
+    """Before patch: left alone; later: called."""
+    kind, args, recogniser = CASES[name]
+    module, seen = kind(), []
+    hooked = module.relu if recogniser == "multiscale_attention" else module.dropout
+    handle = hooked.register_forward_hook(lambda *_: seen.append(1))
+    assert [entry.reason[-9:] for entry in cx.patch(module, only=[recogniser, "row_norm"]).skipped] == ["has hooks"]
+    handle.remove()
+    if recogniser == "add_row_norm":
+        cx.unpatch(module)  # its norm, without which it is not recognised
+    assert "" in [entry.name for entry in cx.patch(module).patched]
+    module(*args)
+    hooked.register_forward_hook(lambda *_: seen.append(1))
+    module(*args)
+    assert seen
+
+
+@pytest.mark.parametrize("name", ["row norm", "causal", "attention over scales", "mixture"])
+def test_autocast(name):
+    kind, args, recogniser = CASES[name]
+    module = kind().eval()
+    plain = copy.deepcopy(module)
+    report = cx.patch(module, only=recogniser)
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            theirs = plain(*args)
+        except RuntimeError:  # index_add_ of two dtypes
+            with pytest.raises(RuntimeError):
+                module(*args)
+            return
+        ours = module(*args)
+    assert ours.dtype == theirs.dtype and report.patched
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.05, atol=0.05)
