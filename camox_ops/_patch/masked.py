@@ -131,7 +131,9 @@ class MaskedAttention(Recogniser):
         if not _call.is_served(x) or x.dim() != 3 or 0 in x.shape or _call.autocast_dtype(x) is not None:
             return False
         for name, value in kwargs.items():
-            if value is not None and value is not False and name != settings.mask and name not in settings.ignored:
+            if value is None or value is False or name == settings.mask:
+                continue
+            if name not in settings.ignored or type(value) is not torch.Tensor or value.shape != x.shape[1:2]:
                 return False
         mask = args[1] if len(args) == 2 else kwargs.get(settings.mask)
         if not (settings.optional if mask is None else _is_mask(mask, x)):
@@ -246,15 +248,18 @@ def _mask(batch: int, tokens: int, causal: bool) -> torch.Tensor:
 
 
 def _ignored(base: nn.Module, names: list[str], x, mask, y: torch.Tensor) -> frozenset[str]:
-    """Arguments that the positions of the tokens may be given as, and nothing changes."""
-    found = []
-    for name in names:
-        try:
-            with torch.no_grad():
-                other = type(base).forward(base, x, mask, **{name: torch.arange(x.shape[1], device="cpu")})
-        except Exception:
-            continue
-        other = other[0] if isinstance(other, tuple) else other
-        if isinstance(other, torch.Tensor) and torch.equal(other, y):
-            found.append(name)
-    return frozenset(found)
+    """Arguments that may be a number for each token, whichever, without any effect."""
+    numbers = torch.arange(x.shape[1], device="cpu")
+    given = itertools.product(names, (numbers, numbers.flip(0) + 3, torch.zeros_like(numbers)))
+    changed = {name for name, value in given if not _without_effect(base, name, value, x, mask, y)}
+    return frozenset(names) - changed
+
+
+def _without_effect(base: nn.Module, name: str, value: torch.Tensor, x, mask, y: torch.Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            other = type(base).forward(base, x, mask, **{name: value})
+    except Exception:
+        return False
+    other = other[0] if isinstance(other, tuple) else other
+    return isinstance(other, torch.Tensor) and torch.equal(other, y)
