@@ -431,7 +431,13 @@ ENTRIES = (
     Entry("Vision-BDH v2", *_VISION, lambda root: _vision_bdh(root, "v2"), steps=5, asked=2.5),
     Entry("K-1 tree", "PlanetDestroyyer/self-learning-k-1", "63b208bdd1211e376d018c36b19ffa006ca36d4f", _k1, asked=1.5),
     Entry("BDH", "pathwaycom/bdh", "714bc800631e7bffc0946768f4f3c77d25a68ca4", _bdh),
-    Entry("SAM mask decoder", "facebookresearch/segment-anything", "dca509fe793f601edb92606367a655c15ac00fdf", _sam),
+    Entry(
+        "SAM mask decoder",
+        "facebookresearch/segment-anything",
+        "dca509fe793f601edb92606367a655c15ac00fdf",
+        _sam,
+        steps=5,
+    ),
     Entry(
         "ConvNeXt",
         "facebookresearch/ConvNeXt",
