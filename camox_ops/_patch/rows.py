@@ -77,8 +77,10 @@ class RowNorm(Recogniser):
     def serves(self, module: nn.Module, settings: Row, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not _call.is_served(args[0]) or _call.autocast_dtype(args[0]) is not None:
             return False
-        x, weight = args[0], module._parameters[settings.weight]
-        return x.is_contiguous() and x.dim() > 1 and x.dtype is weight.dtype and x.shape[-1] == len(weight)
+        x, vectors = args[0], [module._parameters.get(name) for name in (settings.weight, settings.bias)]
+        if any(v is None or v.dtype is not x.dtype or v.shape != x.shape[-1:] for v in vectors):
+            return False
+        return x.is_contiguous() and x.dim() > 1
 
     def compute(self, module: nn.Module, settings: Row, x: torch.Tensor) -> torch.Tensor:
         norm = as_layer_norm(module, settings)
