@@ -436,7 +436,7 @@ def test_hooks_on_inner_modules(name):
     assert seen
 
 
-@pytest.mark.parametrize("name", ["row norm", "causal", "attention over scales", "mixture"])
+@pytest.mark.parametrize("name", ["row norm", "residual with a row norm", "causal", "attention over scales", "mixture"])
 def test_autocast(name):
     kind, args, recogniser = CASES[name]
     module = kind().eval()

@@ -103,6 +103,12 @@ class AddRowNorm(AddNorm):
         norms = [name for name, part in module._modules.items() if part is not None and _row_of(part, planned)]
         return parts_of(module, norms) if norms else None
 
+    def serves(self, module: nn.Module, settings: Residual, args: tuple, kwargs: dict) -> bool:
+        """Not under autocast, which gives the operations of such a norm several dtypes."""
+        if not args or not isinstance(args[0], torch.Tensor) or _call.autocast_dtype(args[0]) is not None:
+            return False
+        return super().serves(module, settings, args, kwargs)
+
     def row(self, module: nn.Module, name: str, planned: Planned) -> Row:
         return _row_of(module._modules[name], planned)
 
