@@ -323,7 +323,8 @@ def _edgenext(root: Path) -> Trial:
     heads = {"heads": [4, 4, 4, 4], "d2_scales": [2, 2, 3, 4], "use_pos_embd_xca": [False, True, False, False]}
     model = module.EdgeNeXt(
         depths=[1, 2, 2, 2], dims=[24, 48, 88, 168], num_classes=10, global_block=[0, 1, 1, 1],
-        global_block_type=["None", "SDTA", "SDTA", "SDTA"], layer_scale_init_value=0.1, **heads,
+        global_block_type=["None", "SDTA", "SDTA", "SDTA"], layer_scale_init_value=0.1,
+        classifier_dropout=0.0, **heads,
     )  # fmt: skip
     return Trial(model, (_noise(2, 3, 128, 128), _tokens(10, 2)), _class)
 
@@ -363,6 +364,7 @@ def _minimind(root: Path) -> Trial:
 
 
 _NAFNET = ("megvii-research/NAFNet", "2b4af71ebe098a92a75910c233a3965a3e93ede4")
+_NAFNET_HAS = {"stubs": ("basicsr.utils",)}
 _RESTORMER = ("swz30/Restormer", "df766d5521afd21cce56e24159f300b30ebf3fb0")
 _SERIES = ("thuml/Time-Series-Library", "4e938a1767106324dd753b2a44832bf870a0252e")
 _VISION = ("takzen/vision-bdh", "71cb8ab7a22ae981245590b2fbaadb55b42632d3")
@@ -371,8 +373,8 @@ _NO_IMAGES = ("torchvision",)
 _SERIES_NEEDS = {"needs": ("einops",), "stubs": ("reformer_pytorch", "utils.timefeatures")}
 
 ENTRIES = (
-    Entry("NAFNet width 32, 64x64", *_NAFNET, lambda root: _nafnet(root, 64, 4), stubs=("basicsr.utils",), steps=5),
-    Entry("NAFNet width 32, 256x256", *_NAFNET, lambda root: _nafnet(root, 256, 1), stubs=("basicsr.utils",), steps=3),
+    Entry("NAFNet width 32, 64x64", *_NAFNET, lambda root: _nafnet(root, 64, 4), **_NAFNET_HAS, steps=5, asked=1.35),
+    Entry("NAFNet width 32, 256x256", *_NAFNET, lambda root: _nafnet(root, 256, 1), **_NAFNET_HAS, steps=3, asked=1.25),
     Entry("Restormer WithBias", *_RESTORMER, lambda root: _restormer(root, "WithBias"), ("einops",)),
     Entry("Restormer BiasFree", *_RESTORMER, lambda root: _restormer(root, "BiasFree"), ("einops",)),
     Entry("TSL Transformer", *_SERIES, lambda root: _forecast(root, "Transformer"), **_SERIES_NEEDS, steps=5),
@@ -381,6 +383,7 @@ ENTRIES = (
         *_SERIES,
         lambda root: _forecast(root, "iTransformer", d_model=128, d_ff=128),
         **_SERIES_NEEDS,
+        asked=1.4,
     ),
     Entry(
         "TSL PatchTST",
@@ -395,6 +398,7 @@ ENTRIES = (
         _bert,
         ("transformers",),
         steps=5,
+        asked=1.5,
     ),
     Entry(
         "pytorch_pretrained_bert, 4 layers of 512",
@@ -402,6 +406,7 @@ ENTRIES = (
         "1a95f9e3e5ace781623b2a0eb20d758765e61145",
         _bert_of_2019,
         steps=5,
+        asked=1.5,
     ),
     Entry(
         "RecBole encoder",
@@ -426,7 +431,13 @@ ENTRIES = (
     Entry("Vision-BDH v2", *_VISION, lambda root: _vision_bdh(root, "v2"), steps=5, asked=2.5),
     Entry("K-1 tree", "PlanetDestroyyer/self-learning-k-1", "63b208bdd1211e376d018c36b19ffa006ca36d4f", _k1, asked=1.5),
     Entry("BDH", "pathwaycom/bdh", "714bc800631e7bffc0946768f4f3c77d25a68ca4", _bdh),
-    Entry("SAM mask decoder", "facebookresearch/segment-anything", "dca509fe793f601edb92606367a655c15ac00fdf", _sam),
+    Entry(
+        "SAM mask decoder",
+        "facebookresearch/segment-anything",
+        "dca509fe793f601edb92606367a655c15ac00fdf",
+        _sam,
+        steps=5,
+    ),
     Entry(
         "ConvNeXt",
         "facebookresearch/ConvNeXt",
@@ -443,7 +454,7 @@ ENTRIES = (
         "mit-han-lab/efficientvit",
         "de7d7733cc0329f391b33f1f459271562ec27bd5",
         _efficientvit,
-        stubs=("triton", "triton.language", *_NO_IMAGES),
+        stubs=("triton", "triton.language", "efficientvit.apps", *_NO_IMAGES),
     ),
     Entry("nanoGPT", "karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291", _nanogpt),
     Entry(

@@ -172,7 +172,7 @@ def without_dropout(model):
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in ("dropout", "drop_prob", "attn_drop", "dropout_p", "attention_dropout"):
+        for name in ("dropout", "drop_prob", "attn_drop", "dropout_p", "dropout_prob", "attention_dropout"):
             if isinstance(module.__dict__.get(name), float):
                 setattr(module, name, 0.0)
     return model

@@ -59,7 +59,31 @@ class HalvesInEval(models.SelfOutput):
         return y if self.training else y / 2
 
 
-X, HEADS = (128, 16, 32), (64, 11, 4, 8)
+class StructureLoss(nn.Module):
+    """camoXpert's, which has the name of F3Net's weighted loss and is a squared distance of smoothed maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = nn.AvgPool2d(5, stride=1, padding=2)
+
+    def forward(self, logits, mask):
+        return (self.pool(logits.sigmoid()) - self.pool(mask)).square().mean()
+
+
+class SharesDropout(models.OneDropout):
+    """One dropout module here, in the block and in the attention: patched is who calls it, never the dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = models.FullAttention()
+        self.attention.dropout = self.drop
+
+    def forward(self, x):
+        q = self.drop(x).unflatten(-1, (4, 8))
+        return super().forward(self.attention(q, q, q, None)[0].flatten(2))
+
+
+X, HEADS, IMAGE = (128, 16, 32), (64, 11, 4, 8), (4, models.CHANNELS, 12, 12)
 TRAPS = {
     "keeps weights": (KeepsWeights, (HEADS,) * 3 + (None,)),
     "scales by width": (ScalesByWidth, (HEADS,) * 3 + (None,)),
@@ -67,6 +91,10 @@ TRAPS = {
     "conv between": (ConvBetween, (X,)),
     "always drops": (AlwaysDrops, (X,)),
     "halves in eval": (HalvesInEval, ((128, 16, 64), X)),
+    "another loss": (StructureLoss, (IMAGE, IMAGE)),
+    "linear attention of widedeep": (models.WidedeepAttention, (HEADS,) * 3),
+    "dropout in three places": (SharesDropout, (X,)),
+    "a norm without mean": (models.RootMeanSquare, (IMAGE,)),
 }
 
 

@@ -141,6 +141,8 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
                     settings, error, reason = _recognised(recogniser, module, report.verified, planned, known)
             except Exception as failure:  # whatever a module does when it is looked at, patch goes on with the others
                 reason = f"the recogniser raised {_proof.brief(failure)}"
+            if reason and any(entry.reason == reason for entry in refused):
+                continue
             if reason:
                 refused.append(_entry(name, module, recogniser.name, reason))
             elif reason is None:

@@ -481,7 +481,9 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         reason = _other_form(ours, theirs)
         if reason is not None:
             return Comparison(reason)
-        return _judged(ours, theirs, _truth(original, recogniser.widened, base, args, kwargs, channels))
+        return _judged(
+            ours, theirs, _truth(recogniser.exact(original), recogniser.widened, base, args, kwargs, channels)
+        )
 
 
 def _with_gradient(x: torch.Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

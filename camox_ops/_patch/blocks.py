@@ -9,7 +9,7 @@ Where each dropout stands is found by running the module with another p in each 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -34,8 +34,9 @@ class Parts(NamedTuple):
     norms: list[str]
 
 
-def parts_of(module: nn.Module) -> Parts | None:
-    """None where there is anything else that has parameters or buffers, or more of it inside."""
+def parts_of(module: nn.Module, norms: Sequence[str] = ()) -> Parts | None:
+    """None where there is anything else that has parameters or buffers, or more of it inside. norms: names of modules
+    that are norms whatever their class."""
     found = Parts([], [], [])
     if module._parameters or module._buffers or len(module._modules) > 8:
         return None
@@ -47,7 +48,7 @@ def parts_of(module: nn.Module) -> Parts | None:
             found.linears.append(name)
         elif kind is nn.Dropout:
             found.dropouts.append(name)
-        elif kind is nn.LayerNorm and len(part.normalized_shape) == 1 and part.bias is not None:
+        elif name in norms or (kind is nn.LayerNorm and len(part.normalized_shape) == 1 and part.bias is not None):
             found.norms.append(name)
         elif part._modules or part._parameters or part._buffers:
             return None
@@ -188,13 +189,14 @@ class FeedForward(Recogniser):
 
 
 class Residual(NamedTuple):
-    """Names of inner modules; residual: which argument is added."""
+    """Names of inner modules; residual: which argument is added; row: of a norm in tensor operations, see rows.py."""
 
     linear: str | None
     dropout: str | None
     norm: str
     residual: int
     inner: Inner
+    row: tuple | None = None
 
 
 class AddNorm(Recogniser):
@@ -203,16 +205,29 @@ class AddNorm(Recogniser):
     name = "add_norm"
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
-        parts = parts_of(module)
+        parts = self.parts(module, planned)
         return parts is not None and len(parts.norms) == 1 and len(parts.linears) < 2 and len(parts.dropouts) < 3
+
+    def parts(self, module: nn.Module, planned: Planned) -> Parts | None:
+        return parts_of(module)
+
+    def row(self, module: nn.Module, name: str, planned: Planned) -> tuple | None:
+        return None
+
+    def width(self, module: nn.Module, name: str) -> int:
+        return module._modules[name].normalized_shape[0]
+
+    def norm(self, module: nn.Module, settings: Residual):
+        """What has its weight, bias and eps."""
+        return module._modules[settings.norm]
 
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         return [(name, part) for name, part in module._modules.items() if part is not None]
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Residual, float]:
-        parts, inner = parts_of(module), inner_of(module)
+        parts, inner = self.parts(module, planned), inner_of(module)
         norm, linear = parts.norms[0], parts.linears[0] if parts.linears else None
-        width = module._modules[norm].normalized_shape[0]
+        width, row = self.width(module, norm), self.row(module, norm, planned)
         wide = width if linear is None else module._modules[linear].in_features
         for residual in (1, 0):
 
@@ -220,7 +235,8 @@ class AddNorm(Recogniser):
                 pair = [_proof.values((*shape, wide)), 2 * _proof.values((*shape, width))]
                 return tuple(pair if residual else pair[::-1])
 
-            arrangements = [Residual(linear, drop, norm, residual, inner) for drop in (*parts.dropouts, None)]
+            drops = (*parts.dropouts, None)
+            arrangements = [Residual(linear, drop, norm, residual, inner, row) for drop in drops]
             try:
                 settings = arranged(module, parts, arrangements, self.compute, given(3, 5))
                 break
@@ -248,7 +264,7 @@ class AddNorm(Recogniser):
         if not _call.is_served(x) or not _call.is_served(residual) or not have_probabilities(module, settings.dropout):
             return False
         own = module._modules
-        norm = own[settings.norm]
+        norm = self.norm(module, settings)
         shape = x.shape if settings.linear is None else (*x.shape[:-1], own[settings.linear].out_features)
         if residual.shape != shape or norm.weight is None or norm.bias is None:
             return False
@@ -262,7 +278,7 @@ class AddNorm(Recogniser):
         if settings.linear is not None:
             x = F.linear(x, own[settings.linear].weight, own[settings.linear].bias)
         drop = NO_DROPOUT if settings.dropout is None else own[settings.dropout]
-        return temporal._add_norm(own[settings.norm], x, residual, drop)
+        return temporal._add_norm(self.norm(module, settings), x, residual, drop)
 
 
 def have_probabilities(module: nn.Module, *dropouts: str | None) -> bool:

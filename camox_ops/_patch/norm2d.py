@@ -65,7 +65,7 @@ class Norm2d(Recogniser):
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Settings, float]:
         wide = _proof.copied(module, torch.float64, "cpu")
-        original = type(module).forward
+        original = self.exact(type(module).forward)
         inner = tuple((tuple(name.split(".")), _call.kind_of(part)) for name, part in self.inner(module))
         channels = _channels(wide, original)
         for weight, bias in _roles([name for name, _ in wide.named_parameters()]):
@@ -77,7 +77,7 @@ class Norm2d(Recogniser):
                 bias and tuple(bias.split(".")),
                 _path_of(wide, original, channels, weight, bias, eps),
                 *_formats(wide, original, channels),
-                _outputs(module, original, channels),
+                _outputs(module, type(module).forward, channels),
                 _device(module),
                 inner,
             )
