@@ -320,7 +320,7 @@ def _convnext(root: Path) -> Trial:
 def _edgenext(root: Path) -> Trial:
     package(root, "models", "models")
     module = importlib.import_module("models.edgenext")
-    heads = {"heads": [4, 4, 4, 4], "d2_scales": [2, 2, 3, 4], "use_pos_embd_xca": [False, True, False, False]}
+    heads = {"heads": [4, 4, 4, 4], "d2_scales": [2, 2, 3, 4], "use_pos_embd_xca": [False] * 4}  # float32 alone
     model = module.EdgeNeXt(
         depths=[1, 2, 2, 2], dims=[24, 48, 88, 168], num_classes=10, global_block=[0, 1, 1, 1],
         global_block_type=["None", "SDTA", "SDTA", "SDTA"], layer_scale_init_value=0.1,
