@@ -59,6 +59,7 @@ def encoder_case(group, dropout, shape=SHAPE) -> Case:
         candidates=candidates,
         direction="forward_backward",
         verify=wrong if dropout else None,
+        default_allocator=shape == SHAPE,
         quick=dropout > 0 and shape == SHAPE,
     )
 

@@ -82,11 +82,11 @@ def make_step(model, grid, steps=None):
     return step
 
 
-def run_once(model, batch, grid, fire, shift=0):
-    """{name: tensor} of output, loss and gradients with these shares of fire and the batch rotated by shift, the output
-    in the batch's own order."""
+def run_once(model, batch, grid, static, shift=0):
+    """{name: tensor} of output, loss and gradients with this terrain and the batch rotated by shift, the output in the
+    batch's own order."""
     model.zero_grad(set_to_none=True)
-    rolled = Batch(*(tensor.roll(shift, 0) for tensor in batch._replace(fire=fire)))
+    rolled = Batch(*(tensor.roll(shift, 0) for tensor in batch._replace(static=static)))
     loss, logits, _ = pixel_loss(model, rolled, CRITERION, grid)
     loss.backward()
     found = {"output logits": logits.detach().roll(-shift, 0), "loss total": loss.detach()}
@@ -97,9 +97,13 @@ def compare(models, batch, grid):
     """Hold models {"torch", "camox"} to float64 by the rule of common/parity.py; "passed" says how that went."""
     stock, camox = (copy.deepcopy(models[name]).train() for name in ("torch", "camox"))
     double = Batch(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in batch))
-    exact = run_once(copy.deepcopy(stock).double(), double, grid, double.fire)
+    exact = run_once(copy.deepcopy(stock).double(), double, grid, double.static)
+    # Terrain is what is moved by one rounding: most shares of fire are 0 and would stay. A pixel whose ReLU is at 0 to
+    # within a rounding turns over in some samples of either side.
     runs, samples = (
-        parity.shifted_samples(lambda fire, shift, model=model: run_once(model, batch, grid, fire, shift), batch.fire)
+        parity.shifted_samples(
+            lambda static, shift, model=model: run_once(model, batch, grid, static, shift), batch.static
+        )
         for model in (camox, stock)
     )
     errors = parity.compare_with_float64(exact, runs, samples)
