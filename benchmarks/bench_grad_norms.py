@@ -8,30 +8,35 @@ once, and written once by the scaling.
 
 import torch
 
-from benchmarks.common import Case, camox_attr, random_tensor
+from benchmarks.common import Case, camox_attr, on_gpu, random_tensor
 
 SHAPE = (500, 41)  # gradients, groups
-SIZES = [n for n in (31744, 256) for _ in range(SHAPE[0] // 2)]
-ELEMENTS = sum(SIZES)
+SIZES = (31744, 256)  # by turns
 
 
-def inputs_of(dtype):
-    """Gradients, large and small ones by turns, and the group of each."""
-    sizes = [size for pair in zip(SIZES[: SHAPE[0] // 2], SIZES[SHAPE[0] // 2 :], strict=True) for size in pair]
-    grads = [random_tensor((size,), dtype=dtype, seed=i) for i, size in enumerate(sizes)]
-    return (*grads, torch.arange(SHAPE[0]) * SHAPE[1] // SHAPE[0])
+def groups_of(shape) -> list[int]:
+    count, groups = shape
+    return [i * groups // count for i in range(count)]
 
 
-def by_group(norms, groups):
-    return torch.zeros(SHAPE[1], dtype=norms.dtype).index_add_(0, groups, norms)
+def elements_of(shape) -> int:
+    return shape[0] // 2 * sum(SIZES)
 
 
-def norms_case(dtype) -> Case:
+def inputs_of(shape, dtype):
+    """Gradients, and the group of each."""
+    grads = [random_tensor((SIZES[i % 2],), dtype=dtype, seed=i) for i in range(shape[0])]
+    return (*grads, torch.tensor(groups_of(shape)))
+
+
+def norms_case(dtype, shape=SHAPE) -> Case:
+    def by_group(norms, groups):
+        return norms.new_zeros(shape[1]).index_add_(0, groups, norms)
+
     def candidates():
-        op = camox_attr("grad_group_norms")
-        groups = (torch.arange(SHAPE[0]) * SHAPE[1] // SHAPE[0]).tolist()
+        op, groups = camox_attr("grad_group_norms"), groups_of(shape)
         return {
-            "camox": lambda *inputs: op(inputs[:-1], groups, SHAPE[1]),
+            "camox": lambda *inputs: op(inputs[:-1], groups, shape[1]),
             "eager": lambda *inputs: by_group(torch.stack([g.norm() for g in inputs[:-1]]), inputs[-1]),
             "foreach": lambda *inputs: by_group(torch.stack(torch._foreach_norm(inputs[:-1])), inputs[-1]),
             "compile": None,
@@ -39,13 +44,18 @@ def norms_case(dtype) -> Case:
 
     return Case(
         group="grad_group_norms",
-        shape=SHAPE,
-        make_inputs=lambda: inputs_of(dtype),
+        shape=shape,
+        make_inputs=lambda: inputs_of(shape, dtype),
         candidates=candidates,
         dtype=dtype,
-        floor_bytes=ELEMENTS * dtype.itemsize,
+        floor_bytes=elements_of(shape) * dtype.itemsize,
         quick=True,
     )
+
+
+@on_gpu(shapes=(SHAPE,), rehearsal=(6, 2), directions=("forward",), dtypes=(torch.float32,))
+def make_case(shape, direction, dtype, layout="contiguous") -> Case:
+    return norms_case(dtype, shape)
 
 
 def scale_case(dtype) -> Case:
@@ -53,7 +63,7 @@ def scale_case(dtype) -> Case:
 
     def candidates():
         op = camox_attr("scale_grads_")
-        groups = (torch.arange(SHAPE[0]) * SHAPE[1] // SHAPE[0]).tolist()
+        groups = groups_of(SHAPE)
         scales = torch.full((SHAPE[1],), 1 + 2**-20)
 
         def camox(*inputs):
@@ -74,10 +84,10 @@ def scale_case(dtype) -> Case:
     return Case(
         group="scale_grads_",
         shape=SHAPE,
-        make_inputs=lambda: inputs_of(dtype),
+        make_inputs=lambda: inputs_of(SHAPE, dtype),
         candidates=candidates,
         dtype=dtype,
-        floor_bytes=2 * ELEMENTS * dtype.itemsize,
+        floor_bytes=2 * elements_of(SHAPE) * dtype.itemsize,
         verify=lambda numbers, inputs: None if numbers["output0"].isfinite().all() else "a gradient is not finite",
     )
 

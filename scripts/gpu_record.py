@@ -39,6 +39,7 @@ GROUPS = {
     "box_mean_31": "box_mean",
     "structure_loss": "structure_loss",
     "linear_cross_entropy": "linear_cross_entropy",
+    "grad_group_norms": "grad_group_norms",
     "linear_attention_feature": "linear_attention",
     "linear_attention_sum": "linear_attention",
     "short_attention": "short_attention",

@@ -20,10 +20,14 @@
 #include "../common/device_errors.h"
 #include "linear_cross_entropy.h"
 
-#define LCE_SPAN 8           /* tiles of classes that a block of the forward goes over */
+#define LCE_SPAN 8 /* tiles of classes that a block of the forward goes over */
+#ifdef CAMOX_CUDA_EMULATOR
+#define LCE_LOGITS (16 << 10) /* small, so that gradients are summed over several blocks of classes in its tests */
+#else
 #define LCE_LOGITS (8 << 20) /* of a block of classes in the backward */
-#define LCE_THREADS 256      /* of the kernels without products */
-#define LCE_ROW_GRADS 2      /* numbers in front of g: what dz is scaled by, and what undoes it */
+#endif
+#define LCE_THREADS 256 /* of the kernels without products */
+#define LCE_ROW_GRADS 2 /* numbers in front of g: what dz is scaled by, and what undoes it */
 
 /* What all kernels are given. Counts and strides in elements. */
 struct lce_args {

@@ -95,3 +95,10 @@ def every_kernel(arch) -> None:
     for dtype in emulator.DTYPES.values():
         for depth in (8, 7):
             run(*inputs_of((3, depth, 5), dtype), **OPTIONS[1], arch=arch)
+
+
+def with_barriers(**how):
+    """Four blocks of classes, and more rows than a warp, whose gradients differ; of a mean, whose rows are counted."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield run(*inputs_of((70, 72, 600), dtype), **OPTIONS[2], **how)
+    yield run(*inputs_of((70, 8, 9), torch.float16), **OPTIONS[0], **how)
