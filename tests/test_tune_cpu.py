@@ -1182,6 +1182,16 @@ def test_report_where_nothing_helps(monkeypatch):
     assert "left alone: " in str(report)
 
 
+@pytest.mark.parametrize("kernel", tune.KERNELS, ids=lambda kernel: kernel.name)
+def test_report_of_a_right_replacement(kernel):
+    """It may be left alone because it is slower here, never because its probes are not exact."""
+    if reason := why_not(kernel.name):
+        pytest.skip(reason)
+    with torch.no_grad():
+        gain, _ = tune._measure(kernel)
+    assert gain is not None
+
+
 def test_report_of_a_wrong_replacement(monkeypatch):
     monkeypatch.setattr(torch, "equal", lambda a, b: False)
     reasons = {k.name: k.reason for k in cx.train.tune_cpu(allocator=False).kernels if not why_not(k.name)}
