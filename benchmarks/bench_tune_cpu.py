@@ -31,6 +31,8 @@ DROPOUT = ((32, 6, 64, 1024),)
 POOLS = ((3, (4, 80, 72, 72)), (31, (8, 1, 352, 352)))
 # Images, channels, side, window: EdgeNeXt small's at 224, and ConvNeXt tiny's.
 DEPTHWISE = ((4, 48, 56, 3), (4, 96, 28, 5), (4, 160, 14, 7), (4, 304, 7, 9), (8, 96, 56, 7))
+# Images, channels of x and y, side: NAFNet's of width 32 at 256 and 64, an EdgeNeXt stage, a decoder.
+POINTWISE = ((1, 32, 64, 256), (1, 256, 512, 32), (4, 256, 512, 8), (8, 160, 640, 14), (8, 64, 64, 88))
 UPSAMPLED = ((4, 80, 72, 72), (8, 1, 88, 88))
 SLOW_ROUNDS = 7
 
@@ -177,6 +179,26 @@ def depthwise_cases(shape) -> list[Case]:
     ]
 
 
+def pointwise_cases(shape) -> list[Case]:
+    """(images, channels of x, channels of y, side): forward, and forward with backward."""
+    images, channels, outputs, side = shape
+    step = gradients_of(F.conv2d, 3)
+
+    def inputs():
+        return (
+            random_tensor((images, channels, side, side), seed=1),
+            random_tensor((outputs, channels, 1, 1), seed=2),
+            random_tensor((outputs,), seed=3),
+        )
+
+    with_grad = lambda: (*inputs(), random_tensor((images, outputs, side, side), seed=4))  # noqa: E731
+    floor, kernels = 4 * images * (channels + outputs) * side**2, ("pointwise",)
+    return [
+        forward_case("tune_pointwise", shape, F.conv2d, inputs, kernels=kernels, bytes=floor, quick=side == 14),
+        step_case("tune_pointwise_backward", shape, step, with_grad, kernels, same_numbers(step)),
+    ]
+
+
 def upsample_cases(shape) -> list[Case]:
     """By 2, or a map of logits by 4: forward, and forward with backward."""
     factor = 2 if shape[1] > 1 else 4
@@ -289,6 +311,7 @@ def cases() -> list[Case]:
         *map(bfloat16_case, LINEAR),
         *(case for size, shape in POOLS for case in pool_cases(size, shape)),
         *(case for shape in DEPTHWISE for case in depthwise_cases(shape)),
+        *(case for shape in POINTWISE for case in pointwise_cases(shape)),
         *(case for shape in UPSAMPLED for case in upsample_cases(shape)),
         *map(train_case, STEPS),
     ]

@@ -163,6 +163,8 @@ GROUPS = {
     "tune_depthwise_backward": Group(
         "depthwise `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same", ("step",)
     ),
+    "tune_pointwise": Group("1x1 `F.conv2d` after `tune_cpu`", "cpu", "`F.conv2d`"),
+    "tune_pointwise_backward": Group("1x1 `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same", ("step",)),
     "tune_upsample": Group("bilinear `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
     "tune_upsample_backward": Group(
         "bilinear `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same", ("step",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import time
@@ -100,7 +101,7 @@ def _bernoulli_probes() -> list[Callable[[], torch.Tensor]]:
 
 def _pool_probes() -> list[Callable[[], torch.Tensor]]:
     x, window = _small_integers(2, 4, 64, 64), (5, 1, 2)
-    y = F.avg_pool2d(x, *window).mul_(25)  # whose 25th parts are whole numbers
+    y = x.mul(25)  # PyTorch's backward adds up 25th parts, which are whole numbers here
     return [
         lambda: F.avg_pool2d(x, *window),
         lambda: torch.ops.aten.avg_pool2d_backward(y, x, [5, 5], [1, 1], [2, 2], False, True, None),
@@ -116,6 +117,26 @@ def _convolution_probes() -> list[Callable[[], torch.Tensor]]:
         lambda: backward(x, x, weight, *rest, [True, False, False])[0],
         lambda: backward(x, x, weight, *rest, [False, True, True])[1],
     ]
+
+
+def _pointwise_probes() -> list[Callable[[], torch.Tensor]]:
+    probes = []
+    for x, weight in (
+        (_small_integers(2, 32, 64, 64), _small_integers(64, 32, 1, 1)),
+        (_small_integers(4, 128, 14, 14), _small_integers(256, 128, 1, 1)),
+    ):
+        bias, y = _small_integers(len(weight)), F.conv2d(x, weight)
+        probes.append(functools.partial(F.conv2d, x, weight, bias))
+        probes.append(functools.partial(_pointwise_gradients, y.remainder_(5), x, weight))
+    return probes
+
+
+def _pointwise_gradients(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Of x, the weight and the bias at once, as training wants them."""
+    gradients = torch.ops.aten.convolution_backward(
+        grad, x, weight, [len(weight)], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]
+    )
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def _upsample_probes() -> list[Callable[[], torch.Tensor]]:
@@ -166,6 +187,14 @@ KERNELS = (
         "depthwise conv2d (a group for each channel) and its gradients",
         "contiguous float32 images, stride 1, dilation 1, square windows of 3, 5, 7, 9 and 11",
         _convolution_probes,
+        exact=True,
+        at_dispatcher=True,
+    ),
+    _Kernel(
+        "pointwise",
+        "conv1d, conv2d and conv3d with windows of one pixel and their gradients",
+        "contiguous float32 images, stride 1, no padding, one group, 8 channels and 16 positions and more",
+        _pointwise_probes,
         exact=True,
         at_dispatcher=True,
     ),

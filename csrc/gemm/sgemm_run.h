@@ -17,6 +17,8 @@ struct Products {
   const float** y;
   float** c;
   int64_t count;
+  const float* row_offsets;  // of each row of c, added to its products; NULL: none. beta is 0
+  int64_t tiles;             // at least so many work items for each product, so that a tile stays in the caches
 };
 
 // c as a grid of tiles, at most `tiles` of them. A tile costs its products, and the packing of its rows of x and columns of
@@ -62,7 +64,13 @@ inline void run_lanes(int64_t begin, int64_t end, void* context) {
       t.row = tile / g.column_tiles * g.rows, t.column = tile % g.column_tiles * g.columns;
       t.rows = std::min(g.rows, p.shape.rows - t.row), t.columns = std::min(g.columns, p.shape.columns - t.column);
       const camox_sgemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix], 0};
-      job.kernel(&p.shape, &at, t, scratch);
+      camox_sgemm_shape shape = p.shape;
+      if (p.row_offsets) {
+        shape.beta = 1;
+        for (int64_t row = t.row; row < t.row + t.rows; ++row)
+          std::fill_n(p.c[matrix] + row * shape.c_row + t.column, t.columns, p.row_offsets[row]);
+      }
+      job.kernel(&shape, &at, t, scratch);
     }
   }
 }
@@ -77,7 +85,7 @@ inline bool multiply(const Products& p) {
   const int64_t lanes = std::clamp<int64_t>(p.count * product / thread_product, 1, threads);
   ProductJob job{};
   job.products = &p;
-  job.grid = grid_of(p.shape, camox_ceil_div(lanes, p.count));
+  job.grid = grid_of(p.shape, std::max(p.tiles, camox_ceil_div(lanes, p.count)));
   job.items = p.count * job.grid.row_tiles * job.grid.column_tiles;
   job.lanes = std::min(lanes, job.items);
   job.kernel = camox_sgemm(camox_isa_current());

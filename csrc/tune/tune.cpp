@@ -7,7 +7,7 @@
 //                               through the stable ABI (torch 2.10 to 2.13: "Not yet supported conversion").
 //   aten::bernoulli_.float      at the dispatcher, for the CPU key.
 //   aten::avg_pool2d, aten::upsample_bilinear2d, aten::convolution and their backward   there too: pool.cpp, upsample.cpp,
-//                               depthwise.cpp.
+//                               convolution.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -17,7 +17,7 @@
 #include "../common/torch_util.h"
 #include "../gemm/sgemm_run.h"
 #include "bernoulli.h"
-#include "depthwise_ops.h"
+#include "convolution.h"
 #include "pool.h"
 #include "slot.h"
 #include "stock.h"
@@ -219,6 +219,7 @@ Replacement table[] = {
     {"bernoulli_", put_bernoulli, [] { registered_bernoulli.reset(); }, [] { return bernoulli_calls.load(); }},
     {"avg_pool2d", put_avg_pool2d, take_avg_pool2d, avg_pool2d_calls},
     {"convolution", put_convolution, take_convolution, convolution_calls},
+    {"pointwise", put_pointwise, take_pointwise, pointwise_calls},
     {"upsample_bilinear2d", put_upsample, take_upsample, upsample_calls},
 };
 
