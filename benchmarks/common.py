@@ -324,6 +324,12 @@ def repetitions(step: Callable, sample_s: float) -> int:
     return reps
 
 
+def held(step: Callable):
+    """What a candidate's function needs while it is timed, put in place before and outside of the time."""
+    function = getattr(getattr(step, "__self__", None), "function", None)
+    return getattr(function, "held", nullcontext)()
+
+
 def interleave(steps: dict[str, Callable], reps: dict[str, int], rounds: int, before: Callable) -> dict:
     """Seconds per call of every step, one sample of ``reps`` calls per round, ``before(step)`` called before each.
 
@@ -339,8 +345,9 @@ def interleave(steps: dict[str, Callable], reps: dict[str, int], rounds: int, be
         for _ in range(rounds):
             shuffled.shuffle(order)
             for name in order:
-                before(steps[name])
-                samples[name].append(seconds_of(steps[name], reps[name]) / reps[name])
+                with held(steps[name]):
+                    before(steps[name])
+                    samples[name].append(seconds_of(steps[name], reps[name]) / reps[name])
     finally:
         if enabled:
             gc.enable()

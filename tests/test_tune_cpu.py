@@ -804,7 +804,7 @@ def mixing(outputs, *image):
     return normal(*image), normal(outputs, image[1], *ones, seed=1), normal(outputs, seed=2)
 
 
-# outputs, the image: chunks of the positions, several of them, parts, a weight too large for parts, odd sizes.
+# outputs, the image: chunks of the positions, several of them, parts, a weight too large for parts, odd sizes, one position.
 MIXED = [
     (16, 2, 8, 16, 16),
     (9, 1, 33, 37, 71),
@@ -813,6 +813,8 @@ MIXED = [
     (33, 11, 17, 4, 5),
     (24, 2, 31, 2100),
     (24, 2, 31, 3, 6, 7),
+    (70, 5, 99, 1, 1),
+    (50, 30, 40, 1),
 ]
 
 

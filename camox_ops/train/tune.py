@@ -193,7 +193,7 @@ KERNELS = (
     _Kernel(
         "pointwise",
         "conv1d, conv2d and conv3d with windows of one pixel and their gradients",
-        "contiguous float32 images, stride 1, no padding, one group, 8 channels and 16 positions and more",
+        "contiguous float32 images, stride 1, no padding, one group, 8 channels and more, 1 position or 16 and more",
         _pointwise_probes,
         exact=True,
         at_dispatcher=True,

@@ -80,13 +80,13 @@ std::optional<PointwiseSizes> pointwise_of(const Tensor& x, const Tensor& weight
   PointwiseSizes s{x.size(0), x.size(1), weight.size(0), 1};
   for (int64_t d = 2; d < x.dim(); ++d) {
     // Another stride asks for a result in channels_last.
-    if (weight.size(d) != 1 || weight.stride(d) != 1) return std::nullopt;
+    if (weight.size(d) != 1 || weight.stride(d) != 1 || (x.size(d) == 1 && x.stride(d) != 1)) return std::nullopt;
     s.positions *= x.size(d);
   }
   if (!is_float32(x) || !is_float32(weight) || !x.is_contiguous() || !weight.is_contiguous()) return std::nullopt;
   if (!all_are(c.stride, 1) || !all_are(c.dilation, 1) || !all_are(c.padding, 0)) return std::nullopt;
-  if (s.images == 0 || s.inputs < least_channels || s.outputs < least_channels || s.positions < least_positions)
-    return std::nullopt;
+  if (s.images == 0 || s.inputs < least_channels || s.outputs < least_channels) return std::nullopt;
+  if (s.positions != 1 && s.positions < least_positions) return std::nullopt;
   if (s.images * s.inputs * s.outputs * s.positions < least_product) return std::nullopt;
   return s;
 }

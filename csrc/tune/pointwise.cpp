@@ -13,6 +13,8 @@
 //                                 a part adds up its chunks, and the bias' gradient while a chunk of dy is in L2; then the
 //                                 parts are added in order. How many there are depends on the sizes alone, so that any
 //                                 number of threads gives the same bits.
+//
+// Images of one position, which gates of channels have, are the rows of a single matrix: y = x w^T, dx = dy w, dw = dy^T x.
 #include "pointwise.h"
 
 #include <memory>
@@ -138,9 +140,53 @@ void gradient_in_parts(const PointwiseSizes& s, const float* x, const float* dy,
   if (d_bias) add_parts(job.d_bias, job.count, s.outputs, d_bias);
 }
 
+// c = x y, each in its place.
+void multiply_once(camox_sgemm_shape shape, const float* x, const float* y, float* c) {
+  Products p{};
+  p.shape = shape;
+  multiply_images(p, {x, 0, y, 0, c, 0}, 1);
+}
+
+void rows_forward(const PointwiseSizes& s, const float* x, const float* w, const float* bias, float* y) {
+  camox_sgemm_shape shape{};
+  shape.rows = s.images, shape.columns = s.outputs, shape.depth = s.inputs;
+  shape.alpha = FACTOR, shape.beta = bias ? 1.0f : 0.0f;
+  shape.x_row = s.inputs, shape.x_depth = 1;
+  shape.y_depth = 1, shape.y_column = s.inputs;
+  shape.c_row = s.outputs;
+  for (int64_t image = 0; bias && image < s.images; ++image) std::copy_n(bias, s.outputs, y + image * s.outputs);
+  multiply_once(shape, x, w, y);
+}
+
+void rows_gradient_of_x(const PointwiseSizes& s, const float* dy, const float* w, float* dx) {
+  camox_sgemm_shape shape{};
+  shape.rows = s.images, shape.columns = s.inputs, shape.depth = s.outputs;
+  shape.alpha = FACTOR;
+  shape.x_row = s.outputs, shape.x_depth = 1;
+  shape.y_depth = s.inputs, shape.y_column = 1;
+  shape.c_row = s.inputs;
+  multiply_once(shape, dy, w, dx);
+}
+
+void rows_gradient_of_weights(const PointwiseSizes& s, const float* x, const float* dy, float* dw, float* d_bias) {
+  camox_sgemm_shape shape{};
+  shape.rows = s.outputs, shape.columns = s.inputs, shape.depth = s.images;
+  shape.alpha = FACTOR;
+  shape.x_row = 1, shape.x_depth = s.outputs;
+  shape.y_depth = s.inputs, shape.y_column = 1;
+  shape.c_row = s.inputs;
+  if (dw) multiply_once(shape, dy, x, dw);
+  for (int64_t o = 0; d_bias && o < s.outputs; ++o) {
+    double sum = 0;
+    for (int64_t image = 0; image < s.images; ++image) sum += dy[image * s.outputs + o];
+    d_bias[o] = static_cast<float>(sum * FACTOR);
+  }
+}
+
 }  // namespace
 
 void pointwise(const PointwiseSizes& s, const float* x, const float* w, const float* bias, float* y) {
+  if (s.positions == 1) return rows_forward(s, x, w, bias, y);
   Products p{};
   p.shape.rows = s.outputs, p.shape.columns = s.positions, p.shape.depth = s.inputs;
   p.shape.alpha = FACTOR;
@@ -153,6 +199,7 @@ void pointwise(const PointwiseSizes& s, const float* x, const float* w, const fl
 }
 
 void pointwise_gradient_of_x(const PointwiseSizes& s, const float* dy, const float* w, float* dx) {
+  if (s.positions == 1) return rows_gradient_of_x(s, dy, w, dx);
   Products p{};
   p.shape.rows = s.inputs, p.shape.columns = s.positions, p.shape.depth = s.outputs;
   p.shape.alpha = FACTOR;
@@ -163,6 +210,7 @@ void pointwise_gradient_of_x(const PointwiseSizes& s, const float* dy, const flo
 }
 
 void pointwise_gradient_of_weights(const PointwiseSizes& s, const float* x, const float* dy, float* dw, float* d_bias) {
+  if (s.positions == 1) return rows_gradient_of_weights(s, x, dy, dw, d_bias);
   if (!dw || s.outputs * s.inputs <= most_in_parts) return gradient_in_parts(s, x, dy, dw, d_bias);
   for (int64_t image = 0; image < s.images; ++image) {
     Products p{};
