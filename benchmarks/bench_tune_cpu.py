@@ -33,7 +33,8 @@ POOLS = ((3, (4, 80, 72, 72)), (31, (8, 1, 352, 352)))
 # Images, channels, side, window: EdgeNeXt small's at 224, and ConvNeXt tiny's.
 DEPTHWISE = ((4, 48, 56, 3), (4, 96, 28, 5), (4, 160, 14, 7), (4, 304, 7, 9), (8, 96, 56, 7))
 # Images, channels of x and y, side: NAFNet's of width 32 at 256 and 64, an EdgeNeXt stage, a decoder.
-POINTWISE = ((1, 32, 64, 256), (1, 256, 512, 32), (4, 256, 512, 8), (4, 256, 256, 1), (8, 160, 640, 14), (8, 64, 64, 88))
+_NAFNET = ((1, 32, 64, 256), (1, 256, 512, 32), (4, 256, 512, 8), (4, 256, 256, 1))
+POINTWISE = (*_NAFNET, (8, 160, 640, 14), (8, 64, 64, 88))
 UPSAMPLED = ((4, 80, 72, 72), (8, 1, 88, 88))
 SLOW_ROUNDS = 7
 

@@ -804,7 +804,7 @@ def mixing(outputs, *image):
     return normal(*image), normal(outputs, image[1], *ones, seed=1), normal(outputs, seed=2)
 
 
-# outputs, the image: chunks of the positions, several of them, parts, a weight too large for parts, odd sizes, one position.
+# outputs, the image: one chunk of positions, several, parts, a weight too large for parts, odd sizes, one position.
 MIXED = [
     (16, 2, 8, 16, 16),
     (9, 1, 33, 37, 71),
