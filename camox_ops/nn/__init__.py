@@ -11,6 +11,7 @@ from .moe import MoELayer
 from .norm2d import LayerNorm2d
 from .rope import RotaryEmbedding
 from .temporal import TemporalEncoder
+from .token_moe import TokenMoE
 
 __all__ = [
     "AttentionExpert",
@@ -27,6 +28,7 @@ __all__ = [
     "SemanticContextExpert",
     "TemporalEncoder",
     "TextureExpert",
+    "TokenMoE",
     "projections",
     "why_not_fused",
 ]

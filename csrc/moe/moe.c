@@ -85,6 +85,18 @@ int64_t camox_moe_items(const camox_moe_rows_params *p, int fills_places) {
   return items + (p->capacity < 0 ? p->rows * p->top_k - p->offsets[p->num_experts] : camox_moe_places(p));
 }
 
+void camox_moe_count(const camox_moe_route_params *p, int64_t begin, int64_t end) {
+  const int64_t block_rows = camox_moe_block_rows(p);
+  for (int64_t block = begin; block < end; ++block) {
+    int64_t *counts = p->block_counts + block * (p->num_experts + 1);
+    memset(counts, 0, (size_t)(p->num_experts + 1) * sizeof *counts);
+    int64_t row = block * block_rows, last = camox_min_i64(row + block_rows, p->rows);
+    for (; row < last; ++row)
+      for (int64_t k = 0; k < p->top_k; ++k)
+        counts[p->experts[row * p->top_k + k]] += !p->valid || p->valid[row * p->valid_stride];
+  }
+}
+
 int camox_moe_scan(const camox_moe_route_params *p) {
   const int64_t experts = p->num_experts, blocks = camox_moe_blocks(p), slots = p->rows * p->top_k;
   int64_t bad = 0;
@@ -124,6 +136,7 @@ void camox_moe_place_slots(const camox_moe_route_params *p, int64_t begin, int64
           continue;
         }
         p->position[slot] = -1;
+        if (!p->weights) continue;
         if (p->dtype == CAMOX_F64)
           ((double *)p->weights)[slot] = 0;
         else

@@ -9,6 +9,7 @@
                counts (E), offsets (E+1)  copies of each expert, and their sums before each
                position[s]  offsets[e] + how many earlier slots with a copy chose e; -1 without a copy, the weight is 0 then
                order        the slot of each place, -1 past the last
+   place     the same counts, offsets, position and order for experts that the caller chose; weights are left alone (NULL).
    rows      of any trailing shape: blocks of `row_size` elements, in the same order in all tensors of a call.
                dispatch  place[position[s]] = row[s/K], zeros in the other places
                combine   row[r] = sum over k, in order, of weight * place[position[r*K+k]]; without weights dispatch's backward
@@ -28,7 +29,8 @@
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype or kind, a negative size, E beyond 1024, top_k of 0 or beyond E. Values, on
              the CPU: NaN among the logits of a valid row; offsets, experts and positions that lie out of bounds or contradict
              each other. On CUDA the weights of such a row become NaN; a slot out of bounds has no copy, and makes NaN of its
-             row in combine and of its gradient; CAMOX_ERROR_MOE_* is set (common/device_errors.h).
+             row in combine and of its gradient (place gives a slot whose expert is out of bounds such a position);
+             CAMOX_ERROR_MOE_* is set (common/device_errors.h).
    source    Shazeer et al., arXiv 1701.06538 (importance); Switch Transformers, arXiv 2101.03961 (switch, capacity); ST-MoE,
              arXiv 2202.08906 (z); usage_mse: MoELayer of CamoXpert. */
 #ifndef CAMOX_MOE_H
@@ -59,7 +61,7 @@ typedef struct {
   int64_t logits_stride[2];
   const uint8_t *valid; /* [rows], may be NULL: all are */
   int64_t valid_stride;
-  void *weights;                       /* [slots] */
+  void *weights;                       /* [slots]; place: NULL */
   int64_t *experts, *order, *position; /* [slots] */
   int64_t *counts, *offsets;           /* [E], [E+1] */
   /* CPU: for each block of rows the number of its slots that chose each expert, and of its rows whose logits hold NaN; after
@@ -131,8 +133,10 @@ int64_t camox_moe_items(const camox_moe_rows_params *p, int fills_places);
 typedef void camox_moe_route_kernel(const camox_moe_route_params *p, int64_t begin, int64_t end);
 typedef void camox_moe_rows_kernel(const camox_moe_rows_params *p, int64_t begin, int64_t end);
 
-/* Route: choose over blocks, then scan, which fails on NaN, then place over blocks. */
+/* Route: choose over blocks, then scan, which fails on NaN, then place over blocks. Given experts, which
+   camox_moe_check_experts has validated, are counted over blocks instead. */
 camox_moe_route_kernel *camox_moe_choose(camox_dtype dtype, camox_isa isa);
+void camox_moe_count(const camox_moe_route_params *p, int64_t begin, int64_t end);
 int camox_moe_scan(const camox_moe_route_params *p);
 void camox_moe_place_slots(const camox_moe_route_params *p, int64_t begin, int64_t end);
 camox_moe_route_kernel *camox_moe_route_backward(camox_dtype dtype, camox_isa isa);
@@ -150,6 +154,7 @@ void camox_moe_sum_chunks(const camox_moe_rows_params *p);
 
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
 int camox_moe_route_cuda(const camox_moe_route_params *p, void *stream);
+int camox_moe_place_cuda(const camox_moe_route_params *p, void *stream);
 int camox_moe_route_backward_cuda(const camox_moe_route_params *p, void *stream);
 int camox_moe_aux_cuda(const camox_moe_route_params *p, void *stream);
 int camox_moe_aux_backward_cuda(const camox_moe_route_params *p, void *stream);
