@@ -15,9 +15,9 @@ from ..ops.moe import (
     MOST_EXPERTS,
     Routing,
     check_capacity_factor,
+    combine_unchecked,
+    dispatch_unchecked,
     moe_aux_loss,
-    moe_combine,
-    moe_dispatch,
     moe_route,
 )
 from .projections import project
@@ -268,7 +268,8 @@ def run_experts(
     """x (rows, D) through the experts of its routing -> (rows, D), weighted and added up; autocast casts x, w_in, w_out."""
     x, w_in, w_out = _check.autocast(x, w_in, w_out)
     tensors = routing.experts, routing.counts, routing.offsets, routing.order, routing.position
-    return _Experts.apply(x, w_in, w_out, routing.weights, *tensors, activation)
+    weights = routing.weights.to(_check.computed_in(x))
+    return _Experts.apply(x, w_in, w_out, weights, *tensors, activation)
 
 
 class _Experts(torch.autograd.Function):
@@ -277,11 +278,11 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w_in, w_out, weights, experts, counts, offsets, order, position, activation):
         routing = _routing(weights, experts, counts, offsets, order, position)
-        h = _products(moe_dispatch(x, routing), w_in, offsets)
+        h = _products(dispatch_unchecked(x, routing), w_in, offsets)
         y = _products(_activate(h, activation), w_out, offsets)
         ctx.activation = activation
         ctx.save_for_backward(x, w_in, w_out, weights, experts, counts, offsets, order, position, h)
-        return moe_combine(y, routing, padded=False)
+        return combine_unchecked(y, routing, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -290,7 +291,7 @@ class _Experts(torch.autograd.Function):
         needs_x, needs_in, needs_out, needs_weights = ctx.needs_input_grad[:4]
         routing = _routing(weights, *indices)
         offsets, order, position = routing.offsets, routing.order, routing.position
-        grads = moe_dispatch(grad, routing)
+        grads = dispatch_unchecked(grad, routing)
         # A place without a copy has weight 0 here, whatever the products left there.
         scale = weights.flatten()[order.clamp(min=0)].masked_fill(order < 0, 0)[:, None]
         grad_a = _products(grads, w_out.mT, offsets)
@@ -301,10 +302,9 @@ class _Experts(torch.autograd.Function):
         if needs_out:
             grad_out = _transposed_products(a, grads, offsets)
         if needs_in:
-            grad_in = _transposed_products(moe_dispatch(x, routing), grad_h, offsets)
+            grad_in = _transposed_products(dispatch_unchecked(x, routing), grad_h, offsets)
         if needs_x:
-            ones = routing._replace(weights=torch.ones_like(weights))
-            grad_x = moe_combine(_products(grad_h, w_in.mT, offsets), ones, padded=False)
+            grad_x = combine_unchecked(_products(grad_h, w_in.mT, offsets), routing, torch.ones_like(weights))
         return grad_x, grad_in, grad_out, grad_weights, *(None,) * 6
 
 

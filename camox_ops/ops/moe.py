@@ -228,6 +228,16 @@ def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None
     return _combine(y, weights, routing.experts, routing.offsets, routing.position, capacity)
 
 
+def dispatch_unchecked(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """moe_dispatch without its checks in Python, which torch.compile refuses inside a backward."""
+    return _dispatch(x, routing.experts, routing.offsets, routing.position, None)
+
+
+def combine_unchecked(y: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+    """moe_combine of y (rows*K, ...) without its checks in Python, with weights in the dtype that it computes in."""
+    return _combine(y, weights, routing.experts, routing.offsets, routing.position, None)
+
+
 def moe_aux_loss(
     routing: Routing, logits: torch.Tensor, kind: str = "switch", valid: torch.Tensor | None = None
 ) -> torch.Tensor:
