@@ -6,6 +6,7 @@ from .attention import LinearAttention, SDTAEncoder
 from .bands import FrequencyExpert
 from .bdh import BidirectionalBDHAttention
 from .edge import EdgeExpert
+from .expert_parallel import expert_parallel
 from .experts import AttentionExpert, ContrastExpert, HybridExpert, SemanticContextExpert, TextureExpert
 from .moe import MoELayer
 from .norm2d import LayerNorm2d
@@ -29,6 +30,7 @@ __all__ = [
     "TemporalEncoder",
     "TextureExpert",
     "TokenMoE",
+    "expert_parallel",
     "projections",
     "why_not_fused",
 ]
