@@ -248,10 +248,19 @@ def test_loads_are_summed_over_the_ranks(ranks):
 
 
 MESSAGES = {
-    "shape": ("RuntimeError: TokenMoE (expert_parallel): rank 1 has failed before", "ValueError: TokenMoE: x must have"),
+    "shape": (
+        "RuntimeError: TokenMoE (expert_parallel): rank 1 has failed before",
+        "ValueError: TokenMoE: x must have",
+    ),
     "type": ("RuntimeError: TokenMoE (expert_parallel): rank 1 has failed before", "TypeError: TokenMoE: x must have"),
-    "nan": ("RuntimeError: TokenMoE (expert_parallel): rank 1 has failed before", "ValueError: moe_route: logits hold NaN"),
-    "gradients": ("ValueError: TokenMoE (expert_parallel): ranks must agree on the rows, got (8) float32 with gradients",) * 2,
+    "nan": (
+        "RuntimeError: TokenMoE (expert_parallel): rank 1 has failed before",
+        "ValueError: moe_route: logits hold NaN",
+    ),
+    "gradients": (
+        "ValueError: TokenMoE (expert_parallel): ranks must agree on the rows, got (8) float32 with gradients",
+    )
+    * 2,
     "dtype": ("ValueError: TokenMoE (expert_parallel): ranks must agree on the rows, got (8) float32",) * 2,
     "experts": ("ValueError: expert_parallel: the number of ranks must divide the experts of the module, 3, got",) * 2,
     "layers": ("ValueError: expert_parallel: ranks must have the same layers, got the module: TokenMoE(dim=8",) * 2,

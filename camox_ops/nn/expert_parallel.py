@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,16 +26,16 @@ def expert_parallel(module: nn.Module, mesh_or_group) -> nn.Module:
     """Divides the experts of every TokenMoE and MoELayer in module among the ranks of a process group, in place.
 
     Each rank keeps experts [rank*E/ranks, (rank+1)*E/ranks) and routes its own rows. A forward exchanges one vector of
-    counts, sends every copy of a row to the rank of its expert (all_to_all), computes TokenMoE's shared expert while the
-    rows travel, and sends the results back, where they are weighted and added up. capacity_factor and the auxiliary
-    losses count the rows of all ranks, in the order of the ranks: outputs, losses and which rows are dropped are those of
-    one process that has all rows. A rank may have no rows. gloo on CPUs, NCCL on GPUs.
+    counts, sends every copy of a row to the rank of its expert (all_to_all), computes TokenMoE's shared expert while
+    the rows travel, and sends the results back, where they are weighted and added up. capacity_factor and the auxiliary
+    losses count the rows of all ranks, in the order of the ranks: outputs, losses and which rows are dropped are those
+    of one process that has all rows. A rank may have no rows. gloo on CPUs, NCCL on GPUs.
 
     Gradients are those of the mean of the ranks' losses, which is what DistributedDataParallel and FSDP2 give to all
     other parameters: those of a rank's experts come complete out of backward and must not be averaged again; router,
     shared expert and the rest of the model are averaged over the ranks by the wrapper that the model has anyway. The
-    auxiliary loss is the same number on every rank; add it to every rank's loss with the same factor. Each rank must run
-    the same forwards and backwards.
+    auxiliary loss is the same number on every rank; add it to every rank's loss with the same factor. Each rank must
+    run the same forwards and backwards.
 
         >>> mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
         >>> torch.manual_seed(0)                                  # the same weights on every rank
@@ -55,8 +56,8 @@ def expert_parallel(module: nn.Module, mesh_or_group) -> nn.Module:
 
     Raises:
         TypeError: module has no such layer, mesh_or_group is of another type.
-        ValueError, on every rank: a number of experts that the ranks do not divide, ranks that disagree on the layers, a
-            mesh of several dimensions, layers that are divided already. In forward: rows of another shape or dtype, or
+        ValueError, on every rank: a number of experts that the ranks do not divide, ranks that disagree on the layers,
+            a mesh of several dimensions, layers that are divided already. In forward: rows of another shape or dtype, or
             torch.no_grad, on some ranks.
         RuntimeError: in forward, where another rank has failed before the exchange, or torch's own timeout has come."""
     if not isinstance(module, nn.Module):
@@ -73,9 +74,11 @@ def expert_parallel(module: nn.Module, mesh_or_group) -> nn.Module:
         dist.all_gather_object(found, (facts, divided), group=group)
     for rank, (others, _) in enumerate(found):
         if others != found[0][0]:
-            differing = next((a, b) for a, b in zip(found[0][0] + [None], others + [None]) if a != b)
-            raise ValueError(f"{NAME}: ranks must have the same layers, got {differing[0]} on rank 0 and "
-                             f"{differing[1]} on rank {rank}")
+            differing = next((a, b) for a, b in itertools.zip_longest(found[0][0], others) if a != b)
+            raise ValueError(
+                f"{NAME}: ranks must have the same layers, got {differing[0]} on rank 0 and "
+                f"{differing[1]} on rank {rank}"
+            )
     if any(names for _, names in found):
         names = next(names for _, names in found if names)
         raise ValueError(f"{NAME}: {names[0]} is divided among ranks already")
@@ -90,7 +93,9 @@ def expert_parallel(module: nn.Module, mesh_or_group) -> nn.Module:
         layer.exchange = exchange = _Exchange(layer, group, mesh)
         (_shard_tokens if isinstance(layer, TokenMoE) else _shard_images)(layer, exchange)
         prefix = f"{name}." if name else ""
-        own = SHARDED if isinstance(layer, TokenMoE) else [n for n, _ in layer.named_parameters() if n[:8] == "experts."]
+        own = (
+            SHARDED if isinstance(layer, TokenMoE) else [n for n, _ in layer.named_parameters() if n[:8] == "experts."]
+        )
         ignored.update(prefix + parameter for parameter in own)
         if isinstance(layer, MoELayer):
             ignored.update(prefix + n for n, _ in layer.named_buffers() if n[:8] == "experts.")
@@ -245,7 +250,14 @@ class _Exchange:
             rows, counts = routed[0], routed[2].counts
             shape = [*rows.shape[1:], 0, 0, 0][:3]
             gradient = torch.is_grad_enabled()
-            facts = [0, gradient and rows.requires_grad, rows.shape[0], gradient, _check.DTYPES.index(rows.dtype), *shape]
+            facts = [
+                0,
+                gradient and rows.requires_grad,
+                rows.shape[0],
+                gradient,
+                _check.DTYPES.index(rows.dtype),
+                *shape,
+            ]
             top_k = routed[2].top_k
         except Exception as own:  # whatever it is, the others must hear of it before they wait for rows
             error = own
@@ -409,5 +421,5 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def _scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """x; its gradient is multiplied by factor. Between two of them, of factors 1/n and n, parameters get 1/n of theirs."""
+    """x, whose gradient is multiplied by factor. Between two of them, of n and 1/n, parameters get 1/n of theirs."""
     return x if factor == 1 else _ScaledGradient.apply(x, factor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -34,15 +35,15 @@ class TokenMoE(nn.Module):
         expert(x) = act(x @ w_in[e]) @ w_out[e]       "swiglu": silu(first half) * second half; "gelu": erf
         output = sum of weight * expert(x) over the row's experts, plus the shared expert of all rows
 
-    Rows are sorted by expert once (moe_route, moe_dispatch); the experts are then one product each over their rows, none
-    of which waits for a device that has torch's grouped product: on the CPU the project's own kernels for float32 and
-    torch.mm for other dtypes, on CUDA torch.nn.functional.grouped_mm for bfloat16 whose sizes are multiples of 8, else
-    one torch.mm per expert after the host has read the counts.
+    Rows are sorted by expert once (moe_route, moe_dispatch); each expert is then one product over its rows for either
+    of its matrices: on the CPU by the project's own kernels for float32 and by torch.mm for other dtypes; on CUDA by
+    torch.nn.functional.grouped_mm, which does not wait for the device, for bfloat16 whose sizes are multiples of 8,
+    else by torch.mm after the host has read the counts.
 
-    Saved for backward of the experts: x itself, the product before the activation (rows*top_k, hidden; twice as wide for
-    "swiglu"), the parameters, the routing's indices and weights. Copies of rows, activations and the experts' outputs are
-    computed again or not needed: the weights' gradients are taken of the hidden activations. First derivatives; a second
-    one raises RuntimeError.
+    Saved for backward of the experts: x itself, the product before the activation (rows*top_k, hidden; twice as wide
+    for "swiglu"), the parameters, the routing's indices and weights. Copies of rows and activations are computed again;
+    the experts' outputs are not needed, as the weights' gradients are taken of the hidden activations. First
+    derivatives; a second one raises RuntimeError.
 
     Args:
         dim: size of a row, D.
@@ -265,7 +266,7 @@ def _no_autocast(x: torch.Tensor):
 def run_experts(
     x: torch.Tensor, routing: Routing, w_in: torch.Tensor, w_out: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """x (rows, D) through the experts of its routing -> (rows, D), weighted and added up; autocast casts x, w_in, w_out."""
+    """x (rows, D) through the experts of its routing -> (rows, D), weighted sums; autocast casts x, w_in and w_out."""
     x, w_in, w_out = _check.autocast(x, w_in, w_out)
     tensors = routing.experts, routing.counts, routing.offsets, routing.order, routing.position
     weights = routing.weights.to(_check.computed_in(x))
@@ -364,8 +365,7 @@ def _is_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _ranges(offsets: torch.Tensor) -> list[tuple[int, int]]:
-    bounds = offsets.tolist()
-    return list(zip(bounds, bounds[1:]))
+    return list(itertools.pairwise(offsets.tolist()))
 
 
 torch.library.register_fake("camox_ops::moe_experts_mm", lambda a, b, offsets: a.new_empty((a.shape[0], b.shape[2])))

@@ -1,4 +1,5 @@
-"""moe_route, moe_routing, moe_dispatch, moe_combine, moe_aux_loss: sparse mixture of experts without a loop over rows or a sync."""
+"""moe_route, moe_routing, moe_dispatch, moe_combine, moe_aux_loss: sparse mixture of experts without a loop over rows
+or a sync."""
 
 from __future__ import annotations
 
@@ -103,17 +104,17 @@ def moe_routing(
 
     Args:
         weights: (rows, K), float32, bfloat16, float16 or float64; any strides, any values.
-        experts: (rows, K) int64, from 0 to num_experts - 1. A row may name an expert twice: it then has two copies there
-            (with capacity=None such an expert may have more copies than moe_dispatch(padded=True) has room for, which is
-            an error there).
+        experts: (rows, K) int64, from 0 to num_experts - 1. A row may name an expert twice and then has two copies
+            there; without a capacity_factor that can be more than moe_dispatch(padded=True) has room for, an error.
         num_experts: E, from 1 to 1024 and at least K.
         capacity_factor, valid: as for moe_route.
 
     Returns:
-        A Routing as moe_route makes it: its experts are the tensor that was given, its weights are the given ones in
+        A Routing as moe_route makes it, with dense tensors: the given experts, and the given weights in
         float32 (float64 for float64), and 0 for slots without a copy. Gradients flow back to the given weights.
 
-    Saved for backward: which slots have a copy. No shape depends on the data and nothing waits for a device.
+    Saved for backward: which slots have a copy. Derivatives of any order, but for forward-mode AD. No shape depends on
+    the data and nothing waits for a device.
 
         >>> weights, experts = torch.tensor([[0.7, 0.3], [1.0, 0.0]]), torch.tensor([[2, 0], [2, 1]])
         >>> camox_ops.moe_routing(weights, experts, 3).counts
@@ -148,8 +149,8 @@ def moe_routing(
     if capacity_factor is not None:
         capacity = math.ceil(check_capacity_factor(op, capacity_factor) * rows * top_k / num_experts)
     counts, offsets, order, position = _place(experts, valid, num_experts, capacity)
-    kept = weights.to(_check.computed_in(weights)).masked_fill((position < 0).view(rows, top_k), 0)
-    return Routing(kept, experts, counts, offsets, order, position, num_experts, top_k, capacity)
+    kept = weights.to(_check.computed_in(weights)).contiguous().masked_fill((position < 0).view(rows, top_k), 0)
+    return Routing(kept, experts.contiguous(), counts, offsets, order, position, num_experts, top_k, capacity)
 
 
 def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> torch.Tensor:

@@ -61,8 +61,7 @@ void multiply_float32(const Matrix& a, const Matrix& b, float* out, int64_t rows
   const float* x = static_cast<const float*>(a.whole.data_ptr()) + a.offset;
   const float* y = static_cast<const float*>(b.whole.data_ptr()) + b.offset;
   Products products{};
-  products.shape = {rows,         columns,         depth,        1,      0, a.row_stride, a.column_stride,
-                    b.row_stride, b.column_stride, columns};
+  products.shape = {rows, columns, depth, 1, 0, a.row_stride, a.column_stride, b.row_stride, b.column_stride, columns};
   products.x = &x, products.y = &y, products.c = &out, products.count = 1;
   if (!multiply(products)) throw std::runtime_error("moe_experts_mm: no memory for the scratch of its threads");
 }
@@ -87,8 +86,7 @@ Tensor moe_experts_mm(const Tensor& given_a, const Tensor& given_b, const Tensor
       multiply_float32({a, begin[e] * a.stride(0), a.stride(0), a.stride(1)}, {b, e * b.stride(0), b.stride(1), b.stride(2)},
                        static_cast<float*>(out.data_ptr()) + begin[e] * columns, count, columns, depth);
     else
-      mm_out(rows_of(a, begin[e], count), torch::stable::select(b, 0, e),
-             rows_of(out, begin[e], count));
+      mm_out(rows_of(a, begin[e], count), torch::stable::select(b, 0, e), rows_of(out, begin[e], count));
   }
   Tensor tail = rows_of(out, begin[experts], rows - begin[experts]);
   torch::stable::zero_(tail);
@@ -114,8 +112,8 @@ Tensor moe_experts_mm_tn(const Tensor& given_a, const Tensor& given_b, const Ten
                        {b, begin[e] * b.stride(0), b.stride(0), b.stride(1)},
                        static_cast<float*>(out.data_ptr()) + e * depth * columns, depth, columns, count);
     else
-      mm_out(torch::stable::transpose(rows_of(a, begin[e], count), 0, 1),
-             rows_of(b, begin[e], count), torch::stable::select(out, 0, e));
+      mm_out(torch::stable::transpose(rows_of(a, begin[e], count), 0, 1), rows_of(b, begin[e], count),
+             torch::stable::select(out, 0, e));
   }
   return out;
 }
