@@ -108,6 +108,8 @@ WITHOUT_GRADIENT = (
     "bdh_attention_step",
     "gemm",
     "grad_group_norms",
+    "moe_activation",
+    "moe_activation_backward",
     "moe_experts_mm",
     "moe_experts_mm_tn",
     "rope_",

@@ -312,6 +312,46 @@ def test_grouped_product_of_torch_gives_the_same(monkeypatch):
     assert torch.allclose(theirs, ours, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_activations_match_torch(dtype, activation):
+    """The kernels against torch's operators, which CUDA takes; sizes around a vector, and past the caches."""
+    from camox_ops.nn import token_moe
+
+    for rows, hidden in ((0, 5), (3, 1), (5, 37), (2, 64), *[(33, 2**18)] * (dtype == torch.float32)):
+        generator = torch.Generator().manual_seed(rows)
+        wide = hidden * (2 if activation == "swiglu" else 1)
+        h, grad = (3 * torch.randn(rows, n, generator=generator) for n in (wide, hidden))
+        h, grad, scale = h.to(dtype), grad.to(dtype), torch.rand(rows, generator=generator)
+        scale = scale.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        found = token_moe._activated(h, activation), *token_moe._activation_backward(h, grad, scale, activation)
+        exact = h.double(), grad.double(), scale.double()
+        truth = (
+            token_moe._activate(exact[0], activation),
+            *token_moe._plain_activation_backward(*exact, activation),
+        )
+        plain = token_moe._activate(h, activation), *token_moe._plain_activation_backward(h, grad, scale, activation)
+        for i, (ours, same, wanted) in enumerate(zip(found, plain, truth, strict=True)):
+            assert_close_to_reference(ours, same, wanted, scale64=h.shape[1] if i == 3 else 1.0)
+
+
+def test_errors_of_activations():
+    forward, backward = torch.ops.camox_ops.moe_activation, torch.ops.camox_ops.moe_activation_backward
+    h, grad, scale = torch.ones(2, 6), torch.ones(2, 3), torch.ones(2)
+    with pytest.raises(ValueError, match="moe_activation: unknown activation code 2"):
+        forward(h, 2)
+    with pytest.raises(ValueError, match="moe_activation: h must have 2 dimensions, got 1"):
+        forward(scale, 0)
+    with pytest.raises(ValueError, match="moe_activation: h must have an even number of columns, got 3"):
+        forward(grad, 0)
+    with pytest.raises(ValueError, match="h must have rows of at least 1 element"):
+        forward(torch.ones(2, 0), 1)
+    with pytest.raises(ValueError, match=r"grad must have shape \(2, 3\) and scale \(2,\)"):
+        backward(h, h, scale, 0)
+    with pytest.raises(ValueError, match="scale must have dtype float32"):
+        backward(h, grad, scale.double(), 0)
+
+
 def test_errors_of_products():
     mm, tn = torch.ops.camox_ops.moe_experts_mm, torch.ops.camox_ops.moe_experts_mm_tn
     a, b, offsets = torch.ones(4, 3), torch.ones(2, 3, 5), torch.tensor([0, 1, 4])

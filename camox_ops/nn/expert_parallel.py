@@ -57,8 +57,8 @@ def expert_parallel(module: nn.Module, mesh_or_group) -> nn.Module:
     Raises:
         TypeError: module has no such layer, mesh_or_group is of another type.
         ValueError, on every rank: a number of experts that the ranks do not divide, ranks that disagree on the layers,
-            a mesh of several dimensions, layers that are divided already. In forward: rows of another shape or dtype, or
-            torch.no_grad, on some ranks.
+            a mesh of several dimensions, layers that are divided already. In forward: rows of another shape or dtype,
+            or torch.no_grad, on some ranks.
         RuntimeError: in forward, where another rank has failed before the exchange, or torch's own timeout has come."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{NAME}: module must be a torch.nn.Module, got {type(module).__name__}")

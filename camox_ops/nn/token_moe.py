@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..ops import _check
-from ..ops._codes import AUX_LOSSES, SCORES
+from ..ops._codes import AUX_LOSSES, EXPERT_ACTIVATIONS, SCORES
 from ..ops.moe import (
     MOST_EXPERTS,
     Routing,
@@ -24,7 +24,6 @@ from ..ops.moe import (
 from .projections import project
 
 NAME = "TokenMoE"
-ACTIVATIONS = ("swiglu", "gelu")
 _cuda_product = getattr(F, "grouped_mm", None)
 
 
@@ -103,7 +102,7 @@ class TokenMoE(nn.Module):
             raise ValueError(f"{NAME}: num_experts must be at most {MOST_EXPERTS}, got {num_experts}")
         if top_k > num_experts:
             raise ValueError(f"{NAME}: top_k must be at most num_experts={num_experts}, got {top_k}")
-        _check.choice(NAME, "activation", activation, ACTIVATIONS)
+        _check.choice(NAME, "activation", activation, EXPERT_ACTIVATIONS)
         _check.choice(NAME, "score", score, SCORES)
         if capacity_factor is not None:
             check_capacity_factor(NAME, capacity_factor)
@@ -280,7 +279,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, w_in, w_out, weights, experts, counts, offsets, order, position, activation):
         routing = _routing(weights, experts, counts, offsets, order, position)
         h = _products(dispatch_unchecked(x, routing), w_in, offsets)
-        y = _products(_activate(h, activation), w_out, offsets)
+        y = _products(_activated(h, activation), w_out, offsets)
         ctx.activation = activation
         ctx.save_for_backward(x, w_in, w_out, weights, experts, counts, offsets, order, position, h)
         return combine_unchecked(y, routing, weights)
@@ -294,7 +293,7 @@ class _Experts(torch.autograd.Function):
         offsets, order, position = routing.offsets, routing.order, routing.position
         grads = dispatch_unchecked(grad, routing)
         # A place without a copy has weight 0 here, whatever the products left there.
-        scale = weights.flatten()[order.clamp(min=0)].masked_fill(order < 0, 0)[:, None]
+        scale = weights.flatten()[order.clamp(min=0)].masked_fill(order < 0, 0)
         grad_a = _products(grads, w_out.mT, offsets)
         a, grad_h, dots = _activation_backward(h, grad_a, scale, ctx.activation)
         grad_weights = grad_out = grad_in = grad_x = None
@@ -320,10 +319,24 @@ def _activate(h: torch.Tensor, activation: str) -> torch.Tensor:
     return F.silu(gate) * value
 
 
+def _activated(h: torch.Tensor, activation: str) -> torch.Tensor:
+    """_activate without derivatives, in one pass on the CPU."""
+    if h.is_cuda:
+        return _activate(h, activation)
+    return torch.ops.camox_ops.moe_activation(h, EXPERT_ACTIVATIONS[activation])
+
+
 def _activation_backward(h, grad_a, scale, activation):
     """(scale * a, the gradient of h for the gradient scale * grad_a of a, the sums of grad_a * a in a row)."""
+    if h.is_cuda:
+        return _plain_activation_backward(h, grad_a, scale, activation)
+    return torch.ops.camox_ops.moe_activation_backward(h, grad_a, scale, EXPERT_ACTIVATIONS[activation])
+
+
+def _plain_activation_backward(h, grad_a, scale, activation):
+    """The same in torch's operators."""
     real = _check.computed_in(h)
-    scale = scale.to(h.dtype)
+    scale = scale.to(h.dtype)[:, None]
     if activation == "gelu":
         a = F.gelu(h)
         dots = (grad_a * a).sum(-1, dtype=real)
@@ -368,8 +381,24 @@ def _ranges(offsets: torch.Tensor) -> list[tuple[int, int]]:
     return list(itertools.pairwise(offsets.tolist()))
 
 
+def _hidden(h, activation: int):
+    return h.shape[1] // 2 if activation == EXPERT_ACTIVATIONS["swiglu"] else h.shape[1]
+
+
 torch.library.register_fake("camox_ops::moe_experts_mm", lambda a, b, offsets: a.new_empty((a.shape[0], b.shape[2])))
 torch.library.register_fake(
     "camox_ops::moe_experts_mm_tn",
     lambda a, b, offsets: a.new_empty((offsets.shape[0] - 1, a.shape[1], b.shape[1])),
+)
+torch.library.register_fake(
+    "camox_ops::moe_activation",
+    lambda h, activation: h.new_empty((h.shape[0], _hidden(h, activation))),
+)
+torch.library.register_fake(
+    "camox_ops::moe_activation_backward",
+    lambda h, grad, scale, activation: (
+        h.new_empty((h.shape[0], _hidden(h, activation))),
+        h.new_empty(h.shape),
+        h.new_empty((h.shape[0],), dtype=_check.computed_in(h)),
+    ),
 )

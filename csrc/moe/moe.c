@@ -34,6 +34,16 @@ int camox_moe_rows_check(const camox_moe_rows_params *p) {
   return check_sizes(p->dtype, p->rows, p->num_experts, p->top_k);
 }
 
+int camox_moe_activation_check(const camox_moe_activation_params *p) {
+  CAMOX_REQUIRE(camox_check_dtype("moe_activation", p->dtype));
+  if (p->activation < CAMOX_EXPERT_SWIGLU || p->activation > CAMOX_EXPERT_GELU)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "moe_activation: unknown activation code %d", p->activation);
+  if (p->rows < 0 || p->hidden < 1)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "moe_activation: h must have rows of at least 1 element, got (%lld, %lld)",
+                      (long long)p->rows, (long long)p->hidden);
+  return CAMOX_OK;
+}
+
 #ifndef CAMOX_CUDA_PART
 int camox_moe_check_experts(const int64_t *experts, int64_t slots, int64_t num_experts) {
   for (int64_t slot = 0; slot < slots; ++slot)
@@ -222,4 +232,6 @@ CAMOX_KERNEL_TABLE(camox_moe_route_kernel, camox_moe_aux_backward, camox_moe_aux
 CAMOX_KERNEL_TABLE(camox_moe_rows_kernel, camox_moe_dispatch, camox_moe_dispatch_kernel)
 CAMOX_KERNEL_TABLE(camox_moe_rows_kernel, camox_moe_combine, camox_moe_combine_kernel)
 CAMOX_KERNEL_TABLE(camox_moe_rows_kernel, camox_moe_combine_backward, camox_moe_combine_backward_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_activation_function, camox_moe_activation, camox_moe_activation_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_activation_function, camox_moe_activation_backward, camox_moe_activation_backward_kernel)
 #endif

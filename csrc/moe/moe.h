@@ -23,6 +23,10 @@
                usage_mse       0.01 * mean((counts/(rows*K + 1e-8) - 1/E)^2), which has no gradient
              slope[e] = d loss / d S[e], so that d loss / d logit[e] = p[e] * (slope[e] - sum(slope * p)); of z it is 2/n for
              each e, and d loss / d logit[e] = slope[e] * logsumexp * p[e].
+   activation, of a row h of TokenMoE's experts, sizes H or, gated, 2H (gate, then value); on the CPU:
+               swiglu  a = silu(gate) * value          gelu  a = gelu(h), by erf
+             backward  of grad to a, with a number `scale` of the row: a_scaled = scale * a, dot = <grad, a>, and grad_h, the
+                       gradient of h by scale * grad
    dtypes    float32, bfloat16, float16, computed in float32; float64. Weights, losses, slopes are of the type computed in.
    order     of every sum is set by the shape alone; the copies of an expert lie in the order of their rows.
    backward  of route reads the logits again; of combine y and the weights. Nothing else is saved.
@@ -47,6 +51,7 @@ extern "C" {
 #define CAMOX_MOE_SCRATCH (193 << 10)
 
 typedef enum { CAMOX_MOE_TOPK_SOFTMAX = 0, CAMOX_MOE_SOFTMAX_TOPK = 1, CAMOX_MOE_SIGMOID_TOPK = 2 } camox_moe_score;
+typedef enum { CAMOX_EXPERT_SWIGLU = 0, CAMOX_EXPERT_GELU = 1 } camox_expert_activation;
 typedef enum { CAMOX_MOE_SWITCH = 0, CAMOX_MOE_IMPORTANCE_CV2 = 1, CAMOX_MOE_Z = 2, CAMOX_MOE_USAGE_MSE = 3 } camox_moe_aux;
 
 /* Parameters of the route, the losses and their backwards. Tensors without strides here are contiguous; [rows,K] is written
@@ -96,6 +101,18 @@ typedef struct {
   uint32_t *error_word;
 } camox_moe_rows_params;
 
+/* Parameters of the activations. All tensors are dense. */
+typedef struct {
+  camox_dtype dtype;
+  int activation; /* camox_expert_activation */
+  int64_t rows, hidden;
+  const void *h;            /* [rows, hidden], swiglu [rows, 2*hidden] */
+  void *a;                  /* [rows, hidden]: a, in the backward a_scaled */
+  const void *grad, *scale; /* backward: [rows, hidden]; [rows], of the type computed in */
+  void *grad_h, *dots;      /* backward: as h; [rows], of the type computed in */
+} camox_moe_activation_params;
+
+int camox_moe_activation_check(const camox_moe_activation_params *p);
 int camox_moe_route_check(const camox_moe_route_params *p);
 int camox_moe_rows_check(const camox_moe_rows_params *p);
 
@@ -149,6 +166,11 @@ camox_moe_route_kernel *camox_moe_aux_backward(camox_dtype dtype, camox_isa isa)
 camox_moe_rows_kernel *camox_moe_dispatch(camox_dtype dtype, camox_isa isa);
 camox_moe_rows_kernel *camox_moe_combine(camox_dtype dtype, camox_isa isa);
 camox_moe_rows_kernel *camox_moe_combine_backward(camox_dtype dtype, camox_isa isa);
+/* Work items are rows. */
+typedef void camox_moe_activation_function(const camox_moe_activation_params *p, int64_t begin, int64_t end);
+camox_moe_activation_function *camox_moe_activation(camox_dtype dtype, camox_isa isa);
+camox_moe_activation_function *camox_moe_activation_backward(camox_dtype dtype, camox_isa isa);
+
 /* The weights' gradient from the sums of chunks, where a row has several. */
 void camox_moe_sum_chunks(const camox_moe_rows_params *p);
 

@@ -1,8 +1,9 @@
-// Schemas and CPU entries of the products of TokenMoE's experts: rows that are sorted by expert, each expert's with its own
-// matrix. float32 is multiplied by csrc/gemm; other dtypes by torch.mm, which has faster kernels for bfloat16.
+// Schemas and CPU entries of TokenMoE's experts: their activations, and their products of rows that are sorted by expert, each
+// expert's with its own matrix. float32 is multiplied by csrc/gemm; other dtypes by torch.mm, which has faster kernels for bfloat16.
 #include <algorithm>
 
 #include "../gemm/sgemm_run.h"
+#include "moe.h"
 
 namespace {
 
@@ -118,14 +119,65 @@ Tensor moe_experts_mm_tn(const Tensor& given_a, const Tensor& given_b, const Ten
   return out;
 }
 
+camox_moe_activation_params activation_params(const Tensor& h, int64_t activation, const char* op) {
+  if (h.dim() != 2) throw std::invalid_argument(std::string(op) + ": h must have 2 dimensions, got " + text(h.dim()));
+  camox_moe_activation_params p{};
+  p.dtype = dtype_of(h, op);
+  p.activation = code_of(activation, CAMOX_EXPERT_GELU, op, "activation");
+  const bool gated = p.activation == CAMOX_EXPERT_SWIGLU;
+  if (gated && h.size(1) % 2 != 0)
+    throw std::invalid_argument(std::string(op) + ": h must have an even number of columns, got " + text(h.size(1)));
+  p.rows = h.size(0), p.hidden = h.size(1) / (gated ? 2 : 1);
+  check(camox_moe_activation_check(&p));
+  p.h = h.data_ptr();
+  return p;
+}
+
+Tensor empty_activation(const Tensor& h, const camox_moe_activation_params& p) {
+  const std::array<int64_t, 2> size = {p.rows, p.hidden};
+  return empty_contiguous(h, dtype_code(h), size.size(), size.data());
+}
+
+Tensor moe_activation(const Tensor& given, int64_t activation) {
+  const Tensor h = as_contiguous(given);
+  camox_moe_activation_params p = activation_params(h, activation, "moe_activation");
+  Tensor a = empty_activation(h, p);
+  p.a = a.data_ptr();
+  run(camox_moe_activation(p.dtype, camox_isa_current()), p, p.rows, p.hidden);
+  return a;
+}
+
+std::tuple<Tensor, Tensor, Tensor> moe_activation_backward(const Tensor& given, const Tensor& given_grad,
+                                                           const Tensor& given_scale, int64_t activation) {
+  const char* op = "moe_activation_backward";
+  const Tensor h = as_contiguous(given), grad = as_contiguous(given_grad), scale = as_contiguous(given_scale);
+  camox_moe_activation_params p = activation_params(h, activation, op);
+  check_dtype_and_device(grad, h, op, "grad");
+  check_real(scale, h, 1, op, "scale");
+  if (grad.dim() != 2 || grad.size(0) != p.rows || grad.size(1) != p.hidden || scale.size(0) != p.rows)
+    throw std::invalid_argument(std::string(op) + ": grad must have shape (" + text(p.rows) + ", " + text(p.hidden) +
+                                ") and scale (" + text(p.rows) + ",)");
+  const std::array<int64_t, 2> size = {h.size(0), h.size(1)};
+  Tensor a = empty_activation(h, p), grad_h = empty_contiguous(h, dtype_code(h), size.size(), size.data());
+  Tensor dots = empty_real(h, {p.rows});
+  p.grad = grad.data_ptr(), p.scale = scale.data_ptr();
+  p.a = a.data_ptr(), p.grad_h = grad_h.data_ptr(), p.dots = dots.data_ptr();
+  run(camox_moe_activation_backward(p.dtype, camox_isa_current()), p, p.rows, 2 * p.hidden);
+  return {a, grad_h, dots};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("moe_experts_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
   m.def("moe_experts_mm_tn(Tensor a, Tensor b, Tensor offsets) -> Tensor");
+  m.def("moe_activation(Tensor h, int activation) -> Tensor");
+  m.def("moe_activation_backward(Tensor h, Tensor grad, Tensor scale, int activation) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) {
   m.impl("moe_experts_mm", TORCH_BOX(&moe_experts_mm));
   m.impl("moe_experts_mm_tn", TORCH_BOX(&moe_experts_mm_tn));
+  m.impl("moe_activation", TORCH_BOX(&moe_activation));
+  m.impl("moe_activation_backward", TORCH_BOX(&moe_activation_backward));
 }
