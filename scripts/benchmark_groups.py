@@ -45,8 +45,8 @@ REMARKS = {
         "the library's own two forms",
     ),
     "products": Remark(
-        "Nearly all of this time is matrix products, in which PyTorch's own kernels take AVX2 on AMD's processors; beside "
-        "the same loop with `tune_cpu`, which has our products, see the last column of all cases.",
+        "Nearly all of this time is matrix products, in which PyTorch's own kernels take AVX2 on AMD's processors. The "
+        "fastest alternative is the same loop with `tune_cpu`, whose products are the same.",
         "most of it is PyTorch's matrix products being slow on AMD's processors",
     ),
     "step": Remark(

@@ -170,6 +170,20 @@ static void test_aux(const options *o, const test_image *logits, const uint8_t *
   test_free(&ours), test_free(&slope), test_free(&grad), test_free(&grad_logits);
 }
 
+/* Places of experts that were chosen before: those of routing. */
+static void test_given_experts(const options *o, camox_moe_route_params p) {
+  const int64_t slots = p.rows * p.top_k, *const position = p.position, *const order = p.order;
+  p.dtype = CAMOX_F32, p.weights = NULL;
+  p.position = indices_of(slots), p.order = indices_of(slots);
+  TEST(camox_moe_check_experts(p.experts, slots, p.num_experts) == CAMOX_OK, "%s: %s", o->what, camox_last_error());
+  run_route(camox_moe_count, &p);
+  TEST(camox_moe_scan(&p) == CAMOX_OK, "%s: %s", o->what, camox_last_error());
+  run_route(camox_moe_place_slots, &p);
+  TEST(memcmp(p.position, position, (size_t)slots * sizeof *position) == 0, "%s: position of given experts", o->what);
+  TEST(memcmp(p.order, order, (size_t)slots * sizeof *order) == 0, "%s: order of given experts", o->what);
+  free(p.position), free(p.order);
+}
+
 static void test_case(options o) {
   const sizes n = o.n;
   const int64_t slots = n.rows * n.top_k;
@@ -210,20 +224,6 @@ static void test_case(options o) {
   int64_t *const owned[] = {experts, position, counts, p.experts, p.position, p.order, p.counts, p.offsets, p.block_counts};
   for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
   free(p.scratch), free(valid), free(of_weights), test_free(&logits), test_free(&weights);
-}
-
-/* Places of experts that were chosen before: those of routing. */
-static void test_given_experts(const options *o, camox_moe_route_params p) {
-  const int64_t slots = p.rows * p.top_k, *const position = p.position, *const order = p.order;
-  p.dtype = CAMOX_F32, p.weights = NULL;
-  p.position = indices_of(slots), p.order = indices_of(slots);
-  TEST(camox_moe_check_experts(p.experts, slots, p.num_experts) == CAMOX_OK, "%s: %s", o->what, camox_last_error());
-  run_route(camox_moe_count, &p);
-  TEST(camox_moe_scan(&p) == CAMOX_OK, "%s: %s", o->what, camox_last_error());
-  run_route(camox_moe_place_slots, &p);
-  TEST(memcmp(p.position, position, (size_t)slots * sizeof *position) == 0, "%s: position of given experts", o->what);
-  TEST(memcmp(p.order, order, (size_t)slots * sizeof *order) == 0, "%s: order of given experts", o->what);
-  free(p.position), free(p.order);
 }
 
 static void test_activation(camox_isa isa, camox_dtype dtype, int activation, int64_t rows, int64_t hidden) {
