@@ -1,7 +1,6 @@
 """expert_parallel on gloo: ranks that share the experts give the outputs, losses and gradients of one process."""
 
 import contextlib
-import copy
 import datetime
 import os
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import camox_ops as cx
@@ -117,31 +117,48 @@ def balanced() -> torch.Tensor:
     return layer.router_bias
 
 
-def wrapped(rank: int, world: int) -> dict[str, torch.Tensor]:
-    """Gradients of a model in DistributedDataParallel, which leaves the experts alone."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"first": nn.Linear(D, D, dtype=torch.float64), "moe": tokens("swiglu")})
-    whole = copy.deepcopy(model)
+class Net(nn.Module):
+    """A layer before the experts, and their two results."""
 
-    class Whole(nn.Module):
-        def __init__(self, parts):
-            super().__init__()
-            self.parts = parts
+    def __init__(self, aux_loss):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(D, D, dtype=torch.float64)
+        self.moe = cx.nn.TokenMoE(D, 12, E, K, dtype=torch.float64, shared_hidden=6, aux_loss=aux_loss)
 
-        def forward(self, x):
-            return self.parts["moe"](self.parts["first"](x))[:2]
+    def forward(self, x):
+        return self.moe(self.first(x))[:2]
 
+
+def wrapped(how: str, rank: int, world: int) -> dict[str, float]:
+    """How far gradients are from those of one process, in the wrapper that averages all but the experts'."""
+    model, whole = Net(None if how == "grid" else "switch"), Net(None if how == "grid" else "switch")
     x, upstream, _ = batch("swiglu")
-    output, aux = Whole(whole)(x)
+    output, aux = whole(x)
     ((output * upstream).sum() + 3 * aux).backward()
-    net = DistributedDataParallel(cx.nn.expert_parallel(Whole(model), dist.group.WORLD))
+    mesh = dist.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "experts"))
+    net = cx.nn.expert_parallel(model, mesh["experts"] if how == "grid" else dist.group.WORLD)
+    experts = {model.moe.w_in, model.moe.w_out}
+    if how == "FSDP2":
+        fully_shard(net, ignored_params=experts)
+    else:
+        net = DistributedDataParallel(net)
     mine, upstream, _ = rows_of_rank("swiglu", rank, world)
     output, aux = net(mine)
     (world * (output * upstream).sum() + 3 * aux).backward()
+    if how == "grid":  # the same experts on the ranks of the other dimension
+        for parameter in experts:
+            dist.all_reduce(parameter.grad, group=mesh["data"].get_group())
+            parameter.grad /= world // 2
     errors = {}
     for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-        expected = other.grad if parameter.shape == other.shape else other.grad.chunk(world)[rank]
-        errors[name] = ((parameter.grad - expected).abs().max() / expected.abs().max()).item()
+        grad, expected = parameter.grad, other.grad
+        if name in ("moe.w_in", "moe.w_out"):
+            part = mesh["experts"].get_local_rank() if how == "grid" else rank
+            expected = expected.split(len(grad))[part]
+        elif how == "FSDP2":
+            grad = grad.full_tensor()
+        errors[name] = ((grad - expected).abs().max() / expected.abs().max()).item()
     return errors
 
 
@@ -167,7 +184,9 @@ def worker(rank: int, world: int, folder: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         half = layer.float()(x.float())[0]
     found["autocast"] = half
-    found["errors"], found["bias"], found["DDP"] = errors_of(rank), balanced(), wrapped(rank, world)
+    found["errors"], found["bias"] = errors_of(rank), balanced()
+    for how in ("DDP", "FSDP2", "grid"):
+        found[how] = wrapped(how, rank, world)
     slow = dist.new_group(timeout=datetime.timedelta(seconds=2))
     layer = cx.nn.expert_parallel(cx.nn.TokenMoE(D, 12, E, K), slow)
     if rank == 0:
@@ -216,10 +235,12 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks, name):
             assert close(sum(rank[key] for rank in found) / len(found), truth), key
 
 
-def test_data_parallel_averages_all_but_the_experts(ranks):
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", "grid"])
+def test_data_parallel_averages_all_but_the_experts(ranks, how):
+    """grid: experts over pairs of ranks, data over all."""
     for rank in ranks[0]:
-        assert set(rank["DDP"]) > {"moe.w_in", "moe.router.weight", "first.weight"}
-        assert max(rank["DDP"].values()) < 1e-9
+        assert set(rank[how]) > {"moe.w_in", "moe.router.weight", "first.weight"}
+        assert max(rank[how].values()) < 1e-9
 
 
 def test_checkpoint_loads_at_another_number_of_ranks(ranks):

@@ -335,6 +335,18 @@ def test_activations_match_torch(dtype, activation):
             assert_close_to_reference(ours, same, wanted, scale64=h.shape[1] if i == 3 else 1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype):
+    h, grad, scale, offsets = torch.ones(4, 6), torch.ones(4, 3), torch.ones(4), torch.tensor([0, 1, 4])
+    matrices, check = torch.ones(2, 3, 5, dtype=dtype), torch.library.opcheck
+    ops = torch.ops.camox_ops
+    for code, gradient in enumerate((grad, h)):
+        check(ops.moe_activation.default, (h.to(dtype), code))
+        check(ops.moe_activation_backward.default, (h.to(dtype), gradient.to(dtype), scale, code))
+    check(ops.moe_experts_mm.default, (grad.to(dtype), matrices, offsets))
+    check(ops.moe_experts_mm_tn.default, (grad.to(dtype), h.to(dtype), offsets))
+
+
 def test_errors_of_activations():
     forward, backward = torch.ops.camox_ops.moe_activation, torch.ops.camox_ops.moe_activation_backward
     h, grad, scale = torch.ones(2, 6), torch.ones(2, 3), torch.ones(2)
