@@ -88,6 +88,7 @@ def expert_parallel(module: nn.Module, mesh_or_group) -> nn.Module:
                 f"{NAME}: the number of ranks must divide the experts of {name or 'the module'}, "
                 f"{layer.num_experts}, got {len(found)} ranks"
             )
+    # What DistributedDataParallel reads of the module that it is given; a torch without that ignores it.
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, layer in layers.items():
         layer.exchange = exchange = _Exchange(layer, group, mesh)
