@@ -19,7 +19,7 @@ from .ops.edge import EdgeMaps, edge_maps
 from .ops.grad_norms import grad_group_norms, scale_grads_
 from .ops.linear_attention import linear_attention, linear_attention_step
 from .ops.linear_cross_entropy import linear_cross_entropy
-from .ops.moe import Routing, moe_aux_loss, moe_combine, moe_dispatch, moe_route
+from .ops.moe import Routing, moe_aux_loss, moe_combine, moe_dispatch, moe_route, moe_routing
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope, rope_tables
 from .ops.short_attention import short_attention
@@ -54,6 +54,7 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "moe_route",
+    "moe_routing",
     "nn",
     "patch",
     "patched",

@@ -20,7 +20,7 @@ from .ops.edge import edge_maps
 from .ops.grad_norms import grad_group_norms, scale_grads_
 from .ops.linear_attention import MOST_DIM, linear_attention, linear_attention_packed
 from .ops.linear_cross_entropy import linear_cross_entropy
-from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
+from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route, moe_routing
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
 from .ops.spatial_gradient import spatial_gradient
@@ -187,9 +187,9 @@ def scales(copies: torch.Tensor) -> torch.Tensor:
 
 
 def mixture(x, logits) -> tuple[torch.Tensor, ...]:
-    """Two experts per image, each copy multiplied by another number."""
+    """Two experts per image, each copy multiplied by another number; sorted again from the experts alone."""
     routing = moe_route(logits, 2)
-    copies = moe_dispatch(x, routing)
+    copies = moe_dispatch(x, moe_routing(routing.weights, routing.experts, logits.shape[1]))
     y = moe_combine(copies * scales(copies), routing)
     return y, routing.weights.to(x.dtype), moe_aux_loss(routing, logits).to(x.dtype)
 

@@ -44,6 +44,11 @@ REMARKS = {
         "The alternatives are this library's own two forms, one of which `bdh_attention` picks by their cost.",
         "the library's own two forms",
     ),
+    "products": Remark(
+        "Nearly all of this time is matrix products, in which PyTorch's own kernels take AVX2 on AMD's processors. The "
+        "fastest alternative is the same loop with `tune_cpu`, whose products are the same.",
+        "most of it is PyTorch's matrix products being slow on AMD's processors",
+    ),
     "step": Remark(
         "A whole training step of an example, optimizer included, most of it matrix products and convolutions.",
         "a whole training step",
@@ -119,6 +124,12 @@ GROUPS = {
     "moe_route": Group("`moe_route`", "moe", "softmax, `topk`, `bincount`, `argsort`"),
     "moe_rows": Group("`moe_dispatch`, `moe_combine`", "moe", "indexing, `index_add`"),
     "moe_layer": Group("`cx.nn.MoELayer`", "moe_layer", "a loop over images and choices", ("regrouped",)),
+    "token_moe_gelu": Group(
+        "`cx.nn.TokenMoE` with GELU, forward and backward", "token_moe", "a loop over experts", ("products",)
+    ),
+    "token_moe_swiglu": Group(
+        "`cx.nn.TokenMoE` with SwiGLU, forward and backward", "token_moe", "a loop over experts", ("products",)
+    ),
     "call_edge_maps": Group("a call of `edge_maps`", "edge", "3 grouped 3x3 convolutions, 11 elementwise ops"),
     "call_spatial_gradient": Group("a call of `spatial_gradient`", "spatial_gradient", "2 grouped 3x3 convolutions"),
     "call_frequency_bands": Group("a call of `frequency_bands`", "bands", "3 `avg_pool2d`, 2 subtractions"),

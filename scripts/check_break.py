@@ -40,6 +40,7 @@ STAY_GREEN = {
         "test_matches_reference_aux": "moe_aux_loss is not broken",
         "test_grad_matches_reference_aux": "moe_aux_loss is not broken",
         "test_matches_reference_route": "moe_route is not broken",
+        "test_matches_reference_routing": "moe_routing is not broken",
         "test_grad_matches_reference_route": "moe_route is not broken",
     },
     "norm2d": {"test_grad_where_some_need_none": "compares two calls of the broken op"},

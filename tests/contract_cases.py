@@ -25,7 +25,13 @@ WITHOUT_OPERATOR = {
     "linear_attention_step": "raises until causal linear attention exists (test_linear_attention.py)",
 }
 # Operators that no public function of tensors calls, and where they are tested.
-WITHOUT_CASE = {"gemm": "camox_ops.nn's projections (test_gemm.py)"}
+WITHOUT_CASE = {
+    "gemm": "camox_ops.nn's projections (test_gemm.py)",
+    "moe_activation": "cx.nn.TokenMoE (test_token_moe.py)",
+    "moe_activation_backward": "cx.nn.TokenMoE (test_token_moe.py)",
+    "moe_experts_mm": "cx.nn.TokenMoE (test_token_moe.py)",
+    "moe_experts_mm_tn": "cx.nn.TokenMoE (test_token_moe.py)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -756,6 +762,16 @@ def plain_route(logits, **options):
     return reference.moe_route(logits.to(real_of(logits.dtype)), TOP_K, **options)
 
 
+def chosen_experts(rows):
+    return (some_of(rows, TOP_K).cumsum(0) + torch.arange(TOP_K, device=DEVICE)) % EXPERTS
+
+
+def plain_routing(weights, experts):
+    return reference.moe_routing(
+        weights.to(real_of(weights.dtype)), experts, EXPERTS, capacity=capacity_of(weights.shape[0])
+    )
+
+
 def route_some(logits, valid):
     return cx.moe_route(logits, TOP_K, score="sigmoid_topk", capacity_factor=0.8, valid=valid)
 
@@ -843,6 +859,17 @@ MOE = (
         plain=plain_route_some,
         inputs=lambda shape, dtype: (logits_of(shape[0], dtype, shape[1]), some_of(shape[0], share=0.7)),
         fixed=1,
+    ),
+    route(
+        name="moe_routing",
+        ours=lambda weights, experts: cx.moe_routing(weights, experts, EXPERTS, capacity_factor=0.8),
+        plain=plain_routing,
+        inputs=lambda shape, dtype: (normal((shape[0], TOP_K), dtype), chosen_experts(shape[0])),
+        fixed=1,
+        saves=((torch.bool, 12),),
+        takes_nan=True,
+        twice=True,
+        gradient_of_reference=True,
     ),
     route(
         name="moe_aux_loss",

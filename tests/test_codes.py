@@ -28,6 +28,7 @@ def enumerators(header: str, enum: str) -> dict[str, int]:
         (_codes.NORMALIZATIONS, "linear_attention/linear_attention.h", "camox_normalize", "normalize_"),
         (_codes.SCORES, "moe/moe.h", "camox_moe_score", "moe_"),
         (_codes.AUX_LOSSES, "moe/moe.h", "camox_moe_aux", "moe_"),
+        (_codes.EXPERT_ACTIVATIONS, "moe/moe.h", "camox_expert_activation", "expert_"),
         (_codes.BCES, "structure_loss/structure_loss.h", "camox_bce", "bce_"),
         (_codes.REDUCTIONS, "structure_loss/structure_loss.h", "camox_reduction", "reduce_"),
         (
@@ -52,7 +53,7 @@ def test_names_have_the_numbers_of_csrc(codes, header, enum, prefix):
 
 def test_every_dict_is_compared():
     dicts = [value for value in vars(_codes).values() if isinstance(value, dict) and "__name__" not in value]
-    assert len(dicts) == 11
+    assert len(dicts) == 12
 
 
 @pytest.mark.parametrize(

@@ -51,14 +51,18 @@ class Called(TorchDispatchMode):
 
 
 def test_every_operator_is_checked():
-    """By the self-test, as correctness, graphs and sanitizers run it; the rest are its kernels writing elsewhere, and a
-    product that some CPUs alone have."""
+    """By the self-test, as correctness, graphs and sanitizers run it; the rest are its kernels writing elsewhere, and
+    products and activations that the CPU alone has."""
     ours = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("camox_ops::")}
     with Called() as called:
         for op in _selftest.OPS:
             _selftest.run(op.ours, op.inputs((1, 2, 33, 6), torch.float32), None)
     assert ours - called.names == {
-        f"camox_ops::{name}" for name in ("edge_maps_stacked", "frequency_bands_stacked", "rope_", "gemm")
+        f"camox_ops::{name}"
+        for name in (
+            *("edge_maps_stacked", "frequency_bands_stacked", "rope_", "gemm"),
+            *("moe_experts_mm", "moe_experts_mm_tn", "moe_activation", "moe_activation_backward"),
+        )
     }
 
 

@@ -1,4 +1,4 @@
-"""moe_route, moe_dispatch, moe_combine and moe_aux_loss."""
+"""moe_route, moe_routing, moe_dispatch, moe_combine and moe_aux_loss."""
 
 import hashlib
 import math
@@ -182,6 +182,90 @@ def test_grad_matches_reference_route(dtype, score):
                 weights = reference.moe_route(leaf, top_k, score=score, capacity=ours.capacity, valid=valid)[0]
                 found += torch.autograd.grad(weights, leaf, grad.to(real))
             assert_close_to_reference(mine, found[0].to(dtype), found[1], scale64=1.0)
+
+
+def test_known_values_of_routing():
+    """An expert twice in a row; a capacity of ceil(0.75 * 4 * 2 / 3) = 2 and a row that is not valid."""
+    weights = torch.tensor([[0.7, 0.3], [1.0, -2.0], [0.5, 0.25], [torch.nan, 4.0]])
+    experts = torch.tensor([[2, 0], [2, 2], [2, 1], [0, 0]])
+    routing = cx.moe_routing(weights, experts, 3)
+    assert routing.counts.tolist() == [3, 1, 4]
+    assert routing.offsets.tolist() == [0, 3, 4, 8]
+    assert routing.order.tolist() == [1, 6, 7, 5, 0, 2, 3, 4]
+    assert routing.position.tolist() == [4, 0, 5, 6, 7, 3, 1, 2]
+    assert torch.equal(routing.weights[:3], weights[:3])
+    x = torch.arange(4.0)[:, None]
+    scaled = cx.moe_dispatch(x, routing) * torch.tensor([1.0, 1, 1, 10, 100, 100, 100, 100])[:, None]
+    assert cx.moe_combine(scaled, routing)[:3, 0].tolist() == [0, -100, 2 * (50 + 2.5)]
+    routing = cx.moe_routing(weights, experts, 3, capacity_factor=0.75, valid=torch.tensor([True, True, True, False]))
+    assert routing.capacity == 2
+    assert routing.counts.tolist() == [1, 1, 2]
+    assert routing.position.tolist() == [2, 0, 3, -1, -1, 1, -1, -1]
+    assert routing.weights.tolist() == [[weights[0, 0].item(), weights[0, 1].item()], [1, 0], [0, 0.25], [0, 0]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_matches_reference_routing(dtype):
+    """What moe_route chose gives its routing again, and its gradients."""
+    for rows, num_experts, top_k in ROUTES:
+        logits, valid = logits_of(rows, num_experts, dtype), torch.arange(rows) % 5 != 1
+        for options in ({}, {"capacity_factor": 0.7, "valid": valid}):
+            routed = cx.moe_route(logits, top_k, **options)
+            weights = torch.rand(rows, top_k).to(dtype).requires_grad_()
+            ours = cx.moe_routing(weights, routed.experts, num_experts, **options)
+            for name in ("experts", "counts", "offsets", "order", "position"):
+                assert torch.equal(getattr(ours, name), getattr(routed, name)), name
+            assert ours[6:] == routed[6:]
+            truth = reference.moe_routing(
+                weights, ours.experts, num_experts, capacity=ours.capacity, valid=options.get("valid")
+            )
+            assert torch.equal(ours.weights, truth[0].to(ours.weights.dtype))
+            ours.weights.sum().backward()
+            assert torch.equal(weights.grad, (routed.position >= 0).view(rows, top_k).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"weights": [1.0]}, TypeError, "weights must be a torch.Tensor, got list"),
+        ({"weights": torch.zeros(3, 2).int()}, TypeError, "weights must have dtype float32, .*, got int32"),
+        ({"weights": torch.zeros(3)}, ValueError, r"weights must have shape \(rows, K\), got \(3,\)"),
+        ({"weights": torch.zeros(3, 0)}, ValueError, r"experts must have the shape of weights, \(3, 0\), got \(3, 2\)"),
+        ({"experts": torch.zeros(3, 2)}, TypeError, "experts must have dtype int64, got float32"),
+        ({"experts": torch.zeros(2, 2).long()}, ValueError, r"experts must have the shape of weights, \(3, 2\), got"),
+        ({"num_experts": 4.0}, TypeError, "num_experts must be an int, got 4.0"),
+        ({"num_experts": 0}, ValueError, "num_experts must be from 1 to 1024, got 0"),
+        ({"num_experts": 1025}, ValueError, "num_experts must be from 1 to 1024, got 1025"),
+        ({"num_experts": 1}, ValueError, r"weights must have 1 to num_experts=1 columns, got \(3, 2\)"),
+        ({"capacity_factor": 0}, ValueError, "capacity_factor must be > 0 and finite, got 0"),
+        ({"valid": torch.ones(3)}, TypeError, "valid must have dtype bool, got float32"),
+        ({"valid": torch.ones(4).bool()}, ValueError, r"valid must have shape \(3,\), one a row, got \(4,\)"),
+    ],
+)
+def test_errors_of_routing(arguments, error, message):
+    given = {"weights": torch.zeros(3, 2), "experts": torch.zeros(3, 2).long(), "num_experts": 4, **arguments}
+    with pytest.raises(error, match="moe_routing: " + message):
+        cx.moe_routing(**given)
+
+
+@ON_CPU
+def test_errors_of_given_experts():
+    for bad in (-1, 4, 2**40):
+        experts = torch.zeros(3, 2).long()
+        experts[1, 1] = bad
+        with pytest.raises(ValueError, match=f"routing.experts must be >= 0 and < 4, got {bad} in slot 3"):
+            cx.moe_routing(torch.zeros(3, 2), experts, 4)
+    place = torch.ops.camox_ops.moe_place
+    with pytest.raises(ValueError, match="moe_place: experts must have 2 dimensions"):
+        place(torch.zeros(3).long(), None, 4, None)
+    with pytest.raises(ValueError, match="moe_place: capacity must be >= 0, got -1"):
+        place(torch.zeros(3, 2).long(), None, 4, -1)
+    with pytest.raises(ValueError, match="moe_place: experts must have dtype int64"):
+        place(torch.zeros(3, 2).int(), None, 4, None)
+    with pytest.raises(ValueError, match="the number of experts must be from 1 to 1024, got 2000"):
+        place(torch.zeros(3, 2).long(), None, 2000, None)
+    with pytest.raises(ValueError, match="top_k must be from 1 to the number of experts, 1, got 2"):
+        place(torch.zeros(3, 2).long(), None, 1, None)
 
 
 def test_masked_experts_are_not_chosen():

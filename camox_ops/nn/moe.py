@@ -129,6 +129,7 @@ class MoELayer(nn.Module):
         if aux_loss is None:
             _warn_of_usage_mse()
         self.aux_loss = aux_loss or "usage_mse"
+        self.exchange = None  # set by expert_parallel
 
     def extra_repr(self) -> str:
         return (
@@ -141,10 +142,9 @@ class MoELayer(nn.Module):
 
         routing_info: `top_k_indices` (B, top_k) int64, best first; `top_k_weights` (B, top_k), 0 where an expert was
         full; `expert_usage` (E,) float32, images that each expert took. All are detached and on x's device."""
-        _check.image(NAME, "x", x)
-        if x.shape[1] != self.in_channels:
-            raise ValueError(f"{NAME}: x must have in_channels={self.in_channels} channels, got {tuple(x.shape)}")
-        logits = self.gate(x).flatten(1)
+        if self.exchange is not None:
+            return self.exchange.run_images(self, x)
+        logits = self.logits_of(x)
         routing = moe_route(logits, self.top_k, score=self.score, capacity_factor=self.capacity_factor)
         padded = self.sync == "none"
         sizes = None if padded else _HostCounts(routing.counts)
@@ -153,25 +153,33 @@ class MoELayer(nn.Module):
         # The groups are copies, on which an expert may work in place; autograd would forbid that on views of one split.
         if padded:
             parts = [part[0] for part in torch.unsafe_split(groups, 1)]
-            results = self._run(parts, x.dtype)
+            results = self.run_parts(parts, x.dtype)
             mixed = torch.stack(results) if results else groups
         else:
             *parts, unused = torch.unsafe_split_with_sizes(groups, sizes.read(groups.shape[0]))
-            results = self._run(parts, x.dtype)
+            results = self.run_parts(parts, x.dtype)
             mixed = torch.cat([*results, unused] if len(unused) or not results else results)
         output = moe_combine(mixed, routing, padded=padded).to(x.dtype)
-        info = {
+        return output, aux_loss, self.info(routing, logits)
+
+    def logits_of(self, x: torch.Tensor) -> torch.Tensor:
+        _check.image(NAME, "x", x)
+        if x.shape[1] != self.in_channels:
+            raise ValueError(f"{NAME}: x must have in_channels={self.in_channels} channels, got {tuple(x.shape)}")
+        return self.gate(x).flatten(1)
+
+    def info(self, routing: Routing, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
             "top_k_indices": routing.experts,
             "top_k_weights": routing.weights.detach().to(_softmax_dtype(logits)),
             "expert_usage": routing.counts.float(),
         }
-        return output, aux_loss, info
 
     def _aux_loss(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
         loss = moe_aux_loss(routing, logits, self.aux_loss)
         return loss.float() if self.aux_loss == "usage_mse" else loss
 
-    def _run(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    def run_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         """Each expert on its images; those without any are left out."""
         busy = [number for number, part in enumerate(parts) if part.shape[0]]  # len() is an int
         if not (self.streams and parts[0].is_cuda and len(busy) > 1):

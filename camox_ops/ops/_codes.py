@@ -20,6 +20,8 @@ SCORES = {"topk_softmax": 0, "softmax_topk": 1, "softmax_topk_renorm": 0, "sigmo
 softmax over the chosen."""
 AUX_LOSSES = {"switch": 0, "importance_cv2": 1, "z": 2, "usage_mse": 3}
 """camox_moe_aux of csrc/moe/moe.h"""
+EXPERT_ACTIVATIONS = {"swiglu": 0, "gelu": 1}
+"""camox_expert_activation of csrc/moe/moe.h"""
 BCES = {"weighted": 0, "mean": 1}
 """camox_bce of csrc/structure_loss/structure_loss.h"""
 REDUCTIONS = {"mean": 0, "sum": 1, "none": 2}

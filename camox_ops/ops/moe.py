@@ -1,4 +1,5 @@
-"""moe_route, moe_dispatch, moe_combine, moe_aux_loss: sparse mixture of experts without a loop over rows or a sync."""
+"""moe_route, moe_routing, moe_dispatch, moe_combine, moe_aux_loss: sparse mixture of experts without a loop over rows
+or a sync."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MOST_CAPACITY_FACTOR = 2**31  # far beyond E, which limits nothing, and times an
 
 
 class Routing(NamedTuple):
-    """Which experts each row goes to, and where its copies lie once they are sorted by expert; made by moe_route.
+    """Which experts each row goes to, and where its copies lie once they are sorted by expert; made by moe_route, or by
+    moe_routing from weights and experts.
 
     Slot row*K + k is the row's k-th choice. A slot that was dropped (beyond the capacity) or is not valid has no copy.
     Sorted: by expert, then by row. All indices are int64."""
@@ -88,6 +90,67 @@ def moe_route(
     if capacity_factor is not None:
         capacity = math.ceil(check_capacity_factor(op, capacity_factor) * rows * top_k / num_experts)
     return Routing(*_route(logits, valid, top_k, score_code, capacity), num_experts, top_k, capacity)
+
+
+def moe_routing(
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    num_experts: int,
+    *,
+    capacity_factor: float | None = None,
+    valid: torch.Tensor | None = None,
+) -> Routing:
+    """A Routing from what another router chose, for moe_dispatch, moe_combine and moe_aux_loss.
+
+    Args:
+        weights: (rows, K), float32, bfloat16, float16 or float64; any strides, any values.
+        experts: (rows, K) int64, from 0 to num_experts - 1. A row may name an expert twice and then has two copies
+            there; without a capacity_factor that can be more than moe_dispatch(padded=True) has room for, an error.
+        num_experts: E, from 1 to 1024 and at least K.
+        capacity_factor, valid: as for moe_route.
+
+    Returns:
+        A Routing as moe_route makes it, with dense tensors: the given experts, and the given weights in
+        float32 (float64 for float64), and 0 for slots without a copy. Gradients flow back to the given weights.
+
+    Saved for backward: which slots have a copy. Derivatives of any order, but for forward-mode AD. No shape depends on
+    the data and nothing waits for a device.
+
+        >>> weights, experts = torch.tensor([[0.7, 0.3], [1.0, 0.0]]), torch.tensor([[2, 0], [2, 1]])
+        >>> camox_ops.moe_routing(weights, experts, 3).counts
+        tensor([1, 1, 2])
+
+    Raises:
+        TypeError: weights is not a dense tensor of one of these dtypes, experts not an int64 tensor, num_experts not an
+            int, valid not a bool tensor.
+        ValueError: experts of another shape than weights, K below 1 or above num_experts, num_experts out of its range,
+            a capacity_factor not > 0 or beyond 2**31, valid of another shape, tensors on different devices; on the CPU
+            an expert out of bounds. On CUDA such a slot's row becomes NaN in moe_combine and camox_ops.check_errors()
+            raises."""
+    op = "moe_routing"
+    _check.tensor(op, "weights", weights)
+    _check.tensor(op, "experts", experts, dtypes=(torch.int64,))
+    if weights.dim() != 2:
+        raise ValueError(f"{op}: weights must have shape (rows, K), got {tuple(weights.shape)}")
+    if experts.shape != weights.shape:
+        raise ValueError(
+            f"{op}: experts must have the shape of weights, {tuple(weights.shape)}, got {tuple(experts.shape)}"
+        )
+    _check.same_device(op, "experts", experts, weights, "weights")
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
+        raise TypeError(f"{op}: num_experts must be an int, got {num_experts!r}")
+    if not 1 <= num_experts <= MOST_EXPERTS:
+        raise ValueError(f"{op}: num_experts must be from 1 to {MOST_EXPERTS}, got {num_experts}")
+    rows, top_k = experts.shape
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"{op}: weights must have 1 to num_experts={num_experts} columns, got {tuple(weights.shape)}")
+    _check_valid(op, valid, weights)
+    capacity = None
+    if capacity_factor is not None:
+        capacity = math.ceil(check_capacity_factor(op, capacity_factor) * rows * top_k / num_experts)
+    counts, offsets, order, position = _place(experts, valid, num_experts, capacity)
+    kept = weights.to(_check.computed_in(weights)).contiguous().masked_fill((position < 0).view(rows, top_k), 0)
+    return Routing(kept, experts.contiguous(), counts, offsets, order, position, num_experts, top_k, capacity)
 
 
 def moe_dispatch(x: torch.Tensor, routing: Routing, *, padded: bool = False) -> torch.Tensor:
@@ -164,6 +227,16 @@ def moe_combine(y: torch.Tensor, routing: Routing, *, padded: bool | None = None
     weights = as_read(weights, _check.computed_in(y))
     capacity = _capacity(op, routing) if padded else None
     return _combine(y, weights, routing.experts, routing.offsets, routing.position, capacity)
+
+
+def dispatch_unchecked(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """moe_dispatch without its checks in Python, which torch.compile refuses inside a backward."""
+    return _dispatch(x, routing.experts, routing.offsets, routing.position, None)
+
+
+def combine_unchecked(y: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+    """moe_combine of y (rows*K, ...) without its checks in Python, with weights in the dtype that it computes in."""
+    return _combine(y, weights, routing.experts, routing.offsets, routing.position, None)
 
 
 def moe_aux_loss(
@@ -329,6 +402,15 @@ def _fake_route(logits, valid, top_k, score, capacity):
     return weights, experts, counts, offsets, indices(slots), indices(slots)
 
 
+def _fake_place(experts, valid, num_experts, capacity):
+    slots = experts.shape[0] * experts.shape[1]
+    return tuple(experts.new_empty((size,)) for size in (num_experts, num_experts + 1, slots, slots))
+
+
+def _save_nothing(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output)
+
+
 def _save_dispatch(ctx, inputs, output):
     _, *routed, ctx.capacity = inputs
     ctx.save_for_backward(*routed)
@@ -398,6 +480,12 @@ _route = register(
     fake=_fake_route,
     setup_context=_save_route,
     backward=_route_backward,
+)
+_place = register(
+    "moe_place",
+    fake=_fake_place,
+    setup_context=_save_nothing,
+    backward=lambda ctx, *grads: (None,) * 4,
 )
 _dispatch = register(
     "moe_dispatch",

@@ -21,7 +21,7 @@ from .edge import edge_maps, edge_maps_backward
 from .grad_norms import grad_group_norms, scale_grads_
 from .linear_attention import linear_attention
 from .linear_cross_entropy import linear_cross_entropy
-from .moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
+from .moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route, moe_routing
 from .norm2d import layer_norm2d, layer_norm2d_backward
 from .rope import rope, rope_backward
 from .short_attention import short_attention, short_attention_backward
@@ -53,6 +53,7 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "moe_route",
+    "moe_routing",
     "philox4x32",
     "rope",
     "rope_backward",

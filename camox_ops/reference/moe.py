@@ -14,7 +14,7 @@ def moe_route(
     valid: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """logits (rows, E) -> weights, experts, counts, offsets, order, position."""
-    rows, num_experts = logits.shape
+    num_experts = logits.shape[1]
     comparable = logits.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     experts = comparable.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     chosen = logits.gather(1, experts)
@@ -27,6 +27,19 @@ def moe_route(
         if score == "softmax_topk_renorm":
             weights = weights / weights.sum(dim=1, keepdim=True)
 
+    return moe_routing(weights, experts, num_experts, capacity=capacity, valid=valid)
+
+
+def moe_routing(
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    num_experts: int,
+    *,
+    capacity: int | None = None,
+    valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """weights, experts (rows, K) -> weights, experts, counts, offsets, order, position."""
+    rows, top_k = experts.shape
     slots = experts.flatten()
     kept = torch.ones_like(slots, dtype=torch.bool) if valid is None else valid.repeat_interleave(top_k)
     one_hot = torch.nn.functional.one_hot(slots, num_experts) * kept[:, None]

@@ -34,6 +34,16 @@ int camox_moe_rows_check(const camox_moe_rows_params *p) {
   return check_sizes(p->dtype, p->rows, p->num_experts, p->top_k);
 }
 
+int camox_moe_activation_check(const camox_moe_activation_params *p) {
+  CAMOX_REQUIRE(camox_check_dtype("moe_activation", p->dtype));
+  if (p->activation < CAMOX_EXPERT_SWIGLU || p->activation > CAMOX_EXPERT_GELU)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "moe_activation: unknown activation code %d", p->activation);
+  if (p->rows < 0 || p->hidden < 1)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "moe_activation: h must have rows of at least 1 element, got (%lld, %lld)",
+                      (long long)p->rows, (long long)p->hidden);
+  return CAMOX_OK;
+}
+
 #ifndef CAMOX_CUDA_PART
 int camox_moe_check_experts(const int64_t *experts, int64_t slots, int64_t num_experts) {
   for (int64_t slot = 0; slot < slots; ++slot)
@@ -85,6 +95,18 @@ int64_t camox_moe_items(const camox_moe_rows_params *p, int fills_places) {
   return items + (p->capacity < 0 ? p->rows * p->top_k - p->offsets[p->num_experts] : camox_moe_places(p));
 }
 
+void camox_moe_count(const camox_moe_route_params *p, int64_t begin, int64_t end) {
+  const int64_t block_rows = camox_moe_block_rows(p);
+  for (int64_t block = begin; block < end; ++block) {
+    int64_t *counts = p->block_counts + block * (p->num_experts + 1);
+    memset(counts, 0, (size_t)(p->num_experts + 1) * sizeof *counts);
+    int64_t row = block * block_rows, last = camox_min_i64(row + block_rows, p->rows);
+    for (; row < last; ++row)
+      for (int64_t k = 0; k < p->top_k; ++k)
+        counts[p->experts[row * p->top_k + k]] += !p->valid || p->valid[row * p->valid_stride];
+  }
+}
+
 int camox_moe_scan(const camox_moe_route_params *p) {
   const int64_t experts = p->num_experts, blocks = camox_moe_blocks(p), slots = p->rows * p->top_k;
   int64_t bad = 0;
@@ -124,6 +146,7 @@ void camox_moe_place_slots(const camox_moe_route_params *p, int64_t begin, int64
           continue;
         }
         p->position[slot] = -1;
+        if (!p->weights) continue;
         if (p->dtype == CAMOX_F64)
           ((double *)p->weights)[slot] = 0;
         else
@@ -209,4 +232,6 @@ CAMOX_KERNEL_TABLE(camox_moe_route_kernel, camox_moe_aux_backward, camox_moe_aux
 CAMOX_KERNEL_TABLE(camox_moe_rows_kernel, camox_moe_dispatch, camox_moe_dispatch_kernel)
 CAMOX_KERNEL_TABLE(camox_moe_rows_kernel, camox_moe_combine, camox_moe_combine_kernel)
 CAMOX_KERNEL_TABLE(camox_moe_rows_kernel, camox_moe_combine_backward, camox_moe_combine_backward_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_activation_function, camox_moe_activation, camox_moe_activation_kernel)
+CAMOX_KERNEL_TABLE(camox_moe_activation_function, camox_moe_activation_backward, camox_moe_activation_backward_kernel)
 #endif

@@ -9,6 +9,7 @@
                counts (E), offsets (E+1)  copies of each expert, and their sums before each
                position[s]  offsets[e] + how many earlier slots with a copy chose e; -1 without a copy, the weight is 0 then
                order        the slot of each place, -1 past the last
+   place     the same counts, offsets, position and order for experts that the caller chose; weights are left alone (NULL).
    rows      of any trailing shape: blocks of `row_size` elements, in the same order in all tensors of a call.
                dispatch  place[position[s]] = row[s/K], zeros in the other places
                combine   row[r] = sum over k, in order, of weight * place[position[r*K+k]]; without weights dispatch's backward
@@ -22,13 +23,18 @@
                usage_mse       0.01 * mean((counts/(rows*K + 1e-8) - 1/E)^2), which has no gradient
              slope[e] = d loss / d S[e], so that d loss / d logit[e] = p[e] * (slope[e] - sum(slope * p)); of z it is 2/n for
              each e, and d loss / d logit[e] = slope[e] * logsumexp * p[e].
+   activation, of a row h of TokenMoE's experts, sizes H or, gated, 2H (gate, then value); on the CPU:
+               swiglu  a = silu(gate) * value          gelu  a = gelu(h), by erf
+             backward  of grad to a, with a number `scale` of the row: a_scaled = scale * a, dot = <grad, a>, and grad_h, the
+                       gradient of h by scale * grad
    dtypes    float32, bfloat16, float16, computed in float32; float64. Weights, losses, slopes are of the type computed in.
    order     of every sum is set by the shape alone; the copies of an expert lie in the order of their rows.
    backward  of route reads the logits again; of combine y and the weights. Nothing else is saved.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype or kind, a negative size, E beyond 1024, top_k of 0 or beyond E. Values, on
              the CPU: NaN among the logits of a valid row; offsets, experts and positions that lie out of bounds or contradict
              each other. On CUDA the weights of such a row become NaN; a slot out of bounds has no copy, and makes NaN of its
-             row in combine and of its gradient; CAMOX_ERROR_MOE_* is set (common/device_errors.h).
+             row in combine and of its gradient (place gives a slot whose expert is out of bounds such a position);
+             CAMOX_ERROR_MOE_* is set (common/device_errors.h).
    source    Shazeer et al., arXiv 1701.06538 (importance); Switch Transformers, arXiv 2101.03961 (switch, capacity); ST-MoE,
              arXiv 2202.08906 (z); usage_mse: MoELayer of CamoXpert. */
 #ifndef CAMOX_MOE_H
@@ -45,6 +51,7 @@ extern "C" {
 #define CAMOX_MOE_SCRATCH (193 << 10)
 
 typedef enum { CAMOX_MOE_TOPK_SOFTMAX = 0, CAMOX_MOE_SOFTMAX_TOPK = 1, CAMOX_MOE_SIGMOID_TOPK = 2 } camox_moe_score;
+typedef enum { CAMOX_EXPERT_SWIGLU = 0, CAMOX_EXPERT_GELU = 1 } camox_expert_activation;
 typedef enum { CAMOX_MOE_SWITCH = 0, CAMOX_MOE_IMPORTANCE_CV2 = 1, CAMOX_MOE_Z = 2, CAMOX_MOE_USAGE_MSE = 3 } camox_moe_aux;
 
 /* Parameters of the route, the losses and their backwards. Tensors without strides here are contiguous; [rows,K] is written
@@ -59,7 +66,7 @@ typedef struct {
   int64_t logits_stride[2];
   const uint8_t *valid; /* [rows], may be NULL: all are */
   int64_t valid_stride;
-  void *weights;                       /* [slots] */
+  void *weights;                       /* [slots]; place: NULL */
   int64_t *experts, *order, *position; /* [slots] */
   int64_t *counts, *offsets;           /* [E], [E+1] */
   /* CPU: for each block of rows the number of its slots that chose each expert, and of its rows whose logits hold NaN; after
@@ -94,6 +101,18 @@ typedef struct {
   uint32_t *error_word;
 } camox_moe_rows_params;
 
+/* Parameters of the activations. All tensors are dense. */
+typedef struct {
+  camox_dtype dtype;
+  int activation; /* camox_expert_activation */
+  int64_t rows, hidden;
+  const void *h;            /* [rows, hidden], swiglu [rows, 2*hidden] */
+  void *a;                  /* [rows, hidden]: a, in the backward a_scaled */
+  const void *grad, *scale; /* backward: [rows, hidden]; [rows], of the type computed in */
+  void *grad_h, *dots;      /* backward: as h; [rows], of the type computed in */
+} camox_moe_activation_params;
+
+int camox_moe_activation_check(const camox_moe_activation_params *p);
 int camox_moe_route_check(const camox_moe_route_params *p);
 int camox_moe_rows_check(const camox_moe_rows_params *p);
 
@@ -131,8 +150,10 @@ int64_t camox_moe_items(const camox_moe_rows_params *p, int fills_places);
 typedef void camox_moe_route_kernel(const camox_moe_route_params *p, int64_t begin, int64_t end);
 typedef void camox_moe_rows_kernel(const camox_moe_rows_params *p, int64_t begin, int64_t end);
 
-/* Route: choose over blocks, then scan, which fails on NaN, then place over blocks. */
+/* Route: choose over blocks, then scan, which fails on NaN, then place over blocks. Given experts, which
+   camox_moe_check_experts has validated, are counted over blocks instead. */
 camox_moe_route_kernel *camox_moe_choose(camox_dtype dtype, camox_isa isa);
+void camox_moe_count(const camox_moe_route_params *p, int64_t begin, int64_t end);
 int camox_moe_scan(const camox_moe_route_params *p);
 void camox_moe_place_slots(const camox_moe_route_params *p, int64_t begin, int64_t end);
 camox_moe_route_kernel *camox_moe_route_backward(camox_dtype dtype, camox_isa isa);
@@ -145,11 +166,17 @@ camox_moe_route_kernel *camox_moe_aux_backward(camox_dtype dtype, camox_isa isa)
 camox_moe_rows_kernel *camox_moe_dispatch(camox_dtype dtype, camox_isa isa);
 camox_moe_rows_kernel *camox_moe_combine(camox_dtype dtype, camox_isa isa);
 camox_moe_rows_kernel *camox_moe_combine_backward(camox_dtype dtype, camox_isa isa);
+/* Work items are rows. */
+typedef void camox_moe_activation_function(const camox_moe_activation_params *p, int64_t begin, int64_t end);
+camox_moe_activation_function *camox_moe_activation(camox_dtype dtype, camox_isa isa);
+camox_moe_activation_function *camox_moe_activation_backward(camox_dtype dtype, camox_isa isa);
+
 /* The weights' gradient from the sums of chunks, where a row has several. */
 void camox_moe_sum_chunks(const camox_moe_rows_params *p);
 
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
 int camox_moe_route_cuda(const camox_moe_route_params *p, void *stream);
+int camox_moe_place_cuda(const camox_moe_route_params *p, void *stream);
 int camox_moe_route_backward_cuda(const camox_moe_route_params *p, void *stream);
 int camox_moe_aux_cuda(const camox_moe_route_params *p, void *stream);
 int camox_moe_aux_backward_cuda(const camox_moe_route_params *p, void *stream);

@@ -86,6 +86,42 @@ Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, int6
   return {weights, experts, counts, offsets, order, position};
 }
 
+// Routing by experts that the caller chose. The kernels that route logits place the slots; of a dtype they need only some.
+std::tuple<Tensor, Tensor, Tensor, Tensor> moe_place(const Tensor& given, OptionalTensor valid, int64_t num_experts,
+                                                     OptionalInt capacity) {
+  const char* op = "moe_place";
+  if (given.dim() != 2) throw std::invalid_argument(std::string(op) + ": experts must have 2 dimensions (rows, K)");
+  if (capacity.has_value() && *capacity < 0)
+    throw std::invalid_argument(std::string(op) + ": capacity must be >= 0, got " + text(*capacity));
+  camox_moe_route_params p{};
+  p.dtype = CAMOX_F32;
+  p.rows = given.size(0), p.top_k = given.size(1), p.num_experts = num_experts, p.capacity = capacity.value_or(-1);
+  set_valid(p, valid, given, op);
+  check(camox_moe_route_check(&p));
+  const int64_t slots = p.rows * p.top_k;
+  Tensor experts = indices(given, given, slots, op, "experts");
+  Tensor counts = empty_indices(given, {num_experts}), offsets = empty_indices(given, {num_experts + 1});
+  Tensor order = empty_indices(given, {slots}), position = empty_indices(given, {slots});
+  p.experts = const_cast<int64_t*>(data_of(experts));
+  p.counts = static_cast<int64_t*>(counts.data_ptr()), p.offsets = static_cast<int64_t*>(offsets.data_ptr());
+  p.order = static_cast<int64_t*>(order.data_ptr()), p.position = static_cast<int64_t*>(position.data_ptr());
+#ifdef CAMOX_CUDA_PART
+  const std::array<int64_t, 2> size = {camox_moe_cuda_blocks(&p), num_experts};
+  Tensor block_totals = empty_contiguous(given, aoti_torch_dtype_int32(), size.size(), size.data());
+  p.block_totals = static_cast<int32_t*>(block_totals.data_ptr());
+  launch_with_error_word(camox_moe_place_cuda, p, given, op);
+#else
+  check(camox_moe_check_experts(p.experts, slots, num_experts));
+  const int64_t blocks = camox_moe_blocks(&p), cost = blocks > 0 ? 4 * slots / blocks : 0;
+  std::vector<int64_t> block_counts(blocks * (num_experts + 1));
+  p.block_counts = block_counts.data();
+  run(camox_moe_count, p, blocks, cost);
+  check(camox_moe_scan(&p));
+  run(camox_moe_place_slots, p, blocks, cost);
+#endif
+  return {counts, offsets, order, position};
+}
+
 Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const Tensor& given_experts,
                           const Tensor& given_position, int64_t score) {
   const char* op = "moe_route_backward";
@@ -381,6 +417,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
       "moe_route(Tensor logits, Tensor? valid, int top_k, int score, SymInt? capacity) -> (Tensor, Tensor, Tensor, Tensor, "
       "Tensor, Tensor)");
   m.def("moe_route_backward(Tensor grad, Tensor logits, Tensor experts, Tensor position, int score) -> Tensor");
+  m.def("moe_place(Tensor experts, Tensor? valid, int num_experts, SymInt? capacity) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("moe_aux_loss(Tensor logits, Tensor counts, Tensor? valid, int kind, int top_k) -> (Tensor, Tensor)");
   m.def("moe_aux_loss_backward(Tensor grad, Tensor logits, Tensor slope, Tensor? valid, int kind) -> Tensor");
   m.def("moe_dispatch(Tensor x, " MOE_INDICES ") -> Tensor");
@@ -393,6 +430,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
 STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
   m.impl("moe_route", TORCH_BOX(&moe_route));
   m.impl("moe_route_backward", TORCH_BOX(&moe_route_backward));
+  m.impl("moe_place", TORCH_BOX(&moe_place));
   m.impl("moe_aux_loss", TORCH_BOX(&moe_aux_loss));
   m.impl("moe_aux_loss_backward", TORCH_BOX(&moe_aux_loss_backward));
   m.impl("moe_dispatch", TORCH_BOX(&moe_dispatch));

@@ -181,6 +181,11 @@ __device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &s
   return copies;
 }
 
+/* False only where the caller chose the experts. */
+__device__ __forceinline__ bool moe_is_expert(const camox_moe_route_params &p, int64_t expert) {
+  return expert >= 0 && expert < p.num_experts;
+}
+
 /* Lanes of the warp that hold the same expert; -1 is one too. */
 __device__ __forceinline__ uint32_t moe_alike(int expert, int64_t experts) {
   uint32_t alike = CAMOX_FULL_MASK;
@@ -196,6 +201,7 @@ __device__ __forceinline__ uint32_t moe_alike(int expert, int64_t experts) {
 __device__ void moe_place_block(const camox_moe_route_params &p, const moe_shared &shared, int64_t begin, int64_t end) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % CAMOX_WARP, warp = thread / CAMOX_WARP;
   const int experts = static_cast<int>(p.num_experts);
+  const int64_t slots = p.rows * p.top_k;
   const int64_t stretch = camox_ceil_div(camox_ceil_div(end - begin, MOE_WARPS), CAMOX_WARP) * CAMOX_WARP;
   const int64_t first = begin + warp * stretch, last = first + stretch < end ? first + stretch : end;
   int *const next = shared.next + warp * experts;
@@ -205,7 +211,11 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
     for (int64_t base = first; base < last; base += CAMOX_WARP) {
       const int64_t slot = base + lane;
       int expert = -1;
-      if (slot < last && moe_is_valid(p, slot / p.top_k)) expert = static_cast<int>(p.experts[slot]);
+      bool exists = true;
+      if (slot < last && moe_is_valid(p, slot / p.top_k)) {
+        exists = moe_is_expert(p, p.experts[slot]);
+        if (exists) expert = static_cast<int>(p.experts[slot]);
+      }
       const uint32_t alike = moe_alike(expert, p.num_experts);
       const int preceding = __popc(alike & ((1u << lane) - 1u)), rank = expert < 0 ? 0 : next[expert] + preceding;
       __syncwarp();
@@ -216,7 +226,8 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
         const int64_t position = shared.base[expert] + rank;
         p.position[slot] = position, p.order[position] = slot;
       } else {
-        p.position[slot] = -1, static_cast<float *>(p.weights)[slot] = 0.0f;
+        p.position[slot] = exists ? -1 : slots; /* beyond all places: combine makes its row NaN */
+        if (p.weights) static_cast<float *>(p.weights)[slot] = 0.0f;
       }
     }
     __syncthreads();
@@ -254,6 +265,30 @@ __global__ void __launch_bounds__(MOE_THREADS, 1) moe_choose_kernel(const __grid
     const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
     for (int64_t row = begin; row < end; row += groups)
       moe_choose_row<T, LANES, V>(p, row + group, row + group < end, lane, counts);
+    __syncthreads();
+    for (int64_t e = threadIdx.x; e < p.num_experts; e += MOE_THREADS) p.block_totals[block * p.num_experts + e] = counts[e];
+    __syncthreads();
+  }
+  if constexpr (ALONE) moe_place(p, memory, 0, 1);
+}
+
+/* moe_choose_kernel for experts that the caller chose: a thread a slot counts them. */
+template <bool ALONE>
+__global__ void __launch_bounds__(MOE_THREADS, 1) moe_count_kernel(const __grid_constant__ camox_moe_route_params p) {
+  CAMOX_DYNAMIC_SHARED(unsigned char, memory);
+  int *const counts = reinterpret_cast<int *>(memory);
+  const int64_t blocks = camox_moe_cuda_blocks(&p), block_rows = camox_moe_cuda_block_rows(&p);
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    for (int64_t e = threadIdx.x; e < p.num_experts; e += MOE_THREADS) counts[e] = 0;
+    __syncthreads();
+    const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
+    for (int64_t slot = begin * p.top_k + threadIdx.x; slot < end * p.top_k; slot += MOE_THREADS) {
+      if (!moe_is_valid(p, slot / p.top_k)) continue;
+      if (moe_is_expert(p, p.experts[slot]))
+        atomicAdd(counts + p.experts[slot], 1);
+      else
+        moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
+    }
     __syncthreads();
     for (int64_t e = threadIdx.x; e < p.num_experts; e += MOE_THREADS) p.block_totals[block * p.num_experts + e] = counts[e];
     __syncthreads();
@@ -634,6 +669,18 @@ static void moe_launch_route(const camox_moe_route_params *p, void *stream) {
 
 extern "C" int camox_moe_route_cuda(const camox_moe_route_params *p, void *stream) {
   MOE_BY_DTYPE(moe_launch_route, p, stream);
+}
+
+extern "C" int camox_moe_place_cuda(const camox_moe_route_params *p, void *stream) {
+  const int64_t blocks = camox_moe_cuda_blocks(p);
+  const size_t shared = moe_shared_bytes(p->num_experts), counts = static_cast<size_t>(p->num_experts) * sizeof(int);
+  if (blocks == 1) {
+    CAMOX_LAUNCH((moe_count_kernel<true>), 1, MOE_THREADS, shared, stream, *p);
+    return camox_launch_status();
+  }
+  CAMOX_LAUNCH((moe_count_kernel<false>), camox_grid(blocks), MOE_THREADS, counts, stream, *p);
+  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), MOE_THREADS, shared, stream, *p);
+  return camox_launch_status();
 }
 
 static unsigned moe_rows_grid(const camox_moe_route_params *p) { return camox_grid(camox_ceil_div(p->rows, MOE_WARPS)); }

@@ -170,6 +170,20 @@ static void test_aux(const options *o, const test_image *logits, const uint8_t *
   test_free(&ours), test_free(&slope), test_free(&grad), test_free(&grad_logits);
 }
 
+/* Places of experts that were chosen before: those of routing. */
+static void test_given_experts(const options *o, camox_moe_route_params p) {
+  const int64_t slots = p.rows * p.top_k, *const position = p.position, *const order = p.order;
+  p.dtype = CAMOX_F32, p.weights = NULL;
+  p.position = indices_of(slots), p.order = indices_of(slots);
+  TEST(camox_moe_check_experts(p.experts, slots, p.num_experts) == CAMOX_OK, "%s: %s", o->what, camox_last_error());
+  run_route(camox_moe_count, &p);
+  TEST(camox_moe_scan(&p) == CAMOX_OK, "%s: %s", o->what, camox_last_error());
+  run_route(camox_moe_place_slots, &p);
+  TEST(memcmp(p.position, position, (size_t)slots * sizeof *position) == 0, "%s: position of given experts", o->what);
+  TEST(memcmp(p.order, order, (size_t)slots * sizeof *order) == 0, "%s: order of given experts", o->what);
+  free(p.position), free(p.order);
+}
+
 static void test_case(options o) {
   const sizes n = o.n;
   const int64_t slots = n.rows * n.top_k;
@@ -206,9 +220,51 @@ static void test_case(options o) {
   for (int64_t place = inverse; place < slots; ++place) TEST(p.order[place] == -1, "%s: order's tail", o.what);
   test_rows(&o, p.experts, p.offsets, p.position, &weights);
   test_aux(&o, &logits, valid, p);
+  test_given_experts(&o, p);
   int64_t *const owned[] = {experts, position, counts, p.experts, p.position, p.order, p.counts, p.offsets, p.block_counts};
   for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
   free(p.scratch), free(valid), free(of_weights), test_free(&logits), test_free(&weights);
+}
+
+static void test_activation(camox_isa isa, camox_dtype dtype, int activation, int64_t rows, int64_t hidden) {
+  options o = {.isa = isa, .dtype = dtype, .real = dtype == CAMOX_F64 ? CAMOX_F64 : CAMOX_F32};
+  snprintf(o.what, sizeof o.what, "%s %s activation %d (%d,%d)", camox_isa_name(isa), test_dtype_names[dtype], activation,
+           (int)rows, (int)hidden);
+  const int64_t wide = activation == CAMOX_EXPERT_SWIGLU ? 2 * hidden : hidden;
+  test_image h = rows_of(dtype, rows, wide, 1), grad = rows_of(dtype, rows, hidden, 1), scale = rows_of(o.real, 1, rows, 1);
+  test_image a = rows_of(dtype, rows, hidden, 0), scaled = rows_of(dtype, rows, hidden, 0);
+  test_image grad_h = rows_of(dtype, rows, wide, 0), dots = rows_of(o.real, 1, rows, 0);
+  double *of_a = test_values(&a, 1), *of_scaled = test_values(&a, 1), *of_h = test_values(&h, 1),
+         *of_dots = test_values(&dots, 1);
+  for (int64_t row = 0; row < rows; ++row) {
+    const double by = test_at(&scale, 0, 0, 0, row);
+    of_dots[row] = 0;
+    for (int64_t i = 0; i < hidden; ++i) {
+      const double x = test_at(&h, 0, 0, row, i), g = test_at(&grad, 0, 0, row, i), sigmoid = 1 / (1 + exp(-x));
+      double y, *to = of_h + row * wide + i;
+      if (activation == CAMOX_EXPERT_SWIGLU) {
+        const double value = test_at(&h, 0, 0, row, hidden + i);
+        y = x * sigmoid * value;
+        to[0] = by * g * value * sigmoid * (1 + x * (1 - sigmoid)), to[hidden] = by * g * x * sigmoid;
+      } else {
+        const double below = 0.5 * erfc(-x / sqrt(2.0));
+        y = x * below, *to = by * g * (below + x * exp(-x * x / 2) / sqrt(8 * atan(1.0)));
+      }
+      of_a[row * hidden + i] = y, of_scaled[row * hidden + i] = by * y, of_dots[row] += g * y;
+    }
+  }
+  camox_moe_activation_params p = {.dtype = dtype, .activation = activation, .rows = rows, .hidden = hidden};
+  p.h = h.buffer, p.grad = grad.buffer, p.scale = scale.buffer, p.grad_h = grad_h.buffer, p.dots = dots.buffer;
+  TEST(camox_moe_activation_check(&p) == CAMOX_OK, "%s: %s", o.what, camox_last_error());
+  p.a = a.buffer;
+  camox_moe_activation(dtype, isa)(&p, 0, rows);
+  p.a = scaled.buffer;
+  camox_moe_activation_backward(dtype, isa)(&p, 0, rows / 2), camox_moe_activation_backward(dtype, isa)(&p, rows / 2, rows);
+  close_to(&o, "a", &a, of_a), close_to(&o, "scaled", &scaled, of_scaled);
+  close_to(&o, "grad_h", &grad_h, of_h), close_to(&o, "dots", &dots, of_dots);
+  free(of_a), free(of_scaled), free(of_h), free(of_dots);
+  test_image *const all[] = {&h, &grad, &scale, &a, &scaled, &grad_h, &dots};
+  for (size_t i = 0; i < sizeof all / sizeof *all; ++i) test_free(all[i]);
 }
 
 static void refused(int status, const char *message) {
@@ -233,6 +289,9 @@ static void test_checks_refuse(void) {
   p.top_k = 4, refused(camox_moe_route_check(&p), "3, got 4"), p = good;
   p.score = 3, refused(camox_moe_route_check(&p), "score code 3"), p = good;
   p.aux = 4, refused(camox_moe_route_check(&p), "kind code 4");
+  camox_moe_activation_params of = {.rows = 1, .hidden = 0};
+  refused(camox_moe_activation_check(&of), "at least 1 element, got (1, 0)");
+  of.hidden = 1, of.activation = 2, refused(camox_moe_activation_check(&of), "activation code 2");
   int64_t experts[4] = {0, 1, 2, 0}, offsets[4] = {0, 2, 3, 4}, position[4] = {0, 2, 3, 1};
   camox_moe_rows_params rows = {.rows = 2, .num_experts = 3, .top_k = 2, .row_size = 1, .capacity = -1};
   rows.experts = experts, rows.offsets = offsets, rows.position = position;
@@ -262,7 +321,10 @@ int main(void) {
       printf("moe: %s is not on this machine\n", camox_isa_name((camox_isa)isa));
       continue;
     }
-    for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
+    for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype) {
+      for (int64_t hidden = 1; hidden < 50; hidden += 15)
+        for (int activation = 0; activation <= CAMOX_EXPERT_GELU; ++activation)
+          test_activation((camox_isa)isa, (camox_dtype)dtype, activation, 3, hidden);
       for (size_t i = 0; i < sizeof all / sizeof *all; ++i)
         for (int score = 0; score <= CAMOX_MOE_SIGMOID_TOPK; ++score)
           for (int flags = 0; flags < 8; ++flags) {
@@ -271,6 +333,7 @@ int main(void) {
             o.capacity = flags & 4 ? (all[i].rows * all[i].top_k + all[i].experts) / (2 * all[i].experts) : -1;
             test_case(o);
           }
+    }
   }
   return test_report("moe");
 }

@@ -89,6 +89,30 @@ def route(logits, top_k, *, score="topk_softmax", capacity=None, valid=None, flu
         return (outputs, word.item()) if with_errors else outputs
 
 
+def place(experts, num_experts, *, capacity=None, valid=None, flush="end", with_errors=False, **how):
+    """(counts, offsets, order, position), with_errors: and the device's error bits."""
+    with emulator.guarded(flush) as memory:
+        rows, top_k = experts.shape
+        p, _ = _route_params(memory, torch.empty(rows, num_experts), top_k, valid)
+        p.capacity = -1 if capacity is None else capacity
+        p.logits, p.experts = None, memory.copy(experts.contiguous(), "experts").data_ptr()
+        outputs = []
+        for name, size in (
+            ("counts", num_experts),
+            ("offsets", num_experts + 1),
+            ("order", rows * top_k),
+            ("position", rows * top_k),
+        ):
+            outputs.append(_empty(memory, (size,), torch.int64, name))
+            setattr(p, name, outputs[-1].data_ptr())
+        p.block_totals = _empty(memory, (_blocks(rows), num_experts), torch.int32, "block_totals").data_ptr()
+        word = _error_word(memory)
+        p.error_word = word.data_ptr()
+        _call("camox_moe_place_cuda", p, torch.empty(0), "place", **how)
+        outputs = [output.clone() for output in outputs]
+        return (outputs, word.item()) if with_errors else outputs
+
+
 def route_backward(grad, logits, experts, position, *, score="topk_softmax", flush="end", with_errors=False, **how):
     with emulator.guarded(flush) as memory:
         p, constants = _route_params(memory, logits, experts.shape[1])
@@ -208,6 +232,7 @@ def every_kernel(arch) -> None:
         for rows, num_experts in ((2, 3), (129, 3), (2, 65), (129, 65), (2, 257), (129, 257)):
             logits = torch.zeros(rows, num_experts, dtype=dtype)
             weights, experts, counts, _, _, position = route(logits, 1, **how)
+            place(experts, num_experts, **how)
         route_backward(weights, logits, experts, position, **how)
         _, slope = aux_loss(logits, counts, 1, **how)
         aux_loss_backward(torch.ones(()), logits, slope, **how)
@@ -231,7 +256,8 @@ def with_barriers(**how):
         routed = route(logits, 2, capacity=90, **how)
         weights, experts, counts, _, _, position = routed
         loss, slope = aux_loss(logits, counts, 2, **how)
-        yield [*routed, loss, slope, route_backward(weights, logits, experts, position, **how)]
+        placed = place(experts, num_experts, capacity=90, **how)
+        yield [*routed, *placed, loss, slope, route_backward(weights, logits, experts, position, **how)]
     x, y = random_image((1, 1, 5, 4098), seed=1)[0, 0], random_image((1, 1, 10, 4098), seed=2)[0, 0]
     weights, experts, _, offsets, _, position = reference.moe_route(moe_logits(5, 4), 2)
     yield combine_backward(x, y, weights, experts, offsets, position, **how)

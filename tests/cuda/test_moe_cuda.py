@@ -38,6 +38,33 @@ def test_moe_route(dtype, score, arch):
         assert_close_to_reference(mine, found[0].to(dtype), found[1])
 
 
+def test_moe_place(arch):
+    orders = list(emulator.ORDERS)
+    for i, (rows, num_experts, top_k) in enumerate(moe_cases.ROUTES):
+        generator = torch.Generator().manual_seed(i)
+        experts = torch.randint(num_experts, (rows, top_k), generator=generator)  # also twice the same in a row
+        capacity = None if i % 3 == 0 else -(-7 * rows * top_k // (10 * num_experts))
+        options = {"capacity": capacity, "valid": moe_valid(rows, i)}
+        ours = moe_cases.place(experts, num_experts, **options, arch=arch, order=orders[i % len(orders)])
+        truth = reference.moe_routing(torch.ones(rows, top_k), experts, num_experts, **options)[2:]
+        for mine, theirs in zip(ours, truth, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_moe_place_reports_experts_out_of_bounds(arch):
+    for rows in (6, 200):  # one block, two
+        experts = torch.arange(2 * rows).view(rows, 2) % 4
+        experts[2, 1], experts[4, 0], experts[5, 0] = 4, -1, 2**40
+        valid = torch.arange(rows) != 5
+        found, errors = moe_cases.place(experts, 4, valid=valid, with_errors=True, arch=arch)
+        assert errors == 4
+        counts, _, order, position = found
+        assert counts.sum() == 2 * rows - 4
+        assert position[[5, 8]].tolist() == [2 * rows] * 2  # beyond all places: the row becomes NaN in combine
+        assert position[[10, 11]].tolist() == [-1] * 2
+        assert (order >= 0).sum() == 2 * rows - 4
+
+
 @pytest.mark.parametrize("kind", ["switch", "importance_cv2", "z", "usage_mse"])
 def test_moe_aux_loss(dtype, kind, arch):
     orders = list(emulator.ORDERS)
