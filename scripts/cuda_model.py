@@ -535,10 +535,22 @@ def dropout_cases(dtype: str) -> list[Case]:
 ROWS = BATCH * CHANNELS * HEIGHT  # of WIDTH elements, as a linear layer's output
 
 
-def old_reduce(kernel: str, rows: int, columns: int) -> Launch:
-    """32 columns a block, every eighth row a thread."""
+PARTIAL_ROWS = 2048  # CAMOX_PARTIAL_ROWS
+
+
+def item_rows(columns: int) -> int:
+    """camox_bias_gelu_item_rows and camox_dropout_norm_item_rows"""
+    return min(max(16384 // columns, 16), 32)
+
+
+def row_sums(op: str, rows: int, columns: int) -> Launch:
+    """common/row_sums.cuh: 8 columns a block, every 128th row a thread."""
     step = Step(1, 0, load=r"\bLDG\b", store=r"\bSTG\b")
-    return Launch(kernel, ceil_div(columns, 32), 256, step, rows / 8, 4 * rows * columns, cached=True)
+    kernel = f"camox_row_sums_kernel<8, {op}>"
+    threads = 32
+    while threads < min(1024, 8 * rows):
+        threads *= 2
+    return Launch(kernel, ceil_div(columns, 8), threads, step, 8 * rows / threads, 4 * rows * columns, cached=True)
 
 
 def row_cases(dtype: str) -> list[Case]:
@@ -557,17 +569,20 @@ def row_cases(dtype: str) -> list[Case]:
         2 * bytes_each,
     )
     cases.append(Case("bias_gelu", "bias_gelu", "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)))
-    band_rows = 32
-    bands = ceil_div(ROWS, band_rows)
+    # at most 2,048 bands of rows, and `across` threads of a block side by side, fewer where blocks are few
+    band_rows = max(item_rows(WIDTH), ceil_div(ROWS, PARTIAL_ROWS))
+    bands, across = ceil_div(ROWS, band_rows), min(vectors, 256)
+    while across >= 64 and ceil_div(vectors, across) * bands < 512:
+        across = (across + 1) // 2
     backward = Launch(
         f"bias_gelu_backward_kernel<{element}, {lanes}>",
-        ceil_div(bands * vectors, 256),
+        ceil_div(vectors, across) * bands,
         256,
         Step(2, 1),
-        band_rows,
+        ceil_div(band_rows, min(256 // across, band_rows)),
         3 * bytes_each + 4 * bands * WIDTH,
     )
-    reduce = old_reduce("bias_gelu_reduce_kernel", bands, WIDTH)
+    reduce = row_sums("bias_gelu", bands, WIDTH)
     cases.append(Case("bias_gelu", "bias_gelu", "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)))
 
     # a warp a row: in each of its loops every lane has at most one vector
@@ -582,6 +597,8 @@ def row_cases(dtype: str) -> list[Case]:
     )
     name = "dropout_add_layer_norm"
     cases.append(Case("dropout", name, "forward", dtype, ELEMENTS, 3 * bytes_each, (forward,)))
+    band_rows = max(item_rows(WIDTH), ceil_div(ceil_div(ROWS, PARTIAL_ROWS), 8) * 8)
+    bands = ceil_div(ROWS, band_rows)
     backward = Launch(
         f"dropout_norm_backward_kernel<{element}, {lanes}, false>",
         bands,
@@ -591,7 +608,7 @@ def row_cases(dtype: str) -> list[Case]:
         5 * bytes_each + 4 * bands * 2 * WIDTH,
         shared=8 * WIDTH * 12,
     )
-    reduce = old_reduce("dropout_norm_reduce_kernel", bands, 2 * WIDTH)
+    reduce = row_sums("dropout", bands, 2 * WIDTH)
     cases.append(Case("dropout", name, "backward", dtype, ELEMENTS, 5 * bytes_each, (backward, reduce)))
     return cases
 
