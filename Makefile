@@ -90,8 +90,9 @@ wheel: $(AUDITORS) ## dist/*.whl for every GPU architecture, its size and build 
 audit: wheel ## the stable ABIs of the wheel (abi3audit, torch-abi-audit)
 	@$(PY) scripts/audit.py
 
-budget: wheel ## registers, spills and accesses of every kernel in the wheel against csrc/cuda_budget.json
+budget: wheel ## registers, spills, accesses and modelled speed of the wheel's kernels against csrc/cuda_*.json
 	@$(PY) scripts/cuda_budget.py --binary dist/camox_ops-*.whl
+	@$(PY) scripts/cuda_model.py --check --binary dist/camox_ops-*.whl
 
 break: $(INSTALLED) ## builds OP wrong by 1e-3 and demands that its tests turn red (OP=edge)
 	$(PY) scripts/check_break.py $(OP)

@@ -103,6 +103,28 @@ def extracted(binary: Path, folder: Path) -> list[tuple[str, Path]]:
     return [(re.search(r"sm_\d+", cubin.name).group(), cubin) for cubin in cubins]
 
 
+def holds_kernels(binary: Path) -> bool:
+    """Whether a wheel was built where nvcc was; any other file is taken for the library itself."""
+    return binary.suffix != ".whl" or LIBRARY in zipfile.ZipFile(binary).namelist()
+
+
+def listing(sass: str) -> dict[str, list[tuple[int, str]]]:
+    """Mangled name -> (address, instruction) of what cuobjdump -sass prints."""
+    code = {}
+    for part in sass.split("Function : ")[1:]:
+        found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;]+);", part)
+        code[part.split("\n", 1)[0].strip()] = [(int(address, 16), text) for address, text in found]
+    return code
+
+
+def resource_usage(cuobjdump: str, cubin: Path) -> dict[str, dict[str, int]]:
+    """Mangled name -> REG, STACK, SHARED and LOCAL of each kernel."""
+    lines = re.findall(
+        r"Function (\S+):\s+(REG:\d+ STACK:\d+ SHARED:\d+ LOCAL:\d+)", run(cuobjdump, "-res-usage", str(cubin))
+    )
+    return {name: {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", text)} for name, text in lines}
+
+
 def plain(names: list[str]) -> dict[str, str]:
     """Mangled -> name with its template arguments, without return type and parameters."""
     text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
@@ -154,29 +176,24 @@ def occupancy(arch: str, registers: int, shared: int, threads: int) -> int:
 def measure(arch: str, cubin: Path) -> dict[str, dict]:
     """Kernel -> what its machine code is."""
     cuobjdump, path = tool("cuobjdump"), str(cubin)
-    usage = re.findall(
-        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", run(cuobjdump, "-res-usage", path)
-    )
+    usage = resource_usage(cuobjdump, cubin)
     blocks = dict(
         re.findall(
             r"\.nv\.info\.(\S+)\n(?:(?!\.nv\.info\.).*\n)*?.*EIATTR_MAX_THREADS\n.*\n\s*Value:\s*(0x\w+)",
             run(cuobjdump, "-elf", path),
         )
     )
-    code = {}
-    for part in run(cuobjdump, "-sass", path).split("Function : ")[1:]:
-        found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;]+);", part)
-        code[part.split("\n", 1)[0].strip()] = [(int(address, 16), text) for address, text in found]
-    names = plain([name for name, *_ in usage])
+    code = listing(run(cuobjdump, "-sass", path))
+    names = plain(list(usage))
     kernels = {}
-    for name, registers, stack, shared, local in usage:
+    for name, of in usage.items():
         text = "\n".join(instruction for _, instruction in code[name])
         threads = int(blocks.get(name, "0x400"), 16)
-        warps = occupancy(arch, int(registers), int(shared), threads)
+        warps = occupancy(arch, of["REG"], of["SHARED"], threads)
         kernels[names[name]] = {
-            "registers": int(registers),
-            "shared": int(shared),
-            "local": int(stack) + int(local) + len(re.findall(r"\b(?:LDL|STL)\b", text)),
+            "registers": of["REG"],
+            "shared": of["SHARED"],
+            "local": of["STACK"] + of["LOCAL"] + len(re.findall(r"\b(?:LDL|STL)\b", text)),
             "claims": [claim for claim in CLAIMS if re.search(rf"\b{re.escape(claim)}\b", text)],
             "narrow": narrow(names[name], text),
             "threads": threads,
@@ -271,7 +288,7 @@ def main() -> None:
         parser.error(f"--ops: some of {', '.join(OPS)}; --binary has all of them")
 
     binary = arguments.binary
-    if binary and binary.suffix == ".whl" and LIBRARY not in zipfile.ZipFile(binary).namelist():
+    if binary and not holds_kernels(binary):
         print(f"cuda_budget: {binary.name} was built without nvcc: it has no kernels to check")
         return
     found: dict[str, dict[str, dict]] = {}

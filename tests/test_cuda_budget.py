@@ -86,7 +86,7 @@ def test_update_takes_growth_but_no_spill_and_no_lost_access():
         (KERNEL, "LDG.E.64.CONSTANT R0, [R2.64] ; STG.E [R2.64], R4", ["loads", "stores"]),
         ("bands_kernel<__half, 8, true>", "LDG.E.128 R0, [R2.64] ; STG.E.64 [R2.64], R4", ["stores"]),
         ("bands_kernel<__half, 2, true>", "LDG.E R0, [R2.64] ; STG.E [R2.64], R4", []),
-        ("norm2d_reduce_kernel", "LDG.E R0, [R2.64] ; STG.E [R2.64], R4", []),
+        ("camox_row_sums_kernel<8, norm2d>", "LDG.E R0, [R2.64] ; STG.E [R2.64], R4", []),
     ],
 )
 def test_vectors_must_move_in_one_access(name, code, expected):

@@ -1,25 +1,35 @@
-/* bias_gelu on CUDA. No shared memory but in the last step.
+/* bias_gelu on CUDA.
 
-     forward    a thread: V neighbouring columns of one row     x, bias --16 B--> registers --> y --16 B-->
-     backward   a thread: V columns of a band of rows           grad_x of each row; the sums for bias stay in registers
-                [band 0: V sums][band 1: V sums] ...            -> partial [bands][columns]
-     reduce     a block: 32 columns; its threads add the bands   partial -> shared [slots][32] -> grad_bias, in order
+     forward    a thread: V adjacent columns of one row     x, bias --16 B--> registers --> y --16 B-->
+
+     backward   a block: a band of rows, up to 256 * V columns
+                  `across` threads along the columns
+                  +------+------+------+
+                  | V    | V    | V    |  row i              grad_x of each row is stored; a thread's sums for the bias stay
+                  | V    | V    | V    |  row i + 1          in registers until the band ends
+                  +------+------+------+  `down` rows at once
+                                -> shared [down][across * V] -> one row of partial [bands][columns]
+                then common/row_sums.cuh: partial -> grad_bias
 
    V is 16 bytes of every tensor where all allow it, else 1. No atomics: the same bits on every run. */
-#include "../common/cuda_util.cuh"
+#include "../common/gelu.cuh"
 #include "../common/philox.cuh"
+#include "../common/row_sums.cuh"
 #include "bias_gelu.h"
 #include "bias_gelu_plan.h"
 
 #define BIAS_GELU_THREADS 256
-#define BIAS_GELU_REDUCE_COLUMNS 32
-#define BIAS_GELU_REDUCE_SLOTS (BIAS_GELU_THREADS / BIAS_GELU_REDUCE_COLUMNS)
+#define BIAS_GELU_FILL 512 /* blocks that fill a large GPU: below it a block takes fewer columns */
+
+struct bias_gelu; /* tells the budget whose kernel of row_sums.cuh it is */
 
 struct bias_gelu_args {
   camox_bias_gelu_params p;
   uint32_t threshold;
   float scale;
-  int64_t vectors, items, band_rows, bands; /* vectors of a row; items: those of all threads */
+  int64_t vectors, items;          /* of a row; of all threads, or in the backward blocks with work */
+  int across, down;                /* backward: threads of a block along the columns, and rows that it has at once */
+  int64_t slabs, band_rows, bands; /* blocks side by side; rows of a block */
 };
 
 __device__ __forceinline__ float bias_gelu_broken(float x) {
@@ -29,9 +39,6 @@ __device__ __forceinline__ float bias_gelu_broken(float x) {
   return x;
 #endif
 }
-
-/* Phi(u), without cancellation on either side. */
-__device__ __forceinline__ float bias_gelu_phi(float u) { return 0.5f * erfcf(-0.70710678118654752f * u); }
 
 /* V elements times their factors. */
 template <int V>
@@ -54,7 +61,7 @@ __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_kernel(const __gr
     camox_load_float(x, static_cast<const T *>(a.p.x) + item * V);
     camox_load_floats(bias, static_cast<const float *>(a.p.bias) + vector * V);
 #pragma unroll
-    for (int i = 0; i < V; ++i) x[i] += bias[i], x[i] *= bias_gelu_phi(x[i]);
+    for (int i = 0; i < V; ++i) x[i] = camox_gelu<T>(x[i] + bias[i]);
     bias_gelu_drop(x, a, seed, item * V);
     x[0] = bias_gelu_broken(x[0]);
     camox_store_float(static_cast<T *>(a.p.y) + item * V, x);
@@ -63,54 +70,39 @@ __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_kernel(const __gr
 
 template <typename T, int V>
 __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_backward_kernel(const __grid_constant__ bias_gelu_args a) {
+  __shared__ __align__(16) float sums[BIAS_GELU_THREADS * V];
   const uint64_t seed = a.p.seed ? static_cast<uint64_t>(__ldg(a.p.seed)) : 0;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * BIAS_GELU_THREADS + threadIdx.x; item < a.items;
-       item += static_cast<int64_t>(gridDim.x) * BIAS_GELU_THREADS) {
-    int64_t vector;
-    const int64_t band = camox_divide(item, a.vectors, &vector), column = vector * V;
-    float bias[V], sum[V] = {};
-    camox_load_floats(bias, static_cast<const float *>(a.p.bias) + column);
+  const int thread = static_cast<int>(threadIdx.x), outer = thread / a.across, inner = thread - outer * a.across;
+  for (int64_t item = blockIdx.x; item < a.items; item += gridDim.x) {
+    int64_t slab;
+    const int64_t band = camox_divide(item, a.slabs, &slab), first = slab * a.across * V, column = first + inner * V;
     const int64_t last = min((band + 1) * a.band_rows, a.p.rows);
-    [[maybe_unused]] constexpr int rows_at_once = CAMOX_CUDA_ARCH >= 800 ? 2 : 1; /* two spill on sm_75 */
+    if (outer < a.down && column < a.p.columns) {
+      float bias[V], sum[V] = {};
+      camox_load_floats(bias, static_cast<const float *>(a.p.bias) + column);
+      [[maybe_unused]] constexpr int rows_at_once = CAMOX_CUDA_ARCH >= 800 ? 2 : 1; /* two spill on sm_75 */
 #pragma unroll rows_at_once
-    for (int64_t row = band * a.band_rows; row < last; ++row) {
-      const int64_t index = row * a.p.columns + column;
-      float u[V], grad[V];
-      camox_load_float(u, static_cast<const T *>(a.p.x) + index);
-      camox_load_float(grad, static_cast<const T *>(a.p.grad) + index);
+      for (int64_t row = band * a.band_rows + outer; row < last; row += a.down) {
+        const int64_t index = row * a.p.columns + column;
+        float u[V], grad[V];
+        camox_load_float(u, static_cast<const T *>(a.p.x) + index);
+        camox_load_float(grad, static_cast<const T *>(a.p.grad) + index);
 #pragma unroll
-      for (int i = 0; i < V; ++i) {
-        u[i] += bias[i];
-        grad[i] *= fmaf(u[i] * 0.39894228040143268f, expf(-0.5f * u[i] * u[i]), bias_gelu_phi(u[i]));
+        for (int i = 0; i < V; ++i) grad[i] *= camox_gelu_grad(u[i] + bias[i]);
+        bias_gelu_drop(grad, a, seed, index);
+        grad[0] = bias_gelu_broken(grad[0]);
+        camox_store_float(static_cast<T *>(a.p.grad_x) + index, grad);
+#pragma unroll
+        for (int i = 0; i < V; ++i) sum[i] += grad[i];
       }
-      bias_gelu_drop(grad, a, seed, index);
-      grad[0] = bias_gelu_broken(grad[0]);
-      camox_store_float(static_cast<T *>(a.p.grad_x) + index, grad);
-#pragma unroll
-      for (int i = 0; i < V; ++i) sum[i] += grad[i];
+      camox_put_floats(sums + thread * V, sum);
     }
-    camox_put_floats(static_cast<float *>(a.p.partial) + band * a.p.columns + column, sum);
-  }
-}
-
-/* grad_bias: each thread adds every BIAS_GELU_REDUCE_SLOTS-th band's share of a column, then the block adds those. */
-__global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_reduce_kernel(const __grid_constant__ bias_gelu_args a) {
-  __shared__ float sums[BIAS_GELU_REDUCE_SLOTS][BIAS_GELU_REDUCE_COLUMNS];
-  const int lane = static_cast<int>(threadIdx.x) % BIAS_GELU_REDUCE_COLUMNS;
-  const int slot = static_cast<int>(threadIdx.x) / BIAS_GELU_REDUCE_COLUMNS;
-  for (int64_t block = blockIdx.x; block * BIAS_GELU_REDUCE_COLUMNS < a.p.columns; block += gridDim.x) {
-    const int64_t column = block * BIAS_GELU_REDUCE_COLUMNS + lane;
-    float total = 0.0f;
-    if (column < a.p.columns) {
-#pragma unroll 4
-      for (int64_t band = slot; band < a.bands; band += BIAS_GELU_REDUCE_SLOTS)
-        total += __ldg(static_cast<const float *>(a.p.partial) + band * a.p.columns + column);
-    }
-    sums[slot][lane] = total;
     __syncthreads();
-    if (slot == 0 && column < a.p.columns) {
-      for (int other = 1; other < BIAS_GELU_REDUCE_SLOTS; ++other) total += sums[other][lane];
-      static_cast<float *>(a.p.grad_bias)[column] = total;
+    const int width = a.across * V;
+    for (int i = thread; i < width && first + i < a.p.columns; i += BIAS_GELU_THREADS) {
+      float total = 0.0f;
+      for (int row = 0; row < a.down; ++row) total += sums[row * width + i];
+      static_cast<float *>(a.p.partial)[band * a.p.columns + first + i] = total;
     }
     __syncthreads();
   }
@@ -128,12 +120,19 @@ static bool bias_gelu_fits(const camox_bias_gelu_params *p, int lanes, int eleme
 template <typename T, int V>
 static void bias_gelu_launch(bias_gelu_args a, bool backward, void *stream) {
   a.vectors = a.p.columns / V;
-  a.items = a.vectors * (backward ? a.bands : a.p.rows);
-  const unsigned grid = camox_grid(camox_ceil_div(a.items, BIAS_GELU_THREADS));
-  if (backward)
-    CAMOX_LAUNCH((bias_gelu_backward_kernel<T, V>), grid, BIAS_GELU_THREADS, 0, stream, a);
-  else
+  if (!backward) {
+    a.items = a.vectors * a.p.rows;
+    const unsigned grid = camox_grid(camox_ceil_div(a.items, BIAS_GELU_THREADS));
     CAMOX_LAUNCH((bias_gelu_kernel<T, V>), grid, BIAS_GELU_THREADS, 0, stream, a);
+    return;
+  }
+  int64_t across = a.vectors < BIAS_GELU_THREADS ? a.vectors : BIAS_GELU_THREADS;
+  while (across >= 2 * CAMOX_WARP && camox_ceil_div(a.vectors, across) * a.bands < BIAS_GELU_FILL) across = (across + 1) / 2;
+  a.across = static_cast<int>(across), a.down = BIAS_GELU_THREADS / a.across;
+  a.slabs = camox_ceil_div(a.vectors, across);
+  if (a.down > a.band_rows) a.down = static_cast<int>(a.band_rows);
+  a.items = a.slabs * a.bands;
+  CAMOX_LAUNCH((bias_gelu_backward_kernel<T, V>), camox_grid(a.items), BIAS_GELU_THREADS, 0, stream, a);
 }
 
 template <typename T>
@@ -150,7 +149,11 @@ static bias_gelu_args bias_gelu_args_of(const camox_bias_gelu_params *p) {
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
   a.scale = static_cast<float>(camox_dropout_scale(a.threshold));
-  a.band_rows = camox_bias_gelu_item_rows(p->columns), a.bands = camox_ceil_div(p->rows, a.band_rows);
+  /* partial has a row for each work item of the CPU: bands are at least as long */
+  a.band_rows = camox_bias_gelu_item_rows(p->columns);
+  const int64_t least_rows = camox_ceil_div(p->rows, CAMOX_PARTIAL_ROWS);
+  if (a.band_rows < least_rows) a.band_rows = least_rows;
+  a.bands = camox_ceil_div(p->rows, a.band_rows);
   return a;
 }
 
@@ -173,7 +176,8 @@ extern "C" int camox_bias_gelu_backward_cuda(const camox_bias_gelu_params *p, vo
   const bias_gelu_args a = bias_gelu_args_of(p);
   const int error = bias_gelu_run(a, true, stream);
   if (error != cudaSuccess || p->columns == 0) return error;
-  CAMOX_LAUNCH(bias_gelu_reduce_kernel, camox_grid(camox_ceil_div(p->columns, BIAS_GELU_REDUCE_COLUMNS)), BIAS_GELU_THREADS, 0,
-               stream, a);
+  camox_row_sums sums = {static_cast<const float *>(p->partial), a.bands, p->columns, p->columns, {}};
+  sums.out[0] = static_cast<float *>(p->grad_bias);
+  camox_launch_row_sums<bias_gelu>(sums, stream);
   return camox_launch_status();
 }

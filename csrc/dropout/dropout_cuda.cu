@@ -6,11 +6,11 @@
                                                     without barriers; computed again where a row is too long for 48 KB
                    sum -> mean -> squares of s - mean -> normalise, store
      backward      a block a band of rows           sums for weight, bias: shared [warps][2][width] -> partial [bands]...
-     reduce        a block 32 columns               partial -> shared -> grad_weight, grad_bias, in order
+                   then common/row_sums.cuh         partial -> grad_weight, grad_bias, in order
 
    No atomics: the same bits on every run. */
-#include "../common/cuda_util.cuh"
 #include "../common/philox.cuh"
+#include "../common/row_sums.cuh"
 #include "dropout.h"
 #include "dropout_plan.h"
 
@@ -18,7 +18,8 @@
 #define DROPOUT_BLOCKS 3 /* of them a multiprocessor must hold: at most 80 registers a thread */
 #define DROPOUT_WARPS (DROPOUT_THREADS / CAMOX_WARP)
 #define DROPOUT_SHARED (48 << 10) /* bytes a block has without asking for more, static and dynamic together */
-#define DROPOUT_REDUCE_COLUMNS 32
+
+struct dropout; /* tells the budget whose kernel of row_sums.cuh it is */
 
 enum dropout_op { DROPOUT_PLAIN, DROPOUT_GATE, DROPOUT_GATE_BACKWARD };
 
@@ -318,31 +319,6 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
   }
 }
 
-/* grad_weight and grad_bias: each thread adds every DROPOUT_WARPS-th band's share of a column, then the block adds those. */
-__global__ void __launch_bounds__(DROPOUT_THREADS) dropout_norm_reduce_kernel(const __grid_constant__ norm_args a) {
-  __shared__ float sums[DROPOUT_WARPS][DROPOUT_REDUCE_COLUMNS];
-  const int64_t columns = 2 * a.p.width;
-  const int lane = static_cast<int>(threadIdx.x) % DROPOUT_REDUCE_COLUMNS;
-  const int slot = static_cast<int>(threadIdx.x) / DROPOUT_REDUCE_COLUMNS;
-  for (int64_t block = blockIdx.x; block * DROPOUT_REDUCE_COLUMNS < columns; block += gridDim.x) {
-    const int64_t column = block * DROPOUT_REDUCE_COLUMNS + lane;
-    float total = 0.0f;
-    if (column < columns) {
-#pragma unroll 4
-      for (int64_t band = slot; band < a.bands; band += DROPOUT_WARPS)
-        total += __ldg(static_cast<const float *>(a.p.partial) + band * columns + column);
-    }
-    sums[slot][lane] = total;
-    __syncthreads();
-    if (slot == 0 && column < columns) {
-      for (int other = 1; other < DROPOUT_WARPS; ++other) total += sums[other][lane];
-      float *const out = static_cast<float *>(column < a.p.width ? a.p.grad_weight : a.p.grad_bias);
-      out[column < a.p.width ? column : column - a.p.width] = total;
-    }
-    __syncthreads();
-  }
-}
-
 /* ---- launchers ---- */
 
 /* Dimensions in the order of memory of what is written; `lanes` elements at a time, or 1 where a tensor does not allow it. */
@@ -475,6 +451,9 @@ static int norm_run(const camox_dropout_norm_params *p, void *stream) {
   a.threshold = camox_dropout_threshold(p->p);
   a.drop_scale = static_cast<float>(camox_dropout_scale(a.threshold));
   a.band_rows = camox_dropout_norm_item_rows(p->width);
+  /* as many rows for each warp of a block */
+  const int64_t least_rows = camox_ceil_div(camox_ceil_div(p->rows, CAMOX_PARTIAL_ROWS), DROPOUT_WARPS) * DROPOUT_WARPS;
+  if (a.band_rows < least_rows) a.band_rows = least_rows;
   a.bands = camox_ceil_div(p->rows, a.band_rows);
   if (p->rows > 0) {
     switch (p->dtype) {
@@ -485,8 +464,9 @@ static int norm_run(const camox_dropout_norm_params *p, void *stream) {
     }
   }
   if constexpr (BACKWARD) {
-    const int64_t blocks = camox_ceil_div(2 * p->width, DROPOUT_REDUCE_COLUMNS);
-    CAMOX_LAUNCH(dropout_norm_reduce_kernel, camox_grid(blocks), DROPOUT_THREADS, 0, stream, a);
+    camox_row_sums sums = {static_cast<const float *>(p->partial), a.bands, 2 * p->width, p->width, {}};
+    sums.out[0] = static_cast<float *>(p->grad_weight), sums.out[1] = static_cast<float *>(p->grad_bias);
+    camox_launch_row_sums<dropout>(sums, stream);
   }
   return camox_launch_status();
 }

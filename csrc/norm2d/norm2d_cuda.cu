@@ -15,7 +15,8 @@
    Groups of more channels than a block holds are iterated in chunks, which later passes load again (from the caches).
    A block of the backward iterates over several tiles and keeps its share of grad_weight and grad_bias; a second kernel adds
    the shares in order. No atomics: the same bits on every run. */
-#include "../common/cuda_util.cuh"
+#include "../common/gelu.cuh"
+#include "../common/row_sums.cuh"
 #include "norm2d.h"
 
 #include <float.h>
@@ -27,11 +28,10 @@
 #define NORM2D_FILL 512             /* blocks that fill a large GPU: below it tiles become smaller */
 #define NORM2D_LEAST_LANES 8        /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
 #define NORM2D_FEWEST_LANES 2       /* or 32, where there are many channels */
-#define NORM2D_SHARES 2048          /* shares of grad_weight and grad_bias, at most, */
-#define NORM2D_FEW_SHARES 256       /* more than this many only of */
+#define NORM2D_FEW_SHARES 256       /* shares of grad_weight and grad_bias: more than this many only of */
 #define NORM2D_SHARE_PIXELS 64      /* at least so many pixels */
-#define NORM2D_SUM_THREADS 1024     /* of the kernel that adds the shares: */
-#define NORM2D_SUM_COLUMNS 8        /* side by side, the other threads along the shares */
+
+struct norm2d; /* tells the budget whose kernel of row_sums.cuh it is */
 
 struct norm2d_plan {
   camox_norm2d_params p; /* where all tensors allow it as images of one row, see norm2d_flat */
@@ -66,21 +66,6 @@ __device__ __forceinline__ constexpr int norm2d_channel(int k, int v) {
 
 /* ---- activations ---- */
 
-/* log2 of the normal distribution's tail Phi(-a), a >= 0: within 2e-8 of it, in units of max(a Phi(-a), 4e-3), up to 6.2, and
-   falling to -inf beyond. */
-__device__ __forceinline__ float norm2d_log2_tail(float a) {
-  float sum = fmaf(-1.8627043e-08f, a, 6.00300154e-07f);
-  sum = fmaf(sum, a, -8.23527989e-06f);
-  sum = fmaf(sum, a, 6.08133232e-05f);
-  sum = fmaf(sum, a, -0.000226865843f);
-  sum = fmaf(sum, a, -0.000107131083f);
-  sum = fmaf(sum, a, 0.0070747938f);
-  sum = fmaf(sum, a, -0.0525254048f);
-  sum = fmaf(sum, a, -0.459194362f);
-  sum = fmaf(sum, a, -1.15110695f);
-  return fmaf(sum, a, -1.0f);
-}
-
 /* silu and gelu_tanh are u sigmoid(t(u)), t(u) = linear u + cubic u^3. */
 struct norm2d_sigmoid {
   float linear, cubic;
@@ -101,7 +86,7 @@ __device__ __forceinline__ void norm2d_activate(float (&u)[V], camox_activation 
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       const float a = fabsf(u[i]);
-      u[i] = fmaf(-a, camox_exp2(norm2d_log2_tail(a)), u[i] < 0.0f ? 0.0f : u[i]);
+      u[i] = fmaf(-a, camox_exp2(camox_log2_tail<float>(a)), u[i] < 0.0f ? 0.0f : u[i]);
     }
   } else if (activation == CAMOX_ACT_RELU) {
 #pragma unroll
@@ -124,7 +109,7 @@ __device__ __forceinline__ void norm2d_activation_backward(float (&grad)[V], con
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       const float a = fabsf(u[i]), density = camox_exp2(fmaf(-0.5f * NORM2D_LOG2E * a, a, -1.3257480647f));
-      const float derivative = fmaf(-a, density, camox_exp2(norm2d_log2_tail(a)));
+      const float derivative = fmaf(-a, density, camox_exp2(camox_log2_tail<float>(a)));
       grad[i] *= u[i] > 0.0f ? 1.0f - derivative : derivative;
     }
   } else if (activation == CAMOX_ACT_RELU) {
@@ -602,48 +587,6 @@ __global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
   }
 }
 
-/* Over the lanes of a warp that have the same column. */
-__device__ __forceinline__ float norm2d_sum_column(float sum) {
-#pragma unroll
-  for (int other = NORM2D_SUM_COLUMNS; other < CAMOX_WARP; other *= 2) sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, other);
-  return sum;
-}
-
-/* grad_weight and grad_bias: columns [0, 2C) of `partial`, each added over the shares in an order that the shape alone decides.
- */
-__global__ void __launch_bounds__(NORM2D_SUM_THREADS) norm2d_reduce_kernel(const __grid_constant__ norm2d_plan plan) {
-  __shared__ float sums[NORM2D_SUM_THREADS / CAMOX_WARP][NORM2D_SUM_COLUMNS];
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / CAMOX_WARP, lane = thread % CAMOX_WARP;
-  const int warps = static_cast<int>(blockDim.x) / CAMOX_WARP, rows = static_cast<int>(blockDim.x) / NORM2D_SUM_COLUMNS;
-  const int64_t columns = 2 * plan.p.channels;
-  for (int64_t block = blockIdx.x; block * NORM2D_SUM_COLUMNS < columns; block += gridDim.x) {
-    const int64_t column = block * NORM2D_SUM_COLUMNS + thread % NORM2D_SUM_COLUMNS;
-    const float *partial = static_cast<const float *>(plan.p.partial) + column;
-    float sum = 0.0f;
-    if (column < columns) {
-#pragma unroll 8
-      for (int64_t share = thread / NORM2D_SUM_COLUMNS; share < plan.shares; share += rows)
-        sum += __ldg(partial + share * columns);
-    }
-    sum = norm2d_sum_column(sum);
-    if (lane < NORM2D_SUM_COLUMNS) sums[warp][lane] = sum;
-    __syncthreads();
-    if (warp == 0) {
-      sum = 0.0f;
-      for (int i = lane / NORM2D_SUM_COLUMNS; i < warps; i += CAMOX_WARP / NORM2D_SUM_COLUMNS)
-        sum += sums[i][lane % NORM2D_SUM_COLUMNS];
-      sum = norm2d_sum_column(sum);
-      if (lane < NORM2D_SUM_COLUMNS && column < columns) {
-        if (column < plan.p.channels)
-          static_cast<float *>(plan.p.grad_weight)[column] = sum;
-        else
-          static_cast<float *>(plan.p.grad_bias)[column - plan.p.channels] = sum;
-      }
-    }
-    __syncthreads();
-  }
-}
-
 /* ---- launchers ---- */
 
 struct norm2d_views {
@@ -703,16 +646,15 @@ extern "C" int64_t camox_norm2d_cuda_items(const camox_norm2d_params *p) {
   const int64_t pixels = p->batch * p->height * p->width;
   int64_t shares = pixels / NORM2D_SHARE_PIXELS;
   if (shares < NORM2D_FEW_SHARES) shares = NORM2D_FEW_SHARES;
-  if (shares > NORM2D_SHARES) shares = NORM2D_SHARES;
+  if (shares > CAMOX_PARTIAL_ROWS) shares = CAMOX_PARTIAL_ROWS;
   return shares < pixels ? shares : pixels;
 }
 
 /* Without shares the gradients become zeros. */
-static void norm2d_launch_reduce(const norm2d_plan &plan, void *stream) {
-  int threads = CAMOX_WARP;
-  while (threads < NORM2D_SUM_THREADS && threads < NORM2D_SUM_COLUMNS * plan.shares) threads *= 2;
-  CAMOX_LAUNCH(norm2d_reduce_kernel, camox_grid(camox_ceil_div(2 * plan.p.channels, NORM2D_SUM_COLUMNS)), threads, 0, stream,
-               plan);
+static void norm2d_launch_row_sums(const camox_norm2d_params &p, int64_t shares, void *stream) {
+  camox_row_sums sums = {static_cast<const float *>(p.partial), shares, 2 * p.channels, p.channels, {}};
+  sums.out[0] = static_cast<float *>(p.grad_weight), sums.out[1] = static_cast<float *>(p.grad_bias);
+  camox_launch_row_sums<norm2d>(sums, stream);
 }
 
 /* Threads of a block and pixels of its tile; -> threads. */
@@ -785,7 +727,7 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
     return;
   }
   CAMOX_LAUNCH((norm2d_backward_kernel<T, V, LAST>), grid, threads, shared, stream, plan);
-  norm2d_launch_reduce(plan, stream);
+  norm2d_launch_row_sums(plan.p, plan.shares, stream);
 }
 
 /* The widest access that fits, along whichever of pixels and channels. */
@@ -811,9 +753,7 @@ static int norm2d_run(const camox_norm2d_params *given, bool backward, void *str
   const bool empty = p.batch * p.height * p.width == 0;
   if (p.channels == 0 || (empty && !backward)) return cudaSuccess;
   if (empty) {
-    norm2d_plan plan = {};
-    plan.p = p;
-    norm2d_launch_reduce(plan, stream);
+    norm2d_launch_row_sums(p, 0, stream);
     return camox_launch_status();
   }
   switch (p.dtype) {

@@ -55,5 +55,7 @@ def every_kernel(arch) -> None:
 
 
 def with_barriers(**how):
-    x, grad = (random_image((1, 1, 90, 640), seed=k)[0, 0] for k in (0, 1))
-    yield run(x, random_image((1, 1, 1, 640), seed=2).flatten(), grad, torch.tensor(5), 0.3, **how)
+    """Blocks of fewer columns than a row has, and partial rows for more than one warp of the kernel that adds them."""
+    for rows, columns in ((90, 640), (300, 40)):
+        x, grad = (random_image((1, 1, rows, columns), seed=k)[0, 0] for k in (0, 1))
+        yield run(x, random_image((1, 1, 1, columns), seed=2).flatten(), grad, torch.tensor(5), 0.3, **how)

@@ -28,6 +28,12 @@ def results_with_barriers(op):
         *((op, *at) for op in WITH_BARRIERS for at in emulator.barriers(*sorted((emulator.CSRC / op).glob("*.cu*")))),
         # camox_block_sum's
         *(("dropout", *at) for at in emulator.barriers(emulator.CSRC / "common" / "cuda_util.cuh")),
+        # the last step of gradients of weights and biases
+        *(
+            (op, *at)
+            for op in ("bias_gelu", "dropout", "norm2d")
+            for at in emulator.barriers(emulator.CSRC / "common" / "row_sums.cuh")
+        ),
     ],
     ids=lambda part: part.name if isinstance(part, Path) else str(part),
 )

@@ -150,7 +150,7 @@ def test_static_and_dynamic_shared_memory_count_together(bug, order, arch):
 
 
 def test_more_threads_than_launch_bounds_allow_are_refused(monkeypatch, arch):
-    assert emulator.most_threads()["dropout_norm_reduce_kernel"] == 256
+    assert emulator.most_threads()["camox_row_sums_kernel<8, dropout>"] == 1024
     monkeypatch.setattr(emulator, "most_threads", lambda: {"uninitialised_shared_kernel<false>": 32})
     with pytest.raises(emulator.KernelError, match="a block of 64 threads is more than its launch bounds allow"):
         uninitialised_shared(0, "forward", arch)

@@ -1,0 +1,748 @@
+"""Predicts from machine code how near to a copy's speed the CUDA kernels run: estimates, until a GPU has been measured.
+
+    python scripts/cuda_model.py                         # compiles the ops below for three GPUs and prints the table
+    python scripts/cuda_model.py --binary dist/X.whl     # of a wheel, or of libcamox_ops_cuda.so
+    python scripts/cuda_model.py --check                 # exit status 1 where a prediction fell by more than 10%
+    python scripts/cuda_model.py --update --ops edge     # writes csrc/cuda_model.json, here the lines of one op family
+
+A kernel's hot loop is found in its control flow (natural loops of the SASS), and in it the cheapest path that makes
+the memory accesses that CASES names: what a thread does per step, whatever is unrolled. From this path come
+instructions per element and the time that each pipe of a multiprocessor needs; from registers, shared memory and the
+launch come waves. A kernel in which no path makes these accesses is listed as not modelled, never guessed.
+
+    time of one wave = the longest of   memory    bytes / copy bandwidth
+                                        issue     instructions, or those of the busiest pipe (fma, alu, mufu, lsu)
+                                        latency   one warp's steps, one after another: too few loads in flight
+    time of a launch = whole waves + the last, where a multiprocessor may have few blocks or none ("waves")
+
+What the GPUs are taken for (GPUS, below) stands in docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts import cuda_budget  # noqa: E402
+
+TABLE = ROOT / "csrc" / "cuda_model.json"
+WARP = 32
+LARGEST_FALL = 0.1
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    arch: str
+    processors: int
+    gigahertz: float
+    copy: float  # bytes per ns that a copy reads and writes together
+    memory_ns: float  # from a load to its data, from memory under load
+    cache: int  # bytes of L2 that data of neighbouring blocks survives in
+    cache_speed: float  # bytes per ns out of L2
+    cache_ns: float
+    fma_lanes: int  # of a multiprocessor, per cycle
+
+
+GPUS = (
+    Gpu("H200", "sm_90", 132, 1.75, 4300.0, 650.0, 50 << 20, 5500.0, 160.0, 128),
+    Gpu("RTX 3090", "sm_86", 82, 1.70, 820.0, 500.0, 6 << 20, 1900.0, 140.0, 128),
+    Gpu("T4", "sm_75", 40, 1.35, 260.0, 500.0, 4 << 20, 900.0, 170.0, 64),
+)
+ALU_LANES, MUFU_LANES, CACHE_LINE_BYTES = 64, 16, 128  # of a multiprocessor, per cycle, on all three
+ISSUE = 0.85  # of the cycles in which four schedulers could issue, they do
+ALONE = 2.5  # cycles per instruction of a warp that has a scheduler for itself
+SHUFFLE, BARRIER = 24, 40  # cycles more, of each that a warp waits for
+NEXT_KERNEL_NS = 1000.0  # between two kernels of one call
+
+
+# ---- control flow ----
+
+Code = list[tuple[int, str]]  # (address, instruction)
+
+
+@dataclass
+class Blocks:
+    """Basic blocks of a kernel: instructions, and the blocks that may follow."""
+
+    texts: list[list[str]]
+    following: list[list[int]]
+
+
+def basic_blocks(code: Code) -> Blocks:
+    addresses = {address: i for i, (address, _) in enumerate(code)}
+    starts, jumps = {0}, {}
+    for i, (_, text) in enumerate(code):
+        branch = re.match(r"(@!?U?P\w+ )?(BRA|EXIT|RET|BRX|JMP|JMX|KILL|CALL)\b(\S*)(.*)", text.strip())
+        # a call without a predicate comes back; one with a predicate may be how a loop is left
+        if not branch or (branch[2] == "CALL" and not branch[1]):
+            continue
+        target = re.search(r"0x([0-9a-f]+)\)?\s*$", branch[4]) if branch[2] in ("BRA", "CALL") else None
+        # a predicate may stand before the branch or be its operand; .DIV is taken where threads have parted
+        conditional = bool(branch[1]) or bool(re.search(r"\bU?P\d", branch[4])) or ".DIV" in branch[3]
+        jumps[i] = (addresses.get(int(target[1], 16)) if target else None, conditional)
+        starts.add(i + 1)
+        if jumps[i][0] is not None:
+            starts.add(jumps[i][0])
+    bounds = sorted(start for start in starts if start < len(code))
+    at = {start: k for k, start in enumerate(bounds)}
+    texts, following = [], []
+    for k, start in enumerate(bounds):
+        end = bounds[k + 1] if k + 1 < len(bounds) else len(code)
+        texts.append([text.strip() for _, text in code[start:end]])
+        target, conditional = jumps.get(end - 1, (None, True))
+        after = [at[target]] if target is not None else []
+        if conditional and end in at:
+            after.append(at[end])
+        following.append(after)
+    return Blocks(texts, following)
+
+
+@dataclass(frozen=True)
+class Loop:
+    header: int
+    body: frozenset[int]
+
+
+def natural_loops(blocks: Blocks) -> list[Loop]:
+    """A jump to a block that every way to the jump passes closes a loop; those of one header are one loop."""
+    count, before = len(blocks.texts), [[] for _ in blocks.texts]
+    for block, after in enumerate(blocks.following):
+        for other in after:
+            before[other].append(block)
+    reached, queue = {0}, [0]
+    while queue:
+        for other in blocks.following[queue.pop()]:
+            if other not in reached:
+                reached.add(other)
+                queue.append(other)
+    dominators = [set(range(count)) for _ in range(count)]
+    dominators[0], changed = {0}, True
+    while changed:
+        changed = False
+        for block in sorted(reached - {0}):
+            new = set.intersection(*(dominators[other] for other in before[block] if other in reached)) | {block}
+            changed, dominators[block] = changed or new != dominators[block], new
+    loops: dict[int, set[int]] = {}
+    for block in sorted(reached):
+        for header in blocks.following[block]:
+            if header in dominators[block]:
+                body, queue = loops.setdefault(header, {header}), [block]
+                while queue:
+                    inside = queue.pop()
+                    if inside not in body:
+                        body.add(inside)
+                        queue += before[inside]
+    return [Loop(header, frozenset(body)) for header, body in loops.items()]
+
+
+def pipe_of(text: str) -> str:
+    operation = re.sub(r"^@!?U?P\w+ ", "", text).split(".")[0].split(" ")[0]
+    if re.fullmatch(r"FFMA|FMUL|FADD|FFMA32I|FMUL32I|FADD32I|H(FMA|MUL|ADD)2\w*", operation):
+        return "fma"
+    if operation.startswith("IMAD"):
+        return "imad"
+    if re.fullmatch(r"MUFU|F2F|F2I|I2F|FLO|POPC|FRND", operation):
+        return "mufu"
+    if re.fullmatch(r"LDG|STG|LDS|STS|SHFL|LDL|STL|LDGSTS|ATOM\w*|RED", operation):
+        return "lsu"
+    # branches, uniform instructions and the like take their turn to issue, and no lanes
+    return "alu" if re.fullmatch(r"I\w+|V\w+|L\w+|F\w+|S\w+|PRMT|MOV|P2R|R2P|CS2R", operation) else "other"
+
+
+def access_bytes(text: str) -> int:
+    """Of one thread."""
+    access = re.search(r"\b(?:LDG|STG|LDS|STS|LDGSTS)\.?([\w.]*)", text)
+    if not access:
+        return 4
+    width = re.search(r"\b(?:U|S)?(8|16|64|128)\b", access[1].replace(".", " "))
+    return int(width[1]) // 8 if width else 4
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one thread executes on a path through the blocks."""
+
+    texts: tuple[str, ...]
+
+    @property
+    def instructions(self) -> int:
+        return len(self.texts)
+
+    def count(self, pattern: str) -> int:
+        return sum(bool(re.search(pattern, text)) for text in self.texts)
+
+    def cycles(self, gpu: Gpu) -> dict[str, float]:
+        """Of a multiprocessor for one warp, of each pipe."""
+        pipes = dict.fromkeys(("issue", "fma", "alu", "mufu", "lsu"), 0.0)
+        for text in self.texts:
+            pipe = pipe_of(text)
+            pipes["issue"] += 0.25 / ISSUE
+            if pipe == "fma":
+                pipes["fma"] += WARP / gpu.fma_lanes
+            elif pipe == "imad":
+                pipes["fma"] += WARP / 64
+            elif pipe == "alu":
+                pipes["alu"] += WARP / ALU_LANES
+            elif pipe == "mufu":
+                pipes["mufu"] += WARP / MUFU_LANES
+            elif pipe == "lsu":
+                pipes["lsu"] += max(1.0, WARP * access_bytes(text) / CACHE_LINE_BYTES)
+        return pipes
+
+    def cycles_alone(self) -> float:
+        return ALONE * self.instructions + SHUFFLE * self.count(r"\bSHFL") + BARRIER * self.count(r"\bBAR\b")
+
+
+WIDE_LOAD, WIDE_STORE = cuda_budget.WIDE["loads"], cuda_budget.WIDE["stores"]
+
+
+def cheapest(
+    blocks: Blocks, start: int, ends, allowed, counted, most: str = "", free=()
+) -> dict[tuple[int, ...], Route]:
+    """(accesses of each pattern in `counted`) -> the cheapest of those ways from `start` to a block of `ends` that have
+    most instructions like `most`. No block is passed twice; calls, which serve rare numbers, are avoided; blocks of
+    `free` count nothing."""
+    order, seen = [], set()
+
+    def visit(first: int) -> None:
+        stack = [(first, iter(blocks.following[first]))]
+        seen.add(first)
+        while stack:
+            block, after = stack[-1]
+            for other in after:
+                if other in allowed and other not in seen:
+                    seen.add(other)
+                    stack.append((other, iter(blocks.following[other])))
+                    break
+            else:
+                order.append(block)
+                stack.pop()
+
+    visit(start)
+    order.reverse()
+    place = {block: k for k, block in enumerate(order)}
+
+    def of(block: int):
+        texts = blocks.texts[block] if block not in free else []
+        calls = sum(text.startswith("CALL") for text in texts)
+        marks = sum(bool(re.search(most, text)) for text in texts) if most else 0
+        return tuple(sum(bool(re.search(p, t)) for t in texts) for p in counted), marks, len(texts) + 100000 * calls
+
+    weight = {block: of(block) for block in order}
+    counts, marks, cost = weight[start]
+    best = {start: {(counts, marks): (cost, None)}}
+    for block in order:
+        for other in blocks.following[block]:
+            # a jump back is an inner loop's: that loop is passed once
+            if other not in place or place[other] <= place[block]:
+                continue
+            counts, marks, cost = weight[other]
+            states = best.setdefault(other, {})
+            for key, (spent, _) in best.get(block, {}).items():
+                new = (tuple(a + b for a, b in zip(key[0], counts, strict=True)), key[1] + marks)
+                if new not in states or spent + cost < states[new][0]:
+                    states[new] = (spent + cost, (block, key))
+    found: dict[tuple[int, ...], tuple] = {}
+    for end in ends:
+        for (counts, marks), (cost, _) in best.get(end, {}).items():
+            if counts not in found or (-marks, cost) < found[counts][0]:
+                found[counts] = ((-marks, cost), end, (counts, marks))
+    paths = {}
+    for counts, (_, end, key) in found.items():
+        way = []
+        block = end
+        while True:
+            way.append(block)
+            before = best[block][key][1]
+            if before is None:
+                break
+            block, key = before
+        texts = tuple(text for block in reversed(way) if block not in free for text in blocks.texts[block])
+        if not any(text.startswith("CALL") for text in texts):
+            paths[counts] = Route(texts)
+    return paths
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a thread does per step of a kernel's hot loop: 16-byte loads and stores. `row`: the loop around inner loops,
+    each passed once per step. `most`: of the ways that make these accesses the one with most such instructions is
+    meant, as loads beside a thread's own, or the generator of random numbers."""
+
+    loads: int
+    stores: int
+    row: bool = False
+    most: str = ""
+    load: str = WIDE_LOAD
+    store: str = WIDE_STORE
+
+
+@dataclass(frozen=True)
+class HotLoop:
+    unrolled: int  # steps of a turn
+    turn: Route
+    around: int  # instructions of a thread before, between and after its loops
+
+
+def hot_loop(code: Code, step: Step) -> HotLoop | None:
+    """The loop that makes these accesses, most often per turn; the smallest, or with `row` the largest of them."""
+    blocks = basic_blocks(code)
+    found, loops = [], natural_loops(blocks)
+    for loop in loops:
+        if step.row and not any(other.body < loop.body for other in loops):
+            continue
+        ends = [block for block in loop.body if loop.header in blocks.following[block]]
+        paths = cheapest(blocks, loop.header, ends, loop.body, (step.load, step.store), step.most)
+        for unrolled in (8, 4, 3, 2, 1) if not step.row else (1,):
+            path = paths.get((step.loads * unrolled, step.stores * unrolled))
+            if path:
+                found.append((unrolled, -len(loop.body), loop, path))
+                break
+    if not found:
+        return None
+    # the most unrolled of the innermost loops: one inside another counts the same accesses with less around them
+    innermost = [f for f in found if not any(other[2].body < f[2].body for other in found)]
+    unrolled, _, loop, path = max(innermost, key=lambda f: f[:2])
+    everywhere = frozenset(range(len(blocks.texts)))
+    leave = [block for block, texts in enumerate(blocks.texts) if re.search(r"\bEXIT\b", texts[-1])]
+    before = cheapest(blocks, 0, [loop.header], everywhere, (), free=loop.body).get(())
+    after = cheapest(blocks, loop.header, leave, everywhere, (), free=loop.body).get(())
+    if before is None or after is None:
+        return None
+    return HotLoop(unrolled, path, before.instructions + after.instructions)
+
+
+# ---- launches ----
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a call. `steps`: of one thread; `traffic`: bytes to and from memory. `halo`: bytes that adjacent
+    blocks read again where L2 forgets them, and those that must survive in it per thread."""
+
+    kernel: str
+    blocks: int
+    threads: int
+    step: Step
+    steps: float
+    traffic: float
+    shared: int = 0
+    prefetched: bool = False  # a step's loads are made a step earlier
+    cached: bool = False  # reads what the kernel before wrote
+    halo: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str  # folder
+    name: str
+    direction: str
+    dtype: str
+    elements: int
+    ideal: float  # bytes that the target's copy moves
+    launches: tuple[Launch, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.direction} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    code: Code
+    registers: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    share: float
+    limit: str
+    instructions: float  # per element of the output, of all threads, in hot loops
+    waves: float
+    registers: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One launch on one GPU."""
+
+    time: float  # ns
+    limit: str
+    instructions: float  # of all threads in the hot loop
+    waves: float
+    warps: int  # that a multiprocessor holds
+
+
+def wave_times(blocks: int, gpu: Gpu, traffic: float, speed: float, cycles: dict, alone: float) -> dict[str, float]:
+    """What limits -> ns of so many blocks at once. traffic and cycles: of one block; alone: ns of one warp."""
+    most = math.ceil(blocks / gpu.processors)
+    busiest = max(cycles, key=cycles.__getitem__)
+    return {
+        "memory": blocks * traffic / speed,
+        busiest: most * cycles[busiest] / gpu.gigahertz,
+        "latency": alone if blocks else 0.0,
+    }
+
+
+def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | None:
+    """None where a block does not fit."""
+    resident = cuda_budget.occupancy(gpu.arch, kernel.registers, kernel.shared + launch.shared, launch.threads)
+    warps = -(-launch.threads // WARP)
+    places = resident // warps * gpu.processors
+    if places == 0:
+        return None
+    turns = launch.steps / loop.unrolled
+    cycles = {pipe: warps * turns * each for pipe, each in loop.turn.cycles(gpu).items()}
+    cycles["issue"] += warps * loop.around * 0.25 / ISSUE
+    latency, speed = (gpu.cache_ns, gpu.cache_speed) if launch.cached else (gpu.memory_ns, gpu.copy)
+    compute = loop.turn.cycles_alone() / gpu.gigahertz
+    turn = max(latency, compute) if launch.prefetched else latency + compute
+    alone = turns * turn + ALONE * loop.around / gpu.gigahertz + (latency if launch.prefetched else 0.0)
+    again, survives = launch.halo
+    lost = again if min(places, launch.blocks) * launch.threads * survives > gpu.cache else 0.0
+    of_block = ((launch.traffic + lost) / launch.blocks, speed, cycles, alone)
+
+    whole, rest = divmod(launch.blocks, places)
+    full, last = wave_times(places, gpu, *of_block), wave_times(rest, gpu, *of_block)
+    time = whole * max(full.values()) + max(last.values())
+    slowest = full if whole else last
+    limit = max(slowest, key=slowest.__getitem__)
+    waves = launch.blocks / places
+    if whole and time > 1.1 * waves * max(full.values()):
+        limit = "waves"
+    return Timed(time, limit, loop.turn.instructions * turns * launch.blocks * launch.threads, waves, resident)
+
+
+def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | str:
+    """Or the kernel that could not be modelled, and why."""
+    parts = []
+    for launch in case.launches:
+        kernel = kernels.get(launch.kernel)
+        if kernel is None:
+            return f"{launch.kernel}: not compiled for {gpu.arch}"
+        loop = hot_loop(kernel.code, launch.step)
+        if loop is None:
+            return f"{launch.kernel}: no loop with {launch.step.loads} loads and {launch.step.stores} stores per step"
+        part = timed(launch, kernel, loop, gpu)
+        if part is None:
+            return f"{launch.kernel}: a block does not fit a multiprocessor of {gpu.name}"
+        parts.append(part)
+    total = sum(part.time for part in parts) + NEXT_KERNEL_NS * (len(parts) - 1)
+    main, limit = parts[0], parts[0].limit
+    for launch, part in zip(case.launches[1:], parts[1:], strict=True):
+        limit += f" + {re.sub('<.*', '', launch.kernel)} {part.time / 1000:.1f} us"
+    registers = kernels[case.launches[0].kernel].registers
+    share = case.ideal / gpu.copy / total
+    return Prediction(share, limit, main.instructions / case.elements, main.waves, registers, main.warps)
+
+
+# ---- the cases: what the launchers in csrc/<op>/<op>_cuda.cu do at (32, 80, 88, 88) ----
+
+BATCH, CHANNELS, HEIGHT, WIDTH = 32, 80, 88, 88
+ELEMENTS = BATCH * CHANNELS * HEIGHT * WIDTH
+DTYPES = {"float32": ("float", 4), "bfloat16": ("__nv_bfloat16", 2)}
+PHILOX = r"IMAD\.(WIDE|HI)\.U32"
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def image_items(rows: int, lanes: int) -> tuple[int, int]:
+    """(threads with work, rows of each) as camox_partition_of in common/stencil.cuh divides the images."""
+    across = BATCH * CHANNELS * WIDTH // lanes
+    while rows > 2 and across * ceil_div(HEIGHT, rows) < 1 << 17:
+        rows //= 2
+    return across * ceil_div(HEIGHT, rows), rows
+
+
+def stencil(kernel, lanes, size, rows, beside, loads, stores, per_block=128, even=False) -> Launch:
+    """A thread takes V columns of a row band and reads `beside` rows above and below it too: in as many more steps, or
+    before its loop."""
+    items, band = image_items(rows, lanes)
+    if even:
+        band = ceil_div(HEIGHT, ceil_div(HEIGHT, band))
+    backward = "backward" in kernel or "bands" in kernel
+    steps = band + 2 * beside if backward else band
+    step = Step(loads, stores, most=r"\bLDG\.E(\.U16|\.64|)\.CONSTANT")
+    tensors = loads + stores
+    return Launch(
+        kernel,
+        ceil_div(items, per_block),
+        128,
+        step,
+        steps,
+        ELEMENTS * size * tensors,
+        prefetched=True,
+        halo=(ELEMENTS * size * loads * 2 * beside / band, 16 * tensors * (band + 2 * beside)),
+    )
+
+
+def image_cases(dtype: str) -> list[Case]:
+    element, size = DTYPES[dtype]
+    lanes = 16 // size
+    of = f"<{element}, {lanes}, false>"
+    edge = stencil(f"edge_backward_kernel<{element}, {lanes}>", lanes, size, 8, 1, 4, 1, per_block=4 * 30)
+    launches = {
+        ("edge", "edge_maps", "forward"): stencil(f"edge_kernel{of}", lanes, size, 8, 1, 1, 3),
+        ("edge", "edge_maps", "backward"): edge,
+        ("spatial_gradient", "spatial_gradient", "forward"): stencil(
+            f"spatial_gradient_kernel{of}", lanes, size, 8, 1, 1, 2, even=True
+        ),
+        ("spatial_gradient", "spatial_gradient", "backward"): stencil(
+            f"spatial_gradient_backward_kernel{of}", lanes, size, 8, 1, 2, 1, even=True
+        ),
+        ("bands", "frequency_bands", "forward"): stencil(f"bands_kernel{of}", lanes, size, 16, 2, 1, 3),
+        ("bands", "frequency_bands", "backward"): stencil(f"bands_backward_kernel{of}", lanes, size, 16, 2, 3, 1),
+    }
+    return [
+        Case(op, name, direction, dtype, ELEMENTS, launch.traffic, (launch,))
+        for (op, name, direction), launch in launches.items()
+    ]
+
+
+def dropout_cases(dtype: str) -> list[Case]:
+    element, size = DTYPES[dtype]
+    lanes, cases = 16 // size, []
+    for which, name, direction, loads, stores, items in (
+        (0, "dropout", "forward", 1, 1, 2),
+        (1, "sparse_gate", "forward", 2, 1, 2),
+        (2, "sparse_gate", "backward", 3, 2, 1),
+    ):
+        traffic = ELEMENTS * size * (loads + stores)
+        step = Step(loads * items, stores * items, most=PHILOX)
+        blocks = ceil_div(ELEMENTS, 256 * lanes * items)
+        kernel = f"dropout_kernel<{element}, {lanes}, true, {which}>"
+        cases.append(
+            Case("dropout", name, direction, dtype, ELEMENTS, traffic, (Launch(kernel, blocks, 256, step, 1, traffic),))
+        )
+    return cases
+
+
+ROWS = BATCH * CHANNELS * HEIGHT  # of WIDTH elements, as a linear layer's output
+
+
+PARTIAL_ROWS = 2048  # CAMOX_PARTIAL_ROWS
+
+
+def item_rows(columns: int) -> int:
+    """camox_bias_gelu_item_rows and camox_dropout_norm_item_rows"""
+    return min(max(16384 // columns, 16), 32)
+
+
+def row_sums(op: str, rows: int, columns: int) -> Launch:
+    """common/row_sums.cuh: 8 columns a block, every 128th row a thread."""
+    step = Step(1, 0, load=r"\bLDG\b", store=r"\bSTG\b")
+    kernel = f"camox_row_sums_kernel<8, {op}>"
+    threads = 32
+    while threads < min(1024, 8 * rows):
+        threads *= 2
+    return Launch(kernel, ceil_div(columns, 8), threads, step, 8 * rows / threads, 4 * rows * columns, cached=True)
+
+
+def row_cases(dtype: str) -> list[Case]:
+    """bias_gelu without dropout, dropout_add_layer_norm with it."""
+    element, size = DTYPES[dtype]
+    lanes, cases = 16 // size, []
+    vectors, floats = WIDTH // lanes, lanes // 4
+    bytes_each = ELEMENTS * size
+
+    forward = Launch(
+        f"bias_gelu_kernel<{element}, {lanes}>",
+        ceil_div(ROWS * vectors, 256),
+        256,
+        Step(1 + floats, 1),
+        1,
+        2 * bytes_each,
+    )
+    cases.append(Case("bias_gelu", "bias_gelu", "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)))
+    # at most 2,048 bands of rows, and `across` threads of a block side by side, fewer where blocks are few
+    band_rows = max(item_rows(WIDTH), ceil_div(ROWS, PARTIAL_ROWS))
+    bands, across = ceil_div(ROWS, band_rows), min(vectors, 256)
+    while across >= 64 and ceil_div(vectors, across) * bands < 512:
+        across = (across + 1) // 2
+    backward = Launch(
+        f"bias_gelu_backward_kernel<{element}, {lanes}>",
+        ceil_div(vectors, across) * bands,
+        256,
+        Step(2, 1),
+        ceil_div(band_rows, min(256 // across, band_rows)),
+        3 * bytes_each + 4 * bands * WIDTH,
+    )
+    reduce = row_sums("bias_gelu", bands, WIDTH)
+    cases.append(Case("bias_gelu", "bias_gelu", "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)))
+
+    # a warp a row: in each of its loops every lane has at most one vector
+    forward = Launch(
+        f"dropout_norm_kernel<{element}, {lanes}, false>",
+        ceil_div(ROWS, 8),
+        256,
+        Step(2 + 2 * floats, 1, row=True, most=PHILOX),
+        1,
+        3 * bytes_each,
+        shared=8 * WIDTH * 4,
+    )
+    name = "dropout_add_layer_norm"
+    cases.append(Case("dropout", name, "forward", dtype, ELEMENTS, 3 * bytes_each, (forward,)))
+    band_rows = max(item_rows(WIDTH), ceil_div(ceil_div(ROWS, PARTIAL_ROWS), 8) * 8)
+    bands = ceil_div(ROWS, band_rows)
+    backward = Launch(
+        f"dropout_norm_backward_kernel<{element}, {lanes}, false>",
+        bands,
+        256,
+        Step(4 + 2 * floats, 2, row=True, most=PHILOX),
+        band_rows / 8,
+        5 * bytes_each + 4 * bands * 2 * WIDTH,
+        shared=8 * WIDTH * 12,
+    )
+    reduce = row_sums("dropout", bands, 2 * WIDTH)
+    cases.append(Case("dropout", name, "backward", dtype, ELEMENTS, 5 * bytes_each, (backward, reduce)))
+    return cases
+
+
+CASES: tuple[Case, ...] = tuple(
+    case for dtype in DTYPES for of in (image_cases, dropout_cases, row_cases) for case in of(dtype)
+)
+# Ops of images and rows whose kernels do not fit the model, and why; nothing is predicted of them.
+NOT_MODELLED = {
+    "norm2d": "one loop's body serves three passes by branches, with as many rows per thread as the shape asks for",
+    "rope": "the steps per thread depend on heads, and the rows of the tables on positions",
+    "box": "warp scans over windows of a radius that is an argument",
+}
+OPS = sorted({case.op for case in CASES})
+
+
+# ---- output ----
+
+
+def table_of(gpus, kernels: dict[str, dict[str, Kernel]], ops) -> tuple[dict, list[str]]:
+    """case -> GPU -> prediction; the cases that are not modelled."""
+    table: dict = {}
+    missing = []
+    for case in CASES:
+        if case.op not in ops:
+            continue
+        for gpu in gpus:
+            found = predict(case, gpu, kernels[gpu.arch])
+            if isinstance(found, str):
+                missing.append(f"{case.key} on {gpu.name}: {found}")
+                continue
+            table.setdefault(case.key, {})[gpu.name] = {
+                "percent_of_copy": round(100 * found.share, 1),
+                "limit": found.limit,
+                "instructions_per_element": round(found.instructions, 1),
+                "waves": round(found.waves, 2),
+                "registers": found.registers,
+                "warps": found.warps,
+            }
+    return table, missing
+
+
+def falls(old: dict, new: dict) -> list[str]:
+    """What became slower, or is not predicted any more, one line each. `old`: the lines of the same ops."""
+    lines = []
+    for case, gpus in old.items():
+        for gpu, before in gpus.items():
+            now = new.get(case, {}).get(gpu)
+            was = before["percent_of_copy"]
+            if now is None:
+                lines.append(f"{case} on {gpu}: was {was}% of copy, is not modelled any more")
+            elif now["percent_of_copy"] < (1 - LARGEST_FALL) * was:
+                lines.append(
+                    f"{case} on {gpu}: {now['percent_of_copy']}% of copy, was {was}% ({now['limit']}); where that is "
+                    "wanted, --update, and the reason in the commit"
+                )
+    return lines
+
+
+def printed(table: dict) -> str:
+    head = f"{'estimated, % of copy':46} {'GPU':9} {'%':>5}  {'instr/elem':>10} {'regs':>4} {'warps':>5} {'waves':>6}"
+    lines = [f"{head}  limit"]
+    for case, gpus in table.items():
+        for gpu, of in gpus.items():
+            lines.append(
+                f"{case:46} {gpu:9} {of['percent_of_copy']:5.1f}  {of['instructions_per_element']:10.1f} "
+                f"{of['registers']:4} {of['warps']:5} {of['waves']:6.2f}  {of['limit']}"
+            )
+    return "\n".join(lines)
+
+
+def read(cubin: Path) -> dict[str, Kernel]:
+    cuobjdump = cuda_budget.tool("cuobjdump")
+    usage = cuda_budget.resource_usage(cuobjdump, cubin)
+    code = cuda_budget.listing(cuda_budget.run(cuobjdump, "-sass", str(cubin)))
+    names = cuda_budget.plain(list(usage))
+    return {names[name]: Kernel(code[name], of["REG"], of["SHARED"]) for name, of in usage.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--binary", type=Path, help="a wheel or libcamox_ops_cuda.so; default: compile the sources")
+    parser.add_argument("--ops", default=",".join(OPS), help="folders of the ops to predict (default: all modelled)")
+    parser.add_argument("--check", action="store_true", help=f"compare with {TABLE.name}")
+    parser.add_argument("--update", action="store_true", help=f"write {TABLE.name}")
+    arguments = parser.parse_args()
+    ops = arguments.ops.split(",")
+    if set(ops) - set(OPS):
+        parser.error(f"--ops: some of {', '.join(OPS)}")
+    archs = [gpu.arch for gpu in GPUS]
+    kernels: dict[str, dict[str, Kernel]] = {arch: {} for arch in archs}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.binary:
+            if not cuda_budget.holds_kernels(arguments.binary):
+                print(f"cuda_model: {arguments.binary.name} was built without nvcc: it has no kernels to model")
+                return
+            cubins = [job for job in cuda_budget.extracted(arguments.binary, Path(folder)) if job[0] in archs]
+        else:
+            cubins = cuda_budget.compiled(Path(folder), archs, ops)
+        with ThreadPoolExecutor(2) as pool:
+            for (arch, _), found in zip(cubins, pool.map(lambda job: read(job[1]), cubins), strict=True):
+                kernels[arch].update(found)
+    gpus = [gpu for gpu in GPUS if kernels[gpu.arch]]
+    if not gpus:
+        sys.exit(f"cuda_model: no kernels for {', '.join(archs)} in {arguments.binary}")
+    new, missing = table_of(gpus, kernels, ops)
+    old = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    mine = {case.key for case in CASES if case.op in ops}
+    names = {gpu.name for gpu in gpus}
+    compared = {case: {g: of for g, of in lines.items() if g in names} for case, lines in old.items() if case in mine}
+    print(printed(new))
+    for line in [*missing, *(f"{op}: not modelled: {why}" for op, why in NOT_MODELLED.items())]:
+        print(line)
+    if arguments.update:
+        if names != {gpu.name for gpu in GPUS}:
+            sys.exit(f"cuda_model: --update needs kernels for {', '.join(archs)}")
+        everything = {**{case: lines for case, lines in old.items() if case not in mine}, **new}
+        known = {case.key for case in CASES}
+        TABLE.write_text(written({case: everything[case] for case in sorted(everything) if case in known}))
+    elif arguments.check:
+        wrong = falls(compared, new) + [
+            f"{case}: not in {TABLE.name}; run with --update" for case in new if case not in old
+        ]
+        if wrong:
+            sys.exit("\n".join(wrong))
+        print(f"cuda_model: {len(new)} cases, none more than {100 * LARGEST_FALL:.0f}% below {TABLE.name}")
+
+
+def written(table: dict) -> str:
+    """JSON with one line for each case and GPU."""
+    text = json.dumps(table, indent=2)
+    flat = re.sub(r"\{\n\s+(\"percent_of_copy\"[^}]*?)\n\s+\}", lambda m: "{" + re.sub(r"\n\s+", " ", m[1]) + "}", text)
+    return flat + "\n"
+
+
+if __name__ == "__main__":
+    main()

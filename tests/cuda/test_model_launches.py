@@ -1,0 +1,88 @@
+"""scripts/cuda_model.py launches what the launchers do: their grids and blocks at small sizes."""
+
+import sys
+from pathlib import Path
+
+import bias_gelu_cases
+import dropout_cases
+import emulator
+import pytest
+import torch
+from helpers import random_image
+
+sys.path.append(str(emulator.ROOT))
+
+from scripts import cuda_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Recorder:
+    """The emulator's runtime, whose launches are kept: (kernel, blocks, threads of a block)."""
+
+    def __init__(self, runtime):
+        self.runtime, self.launches = runtime, []
+
+    def __getattr__(self, name):
+        return getattr(self.runtime, name)
+
+    def camox_emulator_take_runs(self):
+        text = self.runtime.camox_emulator_take_runs()
+        for line in text.decode().splitlines():
+            path, offset, blocks, threads, name = line.split("\t")
+            kernel = emulator._symbols(emulator.BUILD / Path(path).name).get(int(offset), name)
+            self.launches.append((emulator.short_name(kernel), int(blocks), int(threads)))
+        return text
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder(emulator._runtime())
+    monkeypatch.setattr(emulator, "_runtime", lambda: recorder)
+    return recorder
+
+
+def modelled(cases):
+    return [(launch.kernel, launch.blocks, launch.threads) for case in cases for launch in case.launches]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(90, 640), (70, 16), (4500, 8)])
+def test_rows(monkeypatch, recorder, rows, columns):
+    monkeypatch.setattr(cuda_model, "ROWS", rows)
+    monkeypatch.setattr(cuda_model, "WIDTH", columns)
+    for name, dtype in DTYPES.items():
+        x = random_image((1, 1, rows, columns), dtype)[0, 0]
+        weight = torch.ones(columns)
+        bias_gelu_cases.run(x, weight, x, None, 0.0)
+        cases = cuda_model.row_cases(name)
+        if columns <= 512:  # the model has a warp for each row
+            dropout_cases.norm(x, x, weight, weight, x, dropout_cases.SEED, 0.3)
+        else:
+            cases = [case for case in cases if case.op == "bias_gelu"]
+        assert recorder.launches == modelled(cases)
+        recorder.launches.clear()
+
+
+def test_elements(monkeypatch, recorder):
+    monkeypatch.setattr(cuda_model, "ELEMENTS", 9000)
+    for name, dtype in DTYPES.items():
+        x = torch.ones(9000).to(dtype)
+        dropout_cases.dropout(x, dropout_cases.SEED, 0.3)
+        dropout_cases.sparse_gate(x, x, dropout_cases.SEED, 0.3)
+        dropout_cases.sparse_gate_backward(x, x, x, dropout_cases.SEED, 0.3)
+        assert recorder.launches == modelled(cuda_model.dropout_cases(name))
+        recorder.launches.clear()
+
+
+def test_images(monkeypatch, recorder):
+    size = (1, 3, 33, 40)
+    for name, value in zip(("BATCH", "CHANNELS", "HEIGHT", "WIDTH"), size, strict=True):
+        monkeypatch.setattr(cuda_model, name, value)
+    cases = emulator.all_cases()
+    for name, dtype in DTYPES.items():
+        x = random_image(size, dtype)
+        for op in ("edge", "spatial_gradient", "bands"):
+            maps = cases[op].OP.forward(x)
+            cases[op].OP.backward(x, maps)
+        assert recorder.launches == modelled(cuda_model.image_cases(name))
+        recorder.launches.clear()

@@ -1,0 +1,187 @@
+"""scripts/cuda_model.py on listings that are written here: neither nvcc nor the CUDA tools are asked for."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from scripts import cuda_model  # noqa: E402
+from scripts.cuda_model import Case, Kernel, Launch, Step, hot_loop  # noqa: E402
+
+
+def listing(text: str) -> list[tuple[int, str]]:
+    """One instruction a line, 16 bytes each; NAME: marks the next, and a jump to >NAME is given its address."""
+    places, lines = {}, []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.endswith(":"):
+            places[line[:-1]] = 16 * len(lines)
+        else:
+            lines.append(line)
+    for name, place in places.items():
+        lines = [line.replace(f">{name}", hex(place)) for line in lines]
+    return [(16 * i, line) for i, line in enumerate(lines)]
+
+
+# A step is ten instructions: four more of a branch for borders are jumped over, and the call serves rare numbers.
+STEP = """
+    LDG.E.128.CONSTANT R4, [R2.64]
+    @P1 BRA >inside{n}
+    IADD3 R6, R6, 0x1, RZ
+    IADD3 R6, R6, 0x1, RZ
+    IADD3 R6, R6, 0x1, RZ
+    IADD3 R6, R6, 0x1, RZ
+inside{n}:
+    FFMA R4, R4, R4, R4
+    FFMA R5, R5, R5, R5
+    MUFU.EX2 R6, R6
+    @!P2 BRA >usual{n}
+    CALL.REL.NOINC >slow
+usual{n}:
+    FADD R7, R7, R7
+    STG.E.128 [R8.64], R4
+    IADD3 R0, R0, 0x1, RZ
+"""
+KERNEL = (
+    """
+    S2R R0, SR_TID.X
+    @P0 EXIT
+    LDG.E.128.CONSTANT R20, [R18.64]
+again:
+    ISETP.GE.AND P3, PT, R0, R9, PT
+    @P3 BRA >rest
+"""
+    + "loop:"
+    + STEP.format(n=1)
+    + STEP.format(n=2)
+    + """
+    @P4 BRA >loop
+rest:
+"""
+    + STEP.format(n=3)
+    + """
+    IADD3 R1, R1, 0x100, RZ
+    @!P5 BRA >again
+    EXIT
+slow:
+    MUFU.RCP R1, R1
+    RET.REL.NODEC R2 0x0
+"""
+)
+
+
+def test_the_cheapest_step_of_the_unrolled_loop_is_counted():
+    loop = hot_loop(listing(KERNEL), Step(loads=1, stores=1))
+    assert loop.unrolled == 2
+    assert loop.turn.instructions == 2 * 9 + 1
+    assert loop.turn.count("CALL") == 0
+    # S2R, EXIT, LDG, ISETP and BRA before it; the 9 of a remaining step, IADD3, BRA and EXIT after it
+    assert loop.around == 5 + 9 + 3
+
+
+def test_the_way_that_is_meant_may_be_a_dearer_one():
+    loop = hot_loop(listing(KERNEL), Step(loads=1, stores=1, most="IADD3"))
+    assert loop.turn.instructions == 2 * 13 + 1
+
+
+def test_of_a_kernel_without_such_steps_nothing_is_said():
+    assert hot_loop(listing(KERNEL), Step(loads=3, stores=1)) is None
+    assert hot_loop(listing("LDG.E.128 R0, [R2.64]\nSTG.E.128 [R2.64], R0\nEXIT"), Step(loads=1, stores=1)) is None
+
+
+def test_a_jump_back_into_a_branch_is_no_loop():
+    code = listing("@P0 BRA >late\nnear:\nFADD R0, R0, R0\nEXIT\nlate:\nFMUL R0, R0, R0\nBRA >near")
+    assert cuda_model.natural_loops(cuda_model.basic_blocks(code)) == []
+
+
+def test_a_row_is_the_loop_around_the_loops_over_its_elements():
+    code = listing(
+        """
+        row:
+            IADD3 R0, R0, 0x1, RZ
+        first:
+            LDG.E.128 R4, [R2.64]
+            @P0 BRA >first
+            SHFL.BFLY PT, R1, R1, 0x1, 0x1f
+        second:
+            STG.E.128 [R8.64], R4
+            @P1 BRA >second
+            @P2 BRA >row
+            EXIT
+        """
+    )
+    loop = hot_loop(code, Step(loads=1, stores=1, row=True))
+    assert (loop.unrolled, loop.turn.instructions) == (1, 7)
+    assert loop.turn.cycles_alone() == 7 * cuda_model.ALONE + cuda_model.SHUFFLE
+
+
+GPU = cuda_model.Gpu("a", "sm_90", 10, 1.0, 100.0, 50.0, 1 << 20, 200.0, 10.0, 128)
+
+
+def prediction(launch: Launch, registers=32, gpu=GPU):
+    case = Case("edge", "op", "forward", "float32", 1000, 4000.0, (launch,))
+    return cuda_model.predict(case, gpu, {"kernel": Kernel(listing(KERNEL), registers, 0)})
+
+
+def test_each_limit_by_hand():
+    launch = Launch("kernel", blocks=160, threads=128, step=Step(1, 1), steps=2, traffic=1e6)
+    found = prediction(launch)  # 16 blocks on each of 10 multiprocessors: one wave of 1e6 bytes at 100 a ns
+    assert (found.limit, found.waves, found.warps) == ("memory", 1.0, 64)
+    assert found.share == pytest.approx(4000 / 1e6)
+    assert found.instructions == 19 * 160 * 128 / 1000
+
+    few = prediction(replace(launch, blocks=161))  # one block more takes a wave of its own, as long as one warp's steps
+    alone = 50 + (19 + 17) * 2.5
+    assert few.share == pytest.approx(4000 / 100 / (160 / 161 * 1e4 + alone), rel=1e-6)
+
+    # a turn is 2 loads and 2 stores of 512 bytes, 16 cycles of L1; 4 warps a block, 16 blocks or 1 a multiprocessor
+    busy = prediction(replace(launch, traffic=1.0, steps=2000))
+    assert busy.limit == "lsu"
+    assert busy.share == pytest.approx(4000 / 100 / (16 * 4 * 1000 * 16))
+    waiting = prediction(replace(launch, blocks=10, traffic=1.0, steps=2000))
+    assert waiting.limit == "latency"
+    assert waiting.share == pytest.approx(4000 / 100 / (1000 * (50 + 19 * 2.5) + 17 * 2.5))
+    ahead = prediction(replace(launch, blocks=10, traffic=1.0, steps=2000, prefetched=True))
+    assert (ahead.limit, ahead.share) == ("lsu", pytest.approx(4000 / 100 / (4 * 1000 * 16)))
+
+    tail = prediction(replace(launch, blocks=168, traffic=1.0), gpu=replace(GPU, memory_ns=1000.0))
+    assert tail.limit == "waves"
+    assert tail.share == pytest.approx(4000 / 100 / (2 * (1000 + (19 + 17) * 2.5)))
+    assert "not compiled" in prediction(replace(launch, kernel="other"))
+    assert "no loop" in prediction(replace(launch, step=Step(5, 1)))
+    assert "does not fit" in prediction(replace(launch, shared=1 << 20))
+
+
+def test_more_than_a_tenth_less_is_a_fall():
+    def table(percent):
+        return {"op": {"H200": {"percent_of_copy": percent, "limit": "memory"}}}
+
+    assert cuda_model.falls(table(50.0), table(45.0)) == []
+    assert "44.9% of copy, was 50.0%" in cuda_model.falls(table(50.0), table(44.9))[0]
+    assert "not modelled any more" in cuda_model.falls(table(50.0), {})[0]
+
+
+def test_the_table_has_every_case_on_every_gpu():
+    text = cuda_model.TABLE.read_text()
+    table = json.loads(text)
+    assert text == cuda_model.written(table)
+    assert table.keys() == {case.key for case in cuda_model.CASES}
+    for case, gpus in table.items():
+        assert gpus.keys() == {gpu.name for gpu in cuda_model.GPUS}, case
+        assert all(0 < of["percent_of_copy"] <= 100 for of in gpus.values()), case
+
+
+def test_the_assumptions_are_on_the_page():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for row in (
+        [f"{g.arch}, {g.processors}, {g.gigahertz:.2f}" for g in cuda_model.GPUS],
+        [f"{g.copy:.0f}" for g in cuda_model.GPUS],
+        [f"{g.memory_ns:.0f}" for g in cuda_model.GPUS],
+        [f"{g.cache >> 20}, {g.cache_speed:.0f}, {g.cache_ns:.0f}" for g in cuda_model.GPUS],
+        [f"{g.fma_lanes}" for g in cuda_model.GPUS],
+    ):
+        assert f"| {' | '.join(row)} |" in page
