@@ -44,7 +44,7 @@ TUNE, TUNE_LIBRARY = CSRC / "tune", "libcamox_ops_tune.so"
 SGEMM = (CSRC / "gemm" / "sgemm.c", CSRC / "gemm" / "sgemm_cpu.c")
 BORROWED = (*SGEMM, CSRC / "box" / "box.c", CSRC / "box" / "box_cpu.c")  # linked into that one too
 BREAK = os.environ.get("CAMOX_BREAK", "")
-OPS = sorted(path.parent.name for path in CSRC.glob("*/*_bind.cpp"))
+OPS = sorted({path.parent.name for path in CSRC.glob("*/*_bind.cpp")})
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 ISA_FLAGS = {"portable": []}
 if X86:

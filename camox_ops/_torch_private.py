@@ -104,7 +104,14 @@ def state() -> str:
     return f"{way}; {why} {', '.join(missing)}"
 
 
-WITHOUT_GRADIENT = ("bdh_attention_step", "gemm", "grad_group_norms", "rope_", "scale_grads_")
+WITHOUT_GRADIENT = (
+    "bdh_attention_step",
+    "gemm",
+    "grad_group_norms",
+    "linear_attention_step",
+    "rope_",
+    "scale_grads_",
+)
 """Operators that the package calls without differentiable_call."""
 
 _observe: dict[str, Callable] = {}
