@@ -107,9 +107,10 @@ def step(q, k, v, s, z, feature_map, normalize, strict, eps):
     return out[:, :, 0].contiguous()
 
 
-for _name, _function in (
-    ("linear_attention_causal", forward),
-    ("linear_attention_causal_backward", backward),
-    ("linear_attention_step", step),
-):
+OPERATORS = {
+    "linear_attention_causal": forward,
+    "linear_attention_causal_backward": backward,
+    "linear_attention_step": step,
+}
+for _name, _function in OPERATORS.items():
     torch.library.impl(f"camox_ops::{_name}", "CUDA")(_function)
