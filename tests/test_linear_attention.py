@@ -418,7 +418,7 @@ def test_causal_grad(feature_map, normalize, causal):
 
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_causal_sees_nothing_later(causal):
-    """Another k, v and gradient from position 70 on change nothing before it, and the last state is that of all keys."""
+    """Other keys from position 70 on change nothing before it, and the last state is that of all keys."""
     (q, k, v), _, _ = inputs((2, 2, 150, 6, 5))
     out, (s, z) = cx.linear_attention(q, k, v, causal=causal, return_state=True)
     later_k, later_v = k.clone(), v.clone()

@@ -1,7 +1,8 @@
-"""Causal linear attention composed of torch's operators, chunk by chunk: what the operators run where they have no kernel,
-which is everywhere but on the CPU."""
+"""Causal linear attention composed of torch's operators, chunk by chunk: what its operators run on CUDA."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 
@@ -32,7 +33,7 @@ def _sequence(tensors, s, z, normalize: str, strict: bool, eps: float):
 
 
 def compose(q, k, v, key_mask, initial_s, initial_z, cu_seqlens, feature_map, normalize, strict, eps):
-    """The operator linear_attention_causal, differentiable. Reads cu_seqlens on the host, which waits for the device."""
+    """linear_attention_causal, differentiable. cu_seqlens is read on the host, which waits for the device."""
     real, heads, (n, d) = _check.computed_in(q), q.shape[1], (q.shape[3], v.shape[3])
     bounds = None if cu_seqlens is None else check_bounds(cu_seqlens.tolist(), q.shape[2])
     mode = _NORMALIZATIONS[normalize]
@@ -44,7 +45,7 @@ def compose(q, k, v, key_mask, initial_s, initial_z, cu_seqlens, feature_map, no
         out, s, z = _sequence(tensors, s, z, mode, strict, eps)
     else:
         parts = []
-        for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for i, (begin, end) in enumerate(pairwise(bounds)):
             rows = tuple(x[:, :, begin:end] for x in tensors)
             parts.append(_sequence(rows, s[i : i + 1], z[i : i + 1], mode, strict, eps))
         if parts:
@@ -59,7 +60,7 @@ def check_bounds(bounds: list[int], length: int) -> list[int]:
     """The values of cu_seqlens, with the words of csrc/linear_attention/linear_attention.c."""
     if bounds[0] != 0:
         raise ValueError(f"linear_attention: cu_seqlens[0] must be 0, got {bounds[0]}")
-    for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for i, (begin, end) in enumerate(pairwise(bounds)):
         if end < begin:
             raise ValueError(f"linear_attention: cu_seqlens must not fall, got {end} after {begin} at index {i + 1}")
     if bounds[-1] != length:
@@ -112,5 +113,8 @@ OPERATORS = {
     "linear_attention_causal_backward": backward,
     "linear_attention_step": step,
 }
-for _name, _function in OPERATORS.items():
-    torch.library.impl(f"camox_ops::{_name}", "CUDA")(_function)
+
+
+def register_on_cuda() -> None:
+    for name, function in OPERATORS.items():
+        torch.library.impl(f"camox_ops::{name}", "CUDA")(function)

@@ -1,5 +1,5 @@
-"""linear_attention: attention over many positions through an N x D state, two passes over memory; causal, chunk by chunk;
-linear_attention_step: one position of the causal form."""
+"""linear_attention: attention over many positions through an N x D state, two passes over memory, or causal, chunk by
+chunk; linear_attention_step: one position of the causal form."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 
 from .. import reference
 from .._torch_private import in_transform
-from . import _check
-from . import _linear_attention_chunks as _chunks
+from . import _check, _linear_attention_chunks
 from ._check import dtype_names
 from ._codes import FEATURE_MAPS, LAYOUTS, NORMALIZATIONS, code_of
 from ._layout import as_read, dense_strides
@@ -69,10 +68,11 @@ def linear_attention(
         are cast to its dtype.
 
     Saved for backward: q, k, v, key_mask, S and z; causal the inputs alone, from which the states are computed again.
-    Nothing of the size of T states or of T x T is stored. On CUDA the causal form is composed of torch's operators, chunk
-    by chunk, and its backward computes the forward again. The gradients of q, k and v lie in memory in the order of their
-    strides. The same bits on every run and for any number of threads. First derivatives; a second one raises
-    NotImplementedError, and so does forward-mode AD.
+    Nothing of the size of T states or of T x T is stored. On CUDA the causal form is composed of torch's operators,
+    chunk by chunk, and its backward computes the forward again.
+
+    The gradients of q, k and v lie in memory in the order of their strides. The same bits on every run and for any
+    number of threads. First derivatives; a second one raises NotImplementedError, and so does forward-mode AD.
 
     Raises:
         TypeError: a tensor is not dense or of another dtype, dtypes differ, initial_state is not a pair, return_state
@@ -403,3 +403,4 @@ _linear_attention_causal_backward = register_last_derivative(
     vmap=_vmap_causal("linear_attention_causal_backward", 9),
 )
 torch.library.register_fake("camox_ops::linear_attention_step", _fake_step)
+_linear_attention_chunks.register_on_cuda()

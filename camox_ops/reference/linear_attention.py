@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 
@@ -48,14 +50,14 @@ def linear_attention(
 ) -> tuple[torch.Tensor, ...]:
     """q, k (B, H, T, N), v (B, H, T, D) or (B, T, H, ...) -> out like v, S (B, H, N, D) and with "sum" z (B, H, N).
 
-    Causal in the quadratic form, which has no state but the first and the last; with cu_seqlens sequence by sequence."""
+    Causal in the quadratic form, without states in between; with cu_seqlens sequence by sequence."""
     if layout == "bthd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     options = {"feature_map": feature_map, "normalize": normalize, "causal": causal, "eps": eps}
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         parts = []
-        for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for i, (begin, end) in enumerate(pairwise(bounds)):
             state = (None if x is None else x[i : i + 1] for x in (initial_s, initial_z))
             mask = None if key_mask is None else key_mask[:, begin:end]
             parts.append(linear_attention(*(x[:, :, begin:end] for x in (q, k, v)), *state, key_mask=mask, **options))

@@ -110,8 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_causal_backw
   const std::vector<int64_t> keys = {p.batch, p.heads, p.length, p.key_dim};
   check_shape(grad, {p.batch, p.heads, p.length, p.value_dim}, op, "grad");
   check_dtype_and_device(grad, q, op, "grad");
-  if (grad_s.has_value())
-    p.grad_s = real_data(*grad_s, q, {p.sequences, p.heads, p.key_dim, p.value_dim}, op, "grad_s");
+  if (grad_s.has_value()) p.grad_s = real_data(*grad_s, q, {p.sequences, p.heads, p.key_dim, p.value_dim}, op, "grad_s");
   if (grad_z.has_value()) p.grad_z = real_data(*grad_z, q, {p.sequences, p.heads, p.key_dim}, op, "grad_z");
   Tensor grad_q = empty_in_order(q, keys, 4), grad_k = empty_in_order(k, keys, 4);
   Tensor grad_v = empty_in_order(v, {p.batch, p.heads, p.length, p.value_dim}, 4);

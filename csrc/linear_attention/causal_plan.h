@@ -14,20 +14,20 @@ enum {
 };
 
 typedef enum {
-  CAUSAL_Q,          /* a [chunk, N] */
-  CAUSAL_K,          /* b [chunk, N] */
-  CAUSAL_Z,          /* z_t [chunk, N] */
-  CAUSAL_GRAD_A,     /* da or db [chunk, N] */
-  CAUSAL_V,          /* [chunk, D] */
-  CAUSAL_G,          /* r g [chunk, D] */
-  CAUSAL_OUT,        /* out or dv [chunk, D] */
-  CAUSAL_K_COLUMNS,  /* b [N, chunk] */
-  CAUSAL_V_COLUMNS,  /* [D, chunk] */
-  CAUSAL_QK,         /* a b^T [chunk, chunk] */
-  CAUSAL_GV,         /* r g v^T [chunk, chunk] */
-  CAUSAL_S,          /* S or dS [N, D] */
-  CAUSAL_S_COLUMNS,  /* S^T or dS^T [D, N] */
-  CAUSAL_STATE_Z,    /* z or dz [N] */
+  CAUSAL_Q,         /* a [chunk, N] */
+  CAUSAL_K,         /* b [chunk, N] */
+  CAUSAL_Z,         /* z_t [chunk, N] */
+  CAUSAL_GRAD_A,    /* da or db [chunk, N] */
+  CAUSAL_V,         /* [chunk, D] */
+  CAUSAL_G,         /* r g [chunk, D] */
+  CAUSAL_OUT,       /* out or dv [chunk, D] */
+  CAUSAL_K_COLUMNS, /* b [N, chunk] */
+  CAUSAL_V_COLUMNS, /* [D, chunk] */
+  CAUSAL_QK,        /* a b^T [chunk, chunk] */
+  CAUSAL_GV,        /* r g v^T [chunk, chunk] */
+  CAUSAL_S,         /* S or dS [N, D] */
+  CAUSAL_S_COLUMNS, /* S^T or dS^T [D, N] */
+  CAUSAL_STATE_Z,   /* z or dz [N] */
   CAUSAL_BUFFERS
 } camox_causal_buffer;
 
@@ -52,7 +52,7 @@ static inline int64_t camox_causal_plan(int64_t key_dim, int64_t value_dim, int6
       case CAUSAL_V_COLUMNS: size = values * CAMOX_CAUSAL_PITCH; break;
       case CAUSAL_QK:
       case CAUSAL_GV: size = CAMOX_CAUSAL_CHUNK * CAMOX_CAUSAL_PITCH; break;
-      case CAUSAL_S: 
+      case CAUSAL_S:
       case CAUSAL_S_COLUMNS: size = keys * values; break;
       case CAUSAL_STATE_Z: size = keys; break;
       case CAUSAL_BUFFERS: break;

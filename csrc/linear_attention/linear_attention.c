@@ -109,8 +109,8 @@ int camox_causal_check(const camox_causal_params *p, int backward) {
   CAMOX_REQUIRE(camox_check_sizes(op, "q", size, 3));
   if (p->cu_seqlens) CAMOX_REQUIRE(check_cu_seqlens(p));
   if (!p->cu_seqlens && p->sequences != p->batch)
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: %lld states beside %lld batch elements", (long long)p->sequences,
-                      (long long)p->batch);
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: %lld states beside %lld batch elements",
+                      (long long)p->sequences, (long long)p->batch);
   const int sum = p->normalize == CAMOX_NORMALIZE_SUM;
   if (!sum && (p->initial_z || p->grad_z))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: z belongs to the normalization 'sum' only");
