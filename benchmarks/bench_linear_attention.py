@@ -4,6 +4,9 @@ The eager side of "feature" is SDTAEncoder.linear_attention of mahi-chan/camoXpe
 the rearrangement to (B, C, H, W) that follows it; that of "sum" is the same with the denominator of the formula. In
 ``standard_attention`` the baseline is F.scaled_dot_product_attention on the same heads: other numbers, the same task.
 
+The eager side of the causal cases is the formula in chunks, whose states lie in memory; that of ``cumsum`` has a state
+for each position, a gigabyte of them at 4,096, so it is timed at a quarter of that. A step is one position.
+
 Ideal bytes in elements of q: forward reads q, k, v, writes out; backward reads q, k, v and the gradient, writes three.
 """
 
@@ -17,6 +20,8 @@ import torch.nn.functional as F
 from benchmarks.common import Case, camox_attr, on_gpu, random_tensor
 from benchmarks.shapes import DIRECTIONS
 
+CAUSAL = (2, 8, 4096, 64)
+CUMSUM = (2, 8, 1024, 64)
 SHAPES = ((2, 8, 2304, 32), (4, 8, 5184, 10), (4, 8, 1296, 20))
 STANDARD = (1, 8, 2304, 32)
 
@@ -48,6 +53,74 @@ def eager_sum(q, k, v):
 
 def standard(q, k, v):
     return as_image(F.scaled_dot_product_attention(q, k, v))
+
+
+def eager_causal(q, k, v, chunk=64):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    q, k, v = (x.unflatten(2, (-1, chunk)) for x in (q, k, v))
+    states, sums = k.mT @ v, k.sum(3)
+    states, sums = states.cumsum(2) - states, (sums.cumsum(2) - sums).unsqueeze(-1)
+    scores = (q @ k.mT).tril()
+    return ((scores @ v + q @ states) / (scores.sum(-1, keepdim=True) + q @ sums + 1e-6)).flatten(2, 3)
+
+
+def eager_cumsum(q, k, v):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    states = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)
+    return (q.unsqueeze(-2) @ states).squeeze(-2) / ((q * k.cumsum(2)).sum(-1, keepdim=True) + 1e-6)
+
+
+def eager_step(q, k, v, s, z):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    s += k.unsqueeze(-1) * v.unsqueeze(-2)
+    z += k
+    return (q.unsqueeze(-2) @ s).squeeze(-2) / ((q * z).sum(-1, keepdim=True) + 1e-6)
+
+
+def causal_case(shape, direction, eager=eager_causal, group="linear_attention_causal") -> Case:
+    def candidates():
+        attention = camox_attr("linear_attention")
+        return {"camox": lambda q, k, v: attention(q, k, v, causal=True), "eager": eager, "compile": None}
+
+    elements = 11 if direction == "forward_backward" else 4
+    return Case(
+        group=group,
+        shape=shape,
+        make_inputs=lambda: tuple(random_tensor(shape, dtype=torch.float32, seed=seed) for seed in range(3)),
+        candidates=candidates,
+        direction=direction,
+        floor_bytes=elements * math.prod(shape) * 4,
+    )
+
+
+def same_step(_, inputs):
+    """Of a state that is written in place, both from zeros: the state that is timed goes on from call to call."""
+    step, (q, k, v, s, z) = camox_attr("linear_attention_step"), inputs
+    ours = [torch.zeros_like(x) for x in (s, z)]
+    true = [x.double() for x in ours]
+    out, _ = step(q, k, v, ours)
+    pairs = zip((out, *ours), (eager_step(q.double(), k.double(), v.double(), *true), *true), strict=True)
+    miss = max((mine - other).abs().max().item() for mine, other in pairs)
+    return None if miss < 1e-4 else f"off by {miss}"
+
+
+def step_case(batch, heads, dim) -> Case:
+    def inputs():
+        rows = tuple(random_tensor((batch, heads, dim), dtype=torch.float32, seed=seed) for seed in range(3))
+        return *rows, torch.zeros(batch, heads, dim, dim), torch.zeros(batch, heads, dim)
+
+    def candidates():
+        step = camox_attr("linear_attention_step")
+        return {"camox": lambda q, k, v, s, z: step(q, k, v, (s, z))[0], "eager": eager_step, "compile": None}
+
+    return Case(
+        group="linear_attention_step",
+        shape=(batch, heads, dim),
+        make_inputs=inputs,
+        candidates=candidates,
+        floor_bytes=(2 * batch * heads * dim * (dim + 1) + 4 * batch * heads * dim) * 4,
+        verify=same_step,
+    )
 
 
 def attention_case(normalize, eager, shape, direction, dtype=torch.float32, layout="contiguous") -> Case:
@@ -104,4 +177,7 @@ def cases() -> list[Case]:
             beside = attention_case("feature", eager_feature, SHAPES[0], direction, dtype, layout)
             found.append(replace(beside, compare_with={name: plain}, default_allocator=False))
         found.append(standard_case(direction))
+        found.append(causal_case(CAUSAL, direction))
+    found.append(causal_case(CUMSUM, "forward_backward", eager_cumsum, "linear_attention_cumsum"))
+    found.append(step_case(8, 8, 64))
     return found

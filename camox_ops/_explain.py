@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from . import _C, _torch_private, nn
+from .ops import _linear_attention_chunks
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
 
@@ -211,11 +212,14 @@ def _record(name: str, args, kwargs, output, device: torch.device, seconds: floa
         found = kernels if kind == "kernel" else reasons
         if text not in found:
             found.append(text)
+    on_cpu = device.type == "cpu"
+    ran = kernels if on_cpu else [f"camox_{name}_cuda"]
+    if not on_cpu and name in _linear_attention_chunks.OPERATORS:
+        ran, reasons = [], [_linear_attention_chunks.WHY]
     names = [argument.name for argument in getattr(torch.ops.camox_ops, name).default._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     inputs = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
     outputs = output if isinstance(output, tuple) else () if output is None else (output,)
-    on_cpu = device.type == "cpu"
     call = Call(
         op=name,
         backward=name.endswith("_backward"),
@@ -223,7 +227,7 @@ def _record(name: str, args, kwargs, output, device: torch.device, seconds: floa
         outputs=tuple(_facts(f"-> {i}", value) for i, value in enumerate(outputs)),
         options={key: value for key, value in arguments.items() if not isinstance(value, torch.Tensor)},
         device=str(device),
-        kernels=tuple(kernels) if on_cpu else (f"camox_{name}_cuda",),
+        kernels=tuple(ran),
         isa=_C.isa() if on_cpu else "cuda",
         threads=torch.get_num_threads() if on_cpu else 0,
         reasons=tuple(reasons),

@@ -18,7 +18,7 @@ from .ops.bdh import bdh_attention, bdh_attention_step
 from .ops.box import box_mean, structure_weight
 from .ops.edge import edge_maps
 from .ops.grad_norms import grad_group_norms, scale_grads_
-from .ops.linear_attention import MOST_DIM, linear_attention, linear_attention_packed
+from .ops.linear_attention import MOST_DIM, linear_attention, linear_attention_packed, linear_attention_step
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route, moe_routing
 from .ops.norm2d import layer_norm2d
@@ -114,6 +114,29 @@ def heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...
     """q, k and v as (B, H, T, D), D as large as linear_attention takes it at most."""
     shape = (*shape[:3], min(shape[3], MOST_DIM))
     return tuple(torch.randn((3, *shape), generator=torch.Generator().manual_seed(0)).to(dtype))
+
+
+def prefix_and_step(q, k, v, attention, step):
+    """Causal attention, and one position after all of them."""
+    out, state = attention(q, k, v, causal=True, eps=1e-2, return_state=True)
+    with torch.no_grad():
+        last, _ = step(q[:, :, -1], k[:, :, -1], v[:, :, -1], state, eps=1e-2)
+    return out, last + 0 * out[:, :, -1]
+
+
+def plain_linear_attention(q, k, v, *, return_state, **options):
+    out, *state = reference.linear_attention(q, k, v, **options)
+    return out, state
+
+
+def plain_linear_attention_step(q, k, v, state, **options):
+    out, *after = reference.linear_attention_step(q, k, v, *state, **options)
+    return out, after
+
+
+def causal_heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """As heads. T is limited: the reference holds T x T scores of every head."""
+    return heads((*shape[:2], min(shape[2], MOST_TOKENS), shape[3]), dtype)
 
 
 def norms_and_copy(norms, scale_, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -321,6 +344,15 @@ OPS = (
         lambda q, k, v: linear_attention(q, k, v, eps=1e-2),
         lambda q, k, v: reference.linear_attention(q, k, v, eps=1e-2)[0],
         heads,
+        heads=True,
+        offset=False,
+        half_slack=2**-19,
+    ),
+    Op(
+        "linear_attention causal",
+        lambda *tensors: prefix_and_step(*tensors, linear_attention, linear_attention_step),
+        lambda *tensors: prefix_and_step(*tensors, plain_linear_attention, plain_linear_attention_step),
+        causal_heads,
         heads=True,
         offset=False,
         half_slack=2**-19,

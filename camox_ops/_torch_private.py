@@ -108,6 +108,7 @@ WITHOUT_GRADIENT = (
     "bdh_attention_step",
     "gemm",
     "grad_group_norms",
+    "linear_attention_step",
     "moe_activation",
     "moe_activation_backward",
     "moe_experts_mm",

@@ -108,6 +108,18 @@ GROUPS = {
     "linear_attention_feature": Group(
         '`linear_attention(normalize="feature")`', "linear_attention", "CamoXpert's formula: `F.elu`, sums, 2 matmuls"
     ),
+    "linear_attention_causal": Group(
+        "`linear_attention(causal=True)`", "linear_attention", "the same in chunks of 64 positions: 5 matmuls, `cumsum`"
+    ),
+    "linear_attention_cumsum": Group(
+        "`linear_attention(causal=True)` beside a state for each position",
+        "linear_attention",
+        "`cumsum` of all outer products",
+        ("algorithm",),
+    ),
+    "linear_attention_step": Group(
+        "`linear_attention_step`", "linear_attention", "the same formula in place on the state", ("step",)
+    ),
     "standard_attention": Group(
         "`linear_attention` beside softmax attention",
         "linear_attention",

@@ -22,7 +22,6 @@ from camox_ops.ops.linear_attention import linear_attention_packed
 # Public functions that run no operator, and why.
 WITHOUT_OPERATOR = {
     "rope_tables": "makes cosines and sines with torch's own functions",
-    "linear_attention_step": "raises until causal linear attention exists (test_linear_attention.py)",
 }
 # Operators that no public function of tensors calls, and where they are tested.
 WITHOUT_CASE = {
@@ -631,6 +630,29 @@ linear_attention = partial(
 )
 
 
+def causal_sums(causal, q, k, v, s, z, mask):
+    options = {"causal": causal, "initial_state": (s, z), "key_mask": mask, "return_state": True}
+    return cx.linear_attention(q, k, v, eps=1e-2, **options)
+
+
+def plain_causal_sums(causal, q, k, v, s, z, mask):
+    out, *state = reference.linear_attention(q, k, v, s, z, causal=causal, key_mask=mask, eps=1e-2)
+    return out, *(sums.to(s.dtype) for sums in state)
+
+
+def linear_attention_token(shape, dtype):
+    """One position: q, k (B, H, N), v (B, H, D), the state."""
+    batch, heads, n, d = shape
+    q, k, v, s, z, _ = linear_attention_state((batch, heads, 1, n, d), dtype)
+    return q[:, :, 0].contiguous(), k[:, :, 0].contiguous(), v[:, :, 0].contiguous(), s, z
+
+
+def linear_attention_step(q, k, v, s, z):
+    """Of a copy of the state, which the op writes to."""
+    out, state = cx.linear_attention_step(q, k, v, (s.clone(), z.clone()), eps=1e-2)
+    return out, *state
+
+
 def linear_attention_of(feature_map, normalize):
     return linear_attention(
         variant=f"{feature_map} {normalize}",
@@ -659,6 +681,33 @@ LINEAR_ATTENTION = (
     *(
         linear_attention_of(feature_map, normalize)
         for feature_map, normalize in (("relu", "feature"), ("relu", "none"))
+    ),
+    linear_attention(
+        variant="strict",
+        ours=partial(causal_sums, "strict"),
+        plain=partial(plain_causal_sums, "strict"),
+        inputs=linear_attention_state,
+        fixed=1,
+        sums=tuple(range(8)),
+        states=2,
+        saves=(0, 1, 2, 5, 3, 4),
+    ),
+    linear_attention(
+        name="linear_attention_step",
+        ours=linear_attention_step,
+        plain=partial(reference.linear_attention_step, eps=1e-2),
+        inputs=linear_attention_token,
+        shapes=((2, 3, 16, 5), (1, 2, 16, 5)),
+        wide=((2, 3, 34, 7), (1, 2, 40, 20)),
+        large=((4, 6, 96, 240),),
+        empty=((0, 3, 8, 5), (2, 0, 8, 5)),
+        beyond=((1, 2, 8, 3), 1),
+        keeps="nothing",
+        near_in_layouts=tuple(range(8)),
+        sums=tuple(range(8)),
+        states=2,
+        twice=True,
+        gradient_of_reference=True,
     ),
     linear_attention(
         variant="packed",

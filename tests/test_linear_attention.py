@@ -378,13 +378,222 @@ def test_camoxpert_parity(dtype):
     assert_close_to_reference(out, plain(*tensors), plain(*(t.double() for t in tensors)))
 
 
-def test_causal_comes_later():
-    q = torch.rand(1, 1, 3, 4)
-    for causal in (True, "strict"):
-        with pytest.raises(NotImplementedError, match="causal linear attention"):
-            cx.linear_attention(q, q, q, causal=causal)
-    with pytest.raises(NotImplementedError, match="causal linear attention"):
-        cx.linear_attention_step(q, q, q, (torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)))
+# ---- causal ----
+CAUSAL = (True, "strict")
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_causal_matches_reference_and_grad(dtype, causal):
+    """Every mode: shorter than a chunk, not a multiple of one, several; masks, states and strides at some."""
+    for i, ((feature_map, normalize), size) in enumerate(itertools.product(MODES, (*SIZES[:3], (1, 2, 150, 36, 73)))):
+        both = i % 2 == 1
+        tensors, mask, state = inputs(size, dtype, MEMORY[i % len(MEMORY)], both, both, normalize)
+        options = {"feature_map": feature_map, "normalize": normalize, "causal": causal, "eps": 1e-2}
+        mine = assert_right(tensors, mask, state, **options)
+        if dtype in HALVES:
+            leaves = leaves_of(tensors, state)
+            given = upstream(mine[: 3 if normalize == "sum" else 2])
+            high = numbers(ours, leaves, given, torch.float32, key_mask=mask, **options)
+            assert_within_one_rounding(mine, high)
+
+
+@pytest.mark.parametrize("size", [(1, 1, 70, 256, 130), (1, 1, 99, 2, 256), (1, 2, 16, 1, 1), (1, 1, 128, 64, 64)])
+def test_causal_matches_reference_of_large_heads(size):
+    tensors, mask, state = inputs(size, masked=True, stateful=True)
+    assert_right(tensors, mask, state, causal=True, eps=1e-2)
+
+
+@ON_CPU
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("feature_map, normalize", MODES)
+def test_causal_grad(feature_map, normalize, causal):
+    """By differences; of the state alone too."""
+    tensors, mask, state = inputs((1, 2, 5, 3, 4), torch.float64, "contiguous", True, True, normalize)
+    options = {"feature_map": feature_map, "normalize": normalize, "causal": causal, "eps": 1e-2}
+    leaves = leaves_of(tensors, state)
+    assert gradcheck(lambda *t: ours(*t, key_mask=mask, **options), leaves)
+    assert gradcheck(lambda *t: ours(*t, **options)[1], leaves[1:2] * 2 + leaves[2:])
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_causal_sees_nothing_later(causal):
+    """Other keys from position 70 on change nothing before it, and the last state is that of all keys."""
+    (q, k, v), _, _ = inputs((2, 2, 150, 6, 5))
+    out, (s, z) = cx.linear_attention(q, k, v, causal=causal, return_state=True)
+    later_k, later_v = k.clone(), v.clone()
+    first = 70 + (causal == "strict")
+    later_k[:, :, 70:], later_v[:, :, 70:] = 5, -3
+    other = cx.linear_attention(q, later_k, later_v, causal=causal)
+    assert torch.equal(out[:, :, :first], other[:, :, :first])
+    assert not torch.equal(out[:, :, first:], other[:, :, first:])
+    _, (all_s, all_z) = cx.linear_attention(q, k, v, return_state=True)
+    torch.testing.assert_close(s, all_s)
+    torch.testing.assert_close(z, all_z)
+    if causal == "strict":
+        assert not out[:, :, 0].any()
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_step_is_the_full_run(normalize, causal):
+    """Position by position, on a state that is written in place; after a prefix of the full run too."""
+    (q, k, v), _, state = inputs((2, 3, 70, 6, 5), stateful=True, normalize=normalize)
+    options = {"normalize": normalize, "eps": 1e-2}
+    whole, last = cx.linear_attention(q, k, v, causal=causal, initial_state=state, return_state=True, **options)
+    _, state = cx.linear_attention(
+        *(x[:, :, :3] for x in (q, k, v)), causal=causal, initial_state=state, return_state=True, **options
+    )
+    memory = state[0].data_ptr()
+    for t in range(3, 70):
+        rows = (x[:, :, t] for x in (q, k, v))
+        out, state = cx.linear_attention_step(*rows, state, strict=causal == "strict", **options)
+        torch.testing.assert_close(out, whole[:, :, t], rtol=1e-4, atol=1e-5)
+    assert state[0].data_ptr() == memory
+    torch.testing.assert_close(state[0], last[0])
+    assert (state[1] is None) == (normalize != "sum")
+
+
+def test_step_on_states_of_other_strides():
+    (q, k, v), _, (s, z) = inputs((2, 3, 1, 6, 5), stateful=True)
+    rows = [x[:, :, 0] for x in (q, k, v)]
+    swapped = s.transpose(0, 1).contiguous().transpose(0, 1)
+    out, (found, _) = cx.linear_attention_step(*rows, (s, z.clone()))
+    other, (written, _) = cx.linear_attention_step(*rows, (swapped, z.clone()))
+    assert written is swapped
+    assert torch.equal(out, other)
+    assert torch.equal(found, written)
+
+
+def test_step_with_a_gradient_leaves_the_state():
+    (q, k, v), _, (s, z) = inputs((2, 3, 1, 6, 5), stateful=True)
+    rows, before = [x[:, :, 0].detach().requires_grad_() for x in (q, k, v)], s.clone()
+    out, (next_s, _) = cx.linear_attention_step(*rows, (s, z))
+    assert torch.equal(s, before)
+    (out.sum() + next_s.sum()).backward()
+    assert all(x.grad is not None for x in rows)
+
+
+BOUNDS = (0, 5, 5, 75, 203)
+
+
+def sequences(stateful, normalize="sum", dtype=torch.float32, memory="contiguous"):
+    tensors, mask, _ = inputs((1, 2, BOUNDS[-1], 6, 5), dtype, memory, True)
+    _, _, state = inputs((len(BOUNDS) - 1, 2, 1, 6, 5), dtype, stateful=stateful, normalize=normalize)
+    return tensors, mask, state, torch.tensor(BOUNDS, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("stateful", [False, True])
+def test_cu_seqlens(causal, stateful):
+    """Outputs, states and gradients of each sequence, one of them empty; the bits of each sequence alone."""
+    for normalize, dtype in itertools.product(NORMALIZATIONS, (torch.float32, torch.bfloat16, torch.float64)):
+        if dtype == torch.float64 and DEVICE.type != "cpu":
+            continue
+        tensors, mask, state, cu_seqlens = sequences(stateful, normalize, dtype)
+        options = {"normalize": normalize, "causal": causal, "eps": 1e-2}
+        mine = assert_right(tensors, mask, state, cu_seqlens=cu_seqlens, **options)
+        for i, (begin, end) in enumerate(itertools.pairwise(BOUNDS)):
+            rows, some = (x[:, :, begin:end] for x in tensors), mask[:, begin:end]
+            first = None if state is None else tuple(None if x is None else x[i : i + 1] for x in state)
+            out = cx.linear_attention(*rows, key_mask=some, initial_state=first, **options)
+            assert torch.equal(out, mine[0][:, :, begin:end])
+    tensors, mask, state, cu_seqlens = sequences(stateful)
+    swapped = tuple(x.transpose(1, 2).contiguous() for x in tensors)
+    assert_right(swapped, mask, state, cu_seqlens=cu_seqlens, causal=causal, layout="bthd", eps=1e-2)
+
+
+@ON_CPU
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_chunks_of_torch_operators(normalize):
+    """What runs on CUDA, here on the CPU: the same numbers from the operators' arguments."""
+    from camox_ops.ops import _linear_attention_chunks as chunks
+
+    tensors, mask, state, cu_seqlens = sequences(True, normalize, torch.float64, "strided")
+    arguments = (*tensors, mask, *state, cu_seqlens, 0, NORMALIZATIONS.index(normalize), True, 1e-2)
+    expected = torch.ops.camox_ops.linear_attention_causal(*arguments)
+    for mine, other in zip(chunks.forward(*arguments), expected, strict=True):
+        torch.testing.assert_close(mine, other)
+        assert mine.stride() == other.stride()
+    given = upstream(expected)
+    if normalize != "sum":
+        given[2] = None
+    expected = torch.ops.camox_ops.linear_attention_causal_backward(*given, *arguments)
+    for mine, other in zip(chunks.backward(*given, *arguments), expected, strict=True):
+        torch.testing.assert_close(mine, other)
+        assert mine.stride() == other.stride()
+    rows, (s, z) = [x[:, :, 0].expand(4, 2, -1) for x in tensors], state
+    states = [(s.clone(), None if z is None else z.clone()) for _ in range(2)]
+    end = (0, NORMALIZATIONS.index(normalize), False, 1e-2)
+    mine = chunks.step(*rows, *states[0], *end)
+    torch.testing.assert_close(mine, torch.ops.camox_ops.linear_attention_step(*rows, *states[1], *end))
+    torch.testing.assert_close(states[0], states[1])
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    "bounds, message",
+    [
+        ((0, 2, 4), "cu_seqlens must end with the 5 positions of q, got 4"),
+        ((1, 5), r"cu_seqlens\[0\] must be 0, got 1"),
+        ((0, 4, 3, 5), "cu_seqlens must not fall, got 3 after 4 at index 2"),
+    ],
+)
+def test_values_of_cu_seqlens(bounds, message):
+    from camox_ops.ops._linear_attention_chunks import check_bounds
+
+    q = Q[:1]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        cx.linear_attention(q, q, q, causal=True, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    with pytest.raises(ValueError, match=message):
+        check_bounds(list(bounds), 5)
+
+
+@ON_CPU
+def test_causal_compiles():
+    """With other lengths too, and with packed sequences."""
+    tensors, mask, state, cu_seqlens = sequences(True)
+    compiled = torch.compile(
+        lambda *t, **o: cx.linear_attention(*t, causal=True, return_state=True, **o)[0].square().sum(),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for options in ({}, {"cu_seqlens": cu_seqlens, "initial_state": state}):
+        leaves = leaves_of(tensors, None)
+        expected = [x.detach().clone().requires_grad_() for x in leaves]
+        compiled(*leaves, key_mask=mask, **options).backward()
+        cx.linear_attention(*expected, causal=True, key_mask=mask, **options).square().sum().backward()
+        for mine, other in zip(leaves, expected, strict=True):
+            assert torch.equal(mine.grad, other.grad)
+
+
+TOKEN = torch.zeros(2, 3, 4)
+TOKEN_STATE = (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4))
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"q": None}, TypeError, "q must be a torch.Tensor"),
+        ({"q": TOKEN[0]}, ValueError, r"q must have 3 dimensions \(B, H, N\), got shape \(3, 4\)"),
+        ({"v": TOKEN[:1]}, ValueError, r"v must have shape \(B, H, D\) beside q of \(2, 3, 4\), got \(1, 3, 4\)"),
+        ({"state": None}, TypeError, r"state must be a pair \(S, z\), got NoneType"),
+        ({"state": (TOKEN_STATE[0], None)}, ValueError, "the z of state must be a tensor with normalize='sum'"),
+        ({"state": (TOKEN_STATE[0][:1], TOKEN_STATE[1])}, ValueError, r"S must have shape \(2, 3, 4, 4\)"),
+        ({"state": (TOKEN_STATE[0].double(), TOKEN_STATE[1])}, TypeError, "S must have dtype float32, got float64"),
+        ({"state": (TOKEN_STATE[0].to("meta"), TOKEN_STATE[1])}, ValueError, "S must be on the device of q"),
+        ({"strict": 1}, TypeError, "strict must be a bool"),
+        ({"eps": 0.0}, ValueError, "eps must be > 0"),
+        ({"feature_map": "gelu"}, ValueError, "feature_map must be one of"),
+    ],
+)
+def test_errors_of_the_step(changes, error, message):
+    arguments = {"q": TOKEN, "k": TOKEN, "v": TOKEN, "state": TOKEN_STATE, **changes}
+    tensors = [arguments.pop(name) for name in ("q", "k", "v", "state")]
+    with pytest.raises(error, match=message) as caught:
+        cx.linear_attention_step(*tensors, **arguments)
+    assert str(caught.value).startswith("linear_attention_step: ")
 
 
 # ---- errors ----
@@ -422,6 +631,10 @@ STATE = (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4))
         ({"normalize": "l1"}, ValueError, "normalize must be one of"),
         ({"causal": "yes"}, ValueError, "causal must be one of False, True, 'strict', got 'yes'"),
         ({"layout": "tbhd"}, ValueError, "layout must be one of"),
+        ({"cu_seqlens": CU}, ValueError, "cu_seqlens needs causal=True or 'strict', got causal=False"),
+        ({"cu_seqlens": CU, "causal": True}, ValueError, "cu_seqlens needs q of one batch element, got 2"),
+        ({"cu_seqlens": CU.long(), "causal": True}, TypeError, "cu_seqlens must have dtype int32, got int64"),
+        ({"cu_seqlens": CU[:0], "causal": True}, ValueError, r"cu_seqlens must have shape \(S\+1,\), got \(0,\)"),
         ({"return_state": 1}, TypeError, "return_state must be a bool"),
         ({"eps": 0.0}, ValueError, "eps must be > 0 and finite, got 0.0"),
         ({"eps": float("nan")}, ValueError, "eps must be > 0"),

@@ -1,14 +1,17 @@
-"""linear_attention: attention over many positions through an N x D state, two passes over memory."""
+"""linear_attention: attention over many positions through an N x D state, two passes over memory, or causal, chunk by
+chunk; linear_attention_step: one position of the causal form."""
 
 from __future__ import annotations
 
 import torch
 
-from . import _check
+from .. import reference
+from .._torch_private import in_transform
+from . import _check, _linear_attention_chunks
 from ._check import dtype_names
 from ._codes import FEATURE_MAPS, LAYOUTS, NORMALIZATIONS, code_of
 from ._layout import as_read, dense_strides
-from ._register import register, register_last_derivative, vmap_folded
+from ._register import one_by_one, register, register_last_derivative, vmap_folded
 
 SUM = NORMALIZATIONS["sum"]
 MOST_DIM = 256
@@ -28,6 +31,7 @@ def linear_attention(
     return_state: bool = False,
     eps: float = 1e-6,
     layout: str = "bhtd",
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]:
     """Attention over T positions without the T x T matrix: f(q) (f(k)^T v), at the cost of reading q, k, v.
 
@@ -36,17 +40,26 @@ def linear_attention(
         normalize "feature":  out_t = f(q_t) S, f(q_t) and f(k_t) each divided by its own sum over N; a sum of 0 gives 0
         normalize "none":     out_t = f(q_t) S
 
+    Causal, the S and z of position t are the sums over the keys up to t, or before t with "strict".
+
+        out, state = cx.linear_attention(q, k, v, causal=True, return_state=True)
+        out, state = cx.linear_attention_step(next_q, next_k, next_v, state)
+
     Args:
         q, k: (B, H, T, N), or (B, T, H, N) with layout="bthd"; v: (B, H, T, D) or (B, T, H, D). N and D from 1 to 256.
             float32, bfloat16, float16 or float64, one dtype; any strides, nothing is copied: heads of the
             (B, 3C, H, W) output of a qkv convolution are read where they lie.
         feature_map: f: "elu1" (elu(x) + 1), "relu" or "identity".
-        causal: False. True and "strict" raise NotImplementedError.
+        causal: False; True: a position sees itself and what came before; "strict": only what came before, the first one
+            nothing but the initial state.
         key_mask: bool (B, T), True where a key is ignored; its k and v may hold anything, its query is answered.
         initial_state: (S_0, z_0), (B, H, N, D) and (B, H, N) whatever the layout, float32 (float64 for float64);
             None: zeros. z_0 is None unless normalize is "sum".
         return_state: also return (S, z), like initial_state.
         eps: added to the denominator of "sum", > 0 in float32 (float64 for float64).
+        cu_seqlens: int32 (S+1,), rising from 0 to T, with causal only: q, k and v have B = 1 and hold S sequences one
+            after the other. Each begins with its own state: initial_state and the state returned are (S, H, N, D) and
+            (S, H, N). On CUDA its values are read on the host, which waits for the device.
 
     Returns:
         out, like v, in q's dtype and with its dimensions in memory in the order of q's strides, so that heads of an
@@ -54,36 +67,43 @@ def linear_attention(
         float32 (float64 for float64) and rounded once; sums over T are taken chunk by chunk. Under autocast q, k and v
         are cast to its dtype.
 
-    Saved for backward: q, k, v, key_mask, S and z. The gradients of q, k and v lie in memory in the order of their
-    strides. The same bits on every run and for any number of threads. First derivatives; a second one raises
-    NotImplementedError, and so does forward-mode AD.
+    Saved for backward: q, k, v, key_mask, S and z; causal the inputs alone, from which the states are computed again.
+    Nothing of the size of T states or of T x T is stored. On CUDA the causal form is composed of torch's operators,
+    chunk by chunk, and its backward computes the forward again.
+
+    The gradients of q, k and v lie in memory in the order of their strides. The same bits on every run and for any
+    number of threads. First derivatives; a second one raises NotImplementedError, and so does forward-mode AD.
 
     Raises:
         TypeError: a tensor is not dense or of another dtype, dtypes differ, initial_state is not a pair, return_state
             is not a bool, eps is not a number.
         ValueError: shapes that disagree, N or D outside 1 ... 256, a mask or a state of another shape, a z that is
             missing or to spare, eps <= 0, tensors on different devices, an unknown feature_map, normalize, causal or
-            layout.
+            layout, cu_seqlens without causal, of another shape, beside B other than 1, or that do not rise from 0 to T.
 
     Source: Transformers are RNNs (arXiv 2006.16236, equations 4 to 7); "feature": SDTAEncoder.linear_attention of
     mahi-chan/camoXpert, models/backbone.py at 47e858c."""
     options = _codes_of(feature_map, normalize)
     _check.choice(OP, "layout", layout, LAYOUTS)
     _check.choice(OP, "causal", causal, (False, True, "strict"))
-    if causal:
-        raise NotImplementedError(f"{OP}: causal={causal!r}: causal linear attention is not implemented")
     _check.flag(OP, "return_state", return_state)
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check.tensor(OP, name, value)
     q, k, v = _check.autocast(q, k, v)
-    _check_shapes(q, k, v, layout)
+    _check_shapes(q, k, v, "B, H, T" if layout == "bhtd" else "B, T, H")
     eps = _check.eps(OP, eps, q)
     if layout == "bthd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if key_mask is not None:
         _check_mask(key_mask, q.shape[0], q.shape[2], q)
-    initial_s, initial_z = _check_state(initial_state, q, v, normalize)
-    out, s, z = _linear_attention(q, k, v, key_mask, initial_s, initial_z, *options, eps)
+    cu_seqlens = _check_cu_seqlens(cu_seqlens, q, causal)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    initial_s, initial_z = _check_state(OP, "initial_state", initial_state, sequences, q, v, normalize)
+    if causal:
+        arguments = (q, k, v, key_mask, initial_s, initial_z, cu_seqlens, *options, causal == "strict", eps)
+        out, s, z = _linear_attention_causal(*arguments)
+    else:
+        out, s, z = _linear_attention(q, k, v, key_mask, initial_s, initial_z, *options, eps)
     if layout == "bthd":
         out = out.transpose(1, 2)
     return (out, (s, z if normalize == "sum" else None)) if return_state else out
@@ -125,31 +145,70 @@ def linear_attention_step(
     strict: bool = False,
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]:
-    """One position of causal linear attention: raises NotImplementedError until causal linear attention exists."""
-    raise NotImplementedError("linear_attention_step: causal linear attention is not implemented")
+    """One more position of causal linear attention: its cost does not depend on how many came before.
+
+        S' = S + f(k) v^T    z' = z + f(k)    out as linear_attention with S' and z', or with S and z where `strict`
+
+    Args:
+        q, k: (B, H, N), v: (B, H, D), of this position, one dtype, as for linear_attention.
+        state: (S, z), (B, H, N, D) and (B, H, N), float32 (float64 beside float64), as linear_attention returns it with
+            return_state; z is None unless normalize is "sum".
+        feature_map, normalize, eps: as for linear_attention.
+        strict: the position does not see itself.
+
+    Returns:
+        (out (B, H, D) in q's dtype, the state). S and z are written in place, and are what comes back. Where a gradient
+        is required, or under a transform, nothing is written: then torch derives, and the state that comes back is new.
+        Autocast casts q, k and v to its dtype. On CUDA it is composed of torch's operators.
+
+    Raises:
+        TypeError, ValueError: as linear_attention."""
+    op = "linear_attention_step"
+    options = _codes_of(feature_map, normalize, op)
+    _check.flag(op, "strict", strict)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        _check.tensor(op, name, value)
+    q, k, v = _check.autocast(q, k, v)
+    _check_shapes(q, k, v, "B, H", op)
+    eps = _check.eps(op, eps, q)
+    if state is None:
+        raise TypeError(f"{op}: state must be a pair (S, z), got NoneType")
+    s, z = _check_state(op, "state", state, q.shape[0], q, v, normalize, as_given=True)
+    tensors = (q, k, v, s) if z is None else (q, k, v, s, z)
+    if in_transform(*tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        modes = {"feature_map": feature_map, "normalize": normalize, "strict": strict, "eps": eps}
+        out, s, *rest = reference.linear_attention_step(q, k, v, s, z, **modes)
+        return out, (s, rest[0] if rest else None)
+    dense = [None if x is None else x.contiguous() for x in (s, z)]
+    out = torch.ops.camox_ops.linear_attention_step(q, k, v, *dense, *options, strict, eps)
+    for given, written in zip((s, z), dense, strict=True):
+        if given is not None and written is not given:
+            given.copy_(written)
+    return out, (s, z)
 
 
-def _codes_of(feature_map: str, normalize: str) -> tuple[int, int]:
-    return code_of(OP, "feature_map", feature_map, FEATURE_MAPS), code_of(OP, "normalize", normalize, NORMALIZATIONS)
+def _codes_of(feature_map: str, normalize: str, op: str = OP) -> tuple[int, int]:
+    return code_of(op, "feature_map", feature_map, FEATURE_MAPS), code_of(op, "normalize", normalize, NORMALIZATIONS)
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-    axes = "B, H, T" if layout == "bhtd" else "B, T, H"
-    if q.dim() != 4:
-        raise ValueError(f"{OP}: q must have 4 dimensions ({axes}, N), got shape {tuple(q.shape)}")
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: str, op: str = OP) -> None:
+    """axes: the dimensions before the last one."""
+    dimensions = axes.count(",") + 2
+    if q.dim() != dimensions:
+        raise ValueError(f"{op}: q must have {dimensions} dimensions ({axes}, N), got shape {tuple(q.shape)}")
     if k.shape != q.shape:
-        raise ValueError(f"{OP}: k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
-    if v.dim() != 4 or v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"{OP}: v must have shape ({axes}, D) beside q of {tuple(q.shape)}, got {tuple(v.shape)}")
+        raise ValueError(f"{op}: k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.dim() != dimensions or v.shape[:-1] != q.shape[:-1]:
+        raise ValueError(f"{op}: v must have shape ({axes}, D) beside q of {tuple(q.shape)}, got {tuple(v.shape)}")
     for name, value in (("q and k", q), ("v", v)):
-        if not 1 <= value.shape[3] <= MOST_DIM:
-            raise ValueError(f"{OP}: the head size of {name} must be from 1 to {MOST_DIM}, got {value.shape[3]}")
+        if not 1 <= value.shape[-1] <= MOST_DIM:
+            raise ValueError(f"{op}: the head size of {name} must be from 1 to {MOST_DIM}, got {value.shape[-1]}")
     for name, value in (("k", k), ("v", v)):
         if value.dtype != q.dtype:
             raise TypeError(
-                f"{OP}: {name} must have the dtype of q, {dtype_names(q.dtype)}, got {dtype_names(value.dtype)}"
+                f"{op}: {name} must have the dtype of q, {dtype_names(q.dtype)}, got {dtype_names(value.dtype)}"
             )
-        _check.same_device(OP, name, value, q, of="q")
+        _check.same_device(op, name, value, q, of="q")
 
 
 def _check_mask(key_mask, batch: int, length: int, q: torch.Tensor) -> None:
@@ -159,28 +218,42 @@ def _check_mask(key_mask, batch: int, length: int, q: torch.Tensor) -> None:
     _check.same_device(OP, "key_mask", key_mask, q, of="q")
 
 
-def _check_state(state, q: torch.Tensor, v: torch.Tensor, normalize: str):
-    """(S_0, z_0) as the kernels read them."""
+def _check_cu_seqlens(cu_seqlens, q: torch.Tensor, causal) -> torch.Tensor | None:
+    if cu_seqlens is None:
+        return None
+    _check.tensor(OP, "cu_seqlens", cu_seqlens, dtypes=(torch.int32,))
+    if not causal:
+        raise ValueError(f"{OP}: cu_seqlens needs causal=True or 'strict', got causal={causal!r}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"{OP}: cu_seqlens must have shape (S+1,), got {tuple(cu_seqlens.shape)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"{OP}: cu_seqlens needs q of one batch element, got {q.shape[0]}")
+    _check.same_device(OP, "cu_seqlens", cu_seqlens, q, of="q")
+    return cu_seqlens.contiguous()
+
+
+def _check_state(op: str, argument: str, state, sequences: int, q, v, normalize: str, *, as_given: bool = False):
+    """(S, z) of an argument, as the kernels read them, or as they were given."""
     if state is None:
         return None, None
     if not isinstance(state, (tuple, list)) or len(state) != 2:
-        raise TypeError(f"{OP}: initial_state must be a pair (S, z), got {type(state).__name__}")
+        raise TypeError(f"{op}: {argument} must be a pair (S, z), got {type(state).__name__}")
     s, z = state
     if (z is None) == (normalize == "sum"):
         wanted = "a tensor" if normalize == "sum" else "None"
-        raise ValueError(f"{OP}: the z of initial_state must be {wanted} with normalize={normalize!r}")
-    batch, heads, _, dim = q.shape
+        raise ValueError(f"{op}: the z of {argument} must be {wanted} with normalize={normalize!r}")
+    heads, dim = q.shape[1], q.shape[-1]
     read = []
-    for name, value, shape in (("S", s, (batch, heads, dim, v.shape[3])), ("z", z, (batch, heads, dim))):
+    for name, value, shape in (("S", s, (sequences, heads, dim, v.shape[-1])), ("z", z, (sequences, heads, dim))):
         if value is None and name == "z":
             read.append(None)
             continue
         real = _check.computed_in(q)
-        _check.tensor(OP, f"initial_state's {name}", value, dtypes=(real,))
+        _check.tensor(op, f"{argument}'s {name}", value, dtypes=(real,))
         if value.shape != shape:
-            raise ValueError(f"{OP}: initial_state's {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
-        _check.same_device(OP, f"initial_state's {name}", value, q, of="q")
-        read.append(as_read(value, real))
+            raise ValueError(f"{op}: {argument}'s {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+        _check.same_device(op, f"{argument}'s {name}", value, q, of="q")
+        read.append(value if as_given else as_read(value, real))
     return read
 
 
@@ -190,8 +263,9 @@ def _like(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.new_empty_strided(shape, dense_strides(x, shape, sort_last=True))
 
 
-def _state(q: torch.Tensor, v: torch.Tensor, normalize: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _state(q: torch.Tensor, v: torch.Tensor, normalize: int, sequences: int | None = None):
     real, (batch, heads, _, dim) = _check.computed_in(q), q.shape
+    batch = batch if sequences is None else sequences
     s = q.new_empty((batch, heads, dim, v.shape[3]), dtype=real)
     return s, q.new_empty((batch, heads, dim) if normalize == SUM else (0,), dtype=real)
 
@@ -254,6 +328,52 @@ def _fake_packed_backward(grad, grad_s, grad_z, qkv, key_mask, s, z, feature_map
     return qkv.new_empty_strided(qkv.shape, dense_strides(qkv, sort_last=True))
 
 
+def _sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _fake_causal(q, k, v, key_mask, initial_s, initial_z, cu_seqlens, feature_map, normalize, strict, eps):
+    return _like(q, v.shape[3]), *_state(q, v, normalize, _sequences(q, cu_seqlens))
+
+
+def _save_causal(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:7])
+    ctx.arguments = inputs[7:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward_causal(ctx, grad, grad_s, grad_z):
+    if grad is None and grad_s is None and grad_z is None:
+        return (None,) * 11
+    inputs = ctx.saved_tensors
+    q, v = inputs[0], inputs[2]
+    given = _given(grad, grad_s, grad_z, v, q.new_empty((0,), dtype=_check.computed_in(q)), ctx.arguments[1])
+    *grads, sum_s, sum_z = _linear_attention_causal_backward(*given, *inputs, *ctx.arguments)
+    of_state = (None if x is None else y for x, y in zip(inputs[4:6], (sum_s, sum_z), strict=True))
+    return *grads, None, *of_state, *(None,) * 5
+
+
+def _fake_causal_backward(grad, grad_s, grad_z, q, k, v, key_mask, initial_s, initial_z, cu_seqlens, *arguments):
+    state = _state(q, v, arguments[1], _sequences(q, cu_seqlens))
+    return _like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), *state
+
+
+def _vmap_causal(name: str, count: int):
+    """Folded into B, but where several sequences lie in one batch element."""
+    folded = vmap_folded(name, count)
+
+    def vmap(info, in_dims, *args):
+        if args[count] is None:
+            return folded(info, in_dims, *args)
+        return one_by_one(getattr(torch.ops.camox_ops, name), info, in_dims, args)
+
+    return vmap
+
+
+def _fake_step(q, k, v, s, z, feature_map, normalize, strict, eps):
+    return q.new_empty(v.shape)
+
+
 _linear_attention = register(
     OP, fake=_fake, setup_context=_save, backward=_backward, vmap=vmap_folded("linear_attention", 6)
 )
@@ -270,3 +390,17 @@ _linear_attention_packed = register(
 _linear_attention_packed_backward = register_last_derivative(
     "linear_attention_packed", fake=_fake_packed_backward, vmap=vmap_folded("linear_attention_packed_backward", 7)
 )
+_linear_attention_causal = register(
+    "linear_attention_causal",
+    fake=_fake_causal,
+    setup_context=_save_causal,
+    backward=_backward_causal,
+    vmap=_vmap_causal("linear_attention_causal", 6),
+)
+_linear_attention_causal_backward = register_last_derivative(
+    "linear_attention_causal",
+    fake=_fake_causal_backward,
+    vmap=_vmap_causal("linear_attention_causal_backward", 9),
+)
+torch.library.register_fake("camox_ops::linear_attention_step", _fake_step)
+_linear_attention_chunks.register_on_cuda()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 
@@ -20,6 +22,17 @@ def over_sum(features: torch.Tensor) -> torch.Tensor:
     return torch.where(zero, 0, features / torch.where(zero, 1, sums))
 
 
+def features_of(q, k, v, feature_map: str, normalize: str, key_mask):
+    """a, b and v of the formula: (B, H, T, N or D)."""
+    a, b = feature_map_of(q, feature_map), feature_map_of(k, feature_map)
+    if normalize == "feature":
+        a, b = over_sum(a), over_sum(b)
+    if key_mask is not None:
+        ignored = key_mask[:, None, :, None]
+        b, v = torch.where(ignored, 0, b), torch.where(ignored, 0, v)
+    return a, b, v
+
+
 def linear_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -29,24 +42,62 @@ def linear_attention(
     *,
     feature_map: str = "elu1",
     normalize: str = "sum",
+    causal: bool | str = False,
     key_mask: torch.Tensor | None = None,
     eps: float = 1e-6,
     layout: str = "bhtd",
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """q, k (B, H, T, N), v (B, H, T, D) or (B, T, H, ...) -> out like v, S (B, H, N, D) and with "sum" z (B, H, N)."""
+    """q, k (B, H, T, N), v (B, H, T, D) or (B, T, H, ...) -> out like v, S (B, H, N, D) and with "sum" z (B, H, N).
+
+    Causal in the quadratic form, without states in between; with cu_seqlens sequence by sequence."""
     if layout == "bthd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    a, b = feature_map_of(q, feature_map), feature_map_of(k, feature_map)
-    if normalize == "feature":
-        a, b = over_sum(a), over_sum(b)
-    if key_mask is not None:
-        ignored = key_mask[:, None, :, None]
-        b, v = torch.where(ignored, 0, b), torch.where(ignored, 0, v)
-    s = b.transpose(-2, -1) @ v
-    s = s if initial_s is None else s + initial_s.to(s.dtype)
-    out = a @ s
-    z = ()
+    options = {"feature_map": feature_map, "normalize": normalize, "causal": causal, "eps": eps}
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        parts = []
+        for i, (begin, end) in enumerate(pairwise(bounds)):
+            state = (None if x is None else x[i : i + 1] for x in (initial_s, initial_z))
+            mask = None if key_mask is None else key_mask[:, begin:end]
+            parts.append(linear_attention(*(x[:, :, begin:end] for x in (q, k, v)), *state, key_mask=mask, **options))
+        out, *state = zip(*parts, strict=True)
+        out, state = torch.cat(out, 2), [torch.cat(part) for part in state]
+        return (out.transpose(1, 2) if layout == "bthd" else out, *state)
+    a, b, v = features_of(q, k, v, feature_map, normalize, key_mask)
+    first = 0 if initial_s is None else initial_s.to(b.dtype)
+    s = b.transpose(-2, -1) @ v + first
+    first_z = 0 if initial_z is None else initial_z.to(b.dtype)
+    z = (b.sum(-2) + first_z,) if normalize == "sum" else ()
+    if causal:
+        scores = (a @ b.transpose(-2, -1)).tril(-1 if causal == "strict" else 0)
+        out = scores @ v if initial_s is None else scores @ v + a @ first
+        sums = scores.sum(-1, keepdim=True)
+        if initial_z is not None:
+            sums = sums + a @ first_z.unsqueeze(-1)
+    else:
+        out = a @ s
+        sums = a @ z[0].unsqueeze(-1) if z else None
     if normalize == "sum":
-        z = (b.sum(-2) if initial_z is None else b.sum(-2) + initial_z.to(b.dtype),)
-        out = out / (a @ z[0].unsqueeze(-1) + eps)
+        out = out / (sums + eps)
     return (out.transpose(1, 2) if layout == "bthd" else out, s, *z)
+
+
+def linear_attention_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    s: torch.Tensor,
+    z: torch.Tensor | None = None,
+    *,
+    feature_map: str = "elu1",
+    normalize: str = "sum",
+    strict: bool = False,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, ...]:
+    """q, k (B, H, N), v (B, H, D), S (B, H, N, D), z (B, H, N) -> out (B, H, D), the next S and with "sum" z."""
+    tensors = (x.to(s.dtype).unsqueeze(2) for x in (q, k, v))
+    causal = "strict" if strict else True
+    options = {"feature_map": feature_map, "normalize": normalize, "causal": causal, "eps": eps}
+    out, *state = linear_attention(*tensors, s, z, **options)
+    return (out[:, :, 0].to(q.dtype), *state)

@@ -4,6 +4,7 @@
 #include "../common/check.h"
 #include "../common/integers.h"
 #include "../common/kernel_table.h"
+#include "causal_plan.h"
 
 /* A call has about this many work items, of chunks between the shortest and the longest: a longer chunk rounds more, and on the
    CPU leaves the cache before the next head of the same positions is read; a shorter one has more partial sums in memory. */
@@ -30,22 +31,36 @@ void camox_linear_attention_plan(camox_linear_attention_params *p) {
   p->chunks = camox_ceil_div(p->length, p->chunk);
 }
 
+/* What the kernels of either form and the step have in common. */
+typedef struct {
+  camox_dtype dtype;
+  int feature_map, normalize;
+  double eps;
+  int64_t key_dim, value_dim;
+} kind;
+
+static int check_kind(const char *op, const kind *of) {
+  CAMOX_REQUIRE(camox_check_dtype(op, (int)of->dtype));
+  if (of->feature_map < 0 || of->feature_map > CAMOX_FEATURE_IDENTITY)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: unknown feature map code %d", op, of->feature_map);
+  if (of->normalize < 0 || of->normalize > CAMOX_NORMALIZE_NONE)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: unknown normalization code %d", op, of->normalize);
+  CAMOX_REQUIRE(camox_check_eps(op, of->dtype, of->eps));
+  if (of->key_dim < 1 || of->key_dim > CAMOX_LINEAR_ATTENTION_MAX_DIM)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: the head size of q and k must be from 1 to %d, got %lld", op,
+                      CAMOX_LINEAR_ATTENTION_MAX_DIM, (long long)of->key_dim);
+  if (of->value_dim < 1 || of->value_dim > CAMOX_LINEAR_ATTENTION_MAX_DIM)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: the head size of v must be from 1 to %d, got %lld", op,
+                      CAMOX_LINEAR_ATTENTION_MAX_DIM, (long long)of->value_dim);
+  return CAMOX_OK;
+}
+
 int camox_linear_attention_check(const camox_linear_attention_params *p, int backward) {
   static const char op[] = "linear_attention";
   const int64_t size[3] = {p->batch, p->heads, p->length};
-  CAMOX_REQUIRE(camox_check_dtype(op, (int)p->dtype));
-  if (p->feature_map < 0 || p->feature_map > CAMOX_FEATURE_IDENTITY)
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: unknown feature map code %d", p->feature_map);
-  if (p->normalize < 0 || p->normalize > CAMOX_NORMALIZE_NONE)
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: unknown normalization code %d", p->normalize);
-  CAMOX_REQUIRE(camox_check_eps(op, p->dtype, p->eps));
+  const kind of = {p->dtype, p->feature_map, p->normalize, p->eps, p->key_dim, p->value_dim};
+  CAMOX_REQUIRE(check_kind(op, &of));
   CAMOX_REQUIRE(camox_check_sizes(op, "q", size, 3));
-  if (p->key_dim < 1 || p->key_dim > CAMOX_LINEAR_ATTENTION_MAX_DIM)
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: the head size of q and k must be from 1 to %d, got %lld",
-                      CAMOX_LINEAR_ATTENTION_MAX_DIM, (long long)p->key_dim);
-  if (p->value_dim < 1 || p->value_dim > CAMOX_LINEAR_ATTENTION_MAX_DIM)
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: the head size of v must be from 1 to %d, got %lld",
-                      CAMOX_LINEAR_ATTENTION_MAX_DIM, (long long)p->value_dim);
   if (p->chunk < 1 || p->chunks < 1 || p->chunk * p->chunks < p->length)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: %lld chunks of %lld positions do not hold %lld",
                       (long long)p->chunks, (long long)p->chunk, (long long)p->length);
@@ -70,6 +85,69 @@ int64_t camox_linear_attention_work_items(const camox_linear_attention_params *p
 }
 
 #ifndef CAMOX_CUDA_PART
+static int check_cu_seqlens(const camox_causal_params *p) {
+  const int32_t *cu = p->cu_seqlens;
+  if (p->batch != 1 || p->sequences < 0)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: cu_seqlens needs q of one batch element, got %lld",
+                      (long long)p->batch);
+  if (cu[0] != 0) return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: cu_seqlens[0] must be 0, got %d", (int)cu[0]);
+  for (int64_t s = 0; s < p->sequences; ++s)
+    if (cu[s + 1] < cu[s])
+      return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: cu_seqlens must not fall, got %d after %d at index %lld",
+                        (int)cu[s + 1], (int)cu[s], (long long)(s + 1));
+  if (cu[p->sequences] != p->length)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: cu_seqlens must end with the %lld positions of q, got %d",
+                      (long long)p->length, (int)cu[p->sequences]);
+  return CAMOX_OK;
+}
+
+int camox_causal_check(const camox_causal_params *p, int backward) {
+  static const char op[] = "linear_attention";
+  const int64_t size[3] = {p->batch, p->heads, p->length};
+  const kind of = {p->dtype, p->feature_map, p->normalize, p->eps, p->key_dim, p->value_dim};
+  CAMOX_REQUIRE(check_kind(op, &of));
+  CAMOX_REQUIRE(camox_check_sizes(op, "q", size, 3));
+  if (p->cu_seqlens) CAMOX_REQUIRE(check_cu_seqlens(p));
+  if (!p->cu_seqlens && p->sequences != p->batch)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: %lld states beside %lld batch elements",
+                      (long long)p->sequences, (long long)p->batch);
+  const int sum = p->normalize == CAMOX_NORMALIZE_SUM;
+  if (!sum && (p->initial_z || p->grad_z))
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: z belongs to the normalization 'sum' only");
+  if (p->sequences == 0 || p->heads == 0) return CAMOX_OK;
+  if (backward ? !p->sum_s || (sum && !p->sum_z) : !p->s || (sum && !p->z))
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: the state is missing");
+  if (p->length == 0) return CAMOX_OK;
+  if (backward && sum && !p->rows) return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: the scratch is missing");
+  const int64_t keys[4] = {p->batch, p->heads, p->length, p->key_dim};
+  const int64_t values[4] = {p->batch, p->heads, p->length, p->value_dim};
+  if (!backward) return camox_check_distinct_elements(op, "out", &p->out, values);
+  CAMOX_REQUIRE(camox_check_distinct_elements(op, "grad_q", &p->grad_q, keys));
+  CAMOX_REQUIRE(camox_check_distinct_elements(op, "grad_k", &p->grad_k, keys));
+  return camox_check_distinct_elements(op, "grad_v", &p->grad_v, values);
+}
+
+int64_t camox_causal_scratch(const camox_causal_params *p) {
+  int64_t begin[CAUSAL_BUFFERS];
+  const int64_t reals = camox_causal_plan(p->key_dim, p->value_dim, begin);
+  return reals * (int64_t)(p->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float));
+}
+
+int camox_causal_step_check(const camox_causal_step_params *p) {
+  static const char op[] = "linear_attention_step";
+  const int64_t size[2] = {p->batch, p->heads};
+  const kind of = {p->dtype, p->feature_map, p->normalize, p->eps, p->key_dim, p->value_dim};
+  CAMOX_REQUIRE(check_kind(op, &of));
+  CAMOX_REQUIRE(camox_check_sizes(op, "q", size, 2));
+  if (p->batch && p->heads && (!p->s || (p->normalize == CAMOX_NORMALIZE_SUM) != (p->z != NULL)))
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: the state needs S, and z with the normalization 'sum' only", op);
+  return CAMOX_OK;
+}
+
+CAMOX_KERNEL_TABLE(camox_causal_kernel, camox_causal_forward, camox_causal_forward_kernel)
+CAMOX_KERNEL_TABLE(camox_causal_kernel, camox_causal_backward, camox_causal_backward_kernel)
+CAMOX_KERNEL_TABLE(camox_causal_step_fn, camox_causal_step, camox_causal_step_kernel)
+
 CAMOX_DECLARE_KERNELS(camox_linear_attention_partial_kernel, camox_linear_attention_kernel)
 CAMOX_DECLARE_KERNELS(camox_linear_attention_state_kernel, camox_linear_attention_kernel)
 CAMOX_DECLARE_KERNELS(camox_linear_attention_apply_kernel, camox_linear_attention_kernel)

@@ -1,0 +1,171 @@
+// Schemas and entries of causal linear_attention and of its step, on the CPU; on other devices they are composed of torch's
+// operators (camox_ops/ops/_linear_attention_chunks.py).
+#include "../common/torch_util.h"
+#include "causal.h"
+
+namespace {
+
+using namespace camox;
+
+constexpr const char* op = "linear_attention";
+
+void check_shape(const Tensor& y, std::initializer_list<int64_t> size, const char* of, const char* name) {
+  bool same = y.dim() == static_cast<int64_t>(size.size());
+  for (size_t d = 0; same && d < size.size(); ++d) same = y.size(d) == size.begin()[d];
+  if (same) return;
+  std::string wanted;
+  for (int64_t n : size) wanted += (wanted.empty() ? "" : ", ") + std::to_string(n);
+  throw std::invalid_argument(std::string(of) + ": " + name + " must have shape (" + wanted + ")");
+}
+
+// The data of a contiguous real tensor of these sizes.
+void* real_data(const Tensor& y, const Tensor& q, std::initializer_list<int64_t> size, const char* of, const char* name) {
+  check_real(y, q, static_cast<int64_t>(size.size()), of, name);
+  check_shape(y, size, of, name);
+  if (!y.is_contiguous()) throw std::invalid_argument(std::string(of) + ": " + name + " must be contiguous");
+  return y.data_ptr();
+}
+
+// The operators' arguments after q, k and v.
+struct Options {
+  const OptionalTensor &key_mask, &initial_s, &initial_z, &cu_seqlens;
+  int64_t feature_map, normalize;
+  bool strict;
+  double eps;
+};
+
+camox_causal_params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+  camox_causal_params p{};
+  p.dtype = dtype_of(q, op);
+  p.feature_map = code_of(options.feature_map, CAMOX_FEATURE_IDENTITY, op, "feature map");
+  p.normalize = code_of(options.normalize, CAMOX_NORMALIZE_NONE, op, "normalization");
+  p.strict = options.strict, p.eps = options.eps;
+  check_image(q, op, "q");
+  check_image(v, op, "v");
+  p.batch = q.size(0), p.heads = q.size(1), p.length = q.size(2), p.key_dim = q.size(3), p.value_dim = v.size(3);
+  check_shape(k, {p.batch, p.heads, p.length, p.key_dim}, op, "k");
+  check_shape(v, {p.batch, p.heads, p.length, p.value_dim}, op, "v");
+  check_dtype_and_device(k, q, op, "k");
+  check_dtype_and_device(v, q, op, "v");
+  p.q = view4(q), p.k = view4(k), p.v = view4(v);
+  p.sequences = p.batch;
+  if (options.cu_seqlens.has_value()) {
+    const Tensor& cu_seqlens = *options.cu_seqlens;
+    if (cu_seqlens.scalar_type() != torch::headeronly::ScalarType::Int)
+      throw std::invalid_argument("linear_attention: cu_seqlens must have dtype int32");
+    if (cu_seqlens.dim() != 1 || cu_seqlens.size(0) < 1 || !cu_seqlens.is_contiguous())
+      throw std::invalid_argument("linear_attention: cu_seqlens must be contiguous with 1 dimension and at least 1 element");
+    check_device(cu_seqlens, q, op, "cu_seqlens");
+    p.cu_seqlens = static_cast<const int32_t*>(cu_seqlens.data_ptr());
+    p.sequences = cu_seqlens.size(0) - 1;
+  }
+  if (options.key_mask.has_value()) {
+    const Tensor& mask = *options.key_mask;
+    if (mask.scalar_type() != torch::headeronly::ScalarType::Bool)
+      throw std::invalid_argument("linear_attention: key_mask must have dtype bool");
+    check_shape(mask, {p.batch, p.length}, op, "key_mask");
+    check_device(mask, q, op, "key_mask");
+    p.key_mask = static_cast<const uint8_t*>(mask.data_ptr());
+    p.mask_stride[0] = mask.stride(0), p.mask_stride[1] = mask.stride(1);
+  }
+  if (options.initial_s.has_value())
+    p.initial_s = real_data(*options.initial_s, q, {p.sequences, p.heads, p.key_dim, p.value_dim}, op, "initial_s");
+  if (options.initial_z.has_value())
+    p.initial_z = real_data(*options.initial_z, q, {p.sequences, p.heads, p.key_dim}, op, "initial_z");
+  return p;
+}
+
+// S and z; the latter without elements where there is none.
+std::tuple<Tensor, Tensor> empty_state(const camox_causal_params& p, const Tensor& q) {
+  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
+  return {empty_real(q, {p.sequences, p.heads, p.key_dim, p.value_dim}),
+          sum ? empty_real(q, {p.sequences, p.heads, p.key_dim}) : empty_real(q, {0})};
+}
+
+void run_heads(camox_causal_kernel* kernel, const camox_causal_params& p) {
+  const int64_t items = p.sequences * p.heads, cost = items > 0 ? p.batch * p.length * p.key_dim * p.heads * 64 / items : 1;
+  run_with_scratch(kernel, p, items, cost, camox_causal_scratch(&p));
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_attention_causal(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                           OptionalTensor key_mask, OptionalTensor initial_s,
+                                                           OptionalTensor initial_z, OptionalTensor cu_seqlens,
+                                                           int64_t feature_map, int64_t normalize, bool strict, double eps) {
+  const Options options{key_mask, initial_s, initial_z, cu_seqlens, feature_map, normalize, strict, eps};
+  camox_causal_params p = params_of(q, k, v, options);
+  Tensor out = empty_in_order(q, {p.batch, p.heads, p.length, p.value_dim}, 4);
+  auto [s, z] = empty_state(p, q);
+  p.out = view4(out), p.s = s.data_ptr(), p.z = z.data_ptr();
+  check(camox_causal_check(&p, 0));
+  run_heads(camox_causal_forward(p.dtype, camox_isa_current()), p);
+  return {out, s, z};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_causal_backward(
+    const Tensor& grad, OptionalTensor grad_s, OptionalTensor grad_z, const Tensor& q, const Tensor& k, const Tensor& v,
+    OptionalTensor key_mask, OptionalTensor initial_s, OptionalTensor initial_z, OptionalTensor cu_seqlens, int64_t feature_map,
+    int64_t normalize, bool strict, double eps) {
+  const Options options{key_mask, initial_s, initial_z, cu_seqlens, feature_map, normalize, strict, eps};
+  camox_causal_params p = params_of(q, k, v, options);
+  const std::vector<int64_t> keys = {p.batch, p.heads, p.length, p.key_dim};
+  check_shape(grad, {p.batch, p.heads, p.length, p.value_dim}, op, "grad");
+  check_dtype_and_device(grad, q, op, "grad");
+  if (grad_s.has_value()) p.grad_s = real_data(*grad_s, q, {p.sequences, p.heads, p.key_dim, p.value_dim}, op, "grad_s");
+  if (grad_z.has_value()) p.grad_z = real_data(*grad_z, q, {p.sequences, p.heads, p.key_dim}, op, "grad_z");
+  Tensor grad_q = empty_in_order(q, keys, 4), grad_k = empty_in_order(k, keys, 4);
+  Tensor grad_v = empty_in_order(v, {p.batch, p.heads, p.length, p.value_dim}, 4);
+  const int64_t rows = p.normalize == CAMOX_NORMALIZE_SUM ? p.batch * p.heads * p.length : 0;
+  Tensor between = empty_real(q, {rows, 2});
+  auto [sum_s, sum_z] = empty_state(p, q);
+  p.grad = view4(grad), p.grad_q = view4(grad_q), p.grad_k = view4(grad_k), p.grad_v = view4(grad_v);
+  p.sum_s = sum_s.data_ptr(), p.sum_z = sum_z.data_ptr(), p.rows = between.data_ptr();
+  check(camox_causal_check(&p, 1));
+  run_heads(camox_causal_backward(p.dtype, camox_isa_current()), p);
+  return {grad_q, grad_k, grad_v, sum_s, sum_z};
+}
+
+Tensor linear_attention_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& s, OptionalTensor z,
+                             int64_t feature_map, int64_t normalize, bool strict, double eps) {
+  const char* name = "linear_attention_step";
+  camox_causal_step_params p{};
+  p.dtype = dtype_of(q, name);
+  p.feature_map = code_of(feature_map, CAMOX_FEATURE_IDENTITY, name, "feature map");
+  p.normalize = code_of(normalize, CAMOX_NORMALIZE_NONE, name, "normalization");
+  p.strict = strict, p.eps = eps;
+  if (q.dim() != 3 || v.dim() != 3) throw std::invalid_argument("linear_attention_step: q and v must have 3 dimensions");
+  p.batch = q.size(0), p.heads = q.size(1), p.key_dim = q.size(2), p.value_dim = v.size(2);
+  check_shape(k, {p.batch, p.heads, p.key_dim}, name, "k");
+  check_shape(v, {p.batch, p.heads, p.value_dim}, name, "v");
+  check_dtype_and_device(k, q, name, "k");
+  check_dtype_and_device(v, q, name, "v");
+  p.s = real_data(s, q, {p.batch, p.heads, p.key_dim, p.value_dim}, name, "s");
+  if (z.has_value()) p.z = real_data(*z, q, {p.batch, p.heads, p.key_dim}, name, "z");
+  const Tensor rows[3] = {as_contiguous(q), as_contiguous(k), as_contiguous(v)};
+  const std::array<int64_t, 3> size = {p.batch, p.heads, p.value_dim};
+  Tensor out = empty_contiguous(q, dtype_code(q), size.size(), size.data());
+  p.q = rows[0].data_ptr(), p.k = rows[1].data_ptr(), p.v = rows[2].data_ptr(), p.out = out.data_ptr();
+  check(camox_causal_step_check(&p));
+  run(camox_causal_step(p.dtype, camox_isa_current()), p, p.batch * p.heads, p.key_dim * p.value_dim);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
+  m.def(
+      "linear_attention_causal(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? initial_s, Tensor? initial_z, Tensor? "
+      "cu_seqlens, int feature_map, int normalize, bool strict, float eps) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "linear_attention_causal_backward(Tensor grad, Tensor? grad_s, Tensor? grad_z, Tensor q, Tensor k, Tensor v, Tensor? "
+      "key_mask, Tensor? initial_s, Tensor? initial_z, Tensor? cu_seqlens, int feature_map, int normalize, bool strict, float "
+      "eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "linear_attention_step(Tensor q, Tensor k, Tensor v, Tensor(a!) s, Tensor(b!)? z, int feature_map, int normalize, bool "
+      "strict, float eps) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
+  m.impl("linear_attention_causal", TORCH_BOX(&linear_attention_causal));
+  m.impl("linear_attention_causal_backward", TORCH_BOX(&linear_attention_causal_backward));
+  m.impl("linear_attention_step", TORCH_BOX(&linear_attention_step));
+}
