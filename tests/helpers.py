@@ -128,3 +128,14 @@ def run_python(code: str, **environment) -> str:
     if result.returncode != 0:
         raise RuntimeError(result.stderr)
     return result.stdout
+
+
+_kept = []
+
+
+def keep(*models) -> None:
+    """Models in DistributedDataParallel live as long as the process.
+
+    Where such a model is the last owner of a destroyed process group, PyTorch joins gloo's thread without giving up the
+    interpreter's lock, for which that thread may wait with the last of its work: a deadlock now and then."""
+    _kept.extend(models)

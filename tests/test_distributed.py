@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers import keep
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -56,6 +57,7 @@ def worker(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     x = batch().chunk(WORLD)[rank]
     parallel = DistributedDataParallel(model("counts"), find_unused_parameters=True)
+    keep(parallel)
     sharded = model("none")
     for layer in sharded:
         fully_shard(layer)

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_python
+from helpers import keep, run_python
 from patch_models import CHANNELS, LeavesMean, Manual, network
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -567,6 +567,7 @@ def test_distributed_data_parallel(tmp_path):
         cx.patch(before)
         before = nn.parallel.DistributedDataParallel(before)
         after = nn.parallel.DistributedDataParallel(after)
+        keep(before, after)
         report = cx.patch(after)
         assert names(report.patched) == ["module.1", "module.5"]
         for model in (before, after):
