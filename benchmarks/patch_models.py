@@ -41,7 +41,6 @@ class Entry:
     make: Callable[[Path], Trial]
     needs: tuple[str, ...] = ()
     stubs: tuple[str, ...] = ()
-    steps: int = 20
     note: str = ""
     asked: float | None = None
     folder: str = field(init=False)
@@ -381,11 +380,11 @@ _NO_IMAGES = ("torchvision",)
 _SERIES_NEEDS = {"needs": ("einops",), "stubs": ("reformer_pytorch", "utils.timefeatures")}
 
 ENTRIES = (
-    Entry("NAFNet width 32, 64x64", *_NAFNET, lambda root: _nafnet(root, 64, 4), **_NAFNET_HAS, steps=5, asked=1.35),
-    Entry("NAFNet width 32, 256x256", *_NAFNET, lambda root: _nafnet(root, 256, 1), **_NAFNET_HAS, steps=3, asked=1.25),
+    Entry("NAFNet width 32, 64x64", *_NAFNET, lambda root: _nafnet(root, 64, 4), **_NAFNET_HAS, asked=1.35),
+    Entry("NAFNet width 32, 256x256", *_NAFNET, lambda root: _nafnet(root, 256, 1), **_NAFNET_HAS, asked=1.25),
     Entry("Restormer WithBias", *_RESTORMER, lambda root: _restormer(root, "WithBias"), ("einops",)),
     Entry("Restormer BiasFree", *_RESTORMER, lambda root: _restormer(root, "BiasFree"), ("einops",)),
-    Entry("TSL Transformer", *_SERIES, lambda root: _forecast(root, "Transformer"), **_SERIES_NEEDS, steps=5),
+    Entry("TSL Transformer", *_SERIES, lambda root: _forecast(root, "Transformer"), **_SERIES_NEEDS),
     Entry(
         "TSL iTransformer",
         *_SERIES,
@@ -405,7 +404,6 @@ ENTRIES = (
         "4.57.1",
         _bert,
         ("transformers",),
-        steps=5,
         asked=1.5,
     ),
     Entry(
@@ -413,7 +411,6 @@ ENTRIES = (
         "Meelfy/pytorch_pretrained_BERT",
         "1a95f9e3e5ace781623b2a0eb20d758765e61145",
         _bert_of_2019,
-        steps=5,
         asked=1.5,
     ),
     Entry(
@@ -432,11 +429,10 @@ ENTRIES = (
         _camoxpert,
         ("einops", "timm"),
         _NO_IMAGES,
-        steps=3,
         asked=1.25,
     ),
-    Entry("Vision-BDH v1", *_VISION, lambda root: _vision_bdh(root, "v1"), steps=5, asked=2.5),
-    Entry("Vision-BDH v2", *_VISION, lambda root: _vision_bdh(root, "v2"), steps=5, asked=2.5),
+    Entry("Vision-BDH v1", *_VISION, lambda root: _vision_bdh(root, "v1"), asked=2.5),
+    Entry("Vision-BDH v2", *_VISION, lambda root: _vision_bdh(root, "v2"), asked=2.5),
     Entry("K-1 tree", "PlanetDestroyyer/self-learning-k-1", "63b208bdd1211e376d018c36b19ffa006ca36d4f", _k1, asked=1.5),
     Entry("BDH", "pathwaycom/bdh", "714bc800631e7bffc0946768f4f3c77d25a68ca4", _bdh),
     Entry(
@@ -444,7 +440,6 @@ ENTRIES = (
         "facebookresearch/segment-anything",
         "dca509fe793f601edb92606367a655c15ac00fdf",
         _sam,
-        steps=5,
     ),
     Entry(
         "ConvNeXt",

@@ -2,7 +2,7 @@
 
 DIR holds clones, each in a folder with its repository's name, and what they import in DIR/site-packages
 (pip install --target DIR/site-packages einops timm transformers). For each entry of patch_models.py, in a process of
-its own: the same weights and batch, some training steps with the original in float64, the original and the patched
+its own: the same weights and batch, 20 training steps with the original in float64, the original and the patched
 model; the most memory that a step of each holds; then steps in turn, timed: the original, the patched model, and the
 patched model with PyTorch's kernels replaced by tune_cpu. Prints a table and writes
 benchmarks/results/patch_repos/MACHINE.json; `--docs` writes the table of docs/patch.md from there.
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         "--only", action="append", metavar="NAME", help="the entry of this name, or all whose names contain it"
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="of timed steps an entry; 0: nothing is timed")
-    parser.add_argument("--steps", type=int, help="training steps to compare, where fewer than the entry's")
+    parser.add_argument("--steps", type=int, default=20, help="training steps to compare")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="the JSON; entries that it has already are kept unless run again")
     parser.add_argument("--docs", action="store_true", help="writes the table of docs/patch.md from the JSON and ends")
@@ -56,8 +56,7 @@ def main(arguments: list[str]) -> int:
 
     if asked.one:
         (entry,) = (entry for entry in ENTRIES if entry.name == asked.one)
-        entry.steps = min(entry.steps, asked.steps or entry.steps)
-        print(MARK + json.dumps(measure(entry, asked.folder.resolve(), asked.seconds, asked.threads)))
+        print(MARK + json.dumps(measure(entry, asked.folder.resolve(), asked.seconds, asked.threads, asked.steps)))
         return 0
     exact = [e for e in ENTRIES if asked.only and e.name in asked.only]
     chosen = exact or [e for e in ENTRIES if not asked.only or any(text in e.name for text in asked.only)]
@@ -86,8 +85,7 @@ def in_a_process(entry, asked) -> dict:
     from benchmarks import machine
 
     command = [sys.executable, __file__, str(asked.folder), "--one", entry.name]
-    command += ["--seconds", str(asked.seconds), "--threads", str(asked.threads)]
-    command += ["--steps", str(asked.steps)] if asked.steps else []
+    command += ["--seconds", str(asked.seconds), "--threads", str(asked.threads), "--steps", str(asked.steps)]
     commit, dirty = machine.git_state(ROOT)
     facts = {
         "name": entry.name,
@@ -109,7 +107,7 @@ def in_a_process(entry, asked) -> dict:
     return {**facts, **json.loads(found[0].removeprefix(MARK))}
 
 
-def measure(entry, folder: Path, seconds: float, threads: int) -> dict:
+def measure(entry, folder: Path, seconds: float, threads: int, steps: int) -> dict:
     """Everything about one entry, in a process that does nothing else."""
     import torch
 
@@ -147,7 +145,7 @@ def measure(entry, folder: Path, seconds: float, threads: int) -> dict:
         "asked": entry.asked,
     }
     plain, fast = without_dropout(copy.deepcopy(original)), without_dropout(copy.deepcopy(patched))
-    result["numbers"] = compare(plain, fast, trial, entry.steps)
+    result["numbers"] = compare(plain, fast, trial, steps)
     result["peak"] = {"torch": peak(original, trial), "camox": peak(patched, trial)}
     if seconds:
         result["step"] = timed(original, patched, trial, seconds)

@@ -49,7 +49,7 @@ def entry(tmp_path, monkeypatch):
     (folder / "net.py").write_text(MODEL)
     monkeypatch.setattr(sys, "path", list(sys.path))
     names = ("not_installed_anywhere", "the_model")
-    yield patch_models.Entry("made up", "nobody/made-up", "0" * 40, made_up, stubs=names[:1], steps=3)
+    yield patch_models.Entry("made up", "nobody/made-up", "0" * 40, made_up, stubs=names[:1])
     for name in names:
         sys.modules.pop(name, None)
 
@@ -57,7 +57,7 @@ def entry(tmp_path, monkeypatch):
 def test_an_entry_from_clone_to_table(entry, tmp_path):
     threads = torch.get_num_threads()
     try:
-        row = patch_repos.measure(entry, tmp_path / "clones", 0.05, threads)
+        row = patch_repos.measure(entry, tmp_path / "clones", 0.05, threads, steps=3)
     finally:
         torch.set_num_threads(threads)
     row = json.loads(json.dumps({"name": entry.name, "repository": entry.repository, "commit": entry.commit, **row}))
