@@ -3,9 +3,12 @@
 
 #define VF32_BYTES 32
 #define VF64_BYTES 32
+#define CAMOX_OWN_MAX
 #include "simd_vector.h"
 
 CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm256_sqrt_ps((__m256)v); }
+CAMOX_INLINE vf32 vf32_max(vf32 a, vf32 b) { return (vf32)_mm256_max_ps((__m256)a, (__m256)b); }
+CAMOX_INLINE vf32 vf32_min(vf32 a, vf32 b) { return (vf32)_mm256_min_ps((__m256)a, (__m256)b); }
 
 CAMOX_INLINE vf32 vf32_multiply_add(vf32 a, vf32 b, vf32 c) { return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 

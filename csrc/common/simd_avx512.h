@@ -3,6 +3,7 @@
 
 #define VF32_BYTES 64
 #define VF64_BYTES 64
+#define CAMOX_OWN_MAX
 #define CAMOX_OWN_BF16
 #define CAMOX_OWN_LANES
 #include "simd_vector.h"
@@ -21,6 +22,8 @@ CAMOX_INLINE int vf32_any_lane(vf32_lanes_t lanes) { return lanes != 0; }
 #define vf32_lanes_from(lanes, a, b, first) ((vf32)_mm512_maskz_alignr_epi32(lanes, (__m512i)(b), (__m512i)(a), first))
 
 CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm512_sqrt_ps((__m512)v); }
+CAMOX_INLINE vf32 vf32_max(vf32 a, vf32 b) { return (vf32)_mm512_max_ps((__m512)a, (__m512)b); }
+CAMOX_INLINE vf32 vf32_min(vf32 a, vf32 b) { return (vf32)_mm512_min_ps((__m512)a, (__m512)b); }
 
 CAMOX_INLINE vf32 vf32_multiply_add(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 

@@ -32,8 +32,6 @@ typedef int64_t vf64_mask_t;
   CAMOX_INLINE V V##_keep(I mask, V v) { return (V)((I)v & mask); }                                 \
   CAMOX_INLINE V V##_select(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); } \
   CAMOX_INLINE V V##_abs(V v) { return (V)((I)v & ~(I)V##_set1((T) - 0.0)); }                       \
-  CAMOX_INLINE V V##_max(V a, V b) { return V##_select((I)(a > b), a, b); }                         \
-  CAMOX_INLINE V V##_min(V a, V b) { return V##_select((I)(a < b), a, b); }                         \
   /* Lanes are added in index order, the same on every run. */                                      \
   CAMOX_INLINE T V##_sum(V v) {                                                                     \
     T total = 0;                                                                                    \
@@ -55,6 +53,16 @@ typedef int64_t vf64_mask_t;
 
 CAMOX_DEFINE_VECTOR(vf32, vi32, float, VF32_LANES)
 CAMOX_DEFINE_VECTOR(vf64, vi64, double, VF64_LANES)
+
+/* max and min are b where a or b is NaN, as x86's instructions are, which compilers do not make of these. */
+#define CAMOX_DEFINE_MAX(V, I)                                              \
+  CAMOX_INLINE V V##_max(V a, V b) { return V##_select((I)(a > b), a, b); } \
+  CAMOX_INLINE V V##_min(V a, V b) { return V##_select((I)(a < b), a, b); }
+
+#ifndef CAMOX_OWN_MAX
+CAMOX_DEFINE_MAX(vf32, vi32)
+#endif
+CAMOX_DEFINE_MAX(vf64, vi64)
 
 /* Sets of lanes. keep_lanes makes the lanes outside the set zero, select_lanes takes them from another vector. load_lanes reads
    the set's elements alone where the instruction set has masked loads, else all of them, and makes the other lanes zero.
