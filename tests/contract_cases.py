@@ -284,7 +284,7 @@ NORM2D = (
         inputs=norm2d_inputs,
         sums=(2, 3),
         sums_in_layouts=(0, 1, 2, 3),
-        saves=(0, 1, 2, (torch.float32, 140)),
+        saves=(0, 1, 2, (torch.float32, 70)),
     ),
     layer_norm2d(
         variant="gelu residual groups",
@@ -309,6 +309,7 @@ NORM2D_ACTIVATIONS = tuple(
         variant=activation,
         ours=partial(with_activation, cx.layer_norm2d, activation),
         plain=partial(with_activation, reference.layer_norm2d, activation),
+        saves=(0, 1, 2, (torch.float32, 140)),
     )
     for activation in ("gelu_tanh", "relu", "silu")
 )

@@ -318,8 +318,12 @@ def test_errors_from_c():
             call(**arguments)
     with pytest.raises(ValueError, match="layer_norm2d_backward: grad has size 5 in dimension 3, expected 4"):
         op.layer_norm2d_backward(torch.zeros(1, 6, 2, 5), x, weight, bias, stats, 1e-6, 1, 0)
-    with pytest.raises(ValueError, match="layer_norm2d_backward: stats has size 1 in dimension 2, expected 2"):
-        op.layer_norm2d_backward(x, x, weight, bias, stats, 1e-6, 2, 0)
+    for arguments, message in (
+        ((2, 0), "size 1 in dimension 2, expected 2"),
+        ((1, 1), "size 1 in dimension 0, expected 2"),
+    ):
+        with pytest.raises(ValueError, match="layer_norm2d_backward: stats has " + message):
+            op.layer_norm2d_backward(x, x, weight, bias, stats, 1e-6, *arguments)
 
 
 def test_least_eps():

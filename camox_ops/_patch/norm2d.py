@@ -122,8 +122,15 @@ class Norm2d(Recogniser):
         bias = None if settings.bias is None else _call.at(module, settings.bias)
         dtype = _dtype_of_output(settings, x, weight if weight is not None else bias)
         channels = x.shape[1]
-        weight = x.new_ones(channels) if weight is None else weight.view(channels)
-        bias = x.new_zeros(channels) if bias is None else bias.view(channels)
+        # A view costs as much as all checks here, and once more in the backward.
+        if weight is None:
+            weight = x.new_ones(channels)
+        elif weight.dim() != 1:
+            weight = weight.view(channels)
+        if bias is None:
+            bias = x.new_zeros(channels)
+        elif bias.dim() != 1:
+            bias = bias.view(channels)
         if dtype is not x.dtype:
             x = x.to(dtype)
         if weight.dtype is not dtype and weight.dtype is not torch.float32:

@@ -8,7 +8,8 @@
    dtypes    x, residual, y in float32, bfloat16, float16, computed in float32; float64 in float64. weight and bias are in
              the dtype computed in. One rounding, at the store.
    backward  needs x and stats: per pixel and group the mean as its difference from the group's first channel, which keeps
-             all its digits, and 1/sqrt(var + eps). u and act' are recomputed. d relu / du at 0 is 0. With g = grad act'(u),
+             all its digits, and, with an activation or on CUDA, 1/sqrt(var + eps). u and act' are recomputed.
+             d relu / du at 0 is 0. With g = grad act'(u),
              d = g weight and means over the group:  grad_x = (d - mean(d) - z mean(d z)) / sqrt(var + eps),
              grad_weight = sum(g z), grad_bias = sum(g) over batch and pixels: a partial sum per work item, then over items.
    errors    CAMOX_INVALID_ARGUMENT: eps not > 0 or not finite, groups that do not divide C, unknown activation or dtype,
@@ -46,7 +47,8 @@ typedef struct {
   int64_t batch, channels, height, width, groups;
   camox_view4 x; /* any strides, as all views here */
   camox_norm2d_affine weight, bias;
-  void *stats; /* [2, B, groups, H*W] in the dtype computed in: mean - first channel, 1/sqrt(var + eps); forward: may be NULL */
+  void *stats; /* [2, B, groups, H*W] in the dtype computed in: mean - first channel, 1/sqrt(var + eps); without an activation
+                  the CPU has the first alone; forward: may be NULL */
   camox_view4 residual;          /* forward, optional */
   camox_view4 y;                 /* forward: the output */
   camox_view4 grad;              /* backward: the incoming gradient */

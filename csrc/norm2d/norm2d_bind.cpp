@@ -36,6 +36,15 @@ int64_t shares(const camox_norm2d_params& p) {
 #endif
 }
 
+// Numbers that backward needs of each pixel and group.
+int64_t saved(const camox_norm2d_params& p) {
+#ifdef CAMOX_CUDA_PART
+  return 2;
+#else
+  return p.activation == CAMOX_ACT_NONE ? 1 : 2;
+#endif
+}
+
 void compute(const camox_norm2d_params& p, const Tensor& x, bool backward) {
 #ifdef CAMOX_CUDA_PART
   launch(backward ? camox_norm2d_backward_cuda : camox_norm2d_cuda, p, x, "layer_norm2d");
@@ -56,7 +65,7 @@ std::tuple<Tensor, Tensor> layer_norm2d(const Tensor& x, const Tensor& weight, c
     p.residual = view4(*residual);
   }
   Tensor y = empty_image(x, p.channels, is_channels_last(x));
-  Tensor stats = empty_real(x, {2, save ? p.batch : 0, p.groups, p.height, p.width});
+  Tensor stats = empty_real(x, {saved(p), save ? p.batch : 0, p.groups, p.height, p.width});
   p.y = view4(y);
   p.stats = save ? stats.data_ptr() : nullptr;
   compute(p, x, false);
@@ -69,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, con
   camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
   check_like(grad, x, p.channels, "layer_norm2d_backward", "grad");
   check_real(stats, x, 5, "layer_norm2d_backward", "stats");
-  const std::array<int64_t, 5> expected = {2, p.batch, p.groups, p.height, p.width};
+  const std::array<int64_t, 5> expected = {saved(p), p.batch, p.groups, p.height, p.width};
   for (int64_t d = 0; d < 5; ++d)
     if (stats.size(d) != expected[d])
       throw std::invalid_argument("layer_norm2d_backward: stats has size " + std::to_string(stats.size(d)) + " in dimension " +

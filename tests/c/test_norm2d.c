@@ -115,7 +115,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   if (with_residual) p.residual = residual.view;
   p.weight = (camox_norm2d_affine){reals(dtype, p.channels, weight), p.channels, 1};
   p.bias = (camox_norm2d_affine){reals(dtype, p.channels, bias), p.channels, 1};
-  p.stats = reals(dtype, 2 * p.batch * groups * pixels, NULL);
+  p.stats = reals(dtype, (activation == CAMOX_ACT_NONE ? 1 : 2) * p.batch * groups * pixels, NULL);
   p.grad_weight = reals(dtype, p.channels, NULL), p.grad_bias = reals(dtype, p.channels, NULL);
   p.scratch = test_scratch(CAMOX_NORM2D_SCRATCH);
   for (int64_t b = 0; b < p.batch; ++b)
