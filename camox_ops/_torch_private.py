@@ -267,6 +267,28 @@ def _long_call(name: str, overload, transformable: type[Function], saving: tuple
     return call
 
 
+def attempt_in_place(name: str) -> Callable:
+    """The `attempt` of differentiable_call for an operator without derivatives that writes to its arguments: its
+    outputs; None where it refused, before it wrote anything, or where one of the tensors may need a gradient."""
+    overload = getattr(torch.ops.camox_ops, name).default
+    if not CALLS_ARE_FAST:
+        return lambda *args: None
+    in_transform, is_compiling, Tensor = _transforms_active, torch.compiler.is_compiling, torch.Tensor
+
+    def attempt(*args):
+        if is_compiling() or in_transform() or forward_ad._current_level >= 0:
+            return None
+        for arg in args:
+            if isinstance(arg, Tensor) and (type(arg) not in _PLAIN or not arg.is_cpu or arg.requires_grad):
+                return None
+        try:
+            return overload._op(*args)
+        except (RuntimeError, TypeError, ValueError):
+            return None
+
+    return attempt
+
+
 def raise_as_torch_does(error: RuntimeError) -> None:
     """What torch's C interface makes a plain RuntimeError of is an OutOfMemoryError again, which callers look for."""
     if type(error) is RuntimeError and str(error).startswith("CUDA out of memory"):

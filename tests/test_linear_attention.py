@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import camox_ops as cx
-from camox_ops import reference
+from camox_ops import _torch_private, reference
 from camox_ops.ops.linear_attention import linear_attention_packed
 
 MAPS = ("elu1", "relu", "identity")
@@ -378,6 +378,47 @@ def test_camoxpert_parity(dtype):
     assert_close_to_reference(out, plain(*tensors), plain(*(t.double() for t in tensors)))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_softmax_matches_reference_and_grad(dtype):
+    """Masks and states at some; heads of an image come back as one; a row of which every key is masked."""
+    for i, (normalize, memory) in enumerate(
+        itertools.product(NORMALIZATIONS, ("image", "channels_last", "contiguous"))
+    ):
+        both = i % 2 == 1
+        tensors, mask, state = inputs((2, 3, 37, 6, 5), dtype, memory, both, both, normalize)
+        options = {"feature_map": "softmax", "normalize": normalize, "eps": 1e-2}
+        mine = assert_right(tensors, mask, state, **options)
+        assert mine[0].dtype == dtype
+        plain = cx.linear_attention(*tensors, normalize=normalize)
+        assert mine[0].stride() == plain.stride()
+        if both:
+            mask[0] = True
+            given = upstream(mine[: 3 if normalize == "sum" else 2])
+            assert all(
+                y.isfinite().all() for y in numbers(ours, leaves_of(tensors, state), given, key_mask=mask, **options)
+            )
+
+
+def test_softmax_is_the_attention_of_diffusion_models():
+    """LinearAttention of lucidrains/denoising-diffusion-pytorch, in our own words."""
+    q, k, v = (
+        heads((2, 4, 64, 8), torch.float64 if DEVICE.type == "cpu" else torch.float32, "image", i) for i in range(3)
+    )
+    context = torch.einsum("bhtn,bhtd->bhnd", k.softmax(2), v)
+    expected = torch.einsum("bhnd,bhtn->bhtd", context, q.softmax(3))
+    out = cx.linear_attention(q, k, v, feature_map="softmax", normalize="none")
+    torch.testing.assert_close(out, expected)
+    qkv = torch.stack((q, k, v), 1)
+    torch.testing.assert_close(linear_attention_packed(qkv, feature_map="softmax", normalize="none"), expected)
+    mask = torch.arange(64).expand(2, 64) % 3 == 1
+    rubbish = [x.masked_fill(mask[:, None, :, None], float("nan")) for x in (k, v)]
+    one, other = (
+        cx.linear_attention(q, *keys, feature_map="softmax", key_mask=mask, normalize="none")
+        for keys in ((k, v), rubbish)
+    )
+    assert torch.equal(one, other)
+
+
 # ---- causal ----
 CAUSAL = (True, "strict")
 
@@ -434,6 +475,120 @@ def test_causal_sees_nothing_later(causal):
         assert not out[:, :, 0].any()
 
 
+def bits(one, other):
+    return one.isfinite().all() and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_what_is_not_finite_does_not_reach_back(causal, bad):
+    """Positions 5 and 75 of one head: bits of outputs before, of gradients that do not depend on it, of other heads."""
+    for (normalize, dtype), at in itertools.product(
+        itertools.product(NORMALIZATIONS, (torch.float32, torch.bfloat16)), (5, 75)
+    ):
+        tensors, _, _ = inputs((2, 2, 100, 6, 20), dtype)
+        options = {"normalize": normalize, "causal": causal}
+        given = upstream(ours(*tensors, **options))
+        clean = numbers(ours, tensors, given, **options)
+        for i in range(3):
+            changed = [x.clone() for x in tensors]
+            changed[i][0, 1, at] = bad
+            out, *states, grad_q, grad_k, grad_v = numbers(ours, changed, given, **options)
+            true, *_, true_q, true_k, true_v = clean
+            # a query is answered by itself alone; strict, a key is seen from the next position on
+            first = at + (i > 0 and causal == "strict")
+            before, after = slice(0, first), slice(at + 1, None)
+            rest = [(out, true, before), (grad_q, true_q, before)]
+            if i == 0:
+                rest += [(out, true, after), (grad_q, true_q, after), (grad_k, true_k, after), (grad_v, true_v, after)]
+            for mine, other, part in rest:
+                assert bits(mine[0, 1, part], other[0, 1, part])
+            for mine, other in zip((out, *states, grad_q, grad_k, grad_v), clean, strict=True):
+                assert bits(mine[1], other[1])
+                assert bits(mine[0, 0], other[0, 0])
+            if i == 2:
+                assert not out[0, 1, first:].isfinite().any()
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_what_is_not_finite_stays_in_its_sequence(causal):
+    """Outputs, states and gradients of the sequences beside it keep their bits."""
+    for normalize, sequence in itertools.product(NORMALIZATIONS, (0, 2, 3)):
+        tensors, _, state, cu_seqlens = sequences(True, normalize)
+        leaves, options = (
+            leaves_of(tensors, state),
+            {"normalize": normalize, "causal": causal, "cu_seqlens": cu_seqlens},
+        )
+        given = upstream(ours(*leaves, **options))
+        clean = numbers(ours, leaves, given, **options)
+        begin, end = BOUNDS[sequence : sequence + 2]
+        changed = [x.detach().clone() for x in leaves]
+        for x in changed[:3]:
+            x[:, :, begin:end] = float("nan")
+        mine = numbers(ours, changed, given, **options)
+        outputs = len(given)
+        for i, (one, other) in enumerate(zip(mine, clean, strict=True)):
+            if i == 0 or outputs <= i < outputs + 3:
+                assert one[:, :, begin:end].isnan().any()
+                assert bits(one[:, :, :begin], other[:, :, :begin])
+                assert bits(one[:, :, end:], other[:, :, end:])
+            else:
+                kept = torch.arange(len(BOUNDS) - 1) != sequence
+                assert bits(one[kept], other[kept])
+
+
+@ON_CPU
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("length, dim", [(64, 64), (128, 32), (63, 32), (100, 128)])
+def test_recurrence_of_flash_linear_attention(length, dim, normalize):
+    """Its naive form in float64, forward, last state and gradients, from a state too; sizes of its own tests."""
+    shape = (2, length, 2, dim)
+    q, k, v = (random_image(shape, torch.float64, seed=seed) for seed in range(3))
+    first = random_image((2, 2, dim, dim), torch.float64, seed=3)
+    # with a denominator its q and k are features; it knows no sum of keys before the first
+    leaves = leaves_of((q.exp(), k.exp(), v) if normalize else (q, k, v, first), None)
+    q, k, v, *state = leaves
+    expected = reference.linear_attention_recurrence(*leaves, normalize=normalize)
+    mode = {"normalize": "sum", "eps": 1e-10} if normalize else {"normalize": "none", "initial_state": (*state, None)}
+    out, (s, _) = cx.linear_attention(
+        *(q * dim**-0.5, k, v),
+        **mode,
+        feature_map="identity",
+        causal=True,
+        return_state=True,
+        layout="bthd",
+    )
+    given = upstream((out, s))
+    pairs = zip((out, s), expected, strict=True)
+    found, true = (torch.autograd.grad(outputs, leaves, given) for outputs in ((out, s), expected))
+    for mine, other in (*pairs, *zip(found, true, strict=True)):
+        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11 * other.abs().max().item())
+
+
+@ON_CPU
+def test_packed_recurrence_of_flash_linear_attention():
+    """Lengths of its tests of packed sequences, each from a state of its own."""
+    lengths = (63, 1, 64, 100)
+    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    q, k, v = (random_image((1, sum(lengths), 2, 16), torch.float64, seed=seed) for seed in range(3))
+    first = random_image((len(lengths), 2, 16, 16), torch.float64, seed=3)
+    out, (s, _) = cx.linear_attention(
+        *(q * 0.25, k, v),
+        feature_map="identity",
+        normalize="none",
+        causal=True,
+        cu_seqlens=bounds.int(),
+        initial_state=(first, None),
+        return_state=True,
+        layout="bthd",
+    )
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        rows = (x[:, begin:end] for x in (q, k, v))
+        expected, last = reference.linear_attention_recurrence(*rows, first[i : i + 1])
+        torch.testing.assert_close(out[:, begin:end], expected)
+        torch.testing.assert_close(s[i : i + 1], last)
+
+
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
 def test_step_is_the_full_run(normalize, causal):
@@ -472,6 +627,25 @@ def test_step_with_a_gradient_leaves_the_state():
     assert torch.equal(s, before)
     (out.sum() + next_s.sum()).backward()
     assert all(x.grad is not None for x in rows)
+
+
+@ON_CPU
+def test_step_compiles_and_obeys_autocast():
+    """Both by way of the checks, which plain calls go around: the same output, and the state is written."""
+    (q, k, v), _, (s, z) = inputs((2, 3, 1, 6, 5), stateful=True)
+    rows = [x[:, :, 0] for x in (q, k, v)]
+    compiled = torch.compile(cx.linear_attention_step, backend="aot_eager", fullgraph=True)
+    found = []
+    for step in (cx.linear_attention_step, compiled):
+        state = (s.clone(), z.clone())
+        out, written = step(*rows, state)
+        if step is not compiled or not _torch_private.missing:  # else torch does not say that this is no transform
+            assert written[0].data_ptr() == state[0].data_ptr()
+        found.append((out, *written))
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cx.linear_attention_step(*rows, (s.clone(), z.clone()))[0].dtype == torch.bfloat16
 
 
 BOUNDS = (0, 5, 5, 75, 203)
@@ -522,6 +696,13 @@ def test_chunks_of_torch_operators(normalize):
     for mine, other in zip(chunks.backward(*given, *arguments), expected, strict=True):
         torch.testing.assert_close(mine, other)
         assert mine.stride() == other.stride()
+    changed = [x.clone() for x in tensors]
+    for x in changed[1:]:
+        x[:, :, 150] = float("inf")
+    out, grad_q = chunks.forward(*changed, *arguments[3:])[0], chunks.backward(*given, *changed, *arguments[3:])[0]
+    assert bits(out[:, :, :150], chunks.forward(*arguments)[0][:, :, :150])
+    assert bits(grad_q[:, :, :150], chunks.backward(*given, *arguments)[0][:, :, :150])
+    assert not out[:, :, 151:].isfinite().all()
     rows, (s, z) = [x[:, :, 0].expand(4, 2, -1) for x in tensors], state
     states = [(s.clone(), None if z is None else z.clone()) for _ in range(2)]
     end = (0, NORMALIZATIONS.index(normalize), False, 1e-2)
@@ -586,6 +767,11 @@ CU = torch.tensor([0, 2, 5], dtype=torch.int32)
         ({"strict": 1}, TypeError, "strict must be a bool"),
         ({"eps": 0.0}, ValueError, "eps must be > 0"),
         ({"feature_map": "gelu"}, ValueError, "feature_map must be one of"),
+        (
+            {"feature_map": "softmax"},
+            ValueError,
+            "feature_map must be one of 'elu1', 'relu', 'identity', got 'softmax'",
+        ),
     ],
 )
 def test_errors_of_the_step(changes, error, message):
@@ -624,9 +810,14 @@ STATE = (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4))
         ({"q": torch.zeros(2, 3, 5, 257), "k": torch.zeros(2, 3, 5, 257)}, ValueError, "q and k .* got 257"),
         ({"v": Q.to("meta")}, ValueError, "v must be on the device of q"),
         (
-            {"feature_map": "softmax"},
+            {"feature_map": "gelu"},
             ValueError,
-            "feature_map must be one of 'elu1', 'relu', 'identity', got 'softmax'",
+            "feature_map must be one of 'elu1', 'relu', 'identity', 'softmax', got 'gelu'",
+        ),
+        (
+            {"feature_map": "softmax", "causal": True},
+            ValueError,
+            "feature_map 'softmax' sums over all positions: causal must be False, got True",
         ),
         ({"normalize": "l1"}, ValueError, "normalize must be one of"),
         ({"causal": "yes"}, ValueError, "causal must be one of False, True, 'strict', got 'yes'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 from ..reference.linear_attention import features_of
 from . import _check
@@ -17,19 +18,42 @@ _FEATURE_MAPS = {code: name for name, code in FEATURE_MAPS.items()}
 _NORMALIZATIONS = {code: name for name, code in NORMALIZATIONS.items()}
 
 
+def _triangle(a, b, v, strict: bool, sums: bool):
+    """The triangle of a b^T times v, and its sums over keys, of a chunk of a power of two rows: by halves, quarters and
+    so on, in each of which all rows of the one are multiplied with all that lie before them. Products with the zeros of
+    a whole triangle would carry a NaN or an infinity to rows before it."""
+    diagonal = torch.zeros_like(a[..., :1]) if strict else (a * b).sum(-1, keepdim=True)
+    out, totals = (torch.zeros_like(v) if strict else diagonal * v), diagonal
+    half = 1
+    while half < a.shape[-2]:
+        rows, keys, values = (x.unflatten(-2, (-1, 2, half)) for x in (a, b, v))
+        scores = rows[..., 1, :, :] @ keys[..., 0, :, :].mT
+        out = out + _second_half(scores @ values[..., 0, :, :])
+        totals = totals + _second_half(scores.sum(-1, keepdim=True)) if sums else totals
+        half *= 2
+    return out, totals
+
+
+def _second_half(x):
+    """(..., blocks, half, D) -> (..., blocks * 2 * half, D), zeros in the first half of each block."""
+    return F.pad(x.unsqueeze(-3), (0, 0, 0, 0, 1, 0)).flatten(-4, -2)
+
+
 def _sequence(tensors, s, z, normalize: str, strict: bool, eps: float):
     """out, S and z of one sequence, from a, b and v (B, H, T, N or D)."""
-    outputs = []
-    for a, b, v in zip(*(x.split(CHUNK, 2) for x in tensors), strict=True):
-        scores = (a @ b.mT).tril(-1 if strict else 0)
-        out = scores @ v + a @ s
+    outputs, length = [], tensors[0].shape[2]
+    chunk = min(CHUNK, 1 << max(length - 1, 0).bit_length())
+    tensors = (F.pad(x, (0, 0, 0, -length % chunk)) for x in tensors)
+    for a, b, v in zip(*(x.split(chunk, 2) for x in tensors), strict=True):
+        out, sums = _triangle(a, b, v, strict, normalize == "sum")
+        out = out + a @ s
         if normalize == "sum":
-            sums = scores.sum(-1, keepdim=True) + a @ z.unsqueeze(-1) + eps
+            sums = sums + a @ z.unsqueeze(-1) + eps
             out = torch.where(sums == 0, 0, out / torch.where(sums == 0, 1, sums))
             z = z + b.sum(2)
         s = s + b.mT @ v
         outputs.append(out)
-    return torch.cat(outputs, 2) if outputs else tensors[2], s, z
+    return torch.cat(outputs, 2)[:, :, :length], s, z
 
 
 def compose(q, k, v, key_mask, initial_s, initial_z, cu_seqlens, feature_map, normalize, strict, eps):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from .. import reference
-from .._torch_private import in_transform
+from .._torch_private import attempt_in_place, in_transform
 from . import _check, _linear_attention_chunks
 from ._check import dtype_names
 from ._codes import FEATURE_MAPS, LAYOUTS, NORMALIZATIONS, code_of
@@ -16,6 +16,8 @@ from ._register import one_by_one, register, register_last_derivative, vmap_fold
 SUM = NORMALIZATIONS["sum"]
 MOST_DIM = 256
 OP = "linear_attention"
+SOFTMAX = "softmax"
+"""A feature map of all positions: computed here, by torch, and not by the kernels."""
 
 
 def linear_attention(
@@ -49,7 +51,8 @@ def linear_attention(
         q, k: (B, H, T, N), or (B, T, H, N) with layout="bthd"; v: (B, H, T, D) or (B, T, H, D). N and D from 1 to 256.
             float32, bfloat16, float16 or float64, one dtype; any strides, nothing is copied: heads of the
             (B, 3C, H, W) output of a qkv convolution are read where they lie.
-        feature_map: f: "elu1" (elu(x) + 1), "relu" or "identity".
+        feature_map: f: "elu1" (elu(x) + 1), "relu" or "identity"; "softmax", not causal: the softmax of q over its N
+            features, and of k over the T positions that are not masked, by torch, before the passes over memory.
         causal: False; True: a position sees itself and what came before; "strict": only what came before, the first one
             nothing but the initial state.
         key_mask: bool (B, T), True where a key is ignored; its k and v may hold anything, its query is answered.
@@ -83,9 +86,13 @@ def linear_attention(
 
     Source: Transformers are RNNs (arXiv 2006.16236, equations 4 to 7); "feature": SDTAEncoder.linear_attention of
     mahi-chan/camoXpert, models/backbone.py at 47e858c."""
-    options = _codes_of(feature_map, normalize)
+    _check.choice(OP, "feature_map", feature_map, (*FEATURE_MAPS, SOFTMAX))
+    softmax = feature_map == SOFTMAX
+    options = _codes_of("identity" if softmax else feature_map, normalize)
     _check.choice(OP, "layout", layout, LAYOUTS)
     _check.choice(OP, "causal", causal, (False, True, "strict"))
+    if softmax and causal:
+        raise ValueError(f"{OP}: feature_map 'softmax' sums over all positions: causal must be False, got {causal!r}")
     _check.flag(OP, "return_state", return_state)
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check.tensor(OP, name, value)
@@ -99,11 +106,16 @@ def linear_attention(
     cu_seqlens = _check_cu_seqlens(cu_seqlens, q, causal)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     initial_s, initial_z = _check_state(OP, "initial_state", initial_state, sequences, q, v, normalize)
+    dtype = q.dtype
+    if softmax:
+        q, k, v = _softmax_features(q, k, v, key_mask)
     if causal:
         arguments = (q, k, v, key_mask, initial_s, initial_z, cu_seqlens, *options, causal == "strict", eps)
         out, s, z = _linear_attention_causal(*arguments)
     else:
         out, s, z = _linear_attention(q, k, v, key_mask, initial_s, initial_z, *options, eps)
+    if softmax:
+        out = out.to(dtype)
     if layout == "bthd":
         out = out.transpose(1, 2)
     return (out, (s, z if normalize == "sum" else None)) if return_state else out
@@ -121,7 +133,7 @@ def linear_attention_packed(
 
     For modules whose q, k and v are one layer's output: the gradient is one tensor too, in the order of qkv's strides,
     where three would be joined by a copy. Arguments, errors and numbers are those of linear_attention."""
-    options = _codes_of(feature_map, normalize)
+    _check.choice(OP, "feature_map", feature_map, (*FEATURE_MAPS, SOFTMAX))
     _check.tensor(OP, "qkv", qkv)
     (qkv,) = _check.autocast(qkv)
     eps = _check.eps(OP, eps, qkv)
@@ -131,6 +143,10 @@ def linear_attention_packed(
         raise ValueError(f"{OP}: the head size must be from 1 to {MOST_DIM}, got {qkv.shape[4]}")
     if key_mask is not None:
         _check_mask(key_mask, qkv.shape[0], qkv.shape[3], qkv)
+    if feature_map == SOFTMAX:
+        modes = {"feature_map": feature_map, "normalize": normalize, "eps": eps}
+        return linear_attention(*qkv.unbind(1), key_mask=key_mask, **modes)
+    options = _codes_of(feature_map, normalize)
     return _linear_attention_packed(qkv, key_mask, *options, eps)[0]
 
 
@@ -163,6 +179,19 @@ def linear_attention_step(
 
     Raises:
         TypeError, ValueError: as linear_attention."""
+    if (  # at once: with cold caches the checks below take longer than the operator, which refuses the same tensors
+        type(state) is tuple
+        and len(state) == 2
+        and (state[1] is None) == (normalize != "sum")
+        and type(strict) is bool
+        and type(eps) is float
+        and type(feature_map) is type(normalize) is str
+        and not torch.is_autocast_enabled("cpu")
+    ):
+        codes = FEATURE_MAPS.get(feature_map, -1), NORMALIZATIONS.get(normalize, -1)
+        out = _attempt_step(q, k, v, *state, *codes, strict, eps)
+        if out is not None:
+            return out, state
     op = "linear_attention_step"
     options = _codes_of(feature_map, normalize, op)
     _check.flag(op, "strict", strict)
@@ -185,6 +214,20 @@ def linear_attention_step(
         if given is not None and written is not given:
             given.copy_(written)
     return out, (s, z)
+
+
+def _softmax_features(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None):
+    """Features of q and k, and v, in what is computed in: the result is rounded once. In the order of their strides."""
+
+    def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        back = [order.index(d) for d in range(x.dim())]
+        return x.permute(order).softmax(back[dim], dtype=real).permute(back)
+
+    real = _check.computed_in(q)
+    if key_mask is not None:
+        k = k.masked_fill(key_mask[:, None, :, None], float("-inf"))
+    return softmax(q, 3), softmax(k, 2), v.to(real)
 
 
 def _codes_of(feature_map: str, normalize: str, op: str = OP) -> tuple[int, int]:
@@ -403,4 +446,5 @@ _linear_attention_causal_backward = register_last_derivative(
     vmap=_vmap_causal("linear_attention_causal_backward", 9),
 )
 torch.library.register_fake("camox_ops::linear_attention_step", _fake_step)
+_attempt_step = attempt_in_place("linear_attention_step")
 _linear_attention_chunks.register_on_cuda()

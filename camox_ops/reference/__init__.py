@@ -19,7 +19,7 @@ from .dropout import (
 )
 from .edge import edge_maps, edge_maps_backward
 from .grad_norms import grad_group_norms, scale_grads_
-from .linear_attention import linear_attention, linear_attention_step
+from .linear_attention import linear_attention, linear_attention_recurrence, linear_attention_step
 from .linear_cross_entropy import linear_cross_entropy
 from .moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route, moe_routing
 from .norm2d import layer_norm2d, layer_norm2d_backward
@@ -48,6 +48,7 @@ __all__ = [
     "layer_norm2d",
     "layer_norm2d_backward",
     "linear_attention",
+    "linear_attention_recurrence",
     "linear_attention_step",
     "linear_cross_entropy",
     "moe_aux_loss",

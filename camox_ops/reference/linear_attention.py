@@ -24,7 +24,11 @@ def over_sum(features: torch.Tensor) -> torch.Tensor:
 
 def features_of(q, k, v, feature_map: str, normalize: str, key_mask):
     """a, b and v of the formula: (B, H, T, N or D)."""
-    a, b = feature_map_of(q, feature_map), feature_map_of(k, feature_map)
+    if feature_map == "softmax":
+        ignored = torch.zeros_like(k, dtype=torch.bool) if key_mask is None else key_mask[:, None, :, None]
+        a, b = q.softmax(-1), k.masked_fill(ignored, float("-inf")).softmax(-2)
+    else:
+        a, b = feature_map_of(q, feature_map), feature_map_of(k, feature_map)
     if normalize == "feature":
         a, b = over_sum(a), over_sum(b)
     if key_mask is not None:
@@ -81,6 +85,35 @@ def linear_attention(
     if normalize == "sum":
         out = out / (sums + eps)
     return (out.transpose(1, 2) if layout == "bthd" else out, s, *z)
+
+
+def linear_attention_recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    normalize: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of features, token by token, as flash-linear-attention defines it: q, k (B, T, H, N),
+    v (B, T, H, D), state (B, H, N, D) -> out (B, T, H, D), the last state. scale of q: N ** -0.5 unless given.
+
+        S_t = S_(t-1) + k_t v_t^T    out_t = scale q_t S_t
+        normalize: out_t is divided by scale q_t . (k_1 + ... + k_t) + 1e-10
+
+    No position is multiplied with what comes after it. Source: naive_recurrent_linear_attn of
+    fla-org/flash-linear-attention, fla/ops/linear_attn/naive.py at 20ceee5."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    s = q.new_zeros((q.shape[0], q.shape[2], q.shape[3], v.shape[3])) if state is None else state
+    z, rows = torch.zeros_like(q[:, 0]), []
+    for query, key, value in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
+        s, z = s + key.unsqueeze(-1) * value.unsqueeze(-2), z + key
+        out = ((factor * query).unsqueeze(-2) @ s).squeeze(-2)
+        if normalize:
+            out = out / ((factor * query * z).sum(-1, keepdim=True) + 1e-10)
+        rows.append(out)
+    return torch.stack(rows, 1), s
 
 
 def linear_attention_step(
