@@ -585,28 +585,37 @@ def row_cases(dtype: str) -> list[Case]:
     reduce = row_sums("bias_gelu", bands, WIDTH)
     cases.append(Case("bias_gelu", "bias_gelu", "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)))
 
-    # a warp a row: in each of its loops every lane has at most one vector
+    # A row in the registers of a team of lanes. Loads of x and residual are all issued, under a predicate each; masks
+    # of vectors behind the row's end, which are skipped, are counted.
+    def in_team(most: int) -> tuple[int, int]:
+        """(rows of a block at once, vectors of a lane)"""
+        team = 4
+        while team * most < vectors:
+            team *= 2
+        return 256 // team, ceil_div(vectors, team)
+
+    teams, each = in_team(4)
     forward = Launch(
-        f"dropout_norm_kernel<{element}, {lanes}, false>",
-        ceil_div(ROWS, 8),
+        f"dropout_norm_short_kernel<{element}, {lanes}>",
+        ceil_div(ROWS, teams),
         256,
-        Step(2 + 2 * floats, 1, row=True, most=PHILOX),
+        Step(2 * 4 + 2 * floats * each, each, row=True, most=PHILOX),
         1,
         3 * bytes_each,
-        shared=8 * WIDTH * 4,
     )
     name = "dropout_add_layer_norm"
     cases.append(Case("dropout", name, "forward", dtype, ELEMENTS, 3 * bytes_each, (forward,)))
-    band_rows = max(item_rows(WIDTH), ceil_div(ceil_div(ROWS, PARTIAL_ROWS), 8) * 8)
+    teams, each = in_team(2)
+    band_rows = ceil_div(max(item_rows(WIDTH), ceil_div(ROWS, PARTIAL_ROWS)), teams) * teams
     bands = ceil_div(ROWS, band_rows)
     backward = Launch(
-        f"dropout_norm_backward_kernel<{element}, {lanes}, false>",
+        f"dropout_norm_short_backward_kernel<{element}, {lanes}>",
         bands,
         256,
-        Step(4 + 2 * floats, 2, row=True, most=PHILOX),
-        band_rows / 8,
+        Step((3 + floats) * each, 2 * each, row=True, most=PHILOX),
+        band_rows / teams,
         5 * bytes_each + 4 * bands * 2 * WIDTH,
-        shared=8 * WIDTH * 12,
+        shared=teams * 2 * WIDTH * 4,
     )
     reduce = row_sums("dropout", bands, 2 * WIDTH)
     cases.append(Case("dropout", name, "backward", dtype, ELEMENTS, 5 * bytes_each, (backward, reduce)))

@@ -2,10 +2,14 @@
 
      elementwise   a thread: `items` times V neighbours along the output's innermost dimension, 16 B an access (or 1 element);
                    all its loads, then all its stores. Neighbours in row-major order share a call of Philox (8 elements).
-     norm          a warp (WIDE: a block) a row     x, residual --16 B--> s --> shared [row], each thread its own elements,
-                                                    without barriers; computed again where a row is too long for 48 KB
-                   sum -> mean -> squares of s - mean -> normalise, store
-     backward      a block a band of rows           sums for weight, bias: shared [warps][2][width] -> partial [bands]...
+     norm          x, residual --16 B--> s; sum -> mean -> squares of s - mean -> normalise, store
+       short rows  a team of 4 to 32 lanes a row, s in registers:     lane    0 1 2 3 | 0 1 2 3 | 0 1 2 3
+                                                                      team 0  v v v v | v v v v | v v v      a row of 11 vectors
+                                                                      team 1  v v v v | v v v v | v v v      the next
+       others      a warp (WIDE: a block) a row, s in shared memory, each thread its own elements, without barriers; computed
+                   again where a row is too long for 48 KB
+     backward      as the forward; a block has a band of rows, whose sums for weight and bias are a lane's own (short rows) or
+                   lie in shared [teams][2][width], and go to partial [bands]
                    then common/row_sums.cuh         partial -> grad_weight, grad_bias, in order
 
    No atomics: the same bits on every run. */
@@ -147,6 +151,7 @@ struct norm_args {
   uint32_t threshold;
   float drop_scale;
   bool cached; /* shared memory holds what a thread has computed of its elements */
+  int team;    /* lanes of a short row: a power of two */
   int64_t band_rows, bands;
 };
 
@@ -230,6 +235,197 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
   }
 }
 
+/* The sums of a block's teams, [teams][2][width] in shared memory, added up in order. */
+__device__ __forceinline__ void norm_add_teams(float *partial, const float *team_sums, int teams, int64_t width) {
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < 2 * width; i += DROPOUT_THREADS) {
+    float total = 0.0f;
+    for (int t = 0; t < teams; ++t) total += team_sums[t * 2 * width + i];
+    partial[i] = total;
+  }
+  __syncthreads();
+}
+
+/* 16-byte vectors of a short row that a lane keeps in registers; in the backward of grad, z and two sums each. */
+#define NORM_VECTORS 4
+#define NORM_BACKWARD_VECTORS 2
+#define NORM_BLOCKS 2 /* of them a multiprocessor must hold: at most 128 registers a thread */
+
+/* Where vector k of a lane begins in its row. */
+template <int V>
+__device__ __forceinline__ int norm_place(const norm_args &a, int lane, int k) {
+  return (lane + k * a.team) * V;
+}
+
+/* s of a lane's elements of a short row, 0 behind its end and where there is no such row; bit j of kept[k]: mask. All loads
+   are made before the first is needed. */
+template <typename T, int V, int VECTORS>
+__device__ __forceinline__ void norm_row_sums(float (&s)[VECTORS][V], uint32_t (&kept)[VECTORS], const norm_args &a,
+                                              uint64_t seed, int64_t row, int lane) {
+  const int width = row < a.p.rows ? static_cast<int>(a.p.width) : 0;
+  const int64_t start = row * a.p.width;
+  T x[VECTORS][V], residual[VECTORS][V];
+#pragma unroll
+  for (int k = 0; k < VECTORS; ++k) {
+    const int i = norm_place<V>(a, lane, k);
+    if (i >= width) continue;
+    camox_load<V>(x[k], static_cast<const T *>(a.p.x) + start + i);
+    camox_load<V>(residual[k], static_cast<const T *>(a.p.residual) + start + i);
+  }
+#pragma unroll
+  for (int k = 0; k < VECTORS; ++k) {
+    const int i = norm_place<V>(a, lane, k);
+    kept[k] = 0;
+#pragma unroll
+    for (int j = 0; j < V; ++j) s[k][j] = 0.0f;
+    if (i >= width) continue;
+    bool keep[V];
+    if (a.p.seed) camox_keeps_all(keep, seed, start + i, a.threshold);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float value = camox_to_float(x[k][j]);
+      s[k][j] = camox_to_float(residual[k][j]) + (a.p.seed == nullptr ? value : keep[j] ? value * a.drop_scale : 0.0f);
+      if (a.p.seed && keep[j]) kept[k] |= 1u << j;
+    }
+  }
+}
+
+/* Two sums over the lanes of a row, one beside the other. */
+__device__ __forceinline__ void norm_row_totals(float &x, float &y, int team) {
+  for (int offset = team / 2; offset > 0; offset /= 2) {
+    x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
+    y += __shfl_xor_sync(CAMOX_FULL_MASK, y, offset);
+  }
+}
+
+template <typename T, int V>
+__global__ void __launch_bounds__(DROPOUT_THREADS, NORM_BLOCKS) dropout_norm_short_kernel(const __grid_constant__ norm_args a) {
+  constexpr int vectors = NORM_VECTORS;
+  const camox_dropout_norm_params &p = a.p;
+  const int lane = static_cast<int>(threadIdx.x) & (a.team - 1), teams = DROPOUT_THREADS / a.team;
+  const uint64_t seed = p.seed ? static_cast<uint64_t>(__ldg(p.seed)) : 0;
+  const float *const weight = static_cast<const float *>(p.weight.data), *const bias = static_cast<const float *>(p.bias.data);
+  float *const stats = static_cast<float *>(p.stats);
+  const float count = static_cast<float>(p.width);
+  /* all lanes of a warp take part in the sums, those without a row too */
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * teams; base < p.rows;
+       base += static_cast<int64_t>(gridDim.x) * teams) {
+    const int64_t row = base + static_cast<int>(threadIdx.x) / a.team;
+    const int width = row < p.rows ? static_cast<int>(p.width) : 0;
+    float s[vectors][V];
+    uint32_t kept[vectors];
+    norm_row_sums<T>(s, kept, a, seed, row, lane);
+    const float first = s[0][0];
+    float total = 0.0f, unused = 0.0f;
+#pragma unroll
+    for (int k = 0; k < vectors; ++k)
+#pragma unroll
+      for (int j = 0; j < V; ++j) total += s[k][j];
+    norm_row_totals(total, unused, a.team);
+    const float mean = total / count;
+    /* differences to the mean; their own mean is what rounding took from it, and is subtracted again */
+    float mean_correction = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < vectors; ++k) {
+      if (norm_place<V>(a, lane, k) >= width) continue;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        s[k][j] -= mean;
+        mean_correction += s[k][j];
+        squares += s[k][j] * s[k][j];
+      }
+    }
+    norm_row_totals(mean_correction, squares, a.team);
+    mean_correction /= count;
+    const float variance = squares / count - mean_correction * mean_correction;
+    const float scale = 1.0f / sqrtf((variance < 0.0f ? 0.0f : variance) + static_cast<float>(p.eps));
+    if (lane == 0 && width > 0) stats[row] = (mean - first) + mean_correction, stats[p.rows + row] = scale;
+#pragma unroll
+    for (int k = 0; k < vectors; ++k) {
+      const int i = norm_place<V>(a, lane, k);
+      if (i >= width) continue;
+      float w[V], b[V], y[V];
+      camox_load_floats(w, weight + i);
+      camox_load_floats(b, bias + i);
+#pragma unroll
+      for (int j = 0; j < V; ++j) y[j] = (s[k][j] - mean_correction) * scale * w[j] + b[j];
+      y[0] = dropout_broken(y[0]);
+      camox_store_float(static_cast<T *>(p.y) + row * p.width + i, y);
+    }
+  }
+}
+
+template <typename T, int V>
+__global__ void __launch_bounds__(DROPOUT_THREADS, NORM_BLOCKS)
+    dropout_norm_short_backward_kernel(const __grid_constant__ norm_args a) {
+  constexpr int vectors = NORM_BACKWARD_VECTORS;
+  CAMOX_DYNAMIC_SHARED(float, shared);
+  const camox_dropout_norm_params &p = a.p;
+  const int lane = static_cast<int>(threadIdx.x) & (a.team - 1), teams = DROPOUT_THREADS / a.team;
+  const int slot = static_cast<int>(threadIdx.x) / a.team, first_lane = static_cast<int>(threadIdx.x) % CAMOX_WARP - lane;
+  const uint64_t seed = p.seed ? static_cast<uint64_t>(__ldg(p.seed)) : 0;
+  const float *const weight = static_cast<const float *>(p.weight.data), *const stats = static_cast<const float *>(p.stats);
+  const float count = static_cast<float>(p.width);
+  for (int64_t band = blockIdx.x; band < a.bands; band += gridDim.x) {
+    float weight_sum[vectors][V] = {}, bias_sum[vectors][V] = {};
+    const int64_t last = min((band + 1) * a.band_rows, p.rows);
+    for (int64_t base = band * a.band_rows; base < last; base += teams) {
+      const int64_t row = base + slot; /* a band is a multiple of the teams, the last ends with the rows */
+      const int width = row < p.rows ? static_cast<int>(p.width) : 0;
+      T raw[vectors][V];
+#pragma unroll
+      for (int k = 0; k < vectors; ++k) {
+        const int i = norm_place<V>(a, lane, k);
+        if (i < width) camox_load<V>(raw[k], static_cast<const T *>(p.grad) + row * p.width + i);
+      }
+      float z[vectors][V], d[vectors][V];
+      uint32_t kept[vectors];
+      norm_row_sums<T>(z, kept, a, seed, row, lane);
+      const float first = __shfl_sync(CAMOX_FULL_MASK, z[0][0], first_lane);
+      const float offset = width > 0 ? __ldg(stats + row) : 0.0f, scale = width > 0 ? __ldg(stats + p.rows + row) : 0.0f;
+      float d_mean = 0.0f, dz_mean = 0.0f;
+#pragma unroll
+      for (int k = 0; k < vectors; ++k) {
+        const int i = norm_place<V>(a, lane, k);
+        if (i >= width) continue;
+        camox_load_floats(d[k], weight + i);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const float grad = camox_to_float(raw[k][j]);
+          z[k][j] = ((z[k][j] - first) - offset) * scale;
+          weight_sum[k][j] += grad * z[k][j], bias_sum[k][j] += grad;
+          d[k][j] *= grad;
+          d_mean += d[k][j], dz_mean += d[k][j] * z[k][j];
+        }
+      }
+      norm_row_totals(d_mean, dz_mean, a.team);
+      d_mean /= count, dz_mean /= count;
+#pragma unroll
+      for (int k = 0; k < vectors; ++k) {
+        const int i = norm_place<V>(a, lane, k);
+        if (i >= width) continue;
+#pragma unroll
+        for (int j = 0; j < V; ++j) d[k][j] = ((d[k][j] - d_mean) - z[k][j] * dz_mean) * scale;
+        d[k][0] = dropout_broken(d[k][0]);
+        camox_store_float(static_cast<T *>(p.grad_residual) + row * p.width + i, d[k]);
+        if (p.grad_x == nullptr) continue;
+#pragma unroll
+        for (int j = 0; j < V; ++j) d[k][j] = kept[k] >> j & 1u ? d[k][j] * a.drop_scale : 0.0f;
+        camox_store_float(static_cast<T *>(p.grad_x) + row * p.width + i, d[k]);
+      }
+    }
+    float *const sums = shared + slot * 2 * p.width;
+#pragma unroll
+    for (int k = 0; k < vectors; ++k) {
+      const int i = norm_place<V>(a, lane, k);
+      if (i >= p.width) continue;
+      camox_put_floats(sums + i, weight_sum[k]);
+      camox_put_floats(sums + p.width + i, bias_sum[k]);
+    }
+    norm_add_teams(static_cast<float *>(p.partial) + band * 2 * p.width, shared, teams, p.width);
+  }
+}
+
 /* d = grad * weight of V elements; grad and weight too. */
 template <typename T, int V>
 __device__ __forceinline__ void norm_gradient(float (&grad)[V], float (&d)[V], const camox_dropout_norm_params &p,
@@ -307,15 +503,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
         }
       }
     }
-    if (a.cached) {
-      __syncthreads();
-      for (int64_t i = threadIdx.x; i < 2 * p.width; i += DROPOUT_THREADS) {
-        float total = 0.0f;
-        for (int t = 0; t < teams; ++t) total += team_sums[t * 2 * p.width + i];
-        partial[i] = total;
-      }
-      __syncthreads();
-    }
+    if (a.cached) norm_add_teams(partial, team_sums, teams, p.width);
   }
 }
 
@@ -412,35 +600,65 @@ static bool norm_aligned(const camox_dropout_norm_params *p, int lanes, int elem
   return aligned;
 }
 
-/* A team of a row needs `per_element` floats of shared memory an element. */
+/* Bands of the backward: at most CAMOX_PARTIAL_ROWS, and as many rows for each team of a block. */
+static void norm_set_bands(norm_args *a, int64_t teams) {
+  const int64_t least = camox_ceil_div(a->p.rows, CAMOX_PARTIAL_ROWS), wanted = camox_dropout_norm_item_rows(a->p.width);
+  a->band_rows = camox_ceil_div(least > wanted ? least : wanted, teams) * teams;
+  a->bands = camox_ceil_div(a->p.rows, a->band_rows);
+}
+
+/* The longest rows of a warp: in registers, and in its share of a block's memory. */
+template <int V, bool BACKWARD>
+constexpr int64_t norm_short_width = CAMOX_WARP * V * (BACKWARD ? NORM_BACKWARD_VECTORS : NORM_VECTORS);
+template <bool BACKWARD>
+constexpr int64_t norm_warp_width = DROPOUT_SHARED / (DROPOUT_WARPS * static_cast<int64_t>(sizeof(float)) * (BACKWARD ? 3 : 1));
+
 template <typename T, int V, bool BACKWARD>
-static void norm_launch(norm_args a, void *stream) {
-  const int64_t bytes = a.p.width * (BACKWARD ? 3 : 1) * static_cast<int64_t>(sizeof(float));
-  const bool narrow = bytes * DROPOUT_WARPS <= DROPOUT_SHARED;
-  const int64_t scratch = DROPOUT_WARPS * static_cast<int64_t>(sizeof(float)); /* static memory, which only wide kernels have */
-  a.cached = bytes + scratch <= DROPOUT_SHARED;
-  const int64_t shared = narrow ? bytes * DROPOUT_WARPS : a.cached ? bytes : 0;
-  const unsigned grid = camox_grid(BACKWARD ? a.bands : camox_ceil_div(a.p.rows, narrow ? DROPOUT_WARPS : 1));
+static void norm_launch_short(norm_args *a, void *stream) {
+  for (a->team = 4; a->team * norm_short_width<V, BACKWARD> < a->p.width * CAMOX_WARP;) a->team *= 2;
+  const int teams = DROPOUT_THREADS / a->team;
   if constexpr (BACKWARD) {
-    if (narrow)
-      CAMOX_LAUNCH((dropout_norm_backward_kernel<T, V, false>), grid, DROPOUT_THREADS, shared, stream, a);
-    else
-      CAMOX_LAUNCH((dropout_norm_backward_kernel<T, V, true>), grid, DROPOUT_THREADS, shared, stream, a);
+    norm_set_bands(a, teams);
+    CAMOX_LAUNCH((dropout_norm_short_backward_kernel<T, V>), camox_grid(a->bands), DROPOUT_THREADS,
+                 teams * 2 * a->p.width * static_cast<int64_t>(sizeof(float)), stream, *a);
   } else {
-    if (narrow)
-      CAMOX_LAUNCH((dropout_norm_kernel<T, V, false>), grid, DROPOUT_THREADS, shared, stream, a);
-    else
-      CAMOX_LAUNCH((dropout_norm_kernel<T, V, true>), grid, DROPOUT_THREADS, shared, stream, a);
+    CAMOX_LAUNCH((dropout_norm_short_kernel<T, V>), camox_grid(camox_ceil_div(a->p.rows, teams)), DROPOUT_THREADS, 0, stream,
+                 *a);
   }
 }
 
+/* A warp or a block a row, with 1 or 3 floats of shared memory an element. */
+template <typename T, int V, bool WIDE, bool BACKWARD>
+static void norm_launch(norm_args *a, int64_t shared, void *stream) {
+  constexpr int teams = WIDE ? 1 : DROPOUT_WARPS;
+  if constexpr (BACKWARD) {
+    norm_set_bands(a, teams);
+    CAMOX_LAUNCH((dropout_norm_backward_kernel<T, V, WIDE>), camox_grid(a->bands), DROPOUT_THREADS, shared, stream, *a);
+  } else {
+    CAMOX_LAUNCH((dropout_norm_kernel<T, V, WIDE>), camox_grid(camox_ceil_div(a->p.rows, teams)), DROPOUT_THREADS, shared,
+                 stream, *a);
+  }
+}
+
+template <typename T, int V, bool BACKWARD>
+static void norm_launch_by_width(norm_args *a, void *stream) {
+  const int64_t bytes = a->p.width * (BACKWARD ? 3 : 1) * static_cast<int64_t>(sizeof(float));
+  const int64_t scratch = DROPOUT_WARPS * static_cast<int64_t>(sizeof(float)); /* static memory, which only wide kernels have */
+  a->cached = bytes + scratch <= DROPOUT_SHARED;
+  if constexpr (V > 1)
+    if (a->p.width <= norm_short_width<V, BACKWARD>) return norm_launch_short<T, V, BACKWARD>(a, stream);
+  if constexpr (V == 1 || norm_short_width<V, BACKWARD> < norm_warp_width<BACKWARD>)
+    if (a->p.width <= norm_warp_width<BACKWARD>) return norm_launch<T, V, false, BACKWARD>(a, bytes * DROPOUT_WARPS, stream);
+  norm_launch<T, V, true, BACKWARD>(a, a->cached ? bytes : 0, stream);
+}
+
 template <typename T, bool BACKWARD>
-static void norm_launch_widest(const norm_args &a, void *stream) {
+static void norm_launch_widest(norm_args *a, void *stream) {
   constexpr int lanes = camox_lanes<T>::value;
-  if (norm_aligned(&a.p, lanes, static_cast<int>(sizeof(T))))
-    norm_launch<T, lanes, BACKWARD>(a, stream);
+  if (norm_aligned(&a->p, lanes, static_cast<int>(sizeof(T))))
+    norm_launch_by_width<T, lanes, BACKWARD>(a, stream);
   else
-    norm_launch<T, 1, BACKWARD>(a, stream);
+    norm_launch_by_width<T, 1, BACKWARD>(a, stream);
 }
 
 template <bool BACKWARD>
@@ -450,16 +668,11 @@ static int norm_run(const camox_dropout_norm_params *p, void *stream) {
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
   a.drop_scale = static_cast<float>(camox_dropout_scale(a.threshold));
-  a.band_rows = camox_dropout_norm_item_rows(p->width);
-  /* as many rows for each warp of a block */
-  const int64_t least_rows = camox_ceil_div(camox_ceil_div(p->rows, CAMOX_PARTIAL_ROWS), DROPOUT_WARPS) * DROPOUT_WARPS;
-  if (a.band_rows < least_rows) a.band_rows = least_rows;
-  a.bands = camox_ceil_div(p->rows, a.band_rows);
   if (p->rows > 0) {
     switch (p->dtype) {
-      case CAMOX_F32: norm_launch_widest<float, BACKWARD>(a, stream); break;
-      case CAMOX_BF16: norm_launch_widest<__nv_bfloat16, BACKWARD>(a, stream); break;
-      case CAMOX_F16: norm_launch_widest<__half, BACKWARD>(a, stream); break;
+      case CAMOX_F32: norm_launch_widest<float, BACKWARD>(&a, stream); break;
+      case CAMOX_BF16: norm_launch_widest<__nv_bfloat16, BACKWARD>(&a, stream); break;
+      case CAMOX_F16: norm_launch_widest<__half, BACKWARD>(&a, stream); break;
       default: return cudaErrorInvalidValue;
     }
   }

@@ -11,10 +11,22 @@ from helpers import random_image
 SOURCE = emulator.CSRC / "dropout" / "dropout_cuda.cu"
 # Around an access of 4 or 8 elements, a block of 256 threads and the tail of one; any dimensions.
 SHAPES = [(1,), (7,), (8,), (2 * 256 * 8 + 3,), (3, 5), (16, 24), (5, 3, 16), (2, 8, 3, 12), (2, 1, 3, 2, 5)]
-# A warp a row with and without whole accesses; a block a row; a block a row without room in shared memory, forward and
-# backward; the last widths of each that have room and the first that have none.
+# Teams of lanes, a warp a row with and without whole accesses; a block a row; a block a row without room in shared
+# memory, forward and backward; the last widths of each that have room and the first that have none.
 NORM_SHAPES = [(1, 1), (5, 7), (70, 8), (33, 17), (9, 96), (3, 1000), (2, 1551), (2, 4100), (1, 12304)]
-NORM_SHAPES += [(9, 512), (1, 513), (1, 1536), (1, 1537)]
+NORM_SHAPES += [
+    (9, 512),
+    (1, 513),
+    (1, 1536),
+    (1, 1537),
+    (67, 40),
+    (65, 88),
+    (17, 256),
+    (9, 264),
+    (5, 520),
+    (3, 1024),
+    (2, 1032),
+]
 NORM_SHAPES += [(1, 4088), (1, 4093), (1, 4094), (1, 4096), (1, 12280), (1, 12281), (1, 12288)]
 
 
@@ -106,7 +118,7 @@ def every_kernel(arch) -> None:
             dropout(x, seed, 0.5, arch=arch)
             sparse_gate(x, x, seed, 0.5, arch=arch)
             sparse_gate_backward(x, x, x, seed, 0.5, arch=arch)
-        for width in (8, 7, 1544, 1543):
+        for width in (8, 264, 1032, 7, 1544, 1543):
             x, weight = torch.ones(1, width).to(dtype), torch.ones(width)
             norm(x, x, weight, weight, x, seed, 0.5, arch=arch)
 
@@ -115,7 +127,7 @@ SEED = torch.tensor(0x0123456789ABCDEF)
 
 
 def with_barriers(**how):
-    for rows, width in ((9, 1544), (300, 40)):
+    for rows, width in ((9, 1544), (300, 40), (11, 520)):
         x, residual, grad = (random_image((1, 1, rows, width), seed=i)[0, 0] for i in range(3))
         weight, bias = random_image((1, 1, 2, width), seed=4)[0, 0]
         yield norm(x, residual, weight, bias, grad, SEED, 0.3, **how)
