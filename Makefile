@@ -52,7 +52,7 @@ test: $(BUILT) ## the tests but the slow ones (PYTEST_ARGS="-k edge")
 	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 # All of them, whichever fail. MODEL=all: every example that has a demo.
-demo: $(BUILT) ## trains an example with stock PyTorch and with camox_ops, writes a report (DEMO=full|quick, MODEL=camoxpert|vision_bdh|k1|emberformer|all)
+demo: $(BUILT) ## trains an example with stock PyTorch and with camox_ops, writes a report (DEMO=full|quick, MODEL=camoxpert|vision_bdh|k1|emberformer|moe_text|all)
 	@failed=; for model in $(DEMOS); do \
 	  out=demo/$$model; test $$model != camoxpert || out=demo; \
 	  echo "$(PY) examples/$$model/demo.py --mode $(DEMO) --out $$out"; \

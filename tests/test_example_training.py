@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 one_thread = example_path.one_thread
-MODULES = ("cli", "data", "distributed", "ema", "engine", "losses", "steps")
-cli, data, distributed, ema, engine, losses, steps = map(example_path.load, MODULES)
+MODULES = ("cli", "data", "ema", "engine", "losses", "steps")
+cli, data, ema, engine, losses, steps = map(example_path.load, MODULES)
 checkpoint = example_path.load("checkpoint", "common")
 
 ROOT = Path(__file__).resolve().parents[1]

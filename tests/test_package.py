@@ -37,16 +37,16 @@ def test_smoke():
     assert facts["broken_op"] == ""
 
 
-def test_import_changes_no_settings():
+def test_import_changes_no_settings_and_brings_no_compiler():
     code = """
-import torch
-def settings():
-    return torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
-before = settings()
+import sys, torch
+def facts():  # torch._dynamo takes longer to import than all of torch
+    return torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), "torch._dynamo" in sys.modules
+before = facts()
 import camox_ops
-print(before == settings())
+print(before == facts(), facts()[-1])
 """
-    assert run_python(code).strip() == "True"
+    assert run_python(code).strip() == "True False"
 
 
 @pytest.mark.parametrize("name", ISAS)

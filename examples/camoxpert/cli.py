@@ -5,9 +5,9 @@ import sys
 
 from camox_ops.train import tune_cpu_allocator
 
+from ..common import distributed
 from ..common.checkpoint import CheckpointError
 from ..common.options import add_options
-from . import distributed
 from .data import BUILTIN, DatasetError
 from .engine import CHECKPOINTING, Config, Trainer, TrainingError
 from .moe import AUX_LOSSES

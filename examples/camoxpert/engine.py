@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 
 from camox_ops.train import ProgressBar, gradient_checkpointing_policy, loader_options
 
-from ..common import checkpoint
+from ..common import checkpoint, distributed
 from ..common.checkpoint import rng_state, set_rng_state
-from . import distributed
 from .data import BUILTIN, EpochSampler, check_folder, open_split
 from .ema import EMA
 from .losses import AdvancedCODLoss

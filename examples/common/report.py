@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 COLOURS = {"torch": "#888888", "torch + tune_cpu": "#7570b3", "camox": "#d95f02", "camox + tune_cpu": "#a63603"}
+COLOURS |= {"dense": "#66a61e", "dense + tune_cpu": "#33691e"}
 HEADING = f"{'':26}{'torch':>12}{'camox':>12}{'ratio':>9}"
 WARMUP_STEPS = 5
 
