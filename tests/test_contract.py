@@ -203,7 +203,8 @@ def test_smoke(case, dtype):
 @every_case
 def test_layouts(case, layout):
     """The bits of dense inputs and gradients, and outputs in the memory order that was promised."""
-    for shape, dtype in itertools.product((*case.shapes, *case.wide), FLOATS):
+    in_turn = FLOATS[LAYOUTS.index(layout) % 2 :: 2]
+    for shape, dtype in (*itertools.product(case.shapes, FLOATS), *itertools.product(case.wide, in_turn)):
         inputs = tuple(arranged(value, layout) for value in case.inputs(shape, dtype))
         leaves = leaves_of(case, inputs)
         torch.manual_seed(SEED)
@@ -397,9 +398,13 @@ def what_is(tensor, inputs, outputs):
     return tensor.dtype, tensor.numel()
 
 
+@pytest.mark.parametrize("sizes", ["dynamic", pytest.param("static, then dynamic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compile(family):
-    """One graph of all ops of a family: static, then made dynamic by other sizes, which lie in another order."""
+def test_compile(family, sizes):
+    """One graph of all ops of a family: of any sizes, or static and then made dynamic by others in another order."""
+    turns = list(enumerate(("contiguous", "channels_last")))
+    if sizes == "dynamic":
+        turns = [turns[FAMILIES.index(family) % 2]]
     cases = [case for case in CASES if case.family == family]
 
     def step(inputs):
@@ -414,9 +419,9 @@ def test_compile(family):
         wanted = [leaf for leaf in itertools.chain(*inputs) if leaf.requires_grad]
         return outputs, torch.autograd.grad(flowing, wanted, upstream_of(tensors_of(outputs)))
 
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True if sizes == "dynamic" else None)
     with torch._inductor.config.patch(fallback_random=True):  # seeds as in eager mode
-        for turn, layout in enumerate(("contiguous", "channels_last")):
+        for turn, layout in turns:
             inputs = []
             for case in cases:
                 given = [arranged(x, layout) for x in case.inputs(case.shapes[turn], torch.float32)]
@@ -675,10 +680,18 @@ def bytes_in_use() -> int:
     return info.uordblks + info.hblkhd
 
 
+@pytest.fixture(scope="module")
+def only_new_objects_are_collected():
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @ON_CPU
 @pytest.mark.skipif(not hasattr(LIBC, "mallinfo2"), reason="malloc is asked by a function of glibc from 2.33 on")
 @every_case
-def test_calls_leave_no_memory_behind(case):
+def test_calls_leave_no_memory_behind(case, only_new_objects_are_collected):
     leaves = leaves_of(case, case.inputs(case.shapes[0], torch.float32))
     wanted, upstream = [leaf for leaf in leaves if leaf.requires_grad], upstream_of(tensors_of(case.ours(*leaves)))
 
@@ -688,13 +701,10 @@ def test_calls_leave_no_memory_behind(case):
             torch.autograd.grad(flowing, wanted, upstream)
 
     calls(20)
-    gc.collect()
-    gc.freeze()  # what is older is not looked at again
     before = bytes_in_use()
     calls(100)
     # A string that is forgotten takes 48 bytes of the heap.
     assert (bytes_in_use() - before) / 100 < 16
-    gc.unfreeze()
 
 
 def on_small_stacks():

@@ -67,6 +67,7 @@ def test_a_wrong_expert_fails_the_comparison(dataset, batch):
     assert result["worst"]["share_of_limit"] > 10
 
 
+@pytest.mark.slow
 def test_a_scaled_gradient_fails_the_comparison(dataset, batch):
     """Right values, but one expert's gradients 1e-4 too large."""
     models = build(dataset)
@@ -92,6 +93,7 @@ def test_a_missing_gradient_fails_the_comparison(dataset, batch):
     assert result["missing"] == ["gradient moe_layers.0.experts.4.fusion.0.bias"]
 
 
+@pytest.mark.slow
 def test_nan_fails_the_comparison(dataset, batch):
     models = build(dataset)
     models["camox"].deep_heads[0].weight.data[0, 0] = torch.nan

@@ -42,7 +42,7 @@ def test_records_of_one_call():
         ("bias", (80,), "f32", "contiguous"),
     ]
     assert call.options == {"residual": None, "eps": 1e-6, "groups": 1, "activation": 0, "save": True}
-    statistics = 4 * 2 * 2 * 81
+    statistics = 4 * 2 * 81
     assert call.bytes == 4 * (x.numel() + y.numel() + 2 * 80) + statistics
     assert call.threads == torch.get_num_threads()
     assert call.thread == threading.current_thread().name

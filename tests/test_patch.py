@@ -324,14 +324,14 @@ def test_patch_cycles_do_not_grow():
         model(x)
         cx.unpatch(model)
         gc.collect()
-        return len(gc.get_objects()), len(Manual.__subclasses__()), len(nn.Dropout.__subclasses__())
+        subclasses = len(Manual.__subclasses__()), len(nn.Dropout.__subclasses__())
+        return len(gc.get_objects()), *subclasses, len(_swap._waiting)  # modules of other tests may wait
 
     cycle(2)
     before = cycle(2)
     after = cycle(50)
     assert after[1:] == before[1:]
     assert after[0] - before[0] < 50
-    assert len(_swap._waiting) == 0
 
 
 @pytest.mark.slow

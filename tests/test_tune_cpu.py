@@ -271,7 +271,10 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("isa", cx.supported_isas())
+ISAS = cx.supported_isas()
+
+
+@pytest.mark.parametrize("isa", [ISAS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])])
 def test_every_instruction_set_gives_the_same(isa):
     here = {}
     exec(SAME_EVERYWHERE, here)

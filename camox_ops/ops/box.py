@@ -70,7 +70,7 @@ def structure_weight(mask: torch.Tensor, *, size: int | tuple[int, int] = 31, ga
     height, width = _window("structure_weight", size, 4)
     if isinstance(gain, bool) or not isinstance(gain, numbers.Real):
         raise TypeError(f"structure_weight: gain must be a number, got {gain!r}")
-    if not math.isfinite(gain):
+    if not -math.inf < gain < math.inf:  # as torch.compile can trace it
         raise ValueError(f"structure_weight: gain must be finite, got {gain!r}")
     return _structure_weight(mask.detach(), height, width, float(gain))
 

@@ -92,7 +92,7 @@ def _scale(op: str, scale, dim: int) -> float:
         return default_scale(dim)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # as torch.compile can trace it
         raise ValueError(f"{op}: scale must be finite, got {scale!r}")
     return float(scale)
 
