@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import keep
+from helpers import leave_process_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -57,7 +57,6 @@ def worker(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     x = batch().chunk(WORLD)[rank]
     parallel = DistributedDataParallel(model("counts"), find_unused_parameters=True)
-    keep(parallel)
     sharded = model("none")
     for layer in sharded:
         fully_shard(layer)
@@ -65,8 +64,7 @@ def worker(rank: int, folder: str) -> None:
     found = {"DDP": gradients(parallel, x), "FSDP2": gradients(sharded, x)}
     if rank == 0:
         torch.save(found, f"{folder}/gradients")
-    dist.barrier()  # nobody leaves while another is at work
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 @pytest.fixture(scope="module")

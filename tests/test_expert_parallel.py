@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from helpers import leave_process_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -192,8 +193,7 @@ def worker(rank: int, world: int, folder: str) -> None:
     if rank == 0:
         found["late"] = caught(layer, torch.ones(3, D))
     torch.save(found, f"{folder}/rank{rank}")
-    dist.barrier()  # nobody leaves while another is at work
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def results_of(world: int, folder) -> list[dict]:

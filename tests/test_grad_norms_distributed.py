@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers import leave_process_group
 from torch.distributed.fsdp import fully_shard
 
 import camox_ops as cx
@@ -37,8 +38,7 @@ def worker(rank: int, folder: str) -> None:
         "scaled": [grad.full_tensor() for grad in grads],
     }
     torch.save(found, f"{folder}/{rank}")
-    dist.barrier()  # nobody leaves while another is at work
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 @pytest.mark.slow

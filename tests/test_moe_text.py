@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import DEVICE
+from helpers import DEVICE, leave_process_group
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -213,8 +213,7 @@ def worker(rank, world, port, folder):
     found = {"float32": sent_by(torch.float32), "bfloat16": sent_by(torch.bfloat16), "images": sent_by_images()}
     found["averaged"] = averaged_bytes()
     torch.save(found, f"{folder}/rank{rank}")
-    dist.barrier()  # nobody leaves while another is at work
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
