@@ -4,8 +4,9 @@ So parameters, buffers, children, hooks, names and the module object itself stay
 nothing is written into the module. A subclass is made once per original class, recogniser and settings: torch.compile,
 which guards classes, compiles alike modules once. It lives as long as a module has it.
 
-    Original ------> checking: its forward compares both on the first input that the fast forward serves
-       ^                |  alike                  | not alike
+    Original ------> checking: its forward compares both on the first input that the fast forward serves; on the next one
+       ^                |      where rounding could be why they differ
+       |                |  alike                  | not alike
        |                v                         v
        |             final: nothing but the     Original, and the report says why
        |             fast forward or, for calls
@@ -40,6 +41,10 @@ class Patch(NamedTuple):
 
 # Modules that wait for their first input -> their entries in the report.
 _waiting: weakref.WeakKeyDictionary[nn.Module, PatchEntry] = weakref.WeakKeyDictionary()
+# Modules whose numbers differed by little more than allowed -> on how many inputs. A pixel where a norm divides by next
+# to nothing has the error of its luck, so the next input decides, of INPUTS at most; until then the original runs.
+_doubted: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+INPUTS = 3
 # Modules found to differ whose class could not be set back, as it is wrapped (fully_shard and parametrize do that).
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -63,6 +68,7 @@ def swap_back(module: nn.Module) -> bool:
     if patch is None:
         return False
     _waiting.pop(module, None)
+    _doubted.pop(module, None)
     _refused.discard(module)
     module.__class__ = _without_patch(kind, patch)
     return True
@@ -131,8 +137,11 @@ def _checking_forward(patch: Patch) -> Callable:
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return final(self, *args, **kwargs)
-        if self in _waiting and serves(self, settings, args, kwargs) and not in_transform() and not in_dispatch_mode():
-            _settle(self, patch, args, kwargs)
+        plain_call = not in_transform() and not in_dispatch_mode()
+        if self in _waiting and serves(self, settings, args, kwargs) and plain_call:
+            settled = _settle(self, patch, args, kwargs)
+            if not settled:
+                return original(self, *args, **kwargs)
         if self in _refused or patch_of(type(self)) is None:
             return original(self, *args, **kwargs)
         return final(self, *args, **kwargs)
@@ -140,26 +149,32 @@ def _checking_forward(patch: Patch) -> Callable:
     return forward
 
 
-def _settle(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> None:
-    """Compares on these arguments, and gives the module its final class or its original one."""
+def _settle(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
+    """Compares on these arguments, and gives the module its final class or its original one. False: the next decide."""
     entry = _waiting[module]
     try:
         found = _proof.compare_on_input(module, patch, args, kwargs)
     except _proof.OriginalFailed:
-        return  # it will fail for the caller as it would have; the next input decides
+        return False  # it will fail for the caller as it would have
     except Exception as error:  # memory, or something of the user's; the original forward is there
         found = _proof.Comparison(f"the comparison raised {_proof.brief(error)}")
-    del _waiting[module]
     entry.first_error, entry.first_torch_error = found.error, found.torch_error
+    if found.in_doubt:
+        _doubted[module] = _doubted.get(module, 0) + 1
+        if _doubted[module] < INPUTS:
+            return False
+    _doubted.pop(module, None)
+    del _waiting[module]
     if found.reason is None:
         if type(module).__dict__.get("_camox_patch") == patch:
             module.__class__ = _subclass(patch._replace(checking=False))
-        return
-    entry.give_back(f"on its first input {found.reason}")
+        return True
+    entry.give_back(f"on its first {f'{INPUTS} inputs' if found.in_doubt else 'input'} {found.reason}")
     if type(module).__dict__.get("_camox_patch") == patch:
         module.__class__ = patch.original
     else:
         _refused.add(module)
+    return True
 
 
 def _reduce_ex(original: type) -> Callable:
