@@ -4,8 +4,8 @@ So parameters, buffers, children, hooks, names and the module object itself stay
 nothing is written into the module. A subclass is made once per original class, recogniser and settings: torch.compile,
 which guards classes, compiles alike modules once. It lives as long as a module has it.
 
-    Original ------> checking: its forward compares both on the first input that the fast forward serves; on the next one
-       ^                |      where rounding could be why they differ
+    Original ------> checking: its forward compares both on the first input that the fast forward serves; where rounding
+       ^                |      could be why they differ, on the next
        |                |  alike                  | not alike
        |                v                         v
        |             final: nothing but the     Original, and the report says why

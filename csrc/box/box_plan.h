@@ -61,7 +61,10 @@ static inline camox_box_plan camox_box_plan_of(const camox_box_params *p) {
   plan.group = camox_min_i64(plan.group, p->height);
   /* The largest shift along a row is less than the window. */
   const int64_t shift = (plan.radius_x + plan.window_width) * plan.step;
-  plan.summed = camox_round_up(plan.group * plan.padded + shift + CAMOX_BOX_VECTOR, CAMOX_BOX_PAGE) + CAMOX_BOX_PAGE / 2;
+  /* In registers a vector of zeros lies between rows, and sums come out up to CAMOX_BOX_VECTOR / 4 vectors later. */
+  const int64_t widest = camox_max_i64(plan.padded, plan.line_stride + CAMOX_BOX_VECTOR);
+  const int64_t behind = camox_max_i64(shift + CAMOX_BOX_VECTOR, 4 * CAMOX_BOX_VECTOR);
+  plan.summed = camox_round_up(plan.group * widest + behind, CAMOX_BOX_PAGE) + CAMOX_BOX_PAGE / 2;
   return plan;
 }
 

@@ -20,6 +20,7 @@ CAMOX_INLINE vf32 vf32_load_lanes(vf32_lanes_t lanes, const float *from) { retur
 CAMOX_INLINE int vf32_any_lane(vf32_lanes_t lanes) { return lanes != 0; }
 /* `first` is a constant, which an inline function's argument is not without optimisation. */
 #define vf32_lanes_from(lanes, a, b, first) ((vf32)_mm512_maskz_alignr_epi32(lanes, (__m512i)(b), (__m512i)(a), first))
+#define vf32_from(a, b, first) ((vf32)_mm512_alignr_epi32((__m512i)(b), (__m512i)(a), first)) /* the same, all lanes */
 
 CAMOX_INLINE vf32 vf32_sqrt(vf32 v) { return (vf32)_mm512_sqrt_ps((__m512)v); }
 CAMOX_INLINE vf32 vf32_max(vf32 a, vf32 b) { return (vf32)_mm512_max_ps((__m512)a, (__m512)b); }
