@@ -326,13 +326,6 @@ def any_global_hook() -> bool:
     return _any_global_hook is None or _any_global_hook()
 
 
-def stock_cpu_kernel(operator: str) -> Callable | None:
-    """PyTorch's own CPU kernel of an operator, to be called like it after the keys of the dispatcher that it is called
-    with, as torch.library's kernels are with_keyset; None where torch does not give it."""
-    get_kernel = getattr(torch.library, "get_kernel", None)
-    return None if get_kernel is None else get_kernel(operator, "CPU").call_boxed
-
-
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     if _is_alias is not None:
         return _is_alias(a, b)

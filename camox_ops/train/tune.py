@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 from .. import _C
-from .._torch_private import stock_cpu_kernel
 from .allocator import AllocatorReport, tune_cpu_allocator
 
 LIBRARY = Path(__file__).parent.with_name("libcamox_ops_tune.so")
@@ -67,7 +66,7 @@ class _Kernel(NamedTuple):
     """A replacement of csrc/tune/tune.cpp: what is said of it, what is timed, and whether it stands at the dispatcher.
 
     probes: () -> functions without arguments, which return a tensor that must be the same with and without where
-    `exact`. stock: schemas of PyTorch's operators whose kernels it needs from Python, in types of the stable ABI."""
+    `exact`."""
 
     name: str
     operators: str
@@ -75,7 +74,6 @@ class _Kernel(NamedTuple):
     probes: Callable[[], list[Callable[[], torch.Tensor]]]
     exact: bool
     at_dispatcher: bool
-    stock: tuple[str, ...] = ()
 
 
 def _small_integers(*shape: int) -> torch.Tensor:
@@ -205,12 +203,6 @@ KERNELS = (
         _upsample_probes,
         exact=True,
         at_dispatcher=True,
-        stock=(
-            "upsample_bilinear2d(Tensor self, int[] output_size, bool align_corners, float? scales_h, float? scales_w) "
-            "-> Tensor",
-            "upsample_bilinear2d_backward(Tensor grad_output, int[] output_size, int[] input_size, bool align_corners, "
-            "float? scales_h, float? scales_w) -> Tensor",
-        ),
     ),
 )
 
@@ -220,8 +212,6 @@ class _Library:
 
     def __init__(self):
         self._library = None
-        self._fragment = None
-        self._kept = set()
 
     def open(self) -> str:
         """Why it cannot be used, or an empty string."""
@@ -244,8 +234,6 @@ class _Library:
         """Why it could not be put in place, or an empty string."""
         if not kernel.at_dispatcher:
             return (self._library.camox_tune_put(kernel.name.encode()) or b"").decode()
-        if not self._keep_stock(kernel.stock):
-            return "this PyTorch does not give its own kernel away (torch.library.get_kernel)"
         errors = []
 
         def register(_: float) -> float:
@@ -266,22 +254,6 @@ class _Library:
 
     def calls(self, kernel: _Kernel) -> int:
         return self._library.camox_tune_calls(kernel.name.encode()) if self._library is not None else 0
-
-    def _keep_stock(self, schemas: tuple[str, ...]) -> bool:
-        """Makes PyTorch's kernels of these operators of aten ones of camox_ops_tune, which replacements call outside
-        their domain: no function of Python's lies between, which would cost as much as a small call."""
-        for schema in schemas:
-            name = schema.partition("(")[0]
-            if name in self._kept:
-                continue
-            stock = stock_cpu_kernel(f"aten::{name}")
-            if stock is None:
-                return False
-            self._fragment = self._fragment or torch.library.Library("camox_ops_tune", "DEF")
-            self._fragment.define(schema)
-            self._fragment.impl(name, stock, "CPU", with_keyset=True)
-            self._kept.add(name)
-        return True
 
 
 _library = _Library()

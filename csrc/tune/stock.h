@@ -1,6 +1,8 @@
 // PyTorch's own operators, called where a replacement does not serve.
 #pragma once
 
+#include <dlfcn.h>
+
 #include "../common/torch_util.h"
 
 namespace camox {
@@ -12,9 +14,33 @@ inline void check_stock(AOTITorchError error, const char* name) {
                                                                       : std::string(name) + " failed");
 }
 
-// stack: every argument of the operator, and after the call its result.
-inline void call_stock(const char* name, const char* overload, StableIValue* stack) {
-  check_stock(torch_call_dispatcher(name, overload, stack, TORCH_ABI_VERSION), name);
+// Below: functions of PyTorch's C++ library by their symbols, which name the types of all arguments.
+
+// As such a function returns one: at::Tensor is one pointer, which its receiver owns.
+struct StockTensor {
+  void* impl;
+  StockTensor(const StockTensor&) = delete;
+  ~StockTensor() {}  // not trivial, as at::Tensor's: so it comes back in the caller's memory
+};
+
+// c10::ArrayRef<int64_t>
+struct StockNumbers {
+  const int64_t* data;
+  size_t size;
+};
+
+// NULL where this PyTorch does not have it.
+template <class Function>
+Function* stock_function(const char* symbol) {
+  void* library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
+  return library ? reinterpret_cast<Function*>(dlsym(library, symbol)) : nullptr;
+}
+
+inline Tensor owned(const StockTensor& made) {
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_uninitialized_tensor(&handle));
+  *reinterpret_cast<void**>(handle) = made.impl;  // a handle is the address of an at::Tensor, here of one that owns nothing
+  return Tensor(handle);
 }
 
 }  // namespace camox

@@ -15,8 +15,8 @@ using torch::stable::detail::StableLibrary;
 
 std::atomic<int64_t> calls;
 
-// A list of numbers that the stack owns: the arguments may go on to PyTorch's kernel, so it stays there.
-std::vector<int64_t> numbers_of(StableIValue list) {
+// A list of numbers, which the stack gives away.
+std::vector<int64_t> take_numbers(StableIValue list) {
   const auto handle = torch::stable::detail::to<StableListHandle>(list);
   size_t size = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(handle, &size));
@@ -26,18 +26,11 @@ std::vector<int64_t> numbers_of(StableIValue list) {
     STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(handle, i, &number));
     numbers.push_back(torch::stable::detail::to<int64_t>(number));
   }
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_list(handle));
   return numbers;
 }
 
-void delete_list(StableIValue list) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_list(torch::stable::detail::to<StableListHandle>(list)));
-}
-
-// A `float?` that the stack owns; 0 where there is none, which PyTorch takes for none as well.
-double scale_of(StableIValue value) {
-  const auto* given = torch::stable::detail::to<const StableIValue*>(value);
-  return given ? torch::stable::detail::to<double>(*given) : 0;
-}
+using Scale = std::optional<double>;
 
 // The pixel of x on the left of pixel i of y, and how far from it to the next: PyTorch's definition, in its precision.
 template <class Real>
@@ -115,16 +108,19 @@ struct Call {
   Tensor in, out;
   std::array<int64_t, 2> from, to;
   bool align_corners;
-  std::array<double, 2> scale;
+  std::array<Scale, 2> scales;
   bool backward;
+
+  // PyTorch takes 0 for none as well.
+  double scale(int side) const { return scales[side].value_or(0); }
 };
 
 template <class Real>
 void compute(const Call& call) {
   // Fewer planes than this are divided into bands of rows.
   constexpr int64_t least_items = 16, least_band = 16;
-  const Source<Real> rows(call.from[0], call.to[0], call.align_corners, call.scale[0]);
-  const Source<Real> columns(call.from[1], call.to[1], call.align_corners, call.scale[1]);
+  const Source<Real> rows(call.from[0], call.to[0], call.align_corners, call.scale(0));
+  const Source<Real> columns(call.from[1], call.to[1], call.align_corners, call.scale(1));
   const Table<Real> of_rows = call.backward ? backward_table(rows) : forward_table(rows);
   const Table<Real> of_columns = call.backward ? backward_table(columns) : forward_table(columns);
   camox_upsample_params p{};
@@ -161,59 +157,57 @@ bool serves(const Tensor& in, const std::vector<int64_t>& from, const std::vecto
 // Where scales are given with other sizes, a pixel of y may move on by more than one of x.
 bool scales_fit(const Call& call) {
   for (int side = 0; side < 2; ++side)
-    if (!call.align_corners && call.scale[side] != 0 && !(call.scale[side] >= 1)) return false;
+    if (!call.align_corners && call.scale(side) != 0 && !(call.scale(side) >= 1)) return false;
   return true;
 }
 
-// Outside the domain camox_ops_tune::upsample_bilinear2d takes the arguments as they came: PyTorch's kernel, which Python holds
-// (camox_ops/train/tune.py). The stable ABI cannot pass a SymInt[2] on to PyTorch's own operators.
+// PyTorch's kernels, which run outside the domain.
+using StockForward = StockTensor(const void*, StockNumbers, bool, Scale, Scale);
+using StockBackward = StockTensor(const void*, StockNumbers, StockNumbers, bool, Scale, Scale);
+StockForward* stock_forward;
+StockBackward* stock_backward;
+
+StockNumbers list_of(const std::vector<int64_t>& numbers) { return {numbers.data(), numbers.size()}; }
 
 // upsample_bilinear2d(Tensor self, SymInt[2] output_size, bool align_corners, float? scales_h, float? scales_w) -> Tensor
 void upsample(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor x(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
-  const std::vector<int64_t> size = numbers_of(stack[1]);
+  const std::vector<int64_t> to = take_numbers(stack[1]);
+  Call call{x, {}, {}, {}, torch::stable::detail::to<bool>(stack[2]), {}, false};
+  call.scales = {torch::stable::detail::to<Scale>(stack[3]), torch::stable::detail::to<Scale>(stack[4])};
   std::vector<int64_t> from;
   if (x.dim() == 4) from = {x.size(2), x.size(3)};
-  if (serves(x, from, size)) {
-    Call call{x, {}, {from[0], from[1]}, {size[0], size[1]}, torch::stable::detail::to<bool>(stack[2]), {}, false};
-    call.scale = {scale_of(stack[3]), scale_of(stack[4])};
-    if (scales_fit(call)) {
-      const std::array<int64_t, 4> sizes = {x.size(0), x.size(1), size[0], size[1]};
-      call.out = empty_contiguous(x, dtype_code(x), 4, sizes.data());
-      compute(call);
-      delete_list(stack[1]);
-      torch::stable::detail::to<std::optional<double>>(stack[3]), torch::stable::detail::to<std::optional<double>>(stack[4]);
-      stack[0] = torch::stable::detail::from(call.out);
-      return;
-    }
+  if (serves(x, from, to) && scales_fit(call)) {
+    call.from = {from[0], from[1]}, call.to = {to[0], to[1]};
+    const std::array<int64_t, 4> sizes = {x.size(0), x.size(1), to[0], to[1]};
+    call.out = empty_contiguous(x, dtype_code(x), 4, sizes.data());
+    compute(call);
+  } else {
+    call.out = owned(stock_forward(x.get(), list_of(to), call.align_corners, call.scales[0], call.scales[1]));
   }
-  stack[0] = torch::stable::detail::from(x);
-  call_stock("camox_ops_tune::upsample_bilinear2d", "", stack);
+  stack[0] = torch::stable::detail::from(call.out);
 }
 
 // upsample_bilinear2d_backward(Tensor grad_output, SymInt[2] output_size, SymInt[4] input_size, bool align_corners,
 //                              float? scales_h, float? scales_w) -> Tensor
 void upsample_backward(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor grad(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
-  const std::vector<int64_t> to = numbers_of(stack[1]), size = numbers_of(stack[2]);
+  const std::vector<int64_t> to = take_numbers(stack[1]), size = take_numbers(stack[2]);
+  Call call{grad, {}, {}, {}, torch::stable::detail::to<bool>(stack[3]), {}, true};
+  call.scales = {torch::stable::detail::to<Scale>(stack[4]), torch::stable::detail::to<Scale>(stack[5])};
   std::vector<int64_t> from;
   if (size.size() == 4 && to.size() == 2 && grad.dim() == 4 && size[0] == grad.size(0) && size[1] == grad.size(1) &&
       to[0] == grad.size(2) && to[1] == grad.size(3))
     from = {size[2], size[3]};
-  if (serves(grad, from, to)) {
-    Call call{grad, {}, {from[0], from[1]}, {to[0], to[1]}, torch::stable::detail::to<bool>(stack[3]), {}, true};
-    call.scale = {scale_of(stack[4]), scale_of(stack[5])};
-    if (scales_fit(call)) {
-      call.out = empty_contiguous(grad, dtype_code(grad), 4, size.data());
-      compute(call);
-      delete_list(stack[1]), delete_list(stack[2]);
-      torch::stable::detail::to<std::optional<double>>(stack[4]), torch::stable::detail::to<std::optional<double>>(stack[5]);
-      stack[0] = torch::stable::detail::from(call.out);
-      return;
-    }
+  if (serves(grad, from, to) && scales_fit(call)) {
+    call.from = {from[0], from[1]}, call.to = {to[0], to[1]};
+    call.out = empty_contiguous(grad, dtype_code(grad), 4, size.data());
+    compute(call);
+  } else {
+    call.out =
+        owned(stock_backward(grad.get(), list_of(to), list_of(size), call.align_corners, call.scales[0], call.scales[1]));
   }
-  stack[0] = torch::stable::detail::from(grad);
-  call_stock("camox_ops_tune::upsample_bilinear2d_backward", "", stack);
+  stack[0] = torch::stable::detail::from(call.out);
 }
 
 std::unique_ptr<StableLibrary> registered;
@@ -222,6 +216,11 @@ std::unique_ptr<StableLibrary> registered;
 
 const char* put_upsample() {
   if (!torch_exception_get_what_without_backtrace) return "PyTorch gives the words of its errors to such kernels from 2.13 on";
+  stock_forward =
+      stock_function<StockForward>("_ZN2at3cpu19upsample_bilinear2dERKNS_6TensorEN3c108ArrayRefIlEEbSt8optionalIdES8_");
+  stock_backward = stock_function<StockBackward>(
+      "_ZN2at3cpu28upsample_bilinear2d_backwardERKNS_6TensorEN3c108ArrayRefIlEES6_bSt8optionalIdES8_");
+  if (!stock_forward || !stock_backward) return "this PyTorch's library has its own kernel under another name";
   if (!registered) {
     auto library = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CPU", __FILE__, __LINE__);
     library->impl("upsample_bilinear2d", upsample).impl("upsample_bilinear2d_backward", upsample_backward);
