@@ -323,18 +323,44 @@ def hot_loop(code: Code, step: Step) -> HotLoop | None:
     return HotLoop(unrolled, path, before.instructions + after.instructions)
 
 
+def loop_of_passes(code: Code, steps: tuple[Step, ...]) -> HotLoop | None:
+    """A loop whose turns are passes that branch, each to the accesses of another of `steps`, in a loop over tiles: a
+    turn is a tile. The smallest such loop with loops inside, which each pass goes through once."""
+    blocks = basic_blocks(code)
+    loops = natural_loops(blocks)
+    around = {inner: [outer for outer in loops if inner.body < outer.body] for inner in loops}
+    for loop in sorted(loops, key=lambda each: len(each.body)):
+        if not around[loop] or not any(loop in outer for outer in around.values()):
+            continue
+        ends = [block for block in loop.body if loop.header in blocks.following[block]]
+        passes = [
+            cheapest(blocks, loop.header, ends, loop.body, (step.load, step.store), step.most).get(
+                (step.loads, step.stores)
+            )
+            for step in steps
+        ]
+        tiles = min(around[loop], key=lambda each: len(each.body))
+        ends = [block for block in tiles.body if tiles.header in blocks.following[block]]
+        beside = cheapest(blocks, tiles.header, ends, tiles.body, (), free=loop.body).get(())
+        if None not in passes and beside is not None:
+            texts = tuple(text for route in (*passes, beside) for text in route.texts)
+            return HotLoop(1, Route(texts), len(blocks.texts[0]))
+    return None
+
+
 # ---- launches ----
 
 
 @dataclass(frozen=True)
 class Launch:
     """One kernel of a call. `steps`: of one thread; `traffic`: bytes to and from memory. `halo`: bytes that adjacent
-    blocks read again where L2 forgets them, and those that must survive in it per thread."""
+    blocks read again where L2 forgets them, and those that must survive in it per thread. Several `step`: the passes of
+    one step."""
 
     kernel: str
     blocks: int
     threads: int
-    step: Step
+    step: Step | tuple[Step, ...]
     steps: float
     traffic: float
     shared: int = 0
@@ -433,9 +459,11 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
         kernel = kernels.get(launch.kernel)
         if kernel is None:
             return f"{launch.kernel}: not compiled for {gpu.arch}"
-        loop = hot_loop(kernel.code, launch.step)
+        passes = launch.step if isinstance(launch.step, tuple) else None
+        loop = loop_of_passes(kernel.code, passes) if passes else hot_loop(kernel.code, launch.step)
         if loop is None:
-            return f"{launch.kernel}: no loop with {launch.step.loads} loads and {launch.step.stores} stores per step"
+            wanted = " and ".join(f"{step.loads} loads, {step.stores} stores" for step in passes or [launch.step])
+            return f"{launch.kernel}: no loop with {wanted} per step"
         part = timed(launch, kernel, loop, gpu)
         if part is None:
             return f"{launch.kernel}: a block does not fit a multiprocessor of {gpu.name}"
@@ -622,12 +650,61 @@ def row_cases(dtype: str) -> list[Case]:
     return cases
 
 
+def norm_cases(dtype: str) -> list[Case]:
+    """layer_norm2d with GELU, contiguous: a block has a tile of pixels with all channels, 4 channels a thread."""
+    element, size = DTYPES[dtype]
+    lanes, rows, pixels = 16 // size, 4, HEIGHT * WIDTH
+    slices = ceil_div(CHANNELS, rows)
+
+    def cut() -> tuple[int, int]:
+        """norm2d_cut: (threads side by side, threads of a block)"""
+        inner = WARP
+        while inner > 8 and inner * slices > 192:
+            inner //= 2
+        whole = WARP // inner
+        return inner, ceil_div(slices, whole) * whole * inner
+
+    inner, threads = cut()
+    tile = inner * lanes
+    tiles = BATCH * ceil_div(pixels, tile)
+    bytes_each, of = ELEMENTS * size, f"<{element}, {lanes}, false>"
+    stats = 2 * 4 * BATCH * pixels
+    # the group's first channel is loaded too; all rows exist, and of the activations GELU has most arithmetic
+    step = Step(rows + 1, rows, row=True, most=r"\b(MUFU\.EX2|FSEL|FADD|FFMA)")
+    scratch = 4 * (tile + threads // inner * tile)
+    forward = Launch(
+        f"norm2d_kernel<{element}, {lanes}, false, true>",
+        tiles,
+        threads,
+        step,
+        1,
+        2 * bytes_each + stats,
+        shared=scratch,
+    )
+    shares = min(max(BATCH * pixels // 64, 256), PARTIAL_ROWS)  # camox_norm2d_cuda_items
+    each = ceil_div(tiles, shares)
+    passes = Step(2 * rows, 0, most=r"\bFFMA"), Step(0, rows, most=r"\bFFMA")
+    backward = Launch(
+        f"norm2d_backward_kernel{of}",
+        ceil_div(tiles, each),
+        threads,
+        passes,
+        each,
+        3 * bytes_each + stats + 4 * ceil_div(tiles, each) * 2 * CHANNELS,
+        shared=2 * scratch,
+    )
+    reduce = row_sums("norm2d", ceil_div(tiles, each), 2 * CHANNELS)
+    return [
+        Case("norm2d", "layer_norm2d", "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)),
+        Case("norm2d", "layer_norm2d", "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)),
+    ]
+
+
 CASES: tuple[Case, ...] = tuple(
-    case for dtype in DTYPES for of in (image_cases, dropout_cases, row_cases) for case in of(dtype)
+    case for dtype in DTYPES for of in (image_cases, dropout_cases, row_cases, norm_cases) for case in of(dtype)
 )
 # Ops of images and rows whose kernels do not fit the model, and why; nothing is predicted of them.
 NOT_MODELLED = {
-    "norm2d": "one loop's body serves three passes by branches, with as many rows per thread as the shape asks for",
     "rope": "the steps per thread depend on heads, and the rows of the tables on positions",
     "box": "warp scans over windows of a radius that is an argument",
 }

@@ -8,7 +8,8 @@
        |      |      |      |  channel c + outer      |      |      |      |  pixel i + outer      `rows` rows a thread
        +------+------+------+                         +------+------+------+
 
-     registers: x, and in the backward grad    shared: partial sums [threads][tile] -> totals [sums][tile], a barrier each
+     registers: x, and in the backward grad    shared: partial sums [threads][tile] -> totals [sums][tile], a barrier each;
+                                               planes in the forward: partial sums [warps][tile], which every thread adds
      pass 0: mean -> pass 1: variance of x - mean -> pass 2: normalise, activate, add, store
 
    V is the widest access that all tensors allow: 16 bytes, 8 bytes, or one element (planes with V = 1 take any strides).
@@ -21,15 +22,15 @@
 
 #include <float.h>
 
-#define NORM2D_FORWARD_THREADS 384  /* most of a block, */
-#define NORM2D_BACKWARD_THREADS 256 /* and in the backward, */
-#define NORM2D_BLOCKS 2             /* of which a multiprocessor must hold so many: at most 80 and 128 registers a thread */
-#define NORM2D_TARGET_THREADS 192   /* taken while accesses stay long: the loads of one block hide behind others' sums */
-#define NORM2D_FILL 512             /* blocks that fill a large GPU: below it tiles become smaller */
-#define NORM2D_LEAST_LANES 8        /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
-#define NORM2D_FEWEST_LANES 2       /* or 32, where there are many channels */
-#define NORM2D_FEW_SHARES 256       /* shares of grad_weight and grad_bias: more than this many only of */
-#define NORM2D_SHARE_PIXELS 64      /* at least so many pixels */
+#define NORM2D_THREADS 256        /* most of a block, */
+#define NORM2D_FLOAT_THREADS 384  /* and in the forward of float32 with all channels in registers, */
+#define NORM2D_BLOCKS 2           /* of which a multiprocessor must hold so many: at most 128 and 80 registers a thread */
+#define NORM2D_TARGET_THREADS 192 /* taken while accesses stay long: the loads of one block hide behind others' sums */
+#define NORM2D_FILL 512           /* blocks that fill a large GPU: below it tiles become smaller */
+#define NORM2D_LEAST_LANES 8      /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
+#define NORM2D_FEWEST_LANES 2     /* or 32, where there are many channels */
+#define NORM2D_FEW_SHARES 256     /* shares of grad_weight and grad_bias: more than this many only of */
+#define NORM2D_SHARE_PIXELS 64    /* at least so many pixels */
 
 struct norm2d; /* tells the budget whose kernel of row_sums.cuh it is */
 
@@ -79,14 +80,25 @@ __device__ __forceinline__ norm2d_sigmoid norm2d_sigmoid_of(camox_activation act
 
 #define NORM2D_LOG2E 1.4426950409f
 
-template <int V>
+/* The type whose polynomial is enough for a result that is rounded to T. float16 has digits where bfloat16's are too few for
+   the other's error of 1.1e-5. */
+template <typename T>
+struct norm2d_tail {
+  typedef float type;
+};
+template <>
+struct norm2d_tail<__nv_bfloat16> {
+  typedef __nv_bfloat16 type;
+};
+
+template <typename T, int V>
 __device__ __forceinline__ void norm2d_activate(float (&u)[V], camox_activation activation) {
   if (activation == CAMOX_ACT_GELU) {
     /* max(u, 0) - |u| Phi(-|u|): nothing cancels */
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       const float a = fabsf(u[i]);
-      u[i] = fmaf(-a, camox_exp2(camox_log2_tail<float>(a)), u[i] < 0.0f ? 0.0f : u[i]);
+      u[i] = fmaf(-a, camox_exp2(camox_log2_tail<typename norm2d_tail<T>::type>(a)), u[i] < 0.0f ? 0.0f : u[i]);
     }
   } else if (activation == CAMOX_ACT_RELU) {
 #pragma unroll
@@ -313,6 +325,39 @@ __device__ __forceinline__ void norm2d_load_totals(float (&sums)[N][norm2d_shape
   }
 }
 
+/* The same in planes, with one barrier: the slices of channels that a warp has are added by shuffles, one row for each warp
+   goes to `shared`, [warps][tile], and every thread adds those of its pixels. The caller writes there again only after another
+   barrier. */
+template <int V>
+__device__ __forceinline__ void norm2d_sum_planes(float (&sums)[V], const norm2d_plan &plan, const norm2d_thread &me,
+                                                  float *shared) {
+  constexpr int piece = V < 4 ? V : 4;
+  for (int other = plan.inner; other < CAMOX_WARP; other *= 2)
+#pragma unroll
+    for (int i = 0; i < V; ++i) sums[i] += __shfl_xor_sync(CAMOX_FULL_MASK, sums[i], other);
+  const int thread = static_cast<int>(threadIdx.x), warps = static_cast<int>(blockDim.x) / CAMOX_WARP;
+  float *row = shared + thread / CAMOX_WARP * plan.tile + me.inner * V;
+#pragma unroll
+  for (int i = 0; i < V; i += piece) {
+    float part[piece];
+#pragma unroll
+    for (int j = 0; j < piece; ++j) part[j] = sums[i + j], sums[i + j] = 0.0f;
+    if (thread % CAMOX_WARP < plan.inner) camox_store_shared<piece>(row + i, part);
+  }
+  __syncthreads();
+  row = shared + me.inner * V;
+#pragma unroll 2
+  for (int warp = 0; warp < warps; ++warp, row += plan.tile) {
+#pragma unroll
+    for (int i = 0; i < V; i += piece) {
+      float part[piece];
+      camox_load_shared<piece>(part, row + i);
+#pragma unroll
+      for (int j = 0; j < piece; ++j) sums[i + j] += part[j];
+    }
+  }
+}
+
 /* Where the mean of a tile's first pixel is in stats; 1/sqrt(var + eps) lies plan.p.batch * groups * pixels further. */
 __device__ __forceinline__ int64_t norm2d_stats_index(const norm2d_plan &plan, const norm2d_tile &tile) {
   return (tile.batch * plan.p.groups + tile.group) * plan.pixels + tile.first;
@@ -320,8 +365,29 @@ __device__ __forceinline__ int64_t norm2d_stats_index(const norm2d_plan &plan, c
 
 /* ---- forward ---- */
 
-template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
+/* What total_of makes of a sum at each of the thread's pixels. */
+template <int V, bool LAST, typename TotalOf>
+__device__ __forceinline__ void norm2d_total(float (&sums)[1][norm2d_shape<V, LAST>::pixels], const norm2d_plan &plan,
+                                             const norm2d_thread &me, float *shared, const TotalOf &total_of) {
+  if constexpr (LAST) {
+    norm2d_sum_channels<1, V, LAST>(sums, plan, me, shared, [&](float &total, int, int, float sum) { total = total_of(sum); });
+    norm2d_load_totals<1, V, LAST>(sums, plan, me, shared);
+  } else {
+    norm2d_sum_planes(sums[0], plan, me, shared);
+#pragma unroll
+    for (int i = 0; i < V; ++i) sums[0][i] = total_of(sums[0][i]);
+  }
+}
+
+template <typename T, bool WHOLE>
+struct norm2d_most {
+  static constexpr int threads = WHOLE && sizeof(T) == 4 ? NORM2D_FLOAT_THREADS : NORM2D_THREADS;
+};
+
+/* WHOLE: all channels of a group are one chunk, and each pass has code of its own, a third less than where a loop's turns
+   branch to them. */
+template <typename T, int V, bool LAST, bool WHOLE>
+__global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
     norm2d_kernel(const __grid_constant__ norm2d_plan plan) {
   typedef norm2d_shape<V, LAST> shape;
   CAMOX_DYNAMIC_SHARED(float, totals);
@@ -336,18 +402,33 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
     float *const stats = static_cast<float *>(p.stats) + norm2d_stats_index(plan, tile);
     float *const stats_scale = stats + p.batch * p.groups * plan.pixels;
 
-    T x[shape::rows][V], origin[shape::pixels];
+    T origin[shape::pixels];
+    float d[shape::rows][V]; /* x less its origin, from pass 1 on less the mean of that */
     float mean[1][shape::pixels], scale[1][shape::pixels];
     norm2d_load_origin<T, V, LAST>(origin, plan, tile, norm2d_part_at<V, LAST>(plan, tile, me, 0));
 #pragma unroll
     for (int i = 0; i < shape::pixels; ++i) mean[0][i] = scale[0][i] = 0.0f;
-#pragma unroll 1
+    const int chunks = WHOLE ? 1 : plan.chunks;
+#pragma unroll(WHOLE ? 3 : 1)
     for (int pass = 0; pass < 3; ++pass) {
 #pragma unroll 1
-      for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+      for (int chunk = 0; chunk < chunks; ++chunk) {
         const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, chunk);
-        if (pass == 0 || plan.chunks > 1)
+        const bool is_read = pass == 0 || chunks > 1;
+        if (is_read) {
+          T x[shape::rows][V];
           norm2d_load(x, norm2d_rows_of<const T, LAST>(plan, p.x, tile, part, part.channel), part.rows);
+#pragma unroll
+          for (int k = 0; k < shape::rows; ++k)
+#pragma unroll
+            for (int i = 0; i < V; ++i) d[k][i] = camox_to_float(x[k][i]) - camox_to_float(origin[norm2d_pixel<LAST>(k, i)]);
+        }
+        if (pass == 1 || (pass == 2 && is_read)) {
+#pragma unroll
+          for (int k = 0; k < shape::rows; ++k)
+#pragma unroll
+            for (int i = 0; i < V; ++i) d[k][i] -= mean[0][norm2d_pixel<LAST>(k, i)];
+        }
         if (pass < 2) {
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k) {
@@ -355,11 +436,10 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
 #pragma unroll
             for (int i = 0; i < V; ++i) {
               const int pixel = norm2d_pixel<LAST>(k, i);
-              const float difference = camox_to_float(x[k][i]) - camox_to_float(origin[pixel]);
               if (pass == 0)
-                mean[0][pixel] += difference;
+                mean[0][pixel] += d[k][i];
               else
-                scale[0][pixel] = fmaf(difference - mean[0][pixel], difference - mean[0][pixel], scale[0][pixel]);
+                scale[0][pixel] = fmaf(d[k][i], d[k][i], scale[0][pixel]);
             }
           }
           continue;
@@ -375,11 +455,10 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
           float u[V];
 #pragma unroll
           for (int i = 0; i < V; ++i) {
-            const int pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
-            const float z = ((camox_to_float(x[k][i]) - camox_to_float(origin[pixel])) - mean[0][pixel]) * scale[0][pixel];
-            u[i] = fmaf(z, weight[channel], bias[channel]);
+            const int channel = norm2d_channel<LAST>(k, i);
+            u[i] = fmaf(d[k][i] * scale[0][norm2d_pixel<LAST>(k, i)], weight[channel], bias[channel]);
           }
-          norm2d_activate(u, p.activation);
+          norm2d_activate<T>(u, p.activation);
           if (p.residual.data) {
             float residual_values[V];
             camox_load_float<V>(residual_values, residual.first);
@@ -392,17 +471,15 @@ __global__ void __launch_bounds__(NORM2D_FORWARD_THREADS, NORM2D_BLOCKS)
           camox_store_float(y.first, u);
         }
       }
-      if (pass == 0) {
-        norm2d_sum_channels<1, V, LAST>(mean, plan, me, totals,
-                                        [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
-        norm2d_load_totals<1, V, LAST>(mean, plan, me, totals);
-      } else if (pass == 1) {
-        norm2d_sum_channels<1, V, LAST>(scale, plan, me, totals, [&](float &total, int, int pixel, float sum) {
-          const float mean_total = total;
-          total = camox_rsqrt(sum * plan.inverse + plan.eps);
-          if (tile.first + pixel < plan.recorded) stats[pixel] = mean_total, stats_scale[pixel] = total;
-        });
-        norm2d_load_totals<1, V, LAST>(scale, plan, me, totals);
+      if (pass == 0) norm2d_total<V, LAST>(mean, plan, me, totals, [&](float sum) { return sum * plan.inverse; });
+      if (pass != 1) continue;
+      norm2d_total<V, LAST>(scale, plan, me, LAST ? totals : totals + plan.scratch,
+                            [&](float sum) { return camox_rsqrt(sum * plan.inverse + plan.eps); });
+      if ((LAST ? me.inner : me.outer) != 0) continue;
+#pragma unroll
+      for (int i = 0; i < shape::pixels; ++i) {
+        const int pixel = LAST ? i * plan.outer + me.outer : me.inner * V + i;
+        if (tile.first + pixel < plan.recorded) stats[pixel] = mean[0][i], stats_scale[pixel] = scale[0][i];
       }
     }
   }
@@ -470,7 +547,7 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[norm2d_shape<
 }
 
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(NORM2D_BACKWARD_THREADS, NORM2D_BLOCKS)
+__global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
     norm2d_backward_kernel(const __grid_constant__ norm2d_plan plan) {
   typedef norm2d_shape<V, LAST> shape;
   CAMOX_DYNAMIC_SHARED(float, totals);
@@ -657,12 +734,11 @@ static void norm2d_launch_row_sums(const camox_norm2d_params &p, int64_t shares,
   camox_launch_row_sums<norm2d>(sums, stream);
 }
 
-/* Threads of a block and pixels of its tile; -> threads. */
+/* Threads of a block, `most` at most, and pixels of its tile; -> threads. */
 template <int V, bool LAST>
-static int norm2d_cut(norm2d_plan *plan, bool backward) {
+static int norm2d_cut(norm2d_plan *plan, int most) {
   constexpr int rows = norm2d_shape<V, LAST>::rows;
   const int64_t images = plan->p.batch * plan->p.groups;
-  const int most = backward ? NORM2D_BACKWARD_THREADS : NORM2D_FORWARD_THREADS;
   if (LAST) {
     const int64_t vectors = plan->group_channels / V;
     plan->inner = static_cast<int>(vectors < most ? vectors : most);
@@ -710,7 +786,12 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   plan.recorded = plan.p.stats != nullptr ? plan.pixels : 0;
   plan.group_channels = p->channels / p->groups;
   plan.inverse = 1.0f / static_cast<float>(plan.group_channels);
-  const int threads = norm2d_cut<V, LAST>(&plan, backward), sums = backward ? 2 : 1;
+  const int sums = backward ? 2 : 1;
+  constexpr bool widest = V * sizeof(T) == 16;
+  int threads = norm2d_cut<V, LAST>(&plan, widest && !backward ? norm2d_most<T, true>::threads : NORM2D_THREADS);
+  const bool whole = widest && !backward && plan.chunks == 1;
+  if (!whole && threads > NORM2D_THREADS) threads = norm2d_cut<V, LAST>(&plan, NORM2D_THREADS);
+  if (!LAST && !backward) plan.scratch = threads / CAMOX_WARP * plan.tile;
   plan.scratch = (plan.scratch + 3) / 4 * 4;
   plan.tiles = camox_ceil_div(plan.pixels, plan.tile);
   plan.tile_count = plan.p.batch * plan.tiles;
@@ -718,12 +799,16 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   plan.shares = camox_ceil_div(plan.tile_count, plan.share_tiles);
   while (plan.sum_shift < 5 && 2 << plan.sum_shift <= plan.terms && (2 * sums * plan.tile) << plan.sum_shift <= threads)
     ++plan.sum_shift;
-  int floats = sums * plan.scratch;
+  int floats = (LAST ? sums : 2) * plan.scratch; /* planes in the forward: of the mean, of the variance */
   if (backward && LAST && floats < 2 * V * plan.inner * plan.outer) floats = 2 * V * plan.inner * plan.outer;
   const size_t shared = sizeof(float) * static_cast<size_t>((sums * plan.tile + 3) / 4 * 4 + floats);
   const unsigned grid = camox_grid(plan.shares * p->groups);
+  if (whole) {
+    CAMOX_LAUNCH((norm2d_kernel<T, V, LAST, widest>), grid, threads, shared, stream, plan);
+    return;
+  }
   if (!backward) {
-    CAMOX_LAUNCH((norm2d_kernel<T, V, LAST>), grid, threads, shared, stream, plan);
+    CAMOX_LAUNCH((norm2d_kernel<T, V, LAST, false>), grid, threads, shared, stream, plan);
     return;
   }
   CAMOX_LAUNCH((norm2d_backward_kernel<T, V, LAST>), grid, threads, shared, stream, plan);

@@ -124,10 +124,11 @@ def _call(name, p, x, direction, arch=900, define="", **how):
 
 
 def every_kernel(arch) -> None:
-    """Runs each kernel at its smallest: every dtype, access width, layout and direction."""
+    """Runs each kernel at its smallest: every dtype, access width, layout and direction, and more channels than a block
+    holds with the widest accesses."""
     for dtype in emulator.DTYPES.values():
-        for inner in (3, 4, 8):
-            planes, lines = torch.ones(1, 3, 1, inner), torch.ones(1, inner, 3, 1)
+        for inner, channels in ((3, 3), (4, 3), (8, 3), (8, 2056)):
+            planes, lines = torch.ones(1, channels, 1, inner), torch.ones(1, inner if channels == 3 else channels, 3, 1)
             for x in (planes.to(dtype), lines.to(dtype).to(memory_format=torch.channels_last)):
                 weight = torch.ones(x.shape[1])
                 forward_and_gradients(x, weight, weight, x, arch=arch)
