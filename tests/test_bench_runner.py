@@ -487,6 +487,12 @@ def target(**changes) -> dict:
     [
         ({"at_least": 6}, 6, "pass"),
         ({"at_least": 12}, 6, "short by 50%"),
+        (
+            {"at_least": 12, "left_alone_below": 6.1},
+            6,
+            "pass: left alone, PyTorch's own kernels are not slower here",
+        ),
+        ({"at_least": 12, "left_alone_below": 6}, 6, "short by 50%"),
         ({"metric": "times_floor", "at_most": 2}, 2, "pass"),
         ({"metric": "times_floor", "at_most": 1.6}, 2, "over by 25%"),
         ({"over": "camox_contiguous", "at_least": 1, "noise": 0.05}, 0.97, "pass"),
