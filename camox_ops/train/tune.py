@@ -207,6 +207,17 @@ KERNELS = (
 )
 
 
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
+def _address_in_torch(symbol: bytes) -> int | None:
+    """Where PyTorch's C++ library for the CPU has a function, or None."""
+    try:
+        library = ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    function = getattr(library, symbol.decode(), None)
+    return ctypes.cast(function, ctypes.c_void_p).value if function else None
+
+
 class _Library:
     """libcamox_ops_tune.so, opened at the first use."""
 
@@ -224,7 +235,7 @@ class _Library:
         for name, result in (("open", ctypes.c_char_p), ("put", ctypes.c_char_p), ("calls", ctypes.c_int64)):
             getattr(library, f"camox_tune_{name}").restype = result
         library.camox_tune_set_least.argtypes = [ctypes.c_int64] * 3
-        error = library.camox_tune_open()
+        error = library.camox_tune_open(_address_in_torch)
         if error:
             return error.decode()
         self._library = library

@@ -1,8 +1,6 @@
 // PyTorch's own operators, called where a replacement does not serve.
 #pragma once
 
-#include <dlfcn.h>
-
 #include "../common/torch_util.h"
 
 namespace camox {
@@ -29,12 +27,9 @@ struct StockNumbers {
   size_t size;
 };
 
-// NULL where this PyTorch does not have it.
-template <class Function>
-Function* stock_function(const char* symbol) {
-  void* library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
-  return library ? reinterpret_cast<Function*>(dlsym(library, symbol)) : nullptr;
-}
+// Where that library has a symbol, or NULL. Python asks the dynamic linker: dlsym is one of glibc 2.34 when linked with that or a
+// newer one, and wheels serve older systems.
+inline void* (*address_in_torch)(const char* symbol);
 
 inline Tensor owned(const StockTensor& made) {
   AtenTensorHandle handle;

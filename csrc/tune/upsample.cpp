@@ -216,10 +216,10 @@ std::unique_ptr<StableLibrary> registered;
 
 const char* put_upsample() {
   if (!torch_exception_get_what_without_backtrace) return "PyTorch gives the words of its errors to such kernels from 2.13 on";
-  stock_forward =
-      stock_function<StockForward>("_ZN2at3cpu19upsample_bilinear2dERKNS_6TensorEN3c108ArrayRefIlEEbSt8optionalIdES8_");
-  stock_backward = stock_function<StockBackward>(
-      "_ZN2at3cpu28upsample_bilinear2d_backwardERKNS_6TensorEN3c108ArrayRefIlEES6_bSt8optionalIdES8_");
+  stock_forward = reinterpret_cast<StockForward*>(
+      address_in_torch("_ZN2at3cpu19upsample_bilinear2dERKNS_6TensorEN3c108ArrayRefIlEEbSt8optionalIdES8_"));
+  stock_backward = reinterpret_cast<StockBackward*>(
+      address_in_torch("_ZN2at3cpu28upsample_bilinear2d_backwardERKNS_6TensorEN3c108ArrayRefIlEES6_bSt8optionalIdES8_"));
   if (!stock_forward || !stock_backward) return "this PyTorch's library has its own kernel under another name";
   if (!registered) {
     auto library = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CPU", __FILE__, __LINE__);
