@@ -89,6 +89,7 @@ DEVICE_ERRORS = {
     2: "moe_route: logits held NaN; the weights of their rows are NaN",
     4: "moe: a routing's experts, offsets or position lay out of bounds; what was made with them is NaN",
     8: "linear_cross_entropy: target had rows with no class of the weight, nor ignore_index; their losses are NaN",
+    16: "linear_attention: cu_seqlens did not rise from 0 to T; positions were given to other sequences",
 }
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from . import _C, _torch_private, nn
-from .ops import _linear_attention_chunks
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
 
@@ -214,8 +213,6 @@ def _record(name: str, args, kwargs, output, device: torch.device, seconds: floa
             found.append(text)
     on_cpu = device.type == "cpu"
     ran = kernels if on_cpu else [f"camox_{name}_cuda"]
-    if not on_cpu and name in _linear_attention_chunks.OPERATORS:
-        ran, reasons = [], [_linear_attention_chunks.WHY]
     names = [argument.name for argument in getattr(torch.ops.camox_ops, name).default._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     inputs = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}

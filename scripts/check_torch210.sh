@@ -12,8 +12,8 @@ venv=$PWD/build/torch210
 "$venv/bin/python" -m pip --disable-pip-version-check -q install "torch==2.10.*" numpy
 "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-deps --force-reinstall "$wheel"
 # The operators whose kernels this tree has for CUDA.
-operators=$(for kernels in csrc/*/*_cuda.cu; do
-  sed -n '/^#ifndef CAMOX_CUDA_PART$/,/^#endif$/d; s/.*m\.impl("\([a-z0-9_]*\)".*/\1/p' "${kernels%_cuda.cu}_bind.cpp"
+operators=$(for bind in $(grep -l CAMOX_BACKEND csrc/*/*_bind.cpp); do
+  sed -n '/^#ifndef CAMOX_CUDA_PART$/,/^#endif$/d; s/.*m\.impl("\([a-z0-9_]*\)".*/\1/p' "$bind"
 done)
 cd /
 "$venv/bin/python" - "$wheel" $operators <<'CODE'

@@ -678,40 +678,6 @@ def test_cu_seqlens(causal, stateful):
 
 
 @ON_CPU
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
-def test_chunks_of_torch_operators(normalize):
-    """What runs on CUDA, here on the CPU: the same numbers from the operators' arguments."""
-    from camox_ops.ops import _linear_attention_chunks as chunks
-
-    tensors, mask, state, cu_seqlens = sequences(True, normalize, torch.float64, "strided")
-    arguments = (*tensors, mask, *state, cu_seqlens, 0, NORMALIZATIONS.index(normalize), True, 1e-2)
-    expected = torch.ops.camox_ops.linear_attention_causal(*arguments)
-    for mine, other in zip(chunks.forward(*arguments), expected, strict=True):
-        torch.testing.assert_close(mine, other)
-        assert mine.stride() == other.stride()
-    given = upstream(expected)
-    if normalize != "sum":
-        given[2] = None
-    expected = torch.ops.camox_ops.linear_attention_causal_backward(*given, *arguments)
-    for mine, other in zip(chunks.backward(*given, *arguments), expected, strict=True):
-        torch.testing.assert_close(mine, other)
-        assert mine.stride() == other.stride()
-    changed = [x.clone() for x in tensors]
-    for x in changed[1:]:
-        x[:, :, 150] = float("inf")
-    out, grad_q = chunks.forward(*changed, *arguments[3:])[0], chunks.backward(*given, *changed, *arguments[3:])[0]
-    assert bits(out[:, :, :150], chunks.forward(*arguments)[0][:, :, :150])
-    assert bits(grad_q[:, :, :150], chunks.backward(*given, *arguments)[0][:, :, :150])
-    assert not out[:, :, 151:].isfinite().all()
-    rows, (s, z) = [x[:, :, 0].expand(4, 2, -1) for x in tensors], state
-    states = [(s.clone(), None if z is None else z.clone()) for _ in range(2)]
-    end = (0, NORMALIZATIONS.index(normalize), False, 1e-2)
-    mine = chunks.step(*rows, *states[0], *end)
-    torch.testing.assert_close(mine, torch.ops.camox_ops.linear_attention_step(*rows, *states[1], *end))
-    torch.testing.assert_close(states[0], states[1])
-
-
-@ON_CPU
 @pytest.mark.parametrize(
     "bounds, message",
     [
@@ -721,13 +687,9 @@ def test_chunks_of_torch_operators(normalize):
     ],
 )
 def test_values_of_cu_seqlens(bounds, message):
-    from camox_ops.ops._linear_attention_chunks import check_bounds
-
     q = Q[:1]
     with pytest.raises((ValueError, RuntimeError), match=message):
         cx.linear_attention(q, q, q, causal=True, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    with pytest.raises(ValueError, match=message):
-        check_bounds(list(bounds), 5)
 
 
 @ON_CPU

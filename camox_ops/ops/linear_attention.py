@@ -7,7 +7,7 @@ import torch
 
 from .. import reference
 from .._torch_private import attempt_in_place, in_transform
-from . import _check, _linear_attention_chunks
+from . import _check
 from ._check import dtype_names
 from ._codes import FEATURE_MAPS, LAYOUTS, NORMALIZATIONS, code_of
 from ._layout import as_read, dense_strides
@@ -62,7 +62,7 @@ def linear_attention(
         eps: added to the denominator of "sum", > 0 in float32 (float64 for float64).
         cu_seqlens: int32 (S+1,), rising from 0 to T, with causal only: q, k and v have B = 1 and hold S sequences one
             after the other. Each begins with its own state: initial_state and the state returned are (S, H, N, D) and
-            (S, H, N). On CUDA its values are read on the host, which waits for the device.
+            (S, H, N). On CUDA values that do not rise so give positions to other sequences, and check_errors() raises.
 
     Returns:
         out, like v, in q's dtype and with its dimensions in memory in the order of q's strides, so that heads of an
@@ -71,8 +71,7 @@ def linear_attention(
         are cast to its dtype.
 
     Saved for backward: q, k, v, key_mask, S and z; causal the inputs alone, from which the states are computed again.
-    Nothing of the size of T states or of T x T is stored. On CUDA the causal form is composed of torch's operators,
-    chunk by chunk, and its backward computes the forward again.
+    Nothing of the size of T states or of T x T is stored; on CUDA a state for every 64 positions while either runs.
 
     The gradients of q, k and v lie in memory in the order of their strides. The same bits on every run and for any
     number of threads. First derivatives; a second one raises NotImplementedError, and so does forward-mode AD.
@@ -175,7 +174,7 @@ def linear_attention_step(
     Returns:
         (out (B, H, D) in q's dtype, the state). S and z are written in place, and are what comes back. Where a gradient
         is required, or under a transform, nothing is written: then torch derives, and the state that comes back is new.
-        Autocast casts q, k and v to its dtype. On CUDA it is composed of torch's operators.
+        Autocast casts q, k and v to its dtype.
 
     Raises:
         TypeError, ValueError: as linear_attention."""
@@ -447,4 +446,3 @@ _linear_attention_causal_backward = register_last_derivative(
 )
 torch.library.register_fake("camox_ops::linear_attention_step", _fake_step)
 _attempt_step = attempt_in_place("linear_attention_step")
-_linear_attention_chunks.register_on_cuda()

@@ -12,6 +12,8 @@
    sequences  B of T positions, or with cu_seqlens (sequences+1), which rise from 0 to T, those of one batch element: each begins
               with a state of its own, S_0[s], and leaves one.
    saved      the inputs. The backward computes the states again: once from the first chunk on, once from the last one back.
+   CUDA       values of cu_seqlens are not known before the kernels run: those that do not rise from 0 to T set
+              CAMOX_ERROR_CU_SEQLENS (common/device_errors.h), and the results are those of bounds that do.
    sums       chunk by chunk of CAMOX_CAUSAL_CHUNK positions of a sequence: the same bits for any number of threads.
    dtypes     as linear_attention.h.
    errors     CAMOX_INVALID_ARGUMENT: those of linear_attention.h; cu_seqlens that do not rise from 0 to T, or more than one
@@ -44,14 +46,19 @@ typedef struct {
   const void *grad_s, *grad_z;        /* real, of the final state; NULL: zeros */
   camox_view4 grad_q, grad_k, grad_v; /* written */
   void *sum_s, *sum_z;                /* written: the gradients of the initial state */
-  void *rows;                         /* sum only: real [B,H,T,2], r_t and h_t between the two passes */
-  void *scratch;                      /* camox_causal_scratch(p) bytes of this thread alone, aligned to 64 */
+  void *rows;                         /* sum only, CUDA not with none: real [B,H,T,2], numbers of rows between the passes */
+  void *scratch;                      /* CPU: camox_causal_scratch(p) bytes of this thread alone, aligned to 64 */
+  /* CUDA. */
+  void *records;        /* float, camox_causal_records(p) of them: a state for each chunk */
+  int32_t *bounds;      /* int32 [2, sequences + 1], with cu_seqlens */
+  uint32_t *error_word; /* of the device, may be NULL */
 } camox_causal_params;
 
 enum { CAMOX_CAUSAL_CHUNK = 64 };
 
 int camox_causal_check(const camox_causal_params *p, int backward);
 int64_t camox_causal_scratch(const camox_causal_params *p);
+int64_t camox_causal_records(const camox_causal_params *p);
 typedef void camox_causal_kernel(const camox_causal_params *p, int64_t begin, int64_t end); /* heads of sequences */
 camox_causal_kernel *camox_causal_forward(camox_dtype dtype, camox_isa isa);
 camox_causal_kernel *camox_causal_backward(camox_dtype dtype, camox_isa isa);
@@ -70,6 +77,11 @@ typedef struct {
 int camox_causal_step_check(const camox_causal_step_params *p);
 typedef void camox_causal_step_fn(const camox_causal_step_params *p, int64_t begin, int64_t end); /* heads */
 camox_causal_step_fn *camox_causal_step(camox_dtype dtype, camox_isa isa);
+
+/* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
+int camox_linear_attention_causal_cuda(const camox_causal_params *p, void *stream);
+int camox_linear_attention_causal_backward_cuda(const camox_causal_params *p, void *stream);
+int camox_linear_attention_step_cuda(const camox_causal_step_params *p, void *stream);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,4 @@
-// Schemas and entries of causal linear_attention and of its step, on the CPU; on other devices they are composed of torch's
-// operators (camox_ops/ops/_linear_attention_chunks.py).
+// Schemas and entries of causal linear_attention and of its step.
 #include "../common/torch_util.h"
 #include "causal.h"
 
@@ -82,10 +81,25 @@ std::tuple<Tensor, Tensor> empty_state(const camox_causal_params& p, const Tenso
           sum ? empty_real(q, {p.sequences, p.heads, p.key_dim}) : empty_real(q, {0})};
 }
 
+#ifdef CAMOX_CUDA_PART
+// What the kernels keep between them. The tensors must outlive the launches alone: their memory is reused in stream order.
+struct Scratch {
+  Tensor records, bounds;
+  static Tensor empty_bounds(const camox_causal_params& p, const Tensor& q) {
+    const int64_t size = p.cu_seqlens ? 2 * (p.sequences + 1) : 0;
+    return empty_contiguous(q, aoti_torch_dtype_int32(), 1, &size);
+  }
+  Scratch(camox_causal_params& p, const Tensor& q)
+      : records(empty_real(q, {camox_causal_records(&p)})), bounds(empty_bounds(p, q)) {
+    p.records = records.data_ptr(), p.bounds = static_cast<int32_t*>(bounds.data_ptr());
+  }
+};
+#else
 void run_heads(camox_causal_kernel* kernel, const camox_causal_params& p) {
   const int64_t items = p.sequences * p.heads, cost = items > 0 ? p.batch * p.length * p.key_dim * p.heads * 64 / items : 1;
   run_with_scratch(kernel, p, items, cost, camox_causal_scratch(&p));
 }
+#endif
 
 std::tuple<Tensor, Tensor, Tensor> linear_attention_causal(const Tensor& q, const Tensor& k, const Tensor& v,
                                                            OptionalTensor key_mask, OptionalTensor initial_s,
@@ -96,8 +110,14 @@ std::tuple<Tensor, Tensor, Tensor> linear_attention_causal(const Tensor& q, cons
   Tensor out = empty_in_order(q, {p.batch, p.heads, p.length, p.value_dim}, 4);
   auto [s, z] = empty_state(p, q);
   p.out = view4(out), p.s = s.data_ptr(), p.z = z.data_ptr();
+#ifdef CAMOX_CUDA_PART
+  const Scratch scratch(p, q);
+  check(camox_causal_check(&p, 0));
+  launch_with_error_word(camox_linear_attention_causal_cuda, p, q, op);
+#else
   check(camox_causal_check(&p, 0));
   run_heads(camox_causal_forward(p.dtype, camox_isa_current()), p);
+#endif
   return {out, s, z};
 }
 
@@ -114,13 +134,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_causal_backw
   if (grad_z.has_value()) p.grad_z = real_data(*grad_z, q, {p.sequences, p.heads, p.key_dim}, op, "grad_z");
   Tensor grad_q = empty_in_order(q, keys, 4), grad_k = empty_in_order(k, keys, 4);
   Tensor grad_v = empty_in_order(v, {p.batch, p.heads, p.length, p.value_dim}, 4);
-  const int64_t rows = p.normalize == CAMOX_NORMALIZE_SUM ? p.batch * p.heads * p.length : 0;
+  const bool has_rows = p.normalize == CAMOX_NORMALIZE_SUM || (!CAMOX_ON_CPU && p.normalize == CAMOX_NORMALIZE_FEATURE);
+  const int64_t rows = has_rows ? p.batch * p.heads * p.length : 0;
   Tensor between = empty_real(q, {rows, 2});
   auto [sum_s, sum_z] = empty_state(p, q);
   p.grad = view4(grad), p.grad_q = view4(grad_q), p.grad_k = view4(grad_k), p.grad_v = view4(grad_v);
   p.sum_s = sum_s.data_ptr(), p.sum_z = sum_z.data_ptr(), p.rows = between.data_ptr();
+#ifdef CAMOX_CUDA_PART
+  const Scratch scratch(p, q);
+  check(camox_causal_check(&p, 1));
+  launch_with_error_word(camox_linear_attention_causal_backward_cuda, p, q, "linear_attention_backward");
+#else
   check(camox_causal_check(&p, 1));
   run_heads(camox_causal_backward(p.dtype, camox_isa_current()), p);
+#endif
   return {grad_q, grad_k, grad_v, sum_s, sum_z};
 }
 
@@ -145,12 +172,17 @@ Tensor linear_attention_step(const Tensor& q, const Tensor& k, const Tensor& v, 
   Tensor out = empty_contiguous(q, dtype_code(q), size.size(), size.data());
   p.q = rows[0].data_ptr(), p.k = rows[1].data_ptr(), p.v = rows[2].data_ptr(), p.out = out.data_ptr();
   check(camox_causal_step_check(&p));
+#ifdef CAMOX_CUDA_PART
+  launch(camox_linear_attention_step_cuda, p, q, name);
+#else
   run(camox_causal_step(p.dtype, camox_isa_current()), p, p.batch * p.heads, p.key_dim * p.value_dim);
+#endif
   return out;
 }
 
 }  // namespace
 
+#ifndef CAMOX_CUDA_PART
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "linear_attention_causal(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? initial_s, Tensor? initial_z, Tensor? "
@@ -163,6 +195,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
       "linear_attention_step(Tensor q, Tensor k, Tensor v, Tensor(a!) s, Tensor(b!)? z, int feature_map, int normalize, bool "
       "strict, float eps) -> Tensor");
 }
+#endif
 
 STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
   m.impl("linear_attention_causal", TORCH_BOX(&linear_attention_causal));

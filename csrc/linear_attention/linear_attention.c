@@ -84,12 +84,16 @@ int64_t camox_linear_attention_work_items(const camox_linear_attention_params *p
   return sequences * camox_ceil_div(p->length, p->chunk);
 }
 
-#ifndef CAMOX_CUDA_PART
 static int check_cu_seqlens(const camox_causal_params *p) {
-  const int32_t *cu = p->cu_seqlens;
   if (p->batch != 1 || p->sequences < 0)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: cu_seqlens needs q of one batch element, got %lld",
                       (long long)p->batch);
+#ifdef CAMOX_CUDA_PART
+  if (p->sequences == 0 && p->length != 0) /* the kernels see the values */
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: cu_seqlens must end with the %lld positions of q",
+                      (long long)p->length);
+#else
+  const int32_t *cu = p->cu_seqlens;
   if (cu[0] != 0) return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: cu_seqlens[0] must be 0, got %d", (int)cu[0]);
   for (int64_t s = 0; s < p->sequences; ++s)
     if (cu[s + 1] < cu[s])
@@ -98,7 +102,16 @@ static int check_cu_seqlens(const camox_causal_params *p) {
   if (cu[p->sequences] != p->length)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: cu_seqlens must end with the %lld positions of q, got %d",
                       (long long)p->length, (int)cu[p->sequences]);
+#endif
   return CAMOX_OK;
+}
+
+static int has_scratch(const camox_causal_params *p, int backward) {
+#ifdef CAMOX_CUDA_PART
+  return p->records && (p->bounds || !p->cu_seqlens) && (p->rows || !backward || p->normalize == CAMOX_NORMALIZE_NONE);
+#else
+  return p->rows || !backward || p->normalize != CAMOX_NORMALIZE_SUM;
+#endif
 }
 
 int camox_causal_check(const camox_causal_params *p, int backward) {
@@ -118,7 +131,7 @@ int camox_causal_check(const camox_causal_params *p, int backward) {
   if (backward ? !p->sum_s || (sum && !p->sum_z) : !p->s || (sum && !p->z))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: the state is missing");
   if (p->length == 0) return CAMOX_OK;
-  if (backward && sum && !p->rows) return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: the scratch is missing");
+  if (!has_scratch(p, backward)) return camox_fail(CAMOX_INVALID_ARGUMENT, "linear_attention: the scratch is missing");
   const int64_t keys[4] = {p->batch, p->heads, p->length, p->key_dim};
   const int64_t values[4] = {p->batch, p->heads, p->length, p->value_dim};
   if (!backward) return camox_check_distinct_elements(op, "out", &p->out, values);
@@ -127,10 +140,10 @@ int camox_causal_check(const camox_causal_params *p, int backward) {
   return camox_check_distinct_elements(op, "grad_v", &p->grad_v, values);
 }
 
-int64_t camox_causal_scratch(const camox_causal_params *p) {
-  int64_t begin[CAUSAL_BUFFERS];
-  const int64_t reals = camox_causal_plan(p->key_dim, p->value_dim, begin);
-  return reals * (int64_t)(p->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float));
+int64_t camox_causal_records(const camox_causal_params *p) {
+  const int64_t chunks = p->cu_seqlens ? camox_ceil_div(p->length, CAMOX_CAUSAL_CHUNK) + p->sequences
+                                       : p->sequences * camox_ceil_div(p->length, CAMOX_CAUSAL_CHUNK);
+  return chunks * p->heads * p->key_dim * (p->value_dim + 1);
 }
 
 int camox_causal_step_check(const camox_causal_step_params *p) {
@@ -142,6 +155,13 @@ int camox_causal_step_check(const camox_causal_step_params *p) {
   if (p->batch && p->heads && (!p->s || (p->normalize == CAMOX_NORMALIZE_SUM) != (p->z != NULL)))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: the state needs S, and z with the normalization 'sum' only", op);
   return CAMOX_OK;
+}
+
+#ifndef CAMOX_CUDA_PART
+int64_t camox_causal_scratch(const camox_causal_params *p) {
+  int64_t begin[CAUSAL_BUFFERS];
+  const int64_t reals = camox_causal_plan(p->key_dim, p->value_dim, begin);
+  return reals * (int64_t)(p->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float));
 }
 
 CAMOX_KERNEL_TABLE(camox_causal_kernel, camox_causal_forward, camox_causal_forward_kernel)

@@ -142,18 +142,17 @@ __device__ __forceinline__ la_kept la_kept_at(const la_pass &p, int64_t sequence
   return {valid, p.mask ? p.mask + b * p.mask_stride[0] + t * p.mask_stride[1] : nullptr, p.mask_stride[1]};
 }
 
-template <typename T, int V, bool COLUMNS, bool FEATURE>
-__device__ __forceinline__ void la_load_vectors(float *to, int pitch, int rows, int columns, const la_rows<const T> &from,
-                                                const la_kept &kept, int map) {
-  constexpr int unroll = COLUMNS && V > 1 ? 2 : 4; /* loads in flight, as far as registers last */
-  const int padded = la_padded(columns), end = la_outer<V, COLUMNS>(rows, padded);
+template <typename T, int V, bool COLUMNS, bool FEATURE, int IN_FLIGHT>
+__device__ __forceinline__ void la_load_vectors(float *to, int pitch, int rows, int columns, int padded,
+                                                const la_rows<const T> &from, const la_kept &kept, int map) {
+  const int end = la_outer<V, COLUMNS>(rows, padded);
   la_iterator it = la_iterator_over<V, COLUMNS>(rows, padded);
   while (it.outer < end) {
-    T raw[unroll][V];
-    unsigned present[unroll]; /* bits of the elements that count */
+    T raw[IN_FLIGHT][V];
+    unsigned present[IN_FLIGHT]; /* bits of the elements that count */
     la_iterator next = it;
 #pragma unroll
-    for (int k = 0; k < unroll; ++k, la_step(next)) {
+    for (int k = 0; k < IN_FLIGHT; ++k, la_step(next)) {
       const la_place<V, COLUMNS> at(next);
       present[k] = 0;
 #pragma unroll
@@ -177,7 +176,7 @@ __device__ __forceinline__ void la_load_vectors(float *to, int pitch, int rows, 
       }
     }
 #pragma unroll
-    for (int k = 0; k < unroll; ++k, la_step(it)) {
+    for (int k = 0; k < IN_FLIGHT; ++k, la_step(it)) {
       if (it.outer >= end) break;
       const la_place<V, COLUMNS> at(it);
       float value[V];
@@ -197,17 +196,27 @@ __device__ __forceinline__ void la_load_vectors(float *to, int pitch, int rows, 
   }
 }
 
-/* `columns` columns of a tile, f of them or themselves; rows that are not kept and columns up to a multiple of 4 are zeros. */
+/* `columns` columns of a tile, f of them or themselves; rows that are not kept and columns up to `padded` are zeros.
+   IN_FLIGHT: loads of a thread at once. */
+template <typename T, int MEMORY, bool FEATURE, int IN_FLIGHT>
+__device__ __forceinline__ void la_load_padded(float *to, int pitch, int rows, int columns, int padded,
+                                               const la_rows<const T> &from, const la_kept &kept, int map) {
+  if constexpr (MEMORY != LA_ANY) {
+    la_load_vectors<T, camox_lanes<T>::value, MEMORY == LA_COLUMNS, FEATURE, IN_FLIGHT>(to, pitch, rows, columns, padded, from,
+                                                                                        kept, map);
+  } else if (from.row < from.column) {
+    la_load_vectors<T, 1, true, FEATURE, IN_FLIGHT>(to, pitch, rows, columns, padded, from, kept, map);
+  } else {
+    la_load_vectors<T, 1, false, FEATURE, IN_FLIGHT>(to, pitch, rows, columns, padded, from, kept, map);
+  }
+}
+
+/* The same with zeros up to a multiple of 4 columns. */
 template <typename T, int MEMORY, bool FEATURE>
 __device__ __forceinline__ void la_load(float *to, int pitch, int rows, int columns, const la_rows<const T> &from,
                                         const la_kept &kept, int map) {
-  if constexpr (MEMORY != LA_ANY) {
-    la_load_vectors<T, camox_lanes<T>::value, MEMORY == LA_COLUMNS, FEATURE>(to, pitch, rows, columns, from, kept, map);
-  } else if (from.row < from.column) {
-    la_load_vectors<T, 1, true, FEATURE>(to, pitch, rows, columns, from, kept, map);
-  } else {
-    la_load_vectors<T, 1, false, FEATURE>(to, pitch, rows, columns, from, kept, map);
-  }
+  constexpr int in_flight = MEMORY == LA_COLUMNS ? 2 : 4; /* as far as registers last */
+  la_load_padded<T, MEMORY, FEATURE, in_flight>(to, pitch, rows, columns, la_padded(columns), from, kept, map);
 }
 
 template <typename T, int V, bool COLUMNS>
@@ -903,3 +912,5 @@ extern "C" int camox_linear_attention_backward_cuda(const camox_linear_attention
   }
   return camox_launch_status();
 }
+
+#include "causal_cuda.cuh"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 
+import causal_attention
 import emulator
 import torch
+from attention_heads import FEATURE_MAPS, NORMALIZATIONS, SOURCE, heads, strides_in_order
 
-SOURCE = emulator.CSRC / "linear_attention" / "linear_attention_cuda.cu"
 CHUNK = 64
-# Heads of an image (B, C, H, W), contiguous, a part of the positions of a larger one, and channels_last; (B, H, T, N);
-# every other element; one batch element for all.
-MEMORY = ("image", "cropped", "channels_last", "dense", "strided", "expanded")
 # (B, H, T, N, D): one position; the models' heads; tails of tiles and of chunks; heads of whole steps of tensor
 # cores and padded ones; heads whose state does not fit in shared memory.
 SHAPES = [
@@ -27,16 +25,6 @@ SHAPES = [
     (1, 1, 70, 73, 40),
     (1, 1, 17, 20, 130),
 ]
-FEATURE_MAPS = ("elu1", "relu", "identity")
-NORMALIZATIONS = ("sum", "feature", "none")
-
-
-def _strides(shape, like):
-    """Dense strides of a shape in the order of like's."""
-    strides, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
-        strides[d], step = step, step * shape[d]
-    return tuple(strides)
 
 
 class Call:
@@ -67,7 +55,9 @@ class Call:
         return tensor
 
     def written(self, name, like, shape):
-        return self.view(name, self.memory.empty_strided(shape, _strides(shape, like.stride()), like.dtype, name))
+        return self.view(
+            name, self.memory.empty_strided(shape, strides_in_order(shape, like.stride()), like.dtype, name)
+        )
 
     def real(self, name, shape):
         tensor = self.memory.empty_strided(shape, torch.empty(shape).stride(), torch.float32, name)
@@ -143,36 +133,6 @@ def backward(
         return [tensor.clone() for tensor in results]
 
 
-def heads(shape, dtype, memory="dense", seed=0):
-    """q, k, v and a gradient of out of (B, H, T, N, D), as they lie in memory."""
-    batch, count, length, n, d = shape
-    if memory == "cropped":
-        whole = heads((batch, count, -(-length // 8) * 8 + 8, n, d), dtype, "image", seed)
-        return [x[:, :, :length] for x in whole]
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for dim in (n, n, d, d):
-        x = torch.randn(batch, count, length, dim, generator=generator, dtype=torch.float64).to(dtype)
-        if memory in ("image", "channels_last"):
-            found.append(x.transpose(2, 3).contiguous().view(batch, count * dim, length, 1))
-        elif memory == "strided":
-            larger = torch.full((batch, count, 2 * length + 1, 2 * dim + 1), float("nan"), dtype=dtype)
-            view = larger[:, :, 1::2, 1::2]
-            view.copy_(x)
-            found.append(view)
-        else:
-            found.append(x[:1].expand(x.shape) if memory == "expanded" else x)
-    if memory not in ("image", "channels_last"):
-        return found
-    qkv = torch.cat(found[:3], 1)
-    if memory == "channels_last":
-        qkv, found[3] = (x.to(memory_format=torch.channels_last) for x in (qkv, found[3]))
-    return [
-        x.unflatten(1, (count, -1)).flatten(3).transpose(2, 3)
-        for x in (*qkv.split([count * dim for dim in (n, n, d)], 1), found[3])
-    ]
-
-
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, kind of memory and direction."""
     for dtype in emulator.DTYPES.values():
@@ -181,6 +141,7 @@ def every_kernel(arch) -> None:
                 q, k, v, grad = heads((1, 1, 8, dim, dim), dtype, memory)
                 state = forward(q, k, v, how={"arch": arch})[1:]
                 backward([grad], q, k, v, state, how={"arch": arch})
+    causal_attention.every_kernel(arch)
 
 
 def attention_inputs(shape, dtype, memory="dense", normalize="sum", masked=False, state=False):
@@ -213,3 +174,4 @@ def with_barriers(**how):
             shape = (1, 2, 136, dim, dim + 4 * (dim == 12))
             inputs = attention_inputs(shape, dtype, "image", normalize, state=normalize == "sum")
             yield attention_runs(inputs, {"how": how})[0]
+    yield from causal_attention.with_barriers(**how)

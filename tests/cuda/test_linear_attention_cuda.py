@@ -4,6 +4,7 @@ import emulator
 import linear_attention_cases
 import pytest
 import torch
+from attention_heads import FEATURE_MAPS, MEMORY, NORMALIZATIONS
 from emulator import HALVES
 from helpers import assert_close_to_reference
 from linear_attention_cases import attention_inputs, attention_runs
@@ -34,20 +35,20 @@ def assert_attention_right(inputs, feature_map="elu1", arch=900, order="forward"
     return ours
 
 
-@pytest.mark.parametrize("memory", linear_attention_cases.MEMORY)
+@pytest.mark.parametrize("memory", MEMORY)
 def test_linear_attention_matches_reference(dtype, memory, arch):
     """Every shape by one of both architectures, in turn with modes, masks, states and orders."""
-    first = (arch > 800) + linear_attention_cases.MEMORY.index(memory)
+    first = (arch > 800) + MEMORY.index(memory)
     for turn, shape in enumerate(linear_attention_cases.SHAPES):
         if (turn + first) % 2:
             continue
-        normalize = linear_attention_cases.NORMALIZATIONS[(turn + first // 2) % 3]
+        normalize = NORMALIZATIONS[(turn + first // 2) % 3]
         inputs = attention_inputs(shape, dtype, memory, normalize, turn % 3 == 1, turn % 4 < 2)
         assert_attention_right(inputs, "relu" if turn % 5 == 2 else "elu1", arch, list(emulator.ORDERS)[turn % 4])
 
 
-@pytest.mark.parametrize("normalize", linear_attention_cases.NORMALIZATIONS)
-@pytest.mark.parametrize("feature_map", linear_attention_cases.FEATURE_MAPS)
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_linear_attention_modes(feature_map, normalize, arch):
     dtypes = list(emulator.DTYPES.values())
     for turn in range(4):
@@ -84,7 +85,7 @@ def test_linear_attention_chunks(dtype, normalize, order):
         assert_attention_right(inputs, order=order, chunk=chunk)
 
 
-@pytest.mark.parametrize("normalize", linear_attention_cases.NORMALIZATIONS)
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
 @pytest.mark.parametrize("dim", [16, 7, 66])
 def test_linear_attention_ignored_keys_may_hold_anything(dtype, normalize, dim):
     inputs = attention_inputs((2, 1, 20, dim, dim), dtype, "dense", normalize, masked=True)
