@@ -1,4 +1,8 @@
-"""What linear_attention and its causal form share in the emulator: names, and heads as they lie in memory."""
+"""What linear_attention and its causal form share in the emulator: names, calls, and heads as they lie in memory."""
+
+from __future__ import annotations
+
+import ctypes
 
 import emulator
 import torch
@@ -9,6 +13,52 @@ SOURCE = emulator.CSRC / "linear_attention" / "linear_attention_cuda.cu"
 MEMORY = ("image", "cropped", "channels_last", "dense", "strided", "expanded")
 FEATURE_MAPS = ("elu1", "relu", "identity")
 NORMALIZATIONS = ("sum", "feature", "none")
+DTYPES = {torch.float32: "CAMOX_F32", torch.bfloat16: "CAMOX_BF16", torch.float16: "CAMOX_F16"}
+HEADERS = ("common/types.h", "linear_attention/linear_attention.h", "linear_attention/causal.h")
+
+
+class Call:
+    """The params of one launcher, with every tensor in guarded memory."""
+
+    def __init__(self, memory, struct, q, feature_map="elu1", normalize="sum", eps=1e-6):
+        structs, constants = emulator.header(*HEADERS)
+        self.memory, self.view4, self.p = memory, structs["camox_view4"], structs[struct]()
+        self.p.dtype, self.p.eps, self.sum = constants[DTYPES[q.dtype]], eps, normalize == "sum"
+        self.p.feature_map, self.p.normalize = FEATURE_MAPS.index(feature_map), NORMALIZATIONS.index(normalize)
+
+    def view(self, name, tensor):
+        view = self.view4(data=tensor.data_ptr())
+        view.stride[:] = tensor.stride()
+        setattr(self.p, name, view)
+        return tensor
+
+    def heads(self, q, k, v, key_mask=None):
+        (self.p.batch, self.p.heads, self.p.length, self.p.key_dim), self.p.value_dim = q.shape, v.shape[3]
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            self.view(name, self.memory.copy(tensor, name))
+        if key_mask is not None:
+            self.given("key_mask", key_mask)
+            self.p.mask_stride[:] = key_mask.stride()
+
+    def given(self, name, tensor):
+        if tensor is not None:
+            setattr(self.p, name, self.memory.copy(tensor, name).data_ptr())
+
+    def written(self, name, like, shape):
+        """In the order of the strides of like."""
+        strides = strides_in_order(shape, like.stride())
+        return self.view(name, self.memory.empty_strided(shape, strides, like.dtype, name))
+
+    def empty(self, name, shape, dtype=torch.float32):
+        tensor = self.memory.empty_strided(shape, torch.empty(shape).stride(), dtype, name)
+        setattr(self.p, name, tensor.data_ptr())
+        return tensor
+
+    def run(self, name, q, direction, arch=900, define="", **how):
+        function = getattr(emulator.load(SOURCE, arch, define), name)
+        layout = "contiguous" if q.stride(-1) == 1 else "image" if q.stride(-2) == 1 else "strided"
+        dtype = str(q.dtype).removeprefix("torch.")
+        emulator.call(function, ctypes.byref(self.p), None, dtype=dtype, layout=layout, direction=direction, **how)
 
 
 def strides_in_order(shape, like):

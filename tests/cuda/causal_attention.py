@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import emulator
 import torch
-from attention_heads import FEATURE_MAPS, NORMALIZATIONS, SOURCE, heads, strides_in_order
+from attention_heads import NORMALIZATIONS, Call, heads
 
 # (B, H, T, N, D): one position; tails of chunks; the models' heads; heads of several blocks of columns and of terms.
 SHAPES = [
@@ -19,63 +17,25 @@ SHAPES = [
     (1, 1, 70, 72, 40),
 ]
 MODES = [(normalize, strict) for normalize in NORMALIZATIONS for strict in (False, True)]
-DTYPES = {torch.float32: "CAMOX_F32", torch.bfloat16: "CAMOX_BF16", torch.float16: "CAMOX_F16"}
 
 
-class Call:
-    """The params of one launcher, with every tensor in guarded memory."""
-
-    def __init__(self, memory, struct, q, options):
-        structs, constants = emulator.header(
-            "common/types.h", "linear_attention/linear_attention.h", "linear_attention/causal.h"
-        )
-        self.memory, self.view4, self.p = memory, structs["camox_view4"], structs[struct]()
-        self.p.dtype, self.p.eps = constants[DTYPES[q.dtype]], options.get("eps", 1e-6)
-        self.p.feature_map = FEATURE_MAPS.index(options.get("feature_map", "elu1"))
-        self.p.normalize = NORMALIZATIONS.index(options.get("normalize", "sum"))
-        self.p.strict = options.get("causal", True) == "strict"
-        self.sum = options.get("normalize", "sum") == "sum"
-
-    def view(self, name, tensor):
-        view = self.view4(data=tensor.data_ptr())
-        view.stride[:] = tensor.stride()
-        setattr(self.p, name, view)
-        return tensor
-
-    def like(self, name, like):
-        strides = strides_in_order(like.shape, like.stride())
-        return self.view(name, self.memory.empty_strided(like.shape, strides, like.dtype, name))
-
-    def empty(self, name, shape, dtype=torch.float32):
-        tensor = self.memory.empty_strided(shape, torch.empty(shape).stride(), dtype, name)
-        setattr(self.p, name, tensor.data_ptr())
-        return tensor
-
-    def given(self, name, tensor):
-        if tensor is not None:
-            setattr(self.p, name, self.memory.copy(tensor, name).data_ptr())
-
-    def run(self, name, q, direction, arch=900, define="", **how):
-        function = getattr(emulator.load(SOURCE, arch, define), name)
-        dtype, layout = str(q.dtype).removeprefix("torch."), "contiguous" if q.stride(-1) == 1 else "strided"
-        emulator.call(function, ctypes.byref(self.p), None, dtype=dtype, layout=layout, direction=direction, **how)
+def _call(memory, struct, q, options):
+    names = ("feature_map", "normalize", "eps")
+    call = Call(memory, struct, q, **{name: options[name] for name in names if name in options})
+    call.p.strict = options.get("causal", True) == "strict"
+    return call
 
 
 def _sequences_call(memory, q, k, v, options):
-    call = Call(memory, "camox_causal_params", q, options)
-    p, cu_seqlens, key_mask = call.p, options.get("cu_seqlens"), options.get("key_mask")
-    (p.batch, p.heads, p.length, p.key_dim), p.value_dim = q.shape, v.shape[3]
+    call, cu_seqlens = _call(memory, "camox_causal_params", q, options), options.get("cu_seqlens")
+    call.heads(q, k, v, options.get("key_mask"))
+    p, chunks = call.p, -(-q.shape[2] // 64)
     p.sequences = p.batch if cu_seqlens is None else len(cu_seqlens) - 1
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        call.view(name, memory.copy(tensor, name))
-    if key_mask is not None:
-        call.given("key_mask", key_mask)
-        p.mask_stride[:] = key_mask.stride()
-    chunks = -(-p.length // 64)
+    records = chunks * p.sequences
     if cu_seqlens is not None:
+        records = chunks + p.sequences
         call.given("cu_seqlens", cu_seqlens)
         call.empty("bounds", (2, len(cu_seqlens)), torch.int32)
-    records = chunks + p.sequences if cu_seqlens is not None else chunks * p.sequences
     call.empty("records", (records, p.heads, p.key_dim * (p.value_dim + 1)))
     call.error = torch.zeros(1, dtype=torch.int32)
     p.error_word = call.error.data_ptr()
@@ -89,7 +49,7 @@ def forward(q, k, v, *initial, flush="end", how=None, **options):
         call = _sequences_call(memory, q, k, v, options)
         for name, tensor in zip(("initial_s", "initial_z"), initial, strict=False):
             call.given(name, tensor)
-        results = [call.like("out", q.new_empty_strided(v.shape, strides_in_order(v.shape, q.stride())))]
+        results = [call.written("out", q, v.shape)]
         results.append(call.empty("s", call.state))
         if call.sum:
             results.append(call.empty("z", call.state[:3]))
@@ -106,7 +66,7 @@ def backward(grads, q, k, v, *initial, flush="end", how=None, **options):
         call.view("grad", memory.copy(grads[0], "grad"))
         for name, tensor in zip(("grad_s", "grad_z"), grads[1:], strict=False):
             call.given(name, tensor)
-        results = [call.like(f"grad_{name}", x) for name, x in (("q", q), ("k", k), ("v", v))]
+        results = [call.written(f"grad_{name}", x, x.shape) for name, x in (("q", q), ("k", k), ("v", v))]
         results.append(call.empty("sum_s", call.state))
         if call.sum:
             results.append(call.empty("sum_z", call.state[:3]))
@@ -118,7 +78,7 @@ def backward(grads, q, k, v, *initial, flush="end", how=None, **options):
 def step(q, k, v, s, z, how=None, **options):
     """out and the new state, of q, k and v (B, H, N or D)."""
     with emulator.guarded("end") as memory:
-        call = Call(memory, "camox_causal_step_params", q, options)
+        call = _call(memory, "camox_causal_step_params", q, options)
         (call.p.batch, call.p.heads, call.p.key_dim), call.p.value_dim = q.shape, v.shape[2]
         state = [memory.copy(x, name) for name, x in (("s", s), ("z", z)) if x is not None]
         for name, tensor in zip(("s", "z"), state, strict=False):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 
 import causal_attention
 import emulator
 import torch
-from attention_heads import FEATURE_MAPS, NORMALIZATIONS, SOURCE, heads, strides_in_order
+from attention_heads import Call, heads
 
 CHUNK = 64
 # (B, H, T, N, D): one position; the models' heads; tails of tiles and of chunks; heads of whole steps of tensor
@@ -27,52 +26,16 @@ SHAPES = [
 ]
 
 
-class Call:
-    """The params of one direction, with every tensor in guarded memory."""
+class Sums(Call):
+    """Of one direction, with the sums of its chunks."""
 
     def __init__(self, memory, q, k, v, key_mask, feature_map, normalize, eps, chunk):
-        structs, constants = emulator.header("common/types.h", "linear_attention/linear_attention.h")
-        self.memory, self.view4 = memory, structs["camox_view4"]
-        self.p = p = structs["camox_linear_attention_params"]()
-        dtypes = {torch.float32: "CAMOX_F32", torch.bfloat16: "CAMOX_BF16", torch.float16: "CAMOX_F16"}
-        p.dtype = constants[dtypes[q.dtype]]
-        p.feature_map, p.normalize = FEATURE_MAPS.index(feature_map), NORMALIZATIONS.index(normalize)
-        p.eps, self.sum = eps, normalize == "sum"
-        (p.batch, p.heads, p.length, p.key_dim), p.value_dim = q.shape, v.shape[3]
+        super().__init__(memory, "camox_linear_attention_params", q, feature_map, normalize, eps)
+        self.heads(q, k, v, key_mask)
+        p = self.p
         p.chunk, p.chunks = chunk, max(-(-p.length // chunk), 1)
         self.state = (p.batch, p.heads, p.key_dim, p.value_dim)
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            self.view(name, memory.copy(tensor, name))
-        if key_mask is not None:
-            p.key_mask = memory.copy(key_mask, "key_mask").data_ptr()
-            p.mask_stride[:] = key_mask.stride()
-        self.real("partial", (p.batch * p.heads, p.chunks, p.key_dim * (p.value_dim + 1)))
-
-    def view(self, name, tensor):
-        view = self.view4(data=tensor.data_ptr())
-        view.stride[:] = tensor.stride()
-        setattr(self.p, name, view)
-        return tensor
-
-    def written(self, name, like, shape):
-        return self.view(
-            name, self.memory.empty_strided(shape, strides_in_order(shape, like.stride()), like.dtype, name)
-        )
-
-    def real(self, name, shape):
-        tensor = self.memory.empty_strided(shape, torch.empty(shape).stride(), torch.float32, name)
-        setattr(self.p, name, tensor.data_ptr())
-        return tensor
-
-    def given(self, name, tensor):
-        if tensor is not None:
-            setattr(self.p, name, self.memory.copy(tensor, name).data_ptr())
-
-    def run(self, name, q, direction, arch=900, define="", **how):
-        function = getattr(emulator.load(SOURCE, arch, define), name)
-        layout = "contiguous" if q.stride(-1) == 1 else "image" if q.stride(-2) == 1 else "strided"
-        dtype = str(q.dtype).removeprefix("torch.")
-        emulator.call(function, ctypes.byref(self.p), None, dtype=dtype, layout=layout, direction=direction, **how)
+        self.empty("partial", (p.batch * p.heads, p.chunks, p.key_dim * (p.value_dim + 1)))
 
 
 def forward(
@@ -92,12 +55,12 @@ def forward(
 ):
     """(out, S) and with "sum" z. how: keyword arguments of the emulator."""
     with emulator.guarded(flush) as memory:
-        call = Call(memory, q, k, v, key_mask, feature_map, normalize, eps, chunk)
+        call = Sums(memory, q, k, v, key_mask, feature_map, normalize, eps, chunk)
         call.given("initial_s", initial_s)
         call.given("initial_z", initial_z)
-        results = [call.written("out", q, (*q.shape[:3], v.shape[3])), call.real("s", call.state)]
+        results = [call.written("out", q, (*q.shape[:3], v.shape[3])), call.empty("s", call.state)]
         if call.sum:
-            results.append(call.real("z", call.state[:3]))
+            results.append(call.empty("z", call.state[:3]))
         call.run("camox_linear_attention_cuda", q, "forward", **(how or {}))
         return [tensor.clone() for tensor in results]
 
@@ -119,16 +82,16 @@ def backward(
 ):
     """Gradients of q, k, v, S_0 and with "sum" z_0, of those of the forward's results."""
     with emulator.guarded(flush) as memory:
-        call = Call(memory, q, k, v, key_mask, feature_map, normalize, eps, chunk)
+        call = Sums(memory, q, k, v, key_mask, feature_map, normalize, eps, chunk)
         call.view("grad", memory.copy(grads[0], "grad"))
         for name, tensor in zip(
             ("grad_s", "grad_z", "s", "z"), [*grads[1:], *[None] * (3 - len(grads)), *state], strict=False
         ):
             call.given(name, tensor)
         results = [call.written(f"grad_{name}", x, x.shape) for name, x in (("q", q), ("k", k), ("v", v))]
-        results.append(call.real("sum_s", call.state))
+        results.append(call.empty("sum_s", call.state))
         if call.sum:
-            results.append(call.real("sum_z", call.state[:3]))
+            results.append(call.empty("sum_z", call.state[:3]))
         call.run("camox_linear_attention_backward_cuda", q, "backward", **(how or {}))
         return [tensor.clone() for tensor in results]
 
