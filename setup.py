@@ -121,11 +121,12 @@ def cuda_archs():
     return archs
 
 
-COMMON_FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=format", "-g0"]
+COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=format", "-g0"]
 if X86:
     COMMON_FLAGS.append("-DCAMOX_HAVE_X86")
 # No contraction to FMA: every instruction set gives the same bits where no sum is reordered.
 C_FLAGS = [
+    "-O3",
     *COMMON_FLAGS,
     "-Werror=implicit-function-declaration",
     "-std=gnu17",
@@ -133,7 +134,7 @@ C_FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",
 ]
-CXX_FLAGS = [*COMMON_FLAGS, "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Wno-unused-parameter"]
+CXX_FLAGS = ["-O2", *COMMON_FLAGS, "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Wno-unused-parameter"]
 
 
 NVCC = find_nvcc()
@@ -150,29 +151,24 @@ NVCC_FLAGS = [
 
 class BuildExt(build_ext):
     def build_extension(self, ext):
-        self.compiler.link_shared_object(
-            self.compile_all(compilations()),
-            self.get_ext_fullpath(ext.name),
-            libraries=["torch_cpu"],
-            library_dirs=library_paths(),
-            extra_postargs=["-Wl,--as-needed", "-lm"],
-            target_lang="c++",
-        )
-        self.compiler.link_shared_object(
-            self.compile_all(tune_compilations()),
-            str(Path(self.get_ext_fullpath(ext.name)).with_name(TUNE_LIBRARY)),
-            libraries=["torch_cpu"],
-            library_dirs=library_paths(),
-            extra_postargs=["-Wl,--as-needed", "-lm"],
-            target_lang="c++",
-        )
+        library = Path(self.get_ext_fullpath(ext.name))
+        parts = [list(compilations()), list(tune_compilations()), list(cuda_compilations()) if NVCC else []]
+        module, tune, cuda = self.compile_all(parts)
+        for path, objects in ((library, module), (library.with_name(TUNE_LIBRARY), tune)):
+            self.compiler.link_shared_object(
+                objects,
+                str(path),
+                libraries=["torch_cpu"],
+                library_dirs=library_paths(),
+                extra_postargs=["-Wl,--as-needed", "-lm"],
+                target_lang="c++",
+            )
         if NVCC is None:
             print("camox_ops: no nvcc found, building without the CUDA part")
             return
-        objects = self.compile_all(cuda_compilations())
-        library = Path(self.get_ext_fullpath(ext.name)).with_name("libcamox_ops_cuda.so")
-        link = [NVCC, "-shared", "-cudart=static", *CUDA_CODE, *objects, *(f"-L{path}" for path in library_paths())]
-        self.spawn([*link, "-ltorch_cpu", "-Xlinker=--no-as-needed", *self.old_glibc(), "-o", str(library)])
+        link = [NVCC, "-shared", "-cudart=static", *CUDA_CODE, *cuda, *(f"-L{path}" for path in library_paths())]
+        path = library.with_name("libcamox_ops_cuda.so")
+        self.spawn([*link, "-ltorch_cpu", "-Xlinker=--no-as-needed", *self.old_glibc(), "-o", str(path)])
 
     def old_glibc(self):
         """Libraries to link with in place of a glibc from 2.34 on: functions where, and of the version that, older ones
@@ -204,25 +200,26 @@ class BuildExt(build_ext):
         else:
             in_place.unlink(missing_ok=True)
 
-    def compile_all(self, sources):
-        """Objects of (source, folder, flags), compiled where missing or older than a file that they were made from."""
-        objects, jobs = [], []
-        for source, folder, flags in sources:
-            kind = "plain"
-            if broken(source):
-                kind, flags = f"break-{BREAK}", [*flags, "-DCAMOX_BREAK", f"-DCAMOX_BREAK_{BREAK.upper()}"]
-            target = Path(self.build_temp) / kind / folder / Path(source).with_suffix(".o")
-            objects.append(str(target))
-            if self.force or stale(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                jobs.append((source, target, flags))
+    def compile_all(self, parts):
+        """Objects of each part's (source, folder, flags), compiled where missing or older than a file they were made
+        from; all parts at once, the longest first, or the last file of each would leave the other cores idle."""
+        parts = [[self.object_of(*compilation) for compilation in part] for part in parts]
+        # An object may be in several parts.
+        jobs = {job[1]: job for part in parts for job in part if self.force or stale(job[1])}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            for _ in pool.map(self.compile_one, jobs):
+            for _ in pool.map(self.compile_one, sorted(jobs.values(), key=cost, reverse=True)):
                 pass
-        return objects
+        return [[str(target) for _, target, _ in part] for part in parts]
+
+    def object_of(self, source, folder, flags):
+        kind = "plain"
+        if broken(source):
+            kind, flags = f"break-{BREAK}", [*flags, "-DCAMOX_BREAK", f"-DCAMOX_BREAK_{BREAK.upper()}"]
+        return source, Path(self.build_temp) / kind / folder / Path(source).with_suffix(".o"), flags
 
     def compile_one(self, job):
         source, target, flags = job
+        target.parent.mkdir(parents=True, exist_ok=True)
         suffix = Path(source).suffix
         includes = [f"-I{path}" for path in self.include_dirs]
         if suffix == ".cpp":
@@ -230,6 +227,12 @@ class BuildExt(build_ext):
         program = {".c": self.compiler.compiler_so[0], ".cpp": self.compiler.compiler_so_cxx[0], ".cu": NVCC}[suffix]
         made_from = ["-MMD", "-MF", str(target.with_suffix(".d"))]
         self.spawn([program, *flags, *includes, *made_from, "-c", source, "-o", str(target)])
+
+
+def cost(job):
+    """What takes longest: kernels of CUDA, by their size, then torch's headers."""
+    source = Path(job[0])
+    return (".c", ".cpp", ".cu").index(source.suffix), source.stat().st_size
 
 
 def broken(source):

@@ -37,6 +37,12 @@ void test_fma(const float *x, float *y, long n) {{ /* x: n/3 triples a, b, c */
     vf32_store_n(y + i, vf32_fma(vf32_load_n(x + i, n / 3 - i), vf32_load_n(x + n / 3 + i, n / 3 - i),
                                  vf32_load_n(x + n / 3 * 2 + i, n / 3 - i)), n / 3 - i);
 }}
+void test_load_f16(const uint16_t *x, float *y, long n) {{
+  for (long i = 0; i < n; i += VF32_LANES) vf32_store_n(y + i, vload_n_f16(x + i, n - i), n - i);
+}}
+void test_store_f16(const float *x, uint16_t *y, long n) {{
+  for (long i = 0; i < n; i += VF32_LANES) vstore_n_f16(y + i, vf32_load_n(x + i, n - i), n - i);
+}}
 """
 pytestmark = pytest.mark.skipif(
     not CSRC.is_dir() or COMPILER is None,
@@ -60,8 +66,8 @@ def libraries(tmp_path_factory):
     return found
 
 
-def call(library, name, x):
-    y = np.empty_like(x)
+def call(library, name, x, dtype=np.float32):
+    y = np.empty(x.shape, dtype)
     function = getattr(library, f"test_{name}")
     function(ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_long(x.size))
     return y
@@ -197,3 +203,24 @@ def test_binary_needs_no_newer_glibc():
         assert versions, binary
         assert max(versions) <= (2, 28), f"{binary.name} needs GLIBC_{max(versions)}"
         assert "_ZGV" not in table
+
+
+def test_every_float16(libraries):
+    """Read to the bits of numpy's conversion, those of NaN too; written from there and from between two of them to the
+    nearest, of two to the even one."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    true = halves.view(np.float16).astype(np.float32)
+    quiet = np.where(np.isnan(true), (true.view(np.uint32) | 0x400000).view(np.float32), true)
+    finite = np.sort(true[np.isfinite(true)])
+    between = (finite[1:] + finite[:-1]) / 2
+    beyond = np.array([65519.996, 65520, 1e30], np.float32)
+    beside = [np.nextafter(between, np.float32(sign * np.inf)) for sign in (-1, 1)]
+    written = np.concatenate([true, between, *beside, beyond, -beyond, X])
+    with np.errstate(over="ignore"):
+        rounded = written.astype(np.float16)
+    nan = np.isnan(written)
+    for isa, library in libraries.items():
+        assert np.array_equal(call(library, "load_f16", halves).view(np.uint32), quiet.view(np.uint32)), isa
+        ours = call(library, "store_f16", written, np.uint16)
+        assert np.array_equal(ours[~nan], rounded[~nan].view(np.uint16)), isa
+        assert np.isnan(ours[nan].view(np.float16)).all(), isa

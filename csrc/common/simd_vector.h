@@ -167,8 +167,8 @@ CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
 CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
 CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
 
-/* The first n lanes, n >= 0: loads fill the others with zero, stores write n elements, n >= lanes is a full vector. Instruction
-   sets with masked accesses define vload_part and vstore_part themselves. */
+/* The first n lanes: loads fill the others with zero, stores write n elements. vload_part and vstore_part take 0 <= n < lanes,
+   vload_n and vstore_n any n >= 0, from lanes on as a full vector. Instruction sets with masked accesses define the former. */
 #define CAMOX_DEFINE_PARTIAL(S, T, V, LANES)                       \
   CAMOX_INLINE V vload_part_##S(const T *from, ptrdiff_t n) {      \
     T buffer[LANES] = {0};                                         \
