@@ -700,12 +700,45 @@ def norm_cases(dtype: str) -> list[Case]:
     ]
 
 
+HEADS, TOKENS, HEAD_DIM = 8, 1024, 64  # of each batch element, for rope
+
+
+def rope_cases(dtype: str) -> list[Case]:
+    """Halves of contiguous heads, every token its own row of the tables. "tables" has their gradients too."""
+    element, size = DTYPES[dtype]
+    lanes, tokens = 16 // size, BATCH * TOKENS
+    vectors, elements = HEAD_DIM // 2 // lanes, tokens * HEADS * HEAD_DIM
+    angles = 2 * lanes // 4  # loads of cosines and sines
+    heads = 4 if tokens * vectors * ceil_div(HEADS, 4) >= 1 << 17 else 1
+    kernel = f"rope_kernel<{element}, {lanes}, false, "
+    forward = Launch(
+        f"{kernel}false>",
+        ceil_div(tokens * vectors * ceil_div(HEADS, heads), 256),
+        256,
+        Step(2 * heads + angles, 2 * heads, row=True),
+        1,
+        2 * elements * size,
+    )
+    sums = 4 * tokens * HEAD_DIM
+    backward = Launch(
+        f"{kernel}true>", ceil_div(tokens * vectors, 128), 128, Step(4, 2), HEADS, 3 * elements * size + sums
+    )
+    step = Step(2, 0, load=r"\bLDG\b", store=r"\bSTG\b")
+    reduce = Launch("rope_sum_kernel", TOKENS * ceil_div(HEAD_DIM // 2, 128), 128, step, BATCH, sums, cached=True)
+    return [
+        Case("rope", "rope", "forward", dtype, elements, 2 * elements * size, (forward,)),
+        Case("rope", "rope tables", "backward", dtype, elements, 3 * elements * size, (backward, reduce)),
+    ]
+
+
 CASES: tuple[Case, ...] = tuple(
-    case for dtype in DTYPES for of in (image_cases, dropout_cases, row_cases, norm_cases) for case in of(dtype)
+    case
+    for dtype in DTYPES
+    for of in (image_cases, dropout_cases, row_cases, norm_cases, rope_cases)
+    for case in of(dtype)
 )
 # Ops of images and rows whose kernels do not fit the model, and why; nothing is predicted of them.
 NOT_MODELLED = {
-    "rope": "the steps per thread depend on heads, and the rows of the tables on positions",
     "box": "warp scans over windows of a radius that is an argument",
 }
 OPS = sorted({case.op for case in CASES})

@@ -13,10 +13,13 @@
 #include "../common/device_errors.h"
 #include "rope.h"
 
-#define ROPE_THREADS 256
 #define ROPE_HEADS 4         /* heads of one thread, where there are threads enough without */
 #define ROPE_FILL (1 << 17)  /* threads that fill a large GPU */
 #define ROPE_SUM_THREADS 128 /* columns of a block that sums a row of the tables */
+
+/* Of a block. The sums of the backward to the tables take so many registers that of blocks of 256 one alone would fit. */
+template <bool SUMS>
+static constexpr int rope_threads = SUMS ? 128 : 256;
 
 struct rope_plan {
   camox_rope_params p;
@@ -136,12 +139,12 @@ __device__ __forceinline__ void rope_pass(const T *x, T *y, int64_t x_step, int6
 /* SUMS: the backward to the tables, where a thread serves all heads of its token. Without the bound of one block ptxas spills
    on sm_75 to fit more. */
 template <typename T, int N, bool ADJACENT, bool SUMS>
-__global__ void __launch_bounds__(ROPE_THREADS, 1) rope_kernel(const __grid_constant__ rope_plan plan) {
+__global__ void __launch_bounds__(rope_threads<SUMS>, 1) rope_kernel(const __grid_constant__ rope_plan plan) {
   constexpr int PAIRS = ADJACENT ? N / 2 : N;
   const camox_rope_params &p = plan.p;
   const bool per_element = p.table_columns != p.rotary_dim / 2;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * ROPE_THREADS + threadIdx.x; item < plan.items;
-       item += static_cast<int64_t>(gridDim.x) * ROPE_THREADS) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * rope_threads<SUMS> + threadIdx.x; item < plan.items;
+       item += static_cast<int64_t>(gridDim.x) * rope_threads<SUMS>) {
     int64_t vector, t, chunk;
     int64_t b = camox_divide(item, plan.vectors, &vector);
     b = camox_divide(b, p.length, &t);
@@ -263,8 +266,11 @@ __global__ void __launch_bounds__(ROPE_SUM_THREADS)
         const int64_t token = p.cu_seqlens[s] + row;
         if (token >= 0 && token < p.cu_seqlens[s + 1] && token < tokens) add(token);
       }
-    } else if (row < p.length) {
-      for (int64_t b = 0; b < p.batch; ++b) add(b * p.length + row);
+    } else if (row < p.length && writes) {
+      const int64_t sines = tokens * p.table_columns, step = p.length * p.table_columns;
+      const float *from = p.partial + row * p.table_columns + column;
+#pragma unroll 8
+      for (int64_t b = 0; b < p.batch; ++b, from += step) cosine += from[0], sine += from[sines];
     }
     if (writes) {
       static_cast<float *>(p.grad_cos)[row * p.table_columns + column] = cosine;
@@ -308,50 +314,48 @@ static rope_plan rope_plan_of(const camox_rope_params *p, bool sums, int lanes, 
   return plan;
 }
 
-template <typename T, int N, bool ADJACENT>
-static void rope_launch(const camox_rope_params *p, bool sums, void *stream) {
-  const rope_plan plan = rope_plan_of(p, sums, N, ADJACENT);
-  const unsigned grid = camox_grid(camox_ceil_div(plan.items, ROPE_THREADS));
-  if (sums)
-    CAMOX_LAUNCH((rope_kernel<T, N, ADJACENT, true>), grid, ROPE_THREADS, 0, stream, plan);
-  else
-    CAMOX_LAUNCH((rope_kernel<T, N, ADJACENT, false>), grid, ROPE_THREADS, 0, stream, plan);
+template <typename T, int N, bool ADJACENT, bool SUMS>
+static void rope_launch(const camox_rope_params *p, void *stream) {
+  const rope_plan plan = rope_plan_of(p, SUMS, N, ADJACENT);
+  const unsigned grid = camox_grid(camox_ceil_div(plan.items, rope_threads<SUMS>));
+  CAMOX_LAUNCH((rope_kernel<T, N, ADJACENT, SUMS>), grid, rope_threads<SUMS>, 0, stream, plan);
 }
 
-template <typename T>
-static void rope_launch_widest(const camox_rope_params *p, bool sums, void *stream) {
+template <typename T, bool SUMS>
+static void rope_launch_widest(const camox_rope_params *p, void *stream) {
   constexpr int element = static_cast<int>(sizeof(T)), widest = 16 / element, middle = 8 / element;
-  const bool wide = rope_fits(p, sums, widest, element), half = rope_fits(p, sums, middle, element);
+  const bool wide = rope_fits(p, SUMS, widest, element), half = rope_fits(p, SUMS, middle, element);
   if (wide && p->interleaved)
-    rope_launch<T, widest, true>(p, sums, stream);
+    rope_launch<T, widest, true, SUMS>(p, stream);
   else if (wide)
-    rope_launch<T, widest, false>(p, sums, stream);
+    rope_launch<T, widest, false, SUMS>(p, stream);
   else if (half && p->interleaved)
-    rope_launch<T, middle, true>(p, sums, stream);
+    rope_launch<T, middle, true, SUMS>(p, stream);
   else if (half)
-    rope_launch<T, middle, false>(p, sums, stream);
+    rope_launch<T, middle, false, SUMS>(p, stream);
   else
-    rope_launch<T, 1, false>(p, sums, stream);
+    rope_launch<T, 1, false, SUMS>(p, stream);
 }
 
-static int rope_run(const camox_rope_params *p, bool sums, void *stream) {
+template <bool SUMS>
+static int rope_run(const camox_rope_params *p, void *stream) {
   if (p->batch * p->heads * p->length * p->dim == 0) return cudaSuccess;
   switch (p->dtype) {
-    case CAMOX_F32: rope_launch_widest<float>(p, sums, stream); break;
-    case CAMOX_BF16: rope_launch_widest<__nv_bfloat16>(p, sums, stream); break;
-    case CAMOX_F16: rope_launch_widest<__half>(p, sums, stream); break;
+    case CAMOX_F32: rope_launch_widest<float, SUMS>(p, stream); break;
+    case CAMOX_BF16: rope_launch_widest<__nv_bfloat16, SUMS>(p, stream); break;
+    case CAMOX_F16: rope_launch_widest<__half, SUMS>(p, stream); break;
     default: return cudaErrorInvalidValue;
   }
   return camox_launch_status();
 }
 
-extern "C" int camox_rope_cuda(const camox_rope_params *p, void *stream) { return rope_run(p, false, stream); }
+extern "C" int camox_rope_cuda(const camox_rope_params *p, void *stream) { return rope_run<false>(p, stream); }
 
 extern "C" int camox_rope_backward_cuda(const camox_rope_params *p, void *stream) {
   camox_rope_params sums = *p;
   /* without heads nothing is added to any token: no token, then */
   if (p->heads * p->dim == 0) sums.batch = 0, sums.positions = nullptr, sums.cu_seqlens = nullptr;
-  const int error = rope_run(p, true, stream);
+  const int error = rope_run<true>(p, stream);
   if (error != cudaSuccess || p->table_length * p->table_columns == 0) return error;
   const int64_t groups = camox_ceil_div(p->table_columns, ROPE_SUM_THREADS), blocks = p->table_length * groups;
   CAMOX_LAUNCH(rope_sum_kernel, camox_grid(blocks), ROPE_SUM_THREADS, 0, stream, sums, groups, blocks);

@@ -7,6 +7,7 @@ import bias_gelu_cases
 import dropout_cases
 import emulator
 import pytest
+import rope_cases
 import torch
 from helpers import random_image
 
@@ -85,4 +86,16 @@ def test_images(monkeypatch, recorder):
             maps = cases[op].OP.forward(x)
             cases[op].OP.backward(x, maps)
         assert recorder.launches == modelled(cuda_model.image_cases(name))
+        recorder.launches.clear()
+
+
+def test_rope(monkeypatch, recorder):
+    size = (2, 3, 40, 64)
+    for name, value in zip(("BATCH", "HEADS", "TOKENS", "HEAD_DIM"), size, strict=True):
+        monkeypatch.setattr(cuda_model, name, value)
+    for name, dtype in DTYPES.items():
+        x, tables = rope_cases.rope_input(size, dtype), rope_cases.rope_tables(40, 32)
+        rope_cases.forward(x, *tables)
+        rope_cases.backward(x, x, *tables)
+        assert recorder.launches == modelled(cuda_model.rope_cases(name))
         recorder.launches.clear()
