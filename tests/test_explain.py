@@ -233,7 +233,8 @@ def test_the_table_sums_by_case():
             norm(x)
         norm(x[:1])
         bdh(dtype=torch.float64)
-    table = str(calls).splitlines()
+    # under CAMOX_FORCE_ISA each call says why it is not another's
+    table = [line for line in str(calls).splitlines() if "CAMOX_FORCE_ISA" not in line]
     assert table[0].split() == ["op", "calls", "ms", "GB/s"]
     assert table[1].split()[:2] == ["layer_norm2d", "3"]
     assert table[2] == "    x f32[2,80,9,9], weight f32[80], bias f32[80]"

@@ -79,10 +79,12 @@ def test_attention_matches_reference(softmax):
     q, v = heads()
     plain, ours = bdh.PlainAttention(CONFIG, softmax), cx.nn.BidirectionalBDHAttention(CONFIG, softmax)
     ours.load_state_dict(plain.state_dict(), strict=True)
-    exact = numbers(copy.deepcopy(plain).double(), q.double(), v.double())
-    assert_close_to_reference(numbers(ours, q, v), numbers(plain, q, v), exact)
+    double = copy.deepcopy(plain).double()
+    assert_close_to_reference(numbers(ours, q, v), numbers(plain, q, v), numbers(double, q.double(), v.double()))
     positive = q.relu()
-    torch.testing.assert_close(ours(q, q, v, relu=True), plain(positive, positive, v))
+    wide = positive.double()
+    exact = double(wide, wide, v.double())
+    assert_close_to_reference(ours(q, q, v, relu=True), plain(positive, positive, v), exact)
 
 
 def test_attention_known_values():
