@@ -38,10 +38,10 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 OPS = sorted(path.parent.name for path in (ROOT / "csrc").glob("*/*_cuda.cu"))
 # Launch bounds were chosen for the others: here a kernel may spill, but no more than its line says.
 UNTUNED = ("sm_100", "sm_120")
-CLAIMS = ("LDG.E.128", "STG.E.128", "HMMA")
-ELEMENT_BYTES = {"float": 4, "__half": 2, "__nv_bfloat16": 2}
-# cp.async is a load too
+# What a line of the table may claim, and which instructions are that; cp.async is a load too.
 WIDE = {"loads": r"\bLDG(STS)?\.E(\.\w+)*\.128\b", "stores": r"\bSTG\.E(\.\w+)*\.128\b"}
+CLAIMS = {"LDG.E.128": WIDE["loads"], "STG.E.128": WIDE["stores"], "HMMA": r"\bHMMA\b"}
+ELEMENT_BYTES = {"float": 4, "__half": 2, "__nv_bfloat16": 2}
 LIBRARY = "camox_ops/libcamox_ops_cuda.so"
 REGISTERS = 65536  # of every multiprocessor since sm_30, handed out in units of 256 a warp
 # threads, blocks, KiB of shared memory of a multiprocessor, KiB that the driver takes of it for each block (from sm_90
@@ -194,7 +194,7 @@ def measure(arch: str, cubin: Path) -> dict[str, dict]:
             "registers": of["REG"],
             "shared": of["SHARED"],
             "local": of["STACK"] + of["LOCAL"] + len(re.findall(r"\b(?:LDL|STL)\b", text)),
-            "claims": [claim for claim in CLAIMS if re.search(rf"\b{re.escape(claim)}\b", text)],
+            "claims": [claim for claim, instruction in CLAIMS.items() if re.search(instruction, text)],
             "narrow": narrow(names[name], text),
             "threads": threads,
             "warps": warps,

@@ -126,6 +126,8 @@ struct bdh_sums_of {
   int64_t rows, columns;
   bool wide;
 
+  static constexpr bool copied = false;
+
   __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = bdh_lanes<T>;
     const float *const from = data + r * columns + c;
@@ -185,23 +187,27 @@ struct bdh_rotated {
     bdh_angles(sines, sin + r * table_columns, per_element, wide_tables, c, count);
   }
 
+  static constexpr bool copied = true, made = true;
+  __device__ __forceinline__ const bdh_matrix<T> &memory() const { return q; }
+
   __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = bdh_lanes<T>;
     q.piece(to, r, c);
+    make(to, r, c);
+  }
+
+  __device__ __forceinline__ void make(T (&values)[bdh_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = bdh_lanes<T>;
     if (r >= q.rows) return;
-    float x[V], y[V], cosines[V], sines[V];
+    float x[V], cosines[V], sines[V];
     angles(cosines, sines, r, c);
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      x[i] = camox_to_float(to[i]);
-      if (relu) x[i] = bdh_relu(x[i]);
-    }
-#pragma unroll
     for (int i = 0; i < V; i += 2) {
-      y[i] = fmaf(x[i], cosines[i], -x[i + 1] * sines[i]);
-      y[i + 1] = fmaf(x[i + 1], cosines[i + 1], x[i] * sines[i + 1]);
+      const float first = relu ? bdh_relu(camox_to_float(values[i])) : camox_to_float(values[i]);
+      const float second = relu ? bdh_relu(camox_to_float(values[i + 1])) : camox_to_float(values[i + 1]);
+      x[i] = fmaf(first, cosines[i], -second * sines[i]);
+      x[i + 1] = fmaf(second, cosines[i + 1], first * sines[i + 1]);
     }
-    camox_round(to, y);
+    camox_round(values, x);
   }
 
   /* d q from d r. */
@@ -244,6 +250,8 @@ struct bdh_weights {
   const float *logsumexp; /* of the head's rows, NULL without softmax */
   bool causal, wide;
 
+  static constexpr bool copied = false;
+
   __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = bdh_lanes<T>;
     const float *const from = data + (r - first_row) * pitch + c;
@@ -272,7 +280,7 @@ struct bdh_weights {
 template <typename P>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_SHARED(P, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   const bool masked = plan.masked && p.causal, mirrored = plan.band.rows == plan.chunk && !masked;
   BDH_FOR_TILES(item, items) {
@@ -283,7 +291,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_clear(sums);
     if (!above || !masked) {
       const bdh_rotated<bdh_element<P>> r = bdh_rotated_of<bdh_element<P>>(plan, at);
-      bdh_multiply<P, false, false>(sums, tiles, r, at.row, r, at.column, {0, p.dim}, at.row == at.column);
+      bdh_multiply<P, false, false>(sums, ring, r, at.row, r, at.column, {0, p.dim}, at.row == at.column);
     }
     const bool on_diagonal = masked && at.row == at.column;
 #pragma unroll
@@ -354,10 +362,10 @@ __device__ __forceinline__ void bdh_put_grad_v(float *stage, const bdh_sums &sum
 
 /* sums = scale r z of the chunk's state: what the other chunks, or all tokens, give a tile of out, or of the gradient of v. */
 template <typename P>
-__device__ __forceinline__ void bdh_add_state(bdh_sums &sums, uint32_t *tiles, const bdh_plan &plan, const bdh_place &at,
-                                              int of_grad) {
+__device__ __forceinline__ void bdh_add_state(bdh_sums &sums, bdh_ring<BDH_RING> &ring, const bdh_plan &plan,
+                                              const bdh_place &at, int of_grad) {
   using T = bdh_element<P>;
-  bdh_multiply<P, false, true>(sums, tiles, bdh_rotated_of<T>(plan, at), at.row, bdh_state_of<T>(plan, at, of_grad), at.column,
+  bdh_multiply<P, false, true>(sums, ring, bdh_rotated_of<T>(plan, at), at.row, bdh_state_of<T>(plan, at, of_grad), at.column,
                                {0, plan.p.dim});
 #pragma unroll
   for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= plan.scale;
@@ -368,14 +376,14 @@ template <typename P, bool CHUNKS>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   using T = bdh_element<P>;
-  BDH_SHARED(P, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, p.value_dim);
     if (at.rows <= 0) continue;
     bdh_sums sums;
     bdh_clear(sums);
-    if constexpr (CHUNKS) bdh_add_state<P>(sums, tiles, plan, at, 0);
+    if constexpr (CHUNKS) bdh_add_state<P>(sums, ring, plan, at, 0);
     const bdh_weights<T, false> w = {bdh_scores_of(plan, at.slot, at.sequence),
                                      plan.chunk,
                                      plan.band.first_row,
@@ -386,7 +394,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
                                      plan.wide_scores};
     const bdh_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
     const int64_t end = p.causal ? min(at.length, at.row + BDH_TILE) : at.length;
-    bdh_multiply<P, false, true>(sums, tiles, w, at.row, v, at.column, {0, end});
+    bdh_multiply<P, false, true>(sums, ring, w, at.row, v, at.column, {0, end});
     bdh_put_out<T>(stage, sums, plan, at);
   }
 }
@@ -396,14 +404,14 @@ template <typename P>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_state_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
   using T = bdh_element<P>;
-  BDH_SHARED(P, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, p.value_dim, 0, p.dim);
     const bdh_matrix<T> v = bdh_view<T>(of_grad ? p.grad : p.v, at, p.value_dim, of_grad ? plan.wide_grad : plan.wide_v);
     bdh_sums sums;
     bdh_clear(sums);
-    bdh_multiply<P, true, true>(sums, tiles, bdh_rotated_of<T>(plan, at), at.row, v, at.column, {0, at.length});
+    bdh_multiply<P, true, true>(sums, ring, bdh_rotated_of<T>(plan, at), at.row, v, at.column, {0, at.length});
     bdh_stage(stage, sums);
     float *const state = plan.state[of_grad] + at.slot * p.dim * p.value_dim;
     bdh_put(stage, state + at.row * p.value_dim + at.column, p.value_dim, 1, at.rows, bdh_columns_of(at, p.value_dim),
@@ -442,13 +450,13 @@ template <typename P>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_from_state_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
   using T = bdh_element<P>;
-  BDH_SHARED(P, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, p.value_dim);
     bdh_sums sums;
     bdh_clear(sums);
-    bdh_add_state<P>(sums, tiles, plan, at, of_grad);
+    bdh_add_state<P>(sums, ring, plan, at, of_grad);
     if (of_grad) {
       bdh_put_grad_v<T>(stage, sums, plan, at);
     } else {
@@ -495,7 +503,7 @@ template <typename P>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_weighed_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   using T = bdh_element<P>;
-  BDH_SHARED(P, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   const int row = static_cast<int>(threadIdx.x) / 2, side = static_cast<int>(threadIdx.x) % 2;
   BDH_FOR_TILES(item, items) {
@@ -507,14 +515,14 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     for (int64_t column = 0; column < end; column += BDH_TILE) {
       bdh_sums sums;
       bdh_clear(sums);
-      bdh_multiply<P, false, false>(sums, tiles, bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad), at.row,
+      bdh_multiply<P, false, false>(sums, ring, bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad), at.row,
                                     bdh_view<T>(p.v, at, p.value_dim, plan.wide_v), column, {0, p.value_dim});
       bdh_stage(stage, sums);
       const int columns = row < at.rows ? bdh_at_most<BDH_TILE>(p.length - column) : 0;
 #pragma unroll 4
       for (int i = side; i < columns; i += 2) {
         const float w = bdh_weight_of(plan, at, scores, query, column + i, first + column + i);
-        const float term = w * stage[row * BDH_STAGE_PITCH + i], next = sum + term, added = next - sum;
+        const float term = w * stage[bdh_stage_at(row, i)], next = sum + term, added = next - sum;
         lost += (sum - (next - added)) + (term - added);
         sum = next;
       }
@@ -538,9 +546,9 @@ __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *a
     const int64_t query = other ? at.column + column : at.row + row, key = other ? at.row + row : at.column + column;
     const int64_t place = (at.row - plan.band.first_row + row) * p.length + at.column + column;
     const float w = bdh_weight_of(plan, at, scores, query, key, place);
-    float &value = stage[row * BDH_STAGE_PITCH + column];
+    float &value = stage[bdh_stage_at(row, column)];
     value = w * (value - __ldg(plan.delta + first + query));
-    if (added) value += added[row * BDH_STAGE_PITCH + column];
+    if (added) value += added[bdh_stage_at(row, column)];
   }
   __syncthreads();
 }
@@ -550,7 +558,7 @@ template <typename P, bool SOFTMAX>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_pairs_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   using T = bdh_element<P>;
-  BDH_SHARED(P, tiles, stage);
+  BDH_SHARED(SOFTMAX ? 2 : BDH_RING, ring, stage); /* 2: a block has 48 KB */
   __shared__ __align__(16) float own[SOFTMAX ? BDH_STAGE : 1];
   const camox_bdh_params &p = plan.p;
   const bool mirrored = plan.band.rows == plan.chunk;
@@ -562,20 +570,20 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     const bdh_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
     bdh_sums sums;
     bdh_clear(sums);
-    if (!(p.causal && above)) bdh_multiply<P, false, false>(sums, tiles, g, at.row, v, at.column, {0, p.value_dim});
+    if (!(p.causal && above)) bdh_multiply<P, false, false>(sums, ring, g, at.row, v, at.column, {0, p.value_dim});
     if (SOFTMAX && !p.causal) {
       bdh_stage(own, sums);
       bdh_through_softmax(own, nullptr, plan, at, false);
       bdh_clear(sums);
     }
-    if (!p.causal || above) bdh_multiply<P, false, false>(sums, tiles, v, at.row, g, at.column, {0, p.value_dim});
+    if (!p.causal || above) bdh_multiply<P, false, false>(sums, ring, v, at.row, g, at.column, {0, p.value_dim});
     bdh_stage(stage, sums);
     if (SOFTMAX) bdh_through_softmax(stage, p.causal ? nullptr : own, plan, at, !p.causal || above);
     if (p.causal && at.row == at.column) {
 #pragma unroll 4
       for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
         const int row = i / BDH_TILE, column = i % BDH_TILE;
-        if (column >= row) stage[row * BDH_STAGE_PITCH + column] = column == row ? 0.0f : stage[column * BDH_STAGE_PITCH + row];
+        if (column >= row) stage[bdh_stage_at(row, column)] = column == row ? 0.0f : stage[bdh_stage_at(column, row)];
       }
       __syncthreads();
     }
@@ -596,7 +604,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   using T = bdh_element<P>;
   constexpr int V = bdh_lanes<T>, across = BDH_TILE / V;
-  BDH_SHARED(P, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   const int64_t slots = plan.band.sequences * plan.band.chunks, groups = camox_ceil_div(slots, plan.heads_per_block);
   BDH_FOR_TILES(item, items) {
@@ -613,7 +621,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 #pragma unroll 1
         for (int other = 0; other < 2; ++other) {
           const bdh_matrix<T> rows = bdh_view<T>(other ? p.v : p.grad, at, p.value_dim, other ? plan.wide_v : plan.wide_grad);
-          bdh_multiply<P, false, false>(sums, tiles, rows, at.row, bdh_state_of<T>(plan, at, other), at.column,
+          bdh_multiply<P, false, false>(sums, ring, rows, at.row, bdh_state_of<T>(plan, at, other), at.column,
                                         {0, p.value_dim});
         }
       }
@@ -624,7 +632,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
                                      min(plan.band.rows, at.length),
                                      at.length,
                                      plan.wide_pairs};
-        bdh_multiply<P, false, true>(sums, tiles, pairs, at.row - plan.band.first_row, r, at.column, {0, at.length});
+        bdh_multiply<P, false, true>(sums, ring, pairs, at.row - plan.band.first_row, r, at.column, {0, at.length});
       }
       bdh_stage(stage, sums);
       T *const to = bdh_at<T>(p.grad_q, at);
@@ -634,7 +642,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
         const int row = place / across, column = place % across * V;
         if (row >= at.rows || column >= columns) continue;
         float grad[V];
-        camox_get_floats<V>(grad, stage + row * BDH_STAGE_PITCH + column);
+        bdh_from_stage(grad, stage, row, column);
 #pragma unroll
         for (int i = 0; i < V; ++i) grad[i] *= plan.scale;
 #ifdef CAMOX_BREAK_BDH
@@ -654,7 +662,7 @@ template <typename P, bool WEIGHTS, bool CHUNKS>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   using T = bdh_element<P>;
-  BDH_SHARED(P, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     bdh_place at = bdh_place_of(plan, item, p.value_dim);
@@ -664,7 +672,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     const int heads = adds_heads ? static_cast<int>(p.heads) : 1;
     bdh_sums sums;
     bdh_clear(sums);
-    if constexpr (CHUNKS) bdh_add_state<P>(sums, tiles, plan, at, 1);
+    if constexpr (CHUNKS) bdh_add_state<P>(sums, ring, plan, at, 1);
 #pragma unroll 1
     for (int h = 0; h < heads; ++h) {
       bdh_place of_head = at;
@@ -680,7 +688,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
                                           logsumexp,
                                           p.causal != 0,
                                           plan.wide_scores};
-      bdh_multiply<P, WEIGHTS, true>(sums, tiles, w, at.row, g, at.column, {p.causal ? at.row : 0, at.length});
+      bdh_multiply<P, WEIGHTS, true>(sums, ring, w, at.row, g, at.column, {p.causal ? at.row : 0, at.length});
     }
     bdh_put_grad_v<T>(stage, sums, plan, at);
   }

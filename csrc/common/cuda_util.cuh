@@ -372,6 +372,28 @@ __device__ __forceinline__ void camox_cp_async_wait(void) {
 }
 #endif
 
+/* ---- ldmatrix: four 8 x 8 matrices of 16-bit elements from shared memory. Lanes 8i ... 8i+7 name the rows of the i-th, 16 bytes
+   each. With g = lane / 4, t = lane % 4 a lane gets, in to[i], columns 2t, 2t+1 of row g; TRANSPOSED rows 2t, 2t+1 of column g.
+   ---- */
+template <bool TRANSPOSED>
+__device__ __forceinline__ void camox_ldmatrix_x4(uint32_t (&to)[4], const void *row) {
+#if defined(CAMOX_CUDA_EMULATOR)
+  camox_emulator_ldmatrix(to, row, TRANSPOSED, CAMOX_EMULATOR_SITE("ldmatrix"));
+#elif CAMOX_CUDA_ARCH > 0
+  const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  if constexpr (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
+#endif
+}
+
 /* float32 as TF32 has it, whose ten bits of mantissa tensor cores take: the nearest, ties away from 0. */
 __device__ __forceinline__ float camox_to_tf32(float x) {
 #if defined(CAMOX_CUDA_EMULATOR) || CAMOX_CUDA_ARCH < 800

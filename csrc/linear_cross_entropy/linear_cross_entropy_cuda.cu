@@ -66,10 +66,11 @@ __device__ __forceinline__ bool lce_is_class(const lce_args &a, int64_t target) 
 
 /* The tile at these rows and classes of the block, in shared memory, without the bias. */
 template <typename T>
-__device__ __forceinline__ void lce_logits(const lce_args &a, uint32_t *tiles, float *stage, int64_t row, int64_t column) {
+__device__ __forceinline__ void lce_logits(const lce_args &a, bdh_ring<BDH_RING> &ring, float *stage, int64_t row,
+                                           int64_t column) {
   bdh_sums sums;
   bdh_clear(sums);
-  bdh_multiply<T, false, false>(sums, tiles, lce_x<T>(a), row, lce_weight<T>(a), column, {0, a.p.depth});
+  bdh_multiply<T, false, false>(sums, ring, lce_x<T>(a), row, lce_weight<T>(a), column, {0, a.p.depth});
   bdh_stage(stage, sums);
 }
 
@@ -78,7 +79,7 @@ __device__ __forceinline__ void lce_logits(const lce_args &a, uint32_t *tiles, f
 template <typename T>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     lce_statistics_kernel(const __grid_constant__ lce_args a, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_linear_cross_entropy_params &p = a.p;
   const float *const bias = static_cast<const float *>(p.bias);
   const int local = static_cast<int>(threadIdx.x) / 2, half = static_cast<int>(threadIdx.x) % 2;
@@ -89,18 +90,18 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     const int64_t begin = span * LCE_SPAN * BDH_TILE, end = min(begin + LCE_SPAN * BDH_TILE, p.classes);
     float top = -INFINITY, sum = 0.0f, total = 0.0f;
     for (int64_t column = begin; column < end; column += BDH_TILE) {
-      lce_logits<T>(a, tiles, stage, first, column);
+      lce_logits<T>(a, ring, stage, first, column);
       const int n = bdh_at_most<BDH_TILE>(end - column);
-      float *const z = stage + local * BDH_STAGE_PITCH;
       float highest = top;
       for (int j = half; j < n; j += 2) {
-        const float value = z[j] + (bias ? __ldg(bias + column + j) : 0.0f);
-        z[j] = value, total += value, highest = fmaxf(highest, value);
+        float &z = stage[bdh_stage_at(local, j)];
+        const float value = z + (bias ? __ldg(bias + column + j) : 0.0f);
+        z = value, total += value, highest = fmaxf(highest, value);
         if (column + j == target) a.target_logit[row] = value;
       }
       if (highest > top) sum = top > -INFINITY ? sum * expf(top - highest) : 0.0f, top = highest;
       /* -inf less itself is NaN */
-      for (int j = half; j < n; j += 2) sum += expf(z[j] - (top > -INFINITY ? top : 0.0f));
+      for (int j = half; j < n; j += 2) sum += expf(stage[bdh_stage_at(local, j)] - (top > -INFINITY ? top : 0.0f));
     }
     const float other_top = __shfl_xor_sync(CAMOX_FULL_MASK, top, 1), other_sum = __shfl_xor_sync(CAMOX_FULL_MASK, sum, 1);
     const float highest = fmaxf(fmaxf(top, other_top), -FLT_MAX);
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(LCE_THREADS) lce_row_grads_kernel(const __grid
 template <typename T>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     lce_softmax_kernel(const __grid_constant__ lce_args a, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_linear_cross_entropy_params &p = a.p;
   const float *const bias = static_cast<const float *>(p.bias);
   const int64_t across = camox_ceil_div(a.classes, BDH_TILE);
@@ -201,12 +202,12 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     int64_t column;
     const int64_t row = camox_divide(item, across, &column) * BDH_TILE;
     column *= BDH_TILE;
-    lce_logits<T>(a, tiles, stage, row, column);
+    lce_logits<T>(a, ring, stage, row, column);
     const int rows = bdh_at_most<BDH_TILE>(p.rows - row), columns = bdh_at_most<BDH_TILE>(a.classes - column);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < rows * BDH_TILE; i += BDH_THREADS) {
       const int64_t at = row + i / BDH_TILE, j = column + i % BDH_TILE;
-      float &z = stage[i / BDH_TILE * BDH_STAGE_PITCH + i % BDH_TILE];
+      float &z = stage[bdh_stage_at(i / BDH_TILE, i % BDH_TILE)];
       const float g = a.row_grad[LCE_ROW_GRADS + at], logit = z + (bias && j < a.classes ? __ldg(bias + a.class0 + j) : 0.0f);
       const int64_t target = __ldg(p.target + at);
       float value = expf(logit - __ldg(static_cast<const float *>(p.lse) + at)) - a.uniform;
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 template <typename T>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     lce_grad_weight_kernel(const __grid_constant__ lce_args a, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_linear_cross_entropy_params &p = a.p;
   const float undo = a.row_grad[1];
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     column *= BDH_TILE;
     bdh_sums sums;
     bdh_clear(sums);
-    bdh_multiply<T, true, true>(sums, tiles, lce_dz<T>(a), row, lce_x<T>(a), column, {0, p.rows});
+    bdh_multiply<T, true, true>(sums, ring, lce_dz<T>(a), row, lce_x<T>(a), column, {0, p.rows});
 #pragma unroll
     for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= undo;
     bdh_stage(stage, sums);
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(LCE_THREADS) lce_grad_bias_kernel(const __grid
 template <typename T>
 __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     lce_grad_x_kernel(const __grid_constant__ lce_args a, int64_t items) {
-  BDH_SHARED(T, tiles, stage);
+  BDH_SHARED(BDH_RING, ring, stage);
   const camox_linear_cross_entropy_params &p = a.p;
   const float undo = a.row_grad[1];
   const bool last = a.class0 + a.classes == p.classes;
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     column *= BDH_TILE;
     bdh_sums sums;
     bdh_clear(sums);
-    bdh_multiply<T, false, true>(sums, tiles, lce_dz<T>(a), row, lce_weight<T>(a), column, {0, a.classes});
+    bdh_multiply<T, false, true>(sums, ring, lce_dz<T>(a), row, lce_weight<T>(a), column, {0, a.classes});
 #pragma unroll
     for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= undo;
     bdh_stage(stage, sums);
@@ -283,8 +284,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     float *const sum = a.grad_x + row * p.depth + column;
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < rows * BDH_TILE && a.class0 > 0; i += BDH_THREADS) {
-      if (i % BDH_TILE < columns)
-        stage[i / BDH_TILE * BDH_STAGE_PITCH + i % BDH_TILE] += sum[i / BDH_TILE * p.depth + i % BDH_TILE];
+      if (i % BDH_TILE < columns) stage[bdh_stage_at(i / BDH_TILE, i % BDH_TILE)] += sum[i / BDH_TILE * p.depth + i % BDH_TILE];
     }
     __syncthreads();
     if (last) {

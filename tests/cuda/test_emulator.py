@@ -78,6 +78,14 @@ def wrong_mma_fragment(bug, order, arch, dtype=torch.float16):
         return d.clone(), (a.double() @ b.double()).float()
 
 
+def wrong_ldmatrix_row(bug, order, arch, transposed=False):
+    with emulator.guarded() as memory:
+        x = memory.copy(torch.randint(-999, 999, (4, 8, 8), dtype=torch.int16))
+        y = memory.empty_strided((4, 32, 2), (64, 2, 1), torch.int16)
+        emulator.call(launcher("wrong_ldmatrix_row", arch), bug, int(transposed), at(x), at(y), order=order)
+        return y.float(), (x.mT if transposed else x).reshape(4, 32, 2).float()
+
+
 def same(result) -> bool:
     return torch.allclose(*result, rtol=1e-5, atol=1e-5)
 
@@ -90,12 +98,23 @@ CORRECT = (
     shared_past_limit,
     divergent_shuffle,
     wrong_mma_fragment,
+    wrong_ldmatrix_row,
 )
 
 
 @pytest.mark.parametrize("kernel", CORRECT, ids=lambda kernel: kernel.__name__)
 def test_kernels_without_a_bug_pass(kernel, order, arch):
     assert same(kernel(0, order, arch))
+
+
+def test_ldmatrix(order, arch):
+    assert same(wrong_ldmatrix_row(0, order, arch, transposed=True))
+    with pytest.raises(
+        emulator.KernelError, match=r"thread \(9,0,0\).*ldmatrix: a row must begin at a multiple of 16 bytes"
+    ):
+        wrong_ldmatrix_row(1, order, arch)
+    with pytest.raises(emulator.KernelError, match="ldmatrix reads what is not shared memory"):
+        wrong_ldmatrix_row(2, order, arch)
 
 
 def test_bfloat16_mma(order):

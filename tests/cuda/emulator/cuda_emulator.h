@@ -424,6 +424,39 @@ static inline void camox_emulator_launch_kernel(const char *text, void (*kernel)
   camox_emulator_launch(&info, grid, block, shared_bytes);
 }
 
+/* ldmatrix.x4: lanes 8i ... 8i+7 name the rows of the i-th matrix. */
+struct camox_emulator_ldmatrix_payload {
+  const void *row;
+  uint32_t *to;
+};
+
+template <bool TRANSPOSED>
+static inline void camox_emulator_ldmatrix_run(camox_emulator_lanes *lanes) {
+  if (lanes->mask != ~0u) camox_emulator_fail("ldmatrix needs all 32 lanes of the warp");
+  uint16_t matrices[4][8][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const void *row = static_cast<camox_emulator_ldmatrix_payload *>(lanes->payload[lane])->row;
+    if (!camox_emulator_is_shared(row)) camox_emulator_fail_lane(lane, "ldmatrix reads what is not shared memory");
+    if (reinterpret_cast<uintptr_t>(row) % 16)
+      camox_emulator_fail_lane(lane, "ldmatrix: a row must begin at a multiple of 16 bytes");
+    memcpy(matrices[lane / 8][lane % 8], row, 16);
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    uint32_t *to = static_cast<camox_emulator_ldmatrix_payload *>(lanes->payload[lane])->to;
+    const int g = lane / 4, t = lane % 4 * 2;
+    for (int i = 0; i < 4; ++i) {
+      const auto &m = matrices[i];
+      to[i] = TRANSPOSED ? m[t][g] | uint32_t(m[t + 1][g]) << 16 : m[g][t] | uint32_t(m[g][t + 1]) << 16;
+    }
+  }
+}
+
+static inline void camox_emulator_ldmatrix(uint32_t *to, const void *row, bool transposed, const camox_emulator_site *site) {
+  camox_emulator_ldmatrix_payload payload = {row, to};
+  camox_emulator_collect(~0u, &payload, transposed ? camox_emulator_ldmatrix_run<true> : camox_emulator_ldmatrix_run<false>,
+                         site);
+}
+
 /* Tensor-core steps, with the fragments that cuda_util.cuh describes. */
 template <typename T>
 struct camox_emulator_mma_payload {
