@@ -1,5 +1,5 @@
-/* bdh_attention on CUDA: products of 64 x 64 tiles (bdh_tile.cuh), whose operands are rotated, masked or weighed on their way
-   into shared memory; float16 and bfloat16 on tensor cores, float32 (and bfloat16 on sm_75) by FMA, sums in float32.
+/* bdh_attention on CUDA: products of 64 x 64 tiles (../common/tile_product.cuh), whose operands are rotated, masked or weighed
+   on their way into shared memory; float16 and bfloat16 on tensor cores, float32 (and bfloat16 on sm_75) by FMA, sums in float32.
 
      scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp per row
      values   out = w v                                                 grad_v   w^T g
@@ -19,9 +19,8 @@
    the scores inside a chunk are added where values, grad_v and grad_q are computed. No atomics: the same bits on every run.
    Half types: r, w, e and z are rounded to the type as the tensor cores take them, in float16 to infinity beyond its range.
    float32 is multiplied in float32, or where `tf32` allows it on tensor cores from sm_80 on, operands rounded to TF32. */
-#include "../common/cuda_util.cuh"
+#include "../common/tile_product.cuh"
 #include "bdh.h"
-#include "bdh_tile.cuh"
 
 #define BDH_TILES_AT_ONCE 2048 /* of scores, pairs and states in scratch, or the least there can be: enough to fill a GPU */
 #define BDH_FILL 256           /* blocks that fill a large GPU */
@@ -75,10 +74,10 @@ __device__ __forceinline__ bdh_place bdh_chunk_of(const bdh_plan &plan, int64_t 
 __device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t item, int64_t columns, int64_t first,
                                                   int64_t rows) {
   int64_t row, column;
-  const int64_t remaining = camox_divide(item, camox_ceil_div(columns, BDH_TILE), &column);
-  bdh_place at = bdh_chunk_of(plan, camox_divide(remaining, camox_ceil_div(rows, BDH_TILE), &row));
-  at.row = first + row * BDH_TILE, at.column = column * BDH_TILE;
-  at.rows = static_cast<int>(min(rows - row * BDH_TILE, static_cast<int64_t>(BDH_TILE)));
+  const int64_t remaining = camox_divide(item, camox_ceil_div(columns, CAMOX_TILE), &column);
+  bdh_place at = bdh_chunk_of(plan, camox_divide(remaining, camox_ceil_div(rows, CAMOX_TILE), &row));
+  at.row = first + row * CAMOX_TILE, at.column = column * CAMOX_TILE;
+  at.rows = static_cast<int>(min(rows - row * CAMOX_TILE, static_cast<int64_t>(CAMOX_TILE)));
   return at;
 }
 
@@ -90,7 +89,7 @@ __device__ __forceinline__ bdh_place bdh_place_of(const bdh_plan &plan, int64_t 
 }
 
 __device__ __forceinline__ int bdh_columns_of(const bdh_place &at, int64_t columns) {
-  return static_cast<int>(min(columns - at.column, static_cast<int64_t>(BDH_TILE)));
+  return static_cast<int>(min(columns - at.column, static_cast<int64_t>(CAMOX_TILE)));
 }
 
 /* The tile's first element in a tensor of [B,H,T,columns]. */
@@ -110,13 +109,24 @@ __device__ __forceinline__ float *bdh_scores_of(const bdh_plan &plan, int64_t sl
 
 /* A chunk of one head. */
 template <typename T>
-__device__ __forceinline__ bdh_matrix<T> bdh_view(const camox_view4 &view, const bdh_place &at, int64_t columns, bool wide) {
+__device__ __forceinline__ camox_tile_matrix<T> bdh_view(const camox_view4 &view, const bdh_place &at, int64_t columns,
+                                                         bool wide) {
   return {static_cast<const T *>(view.data) + at.b * view.stride[0] + at.h * view.stride[1] + at.first * view.stride[2],
           view.stride[2],
           view.stride[3],
           at.length,
           columns,
           wide};
+}
+
+template <int V>
+__device__ __forceinline__ void bdh_load_floats(float (&to)[V], const float *from, int count, bool wide) {
+  if (wide && count == V) {
+    camox_load_floats<V>(to, from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) to[i] = i < count ? __ldg(from + i) : 0.0f;
+  }
 }
 
 /* float32 of the launcher's own, dense, as the element type. */
@@ -128,10 +138,10 @@ struct bdh_sums_of {
 
   static constexpr bool copied = false;
 
-  __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = bdh_lanes<T>;
+  __device__ __forceinline__ void piece(T (&to)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = camox_tile_lanes<T>;
     const float *const from = data + r * columns + c;
-    const int count = r < rows ? bdh_at_most<V>(columns - c) : 0;
+    const int count = r < rows ? camox_at_most<V>(columns - c) : 0;
     float x[V];
     bdh_load_floats(x, from, count, wide);
     camox_round(to, x);
@@ -174,29 +184,29 @@ __device__ __forceinline__ float bdh_relu(float x) { return x < 0.0f ? 0.0f : x;
 /* r of a chunk of one head. */
 template <typename T>
 struct bdh_rotated {
-  bdh_matrix<T> q;
+  camox_tile_matrix<T> q;
   const float *cos, *sin;
   int64_t table_columns;
   bool relu, wide_tables;
 
-  __device__ __forceinline__ void angles(float (&cosines)[bdh_lanes<T>], float (&sines)[bdh_lanes<T>], int64_t r,
+  __device__ __forceinline__ void angles(float (&cosines)[camox_tile_lanes<T>], float (&sines)[camox_tile_lanes<T>], int64_t r,
                                          int64_t c) const {
     const bool per_element = table_columns == q.columns;
-    const int count = bdh_at_most<bdh_lanes<T>>(q.columns - c);
+    const int count = camox_at_most<camox_tile_lanes<T>>(q.columns - c);
     bdh_angles(cosines, cos + r * table_columns, per_element, wide_tables, c, count);
     bdh_angles(sines, sin + r * table_columns, per_element, wide_tables, c, count);
   }
 
   static constexpr bool copied = true, made = true;
-  __device__ __forceinline__ const bdh_matrix<T> &memory() const { return q; }
+  __device__ __forceinline__ const camox_tile_matrix<T> &memory() const { return q; }
 
-  __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
+  __device__ __forceinline__ void piece(T (&to)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
     q.piece(to, r, c);
     make(to, r, c);
   }
 
-  __device__ __forceinline__ void make(T (&values)[bdh_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = bdh_lanes<T>;
+  __device__ __forceinline__ void make(T (&values)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = camox_tile_lanes<T>;
     if (r >= q.rows) return;
     float x[V], cosines[V], sines[V];
     angles(cosines, sines, r, c);
@@ -211,8 +221,8 @@ struct bdh_rotated {
   }
 
   /* d q from d r. */
-  __device__ __forceinline__ void rotate_back(float (&grad)[bdh_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = bdh_lanes<T>;
+  __device__ __forceinline__ void rotate_back(float (&grad)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = camox_tile_lanes<T>;
     float cosines[V], sines[V];
     angles(cosines, sines, r, c);
 #pragma unroll
@@ -252,14 +262,14 @@ struct bdh_weights {
 
   static constexpr bool copied = false;
 
-  __device__ __forceinline__ void piece(T (&to)[bdh_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = bdh_lanes<T>;
+  __device__ __forceinline__ void piece(T (&to)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
+    constexpr int V = camox_tile_lanes<T>;
     const float *const from = data + (r - first_row) * pitch + c;
-    const int count = r < first_row + rows ? bdh_at_most<V>(length - c) : 0;
+    const int count = r < first_row + rows ? camox_at_most<V>(length - c) : 0;
     float x[V];
     bdh_load_floats(x, from, count, wide);
     if constexpr (TRANSPOSED) {
-      const int first = causal ? bdh_at_most<V>(r - c + 1) : 0;
+      const int first = causal ? camox_at_most<V>(r - c + 1) : 0;
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         if (i < first || i >= count) {
@@ -275,46 +285,61 @@ struct bdh_weights {
 
 /* ---- forward ---- */
 
+/* The first `rows` and `columns` of the stage to the other side of the diagonal of a dense matrix. */
+template <typename E>
+__device__ __forceinline__ void bdh_put_mirrored(const float *stage, E *to, int64_t pitch, int rows, int columns, bool wide) {
+  constexpr int V = camox_tile_lanes<E>;
+#pragma unroll 2
+  for (int item = static_cast<int>(threadIdx.x); item < CAMOX_TILE * CAMOX_TILE / V; item += CAMOX_TILE_THREADS) {
+    const int row = item / CAMOX_TILE * V, column = item % CAMOX_TILE;
+    if (row >= rows || column >= columns) continue;
+    float values[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[i] = stage[camox_tile_stage_at(row + i, column)];
+    camox_tile_store(to + column * pitch + row, 1, values, rows - row, wide);
+  }
+}
+
 /* The band's scores: for the forward (masked) w but for softmax, for the backward s as it is. Where the band is all rows and
    both sides of the diagonal are asked for, only one of them is computed. */
 template <typename P>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     bdh_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  BDH_SHARED(BDH_RING, ring, stage);
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   const bool masked = plan.masked && p.causal, mirrored = plan.band.rows == plan.chunk && !masked;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, plan.chunk);
     const bool above = at.column > at.row;
     if (at.rows <= 0 || at.column >= at.length || (above && (mirrored || (masked && !p.scores)))) continue;
-    bdh_sums sums;
-    bdh_clear(sums);
+    camox_tile_sums sums;
+    camox_tile_clear(sums);
     if (!above || !masked) {
-      const bdh_rotated<bdh_element<P>> r = bdh_rotated_of<bdh_element<P>>(plan, at);
-      bdh_multiply<P, false, false>(sums, ring, r, at.row, r, at.column, {0, p.dim}, at.row == at.column);
+      const bdh_rotated<camox_tile_element<P>> r = bdh_rotated_of<camox_tile_element<P>>(plan, at);
+      camox_tile_multiply<P, false, false>(sums, ring, r, at.row, r, at.column, {0, p.dim}, at.row == at.column);
     }
     const bool on_diagonal = masked && at.row == at.column;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       float &sum = sums[i / 16][i / 4 % 4][i % 4];
-      sum = on_diagonal && bdh_column(i / 4 % 4, i) >= bdh_row(i / 16, i % 4) ? 0.0f : sum * plan.scale;
+      sum = on_diagonal && camox_tile_column(i / 4 % 4, i) >= camox_tile_row(i / 16, i % 4) ? 0.0f : sum * plan.scale;
     }
-    bdh_stage(stage, sums);
+    camox_tile_stage(stage, sums);
     float *const scores = bdh_scores_of(plan, at.slot, at.sequence);
     const int columns = bdh_columns_of(at, at.length);
-    bdh_put(stage, scores + (at.row - plan.band.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
-            plan.wide_scores);
+    camox_tile_put(stage, scores + (at.row - plan.band.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
+                   plan.wide_scores);
     if (mirrored && at.column < at.row)
       bdh_put_mirrored(stage, scores + at.column * plan.chunk + at.row, plan.chunk, at.rows, columns, plan.wide_scores);
   }
 }
 
 /* The band's scores become their softmax, a warp a row. */
-__global__ void __launch_bounds__(BDH_THREADS) bdh_softmax_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS) bdh_softmax_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   const camox_bdh_params &p = plan.p;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * (BDH_THREADS / CAMOX_WARP) + warp; item < items;
-       item += static_cast<int64_t>(gridDim.x) * (BDH_THREADS / CAMOX_WARP)) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * (CAMOX_TILE_THREADS / CAMOX_WARP) + warp; item < items;
+       item += static_cast<int64_t>(gridDim.x) * (CAMOX_TILE_THREADS / CAMOX_WARP)) {
     int64_t row;
     const int64_t sequence = camox_divide(item, plan.band.rows, &row);
     float *const scores = plan.scores + item * p.length;
@@ -335,54 +360,55 @@ __global__ void __launch_bounds__(BDH_THREADS) bdh_softmax_kernel(const __grid_c
 }
 
 template <typename T>
-__device__ __forceinline__ void bdh_put_out(float *stage, bdh_sums &sums, const bdh_plan &plan, const bdh_place &at) {
+__device__ __forceinline__ void bdh_put_out(float *stage, camox_tile_sums &sums, const bdh_plan &plan, const bdh_place &at) {
   const camox_view4 &out = plan.p.out;
 #ifdef CAMOX_BREAK_BDH
   sums[0][0][0] += 1e-3f;
 #endif
-  bdh_stage(stage, sums);
-  bdh_put(stage, bdh_at<T>(out, at), out.stride[2], out.stride[3], at.rows, bdh_columns_of(at, plan.p.value_dim),
-          plan.wide_out);
+  camox_tile_stage(stage, sums);
+  camox_tile_put(stage, bdh_at<T>(out, at), out.stride[2], out.stride[3], at.rows, bdh_columns_of(at, plan.p.value_dim),
+                 plan.wide_out);
 }
 
 /* Of one head among several that share v: to p.partial. */
 template <typename T>
-__device__ __forceinline__ void bdh_put_grad_v(float *stage, const bdh_sums &sums, const bdh_plan &plan, const bdh_place &at) {
+__device__ __forceinline__ void bdh_put_grad_v(float *stage, const camox_tile_sums &sums, const bdh_plan &plan,
+                                               const bdh_place &at) {
   const camox_bdh_params &p = plan.p;
-  bdh_stage(stage, sums);
+  camox_tile_stage(stage, sums);
   const int columns = bdh_columns_of(at, p.value_dim);
   if (p.value_heads != p.heads && !plan.adds_heads) {
     float *const partial =
         static_cast<float *>(p.partial) + (at.sequence * p.length + at.first + at.row) * p.value_dim + at.column;
-    bdh_put(stage, partial, p.value_dim, 1, at.rows, columns, plan.wide_partial);
+    camox_tile_put(stage, partial, p.value_dim, 1, at.rows, columns, plan.wide_partial);
   } else {
-    bdh_put(stage, bdh_at<T>(p.grad_v, at), p.grad_v.stride[2], p.grad_v.stride[3], at.rows, columns, plan.wide_grad_v);
+    camox_tile_put(stage, bdh_at<T>(p.grad_v, at), p.grad_v.stride[2], p.grad_v.stride[3], at.rows, columns, plan.wide_grad_v);
   }
 }
 
 /* sums = scale r z of the chunk's state: what the other chunks, or all tokens, give a tile of out, or of the gradient of v. */
 template <typename P>
-__device__ __forceinline__ void bdh_add_state(bdh_sums &sums, bdh_ring<BDH_RING> &ring, const bdh_plan &plan,
-                                              const bdh_place &at, int of_grad) {
-  using T = bdh_element<P>;
-  bdh_multiply<P, false, true>(sums, ring, bdh_rotated_of<T>(plan, at), at.row, bdh_state_of<T>(plan, at, of_grad), at.column,
-                               {0, plan.p.dim});
+__device__ __forceinline__ void bdh_add_state(camox_tile_sums &sums, camox_tile_ring<CAMOX_TILE_RING> &ring,
+                                              const bdh_plan &plan, const bdh_place &at, int of_grad) {
+  using T = camox_tile_element<P>;
+  camox_tile_multiply<P, false, true>(sums, ring, bdh_rotated_of<T>(plan, at), at.row, bdh_state_of<T>(plan, at, of_grad),
+                                      at.column, {0, plan.p.dim});
 #pragma unroll
   for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= plan.scale;
 }
 
 /* CHUNKS: in causal state form. */
 template <typename P, bool CHUNKS>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  using T = bdh_element<P>;
-  BDH_SHARED(BDH_RING, ring, stage);
+  using T = camox_tile_element<P>;
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, p.value_dim);
     if (at.rows <= 0) continue;
-    bdh_sums sums;
-    bdh_clear(sums);
+    camox_tile_sums sums;
+    camox_tile_clear(sums);
     if constexpr (CHUNKS) bdh_add_state<P>(sums, ring, plan, at, 0);
     const bdh_weights<T, false> w = {bdh_scores_of(plan, at.slot, at.sequence),
                                      plan.chunk,
@@ -392,41 +418,41 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
                                      nullptr,
                                      p.causal != 0,
                                      plan.wide_scores};
-    const bdh_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
-    const int64_t end = p.causal ? min(at.length, at.row + BDH_TILE) : at.length;
-    bdh_multiply<P, false, true>(sums, ring, w, at.row, v, at.column, {0, end});
+    const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
+    const int64_t end = p.causal ? min(at.length, at.row + CAMOX_TILE) : at.length;
+    camox_tile_multiply<P, false, true>(sums, ring, w, at.row, v, at.column, {0, end});
     bdh_put_out<T>(stage, sums, plan, at);
   }
 }
 
 /* r^T v of the launch's heads and chunks, or r^T g. */
 template <typename P>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     bdh_state_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
-  using T = bdh_element<P>;
-  BDH_SHARED(BDH_RING, ring, stage);
+  using T = camox_tile_element<P>;
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, p.value_dim, 0, p.dim);
-    const bdh_matrix<T> v = bdh_view<T>(of_grad ? p.grad : p.v, at, p.value_dim, of_grad ? plan.wide_grad : plan.wide_v);
-    bdh_sums sums;
-    bdh_clear(sums);
-    bdh_multiply<P, true, true>(sums, ring, bdh_rotated_of<T>(plan, at), at.row, v, at.column, {0, at.length});
-    bdh_stage(stage, sums);
+    const camox_tile_matrix<T> v = bdh_view<T>(of_grad ? p.grad : p.v, at, p.value_dim, of_grad ? plan.wide_grad : plan.wide_v);
+    camox_tile_sums sums;
+    camox_tile_clear(sums);
+    camox_tile_multiply<P, true, true>(sums, ring, bdh_rotated_of<T>(plan, at), at.row, v, at.column, {0, at.length});
+    camox_tile_stage(stage, sums);
     float *const state = plan.state[of_grad] + at.slot * p.dim * p.value_dim;
-    bdh_put(stage, state + at.row * p.value_dim + at.column, p.value_dim, 1, at.rows, bdh_columns_of(at, p.value_dim),
-            plan.wide_state);
+    camox_tile_put(stage, state + at.row * p.value_dim + at.column, p.value_dim, 1, at.rows, bdh_columns_of(at, p.value_dim),
+                   plan.wide_state);
   }
 }
 
 /* The states of every head's chunks become the sum of those before, or with of_grad after, them, in that order. A thread has V
    neighbouring elements. */
 template <int V>
-__global__ void __launch_bounds__(BDH_THREADS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS)
     bdh_scan_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
   const int64_t size = plan.p.dim * plan.p.value_dim, chunks = plan.band.chunks;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * BDH_THREADS + threadIdx.x; item < items;
-       item += static_cast<int64_t>(gridDim.x) * BDH_THREADS) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * CAMOX_TILE_THREADS + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * CAMOX_TILE_THREADS) {
     int64_t place;
     const int64_t sequence = camox_divide(item * V, size, &place);
     float *state = plan.state[of_grad] + sequence * chunks * size + place;
@@ -447,15 +473,15 @@ __global__ void __launch_bounds__(BDH_THREADS)
 
 /* scale r (r^T v): out; or scale r (r^T g): the gradient of v. */
 template <typename P>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     bdh_from_state_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
-  using T = bdh_element<P>;
-  BDH_SHARED(BDH_RING, ring, stage);
+  using T = camox_tile_element<P>;
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, p.value_dim);
-    bdh_sums sums;
-    bdh_clear(sums);
+    camox_tile_sums sums;
+    camox_tile_clear(sums);
     bdh_add_state<P>(sums, ring, plan, at, of_grad);
     if (of_grad) {
       bdh_put_grad_v<T>(stage, sums, plan, at);
@@ -469,16 +495,16 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 
 /* delta[i] = sum_d g[i,d] out[i,d] of every head, a warp a row: where no launch has all scores of a row and of its mirror. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS) bdh_delta_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS) bdh_delta_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   const camox_bdh_params &p = plan.p;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * (BDH_THREADS / CAMOX_WARP) + warp; item < items;
-       item += static_cast<int64_t>(gridDim.x) * (BDH_THREADS / CAMOX_WARP)) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * (CAMOX_TILE_THREADS / CAMOX_WARP) + warp; item < items;
+       item += static_cast<int64_t>(gridDim.x) * (CAMOX_TILE_THREADS / CAMOX_WARP)) {
     int64_t row;
     bdh_place at = {};
     at.b = camox_divide(camox_divide(item, p.length, &row), p.heads, &at.h), at.length = p.length;
-    const bdh_matrix<T> grad = bdh_view<T>(p.grad, at, p.value_dim, false);
-    const bdh_matrix<T> out = bdh_view<T>(p.out, at, p.value_dim, false);
+    const camox_tile_matrix<T> grad = bdh_view<T>(p.grad, at, p.value_dim, false);
+    const camox_tile_matrix<T> out = bdh_view<T>(p.out, at, p.value_dim, false);
     float sum = 0.0f;
     for (int64_t d = lane; d < p.value_dim; d += CAMOX_WARP)
       sum = fmaf(camox_to_float(__ldg(grad.data + row * grad.row + d * grad.column)),
@@ -500,29 +526,29 @@ __device__ __forceinline__ float bdh_weight_of(const bdh_plan &plan, const bdh_p
 /* delta[i] = sum_j w[i,j] d w[i,j] of the band's rows, d w being the bits that pairs has too: where a softmax is nearly all in
    one score, d w - delta keeps its digits. */
 template <typename P>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     bdh_weighed_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  using T = bdh_element<P>;
-  BDH_SHARED(BDH_RING, ring, stage);
+  using T = camox_tile_element<P>;
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   const int row = static_cast<int>(threadIdx.x) / 2, side = static_cast<int>(threadIdx.x) % 2;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, 1);
     const float *const scores = bdh_scores_of(plan, at.slot, at.sequence);
     const int64_t query = at.row + row, first = (query - plan.band.first_row) * p.length;
-    const int64_t end = p.causal ? min(p.length, at.row + BDH_TILE) : p.length;
+    const int64_t end = p.causal ? min(p.length, at.row + CAMOX_TILE) : p.length;
     float sum = 0.0f, lost = 0.0f; /* lost: what rounding took from sum: one of the terms is often far the largest */
-    for (int64_t column = 0; column < end; column += BDH_TILE) {
-      bdh_sums sums;
-      bdh_clear(sums);
-      bdh_multiply<P, false, false>(sums, ring, bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad), at.row,
-                                    bdh_view<T>(p.v, at, p.value_dim, plan.wide_v), column, {0, p.value_dim});
-      bdh_stage(stage, sums);
-      const int columns = row < at.rows ? bdh_at_most<BDH_TILE>(p.length - column) : 0;
+    for (int64_t column = 0; column < end; column += CAMOX_TILE) {
+      camox_tile_sums sums;
+      camox_tile_clear(sums);
+      camox_tile_multiply<P, false, false>(sums, ring, bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad), at.row,
+                                           bdh_view<T>(p.v, at, p.value_dim, plan.wide_v), column, {0, p.value_dim});
+      camox_tile_stage(stage, sums);
+      const int columns = row < at.rows ? camox_at_most<CAMOX_TILE>(p.length - column) : 0;
 #pragma unroll 4
       for (int i = side; i < columns; i += 2) {
         const float w = bdh_weight_of(plan, at, scores, query, column + i, first + column + i);
-        const float term = w * stage[bdh_stage_at(row, i)], next = sum + term, added = next - sum;
+        const float term = w * stage[camox_tile_stage_at(row, i)], next = sum + term, added = next - sum;
         lost += (sum - (next - added)) + (term - added);
         sum = next;
       }
@@ -540,71 +566,72 @@ __device__ __forceinline__ void bdh_through_softmax(float *stage, const float *a
   const float *const scores = bdh_scores_of(plan, at.slot, at.sequence);
   const int columns = bdh_columns_of(at, p.length);
 #pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
-    const int row = i / BDH_TILE, column = i % BDH_TILE;
+  for (int i = static_cast<int>(threadIdx.x); i < CAMOX_TILE * CAMOX_TILE; i += CAMOX_TILE_THREADS) {
+    const int row = i / CAMOX_TILE, column = i % CAMOX_TILE;
     if (row >= at.rows || column >= columns) continue;
     const int64_t query = other ? at.column + column : at.row + row, key = other ? at.row + row : at.column + column;
     const int64_t place = (at.row - plan.band.first_row + row) * p.length + at.column + column;
     const float w = bdh_weight_of(plan, at, scores, query, key, place);
-    float &value = stage[bdh_stage_at(row, column)];
+    float &value = stage[camox_tile_stage_at(row, column)];
     value = w * (value - __ldg(plan.delta + first + query));
-    if (added) value += added[bdh_stage_at(row, column)];
+    if (added) value += added[camox_tile_stage_at(row, column)];
   }
   __syncthreads();
 }
 
 /* e[j,i] = d s[j,i] + d s[i,j] of the band's rows j. Of the two one is 0 where causal. */
 template <typename P, bool SOFTMAX>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     bdh_pairs_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  using T = bdh_element<P>;
-  BDH_SHARED(SOFTMAX ? 2 : BDH_RING, ring, stage); /* 2: a block has 48 KB */
-  __shared__ __align__(16) float own[SOFTMAX ? BDH_STAGE : 1];
+  using T = camox_tile_element<P>;
+  CAMOX_TILE_SHARED(SOFTMAX ? 2 : CAMOX_TILE_RING, ring, stage); /* 2: a block has 48 KB */
+  __shared__ __align__(16) float own[SOFTMAX ? CAMOX_TILE_STAGE : 1];
   const camox_bdh_params &p = plan.p;
   const bool mirrored = plan.band.rows == plan.chunk;
   BDH_FOR_TILES(item, items) {
     const bdh_place at = bdh_place_of(plan, item, plan.chunk);
     const bool above = at.column > at.row;
     if (at.rows <= 0 || at.column >= at.length || (mirrored && above)) continue;
-    const bdh_matrix<T> g = bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad);
-    const bdh_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
-    bdh_sums sums;
-    bdh_clear(sums);
-    if (!(p.causal && above)) bdh_multiply<P, false, false>(sums, ring, g, at.row, v, at.column, {0, p.value_dim});
+    const camox_tile_matrix<T> g = bdh_view<T>(p.grad, at, p.value_dim, plan.wide_grad);
+    const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
+    camox_tile_sums sums;
+    camox_tile_clear(sums);
+    if (!(p.causal && above)) camox_tile_multiply<P, false, false>(sums, ring, g, at.row, v, at.column, {0, p.value_dim});
     if (SOFTMAX && !p.causal) {
-      bdh_stage(own, sums);
+      camox_tile_stage(own, sums);
       bdh_through_softmax(own, nullptr, plan, at, false);
-      bdh_clear(sums);
+      camox_tile_clear(sums);
     }
-    if (!p.causal || above) bdh_multiply<P, false, false>(sums, ring, v, at.row, g, at.column, {0, p.value_dim});
-    bdh_stage(stage, sums);
+    if (!p.causal || above) camox_tile_multiply<P, false, false>(sums, ring, v, at.row, g, at.column, {0, p.value_dim});
+    camox_tile_stage(stage, sums);
     if (SOFTMAX) bdh_through_softmax(stage, p.causal ? nullptr : own, plan, at, !p.causal || above);
     if (p.causal && at.row == at.column) {
 #pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x); i < BDH_TILE * BDH_TILE; i += BDH_THREADS) {
-        const int row = i / BDH_TILE, column = i % BDH_TILE;
-        if (column >= row) stage[bdh_stage_at(row, column)] = column == row ? 0.0f : stage[bdh_stage_at(column, row)];
+      for (int i = static_cast<int>(threadIdx.x); i < CAMOX_TILE * CAMOX_TILE; i += CAMOX_TILE_THREADS) {
+        const int row = i / CAMOX_TILE, column = i % CAMOX_TILE;
+        if (column >= row)
+          stage[camox_tile_stage_at(row, column)] = column == row ? 0.0f : stage[camox_tile_stage_at(column, row)];
       }
       __syncthreads();
     }
     T *const to = static_cast<T *>(plan.pairs) + at.slot * plan.band.rows * plan.chunk;
     const int columns = bdh_columns_of(at, at.length);
-    bdh_put(stage, to + (at.row - plan.band.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
-            plan.wide_pairs);
+    camox_tile_put(stage, to + (at.row - plan.band.first_row) * plan.chunk + at.column, plan.chunk, 1, at.rows, columns,
+                   plan.wide_pairs);
     if (mirrored && at.column < at.row)
       bdh_put_mirrored(stage, to + at.column * plan.chunk + at.row, plan.chunk, at.rows, columns, plan.wide_pairs);
   }
 }
 
 /* d r = scale e r of the band's rows (PAIRS), or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum;
-   rotated back and 0 where relu was, unless `grad_of_rotated`. A block has the same tile of plan.heads_per_block heads, and so have
-   the blocks beside it: angles come from the caches. */
+   rotated back and 0 where relu was, unless `grad_of_rotated`. A block has the same tile of plan.heads_per_block heads, and so
+   have the blocks beside it: angles come from the caches. */
 template <typename P, bool PAIRS, bool STATE>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  using T = bdh_element<P>;
-  constexpr int V = bdh_lanes<T>, across = BDH_TILE / V;
-  BDH_SHARED(BDH_RING, ring, stage);
+  using T = camox_tile_element<P>;
+  constexpr int V = camox_tile_lanes<T>, across = CAMOX_TILE / V;
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   const int64_t slots = plan.band.sequences * plan.band.chunks, groups = camox_ceil_div(slots, plan.heads_per_block);
   BDH_FOR_TILES(item, items) {
@@ -615,42 +642,43 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
       const bdh_place at = bdh_place_of(plan, slot * (items / groups) + tile, p.dim);
       if (at.rows <= 0) continue;
       const bdh_rotated<T> r = bdh_rotated_of<T>(plan, at);
-      bdh_sums sums;
-      bdh_clear(sums);
+      camox_tile_sums sums;
+      camox_tile_clear(sums);
       if constexpr (STATE) {
 #pragma unroll 1
         for (int other = 0; other < 2; ++other) {
-          const bdh_matrix<T> rows = bdh_view<T>(other ? p.v : p.grad, at, p.value_dim, other ? plan.wide_v : plan.wide_grad);
-          bdh_multiply<P, false, false>(sums, ring, rows, at.row, bdh_state_of<T>(plan, at, other), at.column,
-                                        {0, p.value_dim});
+          const camox_tile_matrix<T> rows =
+              bdh_view<T>(other ? p.v : p.grad, at, p.value_dim, other ? plan.wide_v : plan.wide_grad);
+          camox_tile_multiply<P, false, false>(sums, ring, rows, at.row, bdh_state_of<T>(plan, at, other), at.column,
+                                               {0, p.value_dim});
         }
       }
       if constexpr (PAIRS) {
-        const bdh_matrix<T> pairs = {static_cast<const T *>(plan.pairs) + at.slot * plan.band.rows * plan.chunk,
-                                     plan.chunk,
-                                     1,
-                                     min(plan.band.rows, at.length),
-                                     at.length,
-                                     plan.wide_pairs};
-        bdh_multiply<P, false, true>(sums, ring, pairs, at.row - plan.band.first_row, r, at.column, {0, at.length});
+        const camox_tile_matrix<T> pairs = {static_cast<const T *>(plan.pairs) + at.slot * plan.band.rows * plan.chunk,
+                                            plan.chunk,
+                                            1,
+                                            min(plan.band.rows, at.length),
+                                            at.length,
+                                            plan.wide_pairs};
+        camox_tile_multiply<P, false, true>(sums, ring, pairs, at.row - plan.band.first_row, r, at.column, {0, at.length});
       }
-      bdh_stage(stage, sums);
+      camox_tile_stage(stage, sums);
       T *const to = bdh_at<T>(p.grad_q, at);
       const int columns = bdh_columns_of(at, p.dim);
 #pragma unroll 1
-      for (int place = static_cast<int>(threadIdx.x); place < BDH_TILE * across; place += BDH_THREADS) {
+      for (int place = static_cast<int>(threadIdx.x); place < CAMOX_TILE * across; place += CAMOX_TILE_THREADS) {
         const int row = place / across, column = place % across * V;
         if (row >= at.rows || column >= columns) continue;
         float grad[V];
-        bdh_from_stage(grad, stage, row, column);
+        camox_tile_from_stage(grad, stage, row, column);
 #pragma unroll
         for (int i = 0; i < V; ++i) grad[i] *= plan.scale;
 #ifdef CAMOX_BREAK_BDH
         grad[0] += 1e-3f;
 #endif
         if (!p.grad_of_rotated) r.rotate_back(grad, at.row + row, at.column + column);
-        bdh_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, columns - column,
-                  plan.wide_grad_q);
+        camox_tile_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad,
+                         columns - column, plan.wide_grad_q);
       }
     }
   }
@@ -659,10 +687,10 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 /* w^T g of the band's rows, of each head; adds_heads: of all heads of a batch element, in their order. WEIGHTS: plan.weights.
    CHUNKS: in causal state form. */
 template <typename P, bool WEIGHTS, bool CHUNKS>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  using T = bdh_element<P>;
-  BDH_SHARED(BDH_RING, ring, stage);
+  using T = camox_tile_element<P>;
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_bdh_params &p = plan.p;
   BDH_FOR_TILES(item, items) {
     bdh_place at = bdh_place_of(plan, item, p.value_dim);
@@ -670,14 +698,14 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
     const bool adds_heads = WEIGHTS && plan.adds_heads;
     if (adds_heads) at.b = at.sequence, at.h = 0, at.sequence *= p.heads;
     const int heads = adds_heads ? static_cast<int>(p.heads) : 1;
-    bdh_sums sums;
-    bdh_clear(sums);
+    camox_tile_sums sums;
+    camox_tile_clear(sums);
     if constexpr (CHUNKS) bdh_add_state<P>(sums, ring, plan, at, 1);
 #pragma unroll 1
     for (int h = 0; h < heads; ++h) {
       bdh_place of_head = at;
       of_head.h += h;
-      const bdh_matrix<T> g = bdh_view<T>(p.grad, of_head, p.value_dim, plan.wide_grad);
+      const camox_tile_matrix<T> g = bdh_view<T>(p.grad, of_head, p.value_dim, plan.wide_grad);
       const float *const logsumexp =
           p.softmax && !WEIGHTS ? static_cast<const float *>(p.logsumexp) + at.sequence * p.length : nullptr;
       const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.slot, at.sequence + h),
@@ -688,7 +716,7 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
                                           logsumexp,
                                           p.causal != 0,
                                           plan.wide_scores};
-      bdh_multiply<P, WEIGHTS, true>(sums, ring, w, at.row, g, at.column, {p.causal ? at.row : 0, at.length});
+      camox_tile_multiply<P, WEIGHTS, true>(sums, ring, w, at.row, g, at.column, {p.causal ? at.row : 0, at.length});
     }
     bdh_put_grad_v<T>(stage, sums, plan, at);
   }
@@ -696,9 +724,10 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 
 /* The gradient of a v that the heads share: theirs added up in order. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS) bdh_sum_kernel(const __grid_constant__ camox_bdh_params p, int64_t items) {
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * BDH_THREADS + threadIdx.x; item < items;
-       item += static_cast<int64_t>(gridDim.x) * BDH_THREADS) {
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS)
+    bdh_sum_kernel(const __grid_constant__ camox_bdh_params p, int64_t items) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * CAMOX_TILE_THREADS + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * CAMOX_TILE_THREADS) {
     int64_t row, column;
     const int64_t b = camox_divide(camox_divide(item, p.value_dim, &column), p.length, &row);
     const int64_t head = p.length * p.value_dim;
@@ -804,7 +833,7 @@ struct bdh_scratch {
 static int64_t bdh_rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 static int64_t bdh_tiles_of(int64_t rows, int64_t columns) {
-  return camox_ceil_div(rows, BDH_TILE) * camox_ceil_div(columns, BDH_TILE);
+  return camox_ceil_div(rows, CAMOX_TILE) * camox_ceil_div(columns, CAMOX_TILE);
 }
 
 /* As many heads as fill a GPU, or chunks of one. */
@@ -834,10 +863,10 @@ static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
     bdh_plan_states(s, p, most);
     if (!p->causal) return s;
   } else {
-    const int64_t length_tiles = camox_ceil_div(p->length, BDH_TILE), tiles = length_tiles * length_tiles;
+    const int64_t length_tiles = camox_ceil_div(p->length, CAMOX_TILE), tiles = length_tiles * length_tiles;
     if (s.sequences > most / tiles) s.sequences = most > tiles ? most / tiles : 1;
     if (tiles > most) {
-      const int64_t rows = (most > length_tiles ? most / length_tiles : 1) * BDH_TILE;
+      const int64_t rows = (most > length_tiles ? most / length_tiles : 1) * CAMOX_TILE;
       if (rows < s.rows) s.rows = rows;
     }
   }
@@ -882,14 +911,14 @@ static int64_t bdh_tiles(const bdh_plan &plan, int64_t columns) {
   return bdh_slots(plan) * bdh_tiles_of(plan.band.rows, columns);
 }
 
-#define BDH_LAUNCH(kernel, items, per_block, ...)                                                                     \
-  do {                                                                                                                \
-    const int64_t count = (items);                                                                                    \
-    if (count > 0)                                                                                                    \
-      CAMOX_LAUNCH(kernel, camox_grid(camox_ceil_div(count, per_block)), BDH_THREADS, 0, stream, __VA_ARGS__, count); \
+#define BDH_LAUNCH(kernel, items, per_block, ...)                                                                            \
+  do {                                                                                                                       \
+    const int64_t count = (items);                                                                                           \
+    if (count > 0)                                                                                                           \
+      CAMOX_LAUNCH(kernel, camox_grid(camox_ceil_div(count, per_block)), CAMOX_TILE_THREADS, 0, stream, __VA_ARGS__, count); \
   } while (0)
 
-#define BDH_WARPS (BDH_THREADS / CAMOX_WARP)
+#define BDH_WARPS (CAMOX_TILE_THREADS / CAMOX_WARP)
 
 /* r^T v of the band, for the backward r^T g too; where causal the sum of the chunks before, or after, each. */
 template <typename P>
@@ -899,9 +928,9 @@ static void bdh_launch_states(const bdh_plan &plan, bool backward, void *stream)
     BDH_LAUNCH((bdh_state_kernel<P>), bdh_slots(plan) * bdh_tiles_of(plan.p.dim, plan.p.value_dim), 1, plan, of_grad);
     if (!plan.p.causal) continue;
     if (plan.wide_state)
-      BDH_LAUNCH(bdh_scan_kernel<4>, plan.band.sequences * size / 4, BDH_THREADS, plan, of_grad);
+      BDH_LAUNCH(bdh_scan_kernel<4>, plan.band.sequences * size / 4, CAMOX_TILE_THREADS, plan, of_grad);
     else
-      BDH_LAUNCH(bdh_scan_kernel<1>, plan.band.sequences * size, BDH_THREADS, plan, of_grad);
+      BDH_LAUNCH(bdh_scan_kernel<1>, plan.band.sequences * size, CAMOX_TILE_THREADS, plan, of_grad);
   }
 }
 
@@ -968,7 +997,7 @@ static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, true);
   bdh_plan plan = bdh_plan_of(p, s, true);
   const bool whole = s.rows == p->length;
-  if (p->softmax && !whole) BDH_LAUNCH((bdh_delta_kernel<bdh_element<P>>), bdh_heads(p) * p->length, BDH_WARPS, plan);
+  if (p->softmax && !whole) BDH_LAUNCH((bdh_delta_kernel<camox_tile_element<P>>), bdh_heads(p) * p->length, BDH_WARPS, plan);
   if (plan.weights) {
     plan.band = {0, plan.adds_heads ? p->batch : bdh_heads(p), 0, p->length, 0, 1};
     BDH_LAUNCH((bdh_grad_v_kernel<P, true, false>), bdh_tiles(plan, p->value_dim), 1, plan);
@@ -1000,7 +1029,7 @@ static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
       bdh_launch_grad_q<P, true, false>(plan, stream);
   });
   if (p->value_heads != p->heads && !plan.adds_heads)
-    BDH_LAUNCH((bdh_sum_kernel<bdh_element<P>>), p->batch * p->length * p->value_dim, BDH_THREADS, *p);
+    BDH_LAUNCH((bdh_sum_kernel<camox_tile_element<P>>), p->batch * p->length * p->value_dim, CAMOX_TILE_THREADS, *p);
   return camox_launch_status();
 }
 
@@ -1026,13 +1055,13 @@ extern "C" int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backwar
   }
 
 extern "C" int camox_bdh_cuda(const camox_bdh_params *p, void *stream) {
-  BDH_BY_TYPE(bdh_run, p->tf32 ? bdh_run<bdh_tf32>(p, stream) : bdh_run<float>(p, stream))
+  BDH_BY_TYPE(bdh_run, p->tf32 ? bdh_run<camox_tf32>(p, stream) : bdh_run<float>(p, stream))
 }
 
 extern "C" int camox_bdh_backward_cuda(const camox_bdh_params *p, void *stream) {
   /* w of a softmax needs what the forward saved of it */
   if (p->softmax && !p->scores && !p->logsumexp && bdh_heads(p) > 0) return cudaErrorInvalidValue;
-  BDH_BY_TYPE(bdh_run_backward, p->tf32 ? bdh_run_backward<bdh_tf32>(p, stream) : bdh_run_backward<float>(p, stream))
+  BDH_BY_TYPE(bdh_run_backward, p->tf32 ? bdh_run_backward<camox_tf32>(p, stream) : bdh_run_backward<float>(p, stream))
 }
 
 extern "C" int camox_bdh_step_cuda(const camox_bdh_step_params *p, void *stream) {

@@ -372,9 +372,9 @@ __device__ __forceinline__ void camox_cp_async_wait(void) {
 }
 #endif
 
-/* ---- ldmatrix: four 8 x 8 matrices of 16-bit elements from shared memory. Lanes 8i ... 8i+7 name the rows of the i-th, 16 bytes
-   each. With g = lane / 4, t = lane % 4 a lane gets, in to[i], columns 2t, 2t+1 of row g; TRANSPOSED rows 2t, 2t+1 of column g.
-   ---- */
+/* ---- ldmatrix: four 8 x 8 matrices of 16-bit elements from shared memory. Lanes 8i ... 8i+7 name the rows of the i-th, 16
+   bytes each. With g = lane / 4, t = lane % 4 a lane gets in to[i] columns 2t, 2t+1 of row g; TRANSPOSED rows 2t, 2t+1 of
+   column g ---- */
 template <bool TRANSPOSED>
 __device__ __forceinline__ void camox_ldmatrix_x4(uint32_t (&to)[4], const void *row) {
 #if defined(CAMOX_CUDA_EMULATOR)

@@ -1,5 +1,5 @@
-/* linear_cross_entropy on CUDA: products of 64 x 64 tiles by ../bdh/bdh_tile.cuh, on tensor cores where the element is a half
-   type.
+/* linear_cross_entropy on CUDA: products of 64 x 64 tiles by ../common/tile_product.cuh, on tensor cores where the element is a
+   half type.
 
      forward    lce_statistics   a block goes over a span of 8 tiles of classes for 64 rows: logits of a tile in shared memory,
                                  two threads a row keep maximum, sum of exp and sum; one number each per row and span
@@ -16,8 +16,8 @@
    back. No atomics but for the error word: fixed bits. */
 #include <float.h>
 
-#include "../bdh/bdh_tile.cuh"
 #include "../common/device_errors.h"
+#include "../common/tile_product.cuh"
 #include "linear_cross_entropy.h"
 
 #define LCE_SPAN 8 /* tiles of classes that a block of the forward goes over */
@@ -44,21 +44,21 @@ struct lce_args {
 };
 
 template <typename T>
-__device__ __forceinline__ bdh_matrix<T> lce_x(const lce_args &a) {
+__device__ __forceinline__ camox_tile_matrix<T> lce_x(const lce_args &a) {
   const camox_linear_cross_entropy_params &p = a.p;
   return {static_cast<const T *>(p.x), p.x_stride[0], p.x_stride[1], p.rows, p.depth, a.wide_x};
 }
 
 /* The block's classes. */
 template <typename T>
-__device__ __forceinline__ bdh_matrix<T> lce_weight(const lce_args &a) {
+__device__ __forceinline__ camox_tile_matrix<T> lce_weight(const lce_args &a) {
   const camox_linear_cross_entropy_params &p = a.p;
   const T *const data = static_cast<const T *>(p.weight) + a.class0 * p.weight_stride[0];
   return {data, p.weight_stride[0], p.weight_stride[1], a.classes, p.depth, a.wide_weight};
 }
 
 template <typename T>
-__device__ __forceinline__ bdh_matrix<T> lce_dz(const lce_args &a) {
+__device__ __forceinline__ camox_tile_matrix<T> lce_dz(const lce_args &a) {
   return {static_cast<const T *>(a.dz), a.pitch, 1, a.p.rows, a.classes, true};
 }
 
@@ -66,42 +66,42 @@ __device__ __forceinline__ bool lce_is_class(const lce_args &a, int64_t target) 
 
 /* The tile at these rows and classes of the block, in shared memory, without the bias. */
 template <typename T>
-__device__ __forceinline__ void lce_logits(const lce_args &a, bdh_ring<BDH_RING> &ring, float *stage, int64_t row,
+__device__ __forceinline__ void lce_logits(const lce_args &a, camox_tile_ring<CAMOX_TILE_RING> &ring, float *stage, int64_t row,
                                            int64_t column) {
-  bdh_sums sums;
-  bdh_clear(sums);
-  bdh_multiply<T, false, false>(sums, ring, lce_x<T>(a), row, lce_weight<T>(a), column, {0, a.p.depth});
-  bdh_stage(stage, sums);
+  camox_tile_sums sums;
+  camox_tile_clear(sums);
+  camox_tile_multiply<T, false, false>(sums, ring, lce_x<T>(a), row, lce_weight<T>(a), column, {0, a.p.depth});
+  camox_tile_stage(stage, sums);
 }
 
 /* ---- forward ---- */
 
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     lce_statistics_kernel(const __grid_constant__ lce_args a, int64_t items) {
-  BDH_SHARED(BDH_RING, ring, stage);
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_linear_cross_entropy_params &p = a.p;
   const float *const bias = static_cast<const float *>(p.bias);
   const int local = static_cast<int>(threadIdx.x) / 2, half = static_cast<int>(threadIdx.x) % 2;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t span;
-    const int64_t first = camox_divide(item, a.spans, &span) * BDH_TILE, row = first + local;
+    const int64_t first = camox_divide(item, a.spans, &span) * CAMOX_TILE, row = first + local;
     const int64_t target = row < p.rows ? __ldg(p.target + row) : -1;
-    const int64_t begin = span * LCE_SPAN * BDH_TILE, end = min(begin + LCE_SPAN * BDH_TILE, p.classes);
+    const int64_t begin = span * LCE_SPAN * CAMOX_TILE, end = min(begin + LCE_SPAN * CAMOX_TILE, p.classes);
     float top = -INFINITY, sum = 0.0f, total = 0.0f;
-    for (int64_t column = begin; column < end; column += BDH_TILE) {
+    for (int64_t column = begin; column < end; column += CAMOX_TILE) {
       lce_logits<T>(a, ring, stage, first, column);
-      const int n = bdh_at_most<BDH_TILE>(end - column);
+      const int n = camox_at_most<CAMOX_TILE>(end - column);
       float highest = top;
       for (int j = half; j < n; j += 2) {
-        float &z = stage[bdh_stage_at(local, j)];
+        float &z = stage[camox_tile_stage_at(local, j)];
         const float value = z + (bias ? __ldg(bias + column + j) : 0.0f);
         z = value, total += value, highest = fmaxf(highest, value);
         if (column + j == target) a.target_logit[row] = value;
       }
       if (highest > top) sum = top > -INFINITY ? sum * expf(top - highest) : 0.0f, top = highest;
       /* -inf less itself is NaN */
-      for (int j = half; j < n; j += 2) sum += expf(stage[bdh_stage_at(local, j)] - (top > -INFINITY ? top : 0.0f));
+      for (int j = half; j < n; j += 2) sum += expf(stage[camox_tile_stage_at(local, j)] - (top > -INFINITY ? top : 0.0f));
     }
     const float other_top = __shfl_xor_sync(CAMOX_FULL_MASK, top, 1), other_sum = __shfl_xor_sync(CAMOX_FULL_MASK, sum, 1);
     const float highest = fmaxf(fmaxf(top, other_top), -FLT_MAX);
@@ -192,22 +192,22 @@ __global__ void __launch_bounds__(LCE_THREADS) lce_row_grads_kernel(const __grid
 }
 
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     lce_softmax_kernel(const __grid_constant__ lce_args a, int64_t items) {
-  BDH_SHARED(BDH_RING, ring, stage);
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_linear_cross_entropy_params &p = a.p;
   const float *const bias = static_cast<const float *>(p.bias);
-  const int64_t across = camox_ceil_div(a.classes, BDH_TILE);
+  const int64_t across = camox_ceil_div(a.classes, CAMOX_TILE);
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t column;
-    const int64_t row = camox_divide(item, across, &column) * BDH_TILE;
-    column *= BDH_TILE;
+    const int64_t row = camox_divide(item, across, &column) * CAMOX_TILE;
+    column *= CAMOX_TILE;
     lce_logits<T>(a, ring, stage, row, column);
-    const int rows = bdh_at_most<BDH_TILE>(p.rows - row), columns = bdh_at_most<BDH_TILE>(a.classes - column);
+    const int rows = camox_at_most<CAMOX_TILE>(p.rows - row), columns = camox_at_most<CAMOX_TILE>(a.classes - column);
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < rows * BDH_TILE; i += BDH_THREADS) {
-      const int64_t at = row + i / BDH_TILE, j = column + i % BDH_TILE;
-      float &z = stage[bdh_stage_at(i / BDH_TILE, i % BDH_TILE)];
+    for (int i = static_cast<int>(threadIdx.x); i < rows * CAMOX_TILE; i += CAMOX_TILE_THREADS) {
+      const int64_t at = row + i / CAMOX_TILE, j = column + i % CAMOX_TILE;
+      float &z = stage[camox_tile_stage_at(i / CAMOX_TILE, i % CAMOX_TILE)];
       const float g = a.row_grad[LCE_ROW_GRADS + at], logit = z + (bias && j < a.classes ? __ldg(bias + a.class0 + j) : 0.0f);
       const int64_t target = __ldg(p.target + at);
       float value = expf(logit - __ldg(static_cast<const float *>(p.lse) + at)) - a.uniform;
@@ -218,29 +218,29 @@ __global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
 #endif
     }
     __syncthreads();
-    bdh_put(stage, static_cast<T *>(a.dz) + row * a.pitch + column, a.pitch, 1, rows, columns, true);
+    camox_tile_put(stage, static_cast<T *>(a.dz) + row * a.pitch + column, a.pitch, 1, rows, columns, true);
   }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     lce_grad_weight_kernel(const __grid_constant__ lce_args a, int64_t items) {
-  BDH_SHARED(BDH_RING, ring, stage);
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_linear_cross_entropy_params &p = a.p;
   const float undo = a.row_grad[1];
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t column;
-    const int64_t row = camox_divide(item, a.depth_tiles, &column) * BDH_TILE;
-    column *= BDH_TILE;
-    bdh_sums sums;
-    bdh_clear(sums);
-    bdh_multiply<T, true, true>(sums, ring, lce_dz<T>(a), row, lce_x<T>(a), column, {0, p.rows});
+    const int64_t row = camox_divide(item, a.depth_tiles, &column) * CAMOX_TILE;
+    column *= CAMOX_TILE;
+    camox_tile_sums sums;
+    camox_tile_clear(sums);
+    camox_tile_multiply<T, true, true>(sums, ring, lce_dz<T>(a), row, lce_x<T>(a), column, {0, p.rows});
 #pragma unroll
     for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= undo;
-    bdh_stage(stage, sums);
+    camox_tile_stage(stage, sums);
     T *const to = static_cast<T *>(p.grad_weight) + (a.class0 + row) * p.depth + column;
-    bdh_put(stage, to, p.depth, 1, bdh_at_most<BDH_TILE>(a.classes - row), bdh_at_most<BDH_TILE>(p.depth - column),
-            a.wide_grad_weight);
+    camox_tile_put(stage, to, p.depth, 1, camox_at_most<CAMOX_TILE>(a.classes - row),
+                   camox_at_most<CAMOX_TILE>(p.depth - column), a.wide_grad_weight);
   }
 }
 
@@ -264,33 +264,34 @@ __global__ void __launch_bounds__(LCE_THREADS) lce_grad_bias_kernel(const __grid
 }
 
 template <typename T>
-__global__ void __launch_bounds__(BDH_THREADS, BDH_BLOCKS)
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     lce_grad_x_kernel(const __grid_constant__ lce_args a, int64_t items) {
-  BDH_SHARED(BDH_RING, ring, stage);
+  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_linear_cross_entropy_params &p = a.p;
   const float undo = a.row_grad[1];
   const bool last = a.class0 + a.classes == p.classes;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t column;
-    const int64_t row = camox_divide(item, a.depth_tiles, &column) * BDH_TILE;
-    column *= BDH_TILE;
-    bdh_sums sums;
-    bdh_clear(sums);
-    bdh_multiply<T, false, true>(sums, ring, lce_dz<T>(a), row, lce_weight<T>(a), column, {0, a.classes});
+    const int64_t row = camox_divide(item, a.depth_tiles, &column) * CAMOX_TILE;
+    column *= CAMOX_TILE;
+    camox_tile_sums sums;
+    camox_tile_clear(sums);
+    camox_tile_multiply<T, false, true>(sums, ring, lce_dz<T>(a), row, lce_weight<T>(a), column, {0, a.classes});
 #pragma unroll
     for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= undo;
-    bdh_stage(stage, sums);
-    const int rows = bdh_at_most<BDH_TILE>(p.rows - row), columns = bdh_at_most<BDH_TILE>(p.depth - column);
+    camox_tile_stage(stage, sums);
+    const int rows = camox_at_most<CAMOX_TILE>(p.rows - row), columns = camox_at_most<CAMOX_TILE>(p.depth - column);
     float *const sum = a.grad_x + row * p.depth + column;
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < rows * BDH_TILE && a.class0 > 0; i += BDH_THREADS) {
-      if (i % BDH_TILE < columns) stage[bdh_stage_at(i / BDH_TILE, i % BDH_TILE)] += sum[i / BDH_TILE * p.depth + i % BDH_TILE];
+    for (int i = static_cast<int>(threadIdx.x); i < rows * CAMOX_TILE && a.class0 > 0; i += CAMOX_TILE_THREADS) {
+      if (i % CAMOX_TILE < columns)
+        stage[camox_tile_stage_at(i / CAMOX_TILE, i % CAMOX_TILE)] += sum[i / CAMOX_TILE * p.depth + i % CAMOX_TILE];
     }
     __syncthreads();
     if (last) {
-      bdh_put(stage, static_cast<T *>(p.grad_x) + row * p.depth + column, p.depth, 1, rows, columns, a.wide_grad_x);
+      camox_tile_put(stage, static_cast<T *>(p.grad_x) + row * p.depth + column, p.depth, 1, rows, columns, a.wide_grad_x);
     } else {
-      bdh_put(stage, sum, p.depth, 1, rows, columns, p.depth % 4 == 0);
+      camox_tile_put(stage, sum, p.depth, 1, rows, columns, p.depth % 4 == 0);
     }
   }
 }
@@ -311,9 +312,9 @@ static int64_t lce_reserve(int64_t *end, int64_t floats) {
 
 static lce_layout lce_layout_of(const camox_linear_cross_entropy_params *p) {
   lce_layout l = {};
-  const int64_t rows = p->rows > 1 ? p->rows : 1, tiles = LCE_LOGITS / rows / BDH_TILE;
-  l.spans = camox_ceil_div(p->classes, LCE_SPAN * BDH_TILE);
-  l.block = (tiles > 1 ? tiles : 1) * BDH_TILE;
+  const int64_t rows = p->rows > 1 ? p->rows : 1, tiles = LCE_LOGITS / rows / CAMOX_TILE;
+  l.spans = camox_ceil_div(p->classes, LCE_SPAN * CAMOX_TILE);
+  l.block = (tiles > 1 ? tiles : 1) * CAMOX_TILE;
   if (l.block > p->classes) l.block = p->classes;
   l.pitch = camox_ceil_div(l.block, 8) * 8;
   if (!p->backward) {
@@ -341,7 +342,7 @@ static lce_args lce_args_of(const camox_linear_cross_entropy_params *p, const lc
   float *const shared = static_cast<float *>(p->shared);
   const int element = p->dtype == CAMOX_F32 ? 4 : 2;
   a.p = *p;
-  a.row_tiles = camox_ceil_div(p->rows, BDH_TILE), a.depth_tiles = camox_ceil_div(p->depth, BDH_TILE), a.spans = l.spans;
+  a.row_tiles = camox_ceil_div(p->rows, CAMOX_TILE), a.depth_tiles = camox_ceil_div(p->depth, CAMOX_TILE), a.spans = l.spans;
   a.classes = p->classes, a.pitch = l.pitch;
   a.stats = shared + l.stats;
   a.row_loss = p->reduction == CAMOX_LOSS_NONE && !p->backward ? static_cast<float *>(p->loss) : shared + l.row_loss;
@@ -359,7 +360,7 @@ static lce_args lce_args_of(const camox_linear_cross_entropy_params *p, const lc
 template <typename T>
 static void lce_launch_statistics(const lce_args &a, void *stream) {
   const int64_t items = a.row_tiles * a.spans;
-  if (items > 0) CAMOX_LAUNCH(lce_statistics_kernel<T>, camox_grid(items), BDH_THREADS, 0, stream, a, items);
+  if (items > 0) CAMOX_LAUNCH(lce_statistics_kernel<T>, camox_grid(items), CAMOX_TILE_THREADS, 0, stream, a, items);
 }
 
 template <typename T>
@@ -368,15 +369,15 @@ static void lce_launch_backward(lce_args a, const lce_layout &l, void *stream) {
   CAMOX_LAUNCH(lce_row_grads_kernel<T>, 1, LCE_THREADS, 0, stream, a);
   do { /* of no class: once, for zeros */
     a.classes = p.classes - a.class0 < l.block ? p.classes - a.class0 : l.block;
-    const int64_t class_tiles = camox_ceil_div(a.classes, BDH_TILE), tiles = a.row_tiles * class_tiles;
+    const int64_t class_tiles = camox_ceil_div(a.classes, CAMOX_TILE), tiles = a.row_tiles * class_tiles;
     const int64_t of_weight = class_tiles * a.depth_tiles, of_x = a.row_tiles * a.depth_tiles;
     const int64_t of_bias = camox_ceil_div(a.classes, CAMOX_WARP);
-    if (tiles > 0) CAMOX_LAUNCH(lce_softmax_kernel<T>, camox_grid(tiles), BDH_THREADS, 0, stream, a, tiles);
+    if (tiles > 0) CAMOX_LAUNCH(lce_softmax_kernel<T>, camox_grid(tiles), CAMOX_TILE_THREADS, 0, stream, a, tiles);
     if (p.grad_weight && of_weight > 0)
-      CAMOX_LAUNCH(lce_grad_weight_kernel<T>, camox_grid(of_weight), BDH_THREADS, 0, stream, a, of_weight);
+      CAMOX_LAUNCH(lce_grad_weight_kernel<T>, camox_grid(of_weight), CAMOX_TILE_THREADS, 0, stream, a, of_weight);
     if (p.grad_bias && of_bias > 0)
       CAMOX_LAUNCH(lce_grad_bias_kernel<T>, camox_grid(of_bias), LCE_THREADS, 0, stream, a, of_bias);
-    if (p.grad_x && of_x > 0) CAMOX_LAUNCH(lce_grad_x_kernel<T>, camox_grid(of_x), BDH_THREADS, 0, stream, a, of_x);
+    if (p.grad_x && of_x > 0) CAMOX_LAUNCH(lce_grad_x_kernel<T>, camox_grid(of_x), CAMOX_TILE_THREADS, 0, stream, a, of_x);
     a.class0 += l.block;
   } while (a.class0 < p.classes);
 }

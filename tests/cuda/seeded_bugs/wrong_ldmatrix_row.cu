@@ -1,5 +1,5 @@
-/* Loads 32 rows of 8 halves as four matrices, transposed or not, and writes each lane's words; bug 1: lane 9 names a row off its
-   alignment, 2: rows in global memory. */
+/* Loads 32 rows of 8 halves as four matrices, transposed or not, and writes each lane's words; bug 1: lane 9 names a row off
+   its alignment, 2: rows in global memory. */
 #include "cuda_util.cuh"
 
 template <bool TRANSPOSED, int BUG>
