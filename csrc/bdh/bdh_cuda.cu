@@ -179,7 +179,16 @@ __device__ __forceinline__ void bdh_angles(float (&to)[N], const float *row, boo
   }
 }
 
-__device__ __forceinline__ float bdh_relu(float x) { return x < 0.0f ? 0.0f : x; }
+/* The larger of the two, and NaN where x is: one instruction from sm_80 on. */
+__device__ __forceinline__ float bdh_at_least(float x, float least) {
+#if defined(CAMOX_CUDA_EMULATOR) || CAMOX_CUDA_ARCH < 800
+  return x < least ? least : x;
+#else
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(least));
+  return y;
+#endif
+}
 
 /* r of a chunk of one head. */
 template <typename T>
@@ -208,12 +217,13 @@ struct bdh_rotated {
   __device__ __forceinline__ void make(T (&values)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = camox_tile_lanes<T>;
     if (r >= q.rows) return;
+    const float least = relu ? 0.0f : -INFINITY;
     float x[V], cosines[V], sines[V];
     angles(cosines, sines, r, c);
 #pragma unroll
     for (int i = 0; i < V; i += 2) {
-      const float first = relu ? bdh_relu(camox_to_float(values[i])) : camox_to_float(values[i]);
-      const float second = relu ? bdh_relu(camox_to_float(values[i + 1])) : camox_to_float(values[i + 1]);
+      const float first = bdh_at_least(camox_to_float(values[i]), least);
+      const float second = bdh_at_least(camox_to_float(values[i + 1]), least);
       x[i] = fmaf(first, cosines[i], -second * sines[i]);
       x[i + 1] = fmaf(second, cosines[i + 1], first * sines[i + 1]);
     }
@@ -771,7 +781,7 @@ __global__ void __launch_bounds__(BDH_STEP_THREADS)
       for (int i = 2 * static_cast<int>(threadIdx.x); i < rows; i += 2 * BDH_STEP_THREADS) {
         float x0 = camox_to_float(__ldg(q + (first + i) * p.q.stride[3]));
         float x1 = camox_to_float(__ldg(q + (first + i + 1) * p.q.stride[3]));
-        if (p.relu) x0 = bdh_relu(x0), x1 = bdh_relu(x1);
+        if (p.relu) x0 = bdh_at_least(x0, 0.0f), x1 = bdh_at_least(x1, 0.0f);
         const int64_t angle = per_element ? first + i : (first + i) / 2;
         const float *const cosines = static_cast<const float *>(p.cos) + angle, *const sines =
                                                                                     static_cast<const float *>(p.sin) + angle;
