@@ -11,7 +11,8 @@ instructions per element and the time that each pipe of a multiprocessor needs; 
 launch come waves. A kernel in which no path makes these accesses is listed as not modelled, never guessed.
 
     time of one wave = the longest of   memory    bytes / copy bandwidth
-                                        issue     instructions, or those of the busiest pipe (fma, alu, mufu, lsu)
+                                        issue     instructions, or those of the busiest pipe (fma, alu, mufu, lsu,
+                                                  tensor)
                                         latency   one warp's steps, one after another: too few loads in flight
     time of a launch = whole waves + the last, where a multiprocessor may have few blocks or none ("waves")
 
@@ -52,13 +53,15 @@ class Gpu:
     cache_speed: float  # bytes per ns out of L2
     cache_ns: float
     fma_lanes: int  # of a multiprocessor, per cycle
+    tensor: int  # multiply-adds of bfloat16 by mma.sync, of a multiprocessor, per cycle; 0: it has none of bfloat16
 
 
 GPUS = (
-    Gpu("H200", "sm_90", 132, 1.75, 4300.0, 650.0, 50 << 20, 5500.0, 160.0, 128),
-    Gpu("RTX 3090", "sm_86", 82, 1.70, 820.0, 500.0, 6 << 20, 1900.0, 140.0, 128),
-    Gpu("T4", "sm_75", 40, 1.35, 260.0, 500.0, 4 << 20, 900.0, 170.0, 64),
+    Gpu("H200", "sm_90", 132, 1.75, 4300.0, 650.0, 50 << 20, 5500.0, 160.0, 128, 1024),
+    Gpu("RTX 3090", "sm_86", 82, 1.70, 820.0, 500.0, 6 << 20, 1900.0, 140.0, 128, 256),
+    Gpu("T4", "sm_75", 40, 1.35, 260.0, 500.0, 4 << 20, 900.0, 170.0, 64, 0),
 )
+MMA = 16 * 8 * 16  # multiply-adds of one HMMA of a warp
 ALU_LANES, MUFU_LANES, CACHE_LINE_BYTES = 64, 16, 128  # of a multiprocessor, per cycle, on all three
 ISSUE = 0.85  # of the cycles in which four schedulers could issue, they do
 ALONE = 2.5  # cycles per instruction of a warp that has a scheduler for itself
@@ -154,14 +157,18 @@ def pipe_of(text: str) -> str:
         return "imad"
     if re.fullmatch(r"MUFU|F2F|F2I|I2F|FLO|POPC|FRND", operation):
         return "mufu"
-    if re.fullmatch(r"LDG|STG|LDS|STS|SHFL|LDL|STL|LDGSTS|ATOM\w*|RED", operation):
+    if re.fullmatch(r"LDG|STG|LDS|STS|SHFL|LDL|STL|LDGSTS|LDSM|ATOM\w*|RED", operation):
         return "lsu"
+    if operation == "HMMA":
+        return "tensor"
     # branches, uniform instructions and the like take their turn to issue, and no lanes
     return "alu" if re.fullmatch(r"I\w+|V\w+|L\w+|F\w+|S\w+|PRMT|MOV|P2R|R2P|CS2R", operation) else "other"
 
 
 def access_bytes(text: str) -> int:
     """Of one thread."""
+    if re.search(r"\bLDSM\b", text):
+        return 16 if ".4" in text else 8
     access = re.search(r"\b(?:LDG|STG|LDS|STS|LDGSTS)\.?([\w.]*)", text)
     if not access:
         return 4
@@ -184,7 +191,7 @@ class Route:
 
     def cycles(self, gpu: Gpu) -> dict[str, float]:
         """Of a multiprocessor for one warp, of each pipe."""
-        pipes = dict.fromkeys(("issue", "fma", "alu", "mufu", "lsu"), 0.0)
+        pipes = dict.fromkeys(("issue", "fma", "alu", "mufu", "lsu", "tensor"), 0.0)
         for text in self.texts:
             pipe = pipe_of(text)
             pipes["issue"] += 0.25 / ISSUE
@@ -196,6 +203,8 @@ class Route:
                 pipes["alu"] += WARP / ALU_LANES
             elif pipe == "mufu":
                 pipes["mufu"] += WARP / MUFU_LANES
+            elif pipe == "tensor":
+                pipes["tensor"] += MMA / gpu.tensor
             elif pipe == "lsu":
                 pipes["lsu"] += max(1.0, WARP * access_bytes(text) / CACHE_LINE_BYTES)
         return pipes
@@ -286,6 +295,16 @@ class Step:
     most: str = ""
     load: str = WIDE_LOAD
     store: str = WIDE_STORE
+    rounds: int = 0  # exactly so many conversions to a half type, where `rounding`
+    rounding: str = ""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.load, self.store, self.rounding) if self.rounding else (self.load, self.store)
+
+    def counts(self, unrolled: int) -> tuple[int, ...]:
+        found = (self.loads * unrolled, self.stores * unrolled, self.rounds * unrolled)
+        return found if self.rounding else found[:2]
 
 
 @dataclass(frozen=True)
@@ -303,9 +322,9 @@ def hot_loop(code: Code, step: Step) -> HotLoop | None:
         if step.row and not any(other.body < loop.body for other in loops):
             continue
         ends = [block for block in loop.body if loop.header in blocks.following[block]]
-        paths = cheapest(blocks, loop.header, ends, loop.body, (step.load, step.store), step.most)
+        paths = cheapest(blocks, loop.header, ends, loop.body, step.patterns, step.most)
         for unrolled in (8, 4, 3, 2, 1) if not step.row else (1,):
-            path = paths.get((step.loads * unrolled, step.stores * unrolled))
+            path = paths.get(step.counts(unrolled))
             if path:
                 found.append((unrolled, -len(loop.body), loop, path))
                 break
@@ -364,7 +383,7 @@ class Launch:
     steps: float
     traffic: float
     shared: int = 0
-    prefetched: bool = False  # a step's loads are made a step earlier
+    prefetched: int = 0  # a step's loads are made so many steps earlier
     cached: bool = False  # reads what the kernel before wrote
     halo: tuple[float, float] = (0.0, 0.0)
 
@@ -378,6 +397,7 @@ class Case:
     elements: int
     ideal: float  # bytes that the target's copy moves
     launches: tuple[Launch, ...]
+    flop: float = 0.0  # where products are most of it
 
     @property
     def key(self) -> str:
@@ -399,6 +419,7 @@ class Prediction:
     waves: float
     registers: int
     warps: int
+    tflops: float  # 0 where the case has no FLOP
 
 
 @dataclass(frozen=True)
@@ -435,7 +456,7 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
     cycles["issue"] += warps * loop.around * 0.25 / ISSUE
     latency, speed = (gpu.cache_ns, gpu.cache_speed) if launch.cached else (gpu.memory_ns, gpu.copy)
     compute = loop.turn.cycles_alone() / gpu.gigahertz
-    turn = max(latency, compute) if launch.prefetched else latency + compute
+    turn = max(latency / launch.prefetched, compute) if launch.prefetched else latency + compute
     alone = turns * turn + ALONE * loop.around / gpu.gigahertz + (latency if launch.prefetched else 0.0)
     again, survives = launch.halo
     lost = again if min(places, launch.blocks) * launch.threads * survives > gpu.cache else 0.0
@@ -474,7 +495,8 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
         limit += f" + {re.sub('<.*', '', launch.kernel)} {part.time / 1000:.1f} us"
     registers = kernels[case.launches[0].kernel].registers
     share = case.ideal / gpu.copy / total
-    return Prediction(share, limit, main.instructions / case.elements, main.waves, registers, main.warps)
+    tflops = case.flop / total / 1000
+    return Prediction(share, limit, main.instructions / case.elements, main.waves, registers, main.warps, tflops)
 
 
 # ---- the cases: what the launchers in csrc/<op>/<op>_cuda.cu do at (32, 80, 88, 88) ----
@@ -514,7 +536,7 @@ def stencil(kernel, lanes, size, rows, beside, loads, stores, per_block=128, eve
         step,
         steps,
         ELEMENTS * size * tensors,
-        prefetched=True,
+        prefetched=1,
         halo=(ELEMENTS * size * loads * 2 * beside / band, 16 * tensors * (band + 2 * beside)),
     )
 
@@ -731,10 +753,70 @@ def rope_cases(dtype: str) -> list[Case]:
     ]
 
 
+# Of bdh_attention: of Vision-BDH, whose layers have 64 tokens, and of pictures of 1,024.
+PRODUCTS = (("", 32, 6, 64, 1024, 192), (" of 1024 tokens", 2, 6, 1024, 1024, 192))
+
+
+def product_cases(dtype: str) -> list[Case]:
+    """The forward on tensor cores: four warps have a tile of 64 x 64, a step of it 64 of the terms, which are copied to
+    shared memory two steps ahead; scores of a single tile are a block's of eight warps, half of the terms each. Tiles
+    are read from L2, q with its cosines and sines in float32."""
+    if dtype != "bfloat16":
+        return []
+    element, tile, cases = DTYPES[dtype][0], 64, []
+    piece, angles, wide = tile * tile * 2, 2 * tile * tile // 2 * 4, tile * tile * 4  # bytes of tiles
+    for name, batch, heads, tokens, columns, values in PRODUCTS:
+        across, along, sequences = ceil_div(values, tile), ceil_div(tokens, tile), batch * heads
+        rotated = sequences * tokens * columns * 2
+        given = batch * tokens * values * 2
+        out = sequences * tokens * values * 2
+
+        def launch(kernel, blocks, steps, copied, rounded, traffic, ahead=2, threads=128):
+            """`copied`, `rounded`: pieces of 16 bytes that a thread copies, and makes, per step. Those that are not
+            copied are made in a loop of two, which the path passes once."""
+            step = Step(copied, 32, False, "", r"\bLDGSTS\b", r"\bHMMA\b", 4 * rounded, r"\bF2FP\b")
+            kernel = f"bdh_{kernel}_kernel<{element}{', false' if kernel == 'values' else ''}>"
+            return Launch(kernel, blocks, threads, step, steps, traffic, cached=True, prefetched=ahead)
+
+        if tokens == tile:  # scores: r with itself; they are saved in float32
+            scores, steps = sequences * wide, ceil_div(columns, 2 * tile)
+            launches = (
+                launch(
+                    "tile_scores",
+                    sequences,
+                    steps,
+                    4,
+                    4,
+                    sequences * 2 * steps * (piece + angles) + scores,
+                    threads=256,
+                ),
+                launch("values", sequences * across, 1, 4, 2, across * scores + sequences * across * piece + out, 0),
+            )
+            moved, flop = rotated + given + out + sequences * tile * tile * 4, 2 * sequences * tokens**2
+            flop *= columns + values
+        else:
+            down = ceil_div(columns, tile)
+            states = launch(
+                "state",
+                sequences * down * across,
+                along,
+                8,
+                4,
+                sequences * down * across * along * (2 * piece + angles),
+            )
+            applied = sequences * along * across * down * (piece + angles + wide) + out
+            launches = (states, launch("from_state", sequences * along * across, down, 4, 6, applied))
+            moved = 2 * rotated + given + out + 2 * sequences * columns * values * 2
+            flop = 4 * sequences * tokens * columns * values
+        elements = sequences * tokens * values
+        cases.append(Case("bdh", f"bdh_attention{name}", "forward", dtype, elements, moved, launches, flop))
+    return cases
+
+
 CASES: tuple[Case, ...] = tuple(
     case
     for dtype in DTYPES
-    for of in (image_cases, dropout_cases, row_cases, norm_cases, rope_cases)
+    for of in (image_cases, dropout_cases, row_cases, norm_cases, rope_cases, product_cases)
     for case in of(dtype)
 )
 # Ops of images and rows whose kernels do not fit the model, and why; nothing is predicted of them.
@@ -755,6 +837,8 @@ def table_of(gpus, kernels: dict[str, dict[str, Kernel]], ops) -> tuple[dict, li
         if case.op not in ops:
             continue
         for gpu in gpus:
+            if case.flop and not gpu.tensor:
+                continue
             found = predict(case, gpu, kernels[gpu.arch])
             if isinstance(found, str):
                 missing.append(f"{case.key} on {gpu.name}: {found}")
@@ -766,6 +850,7 @@ def table_of(gpus, kernels: dict[str, dict[str, Kernel]], ops) -> tuple[dict, li
                 "waves": round(found.waves, 2),
                 "registers": found.registers,
                 "warps": found.warps,
+                **({"tflops": round(found.tflops, 1)} if case.flop else {}),
             }
     return table, missing
 
@@ -795,6 +880,7 @@ def printed(table: dict) -> str:
             lines.append(
                 f"{case:46} {gpu:9} {of['percent_of_copy']:5.1f}  {of['instructions_per_element']:10.1f} "
                 f"{of['registers']:4} {of['warps']:5} {of['waves']:6.2f}  {of['limit']}"
+                + (f", {of['tflops']:.0f} TFLOP/s" if "tflops" in of else "")
             )
     return "\n".join(lines)
 

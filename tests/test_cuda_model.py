@@ -119,7 +119,7 @@ def test_a_row_is_the_loop_around_the_loops_over_its_elements():
     assert loop.turn.cycles_alone() == 7 * cuda_model.ALONE + cuda_model.SHUFFLE
 
 
-GPU = cuda_model.Gpu("a", "sm_90", 10, 1.0, 100.0, 50.0, 1 << 20, 200.0, 10.0, 128)
+GPU = cuda_model.Gpu("a", "sm_90", 10, 1.0, 100.0, 50.0, 1 << 20, 200.0, 10.0, 128, 256)
 
 
 def prediction(launch: Launch, registers=32, gpu=GPU):
@@ -145,7 +145,7 @@ def test_each_limit_by_hand():
     waiting = prediction(replace(launch, blocks=10, traffic=1.0, steps=2000))
     assert waiting.limit == "latency"
     assert waiting.share == pytest.approx(4000 / 100 / (1000 * (50 + 19 * 2.5) + 17 * 2.5))
-    ahead = prediction(replace(launch, blocks=10, traffic=1.0, steps=2000, prefetched=True))
+    ahead = prediction(replace(launch, blocks=10, traffic=1.0, steps=2000, prefetched=1))
     assert (ahead.limit, ahead.share) == ("lsu", pytest.approx(4000 / 100 / (4 * 1000 * 16)))
 
     tail = prediction(replace(launch, blocks=168, traffic=1.0), gpu=replace(GPU, memory_ns=1000.0))
@@ -154,6 +154,36 @@ def test_each_limit_by_hand():
     assert "not compiled" in prediction(replace(launch, kernel="other"))
     assert "no loop" in prediction(replace(launch, step=Step(5, 1)))
     assert "does not fit" in prediction(replace(launch, shared=1 << 20))
+
+
+PRODUCT = """
+loop:
+    LDGSTS.E.BYPASS.128.ZFILL [R1], [R2.64], P0
+    @P1 BRA >unusual
+    F2FP.BF16.F32.PACK_AB R4, R5, R6
+unusual:
+    LDSM.16.M88.4 R8, [R7]
+    HMMA.16816.F32.BF16 R4, R8, R12, R4
+    HMMA.16816.F32.BF16 R4, R8, R12, R4
+    @P0 BRA >loop
+    EXIT
+"""
+
+
+def test_a_step_of_a_product_by_hand():
+    step = Step(1, 2, load=r"\bLDGSTS\b", store=r"\bHMMA\b", rounds=1, rounding=r"\bF2FP\b")
+    loop = hot_loop(listing(PRODUCT), step)
+    assert (loop.unrolled, loop.turn.instructions) == (1, 7)
+    plain = hot_loop(listing(PRODUCT), replace(step, rounds=0))
+    assert plain.turn.instructions == 6  # the way without the conversion
+    cycles = loop.turn.cycles(GPU)
+    assert cycles["tensor"] == 2 * 16 * 8 * 16 / 256
+    assert cycles["lsu"] == 2 * 32 * 16 / 128  # 16 bytes a thread copied, and by ldmatrix
+    launch = Launch("kernel", 10, 128, step, 1000, 1.0, prefetched=2)
+    case = Case("bdh", "op", "forward", "bfloat16", 1000, 4000.0, (launch,), flop=1e9)
+    found = cuda_model.predict(case, GPU, {"kernel": Kernel(listing(PRODUCT), 32, 0)})
+    assert found.limit == "tensor"  # 4 warps: 64 cycles a step, where one alone takes 25
+    assert found.tflops == pytest.approx(1e9 / (4 * 1000 * 16) / 1000)
 
 
 def test_more_than_a_tenth_less_is_a_fall():
@@ -170,8 +200,10 @@ def test_the_table_has_every_case_on_every_gpu():
     table = json.loads(text)
     assert text == cuda_model.written(table)
     assert table.keys() == {case.key for case in cuda_model.CASES}
+    products = {case.key for case in cuda_model.CASES if case.flop}
     for case, gpus in table.items():
-        assert gpus.keys() == {gpu.name for gpu in cuda_model.GPUS}, case
+        assert gpus.keys() == {gpu.name for gpu in cuda_model.GPUS if gpu.tensor or case not in products}, case
+        assert all("tflops" in of for of in gpus.values()) == (case in products)
         assert all(0 < of["percent_of_copy"] <= 100 for of in gpus.values()), case
 
 
@@ -183,5 +215,6 @@ def test_the_assumptions_are_on_the_page():
         [f"{g.memory_ns:.0f}" for g in cuda_model.GPUS],
         [f"{g.cache >> 20}, {g.cache_speed:.0f}, {g.cache_ns:.0f}" for g in cuda_model.GPUS],
         [f"{g.fma_lanes}" for g in cuda_model.GPUS],
+        [f"{g.tensor}" if g.tensor else "none" for g in cuda_model.GPUS],
     ):
         assert f"| {' | '.join(row)} |" in page

@@ -2,6 +2,7 @@
    on their way into shared memory; float16 and bfloat16 on tensor cores, float32 (and bfloat16 on sm_75) by FMA, sums in float32.
 
      scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp per row
+              of a single tile: two products over half of q each
      values   out = w v                                                 grad_v   w^T g
      pairs    e = d s + d s^T                                           grad_q   scale e r, rotated back
      state    z = r^T v, or r^T g   from_state  out = scale r z, d v = scale r (r^T g)
@@ -25,6 +26,7 @@
 #define BDH_TILES_AT_ONCE 2048 /* of scores, pairs and states in scratch, or the least there can be: enough to fill a GPU */
 #define BDH_FILL 256           /* blocks that fill a large GPU */
 #define BDH_HEADS_PER_BLOCK 8  /* of a block of grad_q, at most */
+#define BDH_HALVES 2           /* of the columns of q, where scores of a head are one tile */
 #define BDH_STEP_THREADS 256
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
@@ -136,7 +138,8 @@ struct bdh_sums_of {
   int64_t rows, columns;
   bool wide;
 
-  static constexpr bool copied = false;
+  static constexpr bool copied = false, made = false;
+  __device__ __forceinline__ bool usual() const { return wide; }
 
   __device__ __forceinline__ void piece(T (&to)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = camox_tile_lanes<T>;
@@ -215,17 +218,48 @@ struct bdh_rotated {
   }
 
   __device__ __forceinline__ void make(T (&values)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = camox_tile_lanes<T>;
     if (r >= q.rows) return;
-    const float least = relu ? 0.0f : -INFINITY;
-    float x[V], cosines[V], sines[V];
+    float cosines[camox_tile_lanes<T>], sines[camox_tile_lanes<T>];
     angles(cosines, sines, r, c);
+    rotate<1>(values, cosines, sines);
+  }
+
+  /* An angle for each pair. */
+  __device__ __forceinline__ bool usual() const {
+    return q.wide && wide_tables && table_columns != q.columns && q.columns % camox_tile_lanes<T> == 0;
+  }
+
+  struct angle_place {
+    const float *cos, *sin;
+    int rows; /* that exist from this one on */
+  };
+
+  __device__ __forceinline__ angle_place place(int64_t r, int64_t c) const {
+    const int64_t at = r * table_columns + static_cast<int64_t>(static_cast<uint64_t>(c) / 2);
+    return {cos + at, sin + at, c < q.columns ? camox_at_most<CAMOX_TILE>(q.rows - r) : 0};
+  }
+
+  __device__ __forceinline__ void make_usual(T (&values)[camox_tile_lanes<T>], const angle_place &at, int below) const {
+    if (below >= at.rows) return;
+    float cosines[camox_tile_lanes<T> / 2], sines[camox_tile_lanes<T> / 2];
+    camox_load_floats(cosines, at.cos + below * table_columns);
+    camox_load_floats(sines, at.sin + below * table_columns);
+    rotate<2>(values, cosines, sines);
+  }
+
+  /* OF elements have one angle. */
+  template <int OF>
+  __device__ __forceinline__ void rotate(T (&values)[camox_tile_lanes<T>], const float (&cosines)[camox_tile_lanes<T> / OF],
+                                         const float (&sines)[camox_tile_lanes<T> / OF]) const {
+    constexpr int V = camox_tile_lanes<T>;
+    const float least = relu ? 0.0f : -INFINITY;
+    float x[V];
 #pragma unroll
     for (int i = 0; i < V; i += 2) {
       const float first = bdh_at_least(camox_to_float(values[i]), least);
       const float second = bdh_at_least(camox_to_float(values[i + 1]), least);
-      x[i] = fmaf(first, cosines[i], -second * sines[i]);
-      x[i + 1] = fmaf(second, cosines[i + 1], first * sines[i + 1]);
+      x[i] = fmaf(first, cosines[i / OF], -second * sines[i / OF]);
+      x[i + 1] = fmaf(second, cosines[(i + 1) / OF], first * sines[(i + 1) / OF]);
     }
     camox_round(values, x);
   }
@@ -270,7 +304,8 @@ struct bdh_weights {
   const float *logsumexp; /* of the head's rows, NULL without softmax */
   bool causal, wide;
 
-  static constexpr bool copied = false;
+  static constexpr bool copied = false, made = false;
+  __device__ __forceinline__ bool usual() const { return wide; }
 
   __device__ __forceinline__ void piece(T (&to)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = camox_tile_lanes<T>;
@@ -341,6 +376,42 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
                    plan.wide_scores);
     if (mirrored && at.column < at.row)
       bdh_put_mirrored(stage, scores + at.column * plan.chunk + at.row, plan.chunk, at.rows, columns, plan.wide_scores);
+  }
+}
+
+/* The same of heads, or chunks, of a single tile, of which there are often fewer than a GPU has room for: both halves of a
+   block's threads sum over half of the columns of q. */
+template <typename P>
+__global__ void __launch_bounds__(BDH_HALVES *CAMOX_TILE_THREADS, CAMOX_CUDA_ARCH == 750 ? 1 : 2)
+    bdh_tile_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  __shared__ camox_tile_ring<CAMOX_TILE_RING, 1> rings[BDH_HALVES];
+  float *const stage = reinterpret_cast<float *>(rings);
+  const camox_bdh_params &p = plan.p;
+  const int half = static_cast<int>(threadIdx.x) / CAMOX_TILE_THREADS;
+  const int64_t columns = camox_ceil_div(p.dim, BDH_HALVES * camox_tile_depth<P>) * camox_tile_depth<P>;
+  BDH_FOR_TILES(item, items) {
+    const bdh_place at = bdh_place_of(plan, item, plan.chunk);
+    const bdh_rotated<camox_tile_element<P>> r = bdh_rotated_of<camox_tile_element<P>>(plan, at);
+    camox_tile_sums sums;
+    camox_tile_clear(sums);
+    camox_tile_multiply<P, false, false>(sums, rings[half], r, 0, r, 0, {half * columns, (half + 1) * columns});
+    __syncthreads();
+    if (half > 0) camox_tile_to_stage(stage, sums);
+    __syncthreads();
+    if (half == 0) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        float &sum = sums[i / 16][i / 4 % 4][i % 4];
+        sum += stage[camox_tile_stage_of(i / 2 * 2) + i % 2];
+        const bool counts = !plan.masked || !p.causal || camox_tile_column(i / 4 % 4, i) < camox_tile_row(i / 16, i % 4);
+        sum = counts ? sum * plan.scale : 0.0f;
+      }
+      camox_tile_to_stage(stage, sums);
+    }
+    __syncthreads();
+    const int tokens = static_cast<int>(at.length);
+    camox_tile_put<BDH_HALVES * CAMOX_TILE_THREADS>(stage, bdh_scores_of(plan, at.slot, at.sequence), plan.chunk, 1, tokens,
+                                                    tokens, plan.wide_scores);
   }
 }
 
@@ -971,6 +1042,16 @@ static void bdh_for_row_bands(bdh_plan &plan, const bdh_scratch &s, bool backwar
 }
 
 template <typename P>
+static void bdh_launch_scores(const bdh_plan &plan, void *stream) {
+  const int64_t slots = bdh_slots(plan);
+  if (plan.chunk > CAMOX_TILE) {
+    BDH_LAUNCH((bdh_scores_kernel<P>), bdh_tiles(plan, plan.chunk), 1, plan);
+  } else if (slots > 0) {
+    CAMOX_LAUNCH((bdh_tile_scores_kernel<P>), camox_grid(slots), BDH_HALVES * CAMOX_TILE_THREADS, 0, stream, plan, slots);
+  }
+}
+
+template <typename P>
 static int bdh_run(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, false);
   bdh_plan plan = bdh_plan_of(p, s, false);
@@ -982,7 +1063,7 @@ static int bdh_run(const camox_bdh_params *p, void *stream) {
         return;
       }
     }
-    BDH_LAUNCH((bdh_scores_kernel<P>), bdh_tiles(plan, plan.chunk), 1, plan);
+    bdh_launch_scores<P>(plan, stream);
     if (p->softmax) BDH_LAUNCH(bdh_softmax_kernel, plan.band.sequences * plan.band.rows, BDH_WARPS, plan);
     if (bdh_by_chunks(p))
       BDH_LAUNCH((bdh_values_kernel<P, true>), bdh_tiles(plan, p->value_dim), 1, plan);
@@ -1022,7 +1103,7 @@ static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
       }
     }
     if (!plan.weights) {
-      BDH_LAUNCH((bdh_scores_kernel<P>), bdh_tiles(plan, plan.chunk), 1, plan);
+      bdh_launch_scores<P>(plan, stream);
       if (bdh_by_chunks(p))
         BDH_LAUNCH((bdh_grad_v_kernel<P, false, true>), bdh_tiles(plan, p->value_dim), 1, plan);
       else

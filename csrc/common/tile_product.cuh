@@ -20,7 +20,10 @@
    An operand is a struct of
      piece(to, r, c)   the 16 bytes of elements from column c of its row r on, 0 beyond its ends
      copied            whether they are made of as many bytes in memory: those of memory(), a camox_tile_matrix,
-     made              by make(values, r, c), in place, unless they are the same */
+     made              by make(values, r, c), in place, unless they are the same
+     usual()           where all of it is aligned and whole; then place(r, c) once per step and
+                       make_usual(values, place, below) for the piece so many rows below are cheaper than make
+   The loop over the steps exists twice: for usual operands, with nothing else in it, and for any. */
 #ifndef CAMOX_TILE_PRODUCT_CUH
 #define CAMOX_TILE_PRODUCT_CUH
 
@@ -60,14 +63,20 @@ constexpr bool camox_tile_transposes = sizeof(P) == 4 || !camox_on_tensor_cores<
    the pieces of a row and the same piece of eight rows are in different banks. */
 #define CAMOX_TILE_WORDS (CAMOX_TILE * 32)
 
-__device__ __forceinline__ int camox_tile_piece_at(int row, int piece) { return row * 32 + (piece ^ row % 8) * 4; }
+__device__ __forceinline__ unsigned camox_tile_piece_at(unsigned row, unsigned piece) {
+  return row * 32 + (piece ^ row % 8) * 4;
+}
 
-/* Buffers of a ring, each with a tile of both operands: one step is multiplied while others land. sm_75 has no cp.async. */
+/* Buffers of a ring, each with a tile of both operands, or of one that is both: one step is multiplied while others land. sm_75
+   has no cp.async. */
 #define CAMOX_TILE_RING (CAMOX_CUDA_ARCH >= 800 ? 3 : 2)
-template <int BUFFERS>
+template <int BUFFERS, int OPERANDS = 2>
 struct __align__(16) camox_tile_ring {
-  uint32_t tiles[BUFFERS][2][CAMOX_TILE_WORDS];
+  uint32_t tiles[BUFFERS][OPERANDS][CAMOX_TILE_WORDS];
 };
+
+/* Of the threads that share a product: a block may have several, whose threads are neighbours. */
+__device__ __forceinline__ unsigned camox_tile_own_thread(void) { return threadIdx.x % CAMOX_TILE_THREADS; }
 
 /* ---- operands ---- */
 
@@ -97,6 +106,7 @@ struct camox_tile_matrix {
 
   static constexpr bool copied = true, made = false;
   __device__ __forceinline__ const camox_tile_matrix &memory() const { return *this; }
+  __device__ __forceinline__ bool usual() const { return wide; }
 
   __device__ __forceinline__ void piece(T (&to)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
     constexpr int V = camox_tile_lanes<T>;
@@ -114,38 +124,43 @@ struct camox_tile_matrix {
 /* ---- tiles in shared memory ---- */
 
 /* The thread, whose places in tiles are computed in each step: nvcc would hold them in registers that the product needs. */
-__device__ __forceinline__ int camox_tile_thread(void) {
-  int thread = static_cast<int>(threadIdx.x);
+__device__ __forceinline__ unsigned camox_tile_thread(void) {
+  int thread = static_cast<int>(camox_tile_own_thread());
   camox_compute_late(thread);
-  return thread;
+  return static_cast<unsigned>(thread);
 }
 
 /* The copy of the tile whose first row and column are these begins. */
 template <typename T>
 __device__ __forceinline__ void camox_tile_copy(uint32_t *tile, const camox_tile_matrix<T> &from, int64_t row, int64_t column) {
-  const int thread = camox_tile_thread(), first = thread / 8, piece = thread % 8;
-  const int rows = camox_at_most<CAMOX_TILE>(from.rows - row);
-  const int count = camox_at_most<camox_tile_lanes<T>>(from.columns - column - piece * camox_tile_lanes<T>);
-  const T *at = from.data + (row + first) * from.row + column + piece * camox_tile_lanes<T>;
+  constexpr unsigned V = camox_tile_lanes<T>, between = CAMOX_TILE_THREADS / 8;
+  const unsigned thread = camox_tile_thread(), first = thread / 8, piece = thread % 8;
+  const unsigned rows = camox_at_most<CAMOX_TILE>(from.rows - row);
+  const int bytes = camox_at_most<camox_tile_lanes<T>>(from.columns - column - piece * V) * static_cast<int>(sizeof(T));
+  const T *at = from.data + (row + first) * from.row + column + piece * V;
 #pragma unroll
-  for (int below = 0; below < CAMOX_TILE; below += CAMOX_TILE_THREADS / 8, at += CAMOX_TILE_THREADS / 8 * from.row) {
-    const int r = first + below;
-    const int bytes = r < rows ? count * static_cast<int>(sizeof(T)) : 0;
-    camox_cp_async_16(tile + camox_tile_piece_at(r, piece), at, bytes); /* nothing is read of 0 bytes */
+  for (unsigned below = 0; below < CAMOX_TILE; below += between, at += between * from.row) {
+    /* nothing is read of 0 bytes */
+    camox_cp_async_16(tile + camox_tile_piece_at(first + below, piece), at, first + below < rows ? bytes : 0);
   }
 }
 
 /* ... and this thread's pieces of it have landed. */
-template <typename T, typename Operand>
+template <bool USUAL, typename T, typename Operand>
 __device__ __forceinline__ void camox_tile_make(uint32_t *tile, const Operand &operand, int64_t row, int64_t column) {
-  const int thread = camox_tile_thread(), first = thread / 8, piece = thread % 8;
+  const unsigned thread = camox_tile_thread(), first = thread / 8, piece = thread % 8;
+  row += first, column += piece * camox_tile_lanes<T>;
+  const auto place = operand.place(row, column);
 #pragma unroll
-  for (int below = 0; below < CAMOX_TILE; below += CAMOX_TILE_THREADS / 8) {
-    const int r = first + below;
+  for (unsigned below = 0; below < CAMOX_TILE; below += CAMOX_TILE_THREADS / 8) {
     T values[camox_tile_lanes<T>];
-    T *const at = reinterpret_cast<T *>(tile + camox_tile_piece_at(r, piece));
+    T *const at = reinterpret_cast<T *>(tile + camox_tile_piece_at(first + below, piece));
     camox_load_shared(values, at);
-    operand.make(values, row + r, column + piece * camox_tile_lanes<T>);
+    if constexpr (USUAL) {
+      operand.make_usual(values, place, static_cast<int>(below));
+    } else {
+      operand.make(values, row + below, column);
+    }
     camox_store_shared(at, values);
   }
 }
@@ -155,7 +170,7 @@ template <typename T, typename Operand>
 __device__ __forceinline__ void camox_tile_load(uint32_t *tile, const Operand &operand, int64_t row, int64_t column) {
   constexpr int V = camox_tile_lanes<T>;
 #pragma unroll(Operand::copied ? 1 : 2)
-  for (int item = camox_tile_thread(); item < CAMOX_TILE * 8; item += CAMOX_TILE_THREADS) {
+  for (unsigned item = camox_tile_thread(); item < CAMOX_TILE * 8; item += CAMOX_TILE_THREADS) {
     T values[V];
     operand.piece(values, row + item / 8, column + item % 8 * V);
     camox_store_shared(reinterpret_cast<T *>(tile + camox_tile_piece_at(item / 8, item % 8)), values);
@@ -167,7 +182,7 @@ template <typename T, typename Operand>
 __device__ __forceinline__ void camox_tile_load_transposed(uint32_t *tile, const Operand &operand, int64_t row,
                                                            int64_t column) {
   constexpr int V = camox_tile_lanes<T>, of_word = 4 / static_cast<int>(sizeof(T));
-  const int word = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  const int thread = static_cast<int>(camox_tile_own_thread()), word = thread % CAMOX_WARP, warp = thread / CAMOX_WARP;
 #pragma unroll 1
   for (int first = warp * V; first < CAMOX_TILE; first += CAMOX_TILE_THREADS / CAMOX_WARP * V) {
     T values[of_word][V];
@@ -187,35 +202,33 @@ __device__ __forceinline__ void camox_tile_load_transposed(uint32_t *tile, const
   }
 }
 
-/* One operand's part in the steps of a product, whose tiles have k along their rows or, ACROSS, k as their rows. */
-template <typename P, bool ACROSS, typename Operand>
+/* One operand's part in the steps of a product, whose tiles have k along their rows or, ACROSS, k as their rows. Both take the tile
+   at k: begin, some steps ahead, and complete. */
+template <typename P, bool ACROSS, bool USUAL, typename Operand>
 struct camox_tile_side {
   using T = camox_tile_element<P>;
   static constexpr bool transposed = ACROSS && camox_tile_transposes<P>, can_be_copied = Operand::copied && !transposed;
 
   const Operand &operand;
   int64_t first;
-  bool copies;
 
-  __device__ __forceinline__ camox_tile_side(const Operand &of, int64_t from) : operand(of), first(from), copies(false) {
-    if constexpr (can_be_copied) copies = of.memory().wide;
+  __device__ __forceinline__ bool copies() const {
+    if constexpr (can_be_copied) return USUAL || operand.memory().wide;
+    return false;
   }
 
   __device__ __forceinline__ void begin(uint32_t *tile, int64_t k) const {
     if constexpr (can_be_copied)
-      if (copies) camox_tile_copy(tile, operand.memory(), ACROSS ? k : first, ACROSS ? first : k);
+      if (copies()) camox_tile_copy(tile, operand.memory(), ACROSS ? k : first, ACROSS ? first : k);
   }
 
   __device__ __forceinline__ void complete(uint32_t *tile, int64_t k) const {
     const int64_t row = ACROSS ? k : first, column = ACROSS ? first : k;
-    if constexpr (can_be_copied)
-      if (copies) {
-        if constexpr (Operand::made) camox_tile_make<T>(tile, operand, row, column);
-        return;
-      }
-    if constexpr (transposed) {
+    if (copies()) {
+      if constexpr (Operand::copied && Operand::made) camox_tile_make<USUAL, T>(tile, operand, row, column);
+    } else if constexpr (transposed) {
       camox_tile_load_transposed<T>(tile, operand, row, column);
-    } else {
+    } else if constexpr (!USUAL || !can_be_copied) {
       camox_tile_load<T>(tile, operand, row, column);
     }
   }
@@ -227,11 +240,11 @@ struct camox_tile_side {
 typedef float camox_tile_sums[2][4][4];
 
 __device__ __forceinline__ int camox_tile_row(int m, int e) {
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(camox_tile_own_thread());
   return thread / (2 * CAMOX_WARP) * 32 + m * 16 + e / 2 * 8 + thread % CAMOX_WARP / 4;
 }
 __device__ __forceinline__ int camox_tile_column(int n, int e) {
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(camox_tile_own_thread());
   return thread / CAMOX_WARP % 2 * 32 + n * 8 + thread % 4 * 2 + e % 2;
 }
 
@@ -245,18 +258,18 @@ __device__ __forceinline__ void camox_tile_clear(camox_tile_sums &sums) {
 template <typename P, bool ACROSS, bool FIRST>
 struct camox_tile_fragments {
   const uint32_t *tile;
-  int place;
+  unsigned place;
 
   /* Of rows from `row` of the product's on. */
-  __device__ __forceinline__ camox_tile_fragments(const uint32_t *of, int lane, int row) : tile(of) {
+  __device__ __forceinline__ camox_tile_fragments(const uint32_t *of, unsigned lane, unsigned row) : tile(of) {
     /* lanes 8 ... 15 name the second of four 8 x 8 matrices: the one below the first, or beside it */
     constexpr bool by_rows = FIRST != ACROSS;
-    const int down = by_rows ? lane % 16 : lane % 8 + lane / 16 * 8, beside = by_rows ? lane / 16 : lane / 8 % 2;
+    const unsigned down = by_rows ? lane % 16 : lane % 8 + lane / 16 * 8, beside = by_rows ? lane / 16 : lane / 8 % 2;
     place = camox_tile_piece_at(ACROSS ? down : row + down, ACROSS ? row / 8 + beside : beside);
   }
 
   /* Pieces of a row: those of the first step, exclusive or 2 step, of 4 words each. */
-  __device__ __forceinline__ void load(uint32_t (&to)[4], int step) const {
+  __device__ __forceinline__ void load(uint32_t (&to)[4], unsigned step) const {
     camox_ldmatrix_x4<ACROSS>(to, tile + (ACROSS ? place + step * 16 * 32 : place ^ step * 8));
     if constexpr (camox_is_tf32<P>) {
 #pragma unroll
@@ -267,12 +280,12 @@ struct camox_tile_fragments {
 
 template <typename P, bool A_ACROSS, bool B_ACROSS>
 __device__ __forceinline__ void camox_tile_product_mma(camox_tile_sums &sums, const uint32_t *a, const uint32_t *b) {
-  const int thread = camox_tile_thread(), lane = thread % CAMOX_WARP, warp = thread / CAMOX_WARP;
-  const int row = warp / 2 * 32, column = warp % 2 * 32;
+  const unsigned thread = camox_tile_thread(), lane = thread % CAMOX_WARP, warp = thread / CAMOX_WARP;
+  const unsigned row = warp / 2 * 32, column = warp % 2 * 32;
   const camox_tile_fragments<P, A_ACROSS, true> of_a[2] = {{a, lane, row}, {a, lane, row + 16}};
   const camox_tile_fragments<P, B_ACROSS, false> of_b[2] = {{b, lane, column}, {b, lane, column + 16}};
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
+  for (unsigned step = 0; step < 4; ++step) {
     uint32_t rows[2][4], columns[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) of_a[i].load(rows[i], step), of_b[i].load(columns[i], step);
@@ -329,28 +342,25 @@ struct camox_tile_range {
   int64_t begin, end;
 };
 
-/* sums += a b^T over the range, rows of a from `a_first`, of b from `b_first` on. ACROSS: k are the rows in memory.
-   same: a and b are the same tile. */
-template <typename P, bool A_ACROSS, bool B_ACROSS, int RING, typename A, typename B>
-__device__ __forceinline__ void camox_tile_multiply(camox_tile_sums &sums, camox_tile_ring<RING> &ring, const A &a,
-                                                    int64_t a_first, const B &b, int64_t b_first, camox_tile_range range,
-                                                    bool same = false) {
-  const camox_tile_side<P, A_ACROSS, A> of_a(a, a_first);
-  const camox_tile_side<P, B_ACROSS, B> of_b(b, b_first);
+template <typename P, bool A_ACROSS, bool B_ACROSS, bool USUAL, int RING, int OPERANDS, typename A, typename B>
+__device__ __forceinline__ void camox_tile_steps(camox_tile_sums &sums, camox_tile_ring<RING, OPERANDS> &ring, const A &a,
+                                                 int64_t a_first, const B &b, int64_t b_first, camox_tile_range range,
+                                                 bool same) {
+  const camox_tile_side<P, A_ACROSS, USUAL, A> of_a = {a, a_first};
+  const camox_tile_side<P, B_ACROSS, USUAL, B> of_b = {b, b_first};
   const auto begin = [&](int buffer, int64_t k) {
     if (k < range.end) {
       of_a.begin(ring.tiles[buffer][0], k);
-      if (!same) of_b.begin(ring.tiles[buffer][1], k);
+      if (!same) of_b.begin(ring.tiles[buffer][OPERANDS - 1], k);
     }
     camox_cp_async_commit();
   };
-  __syncthreads();
 #pragma unroll
   for (int i = 0; i < RING - 1; ++i) begin(i, range.begin + i * camox_tile_depth<P>);
   int buffer = 0, before = RING - 1; /* the step's, and that of the step before, which is free again */
 #pragma unroll 1
   for (int64_t k = range.begin; k < range.end; k += camox_tile_depth<P>) {
-    uint32_t *const a_tile = ring.tiles[buffer][0], *const b_tile = ring.tiles[buffer][same ? 0 : 1];
+    uint32_t *const a_tile = ring.tiles[buffer][0], *const b_tile = ring.tiles[buffer][same ? 0 : OPERANDS - 1];
     camox_cp_async_wait<RING - 2>();
     of_a.complete(a_tile, k);
     if (!same) of_b.complete(b_tile, k);
@@ -366,6 +376,20 @@ __device__ __forceinline__ void camox_tile_multiply(camox_tile_sums &sums, camox
   }
 }
 
+/* sums += a b^T over the range, rows of a from `a_first`, of b from `b_first` on. ACROSS: k are the rows in memory.
+   same: a and b are the same tile. All threads of the block have as many steps. */
+template <typename P, bool A_ACROSS, bool B_ACROSS, int RING, int OPERANDS, typename A, typename B>
+__device__ __forceinline__ void camox_tile_multiply(camox_tile_sums &sums, camox_tile_ring<RING, OPERANDS> &ring, const A &a,
+                                                    int64_t a_first, const B &b, int64_t b_first, camox_tile_range range,
+                                                    bool same = OPERANDS == 1) {
+  __syncthreads(); /* what the ring held is no longer read */
+  if (camox_on_tensor_cores<P> && a.usual() && b.usual()) {
+    camox_tile_steps<P, A_ACROSS, B_ACROSS, true>(sums, ring, a, a_first, b, b_first, range, same);
+  } else {
+    camox_tile_steps<P, A_ACROSS, B_ACROSS, false>(sums, ring, a, a_first, b, b_first, range, same);
+  }
+}
+
 /* What products make, in place of the ring once they are multiplied: [CAMOX_TILE][CAMOX_TILE] floats, whose columns are
    permuted so that pairs as the sums lie, and a column of neighbouring rows, are in different banks. */
 #define CAMOX_TILE_STAGE (CAMOX_TILE * CAMOX_TILE)
@@ -378,13 +402,22 @@ __device__ __forceinline__ int camox_tile_stage_at(int row, int column) {
   __shared__ camox_tile_ring<buffers> ring;     \
   float *const stage = reinterpret_cast<float *>(&ring)
 
-__device__ __forceinline__ void camox_tile_stage(float *stage, const camox_tile_sums &sums) {
-  __syncthreads();
+/* Where the i-th sum of this thread, i even, and the next are in the stage. */
+__device__ __forceinline__ int camox_tile_stage_of(int i) {
+  return camox_tile_stage_at(camox_tile_row(i / 16, i % 4), camox_tile_column(i / 4 % 4, 0));
+}
+
+__device__ __forceinline__ void camox_tile_to_stage(float *stage, const camox_tile_sums &sums) {
 #pragma unroll
   for (int i = 0; i < 32; i += 2) {
     const float pair[2] = {sums[i / 16][i / 4 % 4][i % 4], sums[i / 16][i / 4 % 4][i % 4 + 1]};
-    camox_store_shared(stage + camox_tile_stage_at(camox_tile_row(i / 16, i % 4), camox_tile_column(i / 4 % 4, 0)), pair);
+    camox_store_shared(stage + camox_tile_stage_of(i), pair);
   }
+}
+
+__device__ __forceinline__ void camox_tile_stage(float *stage, const camox_tile_sums &sums) {
+  __syncthreads();
+  camox_tile_to_stage(stage, sums);
   __syncthreads();
 }
 
@@ -402,12 +435,12 @@ __device__ __forceinline__ void camox_tile_from_stage(float (&to)[V], const floa
 
 /* The first `rows` and `columns` of the stage to `to`. wide: to and its rows are aligned to 16 bytes, and elements neighbours.
  */
-template <typename E>
+template <int THREADS = CAMOX_TILE_THREADS, typename E>
 __device__ __forceinline__ void camox_tile_put(const float *stage, E *to, int64_t row_stride, int64_t column_stride, int rows,
                                                int columns, bool wide) {
   constexpr int V = camox_tile_lanes<E>, across = CAMOX_TILE / V;
 #pragma unroll 2
-  for (int item = static_cast<int>(threadIdx.x); item < CAMOX_TILE * across; item += CAMOX_TILE_THREADS) {
+  for (int item = static_cast<int>(threadIdx.x); item < CAMOX_TILE * across; item += THREADS) {
     const int row = item / across, column = item % across * V;
     if (row >= rows || column >= columns) continue;
     float values[V];

@@ -199,5 +199,7 @@ def with_barriers(**how):
     for dtype, (causal, softmax) in itertools.product((torch.bfloat16, torch.float32), ((1, 0), (0, 1), (1, 1))):
         inputs = bdh_inputs((1, 2, 70, 70), 66, dtype)
         yield bdh_kernels(*inputs, causal=causal, softmax=softmax, save="logsumexp" if softmax else "nothing", how=how)
+    inputs = bdh_inputs((1, 2, 40, 400), 24, torch.float32)  # one tile of scores, seven steps in each half
+    yield bdh_kernels(*inputs, causal=1, save="scores", how=how)
     _, q, v, cos, sin = bdh_inputs((1, 2, 1, 518), 40, torch.float32)
     yield step(q[:, :, 0], v[:, :, 0], cos[0], sin[0], None, how=how)

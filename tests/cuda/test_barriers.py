@@ -28,6 +28,12 @@ def results_with_barriers(op):
         *((op, *at) for op in WITH_BARRIERS for at in emulator.barriers(*sorted((emulator.CSRC / op).glob("*.cu*")))),
         # camox_block_sum's
         *(("dropout", *at) for at in emulator.barriers(emulator.CSRC / "common" / "cuda_util.cuh")),
+        # those of products of tiles
+        *(
+            (op, *at)
+            for op in ("bdh", "linear_cross_entropy")
+            for at in emulator.barriers(emulator.CSRC / "common" / "tile_product.cuh")
+        ),
         # the last step of gradients of weights and biases
         *(
             (op, *at)

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import bdh_cases
 import bias_gelu_cases
 import dropout_cases
 import emulator
@@ -99,3 +100,13 @@ def test_rope(monkeypatch, recorder):
         rope_cases.backward(x, x, *tables)
         assert recorder.launches == modelled(cuda_model.rope_cases(name))
         recorder.launches.clear()
+
+
+@pytest.mark.parametrize("size", [(2, 3, 64, 200, 70), (1, 2, 130, 100, 40)])
+def test_products(monkeypatch, recorder, size):
+    batch, _, tokens, columns, values = size
+    monkeypatch.setattr(cuda_model, "PRODUCTS", (("", *size),))
+    q, tables = rope_cases.rope_input(size[:4], torch.bfloat16), rope_cases.rope_tables(tokens, columns)
+    v = torch.randn(batch, 1, tokens, values, dtype=torch.bfloat16)
+    bdh_cases.forward(q, v, *tables, form=1 if tokens == 64 else 2)
+    assert recorder.launches == modelled(cuda_model.product_cases("bfloat16"))
