@@ -881,3 +881,26 @@ def test_errors_of_the_operator(changes, message):
     }
     with pytest.raises((ValueError, RuntimeError), match=message):
         torch.ops.camox_ops.linear_attention(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_vmap_of_one_batch_element(causal):
+    """Samples of B = 1 fold into views: a state that all samples share has stride 0, one of a later dimension gaps."""
+    samples = random_image((3, 1, 2, 6, 4), seed=1)
+    k, v = random_image((1, 2, 6, 4), seed=2), random_image((1, 2, 6, 5), seed=3)
+    s, z = random_image((1, 2, 4, 5, 3), seed=4), random_image((1, 2, 4, 1), seed=5)[..., 0].abs()
+
+    def loss(q, s, bounds=None):
+        state = {"initial_state": (s, z), "return_state": True}
+        out, (last_s, last_z) = cx.linear_attention(q, k, v, causal=causal, cu_seqlens=bounds, **state)
+        return out.square().sum() + last_s.square().sum() + last_z.sum()
+
+    for bounds in (None, torch.tensor([0, 6], dtype=torch.int32))[: 1 + causal]:
+        gradient = torch.func.grad(lambda q, s, bounds=bounds: loss(q, s, bounds), (0, 1))
+        for in_dims in ((0, None), (None, 4), (0, 4)):
+            given = (samples if in_dims[0] == 0 else samples[0], s if in_dims[1] == 4 else s[..., 0])
+            found = torch.vmap(gradient, in_dims)(*given)
+            for i in range(3):
+                one = (x if d is None else x.select(d, i) for x, d in zip(given, in_dims, strict=True))
+                for mapped, wanted in zip(found, gradient(*one), strict=True):
+                    torch.testing.assert_close(mapped[i], wanted)

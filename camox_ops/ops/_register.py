@@ -80,14 +80,27 @@ def unfold_batch(info, value: torch.Tensor) -> torch.Tensor:
     return value.unflatten(0, (info.batch_size, value.shape[0] // info.batch_size))
 
 
-def vmap_folded(name: str, count: int):
+def with_dense(op, dense: tuple[int, ...]):
+    """op, whose arguments at the places `dense` are tensors (or None) that it takes contiguous only: what a vmap makes
+    of them, views of one sample among them, need not be."""
+    if not dense:
+        return op
+
+    def call(*args):
+        return op(*(x.contiguous() if i in dense and x is not None else x for i, x in enumerate(args)))
+
+    return call
+
+
+def vmap_folded(name: str, count: int, dense: tuple[int, ...] = ()):
     """The vmap of an operator whose first `count` arguments and whose outputs have a batch as first dimension.
 
-    An output of one dimension is empty and has none.
+    An output of one dimension is empty and has none. dense: as for with_dense.
     """
 
     def vmap(info, in_dims, *args):
-        outputs = getattr(torch.ops.camox_ops, name)(*fold_batch(info, in_dims, args, count))
+        op = with_dense(getattr(torch.ops.camox_ops, name), dense)
+        outputs = op(*fold_batch(info, in_dims, args, count))
         if isinstance(outputs, torch.Tensor):
             return unfold_batch(info, outputs), 0
         batched = [output.dim() > 1 for output in outputs]

@@ -10,8 +10,8 @@ from .._torch_private import attempt_in_place, in_transform
 from . import _check
 from ._check import dtype_names
 from ._codes import FEATURE_MAPS, LAYOUTS, NORMALIZATIONS, code_of
-from ._layout import as_read, dense_strides
-from ._register import one_by_one, register, register_last_derivative, vmap_folded
+from ._layout import as_read, dense_strides, has_internal_overlap, share_memory
+from ._register import one_by_one, register, register_last_derivative, vmap_folded, with_dense
 
 SUM = NORMALIZATIONS["sum"]
 MOST_DIM = 256
@@ -400,14 +400,14 @@ def _fake_causal_backward(grad, grad_s, grad_z, q, k, v, key_mask, initial_s, in
     return _like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), *state
 
 
-def _vmap_causal(name: str, count: int):
+def _vmap_causal(name: str, count: int, dense: tuple[int, ...]):
     """Folded into B, but where several sequences lie in one batch element."""
-    folded = vmap_folded(name, count)
+    folded = vmap_folded(name, count, dense)
 
     def vmap(info, in_dims, *args):
         if args[count] is None:
             return folded(info, in_dims, *args)
-        return one_by_one(getattr(torch.ops.camox_ops, name), info, in_dims, args)
+        return one_by_one(with_dense(getattr(torch.ops.camox_ops, name), dense), info, in_dims, args)
 
     return vmap
 
@@ -417,10 +417,10 @@ def _fake_step(q, k, v, s, z, feature_map, normalize, strict, eps):
 
 
 _linear_attention = register(
-    OP, fake=_fake, setup_context=_save, backward=_backward, vmap=vmap_folded("linear_attention", 6)
+    OP, fake=_fake, setup_context=_save, backward=_backward, vmap=vmap_folded("linear_attention", 6, (4, 5))
 )
 _linear_attention_backward = register_last_derivative(
-    OP, fake=_fake_backward, vmap=vmap_folded("linear_attention_backward", 9)
+    OP, fake=_fake_backward, vmap=vmap_folded("linear_attention_backward", 9, (1, 2, 7, 8))
 )
 _linear_attention_packed = register(
     "linear_attention_packed",
@@ -430,19 +430,21 @@ _linear_attention_packed = register(
     vmap=vmap_folded("linear_attention_packed", 2),
 )
 _linear_attention_packed_backward = register_last_derivative(
-    "linear_attention_packed", fake=_fake_packed_backward, vmap=vmap_folded("linear_attention_packed_backward", 7)
+    "linear_attention_packed",
+    fake=_fake_packed_backward,
+    vmap=vmap_folded("linear_attention_packed_backward", 7, (1, 2, 5, 6)),
 )
 _linear_attention_causal = register(
     "linear_attention_causal",
     fake=_fake_causal,
     setup_context=_save_causal,
     backward=_backward_causal,
-    vmap=_vmap_causal("linear_attention_causal", 6),
+    vmap=_vmap_causal("linear_attention_causal", 6, (4, 5, 6)),
 )
 _linear_attention_causal_backward = register_last_derivative(
     "linear_attention_causal",
     fake=_fake_causal_backward,
-    vmap=_vmap_causal("linear_attention_causal_backward", 9),
+    vmap=_vmap_causal("linear_attention_causal_backward", 9, (1, 2, 7, 8, 9)),
 )
 torch.library.register_fake("camox_ops::linear_attention_step", _fake_step)
 _attempt_step = attempt_in_place("linear_attention_step")
