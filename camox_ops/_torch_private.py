@@ -269,7 +269,8 @@ def _long_call(name: str, overload, transformable: type[Function], saving: tuple
 
 def attempt_in_place(name: str) -> Callable:
     """The `attempt` of differentiable_call for an operator without derivatives that writes to its arguments: its
-    outputs; None where it refused, before it wrote anything, or where one of the tensors may need a gradient."""
+    outputs; None where it refused, before it wrote anything, or where one of the tensors may need a gradient or is
+    negated lazily, of which the dispatcher would write a copy. The caller moves version counters."""
     overload = getattr(torch.ops.camox_ops, name).default
     if not CALLS_ARE_FAST:
         return lambda *args: None
@@ -279,7 +280,9 @@ def attempt_in_place(name: str) -> Callable:
         if is_compiling() or in_transform() or forward_ad._current_level >= 0:
             return None
         for arg in args:
-            if isinstance(arg, Tensor) and (type(arg) not in _PLAIN or not arg.is_cpu or arg.requires_grad):
+            if isinstance(arg, Tensor) and (
+                type(arg) not in _PLAIN or not arg.is_cpu or arg.requires_grad or arg.is_neg()
+            ):
                 return None
         try:
             return overload._op(*args)

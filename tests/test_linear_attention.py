@@ -629,6 +629,55 @@ def test_step_with_a_gradient_leaves_the_state():
     assert all(x.grad is not None for x in rows)
 
 
+def test_step_moves_the_versions_of_its_state():
+    """Else a backward that needs the state as it was would take what the step wrote."""
+    (q, k, v), _, (s, z) = inputs((2, 3, 1, 6, 5), stateful=True)
+    rows = [x[:, :, 0] for x in (q, k, v)]
+    for state in ((s.clone(), z.clone()), (s.transpose(0, 1).clone().transpose(0, 1), z.clone())):
+        for written in state:
+            weight = torch.ones_like(written, requires_grad=True)
+            loss = (weight * written).sum()
+            cx.linear_attention_step(*rows, state)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_step_refuses_a_state_that_shares_memory():
+    """Before S or z is written."""
+    (q, k, v), _, (s, z) = inputs((2, 3, 1, 6, 5), stateful=True)
+    q, k, v = (x[:, :, 0].contiguous() for x in (q, k, v))
+    buffer = torch.arange(400.0)
+    overlapping = buffer.as_strided(s.shape, (90, 30, 2, 1))
+    for state, message in (
+        ((s[:1].expand_as(s), z), "state's S .* must not share memory"),
+        ((s, z[:1].expand_as(z)), "state's z .* must not share memory"),
+        ((overlapping, z), "state's S .* must not share memory"),
+        ((s, s[..., 0]), "state's S and z .* must not share memory"),
+        ((s, s.flatten()[:36].view(z.shape)), "state's S .* must not share memory"),
+        ((s, k), "state's z is written: it must not share memory with k"),
+        ((buffer[:180].view(s.shape), z), "state's S is written: it must not share memory with v"),
+    ):
+        value = buffer[170:200].view(v.shape) if "with v" in message else v
+        before = [x.clone() for x in (*state, buffer)]
+        with pytest.raises(ValueError, match=f"linear_attention_step: {message}"):
+            cx.linear_attention_step(q, k, value, state)
+        assert all(torch.equal(x, y) for x, y in zip((*state, buffer), before, strict=True))
+
+
+@ON_CPU
+@pytest.mark.parametrize("position", range(5))
+def test_step_on_lazily_negated_tensors(position):
+    """One step, not one of the dispatcher's on copies and then another."""
+    (q, k, v), _, (s, z) = inputs((2, 3, 1, 6, 5), stateful=True)
+    plain = [x.clone() for x in (*(x[:, :, 0] for x in (q, k, v)), s, z)]
+    negated = [torch._neg_view(-x) if i == position else x.clone() for i, x in enumerate(plain)]
+    assert negated[position].is_neg()
+    expected, _ = cx.linear_attention_step(*plain[:3], tuple(plain[3:]))
+    found, _ = cx.linear_attention_step(*negated[:3], tuple(negated[3:]))
+    assert torch.equal(found, expected)
+    assert all(torch.equal(x, y) for x, y in zip(negated, plain, strict=True))
+
+
 @ON_CPU
 def test_step_compiles_and_obeys_autocast():
     """Both by way of the checks, which plain calls go around: the same output, and the state is written."""

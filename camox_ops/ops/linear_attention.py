@@ -177,7 +177,8 @@ def linear_attention_step(
         Autocast casts q, k and v to its dtype.
 
     Raises:
-        TypeError, ValueError: as linear_attention."""
+        TypeError, ValueError: as linear_attention; ValueError: a state some of whose elements share memory with others
+            or with q, k or v."""
     if (  # at once: with cold caches the checks below take longer than the operator, which refuses the same tensors
         type(state) is tuple
         and len(state) == 2
@@ -190,6 +191,7 @@ def linear_attention_step(
         codes = FEATURE_MAPS.get(feature_map, -1), NORMALIZATIONS.get(normalize, -1)
         out = _attempt_step(q, k, v, *state, *codes, strict, eps)
         if out is not None:
+            _move_versions(state)
             return out, state
     op = "linear_attention_step"
     options = _codes_of(feature_map, normalize, op)
@@ -207,12 +209,35 @@ def linear_attention_step(
         modes = {"feature_map": feature_map, "normalize": normalize, "strict": strict, "eps": eps}
         out, s, *rest = reference.linear_attention_step(q, k, v, s, z, **modes)
         return out, (s, rest[0] if rest else None)
-    dense = [None if x is None else x.contiguous() for x in (s, z)]
+    _check_written(op, s, z)
+    q, k, v = (x.resolve_neg() for x in (q, k, v))
+    dense = [None if x is None else x.resolve_neg().contiguous() for x in (s, z)]
     out = torch.ops.camox_ops.linear_attention_step(q, k, v, *dense, *options, strict, eps)
     for given, written in zip((s, z), dense, strict=True):
         if given is not None and written is not given:
             given.copy_(written)
+    if not torch.compiler.is_compiling():
+        _move_versions((s, z))
     return out, (s, z)
+
+
+def _check_written(op: str, s: torch.Tensor, z: torch.Tensor | None) -> None:
+    """Everything that torch would refuse of a state, before S is written."""
+    if torch.compiler.is_compiling():  # torch checks the copy that is made there
+        return
+    for name, value in (("S", s), ("z", z)):
+        if value is not None and has_internal_overlap(value):
+            raise ValueError(
+                f"{op}: state's {name} is written: its elements must not share memory, got shape {tuple(value.shape)} "
+                f"and strides {value.stride()}"
+            )
+    if z is not None and share_memory(s, z):
+        raise ValueError(f"{op}: state's S and z are written: they must not share memory")
+
+
+def _move_versions(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    """An operator of the stable ABI moves no version counter: autograd would not see that what it saved was written."""
+    torch.autograd.graph.increment_version([x for x in state if x is not None and not x.is_inference()])
 
 
 def _softmax_features(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None):

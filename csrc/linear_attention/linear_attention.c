@@ -146,6 +146,39 @@ int64_t camox_causal_records(const camox_causal_params *p) {
   return chunks * p->heads * p->key_dim * (p->value_dim + 1);
 }
 
+typedef struct {
+  const char *name;
+  const void *begin;
+  int64_t bytes;
+} memory_range;
+
+static int share_memory(const memory_range *a, const memory_range *b) {
+  const uintptr_t at_a = (uintptr_t)a->begin, at_b = (uintptr_t)b->begin;
+  return a->bytes && b->bytes && at_a < at_b + (uintptr_t)b->bytes && at_b < at_a + (uintptr_t)a->bytes;
+}
+
+/* S and z are written while q, k and v are read. */
+static int check_step_memory(const char *op, const camox_causal_step_params *p) {
+  const int64_t real = p->dtype == CAMOX_F64 ? 8 : 4, size = p->dtype == CAMOX_F32 || p->dtype == CAMOX_F64 ? real : 2;
+  const int64_t heads = p->batch * p->heads;
+  const memory_range state[] = {
+      {"S", p->s, heads * p->key_dim * p->value_dim * real},
+      {"z", p->z, p->z ? heads * p->key_dim * real : 0},
+  };
+  const memory_range read[] = {
+      {"z", state[1].begin, state[1].bytes},
+      {"q", p->q, heads * p->key_dim * size},
+      {"k", p->k, heads * p->key_dim * size},
+      {"v", p->v, heads * p->value_dim * size},
+  };
+  for (int i = 0; i < 2; ++i)
+    for (int j = i; j < 4; ++j)
+      if (share_memory(&state[i], &read[j]))
+        return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: state's %s is written: it must not share memory with %s", op,
+                          state[i].name, read[j].name);
+  return CAMOX_OK;
+}
+
 int camox_causal_step_check(const camox_causal_step_params *p) {
   static const char op[] = "linear_attention_step";
   const int64_t size[2] = {p->batch, p->heads};
@@ -154,7 +187,7 @@ int camox_causal_step_check(const camox_causal_step_params *p) {
   CAMOX_REQUIRE(camox_check_sizes(op, "q", size, 2));
   if (p->batch && p->heads && (!p->s || (p->normalize == CAMOX_NORMALIZE_SUM) != (p->z != NULL)))
     return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: the state needs S, and z with the normalization 'sum' only", op);
-  return CAMOX_OK;
+  return check_step_memory(op, p);
 }
 
 #ifndef CAMOX_CUDA_PART
