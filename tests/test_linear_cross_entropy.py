@@ -153,6 +153,16 @@ def test_all_ignored_is_as_in_pytorch():
             assert all((gradient == 0).all() for gradient in ours[1:])
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(0, 3, 1100), (0, 0, 600), (7, 0, 600)])
+def test_nothing_beside_many_classes(shape, dtype):
+    """A weight that is widened is copied without rows too."""
+    x, weight, target, bias = inputs_of(shape, dtype, biased=True)
+    for matrix in (weight, weight.t().contiguous().t()):
+        numbers = loss_and_gradients(cx.linear_cross_entropy, x, matrix, target, bias, "sum")
+        assert all(torch.isfinite(number).all() for number in numbers)
+
+
 def test_empty_rows_are_as_in_pytorch():
     weight, target = torch.randn(5, 3, device=DEVICE), torch.zeros(0, dtype=torch.int64, device=DEVICE)
     for reduction in REDUCTIONS:
