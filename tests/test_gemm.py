@@ -112,6 +112,9 @@ def test_few_rows(rows):
 def test_grad():
     x, weight = torch.rand(3, 2, 4).double().requires_grad_(), torch.rand(2, 4, 5).double().requires_grad_()
     assert gradcheck(project_heads, (x, weight))
+    (gradient,) = torch.autograd.grad(project_heads(x, weight).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="project_heads: second derivatives are not implemented"):
+        gradient.square().sum().backward()
     assert gradcheck(project, (x, weight[0]))
     assert torch.autograd.gradgradcheck(project, (x, weight[0]))
 

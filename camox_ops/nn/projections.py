@@ -11,6 +11,7 @@ import torch
 
 from .. import _C
 from ..ops import _check
+from ..ops._register import last_derivative
 
 _MULTIPLIED = (torch.float32, torch.bfloat16) if _C.has_avx512_bf16() else (torch.float32,)
 _FEWEST = 32  # rows, columns and summed elements of a product of our own
@@ -103,7 +104,7 @@ class _ProjectHeads(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @last_derivative("project_heads")
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad

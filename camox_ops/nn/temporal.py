@@ -13,6 +13,7 @@ from .._torch_private import in_transform
 from ..ops import _check
 from ..ops._layout import as_read
 from ..ops._random import draw_seed
+from ..ops._register import last_derivative
 from ..ops.bias_gelu import bias_gelu
 from ..ops.dropout import dropout_add_layer_norm
 from ..ops.short_attention import short_attention
@@ -235,7 +236,7 @@ class _FeedForward(torch.autograd.Function):
         ctx.save_for_backward(*tensors, outputs[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @last_derivative("TemporalEncoder")
     def backward(ctx, grad, _):
         x, weight1, bias1, weight2, seed, inner = ctx.saved_tensors
         needs_x, needs_weight1, _, needs_weight2, *_ = ctx.needs_input_grad

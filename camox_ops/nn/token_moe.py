@@ -12,6 +12,7 @@ from torch import nn
 
 from ..ops import _check
 from ..ops._codes import AUX_LOSSES, EXPERT_ACTIVATIONS, SCORES
+from ..ops._register import last_derivative
 from ..ops.moe import (
     MOST_EXPERTS,
     Routing,
@@ -42,7 +43,7 @@ class TokenMoE(nn.Module):
     Saved for backward of the experts: x itself, the product before the activation (rows*top_k, hidden; twice as wide
     for "swiglu"), the parameters, the routing's indices and weights. Copies of rows and activations are computed again;
     the experts' outputs are not needed, as the weights' gradients are taken of the hidden activations. First
-    derivatives; a second one raises RuntimeError.
+    derivatives; a second one raises NotImplementedError.
 
     Args:
         dim: size of a row, D.
@@ -285,7 +286,7 @@ class _Experts(torch.autograd.Function):
         return combine_unchecked(y, routing, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @last_derivative(NAME)
     def backward(ctx, grad):
         x, w_in, w_out, weights, *indices, h = ctx.saved_tensors
         needs_x, needs_in, needs_out, needs_weights = ctx.needs_input_grad[:4]

@@ -8,6 +8,7 @@ it), so both are made from the same two functions, and the callable that is retu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -61,6 +62,48 @@ def register_last_derivative(name: str, *, fake: Callable, vmap: Callable | None
 
     backward = f"{name}_backward"
     return register(backward, fake=fake, setup_context=lambda ctx, inputs, output: None, backward=refuse, vmap=vmap)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gradients as they are, which depend on `inputs` in a way that has no derivative."""
+
+    @staticmethod
+    def forward(name, count, *gradients_and_inputs):
+        return tuple(x.view_as(x) for x in gradients_and_inputs[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{ctx.name}: second derivatives are not implemented")
+
+
+def last_derivative(name: str):
+    """The backward(ctx, *grads) of an autograd.Function whose result has no derivative: a second one raises.
+
+    torch's once_differentiable asks whether the incoming gradient requires one. That of a sum does not, and then what
+    the result owes to the tensors that were saved would be missing from a second derivative, in silence."""
+
+    def decorate(backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def once(ctx, *grads):
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                results = backward(ctx, *grads)
+            results = results if isinstance(results, tuple) else (results,)
+            inputs = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+            there = [x for x in results if x is not None]
+            if not inputs or not there:
+                return results
+            refusing = iter(_NoSecondDerivative.apply(name, len(there), *there, *inputs))
+            return tuple(None if x is None else next(refusing) for x in results)
+
+        return once
+
+    return decorate
 
 
 def fold_batch(info, in_dims, args, count: int):
