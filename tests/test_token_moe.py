@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close_to_reference
+from torch import nn
+from torch.nn.utils import prune
 
 import camox_ops as cx
 from camox_ops import reference
@@ -222,6 +224,67 @@ def test_router_bias_balances():
     assert not layer.expert_load.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_router_bias_stays_float32_in_half_types(dtype):
+    """300 + 1 and 0.5 + 0.001 are no numbers of bfloat16."""
+    layer = layer_of(torch.float32, router_bias=True, aux_loss=None).to(dtype)
+    layer(rows_of(1000, dtype=dtype))
+    layer(rows_of(1, dtype=dtype))
+    assert layer.expert_load.dtype == torch.float32
+    assert layer.expert_load.sum() == 1001 * K
+    with torch.no_grad():
+        layer.router_bias.fill_(0.5)
+    layer.update_router_bias()
+    assert layer.router_bias.dtype == torch.float32
+    assert (layer.router_bias != 0.5).any()
+    assert copy.deepcopy(layer).to("meta").router_bias.is_meta
+
+
+@pytest.mark.parametrize("options", [{}, {"router_bias": True}, {"score": "sigmoid_topk", "router_bias": True}])
+def test_padding_may_hold_nan(options):
+    """In the gradients too, also of the router."""
+    layer, x = layer_of(**options), rows_of(6)
+    valid = torch.tensor([True, False, True, True, False, True])
+    found = []
+    for filler in (0.0, torch.nan, torch.inf):
+        given = x.detach().masked_fill(~valid.unsqueeze(1), filler).requires_grad_()
+        output, aux_loss, _ = layer(given, valid=valid)
+        gradients = torch.autograd.grad(output.square().sum() + aux_loss, [given, *layer.parameters()])
+        assert not gradients[0][~valid].any()
+        found.append((output, aux_loss, *gradients))
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
+def test_router_with_an_adapter_pruning_or_hooks_is_called():
+    layer, x = layer_of(), rows_of(20)
+    assert layer.why_not_fused() == []
+    before = layer(x)[2]["top_k_weights"]
+    layer.router.register_forward_hook(lambda module, inputs, output: 3 * output)
+    assert cx.nn.why_not_fused(layer) == {"": ["router has hooks"]}
+    assert not torch.equal(layer(x)[2]["top_k_weights"], before)
+
+    layer = layer_of()
+    prune.l1_unstructured(layer.router, "weight", 0.5)
+    for _ in range(2):  # the mask is applied before each call
+        (gradient,) = torch.autograd.grad(layer(x)[0].square().sum(), layer.router.weight_orig)
+    assert gradient.any() and not gradient[layer.router.weight_mask == 0].any()
+
+    layer = layer_of(torch.bfloat16)
+    layer.router = nn.Sequential(layer.router, nn.Linear(E, E, dtype=torch.bfloat16))
+    assert "router is a " in layer.why_not_fused()[0]
+    layer(rows_of(5, dtype=torch.bfloat16))[0].sum().backward()
+    assert layer.router[1].weight.grad.any()
+
+
+def test_second_derivatives_are_refused():
+    """Of a sum too, whose gradient requires none: once_differentiable would leave the experts' part out."""
+    layer, x = layer_of(router_bias=True, shared_hidden=8), rows_of(20)
+    (gradient,) = torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="TokenMoE: second derivatives are not implemented"):
+        gradient.square().sum().backward()
+
+
 def test_saves_no_copies_of_rows():
     layer, x = layer_of(torch.float32), rows_of(64, dtype=torch.float32)
     saved = []
@@ -268,6 +331,7 @@ def test_state_dict_names_are_stable():
         ({"router_bias": 1}, TypeError, "router_bias must be a bool"),
         ({"jitter": 1.0}, ValueError, "jitter must be at least 0 and below 1"),
         ({"jitter": None}, TypeError, "jitter must be a number"),
+        ({"aux_loss": ["z"]}, TypeError, "aux_loss must be a str"),
     ],
 )
 def test_errors_of_the_constructor(arguments, error, words):
@@ -280,6 +344,11 @@ def test_errors_of_forward():
     with pytest.raises(ValueError, match=r"TokenMoE: x must have shape \(\.\.\., 24\), got \(3, 23\)"):
         layer(x[:, 1:])
     with pytest.raises(TypeError, match="TokenMoE: x must have the parameters' dtype, float64, got float32"):
+        layer(x.float())
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match="the parameters' dtype, float64, got float3"),
+    ):
         layer(x.float())
     with pytest.raises(ValueError, match=r"TokenMoE: valid must have shape \(3,\), got \(2,\)"):
         layer(x, valid=torch.ones(2, dtype=torch.bool))

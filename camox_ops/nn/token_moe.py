@@ -22,13 +22,14 @@ from ..ops.moe import (
     moe_aux_loss,
     moe_route,
 )
+from ._plain import FusedModule, not_plain
 from .projections import project
 
 NAME = "TokenMoE"
 _cuda_product = getattr(F, "grouped_mm", None)
 
 
-class TokenMoE(nn.Module):
+class TokenMoE(FusedModule):
     """Each row of x (..., dim) goes through top_k of num_experts feed-forward networks, weighted by its router.
 
         logits = x @ router.weight.T                  float32, also under autocast (float64 for float64)
@@ -65,6 +66,10 @@ class TokenMoE(nn.Module):
 
     state_dict: router.weight (E, D), w_in (E, D, H or 2H), w_out (E, H, D); with a shared expert shared_in and
     shared_out, of the same shapes without E; with router_bias the buffer router_bias (E,) float32.
+
+    The router's weight is read; a router with hooks or an adapter, or another module in its place, is called instead,
+    with rows and for logits in the parameters' dtype: see camox_ops.nn.why_not_fused. router_bias stays float32 where
+    the module is moved to another dtype.
 
         >>> layer = camox_ops.nn.TokenMoE(512, 1024, num_experts=16, top_k=2, shared_hidden=512)
         >>> output, aux_loss, info = layer(torch.randn(4, 128, 512))
@@ -145,6 +150,20 @@ class TokenMoE(nn.Module):
             nn.init.zeros_(self.router_bias)
             nn.init.zeros_(self.expert_load)
 
+    def _apply(self, fn, recurse=True):
+        """Counts of rows, and steps of a bias, are more than a half type can add up."""
+        before = {name: self._buffers[name] for name in ("router_bias", "expert_load")}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def why_not_fused(self) -> list[str]:
+        reason = not_plain(self.router, nn.Linear)
+        return [] if reason is None else [f"router {reason}"]
+
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, "
@@ -182,7 +201,8 @@ class TokenMoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise ValueError(f"{NAME}: x must have shape (..., {self.dim}), got {tuple(x.shape)}")
         autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-        if x.dtype != self.w_in.dtype and not autocast:
+        alike = (x.dtype == torch.float64) == (self.w_in.dtype == torch.float64)  # float64 is none that autocast casts
+        if x.dtype != self.w_in.dtype and not (autocast and alike):
             names = _check.dtype_names(self.w_in.dtype), _check.dtype_names(x.dtype)
             raise TypeError(f"{NAME}: x must have the parameters' dtype, {names[0]}, got {names[1]}")
         if valid is not None:
@@ -198,9 +218,14 @@ class TokenMoE(nn.Module):
         real = _check.computed_in(rows)
         with _no_autocast(rows):
             seen = rows.to(real)
+            if valid is not None:  # those of padding may be NaN, which 0 times them leaves in the router's gradient
+                seen = seen.masked_fill(~valid.unsqueeze(1), 0)
             if self.training and self.jitter:
                 seen = seen * torch.empty_like(seen).uniform_(1 - self.jitter, 1 + self.jitter)
-            logits = F.linear(seen, self.router.weight.to(real))
+            if self.why_not_fused():
+                logits = self.router(seen.to(self.w_in.dtype)).to(real)
+            else:
+                logits = F.linear(seen, self.router.weight.to(real))
             factor = self.capacity_factor if capacity else None
             options = {"capacity_factor": factor, "valid": valid}
             if self.router_bias is None:
@@ -250,6 +275,8 @@ def _factors(aux_loss) -> dict[str, float]:
     """{kind: factor} of the argument aux_loss."""
     if aux_loss is None:
         return {}
+    if not isinstance(aux_loss, (str, Mapping)):
+        raise TypeError(f"{NAME}: aux_loss must be a str, a mapping or None, got {aux_loss!r}")
     found = dict(aux_loss) if isinstance(aux_loss, Mapping) else {aux_loss: 1.0}
     for kind, factor in found.items():
         _check.choice(NAME, "aux_loss", kind, AUX_LOSSES)
