@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import keep, run_python
-from patch_models import CHANNELS, LeavesMean, Manual, network
+from patch_models import CHANNELS, LeavesMean, Manual, NoAffine, Permuting, WithoutBias, network
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -673,6 +673,18 @@ def test_torch_func():
         model(x)
     tangents = {name: torch.ones_like(value) for name, value in parameters.items()}
     torch.func.jvp(loss, (parameters,), (tangents,))  # forward-mode: the original forwards
+
+
+@pytest.mark.parametrize("kind", [Manual, Permuting, NoAffine, WithoutBias])
+def test_vmap(kind):
+    """torch.func takes the original's operations: vmap says nothing of memory formats."""
+    model, samples = kind(), torch.randn(2, 2, CHANNELS, 16, 16)
+    expected = torch.vmap(model)(samples), torch.vmap(torch.func.grad(lambda x: model(x).square().sum()))(samples)
+    assert cx.patch(model).patched
+    for _ in range(2):
+        found = torch.vmap(model)(samples), torch.vmap(torch.func.grad(lambda x: model(x).square().sum()))(samples)
+        close(list(found), list(expected))
+        model(samples[0])
 
 
 def test_scripting_tracing_and_fx_see_the_original():

@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .. import _cuda
-from .._torch_private import any_global_hook, forward_levels, missing
+from .._torch_private import any_global_hook, forward_levels, in_transform, missing
 from ..ops._check import DTYPES
 
 # Below so many elements a call of ours costs as much as what it saves.
@@ -18,10 +18,13 @@ _LEVEL_IS_KNOWN = not any(name.endswith("_current_level") for name in missing)
 
 def is_served(x) -> bool:
     """Whether x is a tensor that the ops take, large enough, and nothing is active that they do not support: tracing,
-    export and forward-mode differentiation see the original modules."""
+    export, forward-mode differentiation and the transforms of torch.func see the original modules. (vmap answers no
+    question about memory formats, which outputs are to keep.)"""
     if torch.compiler.is_compiling():
         return isinstance(x, torch.Tensor) and x.dtype in DTYPES and not torch.compiler.is_exporting()
     if torch.jit.is_tracing() or (forward_levels._current_level >= 0 and _may_carry_tangents(x)):
+        return False
+    if isinstance(x, torch.Tensor) and in_transform(x):
         return False
     if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.dtype not in DTYPES:
         return False
