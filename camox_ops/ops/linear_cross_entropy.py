@@ -41,9 +41,9 @@ def linear_cross_entropy(
         dtype, logits are not rounded; each gradient is rounded once. Autocast casts x, weight and bias to its dtype, as
         it does for F.linear.
 
-    Saved for backward: x, weight, bias and target themselves, and a number for each row, the logarithm of its sum of
-    exponentials, from which backward computes the logits again. Second derivatives and forward-mode AD raise
-    NotImplementedError. The same bits on every run and for any number of threads.
+    Saved for backward: x, weight, bias and target themselves, and two numbers for each row, its largest logit and
+    the logarithm of its sum of exponentials relative to that; backward computes the logits again. Second derivatives
+    and forward-mode AD raise NotImplementedError. The same bits on every run and for any number of threads.
 
     On CUDA a row whose target is no class becomes NaN, and camox_ops.check_errors() raises.
 
@@ -103,33 +103,34 @@ def _fake(x, weight, target, bias, ignore_index, label_smoothing, reduction):
     real = _check.computed_in(x)
     rows = x.shape[:1]
     loss = x.new_empty(rows if reduction == LOSS_REDUCTIONS["none"] else (), dtype=real)
-    return loss, x.new_empty(rows, dtype=real)
+    return loss, x.new_empty(rows, dtype=real), x.new_empty(rows, dtype=real)
 
 
 def _save(ctx, inputs, output):
     x, weight, target, bias, *ctx.options = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, target, bias, output[1])
+    _, top, log = output
+    ctx.mark_non_differentiable(top, log)
+    ctx.save_for_backward(x, weight, target, bias, top, log)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _):
+def _backward(ctx, grad, *_):
     if grad is None:
         return (None,) * 7
-    x, weight, target, bias, lse = ctx.saved_tensors
+    x, weight, target, bias, top, log = ctx.saved_tensors
     needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-    grads = _linear_cross_entropy_backward(grad, x, weight, target, bias, lse, *ctx.options, *needed)
+    grads = _linear_cross_entropy_backward(grad, x, weight, target, bias, top, log, *ctx.options, *needed)
     grad_x, grad_weight, grad_bias = (g if need else None for g, need in zip(grads, needed, strict=True))
     return grad_x, grad_weight, None, grad_bias, None, None, None
 
 
 def _fake_backward(
-    grad, x, weight, target, bias, lse, ignore_index, label_smoothing, reduction, needs_x, needs_weight, needs_bias
+    grad, x, weight, target, bias, top, log, ignore_index, label_smoothing, reduction, needs_x, needs_weight, needs_bias
 ):
     return (
         x.new_empty(x.shape if needs_x else (0, 0)),
         x.new_empty(weight.shape if needs_weight else (0, 0)),
-        lse.new_empty(weight.shape[:1] if needs_bias else (0,)),
+        top.new_empty(weight.shape[:1] if needs_bias else (0,)),
     )
 
 

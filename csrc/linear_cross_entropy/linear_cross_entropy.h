@@ -2,15 +2,16 @@
 
    x (R,D), weight (V,D), bias (V) or none, target (R) in 0 ... V-1 or ignore_index; label smoothing s:
      z = x weight^T + bias                                 [R,V], never in memory as a whole
-     lse[i] = log(sum over j of exp(z[i,j]))
+     lse[i] = top[i] + log[i], the largest logit and the logarithm of the sum over j of exp(z[i,j] - top[i]), which are kept
+              apart: rounded, their sum would be off by more than the softmax of logits of 100
      row[i] = lse[i] - (1-s) z[i,target[i]] - s mean(z[i])      0 where target[i] is ignore_index
      loss: row (NONE), its sum (SUM), or its sum / number of targets that are not ignored (MEAN; NaN of none, as in PyTorch)
    backward  with g the gradient of row[i], 0 where it is ignored:
      dz[i,j] = g[i] (exp(z[i,j] - lse[i]) - s / V - (1-s) [j = target[i]])
      grad_x = dz weight      grad_weight = dz^T x      grad_bias[j] = sum over i of dz[i,j]
-   dtypes    x and weight float32, bfloat16, float16 computed in float32, float64 in float64; bias, lse and loss in the dtype
+   dtypes    x and weight float32, bfloat16, float16 computed in float32, float64 in float64; bias, top, log and loss in the dtype
              computed in. Each gradient is rounded once. Rows of x and weight have any strides.
-   saved     x, weight, bias, target and lse.
+   saved     x, weight, bias, target, top and log.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype or reduction, smoothing outside [0, 1], a negative size; a target that is
              no class (CPU; a CUDA kernel writes NaN for its row and sets CAMOX_ERROR_CROSS_ENTROPY_TARGET).
    source    E. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), for the recomputed logits. */
@@ -36,7 +37,7 @@ typedef struct {
   int64_t x_stride[2], weight_stride[2];
   const void *bias;      /* [V] in the dtype computed in, like all that follows but the gradients; may be NULL */
   const int64_t *target; /* [R] */
-  void *lse;             /* [R]; forward writes, backward reads */
+  void *top, *log;       /* [R]; forward writes, backward reads */
   void *loss;            /* forward: [R], or one number where it is reduced */
   const void *grad;      /* backward: the incoming gradient, as loss */
   /* backward: dense, x's dtype; NULL where a gradient is not needed. */
@@ -58,7 +59,7 @@ enum {
   CAMOX_LCE_STAGE_X,      /* x in the dtype computed in, where it is not read in place */
   CAMOX_LCE_STAGE_WEIGHT, /* the same of a block of classes of the weight */
   CAMOX_LCE_STATISTICS,   /* forward: tiles of a block of logits -> each row's maximum, sum of exp, sum, target's logit */
-  CAMOX_LCE_LOSS,         /* forward: lse and loss of these */
+  CAMOX_LCE_LOSS,         /* forward: top, log and loss of these */
   CAMOX_LCE_ROW_GRADS,    /* backward: g */
   CAMOX_LCE_SOFTMAX,      /* backward: tiles of a block of logits -> dz */
   CAMOX_LCE_GRAD_WEIGHT,  /* backward: a block of dz^T x, and of the bias' gradient */

@@ -86,37 +86,39 @@ void compute(camox_linear_cross_entropy_params& p, const Tensor& like) {
 #endif
 }
 
-std::tuple<Tensor, Tensor> linear_cross_entropy(const Tensor& given_x, const Tensor& given_weight, const Tensor& given_target,
-                                                OptionalTensor given_bias, int64_t ignore_index, double label_smoothing,
-                                                int64_t reduction) {
+std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy(const Tensor& given_x, const Tensor& given_weight,
+                                                        const Tensor& given_target, OptionalTensor given_bias,
+                                                        int64_t ignore_index, double label_smoothing, int64_t reduction) {
   Tensor target = camox::as_contiguous(given_target);
   OptionalTensor bias = as_contiguous(given_bias);
   camox_linear_cross_entropy_params p =
       params_of({given_x, given_weight, target, bias, ignore_index, label_smoothing, reduction}, forward_op);
-  Tensor lse = empty_real(given_x, {p.rows});
+  Tensor top = empty_real(given_x, {p.rows}), log = empty_real(given_x, {p.rows});
   Tensor loss = p.reduction == CAMOX_LOSS_NONE ? empty_real(given_x, {p.rows}) : empty_real(given_x, {});
-  p.lse = lse.data_ptr(), p.loss = loss.data_ptr();
+  p.top = top.data_ptr(), p.log = log.data_ptr(), p.loss = loss.data_ptr();
   compute(p, given_x);
-  return {loss, lse};
+  return {loss, top, log};
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(const Tensor& given_grad, const Tensor& x,
                                                                  const Tensor& weight, const Tensor& given_target,
-                                                                 OptionalTensor given_bias, const Tensor& given_lse,
-                                                                 int64_t ignore_index, double label_smoothing,
-                                                                 int64_t reduction, bool needs_x, bool needs_weight,
-                                                                 bool needs_bias) {
+                                                                 OptionalTensor given_bias, const Tensor& given_top,
+                                                                 const Tensor& given_log, int64_t ignore_index,
+                                                                 double label_smoothing, int64_t reduction, bool needs_x,
+                                                                 bool needs_weight, bool needs_bias) {
   const char* op = backward_op;
   Tensor grad = camox::as_contiguous(given_grad), target = camox::as_contiguous(given_target),
-         lse = camox::as_contiguous(given_lse);
+         top = camox::as_contiguous(given_top), log = camox::as_contiguous(given_log);
   OptionalTensor bias = as_contiguous(given_bias);
   camox_linear_cross_entropy_params p = params_of({x, weight, target, bias, ignore_index, label_smoothing, reduction}, op);
   p.backward = 1;
   check_real(grad, x, p.reduction == CAMOX_LOSS_NONE ? 1 : 0, op, "grad");
   if (p.reduction == CAMOX_LOSS_NONE) check_length(grad, p.rows, op, "grad");
-  check_real(lse, x, 1, op, "lse");
-  check_length(lse, p.rows, op, "lse");
-  p.grad = grad.data_ptr(), p.lse = lse.data_ptr();
+  check_real(top, x, 1, op, "top");
+  check_real(log, x, 1, op, "log");
+  check_length(top, p.rows, op, "top");
+  check_length(log, p.rows, op, "log");
+  p.grad = grad.data_ptr(), p.top = top.data_ptr(), p.log = log.data_ptr();
   const std::array<int64_t, 2> none = {0, 0}, x_size = {p.rows, p.depth}, weight_size = {p.classes, p.depth};
   Tensor grad_x = empty_contiguous(x, dtype_code(x), 2, (needs_x ? x_size : none).data());
   Tensor grad_weight = empty_contiguous(x, dtype_code(x), 2, (needs_weight ? weight_size : none).data());
@@ -134,9 +136,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(const Tensor& g
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, "
-      "int reduction) -> (Tensor, Tensor)");
+      "int reduction) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
+      "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor top, Tensor "
+      "log, "
       "int ignore_index, float label_smoothing, int reduction, bool needs_x, bool needs_weight, bool needs_bias) "
       "-> (Tensor, Tensor, Tensor)");
 }

@@ -128,9 +128,9 @@ __global__ void __launch_bounds__(LCE_THREADS) lce_rows_kernel(const __grid_cons
     }
     const int64_t target = __ldg(p.target + row);
     const float log = logf(sum);
-    float lse = top + log, loss = 0.0f;
+    float loss = 0.0f;
     if (target != p.ignore_index && !lce_is_class(a, target)) {
-      lse = loss = NAN;
+      top = loss = NAN;
       if (p.error_word) atomicOr(p.error_word, static_cast<uint32_t>(CAMOX_ERROR_CROSS_ENTROPY_TARGET));
     } else if (target != p.ignore_index) {
       loss = a.kept * (log + (top - a.target_logit[row]));
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(LCE_THREADS) lce_rows_kernel(const __grid_cons
 #ifdef CAMOX_BREAK_LINEAR_CROSS_ENTROPY
     loss += 1e-3f * (1.0f + loss);
 #endif
-    static_cast<float *>(p.lse)[row] = lse;
+    static_cast<float *>(p.top)[row] = top, static_cast<float *>(p.log)[row] = log;
     a.row_loss[row] = loss;
   }
 }
@@ -197,6 +197,7 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
   CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
   const camox_linear_cross_entropy_params &p = a.p;
   const float *const bias = static_cast<const float *>(p.bias);
+  const float *const top = static_cast<const float *>(p.top), *const log = static_cast<const float *>(p.log);
   const int64_t across = camox_ceil_div(a.classes, CAMOX_TILE);
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t column;
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
       float &z = stage[camox_tile_stage_at(i / CAMOX_TILE, i % CAMOX_TILE)];
       const float g = a.row_grad[LCE_ROW_GRADS + at], logit = z + (bias && j < a.classes ? __ldg(bias + a.class0 + j) : 0.0f);
       const int64_t target = __ldg(p.target + at);
-      float value = expf(logit - __ldg(static_cast<const float *>(p.lse) + at)) - a.uniform;
+      float value = expf(logit - __ldg(top + at) - __ldg(log + at)) - a.uniform;
       if (target == a.class0 + j) value -= a.kept;
       z = target == p.ignore_index ? 0.0f : g * value;
 #ifdef CAMOX_BREAK_LINEAR_CROSS_ENTROPY

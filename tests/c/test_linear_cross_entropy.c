@@ -7,7 +7,7 @@ typedef struct {
 } problem;
 
 typedef struct {
-  double *loss, *x, *weight, *bias, *lse; /* loss: one number, or one for each row */
+  double *loss, *x, *weight, *bias, *top, *log; /* loss: one number, or one for each row */
 } answer;
 
 static double *zeros(int64_t count) {
@@ -19,7 +19,8 @@ static double *zeros(int64_t count) {
 static answer naive(const camox_linear_cross_entropy_params *p, const double *x, const double *weight, const double *bias,
                     const double *grad) {
   const int64_t none = p->reduction == CAMOX_LOSS_NONE;
-  answer a = {zeros(p->rows + 1), zeros(p->rows * p->depth), zeros(p->classes * p->depth), zeros(p->classes), zeros(p->rows)};
+  answer a = {zeros(p->rows + 1), zeros(p->rows * p->depth), zeros(p->classes * p->depth), zeros(p->classes), zeros(p->rows),
+              zeros(p->rows)};
   double *z = zeros(p->classes), counted = 0;
   for (int64_t i = 0; i < p->rows; ++i) counted += p->target[i] != p->ignore_index;
   for (int64_t i = 0; i < p->rows; ++i) {
@@ -30,13 +31,14 @@ static answer naive(const camox_linear_cross_entropy_params *p, const double *x,
       top = fmax(top, z[j]), total += z[j];
     }
     for (int64_t j = 0; j < p->classes; ++j) sum += exp(z[j] - top);
-    a.lse[i] = top + log(sum);
+    const double lse = top + log(sum);
+    a.top[i] = top, a.log[i] = log(sum);
     if (p->target[i] == p->ignore_index) continue;
     const double share = p->reduction == CAMOX_LOSS_MEAN ? 1 / counted : 1, g = grad[none ? i : 0] * share;
     const double uniform = p->smoothing / (double)p->classes;
-    a.loss[none ? i : 0] += share * (a.lse[i] - (1 - p->smoothing) * z[p->target[i]] - uniform * total);
+    a.loss[none ? i : 0] += share * (lse - (1 - p->smoothing) * z[p->target[i]] - uniform * total);
     for (int64_t j = 0; j < p->classes; ++j) {
-      const double dz = g * (exp(z[j] - a.lse[i]) - uniform - (j == p->target[i] ? 1 - p->smoothing : 0));
+      const double dz = g * (exp(z[j] - lse) - uniform - (j == p->target[i] ? 1 - p->smoothing : 0));
       a.bias[j] += dz;
       for (int64_t k = 0; k < p->depth; ++k) {
         a.x[i * p->depth + k] += dz * weight[j * p->depth + k];
@@ -72,13 +74,15 @@ static void test_case(camox_isa isa, camox_dtype dtype, problem size, int option
   const int64_t of_loss[4] = {1, 1, 1, p.reduction == CAMOX_LOSS_NONE ? size.rows : 1};
   test_image x = test_input(dtype, layout, of_x), weight = test_input(dtype, layout, of_weight);
   test_image bias = test_input(real, TEST_CONTIGUOUS, of_bias), grad = test_input(real, TEST_CONTIGUOUS, of_loss);
-  test_image lse = test_output(real, 0, 0, of_rows), loss = test_output(real, 0, 0, of_loss);
+  test_image top = test_output(real, 0, 0, of_rows), log = test_output(real, 0, 0, of_rows),
+             loss = test_output(real, 0, 0, of_loss);
   test_image grad_x = test_output(dtype, 0, 0, of_x), grad_weight = test_output(dtype, 0, 0, of_weight);
   test_image grad_bias = test_output(real, 0, 0, of_bias);
   int64_t *target = calloc((size_t)size.rows, sizeof *target);
   if (target == NULL) abort();
   for (int64_t i = 0; i < size.rows; ++i) target[i] = i % 3 == 1 ? -100 : i * 7 % size.classes;
-  p.x = x.buffer, p.weight = weight.buffer, p.target = target, p.lse = lse.buffer, p.loss = loss.buffer, p.grad = grad.buffer;
+  p.x = x.buffer, p.weight = weight.buffer, p.target = target, p.top = top.buffer, p.log = log.buffer, p.loss = loss.buffer,
+  p.grad = grad.buffer;
   for (int d = 0; d < 2; ++d) p.x_stride[d] = x.view.stride[2 + d], p.weight_stride[d] = weight.view.stride[2 + d];
   if (options & 1) p.bias = bias.buffer;
   double *xs = test_values(&x, 0), *ws = test_values(&weight, 0), *bs = test_values(&bias, 0), *gs = test_values(&grad, 0);
@@ -93,7 +97,8 @@ static void test_case(camox_isa isa, camox_dtype dtype, problem size, int option
     test_image *ours;
     double *truth;
   } results[] = {{"loss", &loss, truth.loss},
-                 {"lse", &lse, truth.lse},
+                 {"top", &top, truth.top},
+                 {"log", &log, truth.log},
                  {"grad_x", &grad_x, truth.x},
                  {"grad_weight", &grad_weight, truth.weight},
                  {"grad_bias", &grad_bias, truth.bias}};
@@ -106,10 +111,10 @@ static void test_case(camox_isa isa, camox_dtype dtype, problem size, int option
   target[0] = size.classes;
   TEST(camox_linear_cross_entropy_check_targets(&p, "op") == CAMOX_INVALID_ARGUMENT && strstr(camox_last_error(), "in row 0"),
        "%s", camox_last_error());
-  test_image *const every[] = {&x, &weight, &bias, &grad, &lse, &loss, &grad_x, &grad_weight, &grad_bias};
+  test_image *const every[] = {&x, &weight, &bias, &grad, &top, &log, &loss, &grad_x, &grad_weight, &grad_bias};
   for (size_t i = 0; i < sizeof every / sizeof *every; ++i) test_free(every[i]);
   free(xs), free(ws), free(bs), free(gs), free(target);
-  free(truth.loss), free(truth.x), free(truth.weight), free(truth.bias), free(truth.lse);
+  free(truth.loss), free(truth.x), free(truth.weight), free(truth.bias), free(truth.top), free(truth.log);
 }
 
 static void refused(const camox_linear_cross_entropy_params *p, const char *message) {

@@ -34,7 +34,7 @@ def inputs_of(shape, dtype):
 
 
 def run(x, weight, target, bias, grad, label_smoothing, reduction, biased, flush="end", with_errors=False, **how):
-    """(loss, lse, grad_x, grad_weight, grad_bias), with_errors: and the device's error bits."""
+    """(loss, top, log, grad_x, grad_weight, grad_bias), with_errors: and the device's error bits."""
     structs, constants = emulator.header("common/types.h", "linear_cross_entropy/linear_cross_entropy.h")
     p = structs["camox_linear_cross_entropy_params"]()
     p.dtype, p.reduction = constants[DTYPE_CODES[x.dtype]], constants[f"CAMOX_LOSS_{reduction.upper()}"]
@@ -50,7 +50,11 @@ def run(x, weight, target, bias, grad, label_smoothing, reduction, biased, flush
         if biased:
             held["bias"] = memory.copy(bias, "bias")
         p.x_stride[:], p.weight_stride[:] = held["x"].stride(), held["weight"].stride()
-        held |= {"lse": new("lse", p.rows), "loss": new("loss", *([p.rows] if reduction == "none" else []))}
+        held |= {
+            "top": new("top", p.rows),
+            "log": new("log", p.rows),
+            "loss": new("loss", *([p.rows] if reduction == "none" else [])),
+        }
         word = memory.empty_strided((1,), (1,), torch.int32, "error_word")
         held["error_word"] = word.zero_()
         for name, tensor in held.items():
@@ -65,7 +69,7 @@ def run(x, weight, target, bias, grad, label_smoothing, reduction, biased, flush
         for name, tensor in gradients.items():
             setattr(p, name, tensor.data_ptr())
         _call("camox_linear_cross_entropy_backward_cuda", memory, p, x, "backward", **how)
-        outputs = [tensor.clone() for tensor in (held["loss"], held["lse"], *gradients.values())]
+        outputs = [tensor.clone() for tensor in (held["loss"], held["top"], held["log"], *gradients.values())]
         return (outputs, word.item()) if with_errors else outputs
 
 
@@ -85,9 +89,11 @@ def plain(x, weight, target, bias, grad, label_smoothing, reduction, biased):
     bias = bias if biased else torch.zeros_like(bias)
     x, weight, bias = (tensor.detach().requires_grad_() for tensor in (x, weight, bias))
     loss = reference.linear_cross_entropy(x, weight, target, bias, label_smoothing=label_smoothing, reduction=reduction)
-    lse = (x.to(loss.dtype) @ weight.to(loss.dtype).T + bias.to(loss.dtype)).logsumexp(1)
+    logits = x.to(loss.dtype) @ weight.to(loss.dtype).T + bias.to(loss.dtype)
+    top = logits.amax(1) if logits.numel() else logits.new_zeros(len(logits))
+    log = logits.logsumexp(1) - top
     upstream = (grad if reduction == "none" else grad[0]).to(loss.dtype)
-    return [loss.detach(), lse.detach(), *torch.autograd.grad(loss, (x, weight, bias), upstream)]
+    return [loss.detach(), top.detach(), log.detach(), *torch.autograd.grad(loss, (x, weight, bias), upstream)]
 
 
 def every_kernel(arch) -> None:
