@@ -177,7 +177,7 @@ def _observer(name: str, function):
     """function, recorded."""
 
     def call(*args, **kwargs):
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        tensors = [tensor for value in args for tensor in _tensors_of("", value).values()]
         device = next((tensor.device for tensor in tensors), None)
         if torch.compiler.is_compiling() or device is None or not _computes(tensors):
             return function(*args, **kwargs)
@@ -198,6 +198,15 @@ def _observer(name: str, function):
     return call
 
 
+def _tensors_of(name: str, value) -> dict[str, torch.Tensor]:
+    """The tensors of an argument by name: itself, or each of a list."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    if isinstance(value, (list, tuple)):
+        return {f"{name}[{i}]": item for i, item in enumerate(value) if isinstance(item, torch.Tensor)}
+    return {}
+
+
 def _computes(tensors) -> bool:
     """Whether a kernel runs on them: not on fake tensors, nor those that a transform follows."""
     plain = (torch.Tensor, torch.nn.Parameter)
@@ -215,14 +224,19 @@ def _record(name: str, args, kwargs, output, device: torch.device, seconds: floa
     ran = kernels if on_cpu else [f"camox_{name}_cuda"]
     names = [argument.name for argument in getattr(torch.ops.camox_ops, name).default._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    inputs = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+    inputs, options = {}, {}
+    for key, value in arguments.items():
+        found = _tensors_of(key, value)
+        inputs.update(found)
+        if not found:
+            options[key] = value
     outputs = output if isinstance(output, tuple) else () if output is None else (output,)
     call = Call(
         op=name,
         backward=name.endswith("_backward"),
         inputs=tuple(_facts(key, value) for key, value in inputs.items()),
         outputs=tuple(_facts(f"-> {i}", value) for i, value in enumerate(outputs)),
-        options={key: value for key, value in arguments.items() if not isinstance(value, torch.Tensor)},
+        options=options,
         device=str(device),
         kernels=tuple(ran),
         isa=_C.isa() if on_cpu else "cuda",

@@ -291,3 +291,13 @@ def test_a_record_of_cuda():
     assert call.kernels == ("camox_edge_maps_cuda",)
     assert str(calls).splitlines()[1].split() == ["edge_maps", "1", "0.000", "-"]
     assert "    cuda:1" in str(calls).splitlines()
+
+
+def test_lists_of_tensors_are_inputs():
+    grads = [torch.ones(3), torch.ones(4, 5)]
+    with cx.explain() as calls:
+        norms = cx.grad_group_norms(grads, [0, 1], 2)
+        cx.scale_grads_(grads, [0, 1], norms)
+    assert [call.op for call in calls.calls] == ["grad_group_norms", "scale_grads_"]
+    assert [facts.name for facts in calls.calls[1].inputs] == ["grads[0]", "grads[1]", "scales"]
+    assert "kernel" in json.dumps(calls.to_dict())
