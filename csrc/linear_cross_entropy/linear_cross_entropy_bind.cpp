@@ -138,9 +138,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, "
       "int reduction) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor top, Tensor "
-      "log, "
-      "int ignore_index, float label_smoothing, int reduction, bool needs_x, bool needs_weight, bool needs_bias) "
+      "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor top, "
+      "Tensor log, int ignore_index, float label_smoothing, int reduction, bool needs_x, bool needs_weight, bool needs_bias) "
       "-> (Tensor, Tensor, Tensor)");
 }
 #endif

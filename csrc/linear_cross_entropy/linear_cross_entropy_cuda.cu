@@ -3,7 +3,7 @@
 
      forward    lce_statistics   a block goes over a span of 8 tiles of classes for 64 rows: logits of a tile in shared memory,
                                  two threads a row keep maximum, sum of exp and sum; one number each per row and span
-                lce_rows         a thread a row: lse and the row's loss from its spans, in order; finds wrong targets
+                lce_rows         a thread a row: top, log and the row's loss from its spans, in order; finds wrong targets
                 lce_loss         one block: the sum of the rows, or their mean
      backward   lce_row_grads    one block: g of every row
                 for each block of classes, of at most 8 Mi logits of all rows:
