@@ -108,6 +108,13 @@ def basic_blocks(code: Code) -> Blocks:
         if conditional and end in at:
             after.append(at[end])
         following.append(after)
+    # a table of jumps leads to what nothing else leads to, behind it
+    led_to, table = {0}.union(*following), None
+    for k, text in enumerate(texts):
+        if k not in led_to and table is not None:
+            following[table].append(k)
+        if re.match(r"BRX\b", text[-1]):
+            table = k
     return Blocks(texts, following)
 
 
@@ -673,20 +680,22 @@ def row_cases(dtype: str) -> list[Case]:
 
 
 def norm_cases(dtype: str) -> list[Case]:
-    """layer_norm2d with GELU, contiguous: a block has a tile of pixels with all channels, 4 channels a thread."""
+    """layer_norm2d with GELU, contiguous: a block has a tile of pixels with all channels, 4 of which are a thread's, of
+    halves 8 in the forward."""
     element, size = DTYPES[dtype]
-    lanes, rows, pixels = 16 // size, 4, HEIGHT * WIDTH
-    slices = ceil_div(CHANNELS, rows)
+    lanes, pixels = 16 // size, HEIGHT * WIDTH
 
-    def cut() -> tuple[int, int]:
+    def cut(rows: int) -> tuple[int, int]:
         """norm2d_cut: (threads side by side, threads of a block)"""
+        slices = ceil_div(CHANNELS, rows)
         inner = WARP
         while inner > 8 and inner * slices > 192:
             inner //= 2
         whole = WARP // inner
         return inner, ceil_div(slices, whole) * whole * inner
 
-    inner, threads = cut()
+    rows = 8 if size == 2 else 4
+    inner, threads = cut(rows)
     tile = inner * lanes
     tiles = BATCH * ceil_div(pixels, tile)
     bytes_each, of = ELEMENTS * size, f"<{element}, {lanes}, false>"
@@ -703,6 +712,11 @@ def norm_cases(dtype: str) -> list[Case]:
         2 * bytes_each + stats,
         shared=scratch,
     )
+    rows = 4  # of a thread of the backward
+    inner, threads = cut(rows)
+    tile = inner * lanes
+    tiles = BATCH * ceil_div(pixels, tile)
+    scratch = 4 * (tile + threads // inner * tile)
     shares = min(max(BATCH * pixels // 64, 256), PARTIAL_ROWS)  # camox_norm2d_cuda_items
     each = ceil_div(tiles, shares)
     passes = Step(2 * rows, 0, most=r"\bFFMA"), Step(0, rows, most=r"\bFFMA")

@@ -156,6 +156,27 @@ def test_each_limit_by_hand():
     assert "does not fit" in prediction(replace(launch, shared=1 << 20))
 
 
+TABLE_OF_JUMPS = """
+loop:
+    LDG.E.128.CONSTANT R4, [R2.64]
+    BRX R28 -0x20
+    FFMA R4, R4, R4, R4
+    BRA >stored
+    FADD R4, R4, R4
+    FADD R4, R4, R4
+    FADD R4, R4, R4
+stored:
+    STG.E.128 [R8.64], R4
+    @P0 BRA >loop
+    EXIT
+"""
+
+
+def test_a_table_of_jumps_leads_to_what_nothing_else_leads_to():
+    assert hot_loop(listing(TABLE_OF_JUMPS), Step(1, 1)).turn.instructions == 6
+    assert hot_loop(listing(TABLE_OF_JUMPS), Step(1, 1, most=r"\bFADD")).turn.instructions == 7
+
+
 PRODUCT = """
 loop:
     LDGSTS.E.BYPASS.128.ZFILL [R1], [R2.64], P0

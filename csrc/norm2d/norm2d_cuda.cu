@@ -44,16 +44,25 @@ struct norm2d_plan {
   int tile;                    /* pixels of a block, */
   int64_t tiles, tile_count;   /* tiles in an image, in all images */
   int64_t shares, share_tiles; /* blocks of a group, and the tiles of each */
+  int64_t items;               /* blocks of all groups */
   int scratch;                 /* floats of shared memory for the partial sums of one kind: pixel i's t-th of `terms` is at */
   int terms, pixel_step, term_step; /* i * pixel_step + t * term_step */
   int sum_shift;                    /* 1 << sum_shift threads add the partial sums of one pixel */
 };
 
-/* A thread's elements [rows][V] as pixels and channels. */
-template <int V, bool LAST>
+/* A thread's elements [rows][V] as pixels and channels. LAST: of lines. */
+template <int LANES, bool LINES, int ROWS>
 struct norm2d_shape {
-  static constexpr int rows = V == 1 ? 8 : 4, pixels = LAST ? rows : V, channels = LAST ? V : rows;
+  static constexpr int V = LANES, rows = ROWS, pixels = LINES ? ROWS : LANES, channels = LINES ? LANES : ROWS;
+  static constexpr bool LAST = LINES;
 };
+
+/* A thread's rows. Where all channels of a group are in registers, more of halves: with 4 rows a third of the instructions is
+   addresses and sums over threads, which are made once. 8 rows of lines would spill. */
+template <typename T, int V, bool LAST, bool WHOLE>
+static constexpr int norm2d_rows_each = V == 1                    ? 8
+                                        : WHOLE && sizeof(T) == 2 ? LAST ? 6 : 8
+                                                                  : 4;
 
 /* Which of the thread's pixels, or channels, element v of row k belongs to. */
 template <bool LAST>
@@ -74,32 +83,33 @@ struct norm2d_sigmoid {
 
 __device__ __forceinline__ norm2d_sigmoid norm2d_sigmoid_of(camox_activation activation) {
   norm2d_sigmoid s = {1.0f, 0.0f};
-  if (activation == CAMOX_ACT_GELU_TANH) s.linear = 1.5957691216f, s.cubic = 1.5957691216f * 0.044715f;
+  int kind = activation; /* compared here: with its callers' comparisons nvcc would make an indirect branch */
+  camox_compute_late(kind);
+  if (kind == CAMOX_ACT_GELU_TANH) s.linear = 1.5957691216f, s.cubic = 1.5957691216f * 0.044715f;
   return s;
 }
 
 #define NORM2D_LOG2E 1.4426950409f
 
-/* The type whose polynomial is enough for a result that is rounded to T. float16 has digits where bfloat16's are too few for
-   the other's error of 1.1e-5. */
-template <typename T>
-struct norm2d_tail {
-  typedef float type;
-};
-template <>
-struct norm2d_tail<__nv_bfloat16> {
-  typedef __nv_bfloat16 type;
-};
+/* The exact GELU with the polynomial for results of type T. */
+template <typename T, int N>
+__device__ __forceinline__ void norm2d_gelu(float (&u)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float a = fabsf(u[i]);
+    u[i] = fmaf(-a, camox_exp2(camox_log2_tail<T>(a)), fmaxf(u[i], 0.0f)); /* of a NaN the first term stays */
+  }
+}
 
-template <typename T, int V>
+/* IS_RESULT: no residual is added to it. Where one is, the first digits of the activation may cancel, and bfloat16 takes
+   float16's polynomial. */
+template <typename T, bool IS_RESULT, int V>
 __device__ __forceinline__ void norm2d_activate(float (&u)[V], camox_activation activation) {
   if (activation == CAMOX_ACT_GELU) {
-    /* max(u, 0) - |u| Phi(-|u|): nothing cancels */
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const float a = fabsf(u[i]);
-      u[i] = fmaf(-a, camox_exp2(camox_log2_tail<typename norm2d_tail<T>::type>(a)), u[i] < 0.0f ? 0.0f : u[i]);
-    }
+    if constexpr (!camox_is_bfloat16<T>::value)
+      norm2d_gelu<float>(u);
+    else
+      norm2d_gelu<typename camox_select<IS_RESULT, T, __half>::type>(u);
   } else if (activation == CAMOX_ACT_RELU) {
 #pragma unroll
     for (int i = 0; i < V; ++i) u[i] = u[i] < 0.0f ? 0.0f : u[i];
@@ -174,21 +184,24 @@ struct norm2d_part {
   int64_t channel, y, x; /* the channel counts from the group's first */
 };
 
-template <int V, bool LAST>
+__device__ __forceinline__ int norm2d_at_most(int64_t n, int most) { return n < most ? static_cast<int>(n) : most; }
+
+template <typename shape>
 __device__ __forceinline__ norm2d_part norm2d_part_at(const norm2d_plan &plan, const norm2d_tile &tile, const norm2d_thread &me,
                                                       int chunk) {
-  constexpr int rows = norm2d_shape<V, LAST>::rows;
-  const int64_t pixel = tile.first + (LAST ? me.outer : me.inner * V);
-  norm2d_part part = {0, 0, 0, pixel};
-  part.channel = LAST ? (static_cast<int64_t>(chunk) * plan.inner + me.inner) * V
-                      : static_cast<int64_t>(chunk) * rows * plan.outer + me.outer;
-  if (V == 1 && !LAST && plan.p.height > 1) part.y = camox_divide(pixel, plan.p.width, &part.x);
-  if (me.inner == plan.inner || (LAST ? part.channel >= plan.group_channels : pixel >= plan.pixels)) return part;
+  constexpr int V = shape::V;
+  constexpr bool LAST = shape::LAST;
+  const int chunk_channels = LAST ? plan.inner * V : plan.outer * shape::rows;
+  const int64_t channel = static_cast<int64_t>(chunk) * chunk_channels;
+  const int pixels = norm2d_at_most(plan.pixels - tile.first, plan.tile);
+  const int channels = norm2d_at_most(plan.group_channels - channel, chunk_channels);
+  const int inner = me.inner * V;
+  norm2d_part part = {0, channel + (LAST ? inner : me.outer), 0, tile.first + (LAST ? me.outer : inner)};
+  if (V == 1 && !LAST && plan.p.height > 1) part.y = camox_divide(part.x, plan.p.width, &part.x);
+  const int outer_end = inner < (LAST ? channels : pixels) ? LAST ? pixels : channels : 0;
 #pragma unroll
-  for (int k = 0; k < rows; ++k) {
-    const int64_t next = static_cast<int64_t>(k) * plan.outer;
-    if (LAST ? pixel + next < plan.pixels : part.channel + next < plan.group_channels) part.rows |= 1u << k;
-  }
+  for (int k = 0; k < shape::rows; ++k)
+    if (me.outer + k * plan.outer < outer_end) part.rows |= 1u << k;
   return part;
 }
 
@@ -221,35 +234,34 @@ __device__ __forceinline__ void norm2d_load(T (&to)[ROWS][V], norm2d_rows<const 
 
 /* The group's first channel at the thread's pixels: a value that differs from the mean by at most std sqrt(channels - 1), so
    that differences to it keep their digits whatever the mean. */
-template <typename T, int V, bool LAST>
-__device__ __forceinline__ void norm2d_load_origin(T (&to)[norm2d_shape<V, LAST>::pixels], const norm2d_plan &plan,
-                                                   const norm2d_tile &tile, const norm2d_part &part) {
-  constexpr int pixels = norm2d_shape<V, LAST>::pixels;
-  norm2d_rows<const T> from = norm2d_rows_of<const T, LAST>(plan, plan.p.x, tile, part, 0);
+template <typename T, typename shape>
+__device__ __forceinline__ void norm2d_load_origin(T (&to)[shape::pixels], const norm2d_plan &plan, const norm2d_tile &tile,
+                                                   const norm2d_part &part) {
+  norm2d_rows<const T> from = norm2d_rows_of<const T, shape::LAST>(plan, plan.p.x, tile, part, 0);
 #pragma unroll
-  for (int i = 0; i < pixels; ++i) to[i] = camox_from_float<T>(0.0f);
-  if constexpr (LAST) {
+  for (int i = 0; i < shape::pixels; ++i) to[i] = camox_from_float<T>(0.0f);
+  if constexpr (shape::LAST) {
 #pragma unroll
-    for (int k = 0; k < pixels; ++k, from.first += from.step)
+    for (int k = 0; k < shape::pixels; ++k, from.first += from.step)
       if (part.rows >> k & 1) to[k] = __ldg(from.first);
   } else if (part.rows) {
-    camox_load<V>(to, from.first);
+    camox_load(to, from.first);
   }
 }
 
 /* weight or bias of the thread's channels. */
-template <int V, bool LAST>
-__device__ __forceinline__ void norm2d_load_affine(float (&to)[norm2d_shape<V, LAST>::channels], const norm2d_plan &plan,
+template <typename shape>
+__device__ __forceinline__ void norm2d_load_affine(float (&to)[shape::channels], const norm2d_plan &plan,
                                                    const camox_norm2d_affine &affine, const norm2d_tile &tile,
                                                    const norm2d_part &part) {
   const float *p = static_cast<const float *>(affine.data) + tile.group * plan.group_channels + part.channel;
-  if constexpr (LAST) {
+  if constexpr (shape::LAST) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) to[i] = 0.0f;
+    for (int i = 0; i < shape::V; ++i) to[i] = 0.0f;
     if (part.rows) camox_load_floats(to, p);
   } else {
 #pragma unroll
-    for (int k = 0; k < norm2d_shape<V, LAST>::channels; ++k, p += plan.outer) to[k] = part.rows >> k & 1 ? __ldg(p) : 0.0f;
+    for (int k = 0; k < shape::rows; ++k, p += plan.outer) to[k] = part.rows >> k & 1 ? __ldg(p) : 0.0f;
   }
 }
 
@@ -261,11 +273,12 @@ __device__ __forceinline__ int norm2d_totals_size(int count, int tile) { return 
 /* N sums at each of the tile's pixels: partial sums of all threads in, for each pixel and sum one thread calls
    finish(total, which, pixel, sum), and every thread gets the totals of its pixels. `total` is what the last call left there.
  */
-template <int N, int V, bool LAST, typename Finish>
-__device__ __forceinline__ void norm2d_sum_channels(const float (&sums)[N][norm2d_shape<V, LAST>::pixels],
-                                                    const norm2d_plan &plan, const norm2d_thread &me, float *totals,
-                                                    const Finish &finish) {
-  constexpr int pixels = norm2d_shape<V, LAST>::pixels, piece = pixels < 4 ? pixels : 4;
+template <int N, typename shape, typename Finish>
+__device__ __forceinline__ void norm2d_sum_channels(const float (&sums)[N][shape::pixels], const norm2d_plan &plan,
+                                                    const norm2d_thread &me, float *totals, const Finish &finish) {
+  constexpr int V = shape::V;
+  constexpr bool LAST = shape::LAST;
+  constexpr int pixels = shape::pixels, piece = pixels < 4 ? pixels : 4;
   float *const scratch = totals + norm2d_totals_size(N, plan.tile);
 #pragma unroll
   for (int which = 0; which < N; ++which) {
@@ -303,10 +316,12 @@ __device__ __forceinline__ void norm2d_sum_channels(const float (&sums)[N][norm2
 }
 
 /* The totals of the thread's pixels. */
-template <int N, int V, bool LAST>
-__device__ __forceinline__ void norm2d_load_totals(float (&sums)[N][norm2d_shape<V, LAST>::pixels], const norm2d_plan &plan,
+template <int N, typename shape>
+__device__ __forceinline__ void norm2d_load_totals(float (&sums)[N][shape::pixels], const norm2d_plan &plan,
                                                    const norm2d_thread &me, const float *totals) {
-  constexpr int pixels = norm2d_shape<V, LAST>::pixels, piece = pixels < 4 ? pixels : 4;
+  constexpr int V = shape::V;
+  constexpr bool LAST = shape::LAST;
+  constexpr int pixels = shape::pixels, piece = pixels < 4 ? pixels : 4;
 #pragma unroll
   for (int which = 0; which < N; ++which) {
     const float *from = totals + which * plan.tile;
@@ -331,30 +346,24 @@ __device__ __forceinline__ void norm2d_load_totals(float (&sums)[N][norm2d_shape
 template <int V>
 __device__ __forceinline__ void norm2d_sum_planes(float (&sums)[V], const norm2d_plan &plan, const norm2d_thread &me,
                                                   float *shared) {
-  constexpr int piece = V < 4 ? V : 4;
   for (int other = plan.inner; other < CAMOX_WARP; other *= 2)
 #pragma unroll
     for (int i = 0; i < V; ++i) sums[i] += __shfl_xor_sync(CAMOX_FULL_MASK, sums[i], other);
-  const int thread = static_cast<int>(threadIdx.x), warps = static_cast<int>(blockDim.x) / CAMOX_WARP;
+  int thread = static_cast<int>(threadIdx.x), warps = static_cast<int>(blockDim.x) / CAMOX_WARP;
+  camox_compute_late(thread);
+  camox_compute_late(warps);
   float *row = shared + thread / CAMOX_WARP * plan.tile + me.inner * V;
-#pragma unroll
-  for (int i = 0; i < V; i += piece) {
-    float part[piece];
-#pragma unroll
-    for (int j = 0; j < piece; ++j) part[j] = sums[i + j], sums[i + j] = 0.0f;
-    if (thread % CAMOX_WARP < plan.inner) camox_store_shared<piece>(row + i, part);
-  }
+  if (thread % CAMOX_WARP < plan.inner) camox_put_floats(row, sums);
   __syncthreads();
   row = shared + me.inner * V;
+  camox_get_floats(sums, row);
 #pragma unroll 2
-  for (int warp = 0; warp < warps; ++warp, row += plan.tile) {
+  for (int warp = 1; warp < warps; ++warp) {
+    float part[V];
+    row += plan.tile;
+    camox_get_floats(part, row);
 #pragma unroll
-    for (int i = 0; i < V; i += piece) {
-      float part[piece];
-      camox_load_shared<piece>(part, row + i);
-#pragma unroll
-      for (int j = 0; j < piece; ++j) sums[i + j] += part[j];
-    }
+    for (int i = 0; i < V; ++i) sums[i] += part[i];
   }
 }
 
@@ -366,16 +375,16 @@ __device__ __forceinline__ int64_t norm2d_stats_index(const norm2d_plan &plan, c
 /* ---- forward ---- */
 
 /* What total_of makes of a sum at each of the thread's pixels. */
-template <int V, bool LAST, typename TotalOf>
-__device__ __forceinline__ void norm2d_total(float (&sums)[1][norm2d_shape<V, LAST>::pixels], const norm2d_plan &plan,
-                                             const norm2d_thread &me, float *shared, const TotalOf &total_of) {
-  if constexpr (LAST) {
-    norm2d_sum_channels<1, V, LAST>(sums, plan, me, shared, [&](float &total, int, int, float sum) { total = total_of(sum); });
-    norm2d_load_totals<1, V, LAST>(sums, plan, me, shared);
+template <typename shape, typename TotalOf>
+__device__ __forceinline__ void norm2d_total(float (&sums)[1][shape::pixels], const norm2d_plan &plan, const norm2d_thread &me,
+                                             float *shared, const TotalOf &total_of) {
+  if constexpr (shape::LAST) {
+    norm2d_sum_channels<1, shape>(sums, plan, me, shared, [&](float &total, int, int, float sum) { total = total_of(sum); });
+    norm2d_load_totals<1, shape>(sums, plan, me, shared);
   } else {
     norm2d_sum_planes(sums[0], plan, me, shared);
 #pragma unroll
-    for (int i = 0; i < V; ++i) sums[0][i] = total_of(sums[0][i]);
+    for (int i = 0; i < shape::pixels; ++i) sums[0][i] = total_of(sums[0][i]);
   }
 }
 
@@ -389,23 +398,22 @@ struct norm2d_most {
 template <typename T, int V, bool LAST, bool WHOLE>
 __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
     norm2d_kernel(const __grid_constant__ norm2d_plan plan) {
-  typedef norm2d_shape<V, LAST> shape;
+  typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, WHOLE>> shape;
   CAMOX_DYNAMIC_SHARED(float, totals);
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
-  for (int64_t item = blockIdx.x; item < plan.shares * p.groups; item += gridDim.x) {
-    int64_t group;
-    const int64_t index = camox_divide(item, p.groups, &group);
+  for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
+    int64_t index = item, group = 0;
+    if (p.groups > 1) index = camox_divide(item, p.groups, &group);
     const norm2d_tile tile = norm2d_tile_at(plan, index, group);
     camox_compute_late(me.inner);
     camox_compute_late(me.outer);
-    float *const stats = static_cast<float *>(p.stats) + norm2d_stats_index(plan, tile);
-    float *const stats_scale = stats + p.batch * p.groups * plan.pixels;
 
     T origin[shape::pixels];
     float d[shape::rows][V]; /* x less its origin, from pass 1 on less the mean of that */
     float mean[1][shape::pixels], scale[1][shape::pixels];
-    norm2d_load_origin<T, V, LAST>(origin, plan, tile, norm2d_part_at<V, LAST>(plan, tile, me, 0));
+    const norm2d_part first = norm2d_part_at<shape>(plan, tile, me, 0);
+    norm2d_load_origin<T, shape>(origin, plan, tile, first);
 #pragma unroll
     for (int i = 0; i < shape::pixels; ++i) mean[0][i] = scale[0][i] = 0.0f;
     const int chunks = WHOLE ? 1 : plan.chunks;
@@ -413,15 +421,20 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
     for (int pass = 0; pass < 3; ++pass) {
 #pragma unroll 1
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, chunk);
+        const norm2d_part part = WHOLE ? first : norm2d_part_at<shape>(plan, tile, me, chunk);
         const bool is_read = pass == 0 || chunks > 1;
         if (is_read) {
           T x[shape::rows][V];
+          float origin_values[shape::pixels];
           norm2d_load(x, norm2d_rows_of<const T, LAST>(plan, p.x, tile, part, part.channel), part.rows);
+          camox_to_floats(origin_values, origin);
 #pragma unroll
-          for (int k = 0; k < shape::rows; ++k)
+          for (int k = 0; k < shape::rows; ++k) {
+            float values[V];
+            camox_to_floats(values, x[k]);
 #pragma unroll
-            for (int i = 0; i < V; ++i) d[k][i] = camox_to_float(x[k][i]) - camox_to_float(origin[norm2d_pixel<LAST>(k, i)]);
+            for (int i = 0; i < V; ++i) d[k][i] = values[i] - origin_values[norm2d_pixel<LAST>(k, i)];
+          }
         }
         if (pass == 1 || (pass == 2 && is_read)) {
 #pragma unroll
@@ -445,37 +458,49 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
           continue;
         }
         float weight[shape::channels], bias[shape::channels];
-        norm2d_load_affine<V, LAST>(weight, plan, p.weight, tile, part);
-        norm2d_load_affine<V, LAST>(bias, plan, p.bias, tile, part);
-        norm2d_rows<T> y = norm2d_rows_of<T, LAST>(plan, p.y, tile, part, part.channel);
-        norm2d_rows<const T> residual = norm2d_rows_of<const T, LAST>(plan, p.residual, tile, part, part.channel);
+        norm2d_load_affine<shape>(weight, plan, p.weight, tile, part);
+        norm2d_load_affine<shape>(bias, plan, p.bias, tile, part);
+        constexpr int together = WHOLE ? shape::rows : 1; /* rows that are activated together, with one branch to it */
 #pragma unroll
-        for (int k = 0; k < shape::rows; ++k, y.first += y.step, residual.first += residual.step) {
-          if (!(part.rows >> k & 1)) continue;
-          float u[V];
+        for (int first_row = 0; first_row < shape::rows; first_row += together) {
+          float y[together * V];
 #pragma unroll
-          for (int i = 0; i < V; ++i) {
-            const int channel = norm2d_channel<LAST>(k, i);
-            u[i] = fmaf(d[k][i] * scale[0][norm2d_pixel<LAST>(k, i)], weight[channel], bias[channel]);
+          for (int i = 0; i < together * V; ++i) {
+            const int k = first_row + i / V, v = i % V, channel = norm2d_channel<LAST>(k, v);
+            y[i] = fmaf(d[k][v] * scale[0][norm2d_pixel<LAST>(k, v)], weight[channel], bias[channel]);
           }
-          norm2d_activate<T>(u, p.activation);
           if (p.residual.data) {
-            float residual_values[V];
-            camox_load_float<V>(residual_values, residual.first);
+            norm2d_activate<T, false>(y, p.activation);
+            T residual[together][V];
+            norm2d_rows<const T> from = norm2d_rows_of<const T, LAST>(plan, p.residual, tile, part, part.channel);
+            from.first += first_row * from.step;
+            norm2d_load(residual, from, part.rows >> first_row);
 #pragma unroll
-            for (int i = 0; i < V; ++i) u[i] += residual_values[i];
+            for (int i = 0; i < together * V; ++i) y[i] += camox_to_float(residual[i / V][i % V]);
+          } else {
+            norm2d_activate<T, true>(y, p.activation);
           }
 #ifdef CAMOX_BREAK_NORM2D
-          u[0] += 1e-3f;
+          y[0] += 1e-3f;
 #endif
-          camox_store_float(y.first, u);
+          norm2d_rows<T> out = norm2d_rows_of<T, LAST>(plan, p.y, tile, part, part.channel);
+          out.first += first_row * out.step;
+#pragma unroll
+          for (int k = 0; k < together; ++k, out.first += out.step) {
+            float row[V];
+#pragma unroll
+            for (int i = 0; i < V; ++i) row[i] = y[k * V + i];
+            if (part.rows >> (first_row + k) & 1) camox_store_float(out.first, row);
+          }
         }
       }
-      if (pass == 0) norm2d_total<V, LAST>(mean, plan, me, totals, [&](float sum) { return sum * plan.inverse; });
+      if (pass == 0) norm2d_total<shape>(mean, plan, me, totals, [&](float sum) { return sum * plan.inverse; });
       if (pass != 1) continue;
-      norm2d_total<V, LAST>(scale, plan, me, LAST ? totals : totals + plan.scratch,
-                            [&](float sum) { return camox_rsqrt(sum * plan.inverse + plan.eps); });
+      norm2d_total<shape>(scale, plan, me, LAST ? totals : totals + plan.scratch,
+                          [&](float sum) { return camox_rsqrt(sum * plan.inverse + plan.eps); });
       if ((LAST ? me.inner : me.outer) != 0) continue;
+      float *const stats = static_cast<float *>(p.stats) + norm2d_stats_index(plan, tile);
+      float *const stats_scale = stats + p.batch * p.groups * plan.pixels;
 #pragma unroll
       for (int i = 0; i < shape::pixels; ++i) {
         const int pixel = LAST ? i * plan.outer + me.outer : me.inner * V + i;
@@ -497,13 +522,15 @@ struct norm2d_share_place {
 };
 
 /* Sums of weight and bias over all threads of the block that have the same channels. */
-template <int V, bool LAST>
-__device__ __forceinline__ void norm2d_share(const float (&weight)[norm2d_shape<V, LAST>::channels],
-                                             const float (&bias)[norm2d_shape<V, LAST>::channels], const norm2d_plan &plan,
-                                             const norm2d_thread &me, const norm2d_share_place &to, float *scratch) {
+template <typename shape>
+__device__ __forceinline__ void norm2d_share(const float (&weight)[shape::channels], const float (&bias)[shape::channels],
+                                             const norm2d_plan &plan, const norm2d_thread &me, const norm2d_share_place &to,
+                                             float *scratch) {
+  constexpr int V = shape::V;
+  constexpr bool LAST = shape::LAST;
   float *const partial = to.partial;
   const bool add = to.add;
-  constexpr int channels = norm2d_shape<V, LAST>::channels;
+  constexpr int channels = shape::channels;
   const int64_t to_bias = plan.p.channels;
   if constexpr (LAST) {
     const int width = plan.inner * V;
@@ -549,13 +576,13 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[norm2d_shape<
 template <typename T, int V, bool LAST>
 __global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
     norm2d_backward_kernel(const __grid_constant__ norm2d_plan plan) {
-  typedef norm2d_shape<V, LAST> shape;
+  typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, false>> shape;
   CAMOX_DYNAMIC_SHARED(float, totals);
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
   float *const scratch = totals + norm2d_totals_size(2, plan.tile);
   constexpr int piece = V < 4 ? V : 4; /* elements computed together */
-  for (int64_t item = blockIdx.x; item < plan.shares * p.groups; item += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
     int64_t group;
     const int64_t share = camox_divide(item, p.groups, &group);
     const int64_t begin = share * plan.share_tiles, end = min(begin + plan.share_tiles, plan.tile_count);
@@ -566,12 +593,14 @@ __global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
 
     for (int64_t index = begin; index < end; ++index) {
       const norm2d_tile tile = norm2d_tile_at(plan, index, group);
-      T x[shape::rows][V], origin[shape::pixels];
-      float d[shape::rows][V], sums[2][shape::pixels];
+      T x[shape::rows][V];
+      float origin[shape::pixels], d[shape::rows][V], sums[2][shape::pixels];
       float mean[shape::pixels], scale[shape::pixels];
       {
-        const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, 0);
-        norm2d_load_origin<T, V, LAST>(origin, plan, tile, part);
+        const norm2d_part part = norm2d_part_at<shape>(plan, tile, me, 0);
+        T first[shape::pixels];
+        norm2d_load_origin<T, shape>(first, plan, tile, part);
+        camox_to_floats(origin, first);
         const float *stats = static_cast<const float *>(p.stats) + norm2d_stats_index(plan, tile);
         const float *stats_scale = stats + p.batch * p.groups * plan.pixels;
 #pragma unroll
@@ -594,7 +623,7 @@ __global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
         for (int chunk = 0; chunk < plan.chunks; ++chunk) {
           camox_compute_late(me.inner);
           camox_compute_late(me.outer);
-          const norm2d_part part = norm2d_part_at<V, LAST>(plan, tile, me, chunk);
+          const norm2d_part part = norm2d_part_at<shape>(plan, tile, me, chunk);
           if (pass == 0 || plan.chunks > 1) {
             T grad[shape::rows][V];
             if (plan.chunks > 1) {
@@ -604,20 +633,21 @@ __global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
             norm2d_load(x, norm2d_rows_of<const T, LAST>(plan, p.x, tile, part, part.channel), part.rows);
             norm2d_load(grad, norm2d_rows_of<const T, LAST>(plan, p.grad, tile, part, part.channel), part.rows);
             float weight[shape::channels], bias[shape::channels];
-            norm2d_load_affine<V, LAST>(weight, plan, p.weight, tile, part);
-            norm2d_load_affine<V, LAST>(bias, plan, p.bias, tile, part);
+            norm2d_load_affine<shape>(weight, plan, p.weight, tile, part);
+            norm2d_load_affine<shape>(bias, plan, p.bias, tile, part);
 #pragma unroll
             for (int k = 0; k < shape::rows; ++k) {
               /* of rows that do not exist g is 0, and so is all that follows */
 #pragma unroll
               for (int part_of = 0; part_of < V; part_of += piece) {
                 float z[piece], u[piece], g[piece];
+                camox_to_floats(z, x[k] + part_of);
+                camox_to_floats(g, grad[k] + part_of);
 #pragma unroll
                 for (int j = 0; j < piece; ++j) {
                   const int i = part_of + j, pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
-                  z[j] = ((camox_to_float(x[k][i]) - camox_to_float(origin[pixel])) - mean[pixel]) * scale[pixel];
+                  z[j] = ((z[j] - origin[pixel]) - mean[pixel]) * scale[pixel];
                   u[j] = fmaf(z[j], weight[channel], bias[channel]);
-                  g[j] = camox_to_float(grad[k][i]);
                 }
                 norm2d_activation_backward(g, u, p.activation);
 #pragma unroll
@@ -634,20 +664,21 @@ __global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
           }
           if (pass == 0) {
             if (plan.chunks == 1 && index + 1 < end) continue;
-            norm2d_share<V, LAST>(weight_sums, bias_sums, plan, me,
-                                  {part.channel, chunk, partial, plan.chunks > 1 && index > begin}, scratch);
+            norm2d_share<shape>(weight_sums, bias_sums, plan, me,
+                                {part.channel, chunk, partial, plan.chunks > 1 && index > begin}, scratch);
             continue;
           }
-          norm2d_load_totals<2, V, LAST>(sums, plan, me, totals); /* what the second pass added is dropped */
+          norm2d_load_totals<2, shape>(sums, plan, me, totals); /* what the second pass added is dropped */
           norm2d_rows<T> out = norm2d_rows_of<T, LAST>(plan, p.grad_x, tile, part, part.channel);
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k, out.first += out.step) {
             if (!(part.rows >> k & 1)) continue;
-            float grad_x[V];
+            float x_row[V], grad_x[V];
+            camox_to_floats(x_row, x[k]);
 #pragma unroll
             for (int i = 0; i < V; ++i) {
               const int pixel = norm2d_pixel<LAST>(k, i);
-              const float z = ((camox_to_float(x[k][i]) - camox_to_float(origin[pixel])) - mean[pixel]) * scale[pixel];
+              const float z = ((x_row[i] - origin[pixel]) - mean[pixel]) * scale[pixel];
               grad_x[i] = fmaf(-z, sums[1][pixel], d[k][i] - sums[0][pixel]) * scale[pixel];
             }
 #ifdef CAMOX_BREAK_NORM2D
@@ -657,8 +688,8 @@ __global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
           }
         }
         if (pass == 0)
-          norm2d_sum_channels<2, V, LAST>(sums, plan, me, totals,
-                                          [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
+          norm2d_sum_channels<2, shape>(sums, plan, me, totals,
+                                        [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
       }
     }
   }
@@ -735,9 +766,10 @@ static void norm2d_launch_row_sums(const camox_norm2d_params &p, int64_t shares,
 }
 
 /* Threads of a block, `most` at most, and pixels of its tile; -> threads. */
-template <int V, bool LAST>
+template <typename shape>
 static int norm2d_cut(norm2d_plan *plan, int most) {
-  constexpr int rows = norm2d_shape<V, LAST>::rows;
+  constexpr int V = shape::V, rows = shape::rows;
+  constexpr bool LAST = shape::LAST;
   const int64_t images = plan->p.batch * plan->p.groups;
   if (LAST) {
     const int64_t vectors = plan->group_channels / V;
@@ -788,9 +820,13 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   plan.inverse = 1.0f / static_cast<float>(plan.group_channels);
   const int sums = backward ? 2 : 1;
   constexpr bool widest = V * sizeof(T) == 16;
-  int threads = norm2d_cut<V, LAST>(&plan, widest && !backward ? norm2d_most<T, true>::threads : NORM2D_THREADS);
-  const bool whole = widest && !backward && plan.chunks == 1;
-  if (!whole && threads > NORM2D_THREADS) threads = norm2d_cut<V, LAST>(&plan, NORM2D_THREADS);
+  int threads = 0;
+  bool whole = widest && !backward;
+  if (whole) {
+    threads = norm2d_cut<norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, widest>>>(&plan, norm2d_most<T, true>::threads);
+    whole = plan.chunks == 1;
+  }
+  if (!whole) threads = norm2d_cut<norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, false>>>(&plan, NORM2D_THREADS);
   if (!LAST && !backward) plan.scratch = threads / CAMOX_WARP * plan.tile;
   plan.scratch = (plan.scratch + 3) / 4 * 4;
   plan.tiles = camox_ceil_div(plan.pixels, plan.tile);
@@ -802,7 +838,8 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   int floats = (LAST ? sums : 2) * plan.scratch; /* planes in the forward: of the mean, of the variance */
   if (backward && LAST && floats < 2 * V * plan.inner * plan.outer) floats = 2 * V * plan.inner * plan.outer;
   const size_t shared = sizeof(float) * static_cast<size_t>((sums * plan.tile + 3) / 4 * 4 + floats);
-  const unsigned grid = camox_grid(plan.shares * p->groups);
+  plan.items = plan.shares * p->groups;
+  const unsigned grid = camox_grid(plan.items);
   if (whole) {
     CAMOX_LAUNCH((norm2d_kernel<T, V, LAST, widest>), grid, threads, shared, stream, plan);
     return;
