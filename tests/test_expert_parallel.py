@@ -163,6 +163,32 @@ def wrapped(how: str, rank: int, world: int) -> dict[str, float]:
     return errors
 
 
+def merged(how: str, name: str, rank: int, world: int) -> str:
+    """What a forward says in a wrapper that takes all ranks' experts for the same ones."""
+    net = nn.Sequential(cx.nn.expert_parallel(model_of(name).float(), dist.group.WORLD))
+    net = fully_shard(net) if how == "FSDP2" else DistributedDataParallel(net)
+    x = rows_of_rank(name, rank, world)[0].float()
+    with torch.no_grad():
+        net(x)  # not looked at, as only training goes wrong by it
+    return caught(net, x)
+
+
+def upcycled(rank: int, world: int) -> list[str]:
+    """The experts of all ranks are the same, as they were given."""
+    found = []
+    for when in ("before", "after"):
+        layer, same = tokens("swiglu"), tokens("swiglu")
+        with torch.no_grad():
+            for whole in (same.w_in, same.w_out):
+                whole.copy_(whole[:1].expand_as(whole))
+        if when == "before":
+            layer = same
+        layer = cx.nn.expert_parallel(layer, dist.group.WORLD)
+        layer.load_state_dict(same.state_dict() if when == "after" else layer.state_dict())
+        found.append(caught(layer, rows_of_rank("swiglu", rank, world)[0]))
+    return found
+
+
 def worker(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"
@@ -188,6 +214,8 @@ def worker(rank: int, world: int, folder: str) -> None:
     found["errors"], found["bias"] = errors_of(rank), balanced()
     for how in ("DDP", "FSDP2", "grid"):
         found[how] = wrapped(how, rank, world)
+    found["merged"] = [merged(how, name, rank, world) for how in ("DDP", "FSDP2") for name in ("swiglu", "images")]
+    found["upcycled"] = upcycled(rank, world)
     slow = dist.new_group(timeout=datetime.timedelta(seconds=2))
     layer = cx.nn.expert_parallel(cx.nn.TokenMoE(D, 12, E, K), slow)
     if rank == 0:
@@ -297,6 +325,17 @@ def test_errors_on_every_rank(ranks):
     for number, rank in enumerate(ranks[0]):
         for name, expected in MESSAGES.items():
             assert rank["errors"][name].startswith(expected[min(number, 1)]), (number, name, rank["errors"][name])
+
+
+def test_a_wrapper_that_makes_the_experts_of_all_ranks_the_same_is_refused(ranks):
+    for rank in ranks[0]:
+        for message, layer in zip(rank["merged"], ("TokenMoE", "MoELayer") * 2, strict=True):
+            assert message.startswith(f"RuntimeError: {layer} (expert_parallel): ranks 0 and 1 had different experts")
+
+
+def test_the_same_experts_on_all_ranks_are_right_where_they_were_given_so(ranks):
+    for rank in ranks[0]:
+        assert rank["upcycled"] == ["nothing was raised"] * 2
 
 
 def test_a_late_rank_ends_in_a_timeout_that_names_the_layer(ranks):

@@ -27,6 +27,23 @@ def failures(name: str, what: str):
         raise RuntimeError(f"{name}: {what} with the other ranks of its experts failed: {error}") from error
 
 
+UNKNOWN = 0
+# Of a rank, before its counts: failed, rows with gradient, rows; what must be alike; the experts' two fingerprints.
+ALIKE, FACTS = 8, 10
+
+
+def fingerprint(layer: nn.Module) -> int:
+    """A number that tells different experts apart; UNKNOWN where they have no values yet, or are divided once more."""
+    total = UNKNOWN
+    for parameter in (layer.w_in, layer.w_out) if isinstance(layer, TokenMoE) else layer.experts.parameters():
+        if parameter.is_meta or hasattr(parameter, "to_local"):
+            return UNKNOWN
+        bits = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        integer = torch.int64 if len(bits) % 8 == 0 else torch.int16 if len(bits) % 2 == 0 else torch.uint8
+        total += int(bits.view(integer).sum(dtype=torch.int64))
+    return (total + 2**63) % 2**64 - 2**63
+
+
 class _Plan(NamedTuple):
     """What all ranks know of one forward."""
 
@@ -47,6 +64,12 @@ class Exchange:
         self.num_experts = layer.num_experts
         self.first = self.rank * layer.num_experts // self.ranks
         self.last = (self.rank + 1) * layer.num_experts // self.ranks
+        self.given = UNKNOWN  # fingerprint of their values as they were divided or loaded, until they are checked
+        self.checked = False
+
+    def remember(self, layer: nn.Module) -> None:
+        """The experts have been given the values that they have now."""
+        self.given = fingerprint(layer)
 
     # ---- a forward ----
     @torch.compiler.disable
@@ -57,7 +80,7 @@ class Exchange:
             rows, kept = layer.checked(x, valid)
             return _check.autocast(rows)[0], kept, *layer.route(rows, kept, capacity=False)
 
-        (rows, kept, routing, logits), plan = self.agree(route, layer.router.weight.device, layer.capacity_factor)
+        (rows, kept, routing, logits), plan = self.agree(layer, route, layer.router.weight.device)
         routing = self.limited(routing, plan)
         received, landed = self.start(moe_dispatch(rows, routing), plan)
         shared = layer.shared(rows)
@@ -79,7 +102,7 @@ class Exchange:
             return x, None, moe_route(logits, layer.top_k, score=layer.score), logits
 
         device = layer.gate[1].weight.device
-        (rows, _, routing, logits), plan = self.agree(route, device, layer.capacity_factor)
+        (rows, _, routing, logits), plan = self.agree(layer, route, device)
         routing = self.limited(routing, plan)
         received, landed = self.start(moe_dispatch(rows, routing), plan)
         landed()
@@ -93,15 +116,16 @@ class Exchange:
         aux_loss = self.aux_loss({layer.aux_loss: 1.0}, logits, None, plan, layer.top_k)
         return output.to(x.dtype), aux_loss, layer.info(routing, logits)
 
-    def agree(self, route: Callable, device: torch.device, capacity_factor: float | None):
+    def agree(self, layer: nn.Module, route: Callable, device: torch.device):
         """(what route() returns, plan). An error of one rank becomes one of every rank."""
         error = None
-        facts, counts = [1, 0, 0, 0, 0, 0, 0, 0], torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        facts, counts = [1, *[0] * (FACTS - 1)], torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         try:
             routed = route()
             rows, counts = routed[0], routed[2].counts
             shape = [*rows.shape[1:], 0, 0, 0][:3]
             gradient = torch.is_grad_enabled()
+            unchecked = gradient and not self.checked
             facts = [
                 0,
                 gradient and rows.requires_grad,
@@ -109,6 +133,8 @@ class Exchange:
                 gradient,
                 _check.DTYPES.index(rows.dtype),
                 *shape,
+                self.given if unchecked else UNKNOWN,
+                fingerprint(layer) if unchecked else UNKNOWN,
             ]
             top_k = routed[2].top_k
         except Exception as own:  # whatever it is, the others must hear of it before they wait for rows
@@ -120,19 +146,34 @@ class Exchange:
         table = torch.stack(every).cpu()
         if error is not None:
             raise error
-        for rank, (failed, _, _, *alike) in enumerate(table[:, :8].tolist()):
+        for rank, (failed, _, _, *alike) in enumerate(table[:, :ALIKE].tolist()):
             if failed:
                 raise RuntimeError(f"{self.name}: rank {rank} has failed before the exchange; its own error says why")
-            if alike != table[0, 3:8].tolist():
+            if alike != table[0, 3:ALIKE].tolist():
                 raise ValueError(
                     f"{self.name}: ranks must agree on the rows, got {_described(table[0])} on rank 0 and "
                     f"{_described(table[rank])} on rank {rank}"
                 )
-        counts, rows = table[:, 8:], int(table[:, 2].sum())
-        if capacity_factor is not None:
-            capacity = math.ceil(capacity_factor * rows * top_k / self.num_experts)
+        self.refuse_merged(table[:, ALIKE:FACTS].tolist())
+        self.checked = self.checked or gradient
+        counts, rows = table[:, FACTS:], int(table[:, 2].sum())
+        if layer.capacity_factor is not None:
+            capacity = math.ceil(layer.capacity_factor * rows * top_k / self.num_experts)
             counts = counts.cumsum(0).clamp(max=capacity).diff(dim=0, prepend=counts.new_zeros(1, self.num_experts))
         return routed, _Plan(counts, rows, bool(table[:, 1].any()))
+
+    def refuse_merged(self, fingerprints: list[list[int]]) -> None:
+        """A wrapper that takes the experts for copies of one model gives all ranks the same, and would say nothing."""
+        first = {}
+        for rank, (given, now) in enumerate(fingerprints):
+            other = first.setdefault(now, rank)
+            if now != UNKNOWN and UNKNOWN not in (given, fingerprints[other][0]) and given != fingerprints[other][0]:
+                raise RuntimeError(
+                    f"{self.name}: ranks {other} and {rank} had different experts when they were divided or loaded and "
+                    "have the same now: DistributedDataParallel or fully_shard has taken them for one model's. Give "
+                    "their parameters as fully_shard's ignored_params, or DistributedDataParallel what expert_parallel "
+                    "returned"
+                )
 
     def limited(self, routing: Routing, plan: _Plan) -> Routing:
         """routing without the copies that the capacity has dropped: the last ones of an expert."""

@@ -56,7 +56,8 @@ def expert_parallel(module: nn.Module, mesh_or_group) -> nn.Module:
         ValueError, on every rank: a number of experts that the ranks do not divide, ranks that disagree on the layers,
             a mesh of several dimensions, layers that are divided already. In forward: rows of another shape or dtype,
             or torch.no_grad, on some ranks.
-        RuntimeError: in forward, where another rank has failed before the exchange, or torch's own timeout has come."""
+        RuntimeError: in forward, where another rank has failed before the exchange, or torch's own timeout has come;
+            where a wrapper that was not told to leave the experts alone has made those of several ranks the same."""
     from ._exchange import Exchange, failures  # imported here: it brings in the tracer, a second of start
 
     if not isinstance(module, nn.Module):
@@ -92,6 +93,8 @@ def expert_parallel(module: nn.Module, mesh_or_group) -> nn.Module:
     for name, layer in layers.items():
         layer.exchange = exchange = Exchange(layer, group, mesh)
         (_shard_tokens if isinstance(layer, TokenMoE) else _shard_images)(layer, exchange)
+        exchange.remember(layer)
+        layer.register_load_state_dict_post_hook(lambda loaded, _: loaded.exchange.remember(loaded))
         prefix = f"{name}." if name else ""
         own = (
             SHARDED if isinstance(layer, TokenMoE) else [n for n, _ in layer.named_parameters() if n[:8] == "experts."]

@@ -66,6 +66,14 @@ int camox_moe_check_places(const camox_moe_rows_params *p, uint8_t *taken) {
   for (int64_t slot = 0; slot < slots; ++slot) {
     const int64_t position = p->position[slot];
     if (position == -1) continue;
+    if (p->capacity >= 0) {
+      const int64_t expert = p->experts[slot], first = p->offsets[expert], end = p->offsets[expert + 1];
+      if (position >= first + p->capacity && position < end)
+        return camox_fail(CAMOX_INVALID_ARGUMENT,
+                          "moe: padded=True has %lld places for an expert, and routing.offsets counts %lld copies for expert "
+                          "%lld: give moe_routing a capacity_factor",
+                          (long long)p->capacity, (long long)(end - first), (long long)expert);
+    }
     int64_t place = position < 0 ? -1 : camox_moe_place(p, slot);
     if (place < 0 || place >= places || (p->capacity >= 0 && place / p->capacity != p->experts[slot]))
       return camox_fail(CAMOX_INVALID_ARGUMENT, "moe: routing.position must be -1 or a place among %lld, got %lld in slot %lld",
