@@ -736,7 +736,7 @@ def test_errors_of_values():
         with pytest.raises(ValueError, match="moe: " + message):
             cx.moe_combine(cx.moe_dispatch(x, routing, padded=True), routing._replace(**{name: wrong}))
     doubled = cx.moe_routing(torch.ones(3, 2), torch.tensor([[1, 1], [1, 1], [0, 1]]), 2)
-    with pytest.raises(ValueError, match="3 places for an expert, .* counts 5 copies for expert 1"):
+    with pytest.raises(ValueError, match=r"3 places for an expert, .* counts 5 copies for expert 1"):
         cx.moe_dispatch(x[:3], doubled, padded=True)
 
 
