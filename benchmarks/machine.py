@@ -93,10 +93,16 @@ def cpu_model() -> str:
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
-def name_of(cpu: str, cores: int) -> str:
-    """A file-name part such as ``amd-epyc-2c`` or ``intel-xeon-gold-6248-16c``."""
+def name_of(cpu: str, cores: int, capability: str) -> str:
+    """A file-name part such as ``amd-epyc-2c`` or ``intel-xeon-gold-6248-16c``, with the instruction set below AVX-512.
+
+    A virtual machine calls every generation of a processor by one name: ``amd-epyc-avx2-2c`` is not ``amd-epyc-2c``.
+    """
     text = re.sub(r"\((?:r|tm|c)\)|@.*$|\b(?:cpu|processor|\d+-core)\b", " ", cpu.lower())
-    return f"{'-'.join(re.findall(r'[a-z0-9]+', text)[:5]) or 'cpu'}-{cores}c"
+    words = re.findall(r"[a-z0-9]+", text)[:5] or ["cpu"]
+    if capability != "AVX512":
+        words.append(capability.lower())
+    return f"{'-'.join(words)}-{cores}c"
 
 
 def facts() -> dict:
@@ -106,7 +112,8 @@ def facts() -> dict:
         governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
     except OSError:
         governor = "unknown"
-    return {"name": name_of(cpu, cores), "cpu": cpu, "cores": cores, "governor": governor}
+    name = name_of(cpu, cores, torch.backends.cpu.get_cpu_capability())
+    return {"name": name, "cpu": cpu, "cores": cores, "governor": governor}
 
 
 def git_state(root: Path) -> tuple[str, bool]:

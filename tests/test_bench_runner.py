@@ -354,16 +354,17 @@ def test_the_floor_moves_the_bytes_it_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("cpu", "cores", "name"),
+    ("cpu", "cores", "capability", "name"),
     [
-        ("AMD EPYC", 2, "amd-epyc-2c"),
-        ("AMD EPYC 7B13 64-Core Processor", 4, "amd-epyc-7b13-4c"),
-        ("Intel(R) Xeon(R) Gold 6248 CPU @ 2.50GHz", 16, "intel-xeon-gold-6248-16c"),
-        ("", 1, "cpu-1c"),
+        ("AMD EPYC", 2, "AVX512", "amd-epyc-2c"),
+        ("AMD EPYC", 2, "AVX2", "amd-epyc-avx2-2c"),
+        ("AMD EPYC 7B13 64-Core Processor", 4, "AVX2", "amd-epyc-7b13-avx2-4c"),
+        ("Intel(R) Xeon(R) Gold 6248 CPU @ 2.50GHz", 16, "AVX512", "intel-xeon-gold-6248-16c"),
+        ("", 1, "DEFAULT", "cpu-default-1c"),
     ],
 )
-def test_machine_names(cpu, cores, name):
-    assert machine.name_of(cpu, cores) == name
+def test_machine_names(cpu, cores, capability, name):
+    assert machine.name_of(cpu, cores, capability) == name
 
 
 def test_a_child_keeps_freed_memory(tmp_path):
