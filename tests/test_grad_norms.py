@@ -160,6 +160,13 @@ def test_squares_that_float32_cannot_hold(size):
     torch.testing.assert_close(ours.double(), truth, rtol=1e-6, atol=0)
 
 
+def test_one_square_in_hundreds_that_float32_cannot_hold():
+    grad = gradients(sizes=(9000,))[0]
+    grad[::700] = 1e25
+    ours = cx.grad_group_norms([grad], [0], 1).double()
+    torch.testing.assert_close(ours, grad.double().norm().view(1), rtol=1e-6, atol=0)
+
+
 @every_reduce
 def test_nan_and_inf_are_those_of_their_group(reduce):
     grads = gradients(sizes=(40, 9000, 70000, 33))

@@ -41,8 +41,8 @@ def grad_group_norms(
         (num_groups,) in float32, float64 where a gradient is float64, on the device of the gradients, without a
         gradient of its own. Of gradients that are all None: zeros on the CPU.
 
-    Squares are added in float64 on the CPU, in blocks on a GPU: norms are right to the last digits of float32 for any
-    number of elements. Squares do not overflow or vanish, where torch.linalg.vector_norm gives inf from 1.8e19 on in
+    Squares are added in blocks, of eight on the CPU, and blocks in float64: norms are right to the last digits of
+    float32 for any number of elements. Squares do not overflow or vanish, where torch.linalg.vector_norm gives inf from 1.8e19 on in
     float32. A NaN or inf makes the norm of its group NaN or inf, and no other. The same bits on every run and for any
     number of threads. The norms of bfloat16 and float16 gradients are those of their values in float32; after
     GradScaler.unscale_ they are those of the unscaled gradients.

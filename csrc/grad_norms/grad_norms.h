@@ -5,8 +5,8 @@
      norms[k] = sum of norm_i over the i with group(i) = k               SUM_OF_NORMS
               = sqrt(sum of norm_i^2 over these i)                       L2, the norm of all their elements
      scale     g_i = g_i * product of scales[group] over all that g_i is listed with, in place
-   dtypes    float32, bfloat16, float16, also mixed: squares are added in float64 on the CPU, on CUDA in float32 over 8192
-   elements and in float64 beyond. float64 on the CPU. Norms are float32, float64 where a gradient is.
+   dtypes    float32, bfloat16, float16, also mixed: squares are added in float32 over 8 elements on the CPU, over 8192 on CUDA,
+   and in float64 beyond. float64 on the CPU. Norms are float32, float64 where a gradient is.
    backward  none.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype or reduction, a group outside [0, groups), a negative size.
    source    the formula. */
