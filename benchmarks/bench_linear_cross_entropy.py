@@ -1,7 +1,7 @@
 """linear_cross_entropy at K-1's head and at a larger vocabulary, against F.linear and F.cross_entropy.
 
-Shapes are (rows, D, classes). The ideal on the CPU is compute: a product of 2 rows D classes FLOP forward, two more
-backward; ours makes the logits again, which is one more that is not counted.
+Shapes are (rows, D, classes). The ideal on the CPU is compute: a product of 2 rows D classes FLOP for the loss, two
+more for the gradients, which ours makes in the forward.
 """
 
 import math

@@ -15,8 +15,10 @@ from torch.autograd import gradcheck
 import camox_ops as cx
 from camox_ops import reference
 
-# (rows, D, classes): around vectors, tiles of 256 x 512 logits and blocks of 4096 rows; sums along D longer than 384.
+# (rows, D, classes): around vectors, tiles of 256 x 512 logits, blocks of 4096 rows and of 2048 classes, more than
+# 32 MiB of logits; sums along D longer than 384.
 SHAPES = [(1, 1, 1), (5, 7, 9), (3, 400, 17), (256, 8, 512), (257, 33, 513), (40, 16, 1100), (4099, 5, 600)]
+SHAPES += [(4000, 3, 2200)]
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -141,6 +143,33 @@ def test_inputs_without_gradient_change_no_bit():
                 assert leaf.grad is None
 
 
+def test_inputs_without_gradient_of_an_operator_that_made_others():
+    """The backward computes all that are needed where the forward did not make each of them."""
+    x, weight, target, bias = inputs_of((9, 5, 21), biased=True)
+    _, *expected = loss_and_gradients(cx.linear_cross_entropy, x, weight, target, bias, "sum")
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    made = (True, False, False) if DEVICE.type == "cpu" else (False,) * 3
+    loss, *_ = torch.ops.camox_ops.linear_cross_entropy(x, weight, target, bias, -100, 0.0, 1, *made)
+    for ours, right in zip(torch.autograd.grad(2 * loss, leaves), expected, strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in FLOATS if dtype != torch.float64])
+def test_grad_made_in_the_forward(dtype):
+    """That of the rows' losses added by hand, which the backward makes; again and again, by any upstream gradient,
+    rounded once after it: float16 keeps what a scaled loss lifts out of its smallest numbers."""
+    x, weight, target, bias = inputs_of((300, 9, 2100), dtype, biased=True)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    loss = cx.linear_cross_entropy(x, weight, target, bias=bias)
+    rows = cx.linear_cross_entropy(x, weight, target, bias=bias, reduction="none").sum() / (target != -100).sum()
+    for upstream in (1.0, 1 / 3, 2.0**14, 0.0):
+        ours, right = (torch.autograd.grad(upstream * y, leaves, retain_graph=True) for y in (loss, rows))
+        assert [g.dtype for g in ours] == [t.dtype for t in leaves]
+        for mine, true in zip(ours, right, strict=True):
+            atol = max(torch.finfo(mine.dtype).eps, 1e-5) * true.abs().max().item()
+            torch.testing.assert_close(mine, true, rtol=torch.finfo(mine.dtype).eps, atol=atol)
+
+
 def test_all_ignored_is_as_in_pytorch():
     x, weight, _, bias = inputs_of((6, 4, 9), biased=True)
     target = torch.full((6,), -100, device=DEVICE)
@@ -196,6 +225,13 @@ def test_large_and_masked_logits():
         loss = function(x * 1e4, weight, target, bias=bias, reduction="none")
         truth = stock(x.double() * 1e4, weight.double(), target, bias.double(), reduction="none").float()
         torch.testing.assert_close(loss, truth, rtol=1e-5, atol=1e-2)
+    bias[512:], bias[:512] = -math.inf, -1000.0  # a tile of classes that take no part, beside logits far below 0
+    ours, truth = (
+        loss_and_gradients(function, *(t.to(dtype) for t in (x, weight)), target, bias.to(dtype), "mean")
+        for function, dtype in ((cx.linear_cross_entropy, torch.float32), (stock, torch.float64))
+    )
+    for mine, right in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
     x[2, 0] = math.nan
     ours, _ = outputs_and_gradients(
         lambda x: cx.linear_cross_entropy(x, weight, target, bias=bias, reduction="none"),
@@ -295,16 +331,20 @@ def test_errors_of_a_target_that_is_no_class():
 def test_errors_from_c():
     op, grad, zeros = torch.ops.camox_ops, torch.ones(()), torch.zeros(4)
     options = (None, -100, 0.0)
+    made = (True, True, False)
     with pytest.raises(ValueError, match="linear_cross_entropy: weight must have 3 columns as x, got 2"):
-        op.linear_cross_entropy(X, W[:, :2], T, *options, 0)
+        op.linear_cross_entropy(X, W[:, :2], T, *options, 0, *made)
     with pytest.raises(ValueError, match="linear_cross_entropy: unknown reduction code 3"):
-        op.linear_cross_entropy(X, W, T, *options, 3)
+        op.linear_cross_entropy(X, W, T, *options, 3, *made)
     with pytest.raises(ValueError, match=r"linear_cross_entropy: label_smoothing must be in \[0, 1\], got 2"):
-        op.linear_cross_entropy(X, W, T, None, -100, 2.0, 0)
+        op.linear_cross_entropy(X, W, T, None, -100, 2.0, 0, *made)
     with pytest.raises(ValueError, match="linear_cross_entropy: target must have dtype int64"):
-        op.linear_cross_entropy(X, W, T.int(), *options, 0)
+        op.linear_cross_entropy(X, W, T.int(), *options, 0, *made)
     with pytest.raises(ValueError, match="linear_cross_entropy: bias must have dtype float32 beside this x"):
-        op.linear_cross_entropy(X, W, T, torch.zeros(5).double(), -100, 0.0, 0)
+        op.linear_cross_entropy(X, W, T, torch.zeros(5).double(), -100, 0.0, 0, *made)
+    for values, reduction in (((X, W), 2), ((X.double(), W.double()), 0)):
+        with pytest.raises(ValueError, match="linear_cross_entropy: the forward makes gradients on the CPU, of a mean"):
+            op.linear_cross_entropy(*values, T, *options, reduction, *made)
     with pytest.raises(ValueError, match=r"linear_cross_entropy_backward: target must be in .* got 9 in row 0"):
         op.linear_cross_entropy_backward(grad, X, W, T + 9, None, zeros, zeros, -100, 0.0, 0, True, True, False)
     with pytest.raises(ValueError, match=r"linear_cross_entropy_backward: top must have shape \(4,\), got 3 elements"):

@@ -6,9 +6,10 @@ import numbers
 
 import torch
 
+from .._torch_private import in_transform, refuse_tangents
 from . import _check
 from ._codes import LOSS_REDUCTIONS, code_of
-from ._register import register, register_last_derivative
+from ._register import last_derivative, register, register_last_derivative
 
 OP = "linear_cross_entropy"
 
@@ -41,9 +42,13 @@ def linear_cross_entropy(
         dtype, logits are not rounded; each gradient is rounded once. Autocast casts x, weight and bias to its dtype, as
         it does for F.linear.
 
+    On the CPU the forward of a mean or sum makes the gradients that are required too, three products instead of four;
+    backward multiplies them by the loss' own gradient. It does not in float64 nor under torch.func.
+
     Saved for backward: x, weight, bias and target themselves, and two numbers for each row, its largest logit and
-    the logarithm of its sum of exponentials relative to that; backward computes the logits again. Second derivatives
-    and forward-mode AD raise NotImplementedError. The same bits on every run and for any number of threads.
+    the logarithm of its sum of exponentials relative to that; where the forward made gradients these too, in float32,
+    as large as x, weight and bias. Elsewhere backward computes the logits again. Second derivatives and forward-mode
+    AD raise NotImplementedError. The same bits on every run and for any number of threads.
 
     On CUDA a row whose target is no class becomes NaN, and camox_ops.check_errors() raises.
 
@@ -90,7 +95,18 @@ def linear_cross_entropy(
         x = x.to(real)
     if bias is not None:
         bias = bias.to(real)
-    return _linear_cross_entropy(x, weight, target, bias, int(ignore_index), float(label_smoothing), code)[0]
+    made = _made_in_forward(x, weight, bias, code)
+    return _linear_cross_entropy(x, weight, target, bias, int(ignore_index), float(label_smoothing), code, *made)[0]
+
+
+def _made_in_forward(x, weight, bias, reduction: int) -> tuple[bool, bool, bool]:
+    """Which gradients, of x, weight and bias, the forward makes beside the loss: those that are required, where the
+    loss is one number, by whose gradient they are multiplied later. Tensors that a transform of torch.func follows do
+    not say whether a gradient is required."""
+    one_number = reduction != LOSS_REDUCTIONS["none"] and x.device.type == "cpu" and x.dtype != torch.float64
+    transformed = not torch.compiler.is_compiling() and in_transform(x, weight)
+    makes = one_number and torch.is_grad_enabled() and not transformed
+    return tuple(makes and value is not None and value.requires_grad for value in (x, weight, bias))
 
 
 def _matrix(name: str, value) -> None:
@@ -99,29 +115,51 @@ def _matrix(name: str, value) -> None:
         raise ValueError(f"{OP}: {name} must have 2 dimensions, got shape {tuple(value.shape)}")
 
 
-def _fake(x, weight, target, bias, ignore_index, label_smoothing, reduction):
+def _fake(x, weight, target, bias, ignore_index, label_smoothing, reduction, make_x, make_weight, make_bias):
     real = _check.computed_in(x)
     rows = x.shape[:1]
-    loss = x.new_empty(rows if reduction == LOSS_REDUCTIONS["none"] else (), dtype=real)
-    return loss, x.new_empty(rows, dtype=real), x.new_empty(rows, dtype=real)
+    shapes = (
+        rows if reduction == LOSS_REDUCTIONS["none"] else (),
+        rows,
+        rows,
+        x.shape if make_x else (0, 0),
+        weight.shape if make_weight else (0, 0),
+        weight.shape[:1] if make_bias else (0,),
+    )
+    return tuple(x.new_empty(shape, dtype=real) for shape in shapes)
 
 
 def _save(ctx, inputs, output):
-    x, weight, target, bias, *ctx.options = inputs
-    _, top, log = output
-    ctx.mark_non_differentiable(top, log)
-    ctx.save_for_backward(x, weight, target, bias, top, log)
+    x, weight, target, bias, *options = inputs
+    ctx.options, ctx.made = options[:3], options[3:]
+    _, top, log, *gradients = output
+    ctx.mark_non_differentiable(top, log, *gradients)
+    made = (gradient for gradient, was_made in zip(gradients, ctx.made, strict=True) if was_made)
+    ctx.save_for_backward(x, weight, target, bias, top, log, *made)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, *_):
     if grad is None:
-        return (None,) * 7
-    x, weight, target, bias, top, log = ctx.saved_tensors
+        return (None,) * 10
     needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-    grads = _linear_cross_entropy_backward(grad, x, weight, target, bias, top, log, *ctx.options, *needed)
-    grad_x, grad_weight, grad_bias = (g if need else None for g, need in zip(grads, needed, strict=True))
-    return grad_x, grad_weight, None, grad_bias, None, None, None
+    if all(made or not need for made, need in zip(ctx.made, needed, strict=True)):
+        grad_x, grad_weight, grad_bias = _multiplied(ctx, grad)
+    else:
+        x, weight, target, bias, top, log, *_ = ctx.saved_tensors
+        grads = _linear_cross_entropy_backward(grad, x, weight, target, bias, top, log, *ctx.options, *needed)
+        grad_x, grad_weight, grad_bias = (g if need else None for g, need in zip(grads, needed, strict=True))
+    return grad_x, grad_weight, None, grad_bias, *(None,) * 6
+
+
+@last_derivative(OP)
+def _multiplied(ctx, grad):
+    """The gradients that the forward has made, times that of its loss: new tensors, as another backward may follow."""
+    refuse_tangents(f"{OP}_backward", (grad,))
+    x, weight, _, _, _, _, *made = ctx.saved_tensors
+    gradients = iter(made)
+    places = zip(ctx.made, (x.dtype, weight.dtype, grad.dtype), strict=True)
+    return tuple((next(gradients) * grad).to(dtype) if was_made else None for was_made, dtype in places)
 
 
 def _fake_backward(

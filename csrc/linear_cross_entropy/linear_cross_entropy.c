@@ -29,35 +29,58 @@ int camox_linear_cross_entropy_check_targets(const camox_linear_cross_entropy_pa
   return CAMOX_OK;
 }
 
-/* The steps of each direction: before the blocks of logits, for each block of classes, for each block of rows in it, after a
-   block of classes, after all. */
-static const int forward_steps[] = {CAMOX_LCE_STAGE_X, CAMOX_LCE_STAGE_WEIGHT, CAMOX_LCE_STATISTICS, CAMOX_LCE_LOSS,
-                                    CAMOX_LCE_DONE};
-static const int backward_steps[] = {CAMOX_LCE_ROW_GRADS,    CAMOX_LCE_STAGE_X,     CAMOX_LCE_STAGE_WEIGHT,
-                                     CAMOX_LCE_SOFTMAX,      CAMOX_LCE_GRAD_WEIGHT, CAMOX_LCE_GRAD_X,
-                                     CAMOX_LCE_STORE_WEIGHT, CAMOX_LCE_STORE_X,     CAMOX_LCE_DONE};
+enum { ROWS = 1, CLASSES };
 
-static int following(const camox_linear_cross_entropy_params *p) {
-  const int *steps = p->backward ? backward_steps : forward_steps;
-  while (*steps != p->step) ++steps;
-  return steps[1];
+/* Steps that are repeated for each block of rows, or of classes. */
+typedef struct {
+  int first, last, over;
+} step_loop;
+
+/* What a call does: its steps in order, and the loops over them, the inner of two that end with the same step first. */
+typedef struct {
+  int steps[10];
+  step_loop loops[3];
+} schedule;
+
+static const schedule forward = {
+    {CAMOX_LCE_STAGE_X, CAMOX_LCE_STAGE_WEIGHT, CAMOX_LCE_STATISTICS, CAMOX_LCE_LOSS, CAMOX_LCE_DONE},
+    {{CAMOX_LCE_STAGE_WEIGHT, CAMOX_LCE_STATISTICS, CLASSES}}};
+static const schedule forward_with_gradients = {
+    {CAMOX_LCE_ROW_GRADS, CAMOX_LCE_STAGE_X, CAMOX_LCE_STAGE_WEIGHT, CAMOX_LCE_STATISTICS, CAMOX_LCE_LOSS,
+     CAMOX_LCE_STAGE_WEIGHT_AGAIN, CAMOX_LCE_SOFTMAX, CAMOX_LCE_GRAD_WEIGHT, CAMOX_LCE_GRAD_X, CAMOX_LCE_DONE},
+    {{CAMOX_LCE_STAGE_WEIGHT, CAMOX_LCE_STATISTICS, CLASSES},
+     {CAMOX_LCE_STAGE_WEIGHT_AGAIN, CAMOX_LCE_GRAD_X, CLASSES},
+     {CAMOX_LCE_STAGE_WEIGHT, CAMOX_LCE_GRAD_X, ROWS}}};
+static const schedule backward = {
+    {CAMOX_LCE_ROW_GRADS, CAMOX_LCE_STAGE_X, CAMOX_LCE_STAGE_WEIGHT, CAMOX_LCE_SOFTMAX, CAMOX_LCE_GRAD_WEIGHT, CAMOX_LCE_GRAD_X,
+     CAMOX_LCE_STORE_WEIGHT, CAMOX_LCE_STORE_X, CAMOX_LCE_DONE},
+    {{CAMOX_LCE_SOFTMAX, CAMOX_LCE_GRAD_X, ROWS}, {CAMOX_LCE_STAGE_WEIGHT, CAMOX_LCE_STORE_WEIGHT, CLASSES}}};
+
+static const schedule *schedule_of(const camox_linear_cross_entropy_params *p) {
+  return p->backward ? &backward : camox_lce_plan_of(p).with_gradients ? &forward_with_gradients : &forward;
 }
 
 void camox_linear_cross_entropy_begin(camox_linear_cross_entropy_params *p) {
-  p->step = p->backward ? CAMOX_LCE_ROW_GRADS : CAMOX_LCE_STAGE_X;
+  p->step = schedule_of(p)->steps[0];
   p->row0 = p->class0 = 0;
 }
 
 void camox_linear_cross_entropy_next(camox_linear_cross_entropy_params *p) {
   const camox_lce_plan plan = camox_lce_plan_of(p);
-  const int last_of_rows = CAMOX_LCE_GRAD_X, last_of_classes = p->backward ? CAMOX_LCE_STORE_WEIGHT : CAMOX_LCE_STATISTICS;
-  if (p->step == last_of_rows && p->row0 + plan.block_rows < p->rows) {
-    p->row0 += plan.block_rows, p->step = CAMOX_LCE_SOFTMAX;
-  } else if (p->step == last_of_classes && p->class0 + plan.block_classes < p->classes) {
-    p->class0 += plan.block_classes, p->row0 = 0, p->step = CAMOX_LCE_STAGE_WEIGHT;
-  } else {
-    p->step = following(p);
+  const schedule *const s = schedule_of(p);
+  for (const step_loop *loop = s->loops; loop < s->loops + 3 && loop->over; ++loop) {
+    if (loop->last != p->step) continue;
+    int64_t *const at = loop->over == ROWS ? &p->row0 : &p->class0;
+    const int64_t block = loop->over == ROWS ? plan.block_rows : plan.block_classes;
+    if (*at + block < (loop->over == ROWS ? p->rows : p->classes)) {
+      *at += block, p->step = loop->first;
+      return;
+    }
+    *at = 0;
   }
+  const int *step = s->steps;
+  while (*step != p->step) ++step;
+  p->step = step[1];
 }
 
 int64_t camox_linear_cross_entropy_items(const camox_linear_cross_entropy_params *p) {
@@ -66,7 +89,8 @@ int64_t camox_linear_cross_entropy_items(const camox_linear_cross_entropy_params
   const int64_t tiles = camox_ceil_div(rows, CAMOX_LCE_TILE_ROWS) * camox_ceil_div(classes, CAMOX_LCE_TILE_CLASSES);
   switch (p->step) {
     case CAMOX_LCE_STAGE_X: return plan.direct ? 0 : plan.row_tiles;
-    case CAMOX_LCE_STAGE_WEIGHT: return plan.direct ? 0 : camox_ceil_div(classes, CAMOX_LCE_TILE_ROWS);
+    case CAMOX_LCE_STAGE_WEIGHT:
+    case CAMOX_LCE_STAGE_WEIGHT_AGAIN: return plan.direct ? 0 : camox_ceil_div(classes, CAMOX_LCE_TILE_ROWS);
     case CAMOX_LCE_STATISTICS:
     case CAMOX_LCE_SOFTMAX: return tiles;
     case CAMOX_LCE_GRAD_WEIGHT:
@@ -84,7 +108,8 @@ int64_t camox_linear_cross_entropy_shared(const camox_linear_cross_entropy_param
 }
 
 int64_t camox_linear_cross_entropy_scratch(const camox_linear_cross_entropy_params *p) {
-  const int64_t tile = CAMOX_LCE_TILE_ROWS * (CAMOX_LCE_TILE_CLASSES + CAMOX_LCE_PAD); /* of the forward */
-  return CAMOX_SGEMM_SCRATCH_BYTES + (p->backward ? 0 : tile * camox_lce_plan_of(p).real);
+  const int64_t tile = CAMOX_LCE_TILE_ROWS * (CAMOX_LCE_TILE_CLASSES + CAMOX_LCE_PAD);
+  const camox_lce_plan plan = camox_lce_plan_of(p);
+  return CAMOX_SGEMM_SCRATCH_BYTES + (p->backward || plan.with_gradients ? 0 : tile * plan.real);
 }
 #endif

@@ -9,9 +9,11 @@
    backward  with g the gradient of row[i], 0 where it is ignored:
      dz[i,j] = g[i] (exp(z[i,j] - lse[i]) - s / V - (1-s) [j = target[i]])
      grad_x = dz weight      grad_weight = dz^T x      grad_bias[j] = sum over i of dz[i,j]
+   forward with gradients  of a loss that is one number (MEAN, SUM), on the CPU, not in float64: these of g = 1 / number of
+             targets that are not ignored, or 1, in float32, which the loss' own gradient is multiplied into later
    dtypes    x and weight float32, bfloat16, float16 computed in float32, float64 in float64; bias, top, log and loss in the dtype
              computed in. Each gradient is rounded once. Rows of x and weight have any strides.
-   saved     x, weight, bias, target, top and log.
+   saved     x, weight, bias, target, top and log; the gradients that a forward has made.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype or reduction, smoothing outside [0, 1], a negative size; a target that is
              no class (CPU; a CUDA kernel writes NaN for its row and sets CAMOX_ERROR_CROSS_ENTROPY_TARGET).
    source    E. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), for the recomputed logits. */
@@ -40,9 +42,9 @@ typedef struct {
   void *top, *log;       /* [R]; forward writes, backward reads */
   void *loss;            /* forward: [R], or one number where it is reduced */
   const void *grad;      /* backward: the incoming gradient, as loss */
-  /* backward: dense, x's dtype; NULL where a gradient is not needed. */
-  void *grad_x, *grad_weight;
-  void *grad_bias; /* the dtype computed in */
+  /* Dense; NULL where a gradient is not needed. backward: in x's dtype, the bias' in the one computed in. forward: all in
+     float32, of a loss whose own gradient is 1. */
+  void *grad_x, *grad_weight, *grad_bias;
 
   /* Set by camox_linear_cross_entropy_begin and _next. */
   int64_t threads;      /* that share the work items; results do not depend on it */
@@ -56,15 +58,16 @@ typedef struct {
 
 /* What a call does, one step after the other, each shared by threads. */
 enum {
-  CAMOX_LCE_STAGE_X,      /* x in the dtype computed in, where it is not read in place */
-  CAMOX_LCE_STAGE_WEIGHT, /* the same of a block of classes of the weight */
-  CAMOX_LCE_STATISTICS,   /* forward: tiles of a block of logits -> each row's maximum, sum of exp, sum, target's logit */
-  CAMOX_LCE_LOSS,         /* forward: top, log and loss of these */
-  CAMOX_LCE_ROW_GRADS,    /* backward: g */
-  CAMOX_LCE_SOFTMAX,      /* backward: tiles of a block of logits -> dz */
-  CAMOX_LCE_GRAD_WEIGHT,  /* backward: a block of dz^T x, and of the bias' gradient */
-  CAMOX_LCE_GRAD_X,       /* backward: dz times a block of the weight */
-  CAMOX_LCE_STORE_WEIGHT, /* backward: the block's gradient rounded, where it is not summed in place */
+  CAMOX_LCE_STAGE_X,            /* x in the dtype computed in, where it is not read in place */
+  CAMOX_LCE_STAGE_WEIGHT,       /* the same of a block of classes of the weight */
+  CAMOX_LCE_STATISTICS,         /* forward: tiles of a block of logits -> each row's maximum, sum of exp, sum, target's logit */
+  CAMOX_LCE_LOSS,               /* forward: top, log and loss of these */
+  CAMOX_LCE_STAGE_WEIGHT_AGAIN, /* forward with gradients */
+  CAMOX_LCE_ROW_GRADS,          /* gradients: g */
+  CAMOX_LCE_SOFTMAX,            /* gradients: tiles of a block of logits -> dz */
+  CAMOX_LCE_GRAD_WEIGHT,        /* gradients: a block of dz^T x, and of the bias' gradient */
+  CAMOX_LCE_GRAD_X,             /* gradients: dz times a block of the weight */
+  CAMOX_LCE_STORE_WEIGHT,       /* backward: the block's gradient rounded, where it is not summed in place */
   CAMOX_LCE_STORE_X,
   CAMOX_LCE_DONE
 };

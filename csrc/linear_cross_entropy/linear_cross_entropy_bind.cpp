@@ -58,6 +58,13 @@ camox_linear_cross_entropy_params params_of(const Arguments& a, const char* op) 
   return p;
 }
 
+// Gradients that a forward makes are multiplied later by the one number that is the gradient of its loss.
+void check_makes_gradients(const camox_linear_cross_entropy_params& p) {
+  if (!CAMOX_ON_CPU || p.dtype == CAMOX_F64 || p.reduction == CAMOX_LOSS_NONE)
+    throw std::invalid_argument(std::string(forward_op) +
+                                ": the forward makes gradients on the CPU, of a mean or sum, and not in float64");
+}
+
 OptionalTensor as_contiguous(const OptionalTensor& x) {
   if (!x.has_value()) return x;
   return camox::as_contiguous(*x);
@@ -86,9 +93,24 @@ void compute(camox_linear_cross_entropy_params& p, const Tensor& like) {
 #endif
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy(const Tensor& given_x, const Tensor& given_weight,
-                                                        const Tensor& given_target, OptionalTensor given_bias,
-                                                        int64_t ignore_index, double label_smoothing, int64_t reduction) {
+// Gradients of x and weight in this dtype, and of the bias in the one computed in, which p points to; those that nobody needs
+// are empty.
+std::tuple<Tensor, Tensor, Tensor> new_gradients(camox_linear_cross_entropy_params& p, const Tensor& x, int32_t dtype,
+                                                 bool needs_x, bool needs_weight, bool needs_bias) {
+  const std::array<int64_t, 2> none = {0, 0}, x_size = {p.rows, p.depth}, weight_size = {p.classes, p.depth};
+  Tensor grad_x = empty_contiguous(x, dtype, 2, (needs_x ? x_size : none).data());
+  Tensor grad_weight = empty_contiguous(x, dtype, 2, (needs_weight ? weight_size : none).data());
+  Tensor grad_bias = empty_real(x, {needs_bias ? p.classes : 0});
+  if (needs_x) p.grad_x = grad_x.data_ptr();
+  if (needs_weight) p.grad_weight = grad_weight.data_ptr();
+  if (needs_bias) p.grad_bias = grad_bias.data_ptr();
+  return {grad_x, grad_weight, grad_bias};
+}
+
+// The loss, two numbers of each row, and the gradients of x, weight and bias that it makes at once where these are asked for.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
+    const Tensor& given_x, const Tensor& given_weight, const Tensor& given_target, OptionalTensor given_bias,
+    int64_t ignore_index, double label_smoothing, int64_t reduction, bool make_x, bool make_weight, bool make_bias) {
   Tensor target = camox::as_contiguous(given_target);
   OptionalTensor bias = as_contiguous(given_bias);
   camox_linear_cross_entropy_params p =
@@ -96,8 +118,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy(const Tensor& given_x, c
   Tensor top = empty_real(given_x, {p.rows}), log = empty_real(given_x, {p.rows});
   Tensor loss = p.reduction == CAMOX_LOSS_NONE ? empty_real(given_x, {p.rows}) : empty_real(given_x, {});
   p.top = top.data_ptr(), p.log = log.data_ptr(), p.loss = loss.data_ptr();
+  if (make_x || make_weight || make_bias) check_makes_gradients(p);
+  auto [grad_x, grad_weight, grad_bias] = new_gradients(p, given_x, aoti_torch_dtype_float32(), make_x, make_weight, make_bias);
   compute(p, given_x);
-  return {loss, top, log};
+  return {loss, top, log, grad_x, grad_weight, grad_bias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(const Tensor& given_grad, const Tensor& x,
@@ -119,15 +143,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(const Tensor& g
   check_length(top, p.rows, op, "top");
   check_length(log, p.rows, op, "log");
   p.grad = grad.data_ptr(), p.top = top.data_ptr(), p.log = log.data_ptr();
-  const std::array<int64_t, 2> none = {0, 0}, x_size = {p.rows, p.depth}, weight_size = {p.classes, p.depth};
-  Tensor grad_x = empty_contiguous(x, dtype_code(x), 2, (needs_x ? x_size : none).data());
-  Tensor grad_weight = empty_contiguous(x, dtype_code(x), 2, (needs_weight ? weight_size : none).data());
-  Tensor grad_bias = empty_real(x, {needs_bias ? p.classes : 0});
-  if (needs_x) p.grad_x = grad_x.data_ptr();
-  if (needs_weight) p.grad_weight = grad_weight.data_ptr();
-  if (needs_bias) p.grad_bias = grad_bias.data_ptr();
+  auto gradients = new_gradients(p, x, dtype_code(x), needs_x, needs_weight, needs_bias);
   compute(p, x);
-  return {grad_x, grad_weight, grad_bias};
+  return gradients;
 }
 
 }  // namespace
@@ -136,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(const Tensor& g
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, "
-      "int reduction) -> (Tensor, Tensor, Tensor)");
+      "int reduction, bool make_x, bool make_weight, bool make_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor top, "
       "Tensor log, int ignore_index, float label_smoothing, int reduction, bool needs_x, bool needs_weight, bool needs_bias) "

@@ -13,18 +13,24 @@ enum {
   CAMOX_LCE_BLOCK_ROWS = 4096, /* a block of logits: at most 8 MiB, which lies in L3 between the steps of a backward */
   CAMOX_LCE_BLOCK_CLASSES = 4096,
   CAMOX_LCE_BLOCK = 2 << 20,
+  /* Of a forward with gradients: the rows whose logits are there at once, all classes of them, at most 32 MiB where that is 128
+     rows and more, so that the weight is packed, and its gradient read and written, for enough rows. */
+  CAMOX_LCE_WHOLE_ROWS = 8 << 20,
+  CAMOX_LCE_FEWEST_WHOLE_ROWS = 128,
+  CAMOX_LCE_WHOLE_ROWS_CLASSES = 2048, /* of a block of them, so that few rows of a block lie on a page each */
   CAMOX_LCE_PAD = 16, /* rows of tiles and blocks are no power of two apart, which would meet in few cache sets */
   CAMOX_LCE_STATS = 3 /* of a row of a tile: maximum, sum of exp, sum */
 };
 
 typedef struct {
+  int with_gradients;                /* of a forward */
   int direct;                        /* x and weight are read, and their gradients summed, in place */
   int64_t block_rows, block_classes; /* of a block of logits */
   int64_t row_tiles, class_tiles;    /* of all logits */
   int64_t pitch, depth_pitch;        /* between rows of a block of logits; of staged matrices */
   int64_t real;                      /* bytes of an element of scratch */
   /* Offsets in shared scratch, in elements, and their end. */
-  int64_t x, weight, grad_x, grad_weight, logits, stats, target_logit, row_grad, end;
+  int64_t x, weight, grad_x, grad_weight, logits, stats, target_logit, row_loss, row_grad, end;
 } camox_lce_plan;
 
 static inline int64_t camox_lce_reserve(int64_t *end, int64_t elements) {
@@ -37,9 +43,15 @@ static inline camox_lce_plan camox_lce_plan_of(const camox_linear_cross_entropy_
   camox_lce_plan plan = {0};
   plan.direct = p->dtype == CAMOX_F32 && (p->depth <= 1 || (p->x_stride[1] == 1 && p->weight_stride[1] == 1));
   plan.real = p->dtype == CAMOX_F64 ? 8 : 4;
-  plan.block_rows = p->backward ? camox_even_part(p->rows, CAMOX_LCE_BLOCK_ROWS, 1) : p->rows;
+  plan.with_gradients = !p->backward && (p->grad_x || p->grad_weight || p->grad_bias);
+  const int64_t whole_rows = CAMOX_LCE_WHOLE_ROWS / camox_max_i64(p->classes, 1);
+  plan.block_rows = p->rows;
+  if (p->backward) plan.block_rows = camox_even_part(p->rows, CAMOX_LCE_BLOCK_ROWS, 1);
+  if (plan.with_gradients)
+    plan.block_rows = camox_even_part(p->rows, camox_max_i64(whole_rows, CAMOX_LCE_FEWEST_WHOLE_ROWS), 1);
   const int64_t classes = camox_min_i64(CAMOX_LCE_BLOCK / camox_max_i64(plan.block_rows, 1), CAMOX_LCE_BLOCK_CLASSES);
   plan.block_classes = camox_max_i64(classes / CAMOX_LCE_TILE_CLASSES, 1) * CAMOX_LCE_TILE_CLASSES;
+  if (plan.with_gradients) plan.block_classes = CAMOX_LCE_WHOLE_ROWS_CLASSES;
   plan.block_classes = camox_min_i64(plan.block_classes, camox_round_up(p->classes, CAMOX_SGEMM_COLUMNS));
   plan.row_tiles = camox_ceil_div(p->rows, CAMOX_LCE_TILE_ROWS);
   plan.class_tiles = camox_ceil_div(p->classes, CAMOX_LCE_TILE_CLASSES);
@@ -53,13 +65,22 @@ static inline camox_lce_plan camox_lce_plan_of(const camox_linear_cross_entropy_
   if (!p->backward) {
     plan.stats = camox_lce_reserve(end, plan.class_tiles * CAMOX_LCE_STATS * p->rows);
     plan.target_logit = camox_lce_reserve(end, p->rows);
-    return plan;
+    plan.row_loss = camox_lce_reserve(end, p->rows);
+    if (!plan.with_gradients) return plan;
+  } else if (!plan.direct) {
+    if (p->grad_x) plan.grad_x = camox_lce_reserve(end, p->rows * plan.depth_pitch);
+    if (p->grad_weight) plan.grad_weight = camox_lce_reserve(end, plan.block_classes * plan.depth_pitch);
   }
-  if (!plan.direct && p->grad_x) plan.grad_x = camox_lce_reserve(end, p->rows * plan.depth_pitch);
-  if (!plan.direct && p->grad_weight) plan.grad_weight = camox_lce_reserve(end, plan.block_classes * plan.depth_pitch);
-  plan.logits = camox_lce_reserve(end, plan.block_rows * plan.pitch);
+  const int64_t blocks = plan.with_gradients ? camox_ceil_div(p->classes, plan.block_classes) : 1;
+  plan.logits = camox_lce_reserve(end, blocks * plan.block_rows * plan.pitch);
   plan.row_grad = camox_lce_reserve(end, p->rows);
   return plan;
+}
+
+/* A block of classes of the logits, all of its rows: where it begins in those that are there at once. */
+static inline int64_t camox_lce_logits_of(const camox_linear_cross_entropy_params *p, const camox_lce_plan *plan) {
+  const int64_t block = plan->with_gradients ? p->class0 / plan->block_classes : 0;
+  return plan->logits + block * plan->block_rows * plan->pitch;
 }
 
 /* Rows of this block of logits, and its classes. */

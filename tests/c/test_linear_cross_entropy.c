@@ -63,6 +63,31 @@ static void run(camox_linear_cross_entropy_params *p, camox_isa isa) {
   free(p->shared), free(p->scratch);
 }
 
+/* Gradients that the forward makes, in float32, of a loss whose own gradient is 1; the loss has the bits of one without them. */
+static void test_forward_with_gradients(camox_isa isa, camox_linear_cross_entropy_params p, const double *x,
+                                        const double *weight, const double *bias) {
+  const double one = 1;
+  const float expected = *(const float *)p.loss;
+  const answer truth = naive(&p, x, weight, bias, &one);
+  const int64_t size[3][4] = {{1, 1, p.rows, p.depth}, {1, 1, p.classes, p.depth}, {1, 1, 1, p.classes}};
+  test_image grad[3];
+  for (int i = 0; i < 3; ++i) grad[i] = test_output(CAMOX_F32, 0, 0, size[i]);
+  p.backward = 0, p.grad = NULL;
+  p.grad_x = grad[0].buffer, p.grad_weight = grad[1].buffer, p.grad_bias = grad[2].buffer;
+  run(&p, isa);
+  TEST(memcmp(p.loss, &expected, sizeof expected) == 0, "%s: loss %g with gradients, %g without", camox_isa_name(isa),
+       *(const float *)p.loss, expected);
+  double *const right[3] = {truth.x, truth.weight, truth.bias};
+  for (int i = 0; i < 3; ++i) {
+    double error, allowed;
+    TEST(test_close_within(32, &grad[i], right[i], &error, &allowed),
+         "%s %s (%d,%d,%d) gradient %d made in the forward off by %g, allowed %g", camox_isa_name(isa),
+         test_dtype_names[p.dtype], (int)p.rows, (int)p.depth, (int)p.classes, i, error, allowed);
+    test_free(&grad[i]);
+  }
+  free(truth.loss), free(truth.x), free(truth.weight), free(truth.bias), free(truth.top), free(truth.log);
+}
+
 static void test_case(camox_isa isa, camox_dtype dtype, problem size, int options) {
   const camox_dtype real = dtype == CAMOX_F64 ? CAMOX_F64 : CAMOX_F32;
   camox_linear_cross_entropy_params p = {.dtype = dtype, .rows = size.rows, .depth = size.depth, .classes = size.classes};
@@ -92,6 +117,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, problem size, int option
   run(&p, isa);
   p.backward = 1, p.grad_x = grad_x.buffer, p.grad_weight = grad_weight.buffer, p.grad_bias = grad_bias.buffer;
   run(&p, isa);
+  if (dtype != CAMOX_F64 && p.reduction != CAMOX_LOSS_NONE) test_forward_with_gradients(isa, p, xs, ws, p.bias ? bs : NULL);
   const struct {
     const char *name;
     test_image *ours;
@@ -135,7 +161,7 @@ static void test_checks_refuse(void) {
 }
 
 int main(void) {
-  static const problem sizes[] = {{1, 1, 1}, {5, 7, 9}, {3, 400, 33}, {257, 9, 40}, {7, 16, 513}};
+  static const problem sizes[] = {{1, 1, 1}, {5, 7, 9}, {3, 400, 33}, {257, 9, 40}, {7, 16, 513}, {150, 3, 2100}};
   test_checks_refuse();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
     if (!camox_isa_supported((camox_isa)isa)) {
