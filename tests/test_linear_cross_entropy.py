@@ -155,7 +155,7 @@ def test_inputs_without_gradient_of_an_operator_that_made_others():
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in FLOATS if dtype != torch.float64])
-def test_grad_made_in_the_forward(dtype):
+def test_both_ways_to_the_gradient_agree(dtype):
     """That of the rows' losses added by hand, which the backward makes; again and again, by any upstream gradient,
     rounded once after it: float16 keeps what a scaled loss lifts out of its smallest numbers."""
     x, weight, target, bias = inputs_of((300, 9, 2100), dtype, biased=True)

@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
   Tensor loss = p.reduction == CAMOX_LOSS_NONE ? empty_real(given_x, {p.rows}) : empty_real(given_x, {});
   p.top = top.data_ptr(), p.log = log.data_ptr(), p.loss = loss.data_ptr();
   if (make_x || make_weight || make_bias) check_makes_gradients(p);
-  auto [grad_x, grad_weight, grad_bias] = new_gradients(p, given_x, aoti_torch_dtype_float32(), make_x, make_weight, make_bias);
+  auto [grad_x, grad_weight, grad_bias] = new_gradients(p, given_x, dtype_code(top), make_x, make_weight, make_bias);
   compute(p, given_x);
   return {loss, top, log, grad_x, grad_weight, grad_bias};
 }

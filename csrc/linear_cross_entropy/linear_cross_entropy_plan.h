@@ -52,7 +52,7 @@ static inline camox_lce_plan camox_lce_plan_of(const camox_linear_cross_entropy_
   const int64_t classes = camox_min_i64(CAMOX_LCE_BLOCK / camox_max_i64(plan.block_rows, 1), CAMOX_LCE_BLOCK_CLASSES);
   plan.block_classes = camox_max_i64(classes / CAMOX_LCE_TILE_CLASSES, 1) * CAMOX_LCE_TILE_CLASSES;
   if (plan.with_gradients) plan.block_classes = CAMOX_LCE_WHOLE_ROWS_CLASSES;
-  plan.block_classes = camox_min_i64(plan.block_classes, camox_round_up(p->classes, CAMOX_SGEMM_COLUMNS));
+  plan.block_classes = camox_min_i64(plan.block_classes, camox_round_up(camox_max_i64(p->classes, 1), CAMOX_SGEMM_COLUMNS));
   plan.row_tiles = camox_ceil_div(p->rows, CAMOX_LCE_TILE_ROWS);
   plan.class_tiles = camox_ceil_div(p->classes, CAMOX_LCE_TILE_CLASSES);
   plan.pitch = plan.block_classes + CAMOX_LCE_PAD;
