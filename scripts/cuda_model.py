@@ -27,6 +27,7 @@ import math
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -396,6 +397,16 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """A launch whose blocks depend on where they run: `of` makes it for so many multiprocessors, each of which holds so
+    many blocks at once."""
+
+    kernel: str
+    threads: int
+    of: Callable[[int, int], Launch]
+
+
+@dataclass(frozen=True)
 class Case:
     op: str  # folder
     name: str
@@ -403,7 +414,7 @@ class Case:
     dtype: str
     elements: int
     ideal: float  # bytes that the target's copy moves
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch | Divided, ...]
     flop: float = 0.0  # where products are most of it
 
     @property
@@ -487,6 +498,9 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
         kernel = kernels.get(launch.kernel)
         if kernel is None:
             return f"{launch.kernel}: not compiled for {gpu.arch}"
+        if isinstance(launch, Divided):
+            warps = cuda_budget.occupancy(gpu.arch, kernel.registers, kernel.shared, launch.threads)
+            launch = launch.of(gpu.processors, max(warps // ceil_div(launch.threads, WARP), 1))
         passes = launch.step if isinstance(launch.step, tuple) else None
         loop = loop_of_passes(kernel.code, passes) if passes else hot_loop(kernel.code, launch.step)
         if loop is None:
@@ -518,57 +532,61 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def image_items(rows: int, lanes: int) -> tuple[int, int]:
+def row_bands(processors: int, blocks: int, lanes: int, per_block: int, beside: int) -> tuple[int, int]:
     """(threads with work, rows of each) as camox_partition_of in common/stencil.cuh divides the images."""
     across = BATCH * CHANNELS * WIDTH // lanes
-    while rows > 2 and across * ceil_div(HEIGHT, rows) < 1 << 17:
-        rows //= 2
+    first = min(ceil_div(processors * blocks * per_block, across), ceil_div(HEIGHT, 2))
+    fewest, rows = math.inf, HEIGHT
+    for bands in range(first, min(4 * first, ceil_div(HEIGHT, 2)) + 1):
+        band = ceil_div(HEIGHT, bands)
+        waves, remaining = divmod(ceil_div(across * bands, per_block), processors * blocks)
+        last = max(ceil_div(remaining, processors), ceil_div(blocks, 2)) if remaining else 0
+        steps = (waves * blocks + last) * (band + beside)
+        if steps < fewest:
+            fewest, rows = steps, band
     return across * ceil_div(HEIGHT, rows), rows
 
 
-def stencil(kernel, lanes, size, rows, beside, loads, stores, per_block=128, even=False) -> Launch:
+def stencil(kernel, lanes, size, beside, loads, stores, per_block=128) -> Divided:
     """A thread takes V columns of a row band and reads `beside` rows above and below it too: in as many more steps, or
     before its loop."""
-    items, band = image_items(rows, lanes)
-    if even:
-        band = ceil_div(HEIGHT, ceil_div(HEIGHT, band))
     backward = "backward" in kernel or "bands" in kernel
-    steps = band + 2 * beside if backward else band
     step = Step(loads, stores, most=r"\bLDG\.E(\.U16|\.64|)\.CONSTANT")
     tensors = loads + stores
-    return Launch(
-        kernel,
-        ceil_div(items, per_block),
-        128,
-        step,
-        steps,
-        ELEMENTS * size * tensors,
-        prefetched=1,
-        halo=(ELEMENTS * size * loads * 2 * beside / band, 16 * tensors * (band + 2 * beside)),
-    )
+
+    def launch(processors: int, blocks: int) -> Launch:
+        items, band = row_bands(processors, blocks, lanes, per_block, 2 * beside)
+        return Launch(
+            kernel,
+            ceil_div(items, per_block),
+            128,
+            step,
+            band + 2 * beside if backward else band,
+            ELEMENTS * size * tensors,
+            prefetched=1,
+            halo=(ELEMENTS * size * loads * 2 * beside / band, 16 * tensors * (band + 2 * beside)),
+        )
+
+    return Divided(kernel, 128, launch)
 
 
 def image_cases(dtype: str) -> list[Case]:
     element, size = DTYPES[dtype]
     lanes = 16 // size
     of = f"<{element}, {lanes}, false>"
-    edge = stencil(f"edge_backward_kernel<{element}, {lanes}>", lanes, size, 8, 1, 4, 1, per_block=4 * 30)
-    launches = {
-        ("edge", "edge_maps", "forward"): stencil(f"edge_kernel{of}", lanes, size, 8, 1, 1, 3),
-        ("edge", "edge_maps", "backward"): edge,
-        ("spatial_gradient", "spatial_gradient", "forward"): stencil(
-            f"spatial_gradient_kernel{of}", lanes, size, 8, 1, 1, 2, even=True
-        ),
-        ("spatial_gradient", "spatial_gradient", "backward"): stencil(
-            f"spatial_gradient_backward_kernel{of}", lanes, size, 8, 1, 2, 1, even=True
-        ),
-        ("bands", "frequency_bands", "forward"): stencil(f"bands_kernel{of}", lanes, size, 16, 2, 1, 3),
-        ("bands", "frequency_bands", "backward"): stencil(f"bands_backward_kernel{of}", lanes, size, 16, 2, 3, 1),
-    }
-    return [
-        Case(op, name, direction, dtype, ELEMENTS, launch.traffic, (launch,))
-        for (op, name, direction), launch in launches.items()
-    ]
+    cases = []
+    for op, name, direction, kernel, beside, loads, stores, per_block in (
+        ("edge", "edge_maps", "forward", f"edge_kernel{of}", 1, 1, 3, 128),
+        ("edge", "edge_maps", "backward", f"edge_backward_kernel<{element}, {lanes}>", 1, 4, 1, 4 * 30),
+        ("spatial_gradient", "spatial_gradient", "forward", f"spatial_gradient_kernel{of}", 1, 1, 2, 128),
+        ("spatial_gradient", "spatial_gradient", "backward", f"spatial_gradient_backward_kernel{of}", 1, 2, 1, 128),
+        ("bands", "frequency_bands", "forward", f"bands_kernel{of}", 2, 1, 3, 128),
+        ("bands", "frequency_bands", "backward", f"bands_backward_kernel{of}", 2, 3, 1, 128),
+    ):
+        launch = stencil(kernel, lanes, size, beside, loads, stores, per_block)
+        moved = ELEMENTS * size * (loads + stores)
+        cases.append(Case(op, name, direction, dtype, ELEMENTS, moved, (launch,)))
+    return cases
 
 
 def dropout_cases(dtype: str) -> list[Case]:

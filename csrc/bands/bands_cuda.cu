@@ -9,16 +9,19 @@
      backward: the same with rows of gradients, grad_x = box3(low + mid - high) - box5(mid) + high + input
 
    So the two passes of a separable filter are one; each element is read once from memory (16 B), its neighbours from the L1
-   cache, no shared memory. Windows that end inside the image are summed as differences from their centre: what their pixels
-   have in common cancels before anything is rounded, so a large mean costs no accuracy. No atomics: the same bits on every
-   run. */
+   cache, no shared memory. Windows are summed as differences from their centre: what their pixels have in common cancels before
+   anything is rounded, so a large mean costs no accuracy. A pixel k rows from the centre differs from it by the sum of the k
+   steps between: with s_r = x_r - x_(r-1), a column of five pixels sums to
+
+       5 x_r + 2 (s_(r+1) - s_r) + (s_(r+2) - s_(r-1))        so row r's step s_r goes to centres r-2 ... r+1, as its sums do
+
+   No atomics: the same bits on every run. */
 #include "../common/stencil.cuh"
 #include "bands.h"
 
 #include <float.h>
 
 #define BANDS_THREADS 128
-#define BANDS_ROWS 16 /* of a row band in a large image */
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
 template <int V, bool LAST>
@@ -31,12 +34,6 @@ struct bands_plan {
   camox_partition partition;
   camox_view4 shared_view; /* the strides that all bands have, where several elements are accessed at once */
 };
-
-/* Whether the windows of a row's pixels end inside the image, those of its first and last columns excepted, and are summed
-   as differences from their centre; elsewhere, and in images so narrow that most windows do not, pixels are summed. */
-__device__ __forceinline__ bool bands_inside(const camox_bands_params &p, int64_t y) {
-  return p.width > 4 * CAMOX_BANDS_REACH && y >= CAMOX_BANDS_REACH && y < p.height - CAMOX_BANDS_REACH;
-}
 
 /* A pixel whose mid or high was written as not finite once more by the plain formulas, in which inf - inf is met only where
    avg_pool2d meets it. */
@@ -82,53 +79,46 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
     camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
     auto reader = camox_reader_at<T, V, LAST, CAMOX_BANDS_REACH>(plan.partition, p.x, CAMOX_BORDER_ZEROS, b, c, column, y, -2);
     auto out = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
-    camox_window<T, V, LAST, CAMOX_BANDS_REACH> prefetched;
-    camox_fetch(prefetched, reader, p.x, CAMOX_BORDER_ZEROS, -2);
+    camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw;
+    camox_fetch(raw, reader, p.x, CAMOX_BORDER_ZEROS, -2);
     const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
 
-    float above[V], above2[V];            /* pixels of rows r-1 and r-2 */
-    float sum3_above[V], sum3_pending[V]; /* row r-1: of 3 columns, alone and with row r-2, the latter for its own output */
-    float pending[4][V];                  /* -25 mid of rows r-2 to r+1, as far as it is known */
+    float above[V], sum3_above[V]; /* row r-1: pixels, and sums over 3 columns */
+    float pending3[V];             /* of row r-1, over 3 rows, as far as it is known */
+    float pending[4][V];           /* -25 mid of rows r-2 to r+1, as far as it is known */
     const float largest = sizeof(T) == 2 ? 65504.0f : FLT_MAX;
     bool overflow = false;
 #pragma unroll
     for (int i = 0; i < V; ++i)
-      above[i] = above2[i] = sum3_above[i] = sum3_pending[i] = pending[0][i] = pending[1][i] = pending[2][i] = pending[3][i] =
-          0.0f;
+      above[i] = sum3_above[i] = pending3[i] = pending[0][i] = pending[1][i] = pending[2][i] = pending[3][i] = 0.0f;
 #pragma unroll 2
     for (int r = -2; r < rows + 2; ++r) {
-      const camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw = prefetched;
-      if (r < rows + 1) camox_fetch(prefetched, reader, p.x, CAMOX_BORDER_ZEROS, r + 1);
       const camox_window<float, V, LAST, CAMOX_BANDS_REACH> x = camox_widen(raw);
-      const bool inside = bands_inside(p, y + r), inside1 = bands_inside(p, y + r - 1), inside2 = bands_inside(p, y + r - 2);
+      if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data)
+        camox_store(bands_above<T>(plan, out, CAMOX_BANDS_INPUT, 0), raw.template part<V>(raw.x + x.center));
+      if (r < rows + 1) camox_fetch(raw, reader, p.x, CAMOX_BORDER_ZEROS, r + 1);
       float low[V], mid[V], high[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
+        /* differences of neighbours, which a thread computes once for both: along the row and to the row above */
         const int at = x.center + i;
-        const float pixel = x.x[at];
-        const float sum3 = (x.x[at - x.step] - pixel) + (x.x[at + x.step] - pixel);
-        const float sum5 = sum3 + ((x.x[at - 2 * x.step] - pixel) + (x.x[at + 2 * x.step] - pixel));
-        const float offset = inside ? pixel : 0.0f, offset1 = inside1 ? above[i] : 0.0f, offset2 = inside2 ? above2[i] : 0.0f;
-        const float box = (sum3_pending[i] + fmaf(3.0f, pixel - offset1, sum3)) * (1.0f / 9.0f);
-        low[i] = offset1 + box;
-        high[i] = (above[i] - offset1) - box;
-        mid[i] = (pending[0][i] + fmaf(5.0f, pixel - offset2, sum5)) * (-1.0f / 25.0f);
+        const float pixel = x.x[at], step = pixel - above[i];
+        const float sum3 = (x.x[at + x.step] - pixel) - (pixel - x.x[at - x.step]);
+        const float sum5 = sum3 + ((x.x[at + 2 * x.step] - pixel) - (pixel - x.x[at - 2 * x.step]));
+        const float box = (pending3[i] + fmaf(3.0f, step, sum3)) * (1.0f / 9.0f);
+        low[i] = above[i] + box;
+        high[i] = -box;
+        mid[i] = (pending[0][i] + fmaf(5.0f, step, sum5)) * (-1.0f / 25.0f);
 #ifdef CAMOX_BREAK_BANDS
         mid[i] += 1e-3f;
 #endif
-        overflow |= !(fabsf(mid[i]) + fabsf(high[i]) <= largest);
-        const float both = fmaf(-25.0f / 9.0f, sum3, sum5), vertical = (above[i] - offset) + (pixel - offset);
-        sum3_pending[i] = fmaf(3.0f, vertical, sum3_above[i] + sum3), sum3_above[i] = sum3;
-        pending[0][i] = pending[1][i] + fmaf(-10.0f / 3.0f, pixel - offset1, both);
-        pending[1][i] = pending[2][i] + fmaf(-10.0f / 3.0f, vertical, fmaf(5.0f, above2[i] - offset, both));
-        pending[2][i] = pending[3][i] + both, pending[3][i] = sum5;
-        above2[i] = above[i], above[i] = pixel;
-      }
-      if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data) {
-        T copy[V];
-#pragma unroll
-        for (int i = 0; i < V; ++i) copy[i] = raw.x[x.center + i];
-        camox_store(bands_above<T>(plan, out, CAMOX_BANDS_INPUT, 0), copy);
+        overflow |= !(fabsf(mid[i]) + fabsf(box) <= largest);
+        const float both = fmaf(-25.0f / 9.0f, sum3, sum5);
+        pending3[i] = fmaf(-3.0f, step, sum3_above[i] + sum3);
+        pending[0][i] = pending[1][i] + fmaf(5.0f / 3.0f, step, both);
+        pending[1][i] = pending[2][i] + fmaf(-5.0f / 3.0f, step, both);
+        pending[2][i] = pending[3][i] + fmaf(-5.0f, step, both);
+        pending[3][i] = sum5, sum3_above[i] = sum3, above[i] = pixel;
       }
       if (r >= 1 && r <= rows) {
         camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_LOW, 1), low);
@@ -241,17 +231,22 @@ struct bands_op {
   static constexpr bool backward_reads_x = false;
   static auto maps(const params *p) -> const camox_view4 (&)[CAMOX_BANDS_MAPS] { return p->bands; }
 
-  template <typename T, int V, bool LAST>
-  static void launch(const params *p, bool backward, void *stream) {
+  static void launch_kernel(void (*kernel)(bands_plan), const params *p, int lanes, void *stream) {
     bands_plan plan = {};
     plan.p = *p;
     plan.shared_view = camox_first_map(p->bands);
-    plan.partition = camox_partition_of(LAST, p->batch, p->channels, p->height, p->width, V, BANDS_ROWS);
+    plan.partition = camox_partition_of(camox_places_of(kernel, BANDS_THREADS), p->channels_last, p->batch, p->channels,
+                                        p->height, p->width, lanes, BANDS_THREADS, 2 * CAMOX_BANDS_REACH);
     const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, BANDS_THREADS));
+    CAMOX_LAUNCH(kernel, grid, BANDS_THREADS, 0, stream, plan);
+  }
+
+  template <typename T, int V, bool LAST>
+  static void launch(const params *p, bool backward, void *stream) {
     if (backward)
-      CAMOX_LAUNCH((bands_backward_kernel<T, V, LAST>), grid, BANDS_THREADS, 0, stream, plan);
+      launch_kernel(bands_backward_kernel<T, V, LAST>, p, V, stream);
     else
-      CAMOX_LAUNCH((bands_kernel<T, V, LAST>), grid, BANDS_THREADS, 0, stream, plan);
+      launch_kernel(bands_kernel<T, V, LAST>, p, V, stream);
   }
 
   template <typename T>

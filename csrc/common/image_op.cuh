@@ -38,7 +38,6 @@ CAMOX_INLINE float sign(float value) { return value > 0.0f ? 1.0f : value < 0.0f
 #include CAMOX_FORMULA
 
 #define IMAGE_THREADS 128
-#define IMAGE_ROWS 8 /* rows that a thread takes, downwards, in a large image */
 
 /* Tells the kernels of this op from another's, in their names too. */
 struct CAMOX_OP;
@@ -211,18 +210,22 @@ struct image_launcher {
   static constexpr bool backward_reads_x = true;
   static auto maps(const params *p) -> const camox_view4 (&)[1] { return reinterpret_cast<const camox_view4(&)[1]>(p->y); }
 
-  template <typename T, int V, bool LAST>
-  static void launch(const params *p, bool backward, void *stream) {
+  static void launch_kernel(void (*kernel)(image_plan), const params *p, int lanes, void *stream) {
     image_plan plan = {};
     plan.p = *p;
     plan.number = static_cast<float>(p->number);
-    plan.partition = camox_partition_of(LAST, p->batch, p->channels, p->height, p->width, backward ? 1 : V, IMAGE_ROWS);
-    camox_even_row_bands(&plan.partition);
+    plan.partition = camox_partition_of(camox_places_of(kernel, IMAGE_THREADS), p->channels_last, p->batch, p->channels,
+                                        p->height, p->width, lanes, IMAGE_THREADS, 2);
     const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, IMAGE_THREADS));
+    CAMOX_LAUNCH(kernel, grid, IMAGE_THREADS, 0, stream, plan);
+  }
+
+  template <typename T, int V, bool LAST>
+  static void launch(const params *p, bool backward, void *stream) {
     if (backward)
-      CAMOX_LAUNCH((image_backward_kernel<T, LAST, CAMOX_OP>), grid, IMAGE_THREADS, 0, stream, plan);
+      launch_kernel(image_backward_kernel<T, LAST, CAMOX_OP>, p, 1, stream);
     else
-      CAMOX_LAUNCH((image_kernel<T, V, LAST, CAMOX_OP>), grid, IMAGE_THREADS, 0, stream, plan);
+      launch_kernel(image_kernel<T, V, LAST, CAMOX_OP>, p, V, stream);
   }
 
   template <typename T>

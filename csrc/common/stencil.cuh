@@ -26,32 +26,53 @@ struct camox_partition {
   int64_t items;     /* threads with work */
 };
 
-/* Threads that fill a large GPU: below it a thread takes fewer rows. The emulator's is as small as its grid may be. */
-static inline int64_t camox_threads_to_fill(void) {
-  const int64_t fill = 1 << 17;
-#if defined(CAMOX_CUDA_EMULATOR)
-  if (camox_emulator_grid_cap() < fill) return camox_emulator_grid_cap();
-#endif
-  return fill;
+/* Where a kernel's blocks run: multiprocessors, and blocks of the kernel that each holds at once. */
+struct camox_places {
+  int64_t processors, blocks;
+};
+
+template <typename Kernel>
+static inline camox_places camox_places_of(Kernel *kernel, int threads) {
+  int device = 0, processors = 0, blocks = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, reinterpret_cast<const void *>(kernel), threads, 0) !=
+          cudaSuccess ||
+      blocks == 0)
+    return {1, 1}; /* the launch will report why */
+  return {processors, blocks};
 }
 
-/* Row bands of `rows` rows, a power of two, or half as many and so on where there are too few threads to fill the GPU. */
-static inline camox_partition camox_partition_of(bool last, int64_t batch, int64_t channels, int64_t height, int64_t width,
-                                                 int lanes, int rows) {
+#define CAMOX_LEAST_BAND 2           /* rows */
+#define CAMOX_LARGEST_BAND (1 << 16) /* so that rows of a band are counted in 32 bits */
+
+/* Divides images into row bands for blocks of `per_block` threads that write. A band of more rows computes and reads less
+   twice, `beside` rows in all; but the multiprocessor with the most blocks decides when the kernel ends, and one that holds
+   few of them waits for memory: its last blocks count as half of what it can hold at least. So of the numbers of bands that
+   give every place a block, the one with the fewest steps on that multiprocessor; the most bands where none does. */
+static inline camox_partition camox_partition_of(const camox_places &places, bool last, int64_t batch, int64_t channels,
+                                                 int64_t height, int64_t width, int lanes, int64_t per_block, int beside) {
   camox_partition partition = {};
   partition.channels = channels, partition.height = height, partition.width = width;
   partition.vectors = (last ? channels : width) / lanes;
   const int64_t across = batch * partition.vectors * (last ? width : channels);
-  while (rows > 2 && across * camox_ceil_div(height, rows) < camox_threads_to_fill()) rows /= 2;
-  partition.rows = rows;
-  partition.row_bands = camox_ceil_div(height, rows);
+  const int64_t most = camox_ceil_div(height, CAMOX_LEAST_BAND), least = camox_ceil_div(height, CAMOX_LARGEST_BAND);
+  const int64_t at_once = places.processors * places.blocks;
+  int64_t bands = camox_ceil_div(at_once * per_block, across);
+  bands = bands > most ? most : bands < least ? least : bands;
+  int64_t fewest = INT64_MAX;
+  for (const int64_t end = 4 * bands; bands <= end && bands <= most; ++bands) {
+    const int64_t rows = camox_ceil_div(height, bands), blocks = camox_ceil_div(across * bands, per_block);
+    const int64_t remaining = camox_ceil_div(blocks % at_once, places.processors), half = camox_ceil_div(places.blocks, 2);
+    const int64_t last = remaining == 0 ? 0 : remaining < half ? half : remaining;
+    const int64_t steps = (blocks / at_once * places.blocks + last) * (rows + beside);
+    if (steps >= fewest) continue;
+    fewest = steps;
+    partition.rows = static_cast<int>(rows);
+  }
+  partition.row_bands = camox_ceil_div(height, partition.rows);
   partition.items = across * partition.row_bands;
   return partition;
-}
-
-/* The same number of row bands, their rows as equal as they can be. */
-static inline void camox_even_row_bands(camox_partition *partition) {
-  partition->rows = static_cast<int>(camox_ceil_div(partition->height, partition->row_bands));
 }
 
 /* Thread `item` -> image, channel, column and first row; neighbouring threads are neighbours in memory. */
@@ -103,11 +124,25 @@ struct camox_window {
   static __device__ __forceinline__ T (&part(T *at)) [N] { return *reinterpret_cast<T(*)[N]>(at); }
 };
 
+/* N elements of a window from `at` on as float. They are copied first: read in pairs at an odd place, the window would lie in
+   memory. */
+template <int N, typename T>
+__device__ __forceinline__ void camox_widen_part(float *to, const T *from, int at) {
+  T part[N];
+  float wide[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) part[i] = from[at + i];
+  camox_to_floats(wide, part);
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[at + i] = wide[i];
+}
+
 template <typename T, int V, bool LAST, int REACH>
 __device__ __forceinline__ camox_window<float, V, LAST, REACH> camox_widen(const camox_window<T, V, LAST, REACH> &raw) {
   camox_window<float, V, LAST, REACH> wide;
-#pragma unroll
-  for (int i = 0; i < raw.size; ++i) wide.x[i] = camox_to_float(raw.x[i]);
+  camox_widen_part<wide.center>(wide.x, raw.x, 0);
+  camox_widen_part<V>(wide.x, raw.x, wide.center);
+  camox_widen_part<wide.center>(wide.x, raw.x, wide.center + V);
   return wide;
 }
 
@@ -145,7 +180,15 @@ __device__ __forceinline__ camox_sides<V, LAST, REACH> camox_sides_at(const camo
   return sides;
 }
 
-/* Loads the window whose own elements are at `at`; columns off the image keep their value. */
+/* N elements at `at`, or zeros. */
+template <int N, typename T>
+__device__ __forceinline__ void camox_load_or_clear(T (&to)[N], const T *at, bool has) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = camox_from_float<T>(0.0f);
+  if (has) camox_load<N>(to, at);
+}
+
+/* Loads the window whose own elements are at `at`; columns off the image are zeros. */
 template <typename T, int V, bool LAST, int REACH, int KNOWN>
 __device__ __forceinline__ void camox_fetch_at(camox_window<T, V, LAST, REACH> &raw, const T *at,
                                                const camox_sides<V, LAST, KNOWN> &sides) {
@@ -154,14 +197,16 @@ __device__ __forceinline__ void camox_fetch_at(camox_window<T, V, LAST, REACH> &
   camox_load<V>(window::template part<V>(raw.x + window::center), at);
   if constexpr (!LAST && V > 1 && REACH == 2) {
     /* a thread at the border has both columns beside it or none */
-    if (sides.has_left[0]) camox_load<2>(window::template part<2>(raw.x), at - 2);
-    if (sides.has_right[0]) camox_load<2>(window::template part<2>(raw.x + window::center + V), at + V);
+    camox_load_or_clear<2>(window::template part<2>(raw.x), at - 2, sides.has_left[0]);
+    camox_load_or_clear<2>(window::template part<2>(raw.x + window::center + V), at + V, sides.has_right[0]);
   } else {
     constexpr int n = LAST ? V : 1;
 #pragma unroll
     for (int k = 0; k < REACH; ++k) {
-      if (sides.has_left[k]) camox_load<n>(window::template part<n>(raw.x + window::center - (k + 1) * n), at + sides.left[k]);
-      if (sides.has_right[k]) camox_load<n>(window::template part<n>(raw.x + window::center + V + k * n), at + sides.right[k]);
+      camox_load_or_clear<n>(window::template part<n>(raw.x + window::center - (k + 1) * n), at + sides.left[k],
+                             sides.has_left[k]);
+      camox_load_or_clear<n>(window::template part<n>(raw.x + window::center + V + k * n), at + sides.right[k],
+                             sides.has_right[k]);
     }
   }
 }
@@ -190,7 +235,6 @@ __device__ __forceinline__ camox_reader<T, V, LAST, REACH> camox_reader_at(const
 template <typename T, int V, bool LAST, int REACH>
 __device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw, camox_reader<T, V, LAST, REACH> &reader,
                                             const camox_view4 &view, camox_border border, int row) {
-  camox_clear(raw);
   const T *at = reader.next;
   bool known = true;
   if (!camox_inside(reader.rows, row)) {
@@ -201,8 +245,10 @@ __device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw
     at -= back * view.stride[2];
   }
   reader.next += view.stride[2];
-  if (!known) return;
-  camox_fetch_at(raw, at, reader.sides);
+  if (known)
+    camox_fetch_at(raw, at, reader.sides);
+  else
+    camox_clear(raw);
 }
 
 /* Where a thread is in MAPS tensors of one shape, row by row. Accesses of several elements are only made where all of them have

@@ -16,12 +16,16 @@
 #include <float.h>
 
 #define EDGE_THREADS 128
-#define EDGE_FORWARD_BLOCKS 4  /* of them a multiprocessor must hold: at most 128 registers a thread, */
-#define EDGE_BACKWARD_BLOCKS 3 /* at most 168 */
+#define EDGE_BACKWARD_BLOCKS 3 /* of them a multiprocessor must hold: at most 168 registers a thread */
 #define EDGE_WIDE_THREADS 192  /* channels_last backward: the wider a block, the fewer columns are computed twice */
 #define EDGE_WIDE_BLOCKS 2     /* at most 168 registers */
-#define EDGE_ROWS 8            /* of a row band in a large image */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
+
+/* The same of the forward: as many as registers allow without spilling. */
+template <int V, bool LAST>
+struct edge_blocks {
+  static constexpr int forward = LAST && V == 8 ? 3 : 4;
+};
 
 struct edge_plan {
   camox_edge_params p;
@@ -36,23 +40,25 @@ struct edge_plan {
 template <int V>
 struct edge_row {
   float middle[V];            /* x */
+  float rise[V];              /* x - the x above */
   float difference[V];        /* right - left */
-  float second_difference[V]; /* (left - x) + (right - x) */
+  float second_difference[V]; /* (right - x) - (x - left) */
 };
 
 template <typename T, int V, bool LAST>
 using edge_raw = camox_window<T, V, LAST, 1>;
 
 template <typename T, int V, bool LAST>
-__device__ __forceinline__ edge_row<V> edge_features(const edge_raw<T, V, LAST> &raw) {
+__device__ __forceinline__ edge_row<V> edge_features(const edge_raw<T, V, LAST> &raw, const edge_row<V> &above) {
+  const edge_raw<float, V, LAST> x = camox_widen(raw);
   edge_row<V> f;
 #pragma unroll
-  for (int i = 0; i < V; ++i) f.middle[i] = camox_to_float(raw.x[raw.center + i]);
-#pragma unroll
   for (int i = 0; i < V; ++i) {
-    const float left = camox_to_float(raw.x[i]), right = camox_to_float(raw.x[raw.center + raw.step + i]);
+    const float left = x.x[i], middle = x.x[x.center + i], right = x.x[x.center + x.step + i];
+    f.middle[i] = middle;
+    f.rise[i] = middle - above.middle[i];
     f.difference[i] = right - left;
-    f.second_difference[i] = (left - f.middle[i]) + (right - f.middle[i]);
+    f.second_difference[i] = (right - middle) - (middle - left);
   }
   return f;
 }
@@ -69,16 +75,17 @@ __device__ __forceinline__ edge_filters edge_filter(const edge_row<V> &top, cons
                                                     int i, float eps) {
   edge_filters f;
   const float corners = top.difference[i] + bottom.difference[i];
-  const float cross = ((top.middle[i] - at.middle[i]) + (bottom.middle[i] - at.middle[i])) + at.second_difference[i];
+  const float cross = (bottom.rise[i] - at.rise[i]) + at.second_difference[i];
   f.gx = fmaf(2.0f, at.difference[i], corners);
-  f.gy = fmaf(4.0f, bottom.middle[i] - top.middle[i], bottom.second_difference[i] - top.second_difference[i]);
+  f.gy = fmaf(4.0f, at.rise[i] + bottom.rise[i], bottom.second_difference[i] - top.second_difference[i]);
   f.lap = fmaf(0.0f, corners, cross);
   f.square = fmaf(f.gx, f.gx, fmaf(f.gy, f.gy, fmaf(0.0f, cross, eps)));
   return f;
 }
 
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(EDGE_THREADS, EDGE_FORWARD_BLOCKS) edge_kernel(const __grid_constant__ edge_plan plan) {
+__global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V, LAST>::forward)
+    edge_kernel(const __grid_constant__ edge_plan plan) {
   for (int64_t block = blockIdx.x; block * EDGE_THREADS < plan.partition.items; block += gridDim.x) {
     const int64_t item = block * EDGE_THREADS + threadIdx.x;
     if (item >= plan.partition.items) continue;
@@ -87,18 +94,16 @@ __global__ void __launch_bounds__(EDGE_THREADS, EDGE_FORWARD_BLOCKS) edge_kernel
     auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, plan.p.x, plan.p.border, b, c, column, y, -1);
     auto out = camox_cursor_at<V>(plan.p.maps, plan.shared_view, b, c, y, column);
 
-    edge_raw<T, V, LAST> raw, prefetched;
+    edge_raw<T, V, LAST> raw;
     camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
-    edge_row<V> top = edge_features(raw);
+    edge_row<V> top = edge_features(raw, edge_row<V>{});
     camox_fetch(raw, reader, plan.p.x, plan.p.border, 0);
-    edge_row<V> at = edge_features(raw);
-    camox_fetch(prefetched, reader, plan.p.x, plan.p.border, 1);
+    edge_row<V> at = edge_features(raw, top);
+    camox_fetch(raw, reader, plan.p.x, plan.p.border, 1);
     const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.partition.rows)));
 #pragma unroll 2
     for (int row = 0; row < rows; ++row) {
-      const edge_raw<T, V, LAST> below = prefetched;
-      if (row + 1 < rows) camox_fetch(prefetched, reader, plan.p.x, plan.p.border, row + 2);
-      const edge_row<V> bottom = edge_features(below);
+      const edge_row<V> bottom = edge_features(raw, at);
       float sobel[V], laplacian[V], gradient[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -110,6 +115,7 @@ __global__ void __launch_bounds__(EDGE_THREADS, EDGE_FORWARD_BLOCKS) edge_kernel
         sobel[i] += 1e-3f;
 #endif
       }
+      if (row + 1 < rows) camox_fetch(raw, reader, plan.p.x, plan.p.border, row + 2);
       camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_SOBEL), sobel);
       camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_LAPLACIAN), laplacian);
       camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_GRADIENT), gradient);
@@ -142,22 +148,18 @@ __device__ __forceinline__ void edge_fold(edge_grads<V> &neighbour, const float 
   }
 }
 
+/* The incoming gradients of the three filters' maps, of one row; zeros off the image and where there is none. */
 template <typename T, int V>
 struct edge_maps_raw {
-  T map[CAMOX_EDGE_MAPS][V];
+  T map[CAMOX_EDGE_INPUT][V];
 };
 
-/* The incoming gradients of one row; zeros off the image and where there is none. */
 template <typename T, int V>
 __device__ __forceinline__ void edge_fetch_maps(edge_maps_raw<T, V> &raw, const edge_plan &plan,
                                                 camox_cursor<V, CAMOX_EDGE_MAPS> &cursor, bool inside) {
-  const T zero = camox_from_float<T>(0.0f);
 #pragma unroll
-  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) raw.map[map][i] = zero;
-    if (plan.p.maps[map].data && inside) camox_load<V>(raw.map[map], camox_at<const T>(plan.p.maps, cursor, map));
-  }
+  for (int map = 0; map < CAMOX_EDGE_INPUT; ++map)
+    camox_load_or_clear<V>(raw.map[map], camox_at<const T>(plan.p.maps, cursor, map), plan.p.maps[map].data && inside);
   camox_next_row(plan.p.maps, plan.shared_view, cursor);
 }
 
@@ -166,16 +168,25 @@ __device__ __forceinline__ edge_grads<V> edge_filter_gradient(const edge_row<V> 
                                                               const edge_row<V> &bottom, const edge_maps_raw<T, V> &maps,
                                                               float eps) {
   edge_grads<V> d;
+  constexpr int pair = V % 2 == 0 ? 2 : 1; /* converted together, and only when they are used: registers are few */
 #pragma unroll
-  for (int i = 0; i < V; ++i) {
-    const edge_filters f = edge_filter(top, at, bottom, i, eps);
-    /* d gradient = (sobel d sobel + lap d lap) / gradient, and sobel d sobel = gx dgx + gy dgy */
-    const float joint = camox_to_float(maps.map[CAMOX_EDGE_GRADIENT][i]) * camox_rsqrt(f.square + fmaf(f.lap, f.lap, eps));
-    const float scale = fmaf(camox_to_float(maps.map[CAMOX_EDGE_SOBEL][i]), camox_rsqrt(f.square), joint);
-    const float sign = f.lap == 0.0f ? 0.0f : copysignf(1.0f, f.lap);
-    d.gx[i] = scale * f.gx;
-    d.gy[i] = scale * f.gy;
-    d.lap[i] = fmaf(camox_to_float(maps.map[CAMOX_EDGE_LAPLACIAN][i]), sign, joint * f.lap);
+  for (int first = 0; first < V; first += pair) {
+    float sobel[pair], laplacian[pair], gradient[pair];
+    camox_to_floats(sobel, maps.map[CAMOX_EDGE_SOBEL] + first);
+    camox_to_floats(laplacian, maps.map[CAMOX_EDGE_LAPLACIAN] + first);
+    camox_to_floats(gradient, maps.map[CAMOX_EDGE_GRADIENT] + first);
+#pragma unroll
+    for (int k = 0; k < pair; ++k) {
+      const int i = first + k;
+      const edge_filters f = edge_filter(top, at, bottom, i, eps);
+      /* d gradient = (sobel d sobel + lap d lap) / gradient, and sobel d sobel = gx dgx + gy dgy */
+      const float joint = gradient[k] * camox_rsqrt(f.square + fmaf(f.lap, f.lap, eps));
+      const float scale = fmaf(sobel[k], camox_rsqrt(f.square), joint);
+      const float sign = copysignf(f.lap == 0.0f ? 0.0f : 1.0f, f.lap);
+      d.gx[i] = scale * f.gx;
+      d.gy[i] = scale * f.gy;
+      d.lap[i] = fmaf(laplacian[k], sign, joint * f.lap);
+    }
   }
   return d;
 }
@@ -200,31 +211,27 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   const bool fold_first = !LAST && V > 1 && reflect && column == 0,
              fold_last = !LAST && V > 1 && reflect && column + V == p.width;
 
-  edge_raw<T, V, LAST> raw, prefetched;
-  edge_maps_raw<T, V> maps_prefetched;
+  edge_raw<T, V, LAST> raw;
+  edge_maps_raw<T, V> grads;
   camox_fetch(raw, reader, plan.p.x, plan.p.border, -2);
-  edge_row<V> top = edge_features(raw);
+  edge_row<V> top = edge_features(raw, edge_row<V>{});
   camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
-  edge_row<V> at = edge_features(raw);
-  camox_fetch(prefetched, reader, plan.p.x, plan.p.border, 0);
-  edge_fetch_maps<T, V>(maps_prefetched, plan, maps, inside && camox_inside(reader.rows, -1));
+  edge_row<V> at = edge_features(raw, top);
+  camox_fetch(raw, reader, plan.p.x, plan.p.border, 0);
+  edge_fetch_maps<T, V>(grads, plan, maps, inside && camox_inside(reader.rows, -1));
   float sum_above[V], sum_at[V]; /* rows r-1 and r of the result, not complete yet */
 #pragma unroll
   for (int i = 0; i < V; ++i) sum_above[i] = sum_at[i] = 0.0f;
 
-  /* two steps at a time save moving rows between registers; eight float16 columns would then spill */
-  [[maybe_unused]] constexpr int steps = V == 8 && !camox_is_bfloat16<T>::value ? 1 : 2;
-  /* every thread of a warp or block makes the same number of steps: the exchange needs them all */
-#pragma unroll(steps)
+  /* every thread of a warp or block makes the same number of steps: the exchange needs them all; two at a time save moving
+     rows between registers */
+#pragma unroll 2
   for (int r = -1; r <= plan.partition.rows; ++r) {
-    const edge_raw<T, V, LAST> below = prefetched;
-    const edge_maps_raw<T, V> grads = maps_prefetched;
-    if (r < plan.partition.rows) {
-      camox_fetch(prefetched, reader, plan.p.x, plan.p.border, r + 2);
-      edge_fetch_maps<T, V>(maps_prefetched, plan, maps, inside && camox_inside(reader.rows, r + 1));
-    }
-    const edge_row<V> bottom = edge_features(below);
+    const edge_row<V> bottom = edge_features(raw, at);
     const edge_grads<V> d = edge_filter_gradient<T, V>(top, at, bottom, grads, plan.eps);
+    /* the next row is loaded into the registers of the one that has been used: two rows of raw values would spill */
+    if (r < plan.partition.rows) camox_fetch(raw, reader, plan.p.x, plan.p.border, r + 2);
+    edge_fetch_maps<T, V>(grads, plan, maps, inside && r < plan.partition.rows && camox_inside(reader.rows, r + 1));
     edge_grads<(LAST ? V : 1)> left, right;
     exchange(d, left, right);
     float done[V];
@@ -243,9 +250,13 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
       sum_above[i] = sum_at[i] + fmaf(2.0f, across, fmaf(-4.0f, d.lap[i], left_lap + right_lap));
       sum_at[i] = both + along;
     }
-    if (p.maps[CAMOX_EDGE_INPUT].data) {
+    if (p.maps[CAMOX_EDGE_INPUT].data && inside && camox_inside(reader.rows, r)) {
+      /* few ask for the copy of x, so its gradient holds no registers from row to row; `maps` is two rows further down */
+      float input[V];
+      camox_load_float(input, camox_at<const T>(p.maps, maps, CAMOX_EDGE_INPUT) -
+                                  2 * camox_strides<V>(p.maps, plan.shared_view, CAMOX_EDGE_INPUT).stride[2]);
 #pragma unroll
-      for (int i = 0; i < V; ++i) sum_above[i] += camox_to_float(grads.map[CAMOX_EDGE_INPUT][i]);
+      for (int i = 0; i < V; ++i) sum_above[i] += input[i];
     }
     if (folds && (r == first_row || r == last_row)) {
       /* gradients of the row above the first (now in done) and below the last (in sum_at) belong to the rows they repeat */
@@ -363,48 +374,51 @@ __global__ void __launch_bounds__(EDGE_WIDE_THREADS, EDGE_WIDE_BLOCKS)
 
 /* ---- launchers ---- */
 
-static edge_plan edge_plan_of(const camox_edge_params *p, int lanes) {
+/* For a kernel whose blocks have `per_block` threads that write. */
+template <typename Kernel>
+static edge_plan edge_plan_of(Kernel *kernel, const camox_edge_params *p, int lanes, int threads, int64_t per_block) {
   edge_plan plan = {};
   plan.p = *p;
   plan.shared_view = camox_first_map(p->maps);
   plan.eps = p->eps > FLT_MIN ? static_cast<float>(p->eps) : FLT_MIN;
-  plan.partition = camox_partition_of(p->channels_last, p->batch, p->channels, p->height, p->width, lanes, EDGE_ROWS);
-  camox_even_row_bands(&plan.partition);
+  plan.partition = camox_partition_of(camox_places_of(kernel, threads), p->channels_last, p->batch, p->channels, p->height,
+                                      p->width, lanes, per_block, 2);
   return plan;
 }
 
-template <typename T, int V>
+template <typename T, int V, bool LAST>
 static void edge_launch(const camox_edge_params *p, void *stream) {
-  const edge_plan plan = edge_plan_of(p, V);
+  const edge_plan plan = edge_plan_of(edge_kernel<T, V, LAST>, p, V, EDGE_THREADS, EDGE_THREADS);
   const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, EDGE_THREADS));
-  if (p->channels_last)
-    CAMOX_LAUNCH((edge_kernel<T, V, true>), grid, EDGE_THREADS, 0, stream, plan);
-  else
-    CAMOX_LAUNCH((edge_kernel<T, V, false>), grid, EDGE_THREADS, 0, stream, plan);
+  CAMOX_LAUNCH((edge_kernel<T, V, LAST>), grid, EDGE_THREADS, 0, stream, plan);
 }
 
 template <typename T, int V, bool LAST>
 static void edge_launch_backward(const camox_edge_params *p, void *stream) {
-  edge_plan plan = edge_plan_of(p, V);
   if constexpr (!LAST) {
-    const int64_t warps = camox_ceil_div(plan.partition.items, EDGE_WARP_OUTPUTS);
-    const unsigned grid = camox_grid(camox_ceil_div(warps, EDGE_THREADS / CAMOX_WARP));
+    constexpr int warps = EDGE_THREADS / CAMOX_WARP;
+    const edge_plan plan = edge_plan_of(edge_backward_kernel<T, V>, p, V, EDGE_THREADS, warps * EDGE_WARP_OUTPUTS);
+    const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, warps * EDGE_WARP_OUTPUTS));
     CAMOX_LAUNCH((edge_backward_kernel<T, V>), grid, EDGE_THREADS, 0, stream, plan);
   } else {
-    plan.chunks = camox_ceil_div(plan.partition.vectors, CAMOX_WARP);
-    plan.chunk = static_cast<int>(camox_ceil_div(plan.partition.vectors, plan.chunks));
-    plan.columns = EDGE_WIDE_THREADS / plan.chunk;
-    if (plan.columns > p->width + 2) plan.columns = static_cast<int>(p->width + 2);
-    plan.tiles = camox_ceil_div(p->width, plan.columns - 2);
-    plan.blocks = p->batch * plan.partition.row_bands * plan.tiles * plan.chunks;
+    const int64_t vectors = p->channels / V, chunks = camox_ceil_div(vectors, CAMOX_WARP);
+    const int chunk = static_cast<int>(camox_ceil_div(vectors, chunks));
+    int columns = EDGE_WIDE_THREADS / chunk;
+    if (columns > p->width + 2) columns = static_cast<int>(p->width + 2);
+    edge_plan plan = edge_plan_of(edge_backward_channels_last_kernel<T, V>, p, V, EDGE_WIDE_THREADS, chunk * (columns - 2));
+    plan.chunks = chunks, plan.chunk = chunk, plan.columns = columns;
+    plan.tiles = camox_ceil_div(p->width, columns - 2);
+    plan.blocks = p->batch * plan.partition.row_bands * plan.tiles * chunks;
     CAMOX_LAUNCH((edge_backward_channels_last_kernel<T, V>), camox_grid(plan.blocks), EDGE_WIDE_THREADS, 0, stream, plan);
   }
 }
 
 template <typename T, int V>
 static void edge_launch_either(const camox_edge_params *p, bool backward, void *stream) {
-  if (!backward)
-    edge_launch<T, V>(p, stream);
+  if (!backward && p->channels_last)
+    edge_launch<T, V, true>(p, stream);
+  else if (!backward)
+    edge_launch<T, V, false>(p, stream);
   else if (p->channels_last)
     edge_launch_backward<T, V == 8 ? 4 : V, true>(p, stream);
   else

@@ -9,7 +9,6 @@
 #include "spatial_gradient.h"
 
 #define GRADIENT_THREADS 128
-#define GRADIENT_ROWS 8 /* of a row band in a large image */
 #define GRADIENT_MAPS 2
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
@@ -210,19 +209,23 @@ struct gradient_op {
   static constexpr bool backward_reads_x = false;
   static auto maps(const params *p) -> const camox_view4 (&)[GRADIENT_MAPS] { return p->gradient; }
 
-  template <typename T, int V, bool LAST>
-  static void launch(const params *p, bool backward, void *stream) {
+  static void launch_kernel(void (*kernel)(gradient_plan), const params *p, int lanes, void *stream) {
     gradient_plan plan = {};
     plan.p = *p;
     plan.shared_view = camox_first_map(p->gradient);
     plan.side = static_cast<float>(p->side), plan.middle = static_cast<float>(p->middle);
-    plan.partition = camox_partition_of(LAST, p->batch, p->channels, p->height, p->width, V, GRADIENT_ROWS);
-    camox_even_row_bands(&plan.partition);
+    plan.partition = camox_partition_of(camox_places_of(kernel, GRADIENT_THREADS), p->channels_last, p->batch, p->channels,
+                                        p->height, p->width, lanes, GRADIENT_THREADS, 2);
     const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, GRADIENT_THREADS));
+    CAMOX_LAUNCH(kernel, grid, GRADIENT_THREADS, 0, stream, plan);
+  }
+
+  template <typename T, int V, bool LAST>
+  static void launch(const params *p, bool backward, void *stream) {
     if (backward)
-      CAMOX_LAUNCH((spatial_gradient_backward_kernel<T, V, LAST>), grid, GRADIENT_THREADS, 0, stream, plan);
+      launch_kernel(spatial_gradient_backward_kernel<T, V, LAST>, p, V, stream);
     else
-      CAMOX_LAUNCH((spatial_gradient_kernel<T, V, LAST>), grid, GRADIENT_THREADS, 0, stream, plan);
+      launch_kernel(spatial_gradient_kernel<T, V, LAST>, p, V, stream);
   }
 
   template <typename T>
