@@ -642,8 +642,9 @@ def row_cases(dtype: str) -> list[Case]:
     reduce = row_sums("bias_gelu", bands, WIDTH)
     cases.append(Case("bias_gelu", "bias_gelu", "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)))
 
-    # A row in the registers of a team of lanes. Loads of x and residual are all issued, under a predicate each; masks
-    # of vectors behind the row's end, which are skipped, are counted.
+    # A row in the registers of a team of lanes. All loads of x and residual are issued, and all calls of Philox made,
+    # those behind the row's end too. What a vector that does not exist skips in the forward has a branch in bfloat16;
+    # nvcc predicates it in float32, so that it is issued there.
     def in_team(most: int) -> tuple[int, int]:
         """(rows of a block at once, vectors of a lane)"""
         team = 4
@@ -652,11 +653,12 @@ def row_cases(dtype: str) -> list[Case]:
         return 256 // team, ceil_div(vectors, team)
 
     teams, each = in_team(4)
+    stored = each if size == 2 else 4
     forward = Launch(
         f"dropout_norm_short_kernel<{element}, {lanes}>",
         ceil_div(ROWS, teams),
         256,
-        Step(2 * 4 + 2 * floats * each, each, row=True, most=PHILOX),
+        Step(2 * 4 + 2 * floats * stored, stored, row=True, most=PHILOX),
         1,
         3 * bytes_each,
     )
