@@ -349,44 +349,18 @@ def hot_loop(code: Code, step: Step) -> HotLoop | None:
     return HotLoop(unrolled, path, before.instructions + after.instructions)
 
 
-def loop_of_passes(code: Code, steps: tuple[Step, ...]) -> HotLoop | None:
-    """A loop whose turns are passes that branch, each to the accesses of another of `steps`, in a loop over tiles: a
-    turn is a tile. The smallest such loop with loops inside, which each pass goes through once."""
-    blocks = basic_blocks(code)
-    loops = natural_loops(blocks)
-    around = {inner: [outer for outer in loops if inner.body < outer.body] for inner in loops}
-    for loop in sorted(loops, key=lambda each: len(each.body)):
-        if not around[loop] or not any(loop in outer for outer in around.values()):
-            continue
-        ends = [block for block in loop.body if loop.header in blocks.following[block]]
-        passes = [
-            cheapest(blocks, loop.header, ends, loop.body, (step.load, step.store), step.most).get(
-                (step.loads, step.stores)
-            )
-            for step in steps
-        ]
-        tiles = min(around[loop], key=lambda each: len(each.body))
-        ends = [block for block in tiles.body if tiles.header in blocks.following[block]]
-        beside = cheapest(blocks, tiles.header, ends, tiles.body, (), free=loop.body).get(())
-        if None not in passes and beside is not None:
-            texts = tuple(text for route in (*passes, beside) for text in route.texts)
-            return HotLoop(1, Route(texts), len(blocks.texts[0]))
-    return None
-
-
 # ---- launches ----
 
 
 @dataclass(frozen=True)
 class Launch:
     """One kernel of a call. `steps`: of one thread; `traffic`: bytes to and from memory. `halo`: bytes that adjacent
-    blocks read again where L2 forgets them, and those that must survive in it per thread. Several `step`: the passes of
-    one step."""
+    blocks read again where L2 forgets them, and those that must survive in it per thread."""
 
     kernel: str
     blocks: int
     threads: int
-    step: Step | tuple[Step, ...]
+    step: Step
     steps: float
     traffic: float
     shared: int = 0
@@ -487,10 +461,9 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
         kernel = kernels.get(launch.kernel)
         if kernel is None:
             return f"{launch.kernel}: not compiled for {gpu.arch}"
-        passes = launch.step if isinstance(launch.step, tuple) else None
-        loop = loop_of_passes(kernel.code, passes) if passes else hot_loop(kernel.code, launch.step)
+        loop = hot_loop(kernel.code, launch.step)
         if loop is None:
-            wanted = " and ".join(f"{step.loads} loads, {step.stores} stores" for step in passes or [launch.step])
+            wanted = f"{launch.step.loads} loads, {launch.step.stores} stores"
             return f"{launch.kernel}: no loop with {wanted} per step"
         part = timed(launch, kernel, loop, gpu)
         if part is None:
@@ -700,7 +673,7 @@ def norm_cases(dtype: str) -> list[Case]:
     inner, threads = cut(rows)
     tile = inner * lanes
     tiles = BATCH * ceil_div(pixels, tile)
-    bytes_each, of = ELEMENTS * size, f"<{element}, {lanes}, false>"
+    bytes_each = ELEMENTS * size
     stats = 2 * 4 * BATCH * pixels
     # the group's first channel is loaded too; all rows exist, and of the activations GELU has most arithmetic
     step = Step(rows + 1, rows, row=True, most=r"\b(MUFU\.EX2|FSEL|FADD|FFMA)")
@@ -721,12 +694,13 @@ def norm_cases(dtype: str) -> list[Case]:
     scratch = 4 * (tile + threads // inner * tile)
     shares = min(max(BATCH * pixels // 64, 256), PARTIAL_ROWS)  # camox_norm2d_cuda_items
     each = ceil_div(tiles, shares)
-    passes = Step(2 * rows, 0, most=r"\bFFMA"), Step(0, rows, most=r"\bFFMA")
+    # beside x and the gradient the first channel, means and scales; of the activations GELU has most arithmetic
+    step = Step(2 * rows + 1 + 2 * lanes // 4, rows, row=True, most=r"\bFFMA")
     backward = Launch(
-        f"norm2d_backward_kernel{of}",
+        f"norm2d_backward_kernel<{element}, {lanes}, false, true>",
         ceil_div(tiles, each),
         threads,
-        passes,
+        step,
         each,
         3 * bytes_each + stats + 4 * ceil_div(tiles, each) * 2 * CHANNELS,
         shared=2 * scratch,
