@@ -350,44 +350,18 @@ def hot_loop(code: Code, step: Step) -> HotLoop | None:
     return HotLoop(unrolled, path, before.instructions + after.instructions)
 
 
-def loop_of_passes(code: Code, steps: tuple[Step, ...]) -> HotLoop | None:
-    """A loop whose turns are passes that branch, each to the accesses of another of `steps`, in a loop over tiles: a
-    turn is a tile. The smallest such loop with loops inside, which each pass goes through once."""
-    blocks = basic_blocks(code)
-    loops = natural_loops(blocks)
-    around = {inner: [outer for outer in loops if inner.body < outer.body] for inner in loops}
-    for loop in sorted(loops, key=lambda each: len(each.body)):
-        if not around[loop] or not any(loop in outer for outer in around.values()):
-            continue
-        ends = [block for block in loop.body if loop.header in blocks.following[block]]
-        passes = [
-            cheapest(blocks, loop.header, ends, loop.body, (step.load, step.store), step.most).get(
-                (step.loads, step.stores)
-            )
-            for step in steps
-        ]
-        tiles = min(around[loop], key=lambda each: len(each.body))
-        ends = [block for block in tiles.body if tiles.header in blocks.following[block]]
-        beside = cheapest(blocks, tiles.header, ends, tiles.body, (), free=loop.body).get(())
-        if None not in passes and beside is not None:
-            texts = tuple(text for route in (*passes, beside) for text in route.texts)
-            return HotLoop(1, Route(texts), len(blocks.texts[0]))
-    return None
-
-
 # ---- launches ----
 
 
 @dataclass(frozen=True)
 class Launch:
     """One kernel of a call. `steps`: of one thread; `traffic`: bytes to and from memory. `halo`: bytes that adjacent
-    blocks read again where L2 forgets them, and those that must survive in it per thread. Several `step`: the passes of
-    one step."""
+    blocks read again where L2 forgets them, and those that must survive in it per thread."""
 
     kernel: str
     blocks: int
     threads: int
-    step: Step | tuple[Step, ...]
+    step: Step
     steps: float
     traffic: float
     shared: int = 0
@@ -501,10 +475,9 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
         if isinstance(launch, Divided):
             warps = cuda_budget.occupancy(gpu.arch, kernel.registers, kernel.shared, launch.threads)
             launch = launch.of(gpu.processors, max(warps // ceil_div(launch.threads, WARP), 1))
-        passes = launch.step if isinstance(launch.step, tuple) else None
-        loop = loop_of_passes(kernel.code, passes) if passes else hot_loop(kernel.code, launch.step)
+        loop = hot_loop(kernel.code, launch.step)
         if loop is None:
-            wanted = " and ".join(f"{step.loads} loads, {step.stores} stores" for step in passes or [launch.step])
+            wanted = f"{launch.step.loads} loads, {launch.step.stores} stores"
             return f"{launch.kernel}: no loop with {wanted} per step"
         part = timed(launch, kernel, loop, gpu)
         if part is None:
@@ -660,8 +633,9 @@ def row_cases(dtype: str) -> list[Case]:
     reduce = row_sums("bias_gelu", bands, WIDTH)
     cases.append(Case("bias_gelu", "bias_gelu", "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)))
 
-    # A row in the registers of a team of lanes. Loads of x and residual are all issued, under a predicate each; masks
-    # of vectors behind the row's end, which are skipped, are counted.
+    # A row in the registers of a team of lanes. All loads of x and residual are issued, and all calls of Philox made,
+    # those behind the row's end too. What a vector that does not exist skips in the forward has a branch in bfloat16;
+    # nvcc predicates it in float32, so that it is issued there.
     def in_team(most: int) -> tuple[int, int]:
         """(rows of a block at once, vectors of a lane)"""
         team = 4
@@ -670,11 +644,12 @@ def row_cases(dtype: str) -> list[Case]:
         return 256 // team, ceil_div(vectors, team)
 
     teams, each = in_team(4)
+    stored = each if size == 2 else 4
     forward = Launch(
         f"dropout_norm_short_kernel<{element}, {lanes}>",
         ceil_div(ROWS, teams),
         256,
-        Step(2 * 4 + 2 * floats * each, each, row=True, most=PHILOX),
+        Step(2 * 4 + 2 * floats * stored, stored, row=True, most=PHILOX),
         1,
         3 * bytes_each,
     )
@@ -716,7 +691,7 @@ def norm_cases(dtype: str) -> list[Case]:
     inner, threads = cut(rows)
     tile = inner * lanes
     tiles = BATCH * ceil_div(pixels, tile)
-    bytes_each, of = ELEMENTS * size, f"<{element}, {lanes}, false>"
+    bytes_each = ELEMENTS * size
     stats = 2 * 4 * BATCH * pixels
     # the group's first channel is loaded too; all rows exist, and of the activations GELU has most arithmetic
     step = Step(rows + 1, rows, row=True, most=r"\b(MUFU\.EX2|FSEL|FADD|FFMA)")
@@ -737,12 +712,13 @@ def norm_cases(dtype: str) -> list[Case]:
     scratch = 4 * (tile + threads // inner * tile)
     shares = min(max(BATCH * pixels // 64, 256), PARTIAL_ROWS)  # camox_norm2d_cuda_items
     each = ceil_div(tiles, shares)
-    passes = Step(2 * rows, 0, most=r"\bFFMA"), Step(0, rows, most=r"\bFFMA")
+    # beside x and the gradient the first channel, means and scales; of the activations GELU has most arithmetic
+    step = Step(2 * rows + 1 + 2 * lanes // 4, rows, row=True, most=r"\bFFMA")
     backward = Launch(
-        f"norm2d_backward_kernel{of}",
+        f"norm2d_backward_kernel<{element}, {lanes}, false, true>",
         ceil_div(tiles, each),
         threads,
-        passes,
+        step,
         each,
         3 * bytes_each + stats + 4 * ceil_div(tiles, each) * 2 * CHANNELS,
         shared=2 * scratch,

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_backward_kernel(c
         camox_load_float(u, static_cast<const T *>(a.p.x) + index);
         camox_load_float(grad, static_cast<const T *>(a.p.grad) + index);
 #pragma unroll
-        for (int i = 0; i < V; ++i) grad[i] *= camox_gelu_grad(u[i] + bias[i]);
+        for (int i = 0; i < V; ++i) grad[i] = camox_gelu_grad<false>(grad[i], u[i] + bias[i]);
         bias_gelu_drop(grad, a, seed, index);
         grad[0] = bias_gelu_broken(grad[0]);
         camox_store_float(static_cast<T *>(a.p.grad_x) + index, grad);

@@ -28,9 +28,21 @@ typedef struct {
   uint32_t word[4];
 } camox_philox_words;
 
+/* nvcc would make a product of 64 bits of it, and add an upper half that is 0. */
+CAMOX_PHILOX_INLINE uint64_t camox_philox_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return (uint64_t)a * b;
+#endif
+}
+
 CAMOX_PHILOX_INLINE camox_philox_words camox_philox(camox_philox_words counter, uint32_t key0, uint32_t key1, int rounds) {
   for (int round = 0; round < rounds; ++round) {
-    const uint64_t a = (uint64_t)CAMOX_PHILOX_M0 * counter.word[0], b = (uint64_t)CAMOX_PHILOX_M1 * counter.word[2];
+    const uint64_t a = camox_philox_product(CAMOX_PHILOX_M0, counter.word[0]);
+    const uint64_t b = camox_philox_product(CAMOX_PHILOX_M1, counter.word[2]);
     counter.word[0] = (uint32_t)(b >> 32) ^ counter.word[1] ^ key0;
     counter.word[2] = (uint32_t)(a >> 32) ^ counter.word[3] ^ key1;
     counter.word[1] = (uint32_t)b;

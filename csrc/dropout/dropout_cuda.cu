@@ -18,6 +18,8 @@
 #include "dropout.h"
 #include "dropout_plan.h"
 
+#include <float.h>
+
 #define DROPOUT_THREADS 256
 #define DROPOUT_BLOCKS 3 /* of them a multiprocessor must hold: at most 80 registers a thread */
 #define DROPOUT_WARPS (DROPOUT_THREADS / CAMOX_WARP)
@@ -148,12 +150,18 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_kerne
 
 struct norm_args {
   camox_dropout_norm_params p;
-  uint32_t threshold;
-  float drop_scale;
-  bool cached; /* shared memory holds what a thread has computed of its elements */
-  int team;    /* lanes of a short row: a power of two */
+  uint32_t threshold; /* without a seed 0, */
+  float drop_scale;   /* and 1 */
+  float eps, inverse; /* 1 / width */
+  bool cached;        /* shared memory holds what a thread has computed of its elements */
+  int team;           /* lanes of a short row: a power of two */
   int64_t band_rows, bands;
 };
+
+/* residual + drop(x) */
+__device__ __forceinline__ float norm_sum(float x, float residual, bool keep, const norm_args &a) {
+  return keep ? fmaf(x, a.drop_scale, residual) : residual;
+}
 
 /* s of V elements. */
 template <typename T, int V>
@@ -164,7 +172,7 @@ __device__ __forceinline__ void norm_sums(float (&s)[V], const norm_args &a, uin
   bool keep[V];
   if (a.p.seed) camox_keeps_all(keep, seed, index, a.threshold);
 #pragma unroll
-  for (int i = 0; i < V; ++i) s[i] += a.p.seed == nullptr ? x[i] : keep[i] ? x[i] * a.drop_scale : 0.0f;
+  for (int i = 0; i < V; ++i) s[i] = norm_sum(x[i], s[i], a.p.seed == nullptr || keep[i], a);
 }
 
 /* The sum over the threads of a row. */
@@ -174,6 +182,14 @@ __device__ __forceinline__ float norm_team_sum(float x, float *scratch) {
     return camox_block_sum<DROPOUT_THREADS>(x, scratch);
   else
     return camox_warp_sum(x);
+}
+
+/* Rounded before it is subtracted from anything, as it is when it is saved: nvcc would make one instruction of product and
+   difference. */
+__device__ __forceinline__ float norm_mean(float total, const norm_args &a) { return __fmul_rn(total, a.inverse); }
+
+__device__ __forceinline__ float norm_scale(float variance, const norm_args &a) {
+  return camox_rsqrt((variance < 0.0f ? 0.0f : variance) + a.eps);
 }
 
 template <typename T, int V, bool WIDE>
@@ -186,7 +202,6 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
   const uint64_t seed = p.seed ? static_cast<uint64_t>(__ldg(p.seed)) : 0;
   const float *const weight = static_cast<const float *>(p.weight.data), *const bias = static_cast<const float *>(p.bias.data);
   float *const cache = shared + slot * p.width, *const stats = static_cast<float *>(p.stats);
-  const float count = static_cast<float>(p.width);
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * teams + slot; row < p.rows;
        row += static_cast<int64_t>(gridDim.x) * teams) {
     const int64_t start = row * p.width;
@@ -199,7 +214,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
       for (int j = 0; j < V; ++j) total += s[j];
       if (a.cached) camox_put_floats(cache + i, s);
     }
-    const float mean = norm_team_sum<WIDE>(total, scratch) / count;
+    const float mean = norm_mean(norm_team_sum<WIDE>(total, scratch), a);
     /* differences to the mean; their own mean is what rounding took from it, and is subtracted again */
     float mean_correction = 0.0f, squares = 0.0f;
     for (int64_t i = lane * V; i < p.width; i += team * V) {
@@ -215,9 +230,9 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
         squares += difference * difference;
       }
     }
-    mean_correction = norm_team_sum<WIDE>(mean_correction, scratch) / count;
-    const float variance = norm_team_sum<WIDE>(squares, scratch) / count - mean_correction * mean_correction;
-    const float scale = 1.0f / sqrtf((variance < 0.0f ? 0.0f : variance) + static_cast<float>(p.eps));
+    mean_correction = norm_team_sum<WIDE>(mean_correction, scratch) * a.inverse;
+    const float variance = norm_team_sum<WIDE>(squares, scratch) * a.inverse - mean_correction * mean_correction;
+    const float scale = norm_scale(variance, a);
     if (lane == 0) stats[row] = (mean - first) + mean_correction, stats[p.rows + row] = scale;
     for (int64_t i = lane * V; i < p.width; i += team * V) {
       float s[V], w[V], b[V], y[V];
@@ -251,50 +266,67 @@ __device__ __forceinline__ void norm_add_teams(float *partial, const float *team
 #define NORM_BACKWARD_VECTORS 2
 #define NORM_BLOCKS 2 /* of them a multiprocessor must hold: at most 128 registers a thread */
 
-/* Where vector k of a lane begins in its row. */
-template <int V>
-__device__ __forceinline__ int norm_place(const norm_args &a, int lane, int k) {
-  return (lane + k * a.team) * V;
-}
+/* A lane's vectors of a short row: vector k is at first + k * step in the tensors and at place + k * step in the row. */
+template <int VECTORS>
+struct norm_row {
+  int place, step;
+  int64_t first;
+  bool exists[VECTORS]; /* false behind the row's end, and in all of a row that does not exist */
+};
 
-/* s of a lane's elements of a short row, 0 behind its end and where there is no such row; bit j of kept[k]: mask. All loads
-   are made before the first is needed. */
-template <typename T, int V, int VECTORS>
-__device__ __forceinline__ void norm_row_sums(float (&s)[VECTORS][V], uint32_t (&kept)[VECTORS], const norm_args &a,
-                                              uint64_t seed, int64_t row, int lane) {
+template <int V, int VECTORS>
+__device__ __forceinline__ norm_row<VECTORS> norm_row_at(const norm_args &a, int64_t row, int lane) {
+  norm_row<VECTORS> at = {lane * V, a.team * V, row * a.p.width + lane * V, {}};
   const int width = row < a.p.rows ? static_cast<int>(a.p.width) : 0;
-  const int64_t start = row * a.p.width;
-  T x[VECTORS][V], residual[VECTORS][V];
 #pragma unroll
-  for (int k = 0; k < VECTORS; ++k) {
-    const int i = norm_place<V>(a, lane, k);
-    if (i >= width) continue;
-    camox_load<V>(x[k], static_cast<const T *>(a.p.x) + start + i);
-    camox_load<V>(residual[k], static_cast<const T *>(a.p.residual) + start + i);
-  }
+  for (int k = 0; k < VECTORS; ++k) at.exists[k] = at.place + k * at.step < width;
+  return at;
+}
+
+/* Vectors that do not exist become zeros. */
+template <typename T, int V, int VECTORS>
+__device__ __forceinline__ void norm_row_load(T (&to)[VECTORS][V], const void *from, const norm_row<VECTORS> &at) {
+  const T *p = static_cast<const T *>(from) + at.first;
 #pragma unroll
-  for (int k = 0; k < VECTORS; ++k) {
-    const int i = norm_place<V>(a, lane, k);
-    kept[k] = 0;
+  for (int k = 0; k < VECTORS; ++k, p += at.step) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) s[k][j] = 0.0f;
-    if (i >= width) continue;
-    bool keep[V];
-    if (a.p.seed) camox_keeps_all(keep, seed, start + i, a.threshold);
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const float value = camox_to_float(x[k][j]);
-      s[k][j] = camox_to_float(residual[k][j]) + (a.p.seed == nullptr ? value : keep[j] ? value * a.drop_scale : 0.0f);
-      if (a.p.seed && keep[j]) kept[k] |= 1u << j;
-    }
+    for (int j = 0; j < V; ++j) to[k][j] = camox_from_float<T>(0.0f);
+    if (at.exists[k]) camox_load<V>(to[k], p);
   }
 }
 
-/* Two sums over the lanes of a row, one beside the other. */
-__device__ __forceinline__ void norm_row_totals(float &x, float &y, int team) {
+/* s of a lane's elements, and the words that decide which of x are kept. All calls of Philox have one key, and are made
+   together so that its rounds' keys are computed once. */
+template <typename T, int V, int VECTORS>
+__device__ __forceinline__ void norm_row_sums(float (&s)[VECTORS][V], uint32_t (&words)[VECTORS][V / 2], const norm_args &a,
+                                              uint64_t seed, const norm_row<VECTORS> &at) {
+  T x[VECTORS][V], residual[VECTORS][V];
+  norm_row_load(x, a.p.x, at);
+  norm_row_load(residual, a.p.residual, at);
+#pragma unroll
+  for (int k = 0; k < VECTORS; ++k)
+#pragma unroll
+    for (int i = 0; i < V / 2; ++i) words[k][i] = 0;
+  if (a.p.seed) {
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) camox_keep_words<V>(words[k], seed, at.first + k * at.step);
+  }
+#pragma unroll
+  for (int k = 0; k < VECTORS; ++k) {
+    float value[V];
+    camox_to_floats(value, x[k]);
+    camox_to_floats(s[k], residual[k]);
+#pragma unroll
+    for (int j = 0; j < V; ++j) s[k][j] = norm_sum(value[j], s[k][j], camox_word_keeps(words[k][j / 2], j % 2, a.threshold), a);
+  }
+}
+
+/* N sums over the lanes of a row. */
+template <int N>
+__device__ __forceinline__ void norm_row_totals(float (&sums)[N], int team) {
   for (int offset = team / 2; offset > 0; offset /= 2) {
-    x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
-    y += __shfl_xor_sync(CAMOX_FULL_MASK, y, offset);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[i] += __shfl_xor_sync(CAMOX_FULL_MASK, sums[i], offset);
   }
 }
 
@@ -304,53 +336,57 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, NORM_BLOCKS) dropout_norm_sho
   const camox_dropout_norm_params &p = a.p;
   const int lane = static_cast<int>(threadIdx.x) & (a.team - 1), teams = DROPOUT_THREADS / a.team;
   const uint64_t seed = p.seed ? static_cast<uint64_t>(__ldg(p.seed)) : 0;
-  const float *const weight = static_cast<const float *>(p.weight.data), *const bias = static_cast<const float *>(p.bias.data);
   float *const stats = static_cast<float *>(p.stats);
-  const float count = static_cast<float>(p.width);
   /* all lanes of a warp take part in the sums, those without a row too */
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * teams; base < p.rows;
        base += static_cast<int64_t>(gridDim.x) * teams) {
     const int64_t row = base + static_cast<int>(threadIdx.x) / a.team;
-    const int width = row < p.rows ? static_cast<int>(p.width) : 0;
+    const norm_row<vectors> at = norm_row_at<V, vectors>(a, row, lane);
     float s[vectors][V];
-    uint32_t kept[vectors];
-    norm_row_sums<T>(s, kept, a, seed, row, lane);
+    uint32_t words[vectors][V / 2];
+    norm_row_sums<T>(s, words, a, seed, at);
     const float first = s[0][0];
-    float total = 0.0f, unused = 0.0f;
-#pragma unroll
-    for (int k = 0; k < vectors; ++k)
-#pragma unroll
-      for (int j = 0; j < V; ++j) total += s[k][j];
-    norm_row_totals(total, unused, a.team);
-    const float mean = total / count;
-    /* differences to the mean; their own mean is what rounding took from it, and is subtracted again */
-    float mean_correction = 0.0f, squares = 0.0f;
+    float total[1] = {};
 #pragma unroll
     for (int k = 0; k < vectors; ++k) {
-      if (norm_place<V>(a, lane, k) >= width) continue;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < V; ++j) sum += s[k][j];
+      total[0] += sum; /* 0 of vectors that do not exist */
+    }
+    norm_row_totals(total, a.team);
+    const float mean = norm_mean(total[0], a);
+    /* differences to the mean; their own mean is what rounding took from it, and is subtracted again */
+    float totals[2] = {};
+#pragma unroll
+    for (int k = 0; k < vectors; ++k) {
+      float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         s[k][j] -= mean;
-        mean_correction += s[k][j];
-        squares += s[k][j] * s[k][j];
+        sum += s[k][j];
+        squares = fmaf(s[k][j], s[k][j], squares);
       }
+      if (at.exists[k]) totals[0] += sum, totals[1] += squares;
     }
-    norm_row_totals(mean_correction, squares, a.team);
-    mean_correction /= count;
-    const float variance = squares / count - mean_correction * mean_correction;
-    const float scale = 1.0f / sqrtf((variance < 0.0f ? 0.0f : variance) + static_cast<float>(p.eps));
-    if (lane == 0 && width > 0) stats[row] = (mean - first) + mean_correction, stats[p.rows + row] = scale;
+    norm_row_totals(totals, a.team);
+    const float mean_correction = totals[0] * a.inverse;
+    const float scale = norm_scale(totals[1] * a.inverse - mean_correction * mean_correction, a);
+    if (lane == 0 && row < p.rows) stats[row] = (mean - first) + mean_correction, stats[p.rows + row] = scale;
+    const float shift = -mean_correction * scale;
+    const float *weight = static_cast<const float *>(p.weight.data) + at.place;
+    const float *bias = static_cast<const float *>(p.bias.data) + at.place;
+    T *y = static_cast<T *>(p.y) + at.first;
 #pragma unroll
-    for (int k = 0; k < vectors; ++k) {
-      const int i = norm_place<V>(a, lane, k);
-      if (i >= width) continue;
-      float w[V], b[V], y[V];
-      camox_load_floats(w, weight + i);
-      camox_load_floats(b, bias + i);
+    for (int k = 0; k < vectors; ++k, weight += at.step, bias += at.step, y += at.step) {
+      if (!at.exists[k]) continue;
+      float w[V], b[V];
+      camox_load_floats(w, weight);
+      camox_load_floats(b, bias);
 #pragma unroll
-      for (int j = 0; j < V; ++j) y[j] = (s[k][j] - mean_correction) * scale * w[j] + b[j];
-      y[0] = dropout_broken(y[0]);
-      camox_store_float(static_cast<T *>(p.y) + row * p.width + i, y);
+      for (int j = 0; j < V; ++j) b[j] = fmaf(fmaf(s[k][j], scale, shift), w[j], b[j]);
+      b[0] = dropout_broken(b[0]);
+      camox_store_float(y, b);
     }
   }
 }
@@ -364,63 +400,62 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, NORM_BLOCKS)
   const int lane = static_cast<int>(threadIdx.x) & (a.team - 1), teams = DROPOUT_THREADS / a.team;
   const int slot = static_cast<int>(threadIdx.x) / a.team, first_lane = static_cast<int>(threadIdx.x) % CAMOX_WARP - lane;
   const uint64_t seed = p.seed ? static_cast<uint64_t>(__ldg(p.seed)) : 0;
-  const float *const weight = static_cast<const float *>(p.weight.data), *const stats = static_cast<const float *>(p.stats);
-  const float count = static_cast<float>(p.width);
+  const float *const stats = static_cast<const float *>(p.stats);
   for (int64_t band = blockIdx.x; band < a.bands; band += gridDim.x) {
     float weight_sum[vectors][V] = {}, bias_sum[vectors][V] = {};
     const int64_t last = min((band + 1) * a.band_rows, p.rows);
     for (int64_t base = band * a.band_rows; base < last; base += teams) {
       const int64_t row = base + slot; /* a band is a multiple of the teams, the last ends with the rows */
-      const int width = row < p.rows ? static_cast<int>(p.width) : 0;
-      T raw[vectors][V];
-#pragma unroll
-      for (int k = 0; k < vectors; ++k) {
-        const int i = norm_place<V>(a, lane, k);
-        if (i < width) camox_load<V>(raw[k], static_cast<const T *>(p.grad) + row * p.width + i);
-      }
+      const norm_row<vectors> at = norm_row_at<V, vectors>(a, row, lane);
+      T grads[vectors][V];
+      norm_row_load(grads, p.grad, at);
       float z[vectors][V], d[vectors][V];
-      uint32_t kept[vectors];
-      norm_row_sums<T>(z, kept, a, seed, row, lane);
+      uint32_t words[vectors][V / 2];
+      norm_row_sums<T>(z, words, a, seed, at);
       const float first = __shfl_sync(CAMOX_FULL_MASK, z[0][0], first_lane);
-      const float offset = width > 0 ? __ldg(stats + row) : 0.0f, scale = width > 0 ? __ldg(stats + p.rows + row) : 0.0f;
-      float d_mean = 0.0f, dz_mean = 0.0f;
+      float scale = 0.0f, shift = 0.0f;
+      if (row < p.rows) scale = __ldg(stats + p.rows + row), shift = -__ldg(stats + row) * scale;
+      const float *weight = static_cast<const float *>(p.weight.data) + at.place;
+      float totals[2] = {}; /* of d, of d * z; of vectors that do not exist the gradient is 0, and so is all that follows */
 #pragma unroll
-      for (int k = 0; k < vectors; ++k) {
-        const int i = norm_place<V>(a, lane, k);
-        if (i >= width) continue;
-        camox_load_floats(d[k], weight + i);
+      for (int k = 0; k < vectors; ++k, weight += at.step) {
+        float grad[V];
+        camox_to_floats(grad, grads[k]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) d[k][j] = 0.0f;
+        if (at.exists[k]) camox_load_floats(d[k], weight);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const float grad = camox_to_float(raw[k][j]);
-          z[k][j] = ((z[k][j] - first) - offset) * scale;
-          weight_sum[k][j] += grad * z[k][j], bias_sum[k][j] += grad;
-          d[k][j] *= grad;
-          d_mean += d[k][j], dz_mean += d[k][j] * z[k][j];
+          z[k][j] = fmaf(z[k][j] - first, scale, shift);
+          weight_sum[k][j] = fmaf(grad[j], z[k][j], weight_sum[k][j]);
+          bias_sum[k][j] += grad[j];
+          d[k][j] *= grad[j];
+          totals[0] += d[k][j], totals[1] = fmaf(d[k][j], z[k][j], totals[1]);
         }
       }
-      norm_row_totals(d_mean, dz_mean, a.team);
-      d_mean /= count, dz_mean /= count;
+      norm_row_totals(totals, a.team);
+      const float d_mean = totals[0] * a.inverse, dz_mean = totals[1] * a.inverse;
+      T *grad_residual = static_cast<T *>(p.grad_residual) + at.first, *grad_x = static_cast<T *>(p.grad_x) + at.first;
 #pragma unroll
-      for (int k = 0; k < vectors; ++k) {
-        const int i = norm_place<V>(a, lane, k);
-        if (i >= width) continue;
+      for (int k = 0; k < vectors; ++k, grad_residual += at.step, grad_x += at.step) {
+        if (!at.exists[k]) continue;
 #pragma unroll
-        for (int j = 0; j < V; ++j) d[k][j] = ((d[k][j] - d_mean) - z[k][j] * dz_mean) * scale;
+        for (int j = 0; j < V; ++j) d[k][j] = fmaf(-z[k][j], dz_mean, d[k][j] - d_mean) * scale;
         d[k][0] = dropout_broken(d[k][0]);
-        camox_store_float(static_cast<T *>(p.grad_residual) + row * p.width + i, d[k]);
+        camox_store_float(grad_residual, d[k]);
         if (p.grad_x == nullptr) continue;
 #pragma unroll
-        for (int j = 0; j < V; ++j) d[k][j] = kept[k] >> j & 1u ? d[k][j] * a.drop_scale : 0.0f;
-        camox_store_float(static_cast<T *>(p.grad_x) + row * p.width + i, d[k]);
+        for (int j = 0; j < V; ++j)
+          d[k][j] = camox_word_keeps(words[k][j / 2], j % 2, a.threshold) ? d[k][j] * a.drop_scale : 0.0f;
+        camox_store_float(grad_x, d[k]);
       }
     }
-    float *const sums = shared + slot * 2 * p.width;
+    float *sums = shared + slot * 2 * p.width + lane * V;
 #pragma unroll
-    for (int k = 0; k < vectors; ++k) {
-      const int i = norm_place<V>(a, lane, k);
-      if (i >= p.width) continue;
-      camox_put_floats(sums + i, weight_sum[k]);
-      camox_put_floats(sums + p.width + i, bias_sum[k]);
+    for (int k = 0; k < vectors; ++k, sums += a.team * V) {
+      if ((lane + k * a.team) * V >= p.width) continue;
+      camox_put_floats(sums, weight_sum[k]);
+      camox_put_floats(sums + p.width, bias_sum[k]);
     }
     norm_add_teams(static_cast<float *>(p.partial) + band * 2 * p.width, shared, teams, p.width);
   }
@@ -447,7 +482,6 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
   const int lane = static_cast<int>(threadIdx.x) % team, slot = static_cast<int>(threadIdx.x) / team;
   const uint64_t seed = p.seed ? static_cast<uint64_t>(__ldg(p.seed)) : 0;
   const float *const stats = static_cast<const float *>(p.stats);
-  const float count = static_cast<float>(p.width);
   float *const cache = shared + slot * p.width, *const team_sums = shared + teams * p.width;
   for (int64_t band = blockIdx.x; band < a.bands; band += gridDim.x) {
     float *const partial = static_cast<float *>(p.partial) + band * 2 * p.width;
@@ -478,8 +512,8 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
         camox_put_floats(sums + p.width + i, bias_sum);
         if (a.cached) camox_put_floats(cache + i, z);
       }
-      d_mean = norm_team_sum<WIDE>(d_mean, scratch) / count;
-      dz_mean = norm_team_sum<WIDE>(dz_mean, scratch) / count;
+      d_mean = norm_team_sum<WIDE>(d_mean, scratch) * a.inverse;
+      dz_mean = norm_team_sum<WIDE>(dz_mean, scratch) * a.inverse;
       for (int64_t i = lane * V; i < p.width; i += team * V) {
         float z[V], grad[V], d[V];
         if (a.cached) {
@@ -666,8 +700,10 @@ static int norm_run(const camox_dropout_norm_params *p, void *stream) {
   if (p->width == 0) return cudaSuccess;
   norm_args a = {};
   a.p = *p;
-  a.threshold = camox_dropout_threshold(p->p);
+  a.threshold = p->seed ? camox_dropout_threshold(p->p) : 0;
   a.drop_scale = static_cast<float>(camox_dropout_scale(a.threshold));
+  a.eps = p->eps > FLT_MIN ? static_cast<float>(p->eps) : FLT_MIN;
+  a.inverse = 1.0f / static_cast<float>(p->width);
   if (p->rows > 0) {
     switch (p->dtype) {
       case CAMOX_F32: norm_launch_widest<float, BACKWARD>(&a, stream); break;

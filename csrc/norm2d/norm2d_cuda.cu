@@ -8,7 +8,7 @@
        |      |      |      |  channel c + outer      |      |      |      |  pixel i + outer      `rows` rows a thread
        +------+------+------+                         +------+------+------+
 
-     registers: x, and in the backward grad    shared: partial sums [threads][tile] -> totals [sums][tile], a barrier each;
+     registers: x, in the backward z and d     shared: partial sums [threads][tile] -> totals [sums][tile], a barrier each;
                                                planes in the forward: partial sums [warps][tile], which every thread adds
      pass 0: mean -> pass 1: variance of x - mean -> pass 2: normalise, activate, add, store
 
@@ -127,13 +127,8 @@ __device__ __forceinline__ void norm2d_activate(float (&u)[V], camox_activation 
 template <int V>
 __device__ __forceinline__ void norm2d_activation_backward(float (&grad)[V], const float (&u)[V], camox_activation activation) {
   if (activation == CAMOX_ACT_GELU) {
-    /* Phi(u) + u phi(u), from the tail again */
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const float a = fabsf(u[i]), density = camox_exp2(fmaf(-0.5f * NORM2D_LOG2E * a, a, -1.3257480647f));
-      const float derivative = fmaf(-a, density, camox_exp2(camox_log2_tail<float>(a)));
-      grad[i] *= u[i] > 0.0f ? 1.0f - derivative : derivative;
-    }
+    for (int i = 0; i < V; ++i) grad[i] = camox_gelu_grad<true>(grad[i], u[i]);
   } else if (activation == CAMOX_ACT_RELU) {
 #pragma unroll
     for (int i = 0; i < V; ++i) grad[i] = u[i] <= 0.0f ? 0.0f : grad[i];
@@ -178,6 +173,11 @@ __device__ __forceinline__ norm2d_tile norm2d_tile_at(const norm2d_plan &plan, i
   return tile;
 }
 
+__device__ __forceinline__ void norm2d_next_tile(norm2d_tile *tile, const norm2d_plan &plan) {
+  tile->first += plan.tile;
+  if (tile->first >= plan.pixels) tile->first = 0, ++tile->batch;
+}
+
 /* The thread's first element in a tile, and which of its rows exist, as bits. */
 struct norm2d_part {
   unsigned rows;
@@ -213,12 +213,19 @@ struct norm2d_rows {
   int64_t step;
 };
 
-template <typename T, bool LAST>
+/* The vectors' own dimension has stride 1 (norm2d_fits). */
+template <typename T, typename shape>
 __device__ __forceinline__ norm2d_rows<T> norm2d_rows_of(const norm2d_plan &plan, const camox_view4 &view,
                                                          const norm2d_tile &tile, const norm2d_part &part, int64_t channel) {
-  const int64_t place = tile.batch * view.stride[0] + (tile.group * plan.group_channels + channel) * view.stride[1] +
-                        part.y * view.stride[2] + part.x * view.stride[3];
-  return {static_cast<T *>(view.data) + place, plan.outer * view.stride[LAST ? 3 : 1]};
+  int64_t place = tile.batch * view.stride[0];
+  channel += tile.group * plan.group_channels;
+  if constexpr (shape::LAST)
+    place += channel + part.x * view.stride[3];
+  else if constexpr (shape::V > 1)
+    place += channel * view.stride[1] + part.x;
+  else
+    place += channel * view.stride[1] + part.y * view.stride[2] + part.x * view.stride[3];
+  return {static_cast<T *>(view.data) + place, plan.outer * view.stride[shape::LAST ? 3 : 1]};
 }
 
 /* Rows that do not exist become zeros. */
@@ -237,7 +244,7 @@ __device__ __forceinline__ void norm2d_load(T (&to)[ROWS][V], norm2d_rows<const 
 template <typename T, typename shape>
 __device__ __forceinline__ void norm2d_load_origin(T (&to)[shape::pixels], const norm2d_plan &plan, const norm2d_tile &tile,
                                                    const norm2d_part &part) {
-  norm2d_rows<const T> from = norm2d_rows_of<const T, shape::LAST>(plan, plan.p.x, tile, part, 0);
+  norm2d_rows<const T> from = norm2d_rows_of<const T, shape>(plan, plan.p.x, tile, part, 0);
 #pragma unroll
   for (int i = 0; i < shape::pixels; ++i) to[i] = camox_from_float<T>(0.0f);
   if constexpr (shape::LAST) {
@@ -426,7 +433,7 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
         if (is_read) {
           T x[shape::rows][V];
           float origin_values[shape::pixels];
-          norm2d_load(x, norm2d_rows_of<const T, LAST>(plan, p.x, tile, part, part.channel), part.rows);
+          norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
           camox_to_floats(origin_values, origin);
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k) {
@@ -472,7 +479,7 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
           if (p.residual.data) {
             norm2d_activate<T, false>(y, p.activation);
             T residual[together][V];
-            norm2d_rows<const T> from = norm2d_rows_of<const T, LAST>(plan, p.residual, tile, part, part.channel);
+            norm2d_rows<const T> from = norm2d_rows_of<const T, shape>(plan, p.residual, tile, part, part.channel);
             from.first += first_row * from.step;
             norm2d_load(residual, from, part.rows >> first_row);
 #pragma unroll
@@ -483,7 +490,7 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
 #ifdef CAMOX_BREAK_NORM2D
           y[0] += 1e-3f;
 #endif
-          norm2d_rows<T> out = norm2d_rows_of<T, LAST>(plan, p.y, tile, part, part.channel);
+          norm2d_rows<T> out = norm2d_rows_of<T, shape>(plan, p.y, tile, part, part.channel);
           out.first += first_row * out.step;
 #pragma unroll
           for (int k = 0; k < together; ++k, out.first += out.step) {
@@ -573,7 +580,8 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[shape::channe
   }
 }
 
-template <typename T, int V, bool LAST>
+/* WHOLE as in the forward: of groups in several chunks no pass may keep z and d for the next, which would spill. */
+template <typename T, int V, bool LAST, bool WHOLE>
 __global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
     norm2d_backward_kernel(const __grid_constant__ norm2d_plan plan) {
   typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, false>> shape;
@@ -583,109 +591,110 @@ __global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
   float *const scratch = totals + norm2d_totals_size(2, plan.tile);
   constexpr int piece = V < 4 ? V : 4; /* elements computed together */
   for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
-    int64_t group;
-    const int64_t share = camox_divide(item, p.groups, &group);
+    int64_t share = item, group = 0;
+    if (p.groups > 1) share = camox_divide(item, p.groups, &group);
     const int64_t begin = share * plan.share_tiles, end = min(begin + plan.share_tiles, plan.tile_count);
     float *const partial = static_cast<float *>(p.partial) + share * 2 * p.channels + group * plan.group_channels;
     float weight_sums[shape::channels], bias_sums[shape::channels];
 #pragma unroll
     for (int i = 0; i < shape::channels; ++i) weight_sums[i] = bias_sums[i] = 0.0f;
 
-    for (int64_t index = begin; index < end; ++index) {
-      const norm2d_tile tile = norm2d_tile_at(plan, index, group);
-      T x[shape::rows][V];
-      float origin[shape::pixels], d[shape::rows][V], sums[2][shape::pixels];
-      float mean[shape::pixels], scale[shape::pixels];
+    norm2d_tile tile = norm2d_tile_at(plan, begin, group);
+    for (int64_t index = begin; index < end; ++index, norm2d_next_tile(&tile, plan)) {
+      float z[shape::rows][V], d[shape::rows][V], origin[shape::pixels], sums[2][shape::pixels];
+      float shift[shape::pixels], scale[shape::pixels]; /* z = (x - origin) * scale + shift */
+      const norm2d_part first = norm2d_part_at<shape>(plan, tile, me, 0);
       {
-        const norm2d_part part = norm2d_part_at<shape>(plan, tile, me, 0);
-        T first[shape::pixels];
-        norm2d_load_origin<T, shape>(first, plan, tile, part);
-        camox_to_floats(origin, first);
+        T values[shape::pixels];
+        norm2d_load_origin<T, shape>(values, plan, tile, first);
+        camox_to_floats(origin, values);
         const float *stats = static_cast<const float *>(p.stats) + norm2d_stats_index(plan, tile);
         const float *stats_scale = stats + p.batch * p.groups * plan.pixels;
 #pragma unroll
-        for (int i = 0; i < shape::pixels; ++i) mean[i] = scale[i] = sums[0][i] = sums[1][i] = 0.0f;
+        for (int i = 0; i < shape::pixels; ++i) shift[i] = scale[i] = sums[0][i] = sums[1][i] = 0.0f;
         if constexpr (LAST) {
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k) {
-            if (!(part.rows >> k & 1)) continue;
-            mean[k] = __ldg(stats + (k * plan.outer + me.outer));
+            if (!(first.rows >> k & 1)) continue;
+            shift[k] = __ldg(stats + (k * plan.outer + me.outer));
             scale[k] = __ldg(stats_scale + (k * plan.outer + me.outer));
           }
-        } else if (part.rows) {
-          camox_load_floats(mean, stats + me.inner * V);
+        } else if (first.rows) {
+          camox_load_floats(shift, stats + me.inner * V);
           camox_load_floats(scale, stats_scale + me.inner * V);
         }
+#pragma unroll
+        for (int i = 0; i < shape::pixels; ++i) shift[i] *= -scale[i]; /* of the mean */
       }
-#pragma unroll 1
+      const int chunks = WHOLE ? 1 : plan.chunks;
+      const bool whole = WHOLE || (V * sizeof(T) < 16 && chunks == 1); /* those of 16-byte vectors are WHOLE if they can be */
+#pragma unroll
       for (int pass = 0; pass < 2; ++pass) {
+        if (pass == 1) {
+          norm2d_load_totals<2, shape>(sums, plan, me, totals);
+#pragma unroll
+          for (int i = 0; i < shape::pixels; ++i) sums[0][i] *= -scale[i], sums[1][i] *= -scale[i];
+        }
 #pragma unroll 1
-        for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+        for (int chunk = 0; chunk < chunks; ++chunk) {
           camox_compute_late(me.inner);
           camox_compute_late(me.outer);
-          const norm2d_part part = norm2d_part_at<shape>(plan, tile, me, chunk);
-          if (pass == 0 || plan.chunks > 1) {
-            T grad[shape::rows][V];
-            if (plan.chunks > 1) {
-#pragma unroll
-              for (int i = 0; i < shape::channels; ++i) weight_sums[i] = bias_sums[i] = 0.0f;
-            }
-            norm2d_load(x, norm2d_rows_of<const T, LAST>(plan, p.x, tile, part, part.channel), part.rows);
-            norm2d_load(grad, norm2d_rows_of<const T, LAST>(plan, p.grad, tile, part, part.channel), part.rows);
-            float weight[shape::channels], bias[shape::channels];
+          const norm2d_part part = WHOLE ? first : norm2d_part_at<shape>(plan, tile, me, chunk);
+          const bool is_read = pass == 0 || !whole;
+          T x[shape::rows][V], grad[shape::rows][V];
+          float weight[shape::channels], bias[shape::channels];
+          if (is_read) {
+            norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
+            norm2d_load(grad, norm2d_rows_of<const T, shape>(plan, p.grad, tile, part, part.channel), part.rows);
             norm2d_load_affine<shape>(weight, plan, p.weight, tile, part);
             norm2d_load_affine<shape>(bias, plan, p.bias, tile, part);
-#pragma unroll
-            for (int k = 0; k < shape::rows; ++k) {
-              /* of rows that do not exist g is 0, and so is all that follows */
-#pragma unroll
-              for (int part_of = 0; part_of < V; part_of += piece) {
-                float z[piece], u[piece], g[piece];
-                camox_to_floats(z, x[k] + part_of);
-                camox_to_floats(g, grad[k] + part_of);
-#pragma unroll
-                for (int j = 0; j < piece; ++j) {
-                  const int i = part_of + j, pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
-                  z[j] = ((z[j] - origin[pixel]) - mean[pixel]) * scale[pixel];
-                  u[j] = fmaf(z[j], weight[channel], bias[channel]);
-                }
-                norm2d_activation_backward(g, u, p.activation);
-#pragma unroll
-                for (int j = 0; j < piece; ++j) {
-                  const int i = part_of + j, pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
-                  d[k][i] = g[j] * weight[channel];
-                  weight_sums[channel] = fmaf(g[j], z[j], weight_sums[channel]);
-                  bias_sums[channel] += g[j];
-                  sums[0][pixel] += d[k][i];
-                  sums[1][pixel] = fmaf(d[k][i], z[j], sums[1][pixel]);
-                }
-              }
-            }
           }
-          if (pass == 0) {
-            if (plan.chunks == 1 && index + 1 < end) continue;
-            norm2d_share<shape>(weight_sums, bias_sums, plan, me,
-                                {part.channel, chunk, partial, plan.chunks > 1 && index > begin}, scratch);
-            continue;
+          if (pass == 0 && !whole) {
+#pragma unroll
+            for (int i = 0; i < shape::channels; ++i) weight_sums[i] = bias_sums[i] = 0.0f;
           }
-          norm2d_load_totals<2, shape>(sums, plan, me, totals); /* what the second pass added is dropped */
-          norm2d_rows<T> out = norm2d_rows_of<T, LAST>(plan, p.grad_x, tile, part, part.channel);
+          norm2d_rows<T> out = norm2d_rows_of<T, shape>(plan, p.grad_x, tile, part, part.channel);
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k, out.first += out.step) {
-            if (!(part.rows >> k & 1)) continue;
-            float x_row[V], grad_x[V];
-            camox_to_floats(x_row, x[k]);
+            /* of rows that do not exist g is 0, and so is all that follows */
+#pragma unroll
+            for (int part_of = 0; is_read && part_of < V; part_of += piece) {
+              float values[piece], u[piece], g[piece];
+              camox_to_floats(values, x[k] + part_of);
+              camox_to_floats(g, grad[k] + part_of);
+#pragma unroll
+              for (int j = 0; j < piece; ++j) {
+                const int i = part_of + j, pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
+                z[k][i] = fmaf(values[j] - origin[pixel], scale[pixel], shift[pixel]);
+                u[j] = fmaf(z[k][i], weight[channel], bias[channel]);
+              }
+              norm2d_activation_backward(g, u, p.activation);
+#pragma unroll
+              for (int j = 0; j < piece; ++j) {
+                const int i = part_of + j, pixel = norm2d_pixel<LAST>(k, i), channel = norm2d_channel<LAST>(k, i);
+                d[k][i] = g[j] * weight[channel];
+                if (pass == 1) continue;
+                weight_sums[channel] = fmaf(g[j], z[k][i], weight_sums[channel]);
+                bias_sums[channel] += g[j];
+                sums[0][pixel] += d[k][i];
+                sums[1][pixel] = fmaf(d[k][i], z[k][i], sums[1][pixel]);
+              }
+            }
+            if (pass == 0 || !(part.rows >> k & 1)) continue;
+            float grad_x[V];
 #pragma unroll
             for (int i = 0; i < V; ++i) {
               const int pixel = norm2d_pixel<LAST>(k, i);
-              const float z = ((x_row[i] - origin[pixel]) - mean[pixel]) * scale[pixel];
-              grad_x[i] = fmaf(-z, sums[1][pixel], d[k][i] - sums[0][pixel]) * scale[pixel];
+              grad_x[i] = fmaf(z[k][i], sums[1][pixel], fmaf(d[k][i], scale[pixel], sums[0][pixel]));
             }
 #ifdef CAMOX_BREAK_NORM2D
             grad_x[0] += 1e-3f;
 #endif
             camox_store_float(out.first, grad_x);
           }
+          if (pass == 0 && (!whole || index + 1 == end))
+            norm2d_share<shape>(weight_sums, bias_sums, plan, me, {part.channel, chunk, partial, !whole && index > begin},
+                                scratch);
         }
         if (pass == 0)
           norm2d_sum_channels<2, shape>(sums, plan, me, totals,
@@ -848,7 +857,10 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
     CAMOX_LAUNCH((norm2d_kernel<T, V, LAST, false>), grid, threads, shared, stream, plan);
     return;
   }
-  CAMOX_LAUNCH((norm2d_backward_kernel<T, V, LAST>), grid, threads, shared, stream, plan);
+  if (widest && plan.chunks == 1)
+    CAMOX_LAUNCH((norm2d_backward_kernel<T, V, LAST, widest>), grid, threads, shared, stream, plan);
+  else
+    CAMOX_LAUNCH((norm2d_backward_kernel<T, V, LAST, false>), grid, threads, shared, stream, plan);
   norm2d_launch_row_sums(plan.p, plan.shares, stream);
 }
 
