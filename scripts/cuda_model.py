@@ -766,54 +766,81 @@ PRODUCTS = (("", 32, 6, 64, 1024, 192), (" of 1024 tokens", 2, 6, 1024, 1024, 19
 
 
 def product_cases(dtype: str) -> list[Case]:
-    """The forward on tensor cores: four warps have a tile of 64 x 64, a step of it 64 of the terms, which are copied to
-    shared memory two steps ahead; scores of a single tile are a block's of eight warps, half of the terms each. Tiles
-    are read from L2, q with its cosines and sines in float32."""
+    """The forward on tensor cores. Scores of a single tile are a block's of eight warps, half of the terms each: a step
+    has 64 terms, which are copied to shared memory two steps ahead, q with its cosines and sines in float32. Of longer
+    sequences r is made once, and both products read it by tiles of 128 x 128 or 128 x 192, 32 terms in a step, three
+    steps ahead. Tiles are read from L2, but q from memory where r is made once."""
     if dtype != "bfloat16":
         return []
     element, tile, cases = DTYPES[dtype][0], 64, []
     piece, angles, wide = tile * tile * 2, 2 * tile * tile // 2 * 4, tile * tile * 4  # bytes of tiles
+
+    def copying(kernel, blocks, threads, steps, copied, products, rounded, traffic, ahead, shared=0):
+        """`copied`, `rounded`: pieces of 16 bytes that a thread copies, and makes, per step. Those that are not copied
+        are made in a loop of two, which the path passes once."""
+        step = Step(copied, products, False, "", r"\bLDGSTS\b", r"\bHMMA\b", 4 * rounded, r"\bF2FP\b")
+        return Launch(kernel, blocks, threads, step, steps, traffic, shared, prefetched=ahead, cached=True)
+
     for name, batch, heads, tokens, columns, values in PRODUCTS:
-        across, along, sequences = ceil_div(values, tile), ceil_div(tokens, tile), batch * heads
-        rotated = sequences * tokens * columns * 2
-        given = batch * tokens * values * 2
+        sequences = batch * heads
+        rotated, given = sequences * tokens * columns * 2, batch * tokens * values * 2
         out = sequences * tokens * values * 2
-
-        def launch(kernel, blocks, steps, copied, rounded, traffic, ahead=2, threads=128):
-            """`copied`, `rounded`: pieces of 16 bytes that a thread copies, and makes, per step. Those that are not
-            copied are made in a loop of two, which the path passes once."""
-            step = Step(copied, 32, False, "", r"\bLDGSTS\b", r"\bHMMA\b", 4 * rounded, r"\bF2FP\b")
-            kernel = f"bdh_{kernel}_kernel<{element}{', false' if kernel == 'values' else ''}>"
-            return Launch(kernel, blocks, threads, step, steps, traffic, cached=True, prefetched=ahead)
-
         if tokens == tile:  # scores: r with itself; they are saved in float32
-            scores, steps = sequences * wide, ceil_div(columns, 2 * tile)
+            scores, steps, across = sequences * wide, ceil_div(columns, 2 * tile), ceil_div(values, tile)
+            read = sequences * 2 * steps * (piece + angles)
             launches = (
-                launch(
-                    "tile_scores",
-                    sequences,
-                    steps,
+                copying(f"bdh_tile_scores_kernel<{element}>", sequences, 256, steps, 4, 32, 4, read + scores, 2),
+                copying(
+                    f"bdh_values_kernel<{element}, false>",
+                    sequences * across,
+                    128,
+                    1,
                     4,
-                    4,
-                    sequences * 2 * steps * (piece + angles) + scores,
-                    threads=256,
+                    32,
+                    2,
+                    across * scores + sequences * across * piece + out,
+                    0,
                 ),
-                launch("values", sequences * across, 1, 4, 2, across * scores + sequences * across * piece + out, 0),
             )
             moved, flop = rotated + given + out + sequences * tile * tile * 4, 2 * sequences * tokens**2
             flop *= columns + values
         else:
-            down = ceil_div(columns, tile)
-            states = launch(
-                "state",
-                sequences * down * across,
-                along,
-                8,
-                4,
-                sequences * down * across * along * (2 * piece + angles),
+            # bdh_run_rotated: columns of q in whole steps, in bands of at most 64 MiB, which these sequences are within
+            padded, pieces = ceil_div(columns, 32) * 32, ceil_div(columns, 32) * 4
+            across = 192 if ceil_div(values, 192) * 192 <= ceil_div(values, 128) * 128 else 128
+            threads = tokens * pieces * ceil_div(sequences, 4)
+            rotate = Launch(
+                f"bdh_rotate_kernel<{element}>",
+                ceil_div(threads, 256),
+                256,
+                Step(4 + 2, 4),  # pieces of four heads, which share their angles
+                1,
+                rotated + sequences * tokens * padded * 2 + tokens * columns * 4,
             )
-            applied = sequences * along * across * down * (piece + angles + wide) + out
-            launches = (states, launch("from_state", sequences * along * across, down, 4, 6, applied))
+
+            def large(kernel, rows, depth, written, sequences=sequences, values=values, across=across):
+                """A thread copies two pieces of the first operand and two or three of the second."""
+                blocks, steps = sequences * ceil_div(rows, 128) * ceil_div(values, across), ceil_div(depth, 32)
+                stage = (128 + across) * 64
+                products = 4 * across // 32 * 2
+                return copying(
+                    f"bdh_large_{kernel}_kernel<{element}, {across}>",
+                    blocks,
+                    256,
+                    steps,
+                    2 + across // 64,
+                    products,
+                    0,
+                    blocks * steps * stage + written,
+                    3,
+                    4 * stage,
+                )
+
+            launches = (
+                rotate,
+                large("state", padded, tokens, sequences * padded * values * 2),
+                large("out", tokens, padded, out),
+            )
             moved = 2 * rotated + given + out + 2 * sequences * columns * values * 2
             flop = 4 * sequences * tokens * columns * values
         elements = sequences * tokens * values

@@ -6,8 +6,11 @@
      values   out = w v                                                 grad_v   w^T g
      pairs    e = d s + d s^T                                           grad_q   scale e r, rotated back
      state    z = r^T v, or r^T g   from_state  out = scale r z, d v = scale r (r^T g)
+     rotate   r, once for both products of the forward's state form in half types: r^T v and scale r z by tiles of 128 x 192
+              or 128 x 128 (../common/large_product.cuh), which read r, v and z as they lie in memory
 
      scratch  [ delta ][ scores of a band of rows ][ pairs of the same band ][ states of a segment of chunks ]
+              or, after rotate, [ r of a band of heads ][ their states, in the element type ]
 
        T x T scores of a head             a band has as many heads, or rows or chunks of one, as fill a GPU;
        +--------------------+             since s is symmetric, bands need nothing of each other in the backward either
@@ -20,6 +23,7 @@
    the scores inside a chunk are added where values, grad_v and grad_q are computed. No atomics: the same bits on every run.
    Half types: r, w, e and z are rounded to the type as the tensor cores take them, in float16 to infinity beyond its range.
    float32 is multiplied in float32, or where `tf32` allows it on tensor cores from sm_80 on, operands rounded to TF32. */
+#include "../common/large_product.cuh"
 #include "../common/tile_product.cuh"
 #include "bdh.h"
 
@@ -27,6 +31,9 @@
 #define BDH_FILL 256           /* blocks that fill a large GPU */
 #define BDH_HEADS_PER_BLOCK 8  /* of a block of grad_q, at most */
 #define BDH_HALVES 2           /* of the columns of q, where scores of a head are one tile */
+#define BDH_ROTATED_TILES 8192 /* of r in scratch, 64 MiB: at least a head's */
+#define BDH_ROTATE_THREADS 256
+#define BDH_ROTATE_HEADS 4 /* of a thread, at one place of a head: their angles are the same */
 #define BDH_STEP_THREADS 256
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
@@ -40,9 +47,11 @@ struct bdh_plan {
   camox_bdh_params p;
   float scale;
   bdh_row_band band;
-  int64_t chunk;           /* tokens, T where there are no chunks */
-  float *scores;           /* [sequences, chunks, rows, chunk] of the band, or p.scores */
-  void *pairs;             /* likewise, in the element type */
+  int64_t chunk; /* tokens, T where there are no chunks */
+  float *scores; /* [sequences, chunks, rows, chunk] of the band, or p.scores */
+  void *pairs;   /* likewise, in the element type */
+  void *rotated; /* [sequences, T, rotated_dim] r of the band; columns from N on are 0 */
+  int64_t rotated_dim, state_pitch;
   float *delta;            /* [B*H, T] */
   float *state[2];         /* [sequences, chunks, N, D]: r^T v, and r^T g */
   float *carried[2];       /* [segments, N, D]: of the chunks before, or after, the band's; NULL where it has all */
@@ -572,6 +581,101 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
   }
 }
 
+/* r of the band's heads. A thread has 8 adjacent elements at the same place of several heads. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_ROTATE_THREADS) bdh_rotate_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  constexpr int V = camox_tile_lanes<T>;
+  const int64_t length = plan.p.length, size = length * plan.rotated_dim;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * BDH_ROTATE_THREADS + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * BDH_ROTATE_THREADS) {
+    int64_t piece, row;
+    const int64_t first = camox_divide(camox_divide(item, plan.rotated_dim / V, &piece), length, &row) * BDH_ROTATE_HEADS;
+    const int heads = camox_at_most<BDH_ROTATE_HEADS>(plan.band.sequences - first);
+    bdh_place at = bdh_chunk_of(plan, first);
+    const bdh_rotated<T> r = bdh_rotated_of<T>(plan, at);
+    T values[BDH_ROTATE_HEADS][V];
+#pragma unroll
+    for (int i = 0; i < BDH_ROTATE_HEADS; ++i) {
+      if (i >= heads) break;
+      bdh_view<T>(plan.p.q, at, plan.p.dim, plan.wide_q).piece(values[i], row, piece * V);
+      if (++at.h == plan.p.heads) at.h = 0, ++at.b;
+    }
+    float cosines[V], sines[V];
+    r.angles(cosines, sines, row, piece * V);
+    T *const to = static_cast<T *>(plan.rotated) + first * size + row * plan.rotated_dim + piece * V;
+#pragma unroll
+    for (int i = 0; i < BDH_ROTATE_HEADS; ++i) {
+      if (i >= heads) break;
+      r.template rotate<1>(values[i], cosines, sines);
+      camox_store(to + i * size, values[i]);
+    }
+  }
+}
+
+/* The tile of an item: of the heads' matrices of so many rows and columns. */
+template <int COLUMNS>
+__device__ __forceinline__ bdh_place bdh_large_place(const bdh_plan &plan, int64_t item, int64_t rows, int64_t columns) {
+  int64_t row, column;
+  const int64_t remaining = camox_divide(item, camox_ceil_div(columns, COLUMNS), &column);
+  bdh_place at = bdh_chunk_of(plan, camox_divide(remaining, camox_ceil_div(rows, CAMOX_LARGE_ROWS), &row));
+  at.row = row * CAMOX_LARGE_ROWS, at.column = column * COLUMNS;
+  at.rows = camox_at_most<CAMOX_LARGE_ROWS>(rows - at.row);
+  return at;
+}
+
+template <typename T>
+__device__ __forceinline__ camox_large_matrix<T> bdh_large_rotated(const bdh_plan &plan, int64_t slot) {
+  const int64_t length = plan.p.length, columns = plan.rotated_dim;
+  return {static_cast<const T *>(plan.rotated) + slot * length * columns, columns, length, columns};
+}
+
+template <typename T>
+__device__ __forceinline__ T *bdh_large_state(const bdh_plan &plan, int64_t slot) {
+  return reinterpret_cast<T *>(plan.state[0]) + slot * plan.rotated_dim * plan.state_pitch;
+}
+
+/* z = r^T v of the band's heads, rounded to the element type. */
+template <typename T, int COLUMNS>
+__global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
+    bdh_large_state_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  if constexpr (CAMOX_CUDA_ARCH >= 800) {
+    CAMOX_DYNAMIC_SHARED(uint32_t, shared);
+    const camox_bdh_params &p = plan.p;
+    BDH_FOR_TILES(item, items) {
+      const bdh_place at = bdh_large_place<COLUMNS>(plan, item, plan.rotated_dim, p.value_dim);
+      const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, true);
+      const camox_large_matrix<T> values = {v.data, v.row, v.rows, v.columns};
+      camox_large_sums<COLUMNS> sums;
+      camox_large_multiply<T, COLUMNS, true>(sums, shared, bdh_large_rotated<T>(plan, at.slot), at.row, values, at.column,
+                                             p.length);
+      camox_large_put<T, COLUMNS>(shared, sums, 1.0f, bdh_large_state<T>(plan, at.slot) + at.row * plan.state_pitch + at.column,
+                                  plan.state_pitch, 1, at.rows, camox_at_most<COLUMNS>(p.value_dim - at.column), true);
+    }
+  }
+}
+
+/* out = scale r z of the band's heads. */
+template <typename T, int COLUMNS>
+__global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
+    bdh_large_out_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  if constexpr (CAMOX_CUDA_ARCH >= 800) {
+    CAMOX_DYNAMIC_SHARED(uint32_t, shared);
+    const camox_bdh_params &p = plan.p;
+    BDH_FOR_TILES(item, items) {
+      const bdh_place at = bdh_large_place<COLUMNS>(plan, item, p.length, p.value_dim);
+      const camox_large_matrix<T> z = {bdh_large_state<T>(plan, at.slot), plan.state_pitch, plan.rotated_dim, p.value_dim};
+      camox_large_sums<COLUMNS> sums;
+      camox_large_multiply<T, COLUMNS, false>(sums, shared, bdh_large_rotated<T>(plan, at.slot), at.row, z, at.column,
+                                              plan.rotated_dim);
+#ifdef CAMOX_BREAK_BDH
+      sums[0][0][0] += 1e-3f;
+#endif
+      camox_large_put<T, COLUMNS>(shared, sums, plan.scale, bdh_at<T>(p.out, at), p.out.stride[2], p.out.stride[3], at.rows,
+                                  camox_at_most<COLUMNS>(p.value_dim - at.column), plan.wide_out);
+    }
+  }
+}
+
 /* ---- backward ---- */
 
 /* delta[i] = sum_d g[i,d] out[i,d] of every head, a warp a row: where no launch has all scores of a row and of its mirror. */
@@ -903,12 +1007,20 @@ static int64_t bdh_element_bytes(const camox_bdh_params *p) { return p->dtype ==
 static bool bdh_by_state(const camox_bdh_params *p) { return !p->scores && camox_bdh_state_form(p); }
 static bool bdh_by_chunks(const camox_bdh_params *p) { return p->causal && bdh_by_state(p); }
 
+/* Whether r is made once, for products by large tiles: tiles of 64 columns, of which there are several, would make it again. The
+   rows of v are read 16 bytes at a time. */
+static bool bdh_rotates_once(const camox_bdh_params *p) {
+  return p->dtype != CAMOX_F32 && bdh_by_state(p) && !p->causal && p->value_dim > CAMOX_TILE &&
+         bdh_is_wide(p->v, bdh_element_bytes(p));
+}
+
 /* The parts of scratch, in bytes; bands are all of one size, the last one may be shorter. */
 struct bdh_scratch {
   int64_t sequences, rows;             /* of a band */
   int64_t chunk, chunks, segment;      /* tokens of a chunk; all chunks of a head; those of a band */
   int64_t delta, scores, pairs, state; /* a state for v, in the backward one for g: */
   int64_t carried;                     /* this too */
+  int64_t rotated;                     /* with it state is of the element type */
 };
 
 static int64_t bdh_rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -934,8 +1046,24 @@ static void bdh_plan_states(bdh_scratch &s, const camox_bdh_params *p, int64_t m
   if (s.segment < s.chunks) s.carried = bdh_rounded(camox_ceil_div(s.chunks, s.segment) * size);
 }
 
+static int64_t bdh_rotated_dim(const camox_bdh_params *p) {
+  return camox_ceil_div(p->dim, CAMOX_LARGE_DEPTH) * CAMOX_LARGE_DEPTH;
+}
+static int64_t bdh_state_pitch(const camox_bdh_params *p) { return camox_ceil_div(p->value_dim, 8) * 8; }
+
+/* Of the forward that rotates once, in bands of heads. */
+static bdh_scratch bdh_rotated_scratch_of(const camox_bdh_params *p) {
+  const int64_t columns = bdh_rotated_dim(p), tiles = bdh_tiles_of(p->length, columns), most = camox_grid(BDH_ROTATED_TILES);
+  bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0, 0};
+  if (s.sequences == 0) return s;
+  if (s.sequences > most / tiles) s.sequences = most > tiles ? most / tiles : 1;
+  s.rotated = bdh_rounded(s.sequences * p->length * columns * bdh_element_bytes(p));
+  s.state = bdh_rounded(s.sequences * columns * bdh_state_pitch(p) * bdh_element_bytes(p));
+  return s;
+}
+
 static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
-  bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0};
+  bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0, 0};
   if (s.sequences == 0) return s;
   if (backward && p->softmax) s.delta = bdh_rounded(s.sequences * p->length * 4);
   if (p->scores && !backward) return s;
@@ -965,6 +1093,8 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   plan.delta = reinterpret_cast<float *>(scratch), scratch += s.delta;
   plan.scores = static_cast<float *>(p->scores ? p->scores : scratch), scratch += s.scores;
   plan.pairs = scratch, scratch += s.pairs;
+  plan.rotated = scratch, scratch += s.rotated;
+  plan.rotated_dim = bdh_rotated_dim(p), plan.state_pitch = bdh_state_pitch(p);
   for (int i = 0; i <= backward; ++i) {
     plan.state[i] = reinterpret_cast<float *>(scratch), scratch += s.state;
     plan.carried[i] = reinterpret_cast<float *>(scratch), scratch += s.carried;
@@ -1051,8 +1181,59 @@ static void bdh_launch_scores(const bdh_plan &plan, void *stream) {
   }
 }
 
+/* Tensor cores of bfloat16 and cp.async. The emulator runs one architecture. */
+#if defined(CAMOX_CUDA_EMULATOR)
+static constexpr bool bdh_may_rotate_once = CAMOX_CUDA_ARCH >= 800;
+static bool bdh_device_is_sm80(void) { return true; }
+#else
+static constexpr bool bdh_may_rotate_once = true;
+static bool bdh_device_is_sm80(void) {
+  int device = 0, generation = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  return cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && generation >= 8;
+}
+#endif
+
+typedef void bdh_kernel(bdh_plan, int64_t);
+
+static cudaError_t bdh_launch_large(bdh_kernel *kernel, int shared, int64_t items, const bdh_plan &plan, void *stream) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error == cudaSuccess) CAMOX_LAUNCH(kernel, camox_grid(items), CAMOX_LARGE_THREADS, shared, stream, plan, items);
+  return error;
+}
+
+template <typename T, int COLUMNS>
+static int bdh_run_rotated(const camox_bdh_params *p, void *stream) {
+  const bdh_scratch s = bdh_rotated_scratch_of(p);
+  bdh_plan plan = bdh_plan_of(p, s, false);
+  const int64_t groups = camox_ceil_div(p->value_dim, COLUMNS);
+  cudaError_t error = cudaSuccess;
+  bdh_for_row_bands<T>(plan, s, false, stream, [&] {
+    const int64_t pieces = p->length * plan.rotated_dim / camox_tile_lanes<T>;
+    const int64_t threads = pieces * camox_ceil_div(plan.band.sequences, BDH_ROTATE_HEADS);
+    CAMOX_LAUNCH((bdh_rotate_kernel<T>), camox_grid(camox_ceil_div(threads, BDH_ROTATE_THREADS)), BDH_ROTATE_THREADS, 0, stream,
+                 plan, threads);
+    const int64_t slots = plan.band.sequences * groups;
+    if (error == cudaSuccess)
+      error = bdh_launch_large(bdh_large_state_kernel<T, COLUMNS>, camox_large_shared<COLUMNS>,
+                               slots * camox_ceil_div(plan.rotated_dim, CAMOX_LARGE_ROWS), plan, stream);
+    if (error == cudaSuccess)
+      error = bdh_launch_large(bdh_large_out_kernel<T, COLUMNS>, camox_large_shared<COLUMNS>,
+                               slots * camox_ceil_div(p->length, CAMOX_LARGE_ROWS), plan, stream);
+  });
+  return error != cudaSuccess ? error : camox_launch_status();
+}
+
 template <typename P>
 static int bdh_run(const camox_bdh_params *p, void *stream) {
+  if constexpr (bdh_may_rotate_once && sizeof(P) == 2) {
+    if (bdh_rotates_once(p) && bdh_device_is_sm80()) {
+      /* the columns that leave fewer of their tiles' empty */
+      const bool widest = camox_ceil_div(p->value_dim, 192) * 192 <= camox_ceil_div(p->value_dim, 128) * 128;
+      return widest ? bdh_run_rotated<P, 192>(p, stream) : bdh_run_rotated<P, 128>(p, stream);
+    }
+  }
   const bdh_scratch s = bdh_scratch_of(p, false);
   bdh_plan plan = bdh_plan_of(p, s, false);
   bdh_for_row_bands<P>(plan, s, false, stream, [&] {
@@ -1134,7 +1315,11 @@ static int bdh_run_step(const camox_bdh_step_params *p, void *stream) {
 
 extern "C" int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward) {
   const bdh_scratch s = bdh_scratch_of(p, backward != 0);
-  return s.delta + s.scores + s.pairs + (s.state + s.carried) * (backward ? 2 : 1);
+  const int64_t bytes = s.delta + s.scores + s.pairs + (s.state + s.carried) * (backward ? 2 : 1);
+  if (backward || !bdh_rotates_once(p)) return bytes;
+  /* whatever the device: the one that will run it need not be the current one */
+  const bdh_scratch rotated = bdh_rotated_scratch_of(p);
+  return bytes > rotated.rotated + rotated.state ? bytes : rotated.rotated + rotated.state;
 }
 
 #define BDH_BY_TYPE(run, of_float32)                       \

@@ -179,6 +179,9 @@ def every_kernel(arch) -> None:
         v = v.repeat(1, 1, 1, 2)
         backward(v.expand(1, 2, 1, 4), q, v, table, table, save="nothing", form=2, causal=True, **more)
         step(q[:, :, 0], v[:, :, 0], table[0], table[0], None, how=how)
+        if not tf32:  # rotated once, tiles of 128 and of 192 columns
+            for columns in (128, 192):
+                forward(q, v[..., :1].repeat(1, 1, 1, columns), table, table, save="nothing", form=2, how=how)
 
 
 def bdh_inputs(shape, value_dim, dtype, memory="contiguous", shared=True, each=False):
@@ -201,5 +204,8 @@ def with_barriers(**how):
         yield bdh_kernels(*inputs, causal=causal, softmax=softmax, save="logsumexp" if softmax else "nothing", how=how)
     inputs = bdh_inputs((1, 2, 40, 400), 24, torch.float32)  # one tile of scores, seven steps in each half
     yield bdh_kernels(*inputs, causal=1, save="scores", how=how)
+    # rotated once: two tiles each way, five steps, so that the last is in the first of the stages
+    _, *inputs = bdh_inputs((1, 2, 136, 136), 200, torch.bfloat16)
+    yield forward(*inputs, save="nothing", form=2, how=how)[:1]
     _, q, v, cos, sin = bdh_inputs((1, 2, 1, 518), 40, torch.float32)
     yield step(q[:, :, 0], v[:, :, 0], cos[0], sin[0], None, how=how)

@@ -34,6 +34,7 @@ def results_with_barriers(op):
             for op in ("bdh", "linear_cross_entropy")
             for at in emulator.barriers(emulator.CSRC / "common" / "tile_product.cuh")
         ),
+        *(("bdh", *at) for at in emulator.barriers(emulator.CSRC / "common" / "large_product.cuh")),
         # the last step of gradients of weights and biases
         *(
             (op, *at)

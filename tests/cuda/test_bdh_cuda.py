@@ -1,5 +1,7 @@
 """The CUDA kernels of bdh_attention and its step on the CPU."""
 
+import itertools
+
 import bdh_cases
 import emulator
 import pytest
@@ -73,6 +75,28 @@ def test_bdh_state_form(dtype, memory, arch):
         assert_close_to_reference(ours, bdh_reference(*inputs, **options), truth)
         capped = bdh_kernels(*inputs, save="nothing", form=2, how={**how, "grid_cap": 1}, **options)
         assert all(map(torch.equal, capped, ours))
+        turn += 1
+
+
+# (B, H, T, N), D: tiles of 128 and of 192 columns, the last of them not full, sums that end inside a step, columns of q
+# that no access of 16 bytes takes; several tiles of rows and columns, seven steps.
+BDH_ROTATED_ONCE = [((1, 2, 5, 34), 72), ((2, 5, 70, 66), 136), ((1, 1, 140, 200), 264)]
+
+
+@pytest.mark.parametrize("memory", bdh_cases.MEMORY)
+def test_bdh_rotated_once(memory, arch, order):
+    """Half types in the state form with many columns of v: all heads at once, and one at a time."""
+    turn = bdh_cases.MEMORY.index(memory)
+    for (shape, value_dim), dtype in itertools.product(BDH_ROTATED_ONCE, (torch.bfloat16, torch.float16)):
+        inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 2 == 0, each=turn % 3 == 0)
+        options = {"relu": turn % 2 == 0, "scale": 0.5}
+        given = {**options, "save": "nothing", "form": 2}
+        ours = bdh_cases.forward(*inputs[1:], **given, how={"arch": arch, "order": order})[0]
+        truth = reference.bdh_attention(*doubled(*inputs[1:]), **options)
+        assert_close_to_reference([ours], [reference.bdh_attention(*inputs[1:], **options)], [truth])
+        for how in ({"grid_cap": 1}, {"order": "random"}):
+            again = bdh_cases.forward(*inputs[1:], flush="start", **given, how={"arch": arch, **how})[0]
+            assert torch.equal(again, ours)
         turn += 1
 
 
@@ -273,3 +297,9 @@ def test_bdh_broken_build_is_noticed():
     inputs = bdh_inputs((1, 2, 5, 8), 3, torch.float32)
     right, wrong = (bdh_kernels(*inputs, how={"define": define}) for define in ("", "CAMOX_BREAK_BDH"))
     assert not any(torch.allclose(*pair, atol=1e-4, rtol=0) for pair in zip(right[:2], wrong[:2], strict=True))
+    _, *inputs = bdh_inputs((1, 2, 5, 8), 72, torch.float16)  # rotated once
+    right, wrong = (
+        bdh_cases.forward(*inputs, save="nothing", form=2, how={"define": define})[0]
+        for define in ("", "CAMOX_BREAK_BDH")
+    )
+    assert not torch.allclose(right, wrong, atol=5e-4, rtol=0)

@@ -1,0 +1,224 @@
+/* Products of large tiles for CUDA, of matrices of half types that lie ready in memory: 128 rows by 128 or 192 columns a block
+   of 8 warps, on tensor cores from sm_80 on. Each operand is read from L2 a third or half as often as by the tiles of 64 x 64
+   of tile_product.cuh, which take operands that are still to be made.
+
+     global memory  --cp.async-->  a ring of 4 stages in shared memory  --ldmatrix-->  fragments in registers
+     step i + 3                    steps i + 1, i + 2: landing                         step i: product, 32 terms of the sum
+
+     a block's tile: 4 warps side by side      each warp: 64 x 32 or 64 x 48 of the product,
+       +-------+-------+-------+-------+     each lane 64 or 96 sums in registers:
+       | warp 0|   1   |   2   |   3   |     [4 x 16 rows][4 or 6 x 8 columns]
+       +-------+-------+-------+-------+
+       | warp 4|   5   |   6   |   7   |
+       +-------+-------+-------+-------+
+
+   A stage has the first operand's tile, then the second's, in pieces of 16 bytes. Where k is along an operand's rows a row of
+   the tile is 64 bytes, where its rows are k ("across") 256 or 384; pieces are permuted within 128 bytes so that the same piece
+   of eight rows is in different banks, and ldmatrix transposes what lies across. */
+#ifndef CAMOX_LARGE_PRODUCT_CUH
+#define CAMOX_LARGE_PRODUCT_CUH
+
+#include "tile_product.cuh"
+
+#define CAMOX_LARGE_THREADS 256
+#define CAMOX_LARGE_ROWS 128 /* of a block's tile */
+#define CAMOX_LARGE_DEPTH 32 /* terms of the sum in a step */
+#define CAMOX_LARGE_STAGES 4
+
+/* Bytes of dynamic shared memory; more than the 48 KB that need no cudaFuncSetAttribute, and two thirds of what sm_86 has. */
+template <int COLUMNS>
+constexpr int camox_large_shared = CAMOX_LARGE_STAGES * (CAMOX_LARGE_ROWS + COLUMNS) * CAMOX_LARGE_DEPTH * 2;
+
+/* Adjacent elements, rows aligned to 16 bytes. Where k is along the rows, columns are whole steps. */
+template <typename T>
+struct camox_large_matrix {
+  const T *data;
+  int64_t pitch, rows, columns;
+};
+
+/* Where a piece lies in a tile: WIDTH rows with k along them, or ACROSS 32 rows of WIDTH elements. */
+template <int WIDTH, bool ACROSS>
+__device__ __forceinline__ unsigned camox_large_place(unsigned row, unsigned piece) {
+  if constexpr (ACROSS) return row * (WIDTH / 8) + (piece ^ row % 8);
+  return row * 4 + (piece ^ row / 2 % 4);
+}
+
+/* This thread's pieces of one operand's tiles, which are the same in all steps. */
+template <typename T, int WIDTH, bool ACROSS>
+struct camox_large_copy {
+  static constexpr unsigned across = ACROSS ? WIDTH / 8 : 4, pieces = WIDTH * 4 / CAMOX_LARGE_THREADS;
+
+  const T *from[pieces]; /* of the first step */
+  unsigned to[pieces];
+  int bytes[pieces], row[pieces]; /* row: of the tile, where rows are k */
+  int64_t step, rows;
+
+  __device__ __forceinline__ camox_large_copy(const camox_large_matrix<T> &matrix, int64_t first)
+      : step(ACROSS ? CAMOX_LARGE_DEPTH * matrix.pitch : CAMOX_LARGE_DEPTH), rows(matrix.rows) {
+#pragma unroll
+    for (unsigned i = 0; i < pieces; ++i) {
+      const unsigned item = threadIdx.x + i * CAMOX_LARGE_THREADS, down = item / across, piece = item % across;
+      to[i] = camox_large_place<WIDTH, ACROSS>(down, piece) * 4;
+      row[i] = static_cast<int>(down);
+      if constexpr (ACROSS) {
+        const int64_t column = first + piece * 8;
+        from[i] = matrix.data + down * matrix.pitch + column;
+        bytes[i] = camox_at_most<8>(matrix.columns - column) * 2;
+      } else {
+        from[i] = matrix.data + (first + down) * matrix.pitch + piece * 8;
+        bytes[i] = first + down < matrix.rows ? 16 : 0;
+      }
+    }
+  }
+
+  /* The copy of the tile whose first k this is begins; nothing is read of 0 bytes. */
+  __device__ __forceinline__ void begin(uint32_t *tile, int64_t k) {
+    const int remaining = ACROSS ? camox_at_most<CAMOX_LARGE_DEPTH>(rows - k) : CAMOX_LARGE_DEPTH;
+#pragma unroll
+    for (unsigned i = 0; i < pieces; ++i) {
+      camox_cp_async_16(tile + to[i], from[i], !ACROSS || row[i] < remaining ? bytes[i] : 0);
+      from[i] += step;
+    }
+  }
+};
+
+/* A warp's sums; element [m][n][e] of a lane is at row camox_large_row and column camox_large_column of the block's tile. */
+template <int COLUMNS>
+using camox_large_sums = float[4][COLUMNS / 32][4];
+
+__device__ __forceinline__ unsigned camox_large_row(unsigned m, unsigned e) {
+  return threadIdx.x / 128 * 64 + m * 16 + e / 2 * 8 + threadIdx.x % CAMOX_WARP / 4;
+}
+template <int COLUMNS>
+__device__ __forceinline__ unsigned camox_large_column(unsigned n, unsigned e) {
+  return threadIdx.x / CAMOX_WARP % 4 * (COLUMNS / 4) + n * 8 + threadIdx.x % 4 * 2 + e % 2;
+}
+
+/* Words of the tile's piece that this lane names to ldmatrix for 16 rows (FIRST), or columns, of the product from `first` on,
+   for the first 16 terms of a step. */
+template <int WIDTH, bool ACROSS, bool FIRST>
+__device__ __forceinline__ unsigned camox_large_fragment(unsigned first) {
+  /* lanes 8 ... 15 name the second of four 8 x 8 matrices: the one below the first, or beside it */
+  constexpr bool by_rows = FIRST != ACROSS;
+  const unsigned lane = threadIdx.x % CAMOX_WARP;
+  const unsigned down = by_rows ? lane % 16 : lane % 8 + lane / 16 * 8, beside = by_rows ? lane / 16 : lane / 8 % 2;
+  return camox_large_place<WIDTH, ACROSS>(ACROSS ? down : first + down, ACROSS ? first / 8 + beside : beside) * 4;
+}
+
+/* The same for the other 16 terms. */
+template <int WIDTH, bool ACROSS>
+__device__ __forceinline__ unsigned camox_large_second(unsigned fragment) {
+  return ACROSS ? fragment + 16 * WIDTH / 2 : fragment ^ 8;
+}
+
+/* sums += the product of a stage. */
+template <typename T, int COLUMNS, bool ACROSS>
+__device__ __forceinline__ void camox_large_step(camox_large_sums<COLUMNS> &sums, const uint32_t *stage,
+                                                 const unsigned (&of_rows)[4], const unsigned (&of_columns)[COLUMNS / 64]) {
+  const uint32_t *const second = stage + CAMOX_LARGE_ROWS * CAMOX_LARGE_DEPTH / 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t rows[4][4], columns[COLUMNS / 64][4];
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 64; ++n)
+      camox_ldmatrix_x4<true>(columns[n], second + (half ? camox_large_second<COLUMNS, true>(of_columns[n]) : of_columns[n]));
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+      camox_ldmatrix_x4<ACROSS>(rows[m],
+                                stage + (half ? camox_large_second<CAMOX_LARGE_ROWS, ACROSS>(of_rows[m]) : of_rows[m]));
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 32; ++n) {
+        const uint32_t other[2] = {columns[n / 2][n % 2 * 2], columns[n / 2][n % 2 * 2 + 1]};
+        camox_mma_m16n8k16<T>(sums[m][n], rows[m], other);
+      }
+    }
+  }
+}
+
+/* sums = a b, or with ACROSS a^T b: rows of the product from `row` on, columns from `column` on, k of [0, depth). */
+template <typename T, int COLUMNS, bool ACROSS>
+__device__ __forceinline__ void camox_large_multiply(camox_large_sums<COLUMNS> &sums, uint32_t *shared,
+                                                     const camox_large_matrix<T> &a, int64_t row,
+                                                     const camox_large_matrix<T> &b, int64_t column, int64_t depth) {
+  constexpr int words = (CAMOX_LARGE_ROWS + COLUMNS) * CAMOX_LARGE_DEPTH / 2; /* of a stage */
+  camox_large_copy<T, CAMOX_LARGE_ROWS, ACROSS> of_a(a, row);
+  camox_large_copy<T, COLUMNS, true> of_b(b, column);
+  const auto begin = [&](int stage, int64_t k) {
+    if (k < depth) {
+      uint32_t *const to = shared + stage * words;
+      of_a.begin(to, k), of_b.begin(to + CAMOX_LARGE_ROWS * CAMOX_LARGE_DEPTH / 2, k);
+    }
+    camox_cp_async_commit();
+  };
+  unsigned of_rows[4], of_columns[COLUMNS / 64];
+#pragma unroll
+  for (unsigned m = 0; m < 4; ++m)
+    of_rows[m] = camox_large_fragment<CAMOX_LARGE_ROWS, ACROSS, true>(threadIdx.x / 128 * 64 + m * 16);
+#pragma unroll
+  for (unsigned n = 0; n < COLUMNS / 64; ++n)
+    of_columns[n] = camox_large_fragment<COLUMNS, true, false>(threadIdx.x / CAMOX_WARP % 4 * (COLUMNS / 4) + n * 16);
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 32; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[m][n][e] = 0.0f;
+    }
+  }
+  __syncthreads(); /* what shared memory held is no longer read */
+#pragma unroll
+  for (int i = 0; i < CAMOX_LARGE_STAGES - 1; ++i) begin(i, i * CAMOX_LARGE_DEPTH);
+  int stage = 0;
+#pragma unroll 1
+  for (int64_t k = 0; k < depth; k += CAMOX_LARGE_DEPTH) {
+    camox_cp_async_wait<CAMOX_LARGE_STAGES - 2>();
+    __syncthreads(); /* all pieces of this step have landed, and the stage of the step before is free again */
+    begin((stage + CAMOX_LARGE_STAGES - 1) % CAMOX_LARGE_STAGES, k + (CAMOX_LARGE_STAGES - 1) * CAMOX_LARGE_DEPTH);
+    camox_large_step<T, COLUMNS, ACROSS>(sums, shared + stage * words, of_rows, of_columns);
+    stage = (stage + 1) % CAMOX_LARGE_STAGES;
+  }
+}
+
+/* factor * sums, rounded once, to the first `rows` and `columns` of `to`, by way of shared memory, where each row is permuted as
+   in a tile. wide: to and its rows are aligned to 16 bytes, and elements adjacent. */
+template <typename T, int COLUMNS>
+__device__ __forceinline__ void camox_large_put(uint32_t *shared, const camox_large_sums<COLUMNS> &sums, float factor, T *to,
+                                                int64_t row_stride, int64_t column_stride, int rows, int columns, bool wide) {
+  __syncthreads(); /* the last step is no longer read */
+#pragma unroll
+  for (unsigned m = 0; m < 4; ++m) {
+#pragma unroll
+    for (unsigned n = 0; n < COLUMNS / 32; ++n) {
+#pragma unroll
+      for (unsigned e = 0; e < 4; e += 2) {
+        const unsigned row = camox_large_row(m, e), column = camox_large_column<COLUMNS>(n, e);
+        const float pair[2] = {factor * sums[m][n][e], factor * sums[m][n][e + 1]};
+        T rounded[2];
+        camox_round(rounded, pair);
+        camox_store_shared(
+            reinterpret_cast<T *>(shared + camox_large_place<COLUMNS, true>(row, column / 8) * 4 + column % 8 / 2), rounded);
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (unsigned item = threadIdx.x; item < CAMOX_LARGE_ROWS * COLUMNS / 8; item += CAMOX_LARGE_THREADS) {
+    const int row = static_cast<int>(item / (COLUMNS / 8)), column = static_cast<int>(item % (COLUMNS / 8)) * 8;
+    if (row >= rows || column >= columns) continue;
+    T values[8];
+    camox_load_shared(values, reinterpret_cast<const T *>(
+                                  shared + camox_large_place<COLUMNS, true>(item / (COLUMNS / 8), item % (COLUMNS / 8)) * 4));
+    T *const at = to + row * row_stride + column * column_stride;
+    if (wide && columns - column >= 8) {
+      camox_store(at, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (column + i < columns) at[i * column_stride] = values[i];
+    }
+  }
+}
+
+#endif
