@@ -42,6 +42,10 @@ WARP = 32
 LARGEST_FALL = 0.1
 
 
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 @dataclass(frozen=True)
 class Gpu:
     name: str
@@ -294,8 +298,9 @@ def cheapest(
 @dataclass(frozen=True)
 class Step:
     """What a thread does per step of a kernel's hot loop: 16-byte loads and stores. `row`: the loop around inner loops,
-    each passed once per step. `most`: of the ways that make these accesses the one with most such instructions is
-    meant, as loads beside a thread's own, or the generator of random numbers."""
+    each passed once per step, or as often as `inner` says of the loop with these accesses. `most`: of the ways that
+    make these accesses the one with most such instructions is meant, as loads beside a thread's own, or the generator
+    of random numbers."""
 
     loads: int
     stores: int
@@ -305,6 +310,8 @@ class Step:
     store: str = WIDE_STORE
     rounds: int = 0  # exactly so many conversions to a half type, where `rounding`
     rounding: str = ""
+    waits: int = 1  # loads of a step whose addresses, or whose turn, come from the load before
+    inner: tuple[tuple[Step, int], ...] = ()
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -322,25 +329,37 @@ class HotLoop:
     around: int  # instructions of a thread before, between and after its loops
 
 
-def hot_loop(code: Code, step: Step) -> HotLoop | None:
-    """The loop that makes these accesses, most often per turn; the smallest, or with `row` the largest of them."""
-    blocks = basic_blocks(code)
-    found, loops = [], natural_loops(blocks)
+def turn_of(blocks: Blocks, loops: list[Loop], step: Step) -> tuple[int, Loop, Route] | None:
+    """The loop that makes these accesses, most often per turn, the smallest, or with `row` the largest of them; how
+    many steps a turn is, and its path."""
+    found = []
     for loop in loops:
-        if step.row and not any(other.body < loop.body for other in loops):
+        inside = [other for other in loops if other.body < loop.body]
+        if step.row and not inside:
             continue
         ends = [block for block in loop.body if loop.header in blocks.following[block]]
         paths = cheapest(blocks, loop.header, ends, loop.body, step.patterns, step.most)
         for unrolled in (8, 4, 3, 2, 1) if not step.row else (1,):
             path = paths.get(step.counts(unrolled))
-            if path:
-                found.append((unrolled, -len(loop.body), loop, path))
+            turns = [(turn_of(blocks, inside, inner), times) for inner, times in step.inner]
+            if path and all(turn for turn, _ in turns):
+                again = (of.texts * (ceil_div(times, steps) - 1) for (steps, _, of), times in turns)
+                found.append((unrolled, -len(loop.body), loop, Route(sum(again, path.texts))))
                 break
-    if not found:
-        return None
     # the most unrolled of the innermost loops: one inside another counts the same accesses with less around them
     innermost = [f for f in found if not any(other[2].body < f[2].body for other in found)]
+    if not innermost:
+        return None
     unrolled, _, loop, path = max(innermost, key=lambda f: f[:2])
+    return unrolled, loop, path
+
+
+def hot_loop(code: Code, step: Step) -> HotLoop | None:
+    blocks = basic_blocks(code)
+    turn = turn_of(blocks, natural_loops(blocks), step)
+    if turn is None:
+        return None
+    unrolled, loop, path = turn
     everywhere = frozenset(range(len(blocks.texts)))
     leave = [block for block, texts in enumerate(blocks.texts) if re.search(r"\bEXIT\b", texts[-1])]
     before = cheapest(blocks, 0, [loop.header], everywhere, (), free=loop.body).get(())
@@ -367,6 +386,7 @@ class Launch:
     shared: int = 0
     prefetched: int = 0  # a step's loads are made so many steps earlier
     cached: bool = False  # reads what the kernel before wrote
+    waits: int = 0  # loads before its loop that a warp waits for
     halo: tuple[float, float] = (0.0, 0.0)
 
 
@@ -448,8 +468,10 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
     cycles["issue"] += warps * loop.around * 0.25 / ISSUE
     latency, speed = (gpu.cache_ns, gpu.cache_speed) if launch.cached else (gpu.memory_ns, gpu.copy)
     compute = loop.turn.cycles_alone() / gpu.gigahertz
-    turn = max(latency / launch.prefetched, compute) if launch.prefetched else latency + compute
-    alone = turns * turn + ALONE * loop.around / gpu.gigahertz + (latency if launch.prefetched else 0.0)
+    waits = latency * (launch.step.waits if isinstance(launch.step, Step) else 1)
+    turn = max(latency / launch.prefetched, compute) if launch.prefetched else waits + compute
+    alone = turns * turn + ALONE * loop.around / gpu.gigahertz
+    alone += latency * (launch.waits + (1 if launch.prefetched else 0))
     again, survives = launch.halo
     lost = again if min(places, launch.blocks) * launch.threads * survives > gpu.cache else 0.0
     of_block = ((launch.traffic + lost) / launch.blocks, speed, cycles, alone)
@@ -499,10 +521,6 @@ BATCH, CHANNELS, HEIGHT, WIDTH = 32, 80, 88, 88
 ELEMENTS = BATCH * CHANNELS * HEIGHT * WIDTH
 DTYPES = {"float32": ("float", 4), "bfloat16": ("__nv_bfloat16", 2)}
 PHILOX = r"IMAD\.(WIDE|HI)\.U32"
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def row_bands(processors: int, blocks: int, lanes: int, per_block: int, beside: int) -> tuple[int, int]:
@@ -848,15 +866,160 @@ def product_cases(dtype: str) -> list[Case]:
     return cases
 
 
+MOE_ROWS, MOE_ROW_SIZE, MOE_TOP_K = 32, 48 * 56 * 56, 3
+MOE_CHUNK, MOE_COPIES = 4096, 4  # CAMOX_MOE_CHUNK; loads of a place that is not there are issued under a predicate
+
+
+def moe_cases(dtype: str) -> list[Case]:
+    """A thread has a vector of a row, or in the backward several, and its copies, up to 4 at a time; places are looked
+    up first. The gradient of what was dispatched is combined without weights."""
+    element, size = DTYPES[dtype]
+    lanes, elements, top_k = 16 // size, MOE_ROWS * MOE_ROW_SIZE, MOE_TOP_K
+    blocks = ceil_div(MOE_ROWS * MOE_ROW_SIZE // lanes, 256)
+    once = (1 + top_k) * elements * size
+    copied = "float" if size == 4 else "__half"  # dispatch copies bits
+    dispatch = Launch(f"moe_dispatch_kernel<{copied}, {lanes}>", blocks, 256, Step(1, top_k, row=True), 1, once)
+    combine = Launch(
+        f"moe_combine_kernel<{element}, {lanes}>", blocks, 256, Step(MOE_COPIES, 1, row=True, waits=2), 1, once
+    )
+    chunks, steps = ceil_div(MOE_ROW_SIZE, MOE_CHUNK), MOE_CHUNK // 256 // lanes
+    traffic = (1 + 2 * top_k) * elements * size
+    step = Step((1 + MOE_COPIES) * steps, top_k * steps, row=True, waits=1 + steps)
+    backward = Launch(f"moe_combine_backward_kernel<{element}, {lanes}, 256>", MOE_ROWS * chunks, 256, step, 1, traffic)
+    step = Step(1, 0, load=r"\bLDG\b", store=r"\bSTG\b")
+    sums = Launch(
+        "moe_sum_chunks_kernel",
+        ceil_div(MOE_ROWS * top_k, 256 // WARP),
+        256,
+        step,
+        ceil_div(chunks, WARP),
+        4.0 * MOE_ROWS * top_k * chunks,
+        cached=True,
+    )
+    return [
+        Case("moe", "moe_dispatch", "forward", dtype, elements, once, (dispatch,)),
+        Case("moe", "moe_dispatch", "backward", dtype, elements, once, (combine,)),
+        Case("moe", "moe_combine", "forward", dtype, elements, once, (combine,)),
+        Case("moe", "moe_combine", "backward", dtype, elements, traffic, (backward, sums)),
+    ]
+
+
+GRAD_SIZES, GRAD_GROUPS = (31744, 256) * 250, 41
+GRAD_PIECE, GRAD_LOADS = 8192, 4  # CAMOX_GRAD_PIECE, and of grad_norms_cuda.cu:
+GRAD_BATCH, GRAD_LISTINGS = (32764 - 128) // 40, (32764 - 128) // 8
+
+
+def grad_cases(dtype: str) -> list[Case]:
+    """A table of the gradients, then a block for each piece of them; norms add up pieces and gradients, by warps whose
+    lanes have a load each. A small gradient is a piece that takes as long as its threads wait for memory once."""
+    size = DTYPES[dtype][1]
+    count, elements = len(GRAD_SIZES), sum(GRAD_SIZES)
+    pieces = sum(ceil_div(n, GRAD_PIECE) for n in GRAD_SIZES)
+    vectors = elements / pieces / 256 * size / 16  # of a thread in the mean
+    warps = 256 // WARP
+    any_load, any_store = r"\bLDG\b", r"\bSTG\b"
+
+    def small(kernel, items, loads, stores, steps, traffic):
+        step = Step(loads, stores, load=any_load, store=any_store)
+        return Launch(kernel, items, 256, step, steps, traffic, cached=True, waits=2)
+
+    tables = [
+        small("grad_norms_table_kernel", min(GRAD_BATCH, count - first), 0, 2, 1, 16.0 * pieces)
+        for first in range(0, count, GRAD_BATCH)
+    ]
+    factors = [
+        small("scale_grads_factors_kernel", ceil_div(min(GRAD_LISTINGS, count - first), 256), 1, 0, 1, 12.0 * count)
+        for first in range(0, count, GRAD_LISTINGS)
+    ]
+
+    def main(kernel, stores):
+        """Of halves the conversion of bfloat16 is meant, which is cheaper than float16's."""
+        most = r"\bFMUL\b" if size == 4 else r"\b(PRMT|IMAD\.U32|SHL)\b"
+        step = Step(GRAD_LOADS, stores, most=most)
+        traffic = (1 + bool(stores)) * elements * size
+        return Launch(kernel, pieces, 256, step, vectors / GRAD_LOADS, traffic, waits=1)
+
+    norms = (
+        main("grad_norms_kernel", 0),
+        *tables,
+        small("grad_norms_total_kernel", ceil_div(count, warps), 1, 0, 1, 8.0 * pieces),
+        small("grad_norms_group_kernel", ceil_div(GRAD_GROUPS, warps), 2, 0, ceil_div(count, WARP), 12.0 * count),
+    )
+    scaled = (main("scale_grads_kernel", GRAD_LOADS), *tables, *factors)
+    once = elements * size
+    return [
+        Case("grad_norms", "grad_group_norms", "forward", dtype, elements, once, norms),
+        Case("grad_norms", "scale_grads_", "forward", dtype, elements, 2 * once, scaled),
+    ]
+
+
+STRUCTURE_IMAGES, STRUCTURE_PIXELS, STRUCTURE_ITEM = 8, 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS
+
+
+def structure_cases(dtype: str) -> list[Case]:
+    """Logits with masks and weights in float32; a block of the forward has a work item, a thread of the backward a
+    vector."""
+    element, size = DTYPES[dtype]
+    lanes, floats = 16 // size, 4 // size  # vectors of mask and weight each beside one of logits
+    elements = STRUCTURE_IMAGES * STRUCTURE_PIXELS
+    items, given = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), 1 + 2 * floats
+    sigmoid = r"\bMUFU\.EX2\b"
+    forward = Launch(
+        f"structure_loss_kernel<{lanes}, {element}>",
+        STRUCTURE_IMAGES * items,
+        256,
+        Step(given, 0, most=sigmoid),
+        STRUCTURE_PIXELS / items / 256 / lanes,
+        elements * (size + 8),
+    )
+    finish = Launch(
+        "structure_loss_finish_kernel",
+        1,
+        256,
+        Step(4, 0, load=r"\bLDG\b", store=r"\bSTG\b"),
+        ceil_div(items, 8),
+        16.0 * STRUCTURE_IMAGES * items,
+        cached=True,
+    )
+    backward = Launch(
+        f"structure_loss_backward_kernel<{element}, {lanes}>",
+        ceil_div(elements // lanes, 256),
+        256,
+        Step(given + 1, 1, most=sigmoid),  # the sums of the image too
+        1,
+        elements * (2 * size + 8),
+        waits=1,
+    )
+    return [
+        Case("structure_loss", "structure_loss", "forward", dtype, elements, forward.traffic, (forward, finish)),
+        Case("structure_loss", "structure_loss", "backward", dtype, elements, backward.traffic, (backward,)),
+    ]
+
+
 CASES: tuple[Case, ...] = tuple(
     case
     for dtype in DTYPES
-    for of in (image_cases, dropout_cases, row_cases, norm_cases, rope_cases, product_cases)
+    for of in (
+        image_cases,
+        dropout_cases,
+        row_cases,
+        norm_cases,
+        rope_cases,
+        product_cases,
+        moe_cases,
+        grad_cases,
+        structure_cases,
+    )
     for case in of(dtype)
 )
-# Ops of images and rows whose kernels do not fit the model, and why; nothing is predicted of them.
+# What does not fit the model, and why; nothing is predicted of it.
 NOT_MODELLED = {
     "box": "warp scans over windows of a radius that is an argument",
+    "linear_attention": "float32 tiles pass through shared memory in six loops, none of them hot",
+    "linear_cross_entropy": "products and exponentials take turns in one loop over tiles",
+    "moe_route": "chains of votes and shuffles in several loops",
+    "short_attention": "loops over tokens and elements whose numbers are arguments, none of them hot",
+    "channels_last": "images of contiguous rows only",
 }
 OPS = sorted({case.op for case in CASES})
 

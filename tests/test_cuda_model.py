@@ -119,6 +119,28 @@ def test_a_row_is_the_loop_around_the_loops_over_its_elements():
     assert loop.turn.cycles_alone() == 7 * cuda_model.ALONE + cuda_model.SHUFFLE
 
 
+def test_an_inner_loop_is_passed_as_often_as_is_said():
+    code = listing(
+        """
+        row:
+            LDG.E.128 R4, [R2.64]
+        copies:
+            LDG.E.128 R8, [R6.64]
+            FFMA R4, R4, R4, R4
+            @P0 BRA >copies
+            STG.E.128 [R8.64], R4
+            @P1 BRA >row
+            EXIT
+        """
+    )
+    inner = Step(loads=1, stores=0)
+    loop = hot_loop(code, Step(loads=2, stores=1, row=True, inner=((inner, 3),)))
+    assert loop.turn.instructions == 3 + 3 * 3
+    assert loop.turn.count("LDG") == 4
+    assert hot_loop(code, Step(loads=2, stores=1, row=True)).turn.instructions == 6
+    assert hot_loop(code, Step(loads=2, stores=1, row=True, inner=((Step(loads=4, stores=0), 3),))) is None
+
+
 GPU = cuda_model.Gpu("a", "sm_90", 10, 1.0, 100.0, 50.0, 1 << 20, 200.0, 10.0, 128, 256)
 
 
@@ -147,6 +169,10 @@ def test_each_limit_by_hand():
     assert waiting.share == pytest.approx(4000 / 100 / (1000 * (50 + 19 * 2.5) + 17 * 2.5))
     ahead = prediction(replace(launch, blocks=10, traffic=1.0, steps=2000, prefetched=1))
     assert (ahead.limit, ahead.share) == ("lsu", pytest.approx(4000 / 100 / (4 * 1000 * 16)))
+
+    # loads that wait for one another, within a step and before the loop
+    chained = prediction(replace(launch, blocks=10, traffic=1.0, steps=2000, step=Step(1, 1, waits=3), waits=2))
+    assert chained.share == pytest.approx(4000 / 100 / (1000 * (150 + 19 * 2.5) + 17 * 2.5 + 100))
 
     tail = prediction(replace(launch, blocks=168, traffic=1.0), gpu=replace(GPU, memory_ns=1000.0))
     assert tail.limit == "waves"

@@ -1,10 +1,10 @@
 /* grad_norms on CUDA. The host knows addresses and sizes, the device needs them: they travel as parameters of small kernels,
-   96 gradients each, which write a table in device memory. Nothing is copied from the host and nobody waits, and a
+   some 800 gradients each, which write a table in device memory. Nothing is copied from the host and nobody waits, and a
    captured graph holds all of it.
 
      table kernels   gradients (parameters)  ->  | piece 0 | piece 1 | ... | piece n |   address, size, gradient; 8192 elements
      main kernel     a block takes a piece: norms add its squares, scale multiplies it; V neighbouring elements for each
-                     thread, in accesses of 16 bytes where the address allows it
+                     thread, in accesses of 16 bytes where the address allows it, 4 of them in flight
      norms           a warp takes a gradient and adds its pieces, then a warp a group and adds its gradients, in float64
      scale           before the main kernel: a thread takes a gradient and multiplies the factors of its groups
 
@@ -15,8 +15,16 @@
 
 #define GRAD_THREADS 256
 #define GRAD_WARPS (GRAD_THREADS / CAMOX_WARP)
-#define GRAD_BATCH 96     /* gradients, and */
-#define GRAD_LISTINGS 480 /* listings that fit into the 4 KiB of a kernel's parameters */
+#define GRAD_LOADS 4 /* of a thread in flight */
+/* Gradients and listings that fit into a kernel's parameters, 32 KiB less 4 bytes from CUDA 12.1 on: most models have fewer, so
+   that one small kernel knows them all. In the emulator few, so that its tests have several batches. */
+#ifdef CAMOX_CUDA_EMULATOR
+#define GRAD_PARAMETERS 4096
+#else
+#define GRAD_PARAMETERS 32764
+#endif
+#define GRAD_BATCH ((GRAD_PARAMETERS - 128) / 40)
+#define GRAD_LISTINGS ((GRAD_PARAMETERS - 128) / 8)
 
 struct grad_table {
   camox_grad_device_piece *piece; /* [pieces] */
@@ -45,7 +53,7 @@ struct grad_listings {
   camox_grad_listing listing[GRAD_LISTINGS];
 };
 
-static_assert(sizeof(grad_batch) <= 4096 && sizeof(grad_listings) <= 4096, "parameters of a kernel");
+static_assert(sizeof(grad_batch) <= GRAD_PARAMETERS && sizeof(grad_listings) <= GRAD_PARAMETERS, "parameters of a kernel");
 
 /* A block takes a gradient of the batch. */
 __global__ void __launch_bounds__(GRAD_THREADS) grad_norms_table_kernel(const __grid_constant__ grad_batch batch) {
@@ -71,19 +79,50 @@ __global__ void __launch_bounds__(GRAD_THREADS) grad_norms_table_kernel(const __
 
 /* ---- norms ---- */
 
+/* A thread's elements of a piece from `first` on: GRAD_LOADS vectors, one of each thread of the block side by side. By way of L2:
+   what is read once is written by scaling. */
+template <typename T>
+struct grad_vectors {
+  static constexpr int lanes = camox_lanes<T>::value, apart = GRAD_THREADS * lanes, step = GRAD_LOADS * apart;
+  T raw[GRAD_LOADS][lanes];
+  int begin, elements;
+  bool aligned;
+
+  __device__ __forceinline__ grad_vectors(const camox_grad_device_piece &piece, int first)
+      : begin(first + static_cast<int>(threadIdx.x) * lanes), elements(piece.elements), aligned(camox_aligned(piece.data, 16)) {
+    const T *const x = static_cast<const T *>(piece.data) + begin;
+#pragma unroll
+    for (int k = 0; k < GRAD_LOADS; ++k) {
+      if (aligned && left(k) >= lanes) {
+        const uint4 word = __ldcg(reinterpret_cast<const uint4 *>(x + k * apart));
+        __builtin_memcpy(static_cast<void *>(raw[k]), &word, sizeof word);
+      } else {
+#pragma unroll
+        for (int i = 0; i < lanes; ++i) raw[k][i] = i < left(k) ? x[k * apart + i] : camox_from_float<T>(0.0f);
+      }
+    }
+  }
+  /* Elements from vector k on; 0 or less: there is none. */
+  __device__ __forceinline__ int left(int k) const { return elements - begin - k * apart; }
+};
+
 /* The sum of the squares of a piece's elements times `by`, in every thread of the block. */
 template <typename T>
 __device__ __forceinline__ float grad_squares(const camox_grad_device_piece &piece, float by, float *scratch) {
-  constexpr int lanes = camox_lanes<T>::value;
-  const T *const x = static_cast<const T *>(piece.data);
-  const bool aligned = camox_aligned(x, 16);
   float sum = 0.0f;
-  for (int i = static_cast<int>(threadIdx.x) * lanes; i < piece.elements; i += GRAD_THREADS * lanes) {
-    float v[lanes], squares = 0.0f;
-    camox_load_float(v, x + i, piece.elements - i, aligned);
+#pragma unroll 1
+  for (int first = 0; first < piece.elements; first += grad_vectors<T>::step) {
+    const grad_vectors<T> x(piece, first);
 #pragma unroll
-    for (int k = 0; k < lanes; ++k) squares += (v[k] * by) * (v[k] * by);
-    sum += squares;
+    for (int k = 0; k < GRAD_LOADS; ++k) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < x.lanes; ++i) {
+        const float value = camox_to_float(x.raw[k][i]) * by;
+        squares += value * value;
+      }
+      sum += squares;
+    }
   }
   return camox_block_sum<GRAD_THREADS>(sum, scratch);
 }
@@ -164,26 +203,19 @@ __global__ void __launch_bounds__(GRAD_THREADS) scale_grads_factors_kernel(const
   }
 }
 
-/* Plain loads: what is read is written here. */
 template <typename T>
 __device__ __forceinline__ void grad_scale(const camox_grad_device_piece &piece, float by) {
-  constexpr int lanes = camox_lanes<T>::value;
-  T *const x = static_cast<T *>(piece.data);
-  const bool aligned = camox_aligned(x, 16);
-  for (int i = static_cast<int>(threadIdx.x) * lanes; i < piece.elements; i += GRAD_THREADS * lanes) {
-    const int n = piece.elements - i;
-    T raw[lanes];
-    float v[lanes];
-    if (aligned && n >= lanes) {
-      const uint4 word = *reinterpret_cast<const uint4 *>(x + i);
-      __builtin_memcpy(static_cast<void *>(raw), &word, sizeof word);
-    } else {
+#pragma unroll 1
+  for (int first = 0; first < piece.elements; first += grad_vectors<T>::step) {
+    const grad_vectors<T> x(piece, first);
+    T *const to = static_cast<T *>(piece.data) + x.begin;
 #pragma unroll
-      for (int k = 0; k < lanes; ++k) raw[k] = k < n ? x[i + k] : camox_from_float<T>(0.0f);
+    for (int k = 0; k < GRAD_LOADS; ++k) {
+      float v[x.lanes];
+#pragma unroll
+      for (int i = 0; i < x.lanes; ++i) v[i] = camox_to_float(x.raw[k][i]) * by;
+      camox_store_float(to + k * x.apart, v, x.left(k), x.aligned);
     }
-#pragma unroll
-    for (int k = 0; k < lanes; ++k) v[k] = camox_to_float(raw[k]) * by;
-    camox_store_float(x + i, v, n, aligned);
   }
 }
 

@@ -9,8 +9,9 @@
                rank in a warp     votes: lanes below with the same expert
 
      dispatch  a thread: one vector of a row, read once, stored K times
-     combine   a thread: one vector of a row = weighted sum of K vectors, 4 loads in flight
-     its backward  a warp or a block a row: the row's gradient stays in registers for all K copies
+     combine   a thread: one vector of a row = weighted sum of K vectors, 4 of them in flight
+     its backward  a warp or a block a row: the row's gradient stays in registers for all K copies, four of which are in
+                   flight; rows of several chunks: a warp a slot adds up their dot products
 
    A vector is the widest access that all rows allow: 16 bytes, 4 bytes or one element. Placing is one launch with choosing
    where all rows fit a block. Atomics are on integers alone, so the order of all that is written is set by the shape. */
@@ -473,9 +474,8 @@ __global__ void __launch_bounds__(MOE_THREADS) moe_aux_backward_kernel(const __g
 
 /* ---- rows ---- */
 
-/* camox_moe_place with bounds: -1 for no copy, -2 for one that would lie out of them. */
-__device__ __forceinline__ int64_t moe_place_of(const camox_moe_rows_params &p, int64_t slot) {
-  const int64_t position = __ldg(p.position + slot);
+/* camox_moe_place with bounds, of a slot with this position: -1 for no copy, -2 for one that would lie out of them. */
+__device__ __forceinline__ int64_t moe_place_at(const camox_moe_rows_params &p, int64_t slot, int64_t position) {
   if (position == -1) return -1;
   if (position < 0 || position >= p.rows * p.top_k) return -2;
   if (p.capacity < 0) return position;
@@ -483,6 +483,24 @@ __device__ __forceinline__ int64_t moe_place_of(const camox_moe_rows_params &p, 
   if (expert < 0 || expert >= p.num_experts) return -2;
   const int64_t rank = position - __ldg(p.offsets + expert);
   return rank < 0 || rank >= p.capacity ? -2 : expert * p.capacity + rank;
+}
+
+__device__ __forceinline__ int64_t moe_place_of(const camox_moe_rows_params &p, int64_t slot) {
+  return moe_place_at(p, slot, __ldg(p.position + slot));
+}
+
+#define MOE_COPIES 4 /* of a row, that a thread has at a time */
+
+/* The places of a row's copies first, first + 1, ...; -1 past the last one. Positions are loaded before the first is looked
+   at, so that a thread waits for them once. */
+__device__ __forceinline__ void moe_places_of(int64_t (&place)[MOE_COPIES], const camox_moe_rows_params &p, int64_t row,
+                                              int64_t first) {
+  const int64_t slot = row * p.top_k + first;
+  int64_t position[MOE_COPIES];
+#pragma unroll
+  for (int j = 0; j < MOE_COPIES; ++j) position[j] = first + j < p.top_k ? __ldg(p.position + slot + j) : -1;
+#pragma unroll
+  for (int j = 0; j < MOE_COPIES; ++j) place[j] = moe_place_at(p, slot + j, position[j]);
 }
 
 /* Zeros in the places without a copy, a block each. */
@@ -522,8 +540,6 @@ __global__ void __launch_bounds__(MOE_THREADS)
   moe_clear_vacant<T, N>(p, places, vectors);
 }
 
-#define MOE_LOADS_IN_FLIGHT 4 /* of one thread */
-
 template <typename T, int N>
 __global__ void __launch_bounds__(MOE_THREADS)
     moe_combine_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t vectors) {
@@ -535,16 +551,15 @@ __global__ void __launch_bounds__(MOE_THREADS)
     float sum[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) sum[i] = 0.0f;
-    for (int64_t first = 0; first < p.top_k; first += MOE_LOADS_IN_FLIGHT) {
-      T raw[MOE_LOADS_IN_FLIGHT][N];
-      int64_t place[MOE_LOADS_IN_FLIGHT];
+    for (int64_t first = 0; first < p.top_k; first += MOE_COPIES) {
+      T raw[MOE_COPIES][N];
+      int64_t place[MOE_COPIES];
+      moe_places_of(place, p, row, first);
 #pragma unroll
-      for (int j = 0; j < MOE_LOADS_IN_FLIGHT; ++j) {
-        place[j] = first + j < p.top_k ? moe_place_of(p, slot + first + j) : -1;
+      for (int j = 0; j < MOE_COPIES; ++j)
         if (place[j] >= 0) camox_load<N>(raw[j], static_cast<const T *>(p.place) + place[j] * p.place_stride + v * N);
-      }
 #pragma unroll
-      for (int j = 0; j < MOE_LOADS_IN_FLIGHT; ++j) {
+      for (int j = 0; j < MOE_COPIES; ++j) {
         if (place[j] == -1) continue;
         float weight = weights ? __ldg(weights + slot + first + j) : 1.0f;
         if (place[j] == -2) {
@@ -563,12 +578,34 @@ __global__ void __launch_bounds__(MOE_THREADS)
   }
 }
 
-/* LANES threads a chunk of a row: a block, or a warp where rows are that short. */
+/* The sums of each of `part` over the LANES threads of a row: thread j of them gets the j-th. scratch: of the block. */
+template <int LANES>
+__device__ __forceinline__ float moe_sum_each(const float (&part)[MOE_COPIES], float *scratch) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % CAMOX_WARP, own = lane % MOE_COPIES;
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < MOE_COPIES; ++j) {
+    const float of_warp = camox_warp_sum(part[j]);
+    if (own == j) sum = of_warp;
+  }
+  if (LANES == CAMOX_WARP) return sum;
+  __syncthreads(); /* the sums before have been read */
+  if (lane < MOE_COPIES) scratch[thread / CAMOX_WARP * MOE_COPIES + own] = sum;
+  __syncthreads();
+  sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < MOE_WARPS; ++warp) sum += scratch[warp * MOE_COPIES + own];
+  return sum;
+}
+
+/* LANES threads a chunk of a row: a block, or a warp where rows are that short. A thread keeps its part of the row's gradient
+   in registers and goes through the row's copies four at a time: their loads are in flight together, and their dot products are
+   added up together. */
 template <typename T, int N, int LANES>
 __global__ void __launch_bounds__(MOE_THREADS)
     moe_combine_backward_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t vectors, int64_t chunks) {
   constexpr int steps = MOE_ELEMENTS_PER_THREAD / N, groups = MOE_THREADS / LANES;
-  __shared__ float scratch[MOE_WARPS];
+  __shared__ float scratch[MOE_WARPS * MOE_COPIES];
   const int lane = static_cast<int>(threadIdx.x) % LANES, group = static_cast<int>(threadIdx.x) / LANES;
   T *const places = static_cast<T *>(p.grad_place);
   float *const sums = static_cast<float *>(chunks == 1 ? p.grad_weights : p.partial);
@@ -585,50 +622,61 @@ __global__ void __launch_bounds__(MOE_THREADS)
       const int64_t v = begin + s * LANES + lane;
       if (v < vectors) camox_load<N>(grad[s], static_cast<const T *>(p.row) + row * p.row_stride + v * N);
     }
-    for (int64_t k = 0; k < p.top_k; ++k) {
-      const int64_t slot = row * p.top_k + k, place = moe_place_of(p, slot);
-      float dot = place == -2 ? nanf("") : 0.0f;
-      if (place >= 0) {
-        const float weight = __ldg(static_cast<const float *>(p.weights) + slot);
+    for (int64_t copy = 0; copy < p.top_k; copy += MOE_COPIES) {
+      int64_t place[MOE_COPIES];
+      float weight[MOE_COPIES], dot[MOE_COPIES];
+      moe_places_of(place, p, row, copy);
 #pragma unroll
-        for (int s = 0; s < steps; ++s) {
-          const int64_t v = begin + s * LANES + lane;
-          if (v >= vectors) continue;
-          T raw[N];
+      for (int j = 0; j < MOE_COPIES; ++j) {
+        weight[j] = place[j] >= 0 ? __ldg(static_cast<const float *>(p.weights) + row * p.top_k + copy + j) : 0.0f;
+        dot[j] = place[j] == -2 ? nanf("") : 0.0f;
+        if (place[j] == -2 && lane == 0) moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
+      }
+#pragma unroll
+      for (int s = 0; s < steps; ++s) {
+        const int64_t v = begin + s * LANES + lane;
+        if (v >= vectors) continue;
+        T raw[MOE_COPIES][N];
+#pragma unroll
+        for (int j = 0; j < MOE_COPIES; ++j)
+          if (place[j] >= 0) camox_load<N>(raw[j], static_cast<const T *>(p.place) + place[j] * p.place_stride + v * N);
+#pragma unroll
+        for (int j = 0; j < MOE_COPIES; ++j) {
+          if (place[j] < 0) continue;
           float product[N];
-          camox_load<N>(raw, static_cast<const T *>(p.place) + place * p.place_stride + v * N);
 #pragma unroll
           for (int i = 0; i < N; ++i) {
             const float value = camox_to_float(grad[s][i]);
-            product[i] = weight * value;
-            dot = fmaf(value, camox_to_float(raw[i]), dot);
+            product[i] = weight[j] * value;
+            dot[j] = fmaf(value, camox_to_float(raw[j][i]), dot[j]);
 #ifdef CAMOX_BREAK_MOE
             product[i] += 1e-3f;
 #endif
           }
-          camox_store_float(places + place * p.row_size + v * N, product);
+          camox_store_float(places + place[j] * p.row_size + v * N, product);
         }
       }
-      dot = LANES == CAMOX_WARP ? camox_warp_sum(dot) : camox_block_sum<MOE_THREADS>(dot, scratch);
-      if (lane != 0) continue;
-      sums[item * p.top_k + k] = dot;
-      if (place == -2) moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
+      const float sum = moe_sum_each<LANES>(dot, scratch);
+      if (lane < MOE_COPIES && copy + lane < p.top_k) sums[item * p.top_k + copy + lane] = sum;
     }
   }
   moe_clear_vacant<T, N>(p, places, vectors);
 }
 
-/* A thread a slot: the sums of its chunks in their order. */
+/* A warp a slot: each lane adds every 32nd of the slot's chunks, the warp its lanes. */
 __global__ void __launch_bounds__(MOE_THREADS)
     moe_sum_chunks_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t chunks) {
   const float *const partial = static_cast<const float *>(p.partial);
-  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * MOE_THREADS + threadIdx.x; slot < p.rows * p.top_k;
-       slot += static_cast<int64_t>(gridDim.x) * MOE_THREADS) {
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * MOE_WARPS + warp; slot < p.rows * p.top_k;
+       slot += static_cast<int64_t>(gridDim.x) * MOE_WARPS) {
     int64_t k;
     const int64_t row = camox_divide(slot, p.top_k, &k);
     float sum = 0.0f;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += partial[(row * chunks + chunk) * p.top_k + k];
-    static_cast<float *>(p.grad_weights)[slot] = sum;
+#pragma unroll 1 /* mostly one or two */
+    for (int64_t chunk = lane; chunk < chunks; chunk += CAMOX_WARP) sum += partial[(row * chunks + chunk) * p.top_k + k];
+    sum = camox_warp_sum(sum);
+    if (lane == 0) static_cast<float *>(p.grad_weights)[slot] = sum;
   }
 }
 
@@ -746,7 +794,7 @@ static void moe_run_combine_backward(const camox_moe_rows_params *p, void *strea
   const unsigned grid = camox_grid(p->rows > 0 ? p->rows * chunks : 1);
   CAMOX_LAUNCH((moe_combine_backward_kernel<T, N, MOE_THREADS>), grid, MOE_THREADS, 0, stream, *p, vectors, chunks);
   if (chunks == 1 || p->rows == 0) return;
-  const unsigned slots = camox_grid(camox_ceil_div(p->rows * p->top_k, MOE_THREADS));
+  const unsigned slots = camox_grid(camox_ceil_div(p->rows * p->top_k, MOE_WARPS));
   CAMOX_LAUNCH(moe_sum_chunks_kernel, slots, MOE_THREADS, 0, stream, *p, chunks);
 }
 

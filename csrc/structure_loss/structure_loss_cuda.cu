@@ -1,5 +1,5 @@
-/* structure_loss on CUDA: a block has a work item of the CPU's, 8192 pixels of an image, and adds its four sums in a fixed
-   order; one block then adds the work items of each image and makes the loss. Backward: V neighbouring pixels for each thread,
+/* structure_loss on CUDA: a block has a work item, 2048 pixels of an image, and adds its four sums in a fixed order; one block
+   then adds the work items of each image, of which eight threads have every eighth, and makes the loss. Backward: V neighbouring pixels for each thread,
    from the sums of their image. V elements of every tensor are accessed in 16 bytes at once where all allow it. No atomics:
    fixed bits. */
 #include "../common/cuda_util.cuh"
@@ -8,6 +8,7 @@
 
 #define STRUCTURE_THREADS 256
 #define STRUCTURE_WARPS (STRUCTURE_THREADS / CAMOX_WARP)
+#define STRUCTURE_LANES 8 /* threads that add the work items of an image */
 
 struct structure_args {
   camox_structure_loss_params p;
@@ -76,18 +77,27 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const
   }
 }
 
-/* One block: each thread adds the work items of every STRUCTURE_THREADS-th image. */
+/* One block: STRUCTURE_LANES threads add the work items of an image, the first of them makes its loss. */
 __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_finish_kernel(const __grid_constant__ structure_args a) {
   __shared__ float scratch[STRUCTURE_WARPS];
   float *const loss = static_cast<float *>(a.p.loss), *const sums = static_cast<float *>(a.p.sums);
   float of_batch = 0.0f, total = 0.0f;
-  for (int64_t image = threadIdx.x; image < a.p.images; image += STRUCTURE_THREADS) {
+  const int lane = static_cast<int>(threadIdx.x) % STRUCTURE_LANES, group = static_cast<int>(threadIdx.x) / STRUCTURE_LANES;
+  for (int64_t first = 0; first < a.p.images; first += STRUCTURE_THREADS / STRUCTURE_LANES) {
+    const int64_t image = first + group, items = image < a.p.images ? a.per_image : 0;
     float sum[CAMOX_STRUCTURE_SUMS] = {};
-    for (int64_t index = image * a.per_image; index < (image + 1) * a.per_image; ++index) {
+#pragma unroll 4
+    for (int64_t item = lane; item < items; item += STRUCTURE_LANES) {
 #pragma unroll
       for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k)
-        sum[k] += static_cast<const float *>(a.p.partial)[index * CAMOX_STRUCTURE_PARTIAL + k];
+        sum[k] += static_cast<const float *>(a.p.partial)[(image * a.per_image + item) * CAMOX_STRUCTURE_PARTIAL + k];
     }
+#pragma unroll
+    for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) {
+#pragma unroll
+      for (int other = STRUCTURE_LANES / 2; other > 0; other /= 2) sum[k] += __shfl_xor_sync(CAMOX_FULL_MASK, sum[k], other);
+    }
+    if (lane > 0 || image >= a.p.images) continue;
 #pragma unroll
     for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sums[image * CAMOX_STRUCTURE_SUMS + k] = sum[k];
     of_batch += sum[CAMOX_STRUCTURE_BCE];

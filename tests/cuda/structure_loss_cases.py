@@ -12,8 +12,8 @@ from images import DTYPE_CODES
 from camox_ops import reference
 
 SOURCE = emulator.CSRC / "structure_loss" / "structure_loss_cuda.cu"
-# (images, pixels): whole accesses and none, more than a work item of 8192 pixels, more images than threads.
-SHAPES = [(1, 1), (3, 7), (2, 64), (1, 8193), (260, 8)]
+# (images, pixels): whole accesses and none, more than eight work items of 2048 pixels, more images than threads.
+SHAPES = [(1, 1), (3, 7), (2, 64), (1, 18433), (260, 8)]
 OPTIONS = [
     {"bce": bce, "probabilities": probabilities, "reduction": reduction}
     for bce in ("weighted", "mean")
@@ -38,7 +38,7 @@ def run(logits, mask, weight, grad, bce, probabilities, reduction, flush="end", 
     p.dtype, p.bce = constants[DTYPE_CODES[logits.dtype]], constants[f"CAMOX_BCE_{bce.upper()}"]
     p.reduction, p.probabilities, p.smooth = constants[f"CAMOX_REDUCE_{reduction.upper()}"], probabilities, 0.5
     p.images, p.pixels = logits.shape[0], logits.shape[3]
-    items = p.images * -(-p.pixels // 8192)
+    items = p.images * -(-p.pixels // 2048)
     with emulator.guarded(flush) as memory:
 
         def new(name, *shape, dtype=torch.float32):

@@ -7,6 +7,8 @@ import bdh_cases
 import bias_gelu_cases
 import dropout_cases
 import emulator
+import grad_norms_cases
+import moe_cases
 import pytest
 import rope_cases
 import torch
@@ -14,6 +16,7 @@ from helpers import random_image
 
 sys.path.append(str(emulator.ROOT))
 
+from camox_ops import reference
 from scripts import cuda_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -113,3 +116,32 @@ def test_products(monkeypatch, recorder, size):
     v = torch.randn(batch, 1, tokens, values, dtype=torch.bfloat16)
     bdh_cases.forward(q, v, *tables, form=1 if tokens == 64 else 2)
     assert recorder.launches == modelled(cuda_model.product_cases("bfloat16"))
+
+
+def test_moe(monkeypatch, recorder):
+    monkeypatch.setattr(cuda_model, "MOE_ROWS", 5)
+    monkeypatch.setattr(cuda_model, "MOE_ROW_SIZE", 8200)
+    weights, experts, _, offsets, _, position = reference.moe_route(moe_cases.moe_logits(5, 4), cuda_model.MOE_TOP_K)
+    routed = experts, offsets, position
+    for name, dtype in DTYPES.items():
+        x, y = torch.ones(5, 8200, dtype=dtype), torch.ones(15, 8200, dtype=dtype)
+        moe_cases.dispatch(x, *routed)
+        moe_cases.combine(y, None, *routed)
+        moe_cases.combine(y, weights, *routed)
+        moe_cases.combine_backward(x, y, weights, *routed)
+        assert recorder.launches == modelled(cuda_model.moe_cases(name))
+        recorder.launches.clear()
+
+
+def test_gradients(monkeypatch, recorder):
+    sizes = (20000, 40, 8192) * 40
+    for name, value in {"SIZES": sizes, "GROUPS": 5, "BATCH": 99, "LISTINGS": 496}.items():  # the emulator's
+        monkeypatch.setattr(cuda_model, f"GRAD_{name}", value)
+    for name, dtype in DTYPES.items():
+        grads = grad_norms_cases.gradients(dtype, sizes)
+        groups = [i % 5 for i in range(len(sizes))]
+        grad_norms_cases.norms(grads, groups)
+        grad_norms_cases.scale(grads, list(enumerate(groups)), torch.full((5,), 0.5))
+        # the model begins with the kernel that is most of the time
+        assert sorted(recorder.launches) == sorted(modelled(cuda_model.grad_cases(name)))
+        recorder.launches.clear()
