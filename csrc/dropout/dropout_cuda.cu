@@ -473,7 +473,7 @@ __device__ __forceinline__ void norm_gradient(float (&grad)[V], float (&d)[V], c
 
 /* A block has a band of rows, so that its sums for weight and bias need no other block. */
 template <typename T, int V, bool WIDE>
-__global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS)
+__global__ void __launch_bounds__(DROPOUT_THREADS, WIDE &&V == 8 ? DROPOUT_BLOCKS - 1 : DROPOUT_BLOCKS)
     dropout_norm_backward_kernel(const __grid_constant__ norm_args a) {
   constexpr int team = WIDE ? DROPOUT_THREADS : CAMOX_WARP, teams = DROPOUT_THREADS / team;
   CAMOX_DYNAMIC_SHARED(float, shared);

@@ -580,9 +580,17 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[shape::channe
   }
 }
 
+/* Blocks of the backward that a multiprocessor must hold. These kernels would spill a few bytes for a second block of
+   NORM2D_THREADS; of NORM2D_TARGET_THREADS it holds two all the same. */
+template <typename T, int V, bool LAST, bool WHOLE>
+struct norm2d_backward_blocks {
+  static constexpr bool spills = V == 1 || (WHOLE && !camox_is_bfloat16<T>::value);
+  static constexpr int value = sizeof(T) == 2 && !LAST && spills ? 1 : NORM2D_BLOCKS;
+};
+
 /* WHOLE as in the forward: of groups in several chunks no pass may keep z and d for the next, which would spill. */
 template <typename T, int V, bool LAST, bool WHOLE>
-__global__ void __launch_bounds__(NORM2D_THREADS, NORM2D_BLOCKS)
+__global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, LAST, WHOLE>::value)
     norm2d_backward_kernel(const __grid_constant__ norm2d_plan plan) {
   typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, false>> shape;
   CAMOX_DYNAMIC_SHARED(float, totals);

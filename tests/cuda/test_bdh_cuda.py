@@ -186,12 +186,16 @@ def test_tf32_rounding():
 
 
 @pytest.mark.parametrize("softmax_at", ["one score", "some scores"])
-def test_bdh_softmax_of_wide_queries(softmax_at):
+def test_bdh_softmax_of_wide_queries(softmax_at, monkeypatch):
     """Scores of about 16, of which one is nearly all of a softmax: gradients that are 0 but for tiny terms."""
     for value_dim, save in ((64, None), (8, "logsumexp")):
         inputs = bdh_inputs((1, 1, 64, 1024), value_dim, torch.float32, each=True)
         options = {"softmax": True, "relu": softmax_at == "some scores"}
         truth = bdh_reference(*doubled(*inputs), **options)
+        if (
+            save == "logsumexp"
+        ):  # a sum of 16 in float32 has lost 16 eps of each weight: torch is compared by this formula
+            monkeypatch.setattr(torch.Tensor, "softmax", lambda s, dim: (s - s.logsumexp(dim, keepdim=True)).exp())
         assert_close_to_reference(bdh_kernels(*inputs, save=save, **options), bdh_reference(*inputs, **options), truth)
 
 
