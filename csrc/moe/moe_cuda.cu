@@ -600,9 +600,9 @@ __device__ __forceinline__ float moe_sum_each(const float (&part)[MOE_COPIES], f
 
 /* LANES threads a chunk of a row: a block, or a warp where rows are that short. A thread keeps its part of the row's gradient
    in registers and goes through the row's copies four at a time: their loads are in flight together, and their dot products are
-   added up together. */
+   added up together. At four blocks of a multiprocessor nvcc would spill registers of narrow accesses. */
 template <typename T, int N, int LANES>
-__global__ void __launch_bounds__(MOE_THREADS)
+__global__ void __launch_bounds__(MOE_THREADS, 3)
     moe_combine_backward_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t vectors, int64_t chunks) {
   constexpr int steps = MOE_ELEMENTS_PER_THREAD / N, groups = MOE_THREADS / LANES;
   __shared__ float scratch[MOE_WARPS * MOE_COPIES];
