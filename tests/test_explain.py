@@ -233,8 +233,8 @@ def test_the_table_sums_by_case():
             norm(x)
         norm(x[:1])
         bdh(dtype=torch.float64)
-    # under CAMOX_FORCE_ISA each call says why it is not another's
-    table = [line for line in str(calls).splitlines() if "CAMOX_FORCE_ISA" not in line]
+    # each call says why its kernel is not of a wider instruction set, where there is one
+    table = [line for line in str(calls).splitlines() if not line.strip().startswith(("not avx2:", "not avx512:"))]
     assert table[0].split() == ["op", "calls", "ms", "GB/s"]
     assert table[1].split()[:2] == ["layer_norm2d", "3"]
     assert table[2] == "    x f32[2,80,9,9], weight f32[80], bias f32[80]"
