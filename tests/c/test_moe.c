@@ -302,7 +302,9 @@ static void test_checks_refuse(void) {
   position[3] = -1, refused(check_places(&rows), "each of the 4 places that routing.offsets counts, got 3 copies");
   position[3] = 1;
   offsets[3] = 3, refused(check_places(&rows), "below 3, where routing.offsets ends, got 3 in slot 2"), offsets[3] = 4;
-  rows.capacity = 1, refused(check_places(&rows), "got 1 in slot 3"), rows.capacity = 2;
+  rows.capacity = 1,
+  refused(check_places(&rows), "has 1 places for an expert, and routing.offsets counts 2 copies for expert 0");
+  rows.capacity = 2;
   TEST(check_places(&rows) == CAMOX_OK, "%s", camox_last_error());
   experts[3] = 1, position[3] = 3, refused(check_places(&rows), "below 3, where routing.offsets ends, got 3 in slot 3");
   experts[3] = 0, position[3] = 1;
