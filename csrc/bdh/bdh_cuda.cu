@@ -1181,19 +1181,6 @@ static void bdh_launch_scores(const bdh_plan &plan, void *stream) {
   }
 }
 
-/* Tensor cores of bfloat16 and cp.async. The emulator runs one architecture. */
-#if defined(CAMOX_CUDA_EMULATOR)
-static constexpr bool bdh_may_rotate_once = CAMOX_CUDA_ARCH >= 800;
-static bool bdh_device_is_sm80(void) { return true; }
-#else
-static constexpr bool bdh_may_rotate_once = true;
-static bool bdh_device_is_sm80(void) {
-  int device = 0, generation = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return false;
-  return cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && generation >= 8;
-}
-#endif
-
 typedef void bdh_kernel(bdh_plan, int64_t);
 
 static cudaError_t bdh_launch_large(bdh_kernel *kernel, int shared, int64_t items, const bdh_plan &plan, void *stream) {
@@ -1227,8 +1214,8 @@ static int bdh_run_rotated(const camox_bdh_params *p, void *stream) {
 
 template <typename P>
 static int bdh_run(const camox_bdh_params *p, void *stream) {
-  if constexpr (bdh_may_rotate_once && sizeof(P) == 2) {
-    if (bdh_rotates_once(p) && bdh_device_is_sm80()) {
+  if constexpr (camox_may_be_sm80 && sizeof(P) == 2) {
+    if (bdh_rotates_once(p) && camox_device_is_sm80()) {
       /* the columns that leave fewer of their tiles' empty */
       const bool widest = camox_ceil_div(p->value_dim, 192) * 192 <= camox_ceil_div(p->value_dim, 128) * 128;
       return widest ? bdh_run_rotated<P, 192>(p, stream) : bdh_run_rotated<P, 128>(p, stream);

@@ -36,6 +36,20 @@ extern __shared__ __align__(16) unsigned char camox_dynamic_shared[];
 #define CAMOX_DYNAMIC_SHARED(type, name) type *const name = reinterpret_cast<type *>(camox_dynamic_shared)
 #endif
 
+/* Whether the device has tensor cores of bfloat16 and cp.async, and whether kernels of those are compiled at all: the emulator
+   runs one architecture, and nvcc's host code must not depend on the device's. */
+#if defined(CAMOX_CUDA_EMULATOR)
+static constexpr bool camox_may_be_sm80 = CAMOX_CUDA_ARCH >= 800;
+static inline bool camox_device_is_sm80(void) { return camox_may_be_sm80; }
+#else
+static constexpr bool camox_may_be_sm80 = true;
+static inline bool camox_device_is_sm80(void) {
+  int device = 0, generation = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  return cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && generation >= 8;
+}
+#endif
+
 /* Clears the error it returns, so a failed launch is reported once, by the call that made it. */
 static inline int camox_launch_status(void) { return static_cast<int>(cudaGetLastError()); }
 

@@ -677,8 +677,8 @@ static void causal_run(const causal_pass &p, causal_work work, int64_t batch, vo
   const bool vectors = causal_has_vectors(p, batch, work == CAUSAL_GRADIENT ? p.n : p.d, sizeof(T));
   if constexpr (sizeof(T) == 4) {
     if (vectors) return causal_launch<T, LA_ROWS, false>(p, work, stream);
-  } else if constexpr (la_may_use_mma) {
-    if (vectors && la_device_has_mma()) return causal_launch<T, LA_ROWS, true>(p, work, stream);
+  } else if constexpr (camox_may_be_sm80) {
+    if (vectors && camox_device_is_sm80()) return causal_launch<T, LA_ROWS, true>(p, work, stream);
   }
   causal_launch<T, LA_ANY, false>(p, work, stream);
 }

@@ -714,25 +714,12 @@ static void la_set_queries(la_pass *pass, const camox_linear_attention_params *p
   if (pass->weight == LA_DIVIDE) pass->line = static_cast<const float *>(p->z);
 }
 
-/* The emulator runs one architecture; nvcc's host code must not depend on the device's. */
-#if defined(CAMOX_CUDA_EMULATOR)
-static constexpr bool la_may_use_mma = CAMOX_CUDA_ARCH >= 800;
-static bool la_device_has_mma(void) { return true; }
-#else
-static constexpr bool la_may_use_mma = true;
-static bool la_device_has_mma(void) {
-  int device = 0, generation = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return false;
-  return cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && generation >= 8;
-}
-#endif
-
 /* Steps of 16 columns with which tensor cores serve a pass, or 0. */
 template <int MEMORY>
 static int la_mma_steps(const la_pass &pass) {
   const int widest = pass.n > pass.d ? pass.n : pass.d, steps = widest <= 16 ? 1 : widest <= 32 ? 2 : 4;
   const bool fits = MEMORY == LA_COLUMNS || (pass.n == 16 * steps && pass.d == 16 * steps);
-  return fits && la_device_has_mma() ? steps : 0;
+  return fits && camox_device_is_sm80() ? steps : 0;
 }
 
 static bool la_large(const la_pass &pass) { return pass.n > LA_RESIDENT || pass.d > LA_RESIDENT; }
@@ -827,7 +814,7 @@ static void la_launch_mma(const la_pass &pass, la_work work, void *stream) {
 
 template <typename T, int MEMORY>
 static void la_launch_fused(const la_pass &pass, la_work work, void *stream) {
-  if constexpr (la_may_use_mma && sizeof(T) == 2 && MEMORY != LA_ANY) {
+  if constexpr (camox_may_be_sm80 && sizeof(T) == 2 && MEMORY != LA_ANY) {
     switch (la_mma_steps<MEMORY>(pass)) {
       case 1: return la_launch_mma<T, 1, MEMORY == LA_COLUMNS>(pass, work, stream);
       case 2: return la_launch_mma<T, 2, MEMORY == LA_COLUMNS>(pass, work, stream);
