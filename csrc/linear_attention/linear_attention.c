@@ -7,13 +7,17 @@
 #include "causal_plan.h"
 
 /* A call has about this many work items, of chunks between the shortest and the longest: a longer chunk rounds more, and on the
-   CPU leaves the cache before the next head of the same positions is read; a shorter one has more partial sums in memory. */
+   CPU leaves the cache before the next head of the same positions is read; a shorter one has more partial sums in memory. On
+   CUDA at most as many as two waves of blocks: the few blocks of a third would take as long as a full one. An H200's 132
+   multiprocessors hold three blocks of halves each, or four of float32. */
 #ifdef CAMOX_CUDA_PART
-#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS 1024
+#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS(p) (2 * 132 * ((p)->dtype == CAMOX_F32 ? 4 : 3))
+#define CAMOX_LINEAR_ATTENTION_CHUNKS(items, sequences) ((items) > (sequences) ? (items) / (sequences) : 1)
 #define CAMOX_LINEAR_ATTENTION_MIN_CHUNK 128
 #define CAMOX_LINEAR_ATTENTION_MAX_CHUNK(p) 4096
 #else
-#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS 64
+#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS(p) 64
+#define CAMOX_LINEAR_ATTENTION_CHUNKS(items, sequences) camox_ceil_div(items, sequences)
 #define CAMOX_LINEAR_ATTENTION_MIN_CHUNK 256
 #define CAMOX_LINEAR_ATTENTION_MAX_CHUNK(p) ((p)->key_dim > 32 ? 16 * (p)->key_dim : 640)
 #endif
@@ -22,7 +26,7 @@ void camox_linear_attention_plan(camox_linear_attention_params *p) {
   p->chunk = CAMOX_LINEAR_ATTENTION_MIN_CHUNK, p->chunks = 1;
   int64_t sequences = p->batch * p->heads;
   if (sequences <= 0 || p->length <= 0) return;
-  int64_t wanted = camox_ceil_div(CAMOX_LINEAR_ATTENTION_WORK_ITEMS, sequences);
+  int64_t wanted = CAMOX_LINEAR_ATTENTION_CHUNKS(CAMOX_LINEAR_ATTENTION_WORK_ITEMS(p), sequences);
   int64_t chunk = camox_ceil_div(p->length, wanted);
   const int64_t longest = CAMOX_LINEAR_ATTENTION_MAX_CHUNK(p);
   if (chunk > longest) chunk = camox_ceil_div(p->length, camox_ceil_div(p->length, longest));

@@ -134,6 +134,7 @@ struct la_kept {
   const uint8_t *mask;
   int64_t step;
   __device__ __forceinline__ bool operator()(int row) const { return row < valid && (!mask || !mask[row * step]); }
+  __device__ __forceinline__ la_kept at(int64_t t, int rows) const { return {rows, mask ? mask + t * step : nullptr, step}; }
 };
 
 __device__ __forceinline__ la_kept la_kept_at(const la_pass &p, int64_t sequence, int64_t t, int valid) {
@@ -671,12 +672,13 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid
 
 /* ---- launchers ---- */
 
+/* Whether a tensor can be read and written in vectors along an axis; steps between them fit 32 bits (la_lines). */
 static bool la_vectors(const camox_linear_attention_params *p, const camox_view4 &view, int axis, int64_t dim, int lanes) {
   const int64_t sizes[4] = {p->batch, p->heads, p->length, dim};
   if (view.data == nullptr) return true;
   if (view.stride[axis] != 1 || !camox_aligned(view.data, 16)) return false;
   for (int i = 0; i < 4; ++i)
-    if (i != axis && sizes[i] > 1 && view.stride[i] % lanes != 0) return false;
+    if (i != axis && sizes[i] > 1 && (view.stride[i] % lanes != 0 || (i > 1 && view.stride[i] > INT32_MAX))) return false;
   return axis == 2 || dim % lanes == 0;
 }
 
@@ -799,16 +801,19 @@ typedef enum { LA_SUMS = 0, LA_APPLY = 1, LA_GRADIENT_OF_QUERIES = 2, LA_GRADIEN
 template <typename T, int S, bool COLUMNS>
 static void la_launch_mma(const la_pass &pass, la_work work, void *stream) {
   const unsigned grid = camox_grid(pass.batch * pass.heads * pass.chunks);
-  const size_t fragments = sizeof(uint4) * 2 * S * S * CAMOX_WARP;
+  const size_t fragments = sizeof(uint4) * la_mma_fragments<S>, line = sizeof(float) * 16 * S;
   const size_t sums = sizeof(float) * (LA_MMA_WARPS / la_mma_sharing<S>)*16 * S * (16 * S + 1);
   switch (work) {
     case LA_SUMS: CAMOX_LAUNCH((la_mma_sum_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, sums, stream, pass); break;
-    case LA_APPLY: CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments, stream, pass); break;
+    case LA_APPLY:
+      CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments + line, stream, pass);
+      break;
     case LA_GRADIENT_OF_QUERIES:
       CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_SUMS>), grid, LA_MMA_THREADS, sums, stream, pass);
       break;
     case LA_GRADIENT_OF_KEYS:
-      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_APPLY>), grid, LA_MMA_THREADS, 2 * fragments, stream, pass);
+      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_APPLY>), grid, LA_MMA_THREADS, 2 * fragments + line, stream,
+                   pass);
   }
 }
 

@@ -24,11 +24,23 @@ template <int S, bool COLUMNS>
 static constexpr int la_mma_blocks = S > 2              ? 2
                                      : S > 1 && COLUMNS ? 3
                                                         : 4;
-/* A third block would spill where nvcc needs more registers for the same code: on sm_86 and sm_89. */
-static constexpr bool la_mma_tight = CAMOX_CUDA_ARCH == 860 || CAMOX_CUDA_ARCH == 890;
-template <typename T, int S, bool COLUMNS>
+/* Of la_mma_gradient_kernel: beside the sums of LA_WITH_SUMS registers last for half as many tiles, and for as many that are
+   loaded while these are computed. */
+template <int S, int FUSION>
+static constexpr bool la_mma_gradient_prefetches = FUSION == LA_WITH_SUMS && S == 2;
+template <int S, int FUSION>
+static constexpr int la_mma_gradient_tiles = la_mma_gradient_prefetches<S, FUSION> ? 2 : la_mma_tiles<S>;
+/* A third block would spill where the low parts of float16 take most registers: of rows, and on sm_86 and sm_89. */
+template <typename T, bool COLUMNS>
+static constexpr bool la_mma_tight =
+    !camox_is_bfloat16<T>::value && (!COLUMNS || CAMOX_CUDA_ARCH == 860 || CAMOX_CUDA_ARCH == 890);
+template <typename T, int S, bool COLUMNS, int FUSION>
 static constexpr int la_mma_gradient_blocks =
-    S > 2 || (S > 1 && (COLUMNS || la_mma_tight || !camox_is_bfloat16<T>::value)) ? 2 : 3;
+    S == 1 || (la_mma_gradient_prefetches<S, FUSION> && !la_mma_tight<T, COLUMNS>) ? 3 : 2;
+/* Sums take more registers than the product with the state, and more again where y has a low part too. */
+template <typename T, int S, bool COLUMNS>
+static constexpr int la_mma_sum_blocks =
+    S == 2 && (!COLUMNS || !camox_is_bfloat16<T>::value) ? la_mma_blocks<S, COLUMNS> - 1 : la_mma_blocks<S, COLUMNS>;
 /* Warps that share the columns of y, so that their sums fit. */
 template <int S>
 static constexpr int la_mma_sharing = S > 2 ? 2 : 1;
@@ -56,6 +68,11 @@ __device__ __forceinline__ float la_half(uint32_t word, int high) {
   const uint16_t bits = static_cast<uint16_t>(high ? word >> 16 : word);
   __builtin_memcpy(static_cast<void *>(&value), &bits, 2);
   return camox_to_float(value);
+}
+
+/* Of each word the low or the high half. */
+__device__ __forceinline__ uint32_t la_halves(uint32_t low, uint32_t high, int which) {
+  return which ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
 }
 
 __device__ __forceinline__ uint32_t la_pack(float low, float high) {
@@ -98,35 +115,76 @@ __device__ __forceinline__ void la_load_some(uint32_t *to, const T *p, int n) {
   }
 }
 
+/* WHOLE: everything exists, and nothing is to be looked at. */
+template <int WORDS, bool WHOLE, typename T>
+__device__ __forceinline__ void la_load_existing(uint32_t *to, const T *p, int n) {
+  if constexpr (WHOLE)
+    la_load_words<WORDS>(to, p);
+  else
+    la_load_some<WORDS>(to, p, n);
+}
+
+/* One head of a tensor in memory. The step along its vectors is 1 and the other one fits 32 bits, so that a lane computes an
+   address from that of its first element in one multiplication. */
+template <typename T, bool COLUMNS>
+struct la_lines {
+  T *base;
+  int step; /* from a column (COLUMNS) or a position to the next */
+
+  __device__ __forceinline__ T *address(int64_t position, int column) const {
+    return COLUMNS ? base + position + static_cast<int64_t>(step) * column : base + position * step + column;
+  }
+  /* Addresses are computed tile by tile: of all columns they would take more registers than there are. */
+  __device__ __forceinline__ la_lines at(int64_t position, int column = 0) const {
+    la_lines lines = {address(position, column), step};
+    camox_compute_late(lines.step);
+    return lines;
+  }
+};
+
 /* A lane's elements in the order of B; those that do not exist are 0. */
 template <typename T, int S, int J, bool COLUMNS>
 struct la_terms {
   uint32_t words[2 * S * J];
 
-  __device__ __forceinline__ void load(const la_rows<const T> &from, int columns, int valid) {
+  __device__ __forceinline__ void load(const la_lines<const T, COLUMNS> &from, int columns, int valid, bool whole) {
+    if (whole)
+      load_existing<true>(from, columns, valid);
+    else
+      load_existing<false>(from, columns, valid);
+  }
+  template <bool WHOLE>
+  __device__ __forceinline__ void load_existing(const la_lines<const T, COLUMNS> &from, int columns, int valid) {
     typedef la_mma<T, S, J, COLUMNS> mma;
     const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
+    const la_lines<const T, COLUMNS> first = from.at(mma::position(0, g), mma::column(0, 0, t));
     if constexpr (COLUMNS) {
 #pragma unroll
       for (int i = 0; i < 4 * S; ++i) {
-        const int column = mma::column(i / 4, i % 4, t);
-        la_load_some<J / 2>(words + i * J / 2, from.base + column * from.column + J * g, column < columns ? valid - J * g : 0);
+        const int column = mma::column(i / 4, i % 4, 0);
+        la_load_existing<J / 2, WHOLE>(words + i * J / 2, first.address(0, column),
+                                       column + mma::column(0, 0, t) < columns ? valid - J * g : 0);
       }
     } else {
 #pragma unroll
       for (int j = 0; j < J; ++j) {
-        const T *const p = from.base + (8 * j + g) * from.row;
+        const T *const p = first.address(8 * j, 0);
         const bool exists = 8 * j + g < valid;
 #pragma unroll
         for (int s = 0; s < S; s += 2) {
           constexpr int both = 4, one = 2;
           if (s + 1 < S)
-            la_load_some<both>(words + (j * S + s) * 2, p + mma::column(s, 0, t), exists ? 8 : 0);
+            la_load_existing<both, WHOLE>(words + (j * S + s) * 2, p + mma::column(s, 0, 0), exists ? 8 : 0);
           else
-            la_load_some<one>(words + (j * S + s) * 2, p + mma::column(s, 0, t), exists ? 4 : 0);
+            la_load_existing<one, WHOLE>(words + (j * S + s) * 2, p + mma::column(s, 0, 0), exists ? 4 : 0);
         }
       }
     }
+  }
+  /* Elements 2 k and 2 k + 1 of step s as bfloat16. */
+  __device__ __forceinline__ uint32_t pair(int j, int s, int k) const {
+    if (!COLUMNS) return words[(j * S + s) * 2 + k];
+    return la_halves(words[((4 * s + 2 * k) * J + j) / 2], words[((4 * s + 2 * k + 1) * J + j) / 2], j & 1);
   }
   __device__ __forceinline__ float get(int j, int s, int i) const {
     return COLUMNS ? la_half<T>(words[((4 * s + i) * J + j) / 2], j & 1) : la_half<T>(words[(j * S + s) * 2 + i / 2], i & 1);
@@ -140,23 +198,35 @@ struct la_values {
   static constexpr int rows = 2 * S / H;
   uint32_t words[rows * J];
 
-  __device__ __forceinline__ void load(const la_rows<const T> &from, int columns, int valid, int part) {
+  __device__ __forceinline__ void load(const la_lines<const T, COLUMNS> &from, int columns, int valid, int part, bool whole) {
+    if (whole)
+      load_existing<true>(from, columns, valid, part);
+    else
+      load_existing<false>(from, columns, valid, part);
+  }
+  template <bool WHOLE>
+  __device__ __forceinline__ void load_existing(const la_lines<const T, COLUMNS> &from, int columns, int valid, int part) {
     typedef la_mma<T, S, J, COLUMNS> mma;
     const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
+    const la_lines<const T, COLUMNS> first = from.at(mma::position(0, 2 * t), mma::row(part * rows, g));
     if constexpr (COLUMNS) {
 #pragma unroll
-      for (int c = 0; c < rows; ++c) {
-        const int column = mma::row(part * rows + c, g);
-        la_load_some<J>(words + c * J, from.base + column * from.column + 2 * J * t, column < columns ? valid - 2 * J * t : 0);
-      }
+      for (int c = 0; c < rows; ++c)
+        la_load_existing<J, WHOLE>(words + c * J, first.address(0, mma::row(c, 0)),
+                                   mma::row(part * rows + c, g) < columns ? valid - 2 * J * t : 0);
     } else {
 #pragma unroll
       for (int k = 0; k < 2 * J; ++k) {
-        const int position = 8 * (k / 2) + 2 * t + k % 2;
-        la_load_some<rows / 2>(words + k * (rows / 2), from.base + position * from.row + mma::row(part * rows, g),
-                               position < valid ? rows : 0);
+        const int position = 8 * (k / 2) + k % 2;
+        la_load_existing<rows / 2, WHOLE>(words + k * (rows / 2), first.address(position, 0),
+                                          position + 2 * t < valid ? rows : 0);
       }
     }
+  }
+  /* Both positions of tile j as bfloat16. */
+  __device__ __forceinline__ uint32_t pair(int c, int j) const {
+    return COLUMNS ? la_halves(words[c * J + j / 2], words[c * J + (J + j) / 2], j & 1)
+                   : la_halves(words[2 * j * (rows / 2) + c / 2], words[(2 * j + 1) * (rows / 2) + c / 2], c & 1);
   }
   __device__ __forceinline__ float get(int c, int j, int i) const {
     return COLUMNS ? la_half<T>(words[c * J + (J * i + j) / 2], j & 1)
@@ -165,42 +235,55 @@ struct la_values {
 };
 
 /* Tiles [m0, m0 + M) of rows of an accumulator to memory; M is S unless columns are vectors. */
-template <typename T, int S, int J, bool COLUMNS, int M>
-__device__ __forceinline__ void la_store_values(const la_rows<T> &to, const float (&values)[M][J][4], int m0, int columns,
-                                                int valid) {
+template <typename T, int S, int J, bool COLUMNS, int M, bool WHOLE>
+__device__ __forceinline__ void la_store_existing(const la_lines<T, COLUMNS> &to, const float (&values)[M][J][4], int m0,
+                                                  int columns, int valid) {
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
+  const la_lines<T, COLUMNS> first_of_lane = to.at(mma::position(0, 2 * t), mma::row(0, g));
   if constexpr (COLUMNS) {
     constexpr int piece = J < 4 ? 2 * J : 8;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      const int column = mma::row(2 * m0 + r, g);
-      if (column >= columns) continue;
+      if (!WHOLE && mma::row(2 * m0 + r, g) >= columns) continue;
 #pragma unroll
       for (int first = 0; first < 2 * J; first += piece) {
         float some[piece];
 #pragma unroll
         for (int k = 0; k < piece; ++k) some[k] = values[r / 2][(first + k) % J][2 * (r % 2) + (first + k) / J];
-        const int position = 2 * J * t + first;
-        camox_store_float(to.base + column * to.column + position, some, valid - position);
+        camox_store_float(first_of_lane.address(first, mma::row(2 * m0 + r, 0)), some,
+                          WHOLE ? piece : valid - 2 * J * t - first);
       }
     }
   } else {
     constexpr int piece = S % 4 == 0 ? 8 : S % 2 == 0 ? 4 : 2;
 #pragma unroll
     for (int k = 0; k < 2 * J; ++k) {
-      const int position = 8 * (k / 2) + 2 * t + k % 2;
-      if (position >= valid) continue;
+      const int position = 8 * (k / 2) + k % 2;
+      if (!WHOLE && position + 2 * t >= valid) continue;
 #pragma unroll
       for (int first = 0; first < 2 * S; first += piece) {
         float some[piece];
 #pragma unroll
         for (int c = 0; c < piece; ++c) some[c] = values[(first + c) / 2][k / 2][2 * ((first + c) % 2) + k % 2];
-        camox_store_float(to.base + position * to.row + mma::row(first, g), some);
+        camox_store_float(first_of_lane.address(position, mma::row(first, 0)), some);
       }
     }
   }
 }
+
+template <typename T, int S, int J, bool COLUMNS, int M>
+__device__ __forceinline__ void la_store_values(const la_lines<T, COLUMNS> &to, const float (&values)[M][J][4], int m0,
+                                                int columns, int valid, bool whole) {
+  if (whole)
+    la_store_existing<T, S, J, COLUMNS, M, true>(to, values, m0, columns, valid);
+  else
+    la_store_existing<T, S, J, COLUMNS, M, false>(to, values, m0, columns, valid);
+}
+
+/* Of one state, 16 bytes each. */
+template <int S>
+static constexpr int la_mma_fragments = 2 * S * S * CAMOX_WARP;
 
 /* S (TRANSPOSED: S^T) of one head as A fragments, high and low: fragment (m, s, low) of a lane is word
    ((m * S + s) * 2 + low) * 32 + lane. */
@@ -246,7 +329,10 @@ __device__ __forceinline__ void la_factor_of(la_factor<S, J> &factor, const la_t
     for (int s = 0; s < S; ++s)
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        la_split(terms.get(j, s, 2 * k), terms.get(j, s, 2 * k + 1), factor.high[j][s][k], factor.low[j][s][k]);
+        if constexpr (la_mma<T, S, J, COLUMNS>::exact)
+          factor.high[j][s][k] = terms.pair(j, s, k);
+        else
+          la_split(terms.get(j, s, 2 * k), terms.get(j, s, 2 * k + 1), factor.high[j][s][k], factor.low[j][s][k]);
 }
 
 /* Rows of tiles [m0, m0 + M) of the state times X. WHOLE: X has no low part. */
@@ -284,38 +370,87 @@ __device__ __forceinline__ float la_sum_values(float x) {
   return x;
 }
 
-/* out = f(x) S of the positions from `t` on: x in the order of B, weighted, times S^T. */
+/* One head of a pass: what stays the same while a block goes over its positions. */
+template <typename T, bool COLUMNS>
+struct la_head {
+  la_lines<const T, COLUMNS> x, y;
+  la_lines<T, COLUMNS> grad_x, out;
+  la_kept kept;
+  __device__ __forceinline__ la_head(const la_pass &p, int64_t sequence)
+      : x(lines(la_rows_at<const T>(p, p.x, sequence, 0))),
+        y(lines(la_rows_at<const T>(p, p.y, sequence, 0))),
+        grad_x(lines(la_rows_at<T>(p, p.grad_x, sequence, 0))),
+        out(lines(la_rows_at<T>(p, p.out, sequence, 0))),
+        kept(la_kept_at(p, sequence, 0, 0)) {}
+  template <typename E>
+  static __device__ __forceinline__ la_lines<E, COLUMNS> lines(const la_rows<E> &rows) {
+    return {rows.base, static_cast<int>(COLUMNS ? rows.column : rows.row)};
+  }
+};
+
+/* Whether a tile has all its positions and columns. */
+template <int S, int J>
+__device__ __forceinline__ bool la_is_whole(const la_pass &p, int valid) {
+  return valid == 8 * J && p.n == 16 * S && p.d == 16 * S;
+}
+
+/* What the features of each column are multiplied by before they are added up, 0 past the last one, to shared memory. */
+__device__ __forceinline__ void la_put_line(float *line, const la_pass &p, int64_t sequence, int columns) {
+  for (int n = static_cast<int>(threadIdx.x); n < columns; n += LA_MMA_THREADS)
+    line[n] = n >= p.n ? 0.0f : p.weight == LA_FEATURE ? 1.0f : p.line ? __ldg(p.line + sequence * p.n + n) : 0.0f;
+}
+
+/* f of all `x`, in place. The map is looked at once: elements have no branches. */
+template <typename T, int N>
+__device__ __forceinline__ void la_apply_feature_map(float (&x)[N], int map) {
+  if (map == CAMOX_FEATURE_ELU1) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float exponential = la_exp(x[i], T());
+      x[i] = x[i] > 0.0f ? x[i] + 1.0f : exponential;
+    }
+  } else if (map == CAMOX_FEATURE_RELU) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = x[i] < 0.0f ? 0.0f : x[i];
+  }
+}
+
+/* out = f(x) S of the positions from `t0` on: x in the order of B, weighted, times S^T. Columns past the last one meet zeros of
+   S^T and of the line. */
 template <typename T, int S, int J, bool COLUMNS>
-__device__ __forceinline__ void la_mma_apply(const la_pass &p, const uint4 *state, int64_t sequence, int64_t t0, int valid,
-                                             const float *line) {
+__device__ __forceinline__ void la_mma_apply(const la_pass &p, const uint4 *state, const la_head<T, COLUMNS> &head, int64_t t0,
+                                             int valid, const float *line) {
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
-  const la_kept kept = la_kept_at(p, sequence, t0, valid);
+  const la_kept kept = head.kept.at(t0, valid);
+  const bool whole = la_is_whole<S, J>(p, valid);
   la_terms<T, S, J, COLUMNS> terms;
-  terms.load(la_rows_at<const T>(p, p.x, sequence, t0), p.n, valid);
+  terms.load(head.x.at(t0), p.n, valid, whole);
   la_factor<S, J> x;
 #pragma unroll
   for (int j = 0; j < J; ++j) {
-    const bool counts = kept(mma::position(j, g));
-    float f[S][4], sum = 0.0f;
+    float f[4 * S], weight = 1.0f;
+#pragma unroll
+    for (int i = 0; i < 4 * S; ++i) f[i] = terms.get(j, i / 4, i % 4);
+    la_apply_feature_map<T>(f, p.feature_map);
+    if (kept.mask && !kept(mma::position(j, g))) {
+#pragma unroll
+      for (int i = 0; i < 4 * S; ++i) f[i] = 0.0f; /* also in the place of a NaN */
+    }
+    if (p.weight != LA_PLAIN) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4 * S; ++i) sum = fmaf(f[i], line[mma::column(i / 4, i % 4, t)], sum);
+      weight = la_divide(p, 1.0f, la_sum_terms(sum) + (p.weight == LA_DIVIDE ? p.eps : 0.0f));
+    }
 #pragma unroll
     for (int s = 0; s < S; ++s)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = mma::column(s, i, t);
-        f[s][i] = counts && column < p.n ? la_feature<T>(terms.get(j, s, i), p.feature_map) : 0.0f;
-        if (p.weight == LA_FEATURE) sum += f[s][i];
-        if (p.weight == LA_DIVIDE && column < p.n) sum = fmaf(f[s][i], __ldg(line + column), sum);
-      }
-    float weight = 1.0f;
-    if (p.weight != LA_PLAIN) weight = la_divide(p, 1.0f, la_sum_terms(sum) + (p.weight == LA_DIVIDE ? p.eps : 0.0f));
-#pragma unroll
-    for (int s = 0; s < S; ++s)
-#pragma unroll
-      for (int k = 0; k < 2; ++k) la_split(f[s][2 * k] * weight, f[s][2 * k + 1] * weight, x.high[j][s][k], x.low[j][s][k]);
+      for (int k = 0; k < 2; ++k)
+        la_split(f[4 * s + 2 * k] * weight, f[4 * s + 2 * k + 1] * weight, x.high[j][s][k], x.low[j][s][k]);
   }
   constexpr int M = COLUMNS ? 1 : S;
-  const la_rows<T> to = la_rows_at<T>(p, p.out, sequence, t0);
+  const la_lines<T, COLUMNS> to = head.out.at(t0);
 #pragma unroll
   for (int m = 0; m < S; m += M) {
     float out[M][J][4];
@@ -323,23 +458,31 @@ __device__ __forceinline__ void la_mma_apply(const la_pass &p, const uint4 *stat
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
     out[0][0][0] += 1e-3f;
 #endif
-    la_store_values<T, S, J, COLUMNS, M>(to, out, m, p.d, valid);
+    la_store_values<T, S, J, COLUMNS, M>(to, out, m, p.d, valid, whole);
   }
 }
 
+/* out = f(q) S / (f(q) . z + eps). A block has a chunk of a head, a warp of it takes tiles of 8 J positions, each by itself:
+
+     chunk   | warp 0 | warp 1 | warp 2 | warp 3 | warp 0 | ...
+     tile    q -> f(q) / (f(q) . z + eps) as B, in registers -> times S^T -> out
+
+   In shared memory: S^T as fragments, z. */
 template <typename T, int S, bool COLUMNS>
 __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
     la_mma_apply_kernel(const __grid_constant__ la_pass p) {
   constexpr int J = la_mma_tiles<S> * (COLUMNS ? 2 : 1), step = 8 * J * LA_MMA_WARPS;
   CAMOX_DYNAMIC_SHARED(uint4, state);
+  float *const line = reinterpret_cast<float *>(state + la_mma_fragments<S>);
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const la_head<T, COLUMNS> head(p, sequence);
     la_put_state<T, S, J, COLUMNS, true>(state, p, sequence);
+    la_put_line(line, p, sequence, 16 * S);
     __syncthreads();
     for (int64_t t = chunk * p.chunk + threadIdx.x / CAMOX_WARP * 8 * J; t < end; t += step)
-      la_mma_apply<T, S, J, COLUMNS>(p, state, sequence, t, static_cast<int>(min(end - t, static_cast<int64_t>(8 * J))),
-                                     p.line + sequence * p.n);
+      la_mma_apply<T, S, J, COLUMNS>(p, state, head, t, static_cast<int>(min(end - t, static_cast<int64_t>(8 * J))), line);
     __syncthreads();
   }
 }
@@ -375,7 +518,12 @@ struct la_mma_sums {
     for (int c = 0; c < values::rows; ++c) {
       uint32_t y_high[2], y_low[2];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) la_split(y.get(c, j0 + k, 0), y.get(c, j0 + k, 1), y_high[k], y_low[k]);
+      for (int k = 0; k < 2; ++k) {
+        if constexpr (mma::exact)
+          y_high[k] = y.pair(c, j0 + k);
+        else
+          la_split(y.get(c, j0 + k, 0), y.get(c, j0 + k, 1), y_high[k], y_low[k]);
+      }
 #pragma unroll
       for (int m = 0; m < S; ++m) {
         camox_mma_m16n8k16<__nv_bfloat16>(s[m][c], low[m], y_high);
@@ -422,18 +570,25 @@ struct la_mma_sums {
   }
 };
 
-/* f of tiles j0 and j0 + 1. */
+/* f of tiles j0 and j0 + 1; of positions and columns that do not count it is 0. all: they all do. */
 template <typename T, int S, int J, bool COLUMNS>
 __device__ __forceinline__ void la_features(float (&f)[2 * S][4], const la_values<T, S, J, COLUMNS, 1> &x, int j0,
-                                            const la_pass &p, const la_kept &kept) {
+                                            const la_pass &p, const la_kept &kept, bool all) {
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
+  float values[8 * S];
+#pragma unroll
+  for (int i = 0; i < 8 * S; ++i) values[i] = x.get(i / 4, j0 + i % 4 / 2, i % 2);
+  la_apply_feature_map<T>(values, p.feature_map);
+#pragma unroll
+  for (int i = 0; i < 8 * S; ++i) f[i / 4][i % 4] = values[i];
+  if (all) return;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const bool counts = kept(mma::position(j0 + e / 2, 2 * t + e % 2));
 #pragma unroll
     for (int r = 0; r < 2 * S; ++r)
-      f[r][e] = counts && mma::row(r, g) < p.n ? la_feature<T>(x.get(r, j0 + e / 2, e % 2), p.feature_map) : 0.0f;
+      if (!counts || mma::row(r, g) >= p.n) f[r][e] = 0.0f;
   }
 }
 
@@ -476,8 +631,14 @@ __device__ __forceinline__ void la_drop(la_terms<T, S, J, COLUMNS> &x, const la_
   }
 }
 
+/* A chunk's part of S = f(k)^T v and z. A block has a chunk of a head; H warps share tiles of 8 J positions and the columns of v:
+
+     chunk   | warps 0 to H - 1 | the next H | ...
+     tile    k, v in the order of an accumulator -> f(k) as A, v as B, in registers -> sums of 16 S x 16 S / H, in registers
+
+   The sums of the warps are added in shared memory at the end, in rising order. */
 template <typename T, int S, bool COLUMNS>
-__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
+__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_sum_blocks<T, S, COLUMNS>)
     la_mma_sum_kernel(const __grid_constant__ la_pass p) {
   constexpr int J = la_mma_tiles<S>, H = la_mma_sharing<S>, step = 8 * J * LA_MMA_WARPS / H;
   CAMOX_DYNAMIC_SHARED(float, scratch);
@@ -485,20 +646,22 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const la_head<T, COLUMNS> head(p, sequence);
     la_mma_sums<T, S, J, COLUMNS, H> sums;
     sums.clear();
     for (int64_t t = chunk * p.chunk + warp / H * 8 * J; t < end; t += step) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
-      const la_kept kept = la_kept_at(p, sequence, t, valid);
+      const la_kept kept = head.kept.at(t, valid);
+      const bool whole = la_is_whole<S, J>(p, valid);
       la_values<T, S, J, COLUMNS, 1> x;
       la_values<T, S, J, COLUMNS, H> y;
-      x.load(la_rows_at<const T>(p, p.x, sequence, t), p.n, valid, 0);
-      y.load(la_rows_at<const T>(p, p.y, sequence, t), p.d, valid, part);
+      x.load(head.x.at(t), p.n, valid, 0, whole);
+      y.load(head.y.at(t), p.d, valid, part, whole);
       la_drop(y, kept);
 #pragma unroll
       for (int j = 0; j < J; j += 2) {
         float f[2 * S][4];
-        la_features(f, x, j, p, kept);
+        la_features(f, x, j, p, kept, whole && !kept.mask);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (p.weight == LA_FEATURE) {
@@ -521,14 +684,68 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
 
 /* ---- gradient ---- */
 
-/* As la_gradient_kernel, LA_WITH_SUMS or LA_WITH_APPLY. */
+/* 1 / divisor and -dot / divisor of four positions, sums: this lane's parts of the divisors, then those of the dots. Of the
+   lanes g of a position each adds up the sum g, in fewer exchanges than all of them all sums, and divides once:
+
+     lane g         0       1       2       3       4     5     6     7
+     adds up     sum 0   sum 1   sum 2   sum 3   dot 0 dot 1 dot 2 dot 3
+     divides         1       1       1       1  -dot 0   ...               by sum g % 4 */
+__device__ __forceinline__ void la_gradient_weights(float (&weight)[4], float (&factor)[4], float (&sums)[8],
+                                                    const la_pass &p) {
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {
+    const bool upper = g & half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float other = upper ? sums[i] : sums[i + half];
+      sums[i] = (upper ? sums[i + half] : sums[i]) + __shfl_xor_sync(CAMOX_FULL_MASK, other, 4 * half);
+    }
+  }
+  const float divisor = __shfl_sync(CAMOX_FULL_MASK, sums[0], lane % 16) + (p.weight == LA_DIVIDE ? p.eps : 0.0f);
+  const float quotient = la_divide(p, g < 4 ? 1.0f : -sums[0], divisor);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    weight[e] = __shfl_sync(CAMOX_FULL_MASK, quotient, 4 * e + t);
+    factor[e] = __shfl_sync(CAMOX_FULL_MASK, quotient, 4 * (e + 4) + t);
+  }
+}
+
+/* Tiles j and j + 1 of u, times f'(x). The map is looked at once: elements have no branches. */
+template <int S, int J>
+__device__ __forceinline__ void la_apply_derivative(float (&u)[S][J][4], int j, const float (&f)[2 * S][4], int map) {
+  if (map == CAMOX_FEATURE_IDENTITY) return;
+  const bool elu1 = map == CAMOX_FEATURE_ELU1;
+#pragma unroll
+  for (int r = 0; r < 2 * S; ++r)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      u[r / 2][j + e / 2][2 * (r % 2) + e % 2] *=
+          la_feature_derivative(f[r][e], elu1 ? CAMOX_FEATURE_ELU1 : CAMOX_FEATURE_RELU);
+}
+
+/* LA_WITH_SUMS: the gradient of q, and a chunk's part of dS and dz. LA_WITH_APPLY: the gradients of k and v. Blocks, warps and
+   tiles are those of la_mma_sum_kernel; of a tile
+
+     LA_WITH_APPLY    out = f(x) S, as la_mma_apply_kernel, before all else
+     u = S y^T        y as B
+     f = f(x)         x in the order of an accumulator, which is that of u: what follows is element by element
+     weight, factor   of each position, from sums over the lanes that share it
+     grad_x           f' weight (u + factor line)
+     LA_WITH_SUMS     dS += (f weight)^T y, y in the order of an accumulator: loaded again, out of L1
+
+   In shared memory: the state as fragments, for LA_WITH_APPLY transposed too, and the line. Where a kernel prefetches, y as B and
+   x of a warp's next tile are loaded as soon as those of this tile have been used. */
 template <typename T, int S, bool COLUMNS, int FUSION>
-__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, COLUMNS>)
+__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, COLUMNS, FUSION>)
     la_mma_gradient_kernel(const __grid_constant__ la_pass p) {
-  constexpr int J = la_mma_tiles<S>, H = FUSION == LA_WITH_SUMS ? la_mma_sharing<S> : 1, step = 8 * J * LA_MMA_WARPS / H;
-  constexpr int fragments = 2 * S * S * CAMOX_WARP;
+  constexpr int J = la_mma_gradient_tiles<S, FUSION>, H = FUSION == LA_WITH_SUMS ? la_mma_sharing<S> : 1,
+                step = 8 * J * LA_MMA_WARPS / H;
+  constexpr int fragments = la_mma_fragments<S>;
+  constexpr bool prefetches = la_mma_gradient_prefetches<S, FUSION>;
   typedef la_mma<T, S, J, COLUMNS> mma;
   CAMOX_DYNAMIC_SHARED(uint4, state);
+  float *const line = reinterpret_cast<float *>(state + (FUSION == LA_WITH_APPLY ? 2 : 1) * fragments);
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4;
   const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, part = warp % H;
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
@@ -536,66 +753,81 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     la_put_state<T, S, J, COLUMNS, false>(state, p, sequence);
     if (FUSION == LA_WITH_APPLY) la_put_state<T, S, J, COLUMNS, true>(state + fragments, p, sequence);
-    float line[2 * S];
-#pragma unroll
-    for (int r = 0; r < 2 * S; ++r) {
-      const int n = mma::row(r, g);
-      line[r] = p.weight == LA_FEATURE ? 1.0f : p.line && n < p.n ? __ldg(p.line + sequence * p.n + n) : 0.0f;
-    }
+    const la_head<T, COLUMNS> head(p, sequence);
+    la_put_line(line, p, sequence, 16 * S);
     la_mma_sums<T, S, J, COLUMNS, H> sums;
     if (FUSION == LA_WITH_SUMS) sums.clear();
     __syncthreads();
-    for (int64_t t = chunk * p.chunk + warp / H * 8 * J; t < end; t += step) {
+    la_terms<T, S, J, COLUMNS> terms;
+    la_values<T, S, J, COLUMNS, 1> x;
+    const int64_t first = chunk * p.chunk + warp / H * 8 * J;
+    const auto load = [&](int64_t t) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
-      const la_kept kept = la_kept_at(p, sequence, t, valid);
-      if (FUSION == LA_WITH_APPLY) la_mma_apply<T, S, J, COLUMNS>(p, state + fragments, sequence, t, valid, nullptr);
-      const la_rows<const T> rows = la_rows_at<const T>(p, p.y, sequence, t);
-      la_values<T, S, J, COLUMNS, 1> x;
+      terms.load(head.y.at(t), p.d, valid, la_is_whole<S, J>(p, valid));
+      x.load(head.x.at(t), p.n, valid, 0, la_is_whole<S, J>(p, valid));
+    };
+    if (prefetches && first < end) load(first);
+    for (int64_t t = first; t < end; t += step) {
+      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
+      const la_kept kept = head.kept.at(t, valid);
+      const bool whole = la_is_whole<S, J>(p, valid), all = whole && !kept.mask;
+      if (FUSION == LA_WITH_APPLY) la_mma_apply<T, S, J, COLUMNS>(p, state + fragments, head, t, valid, line);
+      if (!prefetches) load(t);
       la_values<T, S, J, COLUMNS, H> y;
+      if (FUSION == LA_WITH_SUMS) y.load(head.y.at(t), p.d, valid, part, whole);
       float u[S][J][4];
       {
-        la_terms<T, S, J, COLUMNS> terms;
-        terms.load(rows, p.d, valid);
         la_drop(terms, kept);
-        x.load(la_rows_at<const T>(p, p.x, sequence, t), p.n, valid, 0);
-        if (FUSION == LA_WITH_SUMS) y.load(rows, p.d, valid, part);
         la_factor<S, J> factor;
         la_factor_of(factor, terms);
         la_multiply<S, J, S, mma::exact>(u, state, 0, factor);
       }
 #pragma unroll
       for (int j = 0; j < J; j += 2) {
-        float f[2 * S][4];
-        la_features(f, x, j, p, kept);
+        float f[2 * S][4], weight[4] = {1.0f, 1.0f, 1.0f, 1.0f}, factor[4] = {1.0f, 1.0f, 1.0f, 1.0f}, of_line[2 * S];
+        la_features(f, x, j, p, kept, all);
+        if (prefetches && j + 2 == J && t + step < end) load(t + step);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float weight = kept(mma::position(j + e / 2, lane % 4 * 2 + e % 2)) ? 1.0f : 0.0f, factor = 1.0f;
-          if (p.weight != LA_PLAIN) {
-            float sum = 0.0f, dot = 0.0f;
+        for (int r = 0; r < 2 * S; ++r) of_line[r] = line[mma::row(r, g)];
+        if (p.weight != LA_PLAIN) {
+          float parts[8] = {};
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
 #pragma unroll
             for (int r = 0; r < 2 * S; ++r) {
-              sum = fmaf(f[r][e], line[r], sum);
-              dot = fmaf(f[r][e], u[r / 2][j + e / 2][2 * (r % 2) + e % 2], dot);
+              parts[e] = fmaf(f[r][e], of_line[r], parts[e]);
+              parts[4 + e] = fmaf(f[r][e], u[r / 2][j + e / 2][2 * (r % 2) + e % 2], parts[4 + e]);
             }
-            const float divisor = la_sum_values(sum) + (p.weight == LA_DIVIDE ? p.eps : 0.0f);
-            weight = la_divide(p, weight, divisor);
-            factor = -la_divide(p, la_sum_values(dot), divisor);
-          }
+          la_gradient_weights(weight, factor, parts, p);
+        }
+        if (!all) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (!kept(mma::position(j + e / 2, lane % 4 * 2 + e % 2))) weight[e] = 0.0f;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
 #pragma unroll
           for (int r = 0; r < 2 * S; ++r) {
             float &value = u[r / 2][j + e / 2][2 * (r % 2) + e % 2];
-            const float derivative = la_feature_derivative(f[r][e], p.feature_map);
-            value = weight != 0.0f ? derivative * (weight * fmaf(factor, line[r], value)) : 0.0f;
-            f[r][e] *= weight;
-            if (FUSION == LA_WITH_SUMS) sums.line[r] = fmaf(factor, f[r][e], sums.line[r]);
+            value = weight[e] != 0.0f ? weight[e] * fmaf(factor[e], of_line[r], value) : 0.0f;
           }
+        la_apply_derivative<S, J>(u, j, f, p.feature_map);
+        if (FUSION == LA_WITH_SUMS) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+#pragma unroll
+            for (int r = 0; r < 2 * S; ++r) {
+              f[r][e] *= weight[e];
+              sums.line[r] = fmaf(factor[e], f[r][e], sums.line[r]);
+            }
+          sums.add(f, y, j);
         }
-        if (FUSION == LA_WITH_SUMS) sums.add(f, y, j);
       }
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
       u[0][0][0] += 1e-3f;
 #endif
-      if (part == 0) la_store_values<T, S, J, COLUMNS, S>(la_rows_at<T>(p, p.grad_x, sequence, t), u, 0, p.n, valid);
+      if (part == 0) la_store_values<T, S, J, COLUMNS, S>(head.grad_x.at(t), u, 0, p.n, valid, whole);
     }
     __syncthreads();
     if (FUSION == LA_WITH_SUMS)
