@@ -410,6 +410,7 @@ class Case:
     ideal: float  # bytes that the target's copy moves
     launches: tuple[Launch | Divided, ...]
     flop: float = 0.0  # where products are most of it
+    on_tensor_cores: bool = False  # by kernels that a GPU without those of bfloat16 has others for
 
     @property
     def key(self) -> str:
@@ -996,6 +997,76 @@ def structure_cases(dtype: str) -> list[Case]:
     ]
 
 
+def attention_chunks() -> tuple[int, float]:
+    """camox_linear_attention_plan of halves: (chunks of a head, positions of each in the mean)"""
+    items, sequences = 2 * 132 * 3, LA_BATCH * LA_HEADS
+    chunk = max(ceil_div(LA_LENGTH, max(items // sequences, 1)), 128)
+    if chunk > 4096:
+        chunk = ceil_div(LA_LENGTH, ceil_div(LA_LENGTH, 4096))
+    chunks = ceil_div(LA_LENGTH, ceil_div(chunk, 64) * 64)
+    return chunks, LA_LENGTH / chunks
+
+
+LA_BATCH, LA_HEADS, LA_LENGTH, LA_DIM = 16, 8, 7744, 32  # of heads that are channels of images
+
+
+def linear_attention_cases(dtype: str) -> list[Case]:
+    """Halves on tensor cores, features elu1, normalized by the sum: of a tensor a lane has 16 bytes of each of a
+    quarter of the columns, or 8 of each of half of them where it is a factor."""
+    if dtype != "bfloat16":
+        return []
+    element, size = DTYPES[dtype]
+    sequences, dim = LA_BATCH * LA_HEADS, LA_DIM
+    chunks, length = attention_chunks()
+    tensor, blocks = sequences * LA_LENGTH * dim * size, sequences * chunks
+    wide, state = ceil_div(dim, 16), 4 * sequences * dim * (dim + 1)
+    columns = 2 * wide  # of a lane: a quarter of them
+    sums, fragments = 4 * 4 * 16 * wide * (16 * wide + 1), 16 * 2 * wide * wide * WARP
+    line = 4 * 16 * wide
+
+    def launch(kernel, positions, loads, stores, traffic, shared, waits, special="EX2|RCP", prefetched=0, **accesses):
+        """`positions`: of a block per step. `special`: the way that features take, and where they are divided."""
+        step = Step(loads, stores, most=rf"\bMUFU\.({special})\b", **accesses)
+        kernel = kernel.format(f"{element}, {wide}, true")
+        return Launch(kernel, blocks, 128, step, length / positions, traffic, shared, prefetched, waits=waits)
+
+    added = Launch(
+        "la_state_kernel",
+        ceil_div(sequences * dim * (dim + 1), 256),
+        256,
+        Step(1, 0, load=r"\bLDG\b", store=r"\bSTG\b"),
+        chunks,
+        (chunks + 1) * state,
+        cached=True,
+    )
+    forward = (
+        launch("la_mma_sum_kernel<{}>", 128, 2 * columns, 0, 2 * tensor + chunks * state, sums, 0, "EX2"),
+        added,
+        launch("la_mma_apply_kernel<{}>", 256, 2 * columns, 2 * columns, 2 * tensor, fragments + line, 1),
+    )
+    # half as many positions, 8 bytes at once, a step ahead; the gradient of out a second time, out of L1
+    halves = {"load": r"\bLDG\.E\.64\b", "store": r"\bSTG\.E\.64\b"}
+    queries = launch(
+        "la_mma_gradient_kernel<{}, 1>",
+        64,
+        2 * columns,
+        columns,
+        3 * tensor + chunks * state,
+        sums,
+        1,
+        prefetched=1,
+        **halves,
+    )
+    keys = launch(
+        "la_mma_gradient_kernel<{}, 2>", 128, columns, 2 * columns, 4 * tensor, 2 * fragments + line, 1, "EX2"
+    )
+    name = "linear_attention"
+    return [
+        Case(name, name, "forward", dtype, tensor // size, 4 * tensor, forward, on_tensor_cores=True),
+        Case(name, name, "backward", dtype, tensor // size, 7 * tensor, (queries, added, keys), on_tensor_cores=True),
+    ]
+
+
 CASES: tuple[Case, ...] = tuple(
     case
     for dtype in DTYPES
@@ -1007,6 +1078,7 @@ CASES: tuple[Case, ...] = tuple(
         rope_cases,
         product_cases,
         moe_cases,
+        linear_attention_cases,
         grad_cases,
         structure_cases,
     )
@@ -1015,7 +1087,7 @@ CASES: tuple[Case, ...] = tuple(
 # What does not fit the model, and why; nothing is predicted of it.
 NOT_MODELLED = {
     "box": "warp scans over windows of a radius that is an argument",
-    "linear_attention": "float32 tiles pass through shared memory in six loops, none of them hot",
+    "linear_attention in float32, or causal": "tiles pass through shared memory in several loops, none of them hot",
     "linear_cross_entropy": "products and exponentials take turns in one loop over tiles",
     "moe_route": "chains of votes and shuffles in several loops",
     "short_attention": "loops over tokens and elements whose numbers are arguments, none of them hot",
@@ -1035,7 +1107,7 @@ def table_of(gpus, kernels: dict[str, dict[str, Kernel]], ops) -> tuple[dict, li
         if case.op not in ops:
             continue
         for gpu in gpus:
-            if case.flop and not gpu.tensor:
+            if (case.flop or case.on_tensor_cores) and not gpu.tensor:
                 continue
             found = predict(case, gpu, kernels[gpu.arch])
             if isinstance(found, str):

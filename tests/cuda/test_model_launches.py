@@ -8,6 +8,7 @@ import bias_gelu_cases
 import dropout_cases
 import emulator
 import grad_norms_cases
+import linear_attention_cases
 import moe_cases
 import pytest
 import rope_cases
@@ -131,6 +132,17 @@ def test_moe(monkeypatch, recorder):
         moe_cases.combine_backward(x, y, weights, *routed)
         assert recorder.launches == modelled(cuda_model.moe_cases(name))
         recorder.launches.clear()
+
+
+def test_linear_attention(monkeypatch, recorder):
+    size = (2, 3, 136, 32)
+    for name, value in zip(("LA_BATCH", "LA_HEADS", "LA_LENGTH", "LA_DIM"), size, strict=True):
+        monkeypatch.setattr(cuda_model, name, value)
+    monkeypatch.setattr(cuda_model, "attention_chunks", lambda: (3, 136 / 3))
+    q, k, v, grad = linear_attention_cases.heads((*size, 32), torch.bfloat16, "image")
+    _, *state = linear_attention_cases.forward(q, k, v, chunk=64)
+    linear_attention_cases.backward([grad], q, k, v, state, chunk=64)
+    assert recorder.launches == modelled(cuda_model.linear_attention_cases("bfloat16"))
 
 
 def test_gradients(monkeypatch, recorder):
