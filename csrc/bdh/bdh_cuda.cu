@@ -1183,7 +1183,8 @@ static void bdh_launch_scores(const bdh_plan &plan, void *stream) {
 
 typedef void bdh_kernel(bdh_plan, int64_t);
 
-static cudaError_t bdh_launch_large(bdh_kernel *kernel, int shared, int64_t items, const bdh_plan &plan, void *stream) {
+/* inline: the emulator of sm_75 does not call it. */
+static inline cudaError_t bdh_launch_large(bdh_kernel *kernel, int shared, int64_t items, const bdh_plan &plan, void *stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error == cudaSuccess) CAMOX_LAUNCH(kernel, camox_grid(items), CAMOX_LARGE_THREADS, shared, stream, plan, items);
