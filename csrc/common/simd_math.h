@@ -13,49 +13,40 @@
 #define CAMOX_SIMD_MATH_H
 
 /* Operations that compilers do not make well of the vector operators. at_most and at_least keep the NaN of v; abs_at_most is
-   min(|v|, limit), and anything for NaN; lookup16 reads table[index & 15], lookup32 table[index & 31]; fma is a * b + c rounded
-   once. */
+   min(|v|, limit), and anything for NaN; fma is a * b + c rounded once; lookup reads row[index & (columns - 1)] of 16
+   or 32 columns, lookup4 numbers [0, 4) of the rows that begin at eight offsets. */
 #if defined(CAMOX_SIMD_AVX512)
 CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return (vf32)_mm512_min_ps((__m512)vf32_set1(limit), (__m512)v); }
 CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return (vf32)_mm512_max_ps((__m512)vf32_set1(limit), (__m512)v); }
 CAMOX_INLINE vf32 vf32_abs_at_most(vf32 v, float limit) { /* 10: the lesser magnitude, without its sign */
   return (vf32)_mm512_range_ps((__m512)v, (__m512)vf32_set1(limit), 10);
 }
-CAMOX_INLINE vf32 vf32_lookup16(const float *table, vi32 index) {
-  return (vf32)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
-}
-CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
-  return (vf32)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)index, _mm512_loadu_ps(table + 16));
+CAMOX_INLINE vf32 vf32_lookup(const float *row, int columns, vi32 index) {
+  if (columns == 16) return (vf32)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(row));
+  return (vf32)_mm512_permutex2var_ps(_mm512_load_ps(row), (__m512i)index, _mm512_load_ps(row + 16));
 }
 CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #elif defined(CAMOX_SIMD_AVX2)
 CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) { return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return (vf32)_mm256_min_ps((__m256)vf32_set1(limit), (__m256)v); }
 CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return (vf32)_mm256_max_ps((__m256)vf32_set1(limit), (__m256)v); }
-/* vpermps looks at the low three bits; bits 3 and 4 become signs, which blends look at. Gathers are slower. */
-CAMOX_INLINE vf32 vf32_lookup16(const float *table, vi32 index) {
-  __m256i lane = (__m256i)index;
-  __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), lane);
-  __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), lane);
-  return (vf32)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(lane, 28));
-}
-CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
-  __m256i lane = (__m256i)index;
-  __m256 bit3 = (__m256)_mm256_slli_epi32(lane, 28), bit4 = (__m256)_mm256_slli_epi32(lane, 27), part[4];
-  for (int k = 0; k < 4; ++k) part[k] = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8 * k), lane);
-  return (vf32)_mm256_blendv_ps(_mm256_blendv_ps(part[0], part[1], bit3), _mm256_blendv_ps(part[2], part[3], bit3), bit4);
+/* A 4x4 transpose in each half of a vector. */
+CAMOX_INLINE void vf32_lookup4(vf32 c[4], const float *table, const uint32_t offset[8]) {
+  __m256 row[4];
+  for (int i = 0; i < 4; ++i)
+    row[i] =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(table + offset[i])), _mm_load_ps(table + offset[i + 4]), 1);
+  const __m256d low01 = (__m256d)_mm256_unpacklo_ps(row[0], row[1]), low23 = (__m256d)_mm256_unpacklo_ps(row[2], row[3]);
+  const __m256d high01 = (__m256d)_mm256_unpackhi_ps(row[0], row[1]), high23 = (__m256d)_mm256_unpackhi_ps(row[2], row[3]);
+  c[0] = (vf32)_mm256_unpacklo_pd(low01, low23), c[1] = (vf32)_mm256_unpackhi_pd(low01, low23);
+  c[2] = (vf32)_mm256_unpacklo_pd(high01, high23), c[3] = (vf32)_mm256_unpackhi_pd(high01, high23);
 }
 #else
 CAMOX_INLINE vf32 vf32_at_most(vf32 v, float limit) { return vf32_select((vi32)(v > vf32_set1(limit)), vf32_set1(limit), v); }
 CAMOX_INLINE vf32 vf32_at_least(vf32 v, float limit) { return vf32_select((vi32)(v < vf32_set1(limit)), vf32_set1(limit), v); }
-CAMOX_INLINE vf32 vf32_lookup16(const float *table, vi32 index) {
+CAMOX_INLINE vf32 vf32_lookup(const float *row, int columns, vi32 index) {
   vf32 v;
-  for (int lane = 0; lane < VF32_LANES; ++lane) v[lane] = table[index[lane] & 15];
-  return v;
-}
-CAMOX_INLINE vf32 vf32_lookup32(const float *table, vi32 index) {
-  vf32 v;
-  for (int lane = 0; lane < VF32_LANES; ++lane) v[lane] = table[index[lane] & 31];
+  for (int lane = 0; lane < VF32_LANES; ++lane) v[lane] = row[index[lane] & (columns - 1)];
   return v;
 }
 
@@ -243,103 +234,107 @@ CAMOX_INLINE vf32 vf32_cos(vf32 x) {
   return vf32_sin_reduced(r, quadrant + 1);
 }
 
-/* erfc(a/sqrt(2))/2, the normal distribution's tail, as polynomials in a - k/2 for 2a within 1/2 of k = 0 .. 12: [power][k].
-   Ends (k = 13, a >= 6.25) in 0. */
-static const float camox_gelu_tail[6][16] __attribute__((aligned(64))) = {
-    {0.5f, 0.30853757f, 0.15865527f, 0.066807196f, 0.022750122f, 0.006209662f, 0.0013498985f, 0.00023262993f, 3.167159e-5f,
-     3.3977528e-6f, 2.8666335e-7f, 1.8990715e-8f, 9.866608e-10f, 0, 0, 0},
-    {-0.39894223f, -0.35206518f, -0.24197064f, -0.12951767f, -0.05399108f, -0.017528342f, -0.004431832f, -0.0008726601f,
-     -0.00013381944f, -1.5980671e-5f, -1.4861342e-6f, -1.0761911e-7f, -6.0682854e-9f, 0, 0, 0},
-    {-1.5603101e-6f, 0.08800976f, 0.120981045f, 0.0971395f, 0.053993706f, 0.021911416f, 0.006647582f, 0.0015268705f,
-     0.00026751723f, 3.5926605e-5f, 3.710499e-6f, 2.9541238e-7f, 1.8162337e-8f, 0, 0, 0},
-    {0.066514656f, 0.04399822f, -3.8484554e-6f, -0.026977226f, -0.026988374f, -0.015335024f, -0.005910373f, -0.0016377723f,
-     -0.00033527176f, -5.147884e-5f, -5.9848257e-6f, -5.3017925e-7f, -3.5950094e-8f, 0, 0, 0},
-    {-0.00016303202f, -0.0198865f, -0.0199774f, -0.006129881f, 0.0043767514f, 0.005887244f, 0.003333265f, 0.0011929283f,
-     0.00029709432f, 5.3594893e-5f, 7.152782e-6f, 7.152528e-7f, 5.4035272e-8f, 0, 0, 0},
-    {-0.009545485f, -0.004435382f, 0.004032191f, 0.005759977f, 0.0021653608f, -0.0006783743f, -0.0010861638f, -0.00056036195f,
-     -0.00017422324f, -3.6824993e-5f, -5.551993e-6f, -6.1217287e-7f, -5.0110565e-8f, 0, 0, 0},
-};
+/* erfc(a/sqrt(2))/2, the normal distribution's tail, as polynomials in a - k/2 for 2a within 1/2 of k = 0 .. 12, one to a
+   column, of rising powers. Ends (k = 13, a >= 6.25) in 0. */
+#define CAMOX_GELU_TAIL(COLUMN)                                                                           \
+  COLUMN(0.5f, -0.39894223f, -1.5603101e-6f, 0.066514656f, -0.00016303202f, -0.009545485f)                \
+  COLUMN(0.30853757f, -0.35206518f, 0.08800976f, 0.04399822f, -0.0198865f, -0.004435382f)                 \
+  COLUMN(0.15865527f, -0.24197064f, 0.120981045f, -3.8484554e-6f, -0.0199774f, 0.004032191f)              \
+  COLUMN(0.066807196f, -0.12951767f, 0.0971395f, -0.026977226f, -0.006129881f, 0.005759977f)              \
+  COLUMN(0.022750122f, -0.05399108f, 0.053993706f, -0.026988374f, 0.0043767514f, 0.0021653608f)           \
+  COLUMN(0.006209662f, -0.017528342f, 0.021911416f, -0.015335024f, 0.005887244f, -0.0006783743f)          \
+  COLUMN(0.0013498985f, -0.004431832f, 0.006647582f, -0.005910373f, 0.003333265f, -0.0010861638f)         \
+  COLUMN(0.00023262993f, -0.0008726601f, 0.0015268705f, -0.0016377723f, 0.0011929283f, -0.00056036195f)   \
+  COLUMN(3.167159e-5f, -0.00013381944f, 0.00026751723f, -0.00033527176f, 0.00029709432f, -0.00017422324f) \
+  COLUMN(3.3977528e-6f, -1.5980671e-5f, 3.5926605e-5f, -5.147884e-5f, 5.3594893e-5f, -3.6824993e-5f)      \
+  COLUMN(2.8666335e-7f, -1.4861342e-6f, 3.710499e-6f, -5.9848257e-6f, 7.152782e-6f, -5.551993e-6f)        \
+  COLUMN(1.8990715e-8f, -1.0761911e-7f, 2.9541238e-7f, -5.3017925e-7f, 7.152528e-7f, -6.1217287e-7f)      \
+  COLUMN(9.866608e-10f, -6.0682854e-9f, 1.8162337e-8f, -3.5950094e-8f, 5.4035272e-8f, -5.0110565e-8f)     \
+  COLUMN(0, 0, 0, 0, 0, 0)                                                                                \
+  COLUMN(0, 0, 0, 0, 0, 0)                                                                                \
+  COLUMN(0, 0, 0, 0, 0, 0)
+
 /* The tail's sum with a * its derivative, as polynomials in 5a - k for 5a within 1/2 of k = 0 .. 30. Ends (k = 31, a >= 6.1)
    in 0. */
-static const float camox_gelu_tail_grad[5][32] __attribute__((aligned(64))) = {
-    {0.5f,
-     0.342531741f,
-     0.1972702f,
-     0.0743183568f,
-     -0.0198978428f,
-     -0.0833154693f,
-     -0.117953598f,
-     -0.1288618f,
-     -0.122674048f,
-     -0.106179968f,
-     -0.0852318034f,
-     -0.0641406551f,
-     -0.0455493368f,
-     -0.030654531f,
-     -0.0196081344f,
-     -0.0119456472f,
-     -0.00694194436f,
-     -0.00385261583f,
-     -0.00204373826f,
-     -0.00103705027f,
-     -0.000503649644f,
-     -0.000234215142f,
-     -0.000104334344f,
-     -4.45354744e-05f,
-     -1.82209133e-05f,
-     -7.14694897e-06f,
-     -2.68809572e-06f,
-     -9.6965573e-07f,
-     -3.35509554e-07f,
-     -1.11368962e-07f,
-     -3.54687799e-08f,
-     0},
-    {-0.159576803f,   -0.153288409f,   -0.135523215f,   -0.109297641f,
-     -0.0787962303f,  -0.0483943708f,  -0.0217490923f,  -0.00119803788f,
-     0.0124229919f,   0.0195795838f,   0.0215964038f,   0.0201496296f,
-     0.0168407615f,   0.0129310545f,   0.00924529694f,  0.00620461674f,
-     0.00392898964f,  0.00235600444f,  0.00134128483f,  0.000726357976f,
-     0.000374719064f, 0.000184369637f, 8.65973634e-05f, 3.8857961e-05f,
-     1.66681348e-05f, 6.83837516e-06f, 2.68454187e-06f, 1.00879583e-06f,
-     3.62989397e-07f, 1.25102318e-07f, 4.13071568e-08f, 0},
-    {-1.85690021e-06f, 0.00619407557f,   0.0113131907f,    0.0145551786f,
-     0.0155737605f,    0.0145182153f,    0.0119307945f,    0.00855246f,
-     0.00511126965f,   0.00216011191f,   2.50768082e-08f,  -0.00131112873f,
-     -0.00189188903f,  -0.00194943394f,  -0.00170214754f,  -0.00132956274f,
-     -0.000952115515f, -0.000633462681f, -0.000394751638f, -0.000231642553f,
-     -0.000128476575f, -6.75339979e-05f, -3.3713688e-05f,  -1.60091586e-05f,
-     -7.24035635e-06f, -3.12195539e-06f, -1.28450563e-06f, -5.04654849e-07f,
-     -1.89435355e-07f, -6.79761953e-08f, -2.3327722e-08f,  0},
-    {0.00213810452f,   0.00193520542f,   0.00142358744f,   0.000714685011f,
-     -2.51828242e-05f, -0.000641633524f, -0.00103323732f,  -0.00117005152f,
-     -0.00108718791f,  -0.000860459579f, -0.000576169463f, -0.000306249945f,
-     -9.50218018e-05f, 4.19801581e-05f,  0.000110930232f,  0.000129535139f,
-     0.000117980795f,  9.31554168e-05f,  6.63496103e-05f,  4.34723552e-05f,
-     2.64980754e-05f,  1.5133397e-05f,   8.13734641e-06f,  4.13389171e-06f,
-     1.98923931e-06f,  9.08508866e-07f,  3.94426252e-07f,  1.62984094e-07f,
-     6.41677644e-08f,  2.40910101e-08f,  8.63127703e-09f,  0},
-    {-2.38469438e-05f, -9.12140749e-05f, -0.000159152798f, -0.000188239123f,
-     -0.000175166424f, -0.000128806496f, -6.57949713e-05f, -4.16619969e-06f,
-     4.23456004e-05f,  6.73600225e-05f,  7.17705261e-05f,  6.13644515e-05f,
-     4.36433256e-05f,  2.51567362e-05f,  1.00858551e-05f,  7.1272936e-08f,
-     -5.14466365e-06f, -6.80542735e-06f, -6.36109098e-06f, -5.00355554e-06f,
-     -3.5012381e-06f,  -2.23548886e-06f, -1.32062519e-06f, -7.28067619e-07f,
-     -3.76736239e-07f, -1.83711293e-07f, -8.46771897e-08f, -3.69761857e-08f,
-     -1.532438e-08f,   -6.03636385e-09f, -2.26262387e-09f, 0},
-};
+#define CAMOX_GELU_TAIL_GRAD(COLUMN)                                                             \
+  COLUMN(0.5f, -0.159576803f, -1.85690021e-06f, 0.00213810452f, -2.38469438e-05f)                \
+  COLUMN(0.342531741f, -0.153288409f, 0.00619407557f, 0.00193520542f, -9.12140749e-05f)          \
+  COLUMN(0.1972702f, -0.135523215f, 0.0113131907f, 0.00142358744f, -0.000159152798f)             \
+  COLUMN(0.0743183568f, -0.109297641f, 0.0145551786f, 0.000714685011f, -0.000188239123f)         \
+  COLUMN(-0.0198978428f, -0.0787962303f, 0.0155737605f, -2.51828242e-05f, -0.000175166424f)      \
+  COLUMN(-0.0833154693f, -0.0483943708f, 0.0145182153f, -0.000641633524f, -0.000128806496f)      \
+  COLUMN(-0.117953598f, -0.0217490923f, 0.0119307945f, -0.00103323732f, -6.57949713e-05f)        \
+  COLUMN(-0.1288618f, -0.00119803788f, 0.00855246f, -0.00117005152f, -4.16619969e-06f)           \
+  COLUMN(-0.122674048f, 0.0124229919f, 0.00511126965f, -0.00108718791f, 4.23456004e-05f)         \
+  COLUMN(-0.106179968f, 0.0195795838f, 0.00216011191f, -0.000860459579f, 6.73600225e-05f)        \
+  COLUMN(-0.0852318034f, 0.0215964038f, 2.50768082e-08f, -0.000576169463f, 7.17705261e-05f)      \
+  COLUMN(-0.0641406551f, 0.0201496296f, -0.00131112873f, -0.000306249945f, 6.13644515e-05f)      \
+  COLUMN(-0.0455493368f, 0.0168407615f, -0.00189188903f, -9.50218018e-05f, 4.36433256e-05f)      \
+  COLUMN(-0.030654531f, 0.0129310545f, -0.00194943394f, 4.19801581e-05f, 2.51567362e-05f)        \
+  COLUMN(-0.0196081344f, 0.00924529694f, -0.00170214754f, 0.000110930232f, 1.00858551e-05f)      \
+  COLUMN(-0.0119456472f, 0.00620461674f, -0.00132956274f, 0.000129535139f, 7.1272936e-08f)       \
+  COLUMN(-0.00694194436f, 0.00392898964f, -0.000952115515f, 0.000117980795f, -5.14466365e-06f)   \
+  COLUMN(-0.00385261583f, 0.00235600444f, -0.000633462681f, 9.31554168e-05f, -6.80542735e-06f)   \
+  COLUMN(-0.00204373826f, 0.00134128483f, -0.000394751638f, 6.63496103e-05f, -6.36109098e-06f)   \
+  COLUMN(-0.00103705027f, 0.000726357976f, -0.000231642553f, 4.34723552e-05f, -5.00355554e-06f)  \
+  COLUMN(-0.000503649644f, 0.000374719064f, -0.000128476575f, 2.64980754e-05f, -3.5012381e-06f)  \
+  COLUMN(-0.000234215142f, 0.000184369637f, -6.75339979e-05f, 1.5133397e-05f, -2.23548886e-06f)  \
+  COLUMN(-0.000104334344f, 8.65973634e-05f, -3.3713688e-05f, 8.13734641e-06f, -1.32062519e-06f)  \
+  COLUMN(-4.45354744e-05f, 3.8857961e-05f, -1.60091586e-05f, 4.13389171e-06f, -7.28067619e-07f)  \
+  COLUMN(-1.82209133e-05f, 1.66681348e-05f, -7.24035635e-06f, 1.98923931e-06f, -3.76736239e-07f) \
+  COLUMN(-7.14694897e-06f, 6.83837516e-06f, -3.12195539e-06f, 9.08508866e-07f, -1.83711293e-07f) \
+  COLUMN(-2.68809572e-06f, 2.68454187e-06f, -1.28450563e-06f, 3.94426252e-07f, -8.46771897e-08f) \
+  COLUMN(-9.6965573e-07f, 1.00879583e-06f, -5.04654849e-07f, 1.62984094e-07f, -3.69761857e-08f)  \
+  COLUMN(-3.35509554e-07f, 3.62989397e-07f, -1.89435355e-07f, 6.41677644e-08f, -1.532438e-08f)   \
+  COLUMN(-1.11368962e-07f, 1.25102318e-07f, -6.79761953e-08f, 2.40910101e-08f, -6.03636385e-09f) \
+  COLUMN(-3.54687799e-08f, 4.13071568e-08f, -2.3327722e-08f, 8.63127703e-09f, -2.26262387e-09f)  \
+  COLUMN(0, 0, 0, 0, 0)
 
-/* Column (index & 31) of the table as a polynomial in v. */
-CAMOX_INLINE vf32 vf32_table_polynomial(const float table[5][32], vi32 index, vf32 v) {
-  vf32 sum = vf32_lookup32(table[4], index);
-  for (int power = 3; power >= 0; --power) sum = vf32_fma(sum, v, vf32_lookup32(table[power], index));
+/* Column (index & (columns - 1)) of a table as a polynomial in v. */
+#if defined(CAMOX_SIMD_AVX2)
+/* Columns in memory, padded to 8: fewer cycles than permutations of rows, of which each holds 8 numbers, and than gathers. */
+#define CAMOX_COLUMN_OF_6(...) __VA_ARGS__, 0, 0,
+#define CAMOX_COLUMN_OF_5(...) __VA_ARGS__, 0, 0, 0,
+static const float camox_gelu_tail[16 * 8] __attribute__((aligned(64))) = {CAMOX_GELU_TAIL(CAMOX_COLUMN_OF_6)};
+static const float camox_gelu_tail_grad[32 * 8] __attribute__((aligned(64))) = {CAMOX_GELU_TAIL_GRAD(CAMOX_COLUMN_OF_5)};
+
+CAMOX_INLINE vf32 vf32_table_polynomial(const float *table, int columns, int powers, vi32 index, vf32 v) {
+  const vi32 first = (index & (columns - 1)) * 8;
+  uint32_t offset[8];
+  vf32 c[8];
+  memcpy(offset, &first, sizeof offset);
+  vf32_lookup4(c, table, offset), vf32_lookup4(c + 4, table + 4, offset);
+  vf32 sum = c[powers - 1];
+  for (int power = powers - 2; power >= 0; --power) sum = vf32_fma(sum, v, c[power]);
   return sum;
 }
+#else
+/* Rows in memory: of each power its coefficients in all columns. */
+#define CAMOX_POWER_0(a, ...) a,
+#define CAMOX_POWER_1(a, b, ...) b,
+#define CAMOX_POWER_2(a, b, c, ...) c,
+#define CAMOX_POWER_3(a, b, c, d, ...) d,
+#define CAMOX_POWER_4(a, b, c, d, e, ...) e,
+#define CAMOX_POWER_5(a, b, c, d, e, f) f,
+static const float camox_gelu_tail[6 * 16] __attribute__((aligned(64))) = {
+    CAMOX_GELU_TAIL(CAMOX_POWER_0) CAMOX_GELU_TAIL(CAMOX_POWER_1) CAMOX_GELU_TAIL(CAMOX_POWER_2) CAMOX_GELU_TAIL(CAMOX_POWER_3)
+        CAMOX_GELU_TAIL(CAMOX_POWER_4) CAMOX_GELU_TAIL(CAMOX_POWER_5)};
+static const float camox_gelu_tail_grad[5 * 32] __attribute__((aligned(64))) = {
+    CAMOX_GELU_TAIL_GRAD(CAMOX_POWER_0) CAMOX_GELU_TAIL_GRAD(CAMOX_POWER_1) CAMOX_GELU_TAIL_GRAD(CAMOX_POWER_2)
+        CAMOX_GELU_TAIL_GRAD(CAMOX_POWER_3) CAMOX_GELU_TAIL_GRAD(CAMOX_POWER_4)};
+
+CAMOX_INLINE vf32 vf32_table_polynomial(const float *table, int columns, int powers, vi32 index, vf32 v) {
+  vf32 sum = vf32_lookup(table + (powers - 1) * columns, columns, index);
+  for (int power = powers - 2; power >= 0; --power)
+    sum = vf32_fma(sum, v, vf32_lookup(table + power * columns, columns, index));
+  return sum;
+}
+#endif
 
 /* x Phi(x) = max(x, 0) - |x| Phi(-|x|): no cancellation on either side. */
 CAMOX_INLINE vf32 vf32_gelu(vf32 x) {
   vf32 a = vf32_abs_at_most(x, 6.3f), round = vf32_set1(0x1p-1f * CAMOX_ROUND_F32), shifted = a + round;
-  vf32 v = a - (shifted - round), tail = vf32_lookup16(camox_gelu_tail[5], (vi32)shifted);
-  for (int power = 4; power >= 0; --power) tail = vf32_fma(tail, v, vf32_lookup16(camox_gelu_tail[power], (vi32)shifted));
+  vf32 tail = vf32_table_polynomial(camox_gelu_tail, 16, 6, (vi32)shifted, a - (shifted - round));
   return vf32_fma(-a, tail, vf32_at_least(x, 0));
 }
 
@@ -347,7 +342,7 @@ CAMOX_INLINE vf32 vf32_gelu(vf32 x) {
 CAMOX_INLINE vf32 vf32_gelu_grad(vf32 x) {
   vf32 a = vf32_at_most(vf32_abs(x), 6.2f), five = vf32_set1(5), round = vf32_set1(CAMOX_ROUND_F32);
   vf32 shifted = vf32_fma(a, five, round);
-  vf32 grad = vf32_table_polynomial(camox_gelu_tail_grad, (vi32)shifted, vf32_fma(a, five, round - shifted));
+  vf32 grad = vf32_table_polynomial(camox_gelu_tail_grad, 32, 5, (vi32)shifted, vf32_fma(a, five, round - shifted));
   return vf32_select((vi32)(x > vf32_set1(0)), vf32_set1(1) - grad, grad);
 }
 
