@@ -1067,6 +1067,98 @@ def linear_attention_cases(dtype: str) -> list[Case]:
     ]
 
 
+# csrc/box/box_cuda.cu: threads of a block, rows of a step, the driver's bytes of each block
+BOX_THREADS, BOX_STEP, BOX_RESERVED = 256, 4, 1024
+# Multiprocessors of a GPU -> bytes of shared memory that one of its blocks may have
+BLOCK_SHARED = {
+    gpu.processors: cuda_budget.LIMITS[gpu.arch][2] * 1024 - (gpu.arch != "sm_75") * BOX_RESERVED for gpu in GPUS
+}
+BOX_SHAPE, BOX_WINDOWS = (BATCH, CHANNELS, HEIGHT, WIDTH), (3, 7, 31)
+STRUCTURE_SHAPE, STRUCTURE_WINDOW = (8, 1, 352, 352), 31
+
+
+def box_divide(processors: int, shape, radius: int, lanes: int) -> tuple[int, int, int, int]:
+    """(blocks, threads, rows of a band, bytes of shared memory) as box_divide in csrc/box/box_cuda.cu divides them."""
+    batch, channels, height, width = shape
+    all_planes, vectors, most = batch * channels, ceil_div(width, lanes), ceil_div(height, BOX_STEP)
+    lines = 2 * radius if radius <= 3 else 2 * lanes - 1
+    side, early = ceil_div(radius, lanes), ceil_div(2 * radius, BOX_STEP)
+    ring, totals = (2 * radius + BOX_STEP, (2 * radius - BOX_STEP) // BOX_STEP) if radius > 1 else (0, 0)
+    best = (math.inf, 0, 0, 0, 0)
+    for threads in range(WARP, BOX_THREADS + 1, WARP):
+        tiles = vectors > threads
+        if tiles and threads < 4 * side:
+            continue
+        across = min(threads, vectors)
+        planes = min(threads // across, all_planes)
+        columns = ceil_div(all_planes, planes) * ceil_div(vectors, across - 2 * side if tiles else across)
+        positions = side + ceil_div(threads, across) * (across + side)
+        shared = 16 * (lines * positions + threads * (ring + totals * lanes // 4))
+        if shared > BLOCK_SHARED[processors]:
+            break
+        by_shared = (BLOCK_SHARED[processors] + BOX_RESERVED) // (shared + BOX_RESERVED)
+        at_once = processors * min(by_shared, (384 if lanes == 8 else 512) // threads)
+
+        def time_of(blocks, threads=threads):
+            return max(ceil_div(blocks, processors) * threads, BOX_THREADS) if blocks else 0
+
+        for bands in range(1, most + 1):
+            steps = ceil_div(most, bands)
+            blocks = columns * ceil_div(most, steps)
+            whole, remaining = divmod(blocks, at_once)
+            time = (whole * time_of(at_once) + time_of(remaining)) * (2 * steps + early)
+            if time < best[0]:
+                best = (time, blocks, threads, BOX_STEP * steps, shared)
+    return best[1:]
+
+
+def box_cases(dtype: str) -> list[Case]:
+    """A step has four rows, and its loads from shared memory tell its way. A step of the halo above and below, which
+    only adds to the windows, counts as half."""
+    element, size = DTYPES[dtype]
+    lanes, cases = 16 // size, []
+
+    def shared_loads(radius: int) -> int:
+        """In a step's rows; passed once, the loops over segments and totals are one load each of the lanes' pieces."""
+        tall = (4 + 2 * (radius % 2) if radius > 1 else 0) + (2 * lanes // 4 if radius > 3 else 0)
+        if radius <= 3:
+            return tall + 2 * radius
+        first, begin, last, end = -ceil_div(radius, lanes), -radius % lanes, radius // lanes, radius % lanes
+        found = 2 * lanes + (first + 2 < last) + (first + 1 < last)
+        return tall + found + 2 * len({lanes - begin, lanes - end} & set(range(lanes)))
+
+    def case(name, shape, window, loads):
+        radius, elements = window // 2, math.prod(shape)
+        reach, tall = radius if radius <= 3 else 0, "true" if radius > 1 else "false"
+        kernel = f"box_bands_kernel<{element}, {lanes}, {reach}, {tall}>"
+        between = radius // lanes + ceil_div(radius, lanes) - 2  # segments that lie in the windows of all lanes
+        sums = Step(1, 0, load=r"\bLDS\b", store=r"\bSTS\b")
+        step = Step(
+            loads,
+            BOX_STEP,
+            row=radius > 1,
+            rounds=shared_loads(radius),
+            rounding=r"\bLDS\b",
+            inner=((sums, between),) if radius > 3 and between > 1 else (),
+        )
+
+        def launch(processors: int, _: int) -> Launch:
+            blocks, threads, rows, shared = box_divide(processors, shape, radius, lanes)
+            steps = rows / BOX_STEP + ceil_div(2 * radius, BOX_STEP) / 2
+            lost = elements * size * 2 * radius / rows if rows < shape[2] else 0.0
+            return Launch(
+                kernel, blocks, threads, step, steps, 2.0 * elements * size, shared, 1, halo=(lost, 16.0 * 2 * radius)
+            )
+
+        once = 2 * elements * size
+        cases.append(Case("box", name, "forward", dtype, elements, once, (Divided(kernel, 128, launch),)))
+
+    for window in BOX_WINDOWS:
+        case(f"box_mean by {window}", BOX_SHAPE, window, BOX_STEP)
+    case("structure_weight", STRUCTURE_SHAPE, STRUCTURE_WINDOW, 2 * BOX_STEP)  # the mask's own pixels are read again
+    return cases
+
+
 CASES: tuple[Case, ...] = tuple(
     case
     for dtype in DTYPES
@@ -1081,12 +1173,12 @@ CASES: tuple[Case, ...] = tuple(
         linear_attention_cases,
         grad_cases,
         structure_cases,
+        box_cases,
     )
     for case in of(dtype)
 )
 # What does not fit the model, and why; nothing is predicted of it.
 NOT_MODELLED = {
-    "box": "warp scans over windows of a radius that is an argument",
     "linear_attention in float32, or causal": "tiles pass through shared memory in several loops, none of them hot",
     "linear_cross_entropy": "products and exponentials take turns in one loop over tiles",
     "moe_route": "chains of votes and shuffles in several loops",

@@ -1,16 +1,34 @@
-/* Box means on CUDA: sums along the rows into float32 memory, then down the columns, in two launches.
+/* Box means on CUDA. Sums are never formed by subtracting: no drift, and NaN and infinity stay where they are. No atomics:
+   fixed bits.
 
-   A side is counted from -radius on, where the window of pixel 0 begins, in blocks as long as the window. A window is the end
-   of one block and the beginning of the next: its sum is the sum from its first pixel to the end of that block, plus the sum
-   from the beginning of the next block on. Both are restarted in each block, and nothing is ever subtracted: no drift, and NaN
-   and infinity stay where they are.
+   Contiguous images, windows of up to 63 x 63: one launch, x is read once and y written once (box_bands_kernel).
+
+              planes of a block, `across` threads each, V adjacent columns (16 bytes of x) to a thread
+       row  4j     | t t t t | <-- trailing rows, from the ring in shared memory: the first rows of the step's windows
+            4j+4   |         |
+             ...   |         |     whole steps of 4 rows: their totals lie in shared memory
+            4j+2r  | l l l l | <-- leading rows, loaded one step ahead: the last rows of the windows
+              |
+              v  a block iterates down its row band, four rows of output to a step
+
+     down     sum = trailing rows from the window's first on + totals between + leading rows to the window's last. The totals
+              between are a sum over a window again: the end of one block of totals, whose sums to the end replace them once
+              it is complete, and the beginning of the next, in registers. Windows of 3 rows need no ring.
+     across   a thread's V columns, four rows at once, are a segment, whose sums from its begin and to its end lie in shared
+              memory: sum = end of a segment + whole segments + beginning of a later one. Windows of 3, 5 and 7 columns take
+              their neighbours' outermost columns instead, and add.
+     shared   [sums or columns of segments, with zeros beside each row] [ring of rows of x] [totals]; ring and totals are each
+              thread's own. Two barriers a step.
+
+   channels_last and larger windows: sums along the rows into float32 memory, then down the columns, in two launches. A side is
+   counted from -radius on, where the window of pixel 0 begins, in blocks as long as the window. A window is the end of one
+   block and the beginning of the next: its sum is the sum from its first pixel to the end of that block, plus the sum from the
+   beginning of the next block on. Both are restarted in each block.
 
      lines   a thread has a block of a line of pixels that are apart in memory: down it upwards for the sums to the end, which
              it keeps where the result will be, and down the next block for the other sums. Neighbouring threads have adjacent
              elements, so accesses are whole. Columns in both memory formats, rows in channels_last.
-     rows    a warp has a row of adjacent pixels, 32 at a time, whose sums it makes by shuffles that stop at the blocks' ends.
-
-   No atomics: fixed bits. */
+     rows    a warp has a row of adjacent pixels, 32 at a time, whose sums it makes by shuffles that stop at the blocks' ends. */
 #include "../common/cuda_util.cuh"
 #include "box.h"
 
@@ -172,10 +190,465 @@ __global__ void __launch_bounds__(BOX_THREADS) box_lines_kernel(const __grid_con
   }
 }
 
-/* ---- launcher ---- */
+/* ---- contiguous images, both directions at once: a block for planes beside each other and a row band ---- */
+
+#define BOX_BAND_THREADS 256    /* at most */
+#define BOX_BAND_RADIUS 31      /* at most */
+#define BOX_STEP 4              /* rows of a step */
+#define BOX_BLOCK_RESERVED 1024 /* bytes of shared memory that the driver takes for each block */
+
+/* Threads that a multiprocessor's registers are enough for: with 128 each, or 168 where a thread has 8 columns. */
+template <int V>
+static constexpr int box_resident_threads = V == 8 ? 384 : 512;
+
+struct box_bands {
+  box_args a;
+  bool vectors;  /* all accesses of V elements are aligned */
+  int threads;   /* of a block */
+  int across;    /* threads of a row or, where a row is longer than a block, of its tile, */
+  int halo;      /* whose first and last so many only serve the others */
+  int side;      /* segments that a window reaches into on each side; so many of zeros lie beside each row */
+  int positions; /* segments in shared memory, those of zeros too */
+  int planes;    /* of a block, beside each other */
+  int rows;      /* of a row band */
+  int ring_rows; /* 2 * radius_y */
+  int totals;    /* whole steps between a window's trailing and leading rows */
+  int64_t tiles, row_bands;
+};
+
+/* 4 * V elements from memory; zeros where the row or the column lies outside the image. */
+template <typename T, int V>
+__device__ __forceinline__ void box_fetch(T (&to)[BOX_STEP][V], const box_bands &plan, const T *from, int y, int columns) {
+#pragma unroll
+  for (int i = 0; i < BOX_STEP; ++i)
+#pragma unroll
+    for (int c = 0; c < V; ++c) to[i][c] = camox_from_float<T>(0.0f);
+  const unsigned height = static_cast<unsigned>(plan.a.p.height);
+  if (plan.vectors) {
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i)
+      if (columns > 0 && static_cast<unsigned>(y + i) < height) camox_load(to[i], from + i * plan.a.p.x.stride[2]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) {
+      if (static_cast<unsigned>(y + i) >= height) continue;
+#pragma unroll
+      for (int c = 0; c < V; ++c)
+        if (c < columns) to[i][c] = __ldg(from + i * plan.a.p.x.stride[2] + c * plan.a.p.x.stride[3]);
+    }
+  }
+}
+
+/* 1 / the pixels of a window that lie in the image, along one side; of any number outside it. */
+__device__ __forceinline__ float box_share(int at, int radius, int64_t side) {
+  return camox_reciprocal(static_cast<float>(max(min(static_cast<int>(side) - 1, at + radius) - max(0, at - radius) + 1, 1)));
+}
+
+/* Sums of 2 * REACH + 1 adjacent elements, from sums of 2 and 4. */
+template <int V, int REACH>
+__device__ __forceinline__ void box_add_adjacent(float (&to)[V], const float (&from)[V + 2 * REACH]) {
+  float pair[V + 2 * REACH - 1];
+#pragma unroll
+  for (int i = 0; i < V + 2 * REACH - 1; ++i) pair[i] = from[i] + from[i + 1];
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    if constexpr (REACH == 1) to[i] = pair[i] + from[i + 2];
+    if constexpr (REACH == 2) to[i] = (pair[i] + pair[i + 2]) + from[i + 4];
+    if constexpr (REACH == 3) to[i] = (pair[i] + pair[i + 2]) + (pair[i + 4] + from[i + 6]);
+  }
+}
+
+/* Floats of shared memory that a segment's sums take: from its begin to each column, and from each but the first to its end. */
+template <int V, int REACH>
+static constexpr int box_segment_lines = REACH > 0 ? 2 * REACH : 2 * V - 1;
+
+/* Sums along the rows, of four rows at once. `mine`: the thread's segment, in shared memory; a line is one column of all. */
+template <int V, int REACH>
+__device__ __forceinline__ void box_across(float (&sums)[BOX_STEP][V], const box_bands &plan, float *mine) {
+  const int line = BOX_STEP * plan.positions;
+  if constexpr (REACH > 0) {
+    /* lines 0 ... REACH-1: the first columns, the others: the last */
+#pragma unroll
+    for (int c = 0; c < REACH; ++c) {
+      const float first[BOX_STEP] = {sums[0][c], sums[1][c], sums[2][c], sums[3][c]};
+      camox_store_shared(mine + c * line, first);
+      constexpr int from = V - REACH;
+      const float last[BOX_STEP] = {sums[0][from + c], sums[1][from + c], sums[2][from + c], sums[3][from + c]};
+      camox_store_shared(mine + (REACH + c) * line, last);
+    }
+    __syncthreads();
+    float left[REACH][BOX_STEP], right[REACH][BOX_STEP];
+#pragma unroll
+    for (int c = 0; c < REACH; ++c) {
+      camox_load_shared(left[c], mine - BOX_STEP + (REACH + c) * line);
+      camox_load_shared(right[c], mine + BOX_STEP + c * line);
+    }
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) {
+      float row[V + 2 * REACH];
+#pragma unroll
+      for (int c = 0; c < V; ++c) row[REACH + c] = sums[i][c];
+#pragma unroll
+      for (int c = 0; c < REACH; ++c) row[c] = left[c][i], row[REACH + V + c] = right[c][i];
+      box_add_adjacent<V, REACH>(sums[i], row);
+    }
+  } else {
+    /* line c < V: columns 0 ... c; line V-1+c: columns c ... V-1, so that line V-1 is the whole segment */
+    const int radius = static_cast<int>(plan.a.radius_x);
+    float sum[BOX_STEP];
+#pragma unroll
+    for (int c = 0; c < V; ++c) {
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i) sum[i] = c > 0 ? sum[i] + sums[i][c] : sums[i][c];
+      camox_store_shared(mine + c * line, sum);
+    }
+#pragma unroll
+    for (int c = V - 1; c > 0; --c) {
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i) sum[i] = c < V - 1 ? sum[i] + sums[i][c] : sums[i][c];
+      camox_store_shared(mine + (V - 1 + c) * line, sum);
+    }
+    __syncthreads();
+    /* column 0's window begins in segment `first`, begin columns behind its first, and ends in segment `last` */
+    const int first = -plan.side, begin = plan.side * V - radius, last = radius / V, end = radius % V;
+    const float *const whole = mine + (V - 1) * line;
+    float between[BOX_STEP] = {}; /* segments that lie in the windows of all columns */
+#pragma unroll 1
+    for (int segment = first + 2; segment < last; ++segment) {
+      camox_load_shared(sum, whole + segment * BOX_STEP);
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i) between[i] += sum[i];
+    }
+    const float *from = mine + first * BOX_STEP + (V - 1 + begin) * line, *to = mine + last * BOX_STEP + end * line;
+    float inside[BOX_STEP] = {between[0], between[1], between[2], between[3]};
+    if (first + 1 < last) {
+      camox_load_shared(sum, whole + (first + 1) * BOX_STEP);
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i) inside[i] += sum[i];
+    }
+#pragma unroll
+    for (int c = 0; c < V; ++c) {
+      const bool next_first = begin + c == V, next_last = end + c == V;
+      if (next_first) from += BOX_STEP - V * line;
+      if (next_last) to += BOX_STEP - V * line;
+      if (next_first || next_last) {
+        /* the windows have left segment `first` or reached the one behind `last` */
+        const bool left = begin + c >= V, reached = end + c >= V;
+#pragma unroll
+        for (int i = 0; i < BOX_STEP; ++i) inside[i] = between[i];
+        if (!left && first + 1 < last) {
+          camox_load_shared(sum, whole + (first + 1) * BOX_STEP);
+#pragma unroll
+          for (int i = 0; i < BOX_STEP; ++i) inside[i] += sum[i];
+        }
+        if (reached && first + (left ? 1 : 0) < last) {
+          camox_load_shared(sum, whole + last * BOX_STEP);
+#pragma unroll
+          for (int i = 0; i < BOX_STEP; ++i) inside[i] += sum[i];
+        }
+      }
+      float ending[BOX_STEP], beginning[BOX_STEP];
+      camox_load_shared(ending, from);
+      camox_load_shared(beginning, to);
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i) sums[i][c] = (ending[i] + inside[i]) + beginning[i];
+      from += line, to += line;
+    }
+  }
+  __syncthreads();
+}
+
+/* REACH: the radius along rows where it is 1, 2 or 3, else 0. TALL: windows of more than 3 rows. */
+template <typename T, int V, int REACH, bool TALL>
+__global__ void __launch_bounds__(box_resident_threads<V>, 1)
+    box_bands_kernel(const __grid_constant__ box_bands plan, int64_t items) {
+  CAMOX_DYNAMIC_SHARED(float, segments);
+  const camox_box_params &p = plan.a.p;
+  const int thread = static_cast<int>(threadIdx.x), radius_y = static_cast<int>(plan.a.radius_y),
+            radius_x = static_cast<int>(plan.a.radius_x), height = static_cast<int>(p.height);
+  const int place = thread / plan.across, at = thread % plan.across, stretch = plan.across + plan.side;
+  constexpr int lines = box_segment_lines<V, REACH>;
+  float *const mine = segments + BOX_STEP * (plan.side + place * stretch + at);
+  T *const ring = reinterpret_cast<T *>(segments + lines * BOX_STEP * plan.positions) + V * thread;
+  float *const totals = segments + lines * BOX_STEP * plan.positions + plan.ring_rows * plan.threads * 4 + 4 * thread;
+  const int ring_row = V * plan.threads, total_step = plan.threads, total_size = V * plan.threads;
+  const bool before = p.kind == CAMOX_BOX_COUNTED_ADJOINT, counted = before || p.kind == CAMOX_BOX_COUNTED;
+
+  for (int zero = thread; zero < plan.side * (plan.positions / stretch + 1); zero += plan.threads) {
+    const float zeros[BOX_STEP] = {};
+    for (int i = 0; i < lines; ++i)
+      camox_store_shared(segments + BOX_STEP * (i * plan.positions + zero / plan.side * stretch + zero % plan.side), zeros);
+  }
+
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    int64_t tile, row_band, c;
+    const int64_t plane_of = camox_divide(camox_divide(item, plan.tiles, &tile), plan.row_bands, &row_band) * plan.planes;
+    const int64_t plane = plane_of + place;
+    const int64_t b = camox_divide(plane, p.channels, &c);
+    const int64_t column = (tile * (plan.across - 2 * plan.halo) - plan.halo + at) * V;
+    const bool exists = place < plan.planes && b < p.batch && column >= 0 && column < p.width;
+    const int columns = exists ? static_cast<int>(min(p.width - column, static_cast<int64_t>(V))) : 0;
+    const bool writes = exists && at >= plan.halo && at < plan.across - plan.halo;
+    const int first_row = static_cast<int>(row_band) * plan.rows;
+    const int steps = (min(plan.rows, height - first_row) + BOX_STEP - 1) / BOX_STEP;
+    const int early = (2 * radius_y + BOX_STEP - 1) / BOX_STEP; /* steps that only add to the window */
+
+    float share[V]; /* what a pixel's sum is multiplied by, but for the row's share */
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      share[i] = counted ? box_share(static_cast<int>(column) + i, radius_x, p.width)
+                         : 1.0f / (static_cast<float>(p.window_height) * static_cast<float>(p.window_width));
+
+    int y = first_row - BOX_STEP * early; /* of the step's first output */
+    const T *from = static_cast<const T *>(p.x.data) + box_offset(p.x, b, c, y + radius_y, column);
+    T *out = static_cast<T *>(p.y.data) + box_offset(p.y, b, c, first_row, column);
+    T raw[BOX_STEP][V];
+    box_fetch(raw, plan, from, y + radius_y, columns);
+    int leading = 0, trailing = 0; /* rows of the ring */
+    if constexpr (TALL) {          /* so that the first output's window begins with the ring's row 0 */
+      trailing = 0;
+      leading = 2 * radius_y < BOX_STEP * early ? plan.ring_rows - 2 : 0;
+    }
+    int total = 0;
+    float running[V] = {};  /* TALL: totals of the block that is not complete */
+    float above[2][V] = {}; /* else the two rows above the leading ones */
+#pragma unroll 1
+    for (int step = -early; step < steps; ++step, y += BOX_STEP) {
+      float sums[BOX_STEP][V], lead[BOX_STEP][V];
+      if constexpr (TALL) {
+#pragma unroll
+        for (int i = 0; i < BOX_STEP; i += 2) {
+          camox_store_shared(ring + leading * ring_row, raw[i]);
+          camox_store_shared(ring + leading * ring_row + ring_row, raw[i + 1]);
+          leading = leading + 2 < plan.ring_rows ? leading + 2 : 0;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i) camox_to_floats(lead[i], raw[i]);
+      if (before) {
+#pragma unroll
+        for (int i = 0; i < BOX_STEP; ++i) {
+          const float row_share = box_share(y + radius_y + i, radius_y, p.height);
+#pragma unroll
+          for (int k = 0; k < V; ++k) lead[i][k] *= row_share;
+        }
+      }
+      if constexpr (TALL) {
+#pragma unroll
+        for (int i = 1; i < BOX_STEP; ++i)
+#pragma unroll
+          for (int k = 0; k < V; ++k) lead[i][k] += lead[i - 1][k];
+        if (step >= 0) {
+          float trail[V];
+#pragma unroll
+          for (int k = 0; k < V; ++k) trail[k] = running[k];
+          if (plan.totals > 0) {
+            float ending[V];
+            camox_get_floats(ending, totals + total * total_size, total_step);
+#pragma unroll
+            for (int k = 0; k < V; ++k) trail[k] += ending[k];
+          }
+          /* the trailing rows from the last to the first; of an odd radius two more, which no whole step has. A pair of rows
+             does not wrap around. */
+          const auto add_pair = [&](int i, bool first) {
+            const int slot = trailing + i < plan.ring_rows ? trailing + i : trailing + i - plan.ring_rows;
+#pragma unroll
+            for (int k = 1; k >= 0; --k) {
+              T row[V];
+              float values[V];
+              camox_load_shared(row, ring + slot * ring_row + k * ring_row);
+              camox_to_floats(values, row);
+              /* 1 but where terms are divided: the product costs nothing */
+              const float row_share = before ? box_share(y - radius_y + i + k, radius_y, p.height) : 1.0f;
+#pragma unroll
+              for (int j = 0; j < V; ++j) {
+                trail[j] = fmaf(values[j], row_share, trail[j]);
+                if (first) sums[(i + k) % BOX_STEP][j] = trail[j] + lead[(i + k) % BOX_STEP][j];
+              }
+            }
+          };
+          if (radius_y % 2 != 0) add_pair(BOX_STEP, false);
+          add_pair(2, true);
+          add_pair(0, true);
+          trailing += BOX_STEP;
+          if (trailing >= plan.ring_rows) trailing -= plan.ring_rows;
+        }
+        if (plan.totals > 0) {
+          camox_put_floats(totals + total * total_size, lead[BOX_STEP - 1], total_step);
+#pragma unroll
+          for (int k = 0; k < V; ++k) running[k] += lead[BOX_STEP - 1][k];
+          if (++total == plan.totals) {
+            /* the block's totals become sums to its end */
+#pragma unroll
+            for (int k = 0; k < V; ++k) running[k] = 0.0f;
+#pragma unroll 1
+            while (total > 0) {
+              float one[V];
+              --total;
+              camox_get_floats(one, totals + total * total_size, total_step);
+#pragma unroll
+              for (int k = 0; k < V; ++k) running[k] += one[k];
+              camox_put_floats(totals + total * total_size, running, total_step);
+            }
+#pragma unroll
+            for (int k = 0; k < V; ++k) running[k] = 0.0f;
+          }
+        }
+      } else {
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+          const float pairs[3] = {above[0][k] + above[1][k], lead[0][k] + lead[1][k], lead[2][k] + lead[3][k]};
+          sums[0][k] = radius_y > 0 ? pairs[0] + lead[0][k] : lead[0][k];
+          sums[1][k] = radius_y > 0 ? above[1][k] + pairs[1] : lead[1][k];
+          sums[2][k] = radius_y > 0 ? pairs[1] + lead[2][k] : lead[2][k];
+          sums[3][k] = radius_y > 0 ? lead[1][k] + pairs[2] : lead[3][k];
+          above[0][k] = lead[2][k], above[1][k] = lead[3][k];
+        }
+      }
+      from += BOX_STEP * p.x.stride[2];
+      if (step + 1 < steps) box_fetch(raw, plan, from, y + BOX_STEP + radius_y, columns);
+      if (step < 0) continue;
+
+      if (before) {
+#pragma unroll
+        for (int i = 0; i < BOX_STEP; ++i)
+#pragma unroll
+          for (int k = 0; k < V; ++k) sums[i][k] *= share[k];
+      }
+      box_across<V, REACH>(sums, plan, mine);
+      if (!before) {
+#pragma unroll
+        for (int i = 0; i < BOX_STEP; ++i)
+#pragma unroll
+          for (int k = 0; k < V; ++k) sums[i][k] *= share[k];
+      }
+      if (p.kind == CAMOX_BOX_COUNTED) {
+#pragma unroll
+        for (int i = 0; i < BOX_STEP; ++i) {
+          const float row_share = box_share(y + i, radius_y, p.height);
+#pragma unroll
+          for (int k = 0; k < V; ++k) sums[i][k] *= row_share;
+        }
+      }
+      if (p.kind == CAMOX_BOX_STRUCTURE_WEIGHT) {
+        T center[BOX_STEP][V];
+        box_fetch(center, plan, from - (BOX_STEP + radius_y) * p.x.stride[2], y, columns);
+#pragma unroll
+        for (int i = 0; i < BOX_STEP; ++i) {
+          float values[V];
+          camox_to_floats(values, center[i]);
+#pragma unroll
+          for (int k = 0; k < V; ++k) sums[i][k] = 1.0f + static_cast<float>(p.gain) * fabsf(sums[i][k] - values[k]);
+        }
+      }
+#ifdef CAMOX_BREAK_BOX
+      sums[0][0] += 1e-3f;
+#endif
+      const int rows = writes ? height - y : 0;
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i)
+        if (i < rows && plan.vectors) camox_store_float(out + i * p.y.stride[2], sums[i]);
+      if (!plan.vectors) {
+#pragma unroll
+        for (int i = 0; i < BOX_STEP; ++i)
+          if (i < rows) camox_store_float(out + i * p.y.stride[2], sums[i], columns, false);
+      }
+      out += BOX_STEP * p.y.stride[2];
+    }
+  }
+}
+
+/* ---- launchers ---- */
+
+/* How blocks divide the images: of the numbers of planes and of row bands the ones with the least time on the multiprocessor
+   with the most blocks. What a multiprocessor holds at once takes as long as its threads have rows, and too few threads wait
+   for memory as long as BOX_BAND_THREADS; a row of the halo costs half. False where not even a narrow tile fits a block. */
+static inline bool box_divide(box_bands &plan, int lanes, int lines, int resident_threads, int64_t processors,
+                              int64_t block_shared, int *shared) {
+  const camox_box_params &p = plan.a.p;
+  const int64_t vectors = camox_ceil_div(p.width, lanes), all_planes = p.batch * p.channels;
+  const int early = static_cast<int>(camox_ceil_div(2 * plan.a.radius_y, BOX_STEP));
+  plan.side = static_cast<int>(camox_ceil_div(plan.a.radius_x, lanes));
+  int64_t least = INT64_MAX;
+  box_bands best = plan;
+  for (plan.threads = CAMOX_WARP; plan.threads <= BOX_BAND_THREADS; plan.threads += CAMOX_WARP) {
+    const bool tiles = vectors > plan.threads;
+    if (tiles && plan.threads < 4 * plan.side) continue; /* most would only serve the others */
+    plan.across = tiles ? plan.threads : static_cast<int>(vectors);
+    plan.halo = tiles ? plan.side : 0;
+    plan.tiles = camox_ceil_div(vectors, plan.across - 2 * plan.halo);
+    plan.planes = plan.threads / plan.across;
+    if (plan.planes > all_planes) plan.planes = static_cast<int>(all_planes);
+    plan.positions = plan.side + static_cast<int>(camox_ceil_div(plan.threads, plan.across)) * (plan.across + plan.side);
+    const int bytes = 16 * (lines * plan.positions + plan.threads * (plan.ring_rows + plan.totals * lanes / 4));
+    if (bytes > block_shared) break;
+    const int64_t by_shared = (block_shared + BOX_BLOCK_RESERVED) / (bytes + BOX_BLOCK_RESERVED),
+                  by_registers = resident_threads / plan.threads,
+                  resident = by_shared < by_registers ? by_shared : by_registers;
+    const int64_t columns = camox_ceil_div(all_planes, plan.planes) * plan.tiles, at_once = processors * resident;
+    const auto time_of = [&](int64_t blocks) {
+      const int64_t busy = camox_ceil_div(blocks, processors) * plan.threads;
+      return blocks == 0 ? 0 : busy < BOX_BAND_THREADS ? static_cast<int64_t>(BOX_BAND_THREADS) : busy;
+    };
+    const int64_t most = camox_ceil_div(p.height, BOX_STEP);
+    for (int64_t bands = 1, steps = most; bands <= most; bands = steps > 1 ? camox_ceil_div(most, steps - 1) : most + 1) {
+      steps = camox_ceil_div(most, bands); /* the next bands are the fewest of fewer steps */
+      plan.row_bands = camox_ceil_div(most, steps);
+      plan.rows = static_cast<int>(steps) * BOX_STEP;
+      const int64_t blocks = columns * plan.row_bands;
+      const int64_t time = (blocks / at_once * time_of(at_once) + time_of(blocks % at_once)) * (2 * steps + early);
+      if (time >= least) continue;
+      least = time, best = plan, *shared = bytes;
+    }
+  }
+  plan = best;
+  return least < INT64_MAX;
+}
+
+template <typename T, int REACH, bool TALL>
+static bool box_run_bands(const box_args &a, void *stream) {
+  constexpr int lanes = camox_lanes<T>::value;
+  const camox_box_params &p = a.p;
+  int device = 0, processors = 0, block_shared = 0, shared = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+    return false;
+  box_bands plan = {};
+  plan.a = a;
+  plan.vectors = p.width % lanes == 0 && camox_aligned(p.x.data, 16) && camox_aligned(p.y.data, 16) && p.x.stride[3] == 1;
+  for (int i = 0; i < 3; ++i) plan.vectors = plan.vectors && p.x.stride[i] % lanes == 0;
+  plan.ring_rows = TALL ? static_cast<int>(2 * a.radius_y) + BOX_STEP : 0;
+  plan.totals = TALL ? static_cast<int>(2 * a.radius_y - BOX_STEP) / BOX_STEP : 0;
+  if (!box_divide(plan, lanes, box_segment_lines<lanes, REACH>, box_resident_threads<lanes>, processors, block_shared, &shared))
+    return false;
+  const auto kernel = box_bands_kernel<T, lanes, REACH, TALL>;
+  if (cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared) !=
+      cudaSuccess)
+    return false;
+  const int64_t items = camox_ceil_div(p.batch * p.channels, plan.planes) * plan.row_bands * plan.tiles;
+  CAMOX_LAUNCH((box_bands_kernel<T, lanes, REACH, TALL>), camox_grid(items), plan.threads, shared, stream, plan, items);
+  return true;
+}
+
+/* Whether one launch does it all. */
+template <typename T>
+static bool box_run_at_once(const box_args &a, void *stream) {
+  if (a.p.channels_last || a.radius_y > BOX_BAND_RADIUS || a.radius_x > BOX_BAND_RADIUS || a.radius_x == 0 ||
+      a.p.height > INT32_MAX / 2 || a.p.width > INT32_MAX / 2)
+    return false;
+  const bool tall = a.radius_y > 1;
+  switch (a.radius_x) {
+    case 1: return tall ? box_run_bands<T, 1, true>(a, stream) : box_run_bands<T, 1, false>(a, stream);
+    case 2: return tall ? box_run_bands<T, 2, true>(a, stream) : box_run_bands<T, 2, false>(a, stream);
+    case 3: return tall ? box_run_bands<T, 3, true>(a, stream) : box_run_bands<T, 3, false>(a, stream);
+    default: return tall ? box_run_bands<T, 0, true>(a, stream) : box_run_bands<T, 0, false>(a, stream);
+  }
+}
 
 template <typename T>
 static void box_run(box_args a, void *stream) {
+  if (box_run_at_once<T>(a, stream)) return;
   const camox_box_params &p = a.p;
   const int64_t elements = p.batch * p.channels * p.height * p.width;
   if (p.channels_last) {

@@ -6,6 +6,7 @@ import ctypes
 
 import emulator
 import torch
+from helpers import random_image
 from images import DTYPE_CODES, _dense, _view, is_channels_last
 
 from camox_ops import reference
@@ -15,6 +16,10 @@ SOURCE = emulator.CSRC / "box" / "box_cuda.cu"
 SHAPES = [(1, 2, 1, 1), (1, 1, 1, 9), (1, 1, 9, 1), (2, 3, 9, 34), (1, 2, 70, 33), (1, 1, 3, 300), (1, 37, 5, 6)]
 # Below, at and beyond a warp, and windows that reach past the image.
 WINDOWS = [(1, 1), (3, 3), (31, 5), (1, 33), (5, 65), (99, 1001)]
+# Around the windows that one launch serves, of 1 to 31 pixels on each side, and its paths: 3 rows; 3, 5 and 7 columns.
+ONE_LAUNCH_WINDOWS = [(1, 25), (3, 3), (5, 7), (7, 5), (9, 9), (11, 19), (63, 63), (63, 65), (65, 63)]
+# Planes beside each other, with a vector's columns and not; rows of several tiles in float32, and in halves too.
+ONE_LAUNCH_SHAPES = [(3, 3, 13, 88), (1, 2, 70, 43), (1, 1, 7, 1100), (1, 1, 5, 2200)]
 KINDS = ("MEAN", "COUNTED", "COUNTED_ADJOINT", "STRUCTURE_WEIGHT")
 
 
@@ -50,8 +55,18 @@ def plain(x, kind, window):
     return reference.box_mean(x, window, kind == "MEAN")
 
 
+def with_barriers(**how):
+    """Rows of several warps and steps, with neighbours' columns and with sums of segments."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random_image((1, 2, 24, 300), dtype)
+        yield [run(x, "MEAN", window, **how) for window in ((5, 5), (5, 31))]
+
+
 def every_kernel(arch) -> None:
-    """Runs each kernel at its smallest: every dtype and layout."""
+    """Runs each kernel at its smallest: every dtype and layout, and of contiguous images windows of each path."""
     for dtype in emulator.DTYPES.values():
-        for x in (torch.ones(1, 1, 3, 4), torch.ones(1, 3, 3, 2).to(memory_format=torch.channels_last)):
-            run(x.to(dtype), "MEAN", (3, 3), arch=arch)
+        run(torch.ones(1, 3, 3, 2).to(dtype, memory_format=torch.channels_last), "MEAN", (3, 3), arch=arch)
+        run(torch.ones(1, 1, 3, 4).to(dtype), "MEAN", (3, 1), arch=arch)
+        for rows in (3, 5):
+            for columns in (3, 5, 7, 17):
+                run(torch.ones(1, 1, 6, 16).to(dtype), "MEAN", (rows, columns), arch=arch)

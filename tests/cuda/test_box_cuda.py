@@ -19,6 +19,17 @@ def test_box(dtype, kind, layout, arch):
             assert_close_to_reference(ours, same, truth)
 
 
+@pytest.mark.parametrize("window", box_cases.ONE_LAUNCH_WINDOWS)
+def test_box_in_one_launch(dtype, window, arch):
+    orders = list(emulator.ORDERS)
+    for i, shape in enumerate(box_cases.ONE_LAUNCH_SHAPES):
+        kind = box_cases.KINDS[(i + window[0] + window[1]) // 2 % len(box_cases.KINDS)]
+        x = random_image(shape, dtype, "contiguous", "offset" if i % 2 else "normal")
+        ours = box_cases.run(x, kind, window, arch=arch, order=orders[i])
+        same, truth = (box_cases.plain(y, kind, window) for y in (x, x.double()))
+        assert_close_to_reference(ours, same, truth)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_box_strides_over_a_small_grid(dtype, layout, order):
     x = random_image((2, 5, 40, 37), dtype, layout)
@@ -43,6 +54,16 @@ def test_box_keeps_what_is_not_finite_within_its_windows():
     for window in ((3, 5), (11, 31)):
         ours, theirs = box_cases.run(x, "MEAN", window), box_cases.plain(x, "MEAN", window)
         torch.testing.assert_close(ours, theirs, equal_nan=True, atol=1e-6, rtol=1e-5)
+
+
+def test_box_keeps_what_is_not_finite_within_its_windows_at_the_borders_of_tiles():
+    """Tiles and segments end in every column once."""
+    for window in ((3, 3), (5, 7), (7, 31)):
+        for first in range(4):
+            x = random_image((1, 1, 9, 1100))
+            x[0, 0, 2, first::76], x[0, 0, 7, first + 37 :: 76] = float("inf"), float("nan")
+            ours, theirs = box_cases.run(x, "MEAN", window), box_cases.plain(x, "MEAN", window)
+            torch.testing.assert_close(ours, theirs, equal_nan=True, atol=1e-6, rtol=1e-5)
 
 
 def test_box_empty():

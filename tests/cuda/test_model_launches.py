@@ -5,6 +5,7 @@ from pathlib import Path
 
 import bdh_cases
 import bias_gelu_cases
+import box_cases
 import dropout_cases
 import emulator
 import grad_norms_cases
@@ -156,4 +157,18 @@ def test_gradients(monkeypatch, recorder):
         grad_norms_cases.scale(grads, list(enumerate(groups)), torch.full((5,), 0.5))
         # the model begins with the kernel that is most of the time
         assert sorted(recorder.launches) == sorted(modelled(cuda_model.grad_cases(name)))
+        recorder.launches.clear()
+
+
+def test_box(monkeypatch, recorder):
+    monkeypatch.setitem(cuda_model.BLOCK_SHARED, 2, 232448)  # the emulator's
+    shapes = (2, 5, 40, 40), (1, 1, 20, 1200)
+    for name, value in zip(("BOX_SHAPE", "STRUCTURE_SHAPE"), shapes, strict=True):
+        monkeypatch.setattr(cuda_model, name, value)
+    for name, dtype in DTYPES.items():
+        for window in cuda_model.BOX_WINDOWS:
+            box_cases.run(random_image(shapes[0], dtype), "MEAN", (window, window))
+        window = (cuda_model.STRUCTURE_WINDOW,) * 2
+        box_cases.run(random_image(shapes[1], dtype), "STRUCTURE_WEIGHT", window)
+        assert recorder.launches == modelled(cuda_model.box_cases(name))
         recorder.launches.clear()

@@ -807,11 +807,11 @@ cudaError_t CUDARTAPI cudaGetDevice(int *device) {
   *device = 0;
   return cudaSuccess;
 }
-cudaError_t CUDARTAPI cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int) {
+cudaError_t camox_emulator_device_attribute(int *value, enum cudaDeviceAttr attribute, int arch) {
   if (attribute == cudaDevAttrMultiProcessorCount)
     *value = 2;
   else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin)
-    *value = int(max_shared);
+    *value = int(shared_limit(arch));
   else
     return cudaErrorInvalidValue;
   return cudaSuccess;

@@ -78,6 +78,7 @@ void camox_emulator_cp_async_commit(void);
 void camox_emulator_cp_async_wait(int pending_groups);
 void camox_emulator_pause(void);
 int64_t camox_emulator_grid_cap(void);
+cudaError_t camox_emulator_device_attribute(int *value, enum cudaDeviceAttr attribute, int arch);
 }
 
 #define threadIdx (camox_emulator_self()->thread_idx)
@@ -162,6 +163,10 @@ static inline int camox_emulator_source_down(int lane, int delta, int width) {
 static inline int camox_emulator_source_xor(int lane, int bits, int width) {
   return (lane ^ bits) > (lane | (width - 1)) ? lane : lane ^ bits;
 }
+
+/* Of a device of the architecture that the kernels are compiled for. */
+#define cudaDeviceGetAttribute(value, attribute, device) \
+  ((void)(device), camox_emulator_device_attribute(value, attribute, CAMOX_EMULATED_ARCH))
 
 #define CAMOX_EMULATOR_WIDTH_(unused, width, ...) width
 #define CAMOX_EMULATOR_SHUFFLE(how, name, mask, value, by, ...)                                                        \
