@@ -43,8 +43,8 @@ typedef struct {
   int64_t x_margin[2], y_margin[2];
   /* CPU: camox_box_scratch(p) bytes for each thread, aligned to a vector. */
   void *scratch;
-  /* CUDA: sums along rows [B,C,H,W] in float32, in the order of y; running sums in the same order, which are y itself where
-     that is float32. */
+  /* CUDA, for what takes two launches (box_cuda.cu): sums along rows [B,C,H,W] in float32, in the order of y; running sums in
+     the same order, which are y itself where that is float32. */
   float *row_sums, *running_sums;
 } camox_box_params;
 
