@@ -997,6 +997,9 @@ def structure_cases(dtype: str) -> list[Case]:
     ]
 
 
+LA_BATCH, LA_HEADS, LA_LENGTH, LA_DIM = 16, 8, 7744, 32  # of heads that are channels of images
+
+
 def attention_chunks() -> tuple[int, float]:
     """camox_linear_attention_plan of halves: (chunks of a head, positions of each in the mean)"""
     items, sequences = 2 * 132 * 3, LA_BATCH * LA_HEADS
@@ -1005,9 +1008,6 @@ def attention_chunks() -> tuple[int, float]:
         chunk = ceil_div(LA_LENGTH, ceil_div(LA_LENGTH, 4096))
     chunks = ceil_div(LA_LENGTH, ceil_div(chunk, 64) * 64)
     return chunks, LA_LENGTH / chunks
-
-
-LA_BATCH, LA_HEADS, LA_LENGTH, LA_DIM = 16, 8, 7744, 32  # of heads that are channels of images
 
 
 def linear_attention_cases(dtype: str) -> list[Case]:

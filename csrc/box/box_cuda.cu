@@ -406,7 +406,6 @@ __global__ void __launch_bounds__(box_resident_threads<V>, 1)
     box_fetch(raw, plan, from, y + radius_y, columns);
     int leading = 0, trailing = 0; /* rows of the ring */
     if constexpr (TALL) {          /* so that the first output's window begins with the ring's row 0 */
-      trailing = 0;
       leading = 2 * radius_y < BOX_STEP * early ? plan.ring_rows - 2 : 0;
     }
     int total = 0;

@@ -292,7 +292,7 @@ CAMOX_INLINE vf32 vf32_cos(vf32 x) {
 
 /* Column (index & (columns - 1)) of a table as a polynomial in v. */
 #if defined(CAMOX_SIMD_AVX2)
-/* Columns in memory, padded to 8: fewer cycles than permutations of rows, of which each holds 8 numbers, and than gathers. */
+/* Columns in memory, padded to 8: fewer cycles than permutations of rows, of which each holds 8 numbers. */
 #define CAMOX_COLUMN_OF_6(...) __VA_ARGS__, 0, 0,
 #define CAMOX_COLUMN_OF_5(...) __VA_ARGS__, 0, 0, 0,
 static const float camox_gelu_tail[16 * 8] __attribute__((aligned(64))) = {CAMOX_GELU_TAIL(CAMOX_COLUMN_OF_6)};
