@@ -43,7 +43,7 @@ typedef struct {
   int64_t x_margin[2], y_margin[2];
   /* CPU: camox_box_scratch(p) bytes for each thread, aligned to a vector. */
   void *scratch;
-  /* CUDA, for what takes two launches (box_cuda.cu): sums along rows [B,C,H,W] in float32, in the order of y; running sums in
+  /* CUDA, NULL where camox_box_is_one_launch: sums along rows [B,C,H,W] in float32, in the order of y; running sums in
      the same order, which are y itself where that is float32. */
   float *row_sums, *running_sums;
 } camox_box_params;
@@ -59,6 +59,21 @@ typedef void camox_box_kernel(const camox_box_params *p, int64_t begin, int64_t 
 
 /* The variant for this dtype on this instruction set, for every kind. */
 camox_box_kernel *camox_box_forward(camox_dtype dtype, camox_isa isa);
+
+/* The radius of a window along a side of the image: one that reaches beyond both its ends sums what a smaller one sums. */
+static inline int64_t camox_box_clipped(int64_t window, int64_t side) { return window / 2 < side - 1 ? window / 2 : side - 1; }
+
+/* CUDA: the largest radius whose ring of rows fits a block of any width into the 64 KiB of shared memory that it may have on every
+   GPU from sm_75 on. */
+#define CAMOX_BOX_RING_RADIUS 30
+
+/* CUDA: whether one launch sums along rows and columns, without the buffers of two: rows of adjacent pixels alone. */
+static inline int camox_box_is_one_launch(const camox_box_params *p) {
+  const int64_t radius_y = camox_box_clipped(p->window_height, p->height);
+  const int64_t radius_x = camox_box_clipped(p->window_width, p->width);
+  return !p->channels_last && radius_y <= CAMOX_BOX_RING_RADIUS && radius_x > 0 && radius_x <= CAMOX_BOX_RING_RADIUS &&
+         p->height <= INT32_MAX / 2 && p->width <= INT32_MAX / 2;
+}
 
 /* Host wrapper of the CUDA kernels: 0 or a cudaError_t. */
 int camox_box_cuda(const camox_box_params *p, void *stream);

@@ -28,14 +28,16 @@ Tensor box(const Tensor& x, const BoxCall& call) {
   p.x = view4(x), p.y = view4(y);
   check(camox_box_check(&p, call.op));
 #ifdef CAMOX_CUDA_PART
-  const bool is_float = p.dtype == CAMOX_F32;
-  auto like_y = [&] {
+  std::vector<Tensor> buffers;
+  auto sums_like_y = [&] {
     const int64_t size[4] = {p.batch, p.channels, p.height, p.width};
-    return empty_strided(x, aoti_torch_dtype_float32(), 4, size, p.y.stride);
+    buffers.push_back(empty_strided(x, aoti_torch_dtype_float32(), 4, size, p.y.stride));
+    return static_cast<float*>(buffers.back().data_ptr());
   };
-  Tensor row_sums = like_y(), running_sums = is_float ? y : like_y();
-  p.row_sums = static_cast<float*>(row_sums.data_ptr());
-  p.running_sums = static_cast<float*>(running_sums.data_ptr());
+  if (!camox_box_is_one_launch(&p)) {
+    p.row_sums = sums_like_y();
+    p.running_sums = p.dtype == CAMOX_F32 ? static_cast<float*>(y.data_ptr()) : sums_like_y();
+  }
   launch(camox_box_cuda, p, x, call.op);
 #else
   const int64_t items = camox_box_items(&p);

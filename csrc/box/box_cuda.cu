@@ -1,7 +1,7 @@
 /* Box means on CUDA. Sums are never formed by subtracting: no drift, and NaN and infinity stay where they are. No atomics:
    fixed bits.
 
-   Contiguous images, windows of up to 63 x 63: one launch, x is read once and y written once (box_bands_kernel).
+   Contiguous images, windows of up to 61 x 61: one launch, x is read once and y written once (box_bands_kernel).
 
               planes of a block, `across` threads each, V adjacent columns (16 bytes of x) to a thread
        row  4j     | t t t t | <-- trailing rows, from the ring in shared memory: the first rows of the step's windows
@@ -193,7 +193,6 @@ __global__ void __launch_bounds__(BOX_THREADS) box_lines_kernel(const __grid_con
 /* ---- contiguous images, both directions at once: a block for planes beside each other and a row band ---- */
 
 #define BOX_BAND_THREADS 256    /* at most */
-#define BOX_BAND_RADIUS 31      /* at most */
 #define BOX_STEP 4              /* rows of a step */
 #define BOX_BLOCK_RESERVED 1024 /* bytes of shared memory that the driver takes for each block */
 
@@ -561,7 +560,7 @@ __global__ void __launch_bounds__(box_resident_threads<V>, 1)
 
 /* How blocks divide the images: of the numbers of planes and of row bands the ones with the least time on the multiprocessor
    with the most blocks. What a multiprocessor holds at once takes as long as its threads have rows, and too few threads wait
-   for memory as long as BOX_BAND_THREADS; a row of the halo costs half. False where not even a narrow tile fits a block. */
+   for memory as long as BOX_BAND_THREADS; a row of the halo costs half. False where no tile fits a block. */
 static inline bool box_divide(box_bands &plan, int lanes, int lines, int resident_threads, int64_t processors,
                               int64_t block_shared, int *shared) {
   const camox_box_params &p = plan.a.p;
@@ -605,14 +604,14 @@ static inline bool box_divide(box_bands &plan, int lanes, int lines, int residen
 }
 
 template <typename T, int REACH, bool TALL>
-static bool box_run_bands(const box_args &a, void *stream) {
+static int box_run_bands(const box_args &a, void *stream) {
   constexpr int lanes = camox_lanes<T>::value;
   const camox_box_params &p = a.p;
   int device = 0, processors = 0, block_shared = 0, shared = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
-    return false;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
   box_bands plan = {};
   plan.a = a;
   plan.vectors = p.width % lanes == 0 && camox_aligned(p.x.data, 16) && camox_aligned(p.y.data, 16) && p.x.stride[3] == 1;
@@ -620,22 +619,17 @@ static bool box_run_bands(const box_args &a, void *stream) {
   plan.ring_rows = TALL ? static_cast<int>(2 * a.radius_y) + BOX_STEP : 0;
   plan.totals = TALL ? static_cast<int>(2 * a.radius_y - BOX_STEP) / BOX_STEP : 0;
   if (!box_divide(plan, lanes, box_segment_lines<lanes, REACH>, box_resident_threads<lanes>, processors, block_shared, &shared))
-    return false;
+    return cudaErrorInvalidConfiguration;
   const auto kernel = box_bands_kernel<T, lanes, REACH, TALL>;
-  if (cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared) !=
-      cudaSuccess)
-    return false;
+  error = cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
   const int64_t items = camox_ceil_div(p.batch * p.channels, plan.planes) * plan.row_bands * plan.tiles;
   CAMOX_LAUNCH((box_bands_kernel<T, lanes, REACH, TALL>), camox_grid(items), plan.threads, shared, stream, plan, items);
-  return true;
+  return cudaSuccess;
 }
 
-/* Whether one launch does it all. */
 template <typename T>
-static bool box_run_at_once(const box_args &a, void *stream) {
-  if (a.p.channels_last || a.radius_y > BOX_BAND_RADIUS || a.radius_x > BOX_BAND_RADIUS || a.radius_x == 0 ||
-      a.p.height > INT32_MAX / 2 || a.p.width > INT32_MAX / 2)
-    return false;
+static int box_run_at_once(const box_args &a, void *stream) {
   const bool tall = a.radius_y > 1;
   switch (a.radius_x) {
     case 1: return tall ? box_run_bands<T, 1, true>(a, stream) : box_run_bands<T, 1, false>(a, stream);
@@ -646,9 +640,9 @@ static bool box_run_at_once(const box_args &a, void *stream) {
 }
 
 template <typename T>
-static void box_run(box_args a, void *stream) {
-  if (box_run_at_once<T>(a, stream)) return;
+static int box_run(box_args a, void *stream) {
   const camox_box_params &p = a.p;
+  if (camox_box_is_one_launch(&p)) return box_run_at_once<T>(a, stream);
   const int64_t elements = p.batch * p.channels * p.height * p.width;
   if (p.channels_last) {
     a.items = elements / p.width * camox_ceil_div(p.width, 2 * a.radius_x + 1);
@@ -659,19 +653,21 @@ static void box_run(box_args a, void *stream) {
   }
   a.items = elements / p.height * camox_ceil_div(p.height, 2 * a.radius_y + 1);
   CAMOX_LAUNCH((box_lines_kernel<T, false>), camox_grid(camox_ceil_div(a.items, BOX_THREADS)), BOX_THREADS, 0, stream, a);
+  return cudaSuccess;
 }
 
 extern "C" int camox_box_cuda(const camox_box_params *p, void *stream) {
   if (p->batch * p->channels * p->height * p->width == 0) return cudaSuccess;
   box_args a = {};
   a.p = *p;
-  a.radius_y = p->window_height / 2 < p->height - 1 ? p->window_height / 2 : p->height - 1;
-  a.radius_x = p->window_width / 2 < p->width - 1 ? p->window_width / 2 : p->width - 1;
+  a.radius_y = camox_box_clipped(p->window_height, p->height), a.radius_x = camox_box_clipped(p->window_width, p->width);
+  int status = cudaErrorInvalidValue;
   switch (p->dtype) {
-    case CAMOX_F32: box_run<float>(a, stream); break;
-    case CAMOX_BF16: box_run<__nv_bfloat16>(a, stream); break;
-    case CAMOX_F16: box_run<__half>(a, stream); break;
-    default: return cudaErrorInvalidValue;
+    case CAMOX_F32: status = box_run<float>(a, stream); break;
+    case CAMOX_BF16: status = box_run<__nv_bfloat16>(a, stream); break;
+    case CAMOX_F16: status = box_run<__half>(a, stream); break;
+    default: break;
   }
-  return camox_launch_status();
+  const int of_launch = camox_launch_status();
+  return status == cudaSuccess ? of_launch : status;
 }

@@ -33,8 +33,6 @@ typedef struct {
   int64_t items;
 } camox_box_plan;
 
-static inline int64_t camox_box_clipped(int64_t window, int64_t side) { return camox_min_i64(window / 2, side - 1); }
-
 static inline camox_box_plan camox_box_plan_of(const camox_box_params *p) {
   camox_box_plan plan = {0};
   if (p->batch == 0 || p->channels == 0 || p->height == 0 || p->width == 0) return plan;
