@@ -1000,9 +1000,9 @@ def structure_cases(dtype: str) -> list[Case]:
 LA_BATCH, LA_HEADS, LA_LENGTH, LA_DIM = 16, 8, 7744, 32  # of heads that are channels of images
 
 
-def attention_chunks() -> tuple[int, float]:
+def attention_chunks(processors: int) -> tuple[int, float]:
     """camox_linear_attention_plan of halves: (chunks of a head, positions of each in the mean)"""
-    items, sequences = 2 * 132 * 3, LA_BATCH * LA_HEADS
+    items, sequences = 2 * processors * 3, LA_BATCH * LA_HEADS
     chunk = max(ceil_div(LA_LENGTH, max(items // sequences, 1)), 128)
     if chunk > 4096:
         chunk = ceil_div(LA_LENGTH, ceil_div(LA_LENGTH, 4096))
@@ -1017,53 +1017,70 @@ def linear_attention_cases(dtype: str) -> list[Case]:
         return []
     element, size = DTYPES[dtype]
     sequences, dim = LA_BATCH * LA_HEADS, LA_DIM
-    chunks, length = attention_chunks()
-    tensor, blocks = sequences * LA_LENGTH * dim * size, sequences * chunks
+    tensor = sequences * LA_LENGTH * dim * size
     wide, state = ceil_div(dim, 16), 4 * sequences * dim * (dim + 1)
     columns = 2 * wide  # of a lane: a quarter of them
     sums, fragments = 4 * 4 * 16 * wide * (16 * wide + 1), 16 * 2 * wide * wide * WARP
     line = 4 * 16 * wide
 
-    def launch(kernel, positions, loads, stores, traffic, shared, waits, special="EX2|RCP", prefetched=0, **accesses):
-        """`positions`: of a block per step. `special`: the way that features take, and where they are divided."""
-        step = Step(loads, stores, most=rf"\bMUFU\.({special})\b", **accesses)
-        kernel = kernel.format(f"{element}, {wide}, true")
-        return Launch(kernel, blocks, 128, step, length / positions, traffic, shared, prefetched, waits=waits)
+    def of_chunks(
+        kernel: str, positions: int, step: Step, tensors: int, states: int, shared: int, waits=0, prefetched=0
+    ):
+        """`positions`: of a block per step. `tensors`, `states`: read and written, the states once for each chunk."""
 
-    added = Launch(
-        "la_state_kernel",
-        ceil_div(sequences * dim * (dim + 1), 256),
-        256,
-        Step(1, 0, load=r"\bLDG\b", store=r"\bSTG\b"),
-        chunks,
-        (chunks + 1) * state,
-        cached=True,
-    )
-    forward = (
-        launch("la_mma_sum_kernel<{}>", 128, 2 * columns, 0, 2 * tensor + chunks * state, sums, 0, "EX2"),
-        added,
-        launch("la_mma_apply_kernel<{}>", 256, 2 * columns, 2 * columns, 2 * tensor, fragments + line, 1),
-    )
+        def launch(processors: int, _: int) -> Launch:
+            chunks, length = attention_chunks(processors)
+            traffic = tensors * tensor + states * chunks * state
+            steps = length / positions
+            return Launch(kernel, sequences * chunks, 128, step, steps, traffic, shared, prefetched, waits=waits)
+
+        kernel = kernel.format(f"{element}, {wide}, true")
+        return Divided(kernel, 128, launch)
+
+    def added(processors: int, _: int) -> Launch:
+        chunks, _ = attention_chunks(processors)
+        step = Step(1, 0, load=r"\bLDG\b", store=r"\bSTG\b")
+        blocks = ceil_div(sequences * dim * (dim + 1), 256)
+        return Launch("la_state_kernel", blocks, 256, step, chunks, (chunks + 1) * state, cached=True)
+
+    # the way that features take, and that of features and a division
+    features, divided = {"most": r"\bMUFU\.(EX2)\b"}, {"most": r"\bMUFU\.(EX2|RCP)\b"}
     # half as many positions, 8 bytes at once, a step ahead; the gradient of out a second time, out of L1
     halves = {"load": r"\bLDG\.E\.64\b", "store": r"\bSTG\.E\.64\b"}
-    queries = launch(
-        "la_mma_gradient_kernel<{}, 1>",
-        64,
-        2 * columns,
-        columns,
-        3 * tensor + chunks * state,
-        sums,
-        1,
-        prefetched=1,
-        **halves,
+    states = Divided("la_state_kernel", 256, added)
+    forward = (
+        of_chunks("la_mma_sum_kernel<{}>", 128, Step(2 * columns, 0, **features), 2, 1, sums),
+        states,
+        of_chunks(
+            "la_mma_apply_kernel<{}>", 256, Step(2 * columns, 2 * columns, **divided), 2, 0, fragments + line, waits=1
+        ),
     )
-    keys = launch(
-        "la_mma_gradient_kernel<{}, 2>", 128, columns, 2 * columns, 4 * tensor, 2 * fragments + line, 1, "EX2"
+    backward = (
+        of_chunks(
+            "la_mma_gradient_kernel<{}, 1>",
+            64,
+            Step(2 * columns, columns, **divided, **halves),
+            3,
+            1,
+            sums,
+            waits=1,
+            prefetched=1,
+        ),
+        states,
+        of_chunks(
+            "la_mma_gradient_kernel<{}, 2>",
+            128,
+            Step(columns, 2 * columns, **features),
+            4,
+            0,
+            2 * fragments + line,
+            waits=1,
+        ),
     )
     name = "linear_attention"
     return [
         Case(name, name, "forward", dtype, tensor // size, 4 * tensor, forward, on_tensor_cores=True),
-        Case(name, name, "backward", dtype, tensor // size, 7 * tensor, (queries, added, keys), on_tensor_cores=True),
+        Case(name, name, "backward", dtype, tensor // size, 7 * tensor, backward, on_tensor_cores=True),
     ]
 
 

@@ -190,6 +190,13 @@ def test_a_word_that_is_not_found_leaves_no_error_behind(machine):
     assert machine.camox_cuda_error_word(0) is not None
 
 
+def test_multiprocessors_of_the_device_asked_for(machine):
+    """A launcher that asks for the last error would take that of a device that is not there for its own."""
+    assert [machine.camox_cuda_multiprocessors(device) for device in (3, 0, 7)] == [103, 100, 1]
+    assert machine.cudaGetLastError() == 0
+    assert used(machine) == []
+
+
 def test_without_the_stream_of_torch_it_is_said_why(machine, tmp_path):
     """In processes of their own, the second of which has a libtorch_cuda that fails for all devices but 3."""
     if torch.version.cuda is not None:

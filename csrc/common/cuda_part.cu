@@ -29,6 +29,14 @@ extern "C" const char *camox_cuda_current_stream(int device_index, void **stream
   return current_stream(device_index, stream) == 0 ? nullptr : "torch failed to return its current stream";
 }
 
+/* Of a device; 1 where it does not say, and then the launch that follows tells why. */
+extern "C" int camox_cuda_multiprocessors(int device_index) {
+  int count = 0;
+  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_index) == cudaSuccess) return count;
+  cudaGetLastError(); /* or that launch would seem to have failed with it */
+  return 1;
+}
+
 /* Makes a device the current one of this thread until the end of the scope. */
 struct on_device {
   int before = 0;

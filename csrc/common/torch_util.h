@@ -27,6 +27,7 @@
 extern "C" const char* camox_cuda_error_text(int error);
 extern "C" const char* camox_cuda_current_stream(int device_index, void** stream);
 extern "C" uint32_t* camox_cuda_error_word(int device_index);
+extern "C" int camox_cuda_multiprocessors(int device_index);
 #else
 #define CAMOX_BACKEND CPU
 #define CAMOX_ON_CPU true

@@ -8,10 +8,10 @@
 
 /* A call has about this many work items, of chunks between the shortest and the longest: a longer chunk rounds more, and on the
    CPU leaves the cache before the next head of the same positions is read; a shorter one has more partial sums in memory. On
-   CUDA at most as many as two waves of blocks: the few blocks of a third would take as long as a full one. An H200's 132
-   multiprocessors hold three blocks of halves each, or four of float32. */
+   CUDA at most as many as two waves of blocks: the few blocks of a third would take as long as a full one. A multiprocessor
+   holds three blocks of halves, or four of float32. */
 #ifdef CAMOX_CUDA_PART
-#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS(p) (2 * 132 * ((p)->dtype == CAMOX_F32 ? 4 : 3))
+#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS(p) (2 * (p)->multiprocessors * ((p)->dtype == CAMOX_F32 ? 4 : 3))
 #define CAMOX_LINEAR_ATTENTION_CHUNKS(items, sequences) ((items) > (sequences) ? (items) / (sequences) : 1)
 #define CAMOX_LINEAR_ATTENTION_MIN_CHUNK 128
 #define CAMOX_LINEAR_ATTENTION_MAX_CHUNK(p) 4096

@@ -48,6 +48,9 @@ camox_linear_attention_params params_of(const Tensor& q, const Tensor& k, const 
     p.key_mask = static_cast<const uint8_t*>(key_mask->data_ptr());
     p.mask_stride[0] = key_mask->stride(0), p.mask_stride[1] = key_mask->stride(1);
   }
+#ifdef CAMOX_CUDA_PART
+  p.multiprocessors = camox_cuda_multiprocessors(q.get_device_index());
+#endif
   camox_linear_attention_plan(&p);
   return p;
 }

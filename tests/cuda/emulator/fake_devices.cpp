@@ -2,6 +2,7 @@
 #define CAMOX_EMULATED_ARCH 900
 #define CAMOX_CUDA_ARCHS "sm_90,compute_90"
 #include "cuda_emulator.h"
+#undef cudaDeviceGetAttribute
 
 constexpr int fake_devices = 4;
 
@@ -37,6 +38,11 @@ cudaError_t CUDARTAPI cudaSetDevice(int device) {
   if (device < 0 || device >= fake_devices) return fake_fails(cudaErrorInvalidDevice);
   fake_current = device;
   fake_touch();
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int device) {
+  if (device < 0 || device >= fake_devices) return fake_fails(cudaErrorInvalidDevice);
+  *value = 100 + device;
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaDeviceSynchronize(void) {
