@@ -967,47 +967,52 @@ def grad_cases(dtype: str) -> list[Case]:
     ]
 
 
-STRUCTURE_IMAGES, STRUCTURE_PIXELS, STRUCTURE_ITEM = 8, 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS
+# images: a training batch of masks, and one that takes long enough for launches not to count
+STRUCTURE_BATCHES = (("structure_loss", 8), ("structure_loss of 32", 32))
+STRUCTURE_PIXELS, STRUCTURE_ITEM = 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS
 
 
 def structure_cases(dtype: str) -> list[Case]:
-    """Logits with masks and weights in float32; a block of the forward has a work item, a thread of the backward a
-    vector."""
+    """Logits with masks and weights in float32; a block has a work item. The last block of the forward adds the work
+    items of each image by `lanes` threads."""
     element, size = DTYPES[dtype]
     lanes, floats = 16 // size, 4 // size  # vectors of mask and weight each beside one of logits
-    elements = STRUCTURE_IMAGES * STRUCTURE_PIXELS
     items, given = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), 1 + 2 * floats
-    sigmoid = r"\bMUFU\.EX2\b"
-    forward = Launch(
-        f"structure_loss_kernel<{lanes}, {element}>",
-        STRUCTURE_IMAGES * items,
-        256,
-        Step(given, 0, most=sigmoid),
-        STRUCTURE_PIXELS / items / 256 / lanes,
-        elements * (size + 8),
-    )
-    finish = Launch(
-        "structure_loss_finish_kernel",
-        1,
-        256,
-        Step(4, 0, load=r"\bLDG\b", store=r"\bSTG\b"),
-        ceil_div(items, 8),
-        16.0 * STRUCTURE_IMAGES * items,
-        cached=True,
-    )
-    backward = Launch(
-        f"structure_loss_backward_kernel<{element}, {lanes}>",
-        ceil_div(elements // lanes, 256),
-        256,
-        Step(given + 1, 1, most=sigmoid),  # the sums of the image too
-        1,
-        elements * (2 * size + 8),
-        waits=1,
-    )
-    return [
-        Case("structure_loss", "structure_loss", "forward", dtype, elements, forward.traffic, (forward, finish)),
-        Case("structure_loss", "structure_loss", "backward", dtype, elements, backward.traffic, (backward,)),
-    ]
+    sigmoid, cases = r"\bMUFU\.EX2\b", []
+    for name, images in STRUCTURE_BATCHES:
+        elements, blocks, adding = images * STRUCTURE_PIXELS, images * items, max(8, min(32, 256 // images))
+        steps = STRUCTURE_PIXELS / items / 256 / lanes
+        forward = Launch(
+            f"structure_loss_kernel<{lanes}, {element}>",
+            blocks,
+            256,
+            Step(given, 0, most=sigmoid),
+            steps,
+            elements * (size + 8),
+        )
+        last = Launch(
+            forward.kernel,
+            1,
+            256,
+            Step(4, 0, load=r"\bLDG\.E\.128\.STRONG\.GPU\b", store=r"\bSTG\b"),
+            ceil_div(items, 4 * adding),
+            16.0 * blocks,
+            cached=True,
+            waits=LAST_BLOCK_WAITS,
+            of_last_block=True,
+        )
+        backward = Launch(
+            f"structure_loss_backward_kernel<{element}, {lanes}>",
+            blocks,
+            256,
+            Step(given, 1, most=sigmoid),
+            steps,
+            elements * (2 * size + 8),
+            waits=1,  # for the sums of the image
+        )
+        cases.append(Case("structure_loss", name, "forward", dtype, elements, forward.traffic, (forward, last)))
+        cases.append(Case("structure_loss", name, "backward", dtype, elements, backward.traffic, (backward,)))
+    return cases
 
 
 LA_BATCH, LA_HEADS, LA_LENGTH, LA_DIM = 16, 8, 7744, 32  # of heads that are channels of images

@@ -13,6 +13,7 @@ import linear_attention_cases
 import moe_cases
 import pytest
 import rope_cases
+import structure_loss_cases
 import torch
 from helpers import random_image
 
@@ -156,6 +157,17 @@ def test_gradients(monkeypatch, recorder):
         grad_norms_cases.norms(grads, groups)
         grad_norms_cases.scale(grads, list(enumerate(groups)), torch.full((5,), 0.5))
         assert recorder.launches == modelled(cuda_model.grad_cases(name))
+        recorder.launches.clear()
+
+
+def test_structure_loss(monkeypatch, recorder):
+    monkeypatch.setattr(cuda_model, "STRUCTURE_PIXELS", 2400)
+    monkeypatch.setattr(cuda_model, "STRUCTURE_BATCHES", (("structure_loss", 2), ("structure_loss of 3", 3)))
+    for name, dtype in DTYPES.items():
+        for _, images in cuda_model.STRUCTURE_BATCHES:
+            inputs = structure_loss_cases.inputs_of((images, 2400), dtype)
+            structure_loss_cases.run(*inputs, **structure_loss_cases.OPTIONS[0])
+        assert recorder.launches == modelled(cuda_model.structure_cases(name))
         recorder.launches.clear()
 
 
