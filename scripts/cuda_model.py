@@ -22,6 +22,7 @@ What the GPUs are taken for (GPUS, below) stands in docs/gpu.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -66,6 +67,7 @@ GPUS = (
     Gpu("RTX 3090", "sm_86", 82, 1.70, 820.0, 500.0, 6 << 20, 1900.0, 140.0, 128, 256),
     Gpu("T4", "sm_75", 40, 1.35, 260.0, 500.0, 4 << 20, 900.0, 170.0, 64, 0),
 )
+COUNT = r"\bATOMG?\b"  # how a block counts itself, csrc/common/last_block.cuh
 MMA = 16 * 8 * 16  # multiply-adds of one HMMA of a warp
 ALU_LANES, MUFU_LANES, CACHE_LINE_BYTES = 64, 16, 128  # of a multiprocessor, per cycle, on all three
 ISSUE = 0.85  # of the cycles in which four schedulers could issue, they do
@@ -221,6 +223,12 @@ class Route:
                 pipes["lsu"] += max(1.0, WARP * access_bytes(text) / CACHE_LINE_BYTES)
         return pipes
 
+    def stalls(self) -> float:
+        """Cycles of a warp for shuffles and barriers; shuffles right after another overlap with it."""
+        shuffles = (bool(re.search(r"\bSHFL", text)) for text in self.texts)
+        chains = sum(now and not before for before, now in itertools.pairwise((False, *shuffles)))
+        return SHUFFLE * chains + BARRIER * self.count(r"\bBAR\b")
+
     def cycles_alone(self) -> float:
         return ALONE * self.instructions + SHUFFLE * self.count(r"\bSHFL") + BARRIER * self.count(r"\bBAR\b")
 
@@ -326,7 +334,7 @@ class Step:
 class HotLoop:
     unrolled: int  # steps of a turn
     turn: Route
-    around: int  # instructions of a thread before, between and after its loops
+    around: Route  # of a thread before, between and after its loops
 
 
 def turn_of(blocks: Blocks, loops: list[Loop], step: Step) -> tuple[int, Loop, Route] | None:
@@ -354,7 +362,8 @@ def turn_of(blocks: Blocks, loops: list[Loop], step: Step) -> tuple[int, Loop, R
     return unrolled, loop, path
 
 
-def hot_loop(code: Code, step: Step) -> HotLoop | None:
+def hot_loop(code: Code, step: Step, start: str = "") -> HotLoop | None:
+    """`start`: the instruction behind which a thread begins, where that is not the kernel's first."""
     blocks = basic_blocks(code)
     turn = turn_of(blocks, natural_loops(blocks), step)
     if turn is None:
@@ -362,11 +371,12 @@ def hot_loop(code: Code, step: Step) -> HotLoop | None:
     unrolled, loop, path = turn
     everywhere = frozenset(range(len(blocks.texts)))
     leave = [block for block, texts in enumerate(blocks.texts) if re.search(r"\bEXIT\b", texts[-1])]
-    before = cheapest(blocks, 0, [loop.header], everywhere, (), free=loop.body).get(())
+    first = next((block for block, texts in enumerate(blocks.texts) if re.search(start, " ".join(texts))), 0)
+    before = cheapest(blocks, first, [loop.header], everywhere, (), free=loop.body).get(())
     after = cheapest(blocks, loop.header, leave, everywhere, (), free=loop.body).get(())
     if before is None or after is None:
         return None
-    return HotLoop(unrolled, path, before.instructions + after.instructions)
+    return HotLoop(unrolled, path, Route(before.texts + after.texts))
 
 
 # ---- launches ----
@@ -387,6 +397,7 @@ class Launch:
     prefetched: int = 0  # a step's loads are made so many steps earlier
     cached: bool = False  # reads what the kernel before wrote
     waits: int = 0  # loads before its loop that a warp waits for
+    of_last_block: bool = False  # no kernel: what the last block of the launch before does once it has counted itself
     halo: tuple[float, float] = (0.0, 0.0)
 
 
@@ -466,12 +477,14 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
         return None
     turns = launch.steps / loop.unrolled
     cycles = {pipe: warps * turns * each for pipe, each in loop.turn.cycles(gpu).items()}
-    cycles["issue"] += warps * loop.around * 0.25 / ISSUE
+    cycles["issue"] += warps * loop.around.instructions * 0.25 / ISSUE
     latency, speed = (gpu.cache_ns, gpu.cache_speed) if launch.cached else (gpu.memory_ns, gpu.copy)
     compute = loop.turn.cycles_alone() / gpu.gigahertz
     waits = latency * (launch.step.waits if isinstance(launch.step, Step) else 1)
     turn = max(latency / launch.prefetched, compute) if launch.prefetched else waits + compute
-    alone = turns * turn + ALONE * loop.around / gpu.gigahertz
+    alone = turns * turn + ALONE * loop.around.instructions / gpu.gigahertz
+    if launch.of_last_block:  # of other launches, other blocks use the time
+        alone += loop.around.stalls() / gpu.gigahertz
     alone += latency * (launch.waits + (1 if launch.prefetched else 0))
     again, survives = launch.halo
     lost = again if min(places, launch.blocks) * launch.threads * survives > gpu.cache else 0.0
@@ -498,7 +511,7 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
         if isinstance(launch, Divided):
             warps = cuda_budget.occupancy(gpu.arch, kernel.registers, kernel.shared, launch.threads)
             launch = launch.of(gpu.processors, max(warps // ceil_div(launch.threads, WARP), 1))
-        loop = hot_loop(kernel.code, launch.step)
+        loop = hot_loop(kernel.code, launch.step, COUNT if launch.of_last_block else "")
         if loop is None:
             wanted = f"{launch.step.loads} loads, {launch.step.stores} stores"
             return f"{launch.kernel}: no loop with {wanted} per step"
@@ -506,10 +519,12 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
         if part is None:
             return f"{launch.kernel}: a block does not fit a multiprocessor of {gpu.name}"
         parts.append(part)
-    total = sum(part.time for part in parts) + NEXT_KERNEL_NS * (len(parts) - 1)
+    kernels_after = sum(not isinstance(launch, Launch) or not launch.of_last_block for launch in case.launches[1:])
+    total = sum(part.time for part in parts) + NEXT_KERNEL_NS * kernels_after
     main, limit = parts[0], parts[0].limit
     for launch, part in zip(case.launches[1:], parts[1:], strict=True):
-        limit += f" + {re.sub('<.*', '', launch.kernel)} {part.time / 1000:.1f} us"
+        last = isinstance(launch, Launch) and launch.of_last_block
+        limit += f" + {'last block' if last else re.sub('<.*', '', launch.kernel)} {part.time / 1000:.1f} us"
     registers = kernels[case.launches[0].kernel].registers
     share = case.ideal / gpu.copy / total
     tflops = case.flop / total / 1000
@@ -906,95 +921,98 @@ def moe_cases(dtype: str) -> list[Case]:
 
 
 GRAD_SIZES, GRAD_GROUPS = (31744, 256) * 250, 41
-GRAD_PIECE, GRAD_LOADS = 8192, 4  # CAMOX_GRAD_PIECE, and of grad_norms_cuda.cu:
-GRAD_BATCH, GRAD_LISTINGS = (32764 - 128) // 40, (32764 - 128) // 8
+GRAD_PIECE, GRAD_LOADS, GRAD_FEW = 8192, 4, 8  # CAMOX_GRAD_PIECE, and of grad_norms_cuda.cu
+GRAD_BATCH, GRAD_BLOCKS = 720, 1024  # CAMOX_GRAD_BATCH, CAMOX_GRAD_BLOCKS
+LAST_BLOCK_WAITS = 2  # for its results to reach L2, and for its count
 
 
 def grad_cases(dtype: str) -> list[Case]:
-    """A table of the gradients, then a block for each piece of them; norms add up pieces and gradients, by warps whose
-    lanes have a load each. A small gradient is a piece that takes as long as its threads wait for memory once."""
+    """A block for each run of pieces of a gradient, which it finds in the parameters, as far away as memory when they
+    are first read; scale loads a factor too. A small gradient is a run that takes as long as its threads wait for
+    memory once. The last block of a group adds up its gradients: a thread loads what is known of one, then its other
+    blocks."""
     size = DTYPES[dtype][1]
-    count, elements = len(GRAD_SIZES), sum(GRAD_SIZES)
-    pieces = sum(ceil_div(n, GRAD_PIECE) for n in GRAD_SIZES)
-    vectors = elements / pieces / 256 * size / 16  # of a thread in the mean
-    warps = 256 // WARP
-    any_load, any_store = r"\bLDG\b", r"\bSTG\b"
+    count, elements, run = len(GRAD_SIZES), sum(GRAD_SIZES), GRAD_PIECE
+    while sum(ceil_div(n, run) for n in GRAD_SIZES) > GRAD_BLOCKS:
+        run *= 2
+    blocks = sum(ceil_div(n, run) for n in GRAD_SIZES)
+    vectors = elements / blocks / 256 * size / 16  # of a thread in the mean
+    assert count <= GRAD_BATCH, "more than one launch"
+    assert ceil_div(max(GRAD_SIZES), run) <= GRAD_FEW and count <= 256 * GRAD_GROUPS, "one step of the last block"
 
-    def small(kernel, items, loads, stores, steps, traffic):
-        step = Step(loads, stores, load=any_load, store=any_store)
-        return Launch(kernel, items, 256, step, steps, traffic, cached=True, waits=2)
-
-    tables = [
-        small("grad_norms_table_kernel", min(GRAD_BATCH, count - first), 0, 2, 1, 16.0 * pieces)
-        for first in range(0, count, GRAD_BATCH)
-    ]
-    factors = [
-        small("scale_grads_factors_kernel", ceil_div(min(GRAD_LISTINGS, count - first), 256), 1, 0, 1, 12.0 * count)
-        for first in range(0, count, GRAD_LISTINGS)
-    ]
-
-    def main(kernel, stores):
+    def main(kernel, stores, waits):
         """Of halves the conversion of bfloat16 is meant, which is cheaper than float16's."""
         most = r"\bFMUL\b" if size == 4 else r"\b(PRMT|IMAD\.U32|SHL)\b"
         step = Step(GRAD_LOADS, stores, most=most)
         traffic = (1 + bool(stores)) * elements * size
-        return Launch(kernel, pieces, 256, step, vectors / GRAD_LOADS, traffic, waits=1)
+        return Launch(kernel, blocks, 256, step, vectors / GRAD_LOADS, traffic, waits=waits)
 
-    norms = (
-        main("grad_norms_kernel", 0),
-        *tables,
-        small("grad_norms_total_kernel", ceil_div(count, warps), 1, 0, 1, 8.0 * pieces),
-        small("grad_norms_group_kernel", ceil_div(GRAD_GROUPS, warps), 2, 0, ceil_div(count, WARP), 12.0 * count),
+    last = Launch(
+        "grad_norms_kernel",
+        1,
+        256,
+        # beside the blocks' sums the 16 bytes before them, by which the loop is known
+        Step(GRAD_FEW - 1, 1, True, load=r"\bLDG\.E\.64\.STRONG", store=r"\bLDG\.E\.128\.STRONG", waits=2),
+        1,
+        24.0 * blocks / GRAD_GROUPS,
+        cached=True,
+        waits=LAST_BLOCK_WAITS,
+        of_last_block=True,
     )
-    scaled = (main("scale_grads_kernel", GRAD_LOADS), *tables, *factors)
     once = elements * size
+    norms, scaled = (main("grad_norms_kernel", 0, 1), last), (main("scale_grads_kernel", GRAD_LOADS, 2),)
     return [
         Case("grad_norms", "grad_group_norms", "forward", dtype, elements, once, norms),
         Case("grad_norms", "scale_grads_", "forward", dtype, elements, 2 * once, scaled),
     ]
 
 
-STRUCTURE_IMAGES, STRUCTURE_PIXELS, STRUCTURE_ITEM = 8, 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS
+# images: a training batch of masks, and one that takes long enough for launches not to count
+STRUCTURE_BATCHES = (("structure_loss", 8), ("structure_loss of 32", 32))
+STRUCTURE_PIXELS, STRUCTURE_ITEM = 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS
 
 
 def structure_cases(dtype: str) -> list[Case]:
-    """Logits with masks and weights in float32; a block of the forward has a work item, a thread of the backward a
-    vector."""
+    """Logits with masks and weights in float32; a block has a work item. The last block of the forward adds the work
+    items of each image by `lanes` threads."""
     element, size = DTYPES[dtype]
     lanes, floats = 16 // size, 4 // size  # vectors of mask and weight each beside one of logits
-    elements = STRUCTURE_IMAGES * STRUCTURE_PIXELS
     items, given = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), 1 + 2 * floats
-    sigmoid = r"\bMUFU\.EX2\b"
-    forward = Launch(
-        f"structure_loss_kernel<{lanes}, {element}>",
-        STRUCTURE_IMAGES * items,
-        256,
-        Step(given, 0, most=sigmoid),
-        STRUCTURE_PIXELS / items / 256 / lanes,
-        elements * (size + 8),
-    )
-    finish = Launch(
-        "structure_loss_finish_kernel",
-        1,
-        256,
-        Step(4, 0, load=r"\bLDG\b", store=r"\bSTG\b"),
-        ceil_div(items, 8),
-        16.0 * STRUCTURE_IMAGES * items,
-        cached=True,
-    )
-    backward = Launch(
-        f"structure_loss_backward_kernel<{element}, {lanes}>",
-        ceil_div(elements // lanes, 256),
-        256,
-        Step(given + 1, 1, most=sigmoid),  # the sums of the image too
-        1,
-        elements * (2 * size + 8),
-        waits=1,
-    )
-    return [
-        Case("structure_loss", "structure_loss", "forward", dtype, elements, forward.traffic, (forward, finish)),
-        Case("structure_loss", "structure_loss", "backward", dtype, elements, backward.traffic, (backward,)),
-    ]
+    sigmoid, cases = r"\bMUFU\.EX2\b", []
+    for name, images in STRUCTURE_BATCHES:
+        elements, blocks, adding = images * STRUCTURE_PIXELS, images * items, max(8, min(32, 256 // images))
+        steps = STRUCTURE_PIXELS / items / 256 / lanes
+        forward = Launch(
+            f"structure_loss_kernel<{lanes}, {element}>",
+            blocks,
+            256,
+            Step(given, 0, most=sigmoid),
+            steps,
+            elements * (size + 8),
+        )
+        last = Launch(
+            forward.kernel,
+            1,
+            256,
+            Step(4, 0, load=r"\bLDG\.E\.128\.STRONG\.GPU\b", store=r"\bSTG\b"),
+            ceil_div(items, 4 * adding),
+            16.0 * blocks,
+            cached=True,
+            waits=LAST_BLOCK_WAITS,
+            of_last_block=True,
+        )
+        backward = Launch(
+            f"structure_loss_backward_kernel<{element}, {lanes}>",
+            blocks,
+            256,
+            Step(given, 1, most=sigmoid),
+            steps,
+            elements * (2 * size + 8),
+            waits=1,  # for the sums of the image
+        )
+        cases.append(Case("structure_loss", name, "forward", dtype, elements, forward.traffic, (forward, last)))
+        cases.append(Case("structure_loss", name, "backward", dtype, elements, backward.traffic, (backward,)))
+    return cases
 
 
 LA_BATCH, LA_HEADS, LA_LENGTH, LA_DIM = 16, 8, 7744, 32  # of heads that are channels of images

@@ -80,7 +80,7 @@ def test_the_cheapest_step_of_the_unrolled_loop_is_counted():
     assert loop.turn.instructions == 2 * 9 + 1
     assert loop.turn.count("CALL") == 0
     # S2R, EXIT, LDG, ISETP and BRA before it; the 9 of a remaining step, IADD3, BRA and EXIT after it
-    assert loop.around == 5 + 9 + 3
+    assert loop.around.instructions == 5 + 9 + 3
 
 
 def test_the_way_that_is_meant_may_be_a_dearer_one():

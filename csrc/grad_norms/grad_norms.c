@@ -33,11 +33,7 @@ int64_t camox_grad_norms_pieces(const camox_grad_norms_params *p) {
   return pieces;
 }
 
-size_t camox_grad_norms_table_bytes(const camox_grad_norms_params *p) {
-  const size_t of_piece = sizeof(camox_grad_device_piece) + sizeof(double);
-  const size_t of_grad = sizeof(int64_t) + sizeof(double) + sizeof(int32_t);
-  return (size_t)p->pieces * of_piece + ((size_t)p->count + 1) * of_grad;
-}
+size_t camox_grad_norms_table_bytes(void) { return sizeof(camox_grad_table); }
 
 #ifndef CAMOX_CUDA_PART
 CAMOX_KERNEL_TABLE(camox_grad_norms_squares_kernel, camox_grad_norms_squares, camox_grad_norms_squares_kernel)

@@ -5,8 +5,8 @@
      norms[k] = sum of norm_i over the i with group(i) = k               SUM_OF_NORMS
               = sqrt(sum of norm_i^2 over these i)                       L2, the norm of all their elements
      scale     g_i = g_i * product of scales[group] over all that g_i is listed with, in place
-   dtypes    float32, bfloat16, float16, also mixed: squares are added in float32 over 8 elements on the CPU, over 8192 on CUDA,
-   and in float64 beyond. float64 on the CPU. Norms are float32, float64 where a gradient is.
+   dtypes    float32, bfloat16, float16, also mixed: squares are added in float32 over 8 elements on the CPU, over 16 or 32 on
+   CUDA, and in float64 beyond. float64 on the CPU. Norms are float32, float64 where a gradient is.
    backward  none.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype or reduction, a group outside [0, groups), a negative size.
    source    the formula. */
@@ -46,8 +46,8 @@ typedef struct {
 typedef struct {
   camox_group_reduce reduce;
   int64_t count, groups;
-  const camox_grad *grads;           /* [count] */
-  int64_t pieces;                    /* camox_grad_norms_pieces */
+  const camox_grad *grads;           /* [count]; CUDA, norms: in the order of their groups */
+  int64_t pieces;                    /* CPU: camox_grad_norms_pieces */
   int64_t items;                     /* CPU: work items, camox_grad_norms_plan */
   const camox_grad_piece *piece;     /* CPU: [pieces], gradient by gradient */
   const int64_t *item;               /* CPU: [items + 1], the first piece of each work item and the end of the last */
@@ -87,8 +87,8 @@ void camox_grad_norms_finish(const camox_grad_norms_params *p, double *sum);
 /* Multiplies the pieces of work items begin ... end-1 by the factor of their gradient. */
 void camox_scale_grads(const camox_grad_norms_params *p, int64_t begin, int64_t end);
 
-/* Bytes of device memory for the table of gradients and pieces. */
-size_t camox_grad_norms_table_bytes(const camox_grad_norms_params *p);
+/* Bytes of device memory for p->table. */
+size_t camox_grad_norms_table_bytes(void);
 
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. They have read grads and listing when they return. */
 int camox_grad_norms_cuda(const camox_grad_norms_params *p, void *stream);

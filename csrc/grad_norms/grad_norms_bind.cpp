@@ -69,8 +69,8 @@ void check_lists(const std::vector<Tensor>& grads, const std::vector<int64_t>& g
 }
 
 #ifdef CAMOX_CUDA_PART
-Tensor device_table(const camox_grad_norms_params& p, const Tensor& like) {
-  const int64_t bytes = static_cast<int64_t>(camox_grad_norms_table_bytes(&p));
+Tensor device_table(const Tensor& like) {
+  const int64_t bytes = static_cast<int64_t>(camox_grad_norms_table_bytes());
   return empty_contiguous(like, aoti_torch_dtype_uint8(), 1, &bytes);
 }
 #else
@@ -114,8 +114,8 @@ Tensor grad_group_norms(std::vector<Tensor>& grads, const std::vector<int64_t>& 
   Tensor norms = empty_contiguous(first, dtype, 1, &num_groups);
   p.norms = norms.data_ptr();
 #ifdef CAMOX_CUDA_PART
-  p.pieces = camox_grad_norms_pieces(&p);
-  const Tensor table = device_table(p, first);
+  std::stable_sort(found.begin(), found.end(), [](const camox_grad& a, const camox_grad& b) { return a.group < b.group; });
+  const Tensor table = device_table(first);
   p.table = table.data_ptr();
   launch(camox_grad_norms_cuda, p, first, op);
 #else
@@ -220,8 +220,7 @@ void scale(const Merged& chosen, const Tensor& scales, const std::vector<Tensor>
   p.count = static_cast<int64_t>(found.size()), p.groups = scales.numel(), p.grads = found.data();
   check(camox_grad_norms_check(&p, "scale_grads_"));
 #ifdef CAMOX_CUDA_PART
-  p.pieces = camox_grad_norms_pieces(&p);
-  const Tensor table = device_table(p, scales);
+  const Tensor table = device_table(scales);
   p.table = table.data_ptr(), p.scales = static_cast<const float*>(scales.data_ptr());
   p.listings = static_cast<int64_t>(chosen.listings.size()), p.listing = chosen.listings.data();
   launch(camox_scale_grads_cuda, p, scales, "scale_grads_");

@@ -1,155 +1,156 @@
-/* grad_norms on CUDA. The host knows addresses and sizes, the device needs them: they travel as parameters of small kernels,
-   some 800 gradients each, which write a table in device memory. Nothing is copied from the host and nobody waits, and a
-   captured graph holds all of it.
+/* grad_norms on CUDA. The host knows addresses and sizes, the device needs them: they travel as parameters of the kernels, up to
+   720 gradients each. Nothing is copied from the host and nobody waits, and a captured graph holds all of it.
 
-     table kernels   gradients (parameters)  ->  | piece 0 | piece 1 | ... | piece n |   address, size, gradient; 8192 elements
-     main kernel     a block takes a piece: norms add its squares, scale multiplies it; V neighbouring elements for each
-                     thread, in accesses of 16 bytes where the address allows it, 4 of them in flight
-     norms           a warp takes a gradient and adds its pieces, then a warp a group and adds its gradients, in float64
-     scale           before the main kernel: a thread takes a gradient and multiplies the factors of its groups
+     gradients   |      a      |b|    c    |  in the order of their groups
+     blocks      | 0 | 1 | 2 |3|4| 5 | 6 |7|  of one gradient each: 8192 elements, or twice as many until there are at most 1024
+     groups      |       0       |    1    |
 
-   Work items and the order of all sums follow from sizes alone, and there are no atomics: fixed bits. */
-#include "../common/cuda_util.cuh"
+     norms       a block adds the squares of its elements and counts itself among the blocks of its group. The last of them adds
+                 up the group: a thread takes a gradient and adds its blocks, a warp where they are many, in float64
+     scale       a block multiplies the factors of its gradient, then its elements
+     both        V neighbouring elements for each thread, in accesses of 16 bytes where the address allows it, 4 of them in flight
+
+   Work items and the order of all sums follow from sizes alone, and nothing is added by atomics: fixed bits. */
 #include "grad_norms.h"
 #include "grad_norms_plan.h"
+#define CAMOX_COUNTERS CAMOX_GRAD_BATCH
+#include "../common/last_block.cuh"
 
 #define GRAD_THREADS 256
 #define GRAD_WARPS (GRAD_THREADS / CAMOX_WARP)
-#define GRAD_LOADS 4 /* of a thread in flight */
-/* Gradients and listings that fit into a kernel's parameters, 32 KiB less 4 bytes from CUDA 12.1 on: most models have fewer, so
-   that one small kernel knows them all. In the emulator few, so that its tests have several batches. */
-#ifdef CAMOX_CUDA_EMULATOR
-#define GRAD_PARAMETERS 4096
+#define GRAD_LOADS 4 /* vectors of a thread in flight */
+/* Blocks of a multiprocessor, as many as have registers. */
+#if CAMOX_CUDA_ARCH >= 900
+#define GRAD_AT_ONCE 6
+#elif CAMOX_CUDA_ARCH >= 800
+#define GRAD_AT_ONCE 5
 #else
-#define GRAD_PARAMETERS 32764
+#define GRAD_AT_ONCE 4
 #endif
-#define GRAD_BATCH ((GRAD_PARAMETERS - 128) / 40)
-#define GRAD_LISTINGS ((GRAD_PARAMETERS - 128) / 8)
+#define GRAD_FEW 8 /* blocks of a gradient that one thread adds up */
 
-struct grad_table {
-  camox_grad_device_piece *piece; /* [pieces] */
-  double *partial;                /* [pieces]: sums of squares */
-  int64_t *first;                 /* [count + 1]: pieces */
-  double *number;                 /* [count]: repeats, then norms or their squares; scale: factors */
-  int32_t *group;                 /* [count] */
-  int64_t pieces, count, groups;
-};
-
-struct grad_batch {
-  grad_table table;
-  int64_t begin, count; /* gradients */
+/* The gradients of a launch and their blocks. */
+struct grad_work {
   struct {
     void *data;
-    int64_t elements, first;
+    int64_t elements;
+    int32_t first, dtype; /* first: of its blocks; one more entry ends the last gradient's */
+  } grad[CAMOX_GRAD_BATCH + 1];
+  int32_t grads, blocks;
+  int elements_per_block;
+  uint16_t grad_of_block[CAMOX_GRAD_BLOCKS];
+};
+
+struct grad_norms_batch {
+  grad_work work;
+  /* a gradient's group, and the gradients begin ... end-1 of this launch that belong to it; one more entry has the group that
+     follows: the last group's again where the next launch goes on with it */
+  struct {
     double repeats;
-    int32_t group, dtype;
-  } grad[GRAD_BATCH];
+    int32_t group;
+    uint16_t begin, end;
+  } group_of[CAMOX_GRAD_BATCH + 1];
+  int32_t first_group; /* from here on norms of groups without gradients are written */
+  bool is_l2, goes_on; /* goes_on: the first group is the last one of the launch before, whose share is table->carry */
+  camox_counters counters;
+  camox_grad_table *table;
+  float *norms;
 };
 
-struct grad_listings {
-  double *number;
+struct grad_scale_batch {
+  grad_work work;
+  uint16_t listed[CAMOX_GRAD_BATCH + 1]; /* where the groups of a gradient begin in group */
+  int32_t group[CAMOX_GRAD_LISTINGS];
   const float *scales;
-  int64_t count;
-  camox_grad_listing listing[GRAD_LISTINGS];
+  double *factor; /* of one gradient with more groups: the product of those before, or NULL */
 };
 
-static_assert(sizeof(grad_batch) <= GRAD_PARAMETERS && sizeof(grad_listings) <= GRAD_PARAMETERS, "parameters of a kernel");
+static_assert(sizeof(grad_norms_batch) <= 32764 && sizeof(grad_scale_batch) <= 32764, "parameters of a kernel");
+static_assert(CAMOX_GRAD_BATCH <= CAMOX_GRAD_BLOCKS && CAMOX_GRAD_BLOCKS <= UINT16_MAX, "every gradient has a block");
 
-/* A block takes a gradient of the batch. */
-__global__ void __launch_bounds__(GRAD_THREADS) grad_norms_table_kernel(const __grid_constant__ grad_batch batch) {
-  const grad_table &table = batch.table;
-  for (int64_t k = blockIdx.x; k < batch.count; k += gridDim.x) {
-    const auto &grad = batch.grad[k];
-    const int64_t i = batch.begin + k, pieces = camox_grad_pieces(grad.elements);
-    const int64_t bytes = CAMOX_GRAD_PIECE * (grad.dtype == CAMOX_F32 ? 4 : 2);
-    for (int64_t piece = threadIdx.x; piece < pieces; piece += GRAD_THREADS) {
-      camox_grad_device_piece &to = table.piece[grad.first + piece];
-      to.data = static_cast<char *>(grad.data) + piece * bytes;
-      to.elements = static_cast<int32_t>(min(static_cast<int64_t>(CAMOX_GRAD_PIECE), grad.elements - piece * CAMOX_GRAD_PIECE));
-      to.grad_and_dtype = static_cast<int32_t>(4 * i + grad.dtype);
+/* ---- elements ---- */
+
+/* The elements of a block. */
+struct grad_run {
+  void *data;
+  int elements, dtype;
+};
+
+__device__ __forceinline__ grad_run grad_run_of(const grad_work &work, int block, int k) {
+  const auto &grad = work.grad[k];
+  const int64_t begin = static_cast<int64_t>(block - grad.first) * work.elements_per_block, left = grad.elements - begin;
+  const int64_t most = work.elements_per_block;
+  return {static_cast<char *>(grad.data) + begin * (grad.dtype == CAMOX_F32 ? 4 : 2), static_cast<int>(min(left, most)),
+          grad.dtype};
+}
+
+/* A thread's vectors of a run from vector `first` on: LOADS, every GRAD_THREADS-th, zeros past the last whole one. 1 where vectors
+   are not aligned: they are read element by element. By way of L2: what is read once is written by scaling. */
+template <int LOADS, typename T>
+__device__ __forceinline__ void grad_load(T (&raw)[LOADS][camox_lanes<T>::value], const grad_run &run, int first) {
+  constexpr int lanes = camox_lanes<T>::value;
+  const T *const x = static_cast<const T *>(run.data);
+#pragma unroll
+  for (int k = 0; k < LOADS; ++k) {
+    const int vector = first + k * GRAD_THREADS;
+    uint4 word = {};
+    if (vector < run.elements / lanes) {
+      if constexpr (LOADS > 1) {
+        word = __ldcg(reinterpret_cast<const uint4 *>(x) + vector);
+      } else {
+        T element[lanes];
+#pragma unroll
+        for (int i = 0; i < lanes; ++i) element[i] = __ldcg(x + vector * lanes + i);
+        __builtin_memcpy(&word, static_cast<const void *>(element), sizeof word);
+      }
     }
-    if (threadIdx.x == 0) {
-      table.first[i] = grad.first;
-      table.number[i] = grad.repeats;
-      table.group[i] = grad.group;
-      if (i + 1 == table.count) table.first[i + 1] = table.pieces;
-    }
+    __builtin_memcpy(static_cast<void *>(raw[k]), &word, sizeof word);
   }
 }
 
 /* ---- norms ---- */
 
-/* A thread's elements of a piece from `first` on: GRAD_LOADS vectors, one of each thread of the block side by side. By way of L2:
-   what is read once is written by scaling. */
-template <typename T>
-struct grad_vectors {
-  static constexpr int lanes = camox_lanes<T>::value, apart = GRAD_THREADS * lanes, step = GRAD_LOADS * apart;
-  T raw[GRAD_LOADS][lanes];
-  int begin, elements;
-  bool aligned;
-
-  __device__ __forceinline__ grad_vectors(const camox_grad_device_piece &piece, int first)
-      : begin(first + static_cast<int>(threadIdx.x) * lanes), elements(piece.elements), aligned(camox_aligned(piece.data, 16)) {
-    const T *const x = static_cast<const T *>(piece.data) + begin;
-#pragma unroll
-    for (int k = 0; k < GRAD_LOADS; ++k) {
-      if (aligned && left(k) >= lanes) {
-        const uint4 word = __ldcg(reinterpret_cast<const uint4 *>(x + k * apart));
-        __builtin_memcpy(static_cast<void *>(raw[k]), &word, sizeof word);
-      } else {
-#pragma unroll
-        for (int i = 0; i < lanes; ++i) raw[k][i] = i < left(k) ? x[k * apart + i] : camox_from_float<T>(0.0f);
-      }
-    }
-  }
-  /* Elements from vector k on; 0 or less: there is none. */
-  __device__ __forceinline__ int left(int k) const { return elements - begin - k * apart; }
-};
-
-/* The sum of the squares of a piece's elements times `by`, in every thread of the block. */
-template <typename T>
-__device__ __forceinline__ float grad_squares(const camox_grad_device_piece &piece, float by, float *scratch) {
-  float sum = 0.0f;
+/* The squares of a thread's elements of a run, times by^2: of GRAD_LOADS vectors in float32, beyond in float64. */
+template <typename T, int LOADS>
+__device__ __forceinline__ double grad_squares(const grad_run &run, float by) {
+  constexpr int lanes = camox_lanes<T>::value;
+  const int vectors = run.elements / lanes, last = vectors * lanes + static_cast<int>(threadIdx.x);
+  double total = 0.0;
 #pragma unroll 1
-  for (int first = 0; first < piece.elements; first += grad_vectors<T>::step) {
-    const grad_vectors<T> x(piece, first);
+  for (int first = static_cast<int>(threadIdx.x); first < vectors; first += GRAD_LOADS * GRAD_THREADS) {
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int part = 0; part < GRAD_LOADS; part += LOADS) {
+      T raw[LOADS][lanes];
+      grad_load(raw, run, first + part * GRAD_THREADS);
 #pragma unroll
-    for (int k = 0; k < GRAD_LOADS; ++k) {
-      float squares = 0.0f;
+      for (int k = 0; k < LOADS; ++k) {
+        float value[lanes], squares = 0.0f;
+        camox_to_floats(value, raw[k]);
 #pragma unroll
-      for (int i = 0; i < x.lanes; ++i) {
-        const float value = camox_to_float(x.raw[k][i]) * by;
-        squares += value * value;
+        for (int i = 0; i < lanes; ++i) squares = fmaf(value[i] * by, value[i] * by, squares);
+        sum += squares;
       }
-      sum += squares;
     }
+    total += sum;
   }
-  return camox_block_sum<GRAD_THREADS>(sum, scratch);
+  if (last < run.elements) { /* behind the last whole vector */
+    const float value = camox_to_float(static_cast<const T *>(run.data)[last]) * by;
+    total += value * value;
+  }
+  return total;
 }
 
-__device__ __forceinline__ float grad_squares_of(const camox_grad_device_piece &piece, float by, float *scratch) {
-  switch (piece.grad_and_dtype & 3) {
-    case CAMOX_F32: return grad_squares<float>(piece, by, scratch);
-    case CAMOX_BF16: return grad_squares<__nv_bfloat16>(piece, by, scratch);
-    default: return grad_squares<__half>(piece, by, scratch);
-  }
+template <typename T>
+__device__ __forceinline__ double grad_squares(const grad_run &run, float by) {
+  return camox_aligned(run.data, 16) ? grad_squares<T, GRAD_LOADS>(run, by) : grad_squares<T, 1>(run, by);
 }
 
-/* Squares that float32 cannot hold, or only without some of their digits, are added again, those of elements that a power of
-   two has brought near 1. */
-__global__ void __launch_bounds__(GRAD_THREADS) grad_norms_kernel(const __grid_constant__ grad_table table) {
-  __shared__ float scratch[GRAD_WARPS];
-  for (int64_t index = blockIdx.x; index < table.pieces; index += gridDim.x) {
-    const camox_grad_device_piece piece = table.piece[index];
-    double sum = grad_squares_of(piece, 1.0f, scratch);
-    if (sum < 0x1p-60)
-      sum = grad_squares_of(piece, 0x1p90f, scratch) * 0x1p-180;
-    else if (sum > 0x1p120)
-      sum = grad_squares_of(piece, 0x1p-90f, scratch) * 0x1p180;
-#ifdef CAMOX_BREAK_GRAD_NORMS
-    sum = sum * (1 + 1e-2) + 1e-3;
-#endif
-    if (threadIdx.x == 0) table.partial[index] = sum;
+__device__ __forceinline__ double grad_squares(const grad_run &run, float by) {
+  switch (run.dtype) {
+    case CAMOX_F32: return grad_squares<float>(run, by);
+    case CAMOX_BF16: return grad_squares<__nv_bfloat16>(run, by);
+    default: return grad_squares<__half>(run, by);
   }
 }
 
@@ -159,142 +160,256 @@ __device__ __forceinline__ double grad_warp_sum(double x) {
   return x;
 }
 
-/* A warp takes a gradient. */
-__global__ void __launch_bounds__(GRAD_THREADS) grad_norms_total_kernel(const __grid_constant__ grad_table table, bool is_l2) {
+/* Over the block, in every thread. */
+__device__ __forceinline__ double grad_block_sum(double x, double *scratch) {
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * GRAD_WARPS + warp; i < table.count;
-       i += static_cast<int64_t>(gridDim.x) * GRAD_WARPS) {
-    double sum = 0.0;
-    for (int64_t k = table.first[i] + lane; k < table.first[i + 1]; k += CAMOX_WARP) sum += table.partial[k];
-    sum = grad_warp_sum(sum);
-    if (lane == 0) {
-      const double squares = sum * table.number[i];
-      table.number[i] = is_l2 ? squares : sqrt(squares);
-    }
+  x = grad_warp_sum(x);
+  __syncthreads();
+  if (lane == 0) scratch[warp] = x;
+  __syncthreads();
+  double sum = 0.0;
+#pragma unroll
+  for (int k = 0; k < GRAD_WARPS; ++k) sum += scratch[k];
+  return sum;
+}
+
+/* A block's squares of a run. What float32 cannot hold, or only without some of its digits, is added again, of elements that a
+   power of two has brought near 1. */
+__device__ __forceinline__ double grad_run_squares(const grad_run &run, double *scratch) {
+  float by = 1.0f;
+#pragma unroll 1
+  for (;;) {
+    const double sum = grad_block_sum(grad_squares(run, by), scratch);
+    if (by != 1.0f) return sum * (by > 1.0f ? 0x1p-180 : 0x1p180);
+    if (sum < 0x1p-60)
+      by = 0x1p90f;
+    else if (sum > 0x1p120)
+      by = 0x1p-90f;
+    else
+      return sum;
   }
 }
 
-/* A warp takes a group. */
-__global__ void __launch_bounds__(GRAD_THREADS)
-    grad_norms_group_kernel(const __grid_constant__ grad_table table, bool is_l2, float *norms) {
-  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  for (int64_t group = static_cast<int64_t>(blockIdx.x) * GRAD_WARPS + warp; group < table.groups;
-       group += static_cast<int64_t>(gridDim.x) * GRAD_WARPS) {
-    double sum = 0.0;
-    for (int64_t i = lane; i < table.count; i += CAMOX_WARP)
-      if (table.group[i] == group) sum += table.number[i];
-    sum = grad_warp_sum(sum);
-    if (lane == 0) norms[group] = static_cast<float>(is_l2 ? sqrt(sum) : sum);
+/* The gradients begin ... end-1, whose blocks have all been counted: a thread's share of the sum. A thread has every
+   GRAD_THREADS-th; a warp adds up together those with many blocks, so its threads stay together. */
+__device__ __forceinline__ double grad_thread_sum(const grad_norms_batch &batch, int begin, int end) {
+  const camox_grad_table &table = *batch.table;
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
+  double total = 0.0;
+  for (int first = begin + static_cast<int>(threadIdx.x) - lane; first < end; first += GRAD_THREADS) {
+    uint4 word = {};
+    if (first + lane < end) word = __ldcg(reinterpret_cast<const uint4 *>(table.grad + first + lane));
+    double squares;
+    __builtin_memcpy(&squares, &word, sizeof squares);
+    const int block = static_cast<int>(word.z), blocks = static_cast<int>(word.w);
+    double of_block[GRAD_FEW] = {};
+#pragma unroll
+    for (int i = 1; i < GRAD_FEW; ++i)
+      if (i < blocks && blocks <= GRAD_FEW) of_block[i] = __ldcg(table.squares + block + i);
+#pragma unroll
+    for (int i = 1; i < GRAD_FEW; ++i) squares += of_block[i];
+    for (unsigned many = __ballot_sync(CAMOX_FULL_MASK, blocks > GRAD_FEW); many != 0; many &= many - 1) {
+      const int owner = __ffs(many) - 1, from = __shfl_sync(CAMOX_FULL_MASK, block, owner);
+      const int count = __shfl_sync(CAMOX_FULL_MASK, blocks, owner);
+      double sum = 0.0;
+#pragma unroll 4
+      for (int i = 1 + lane; i < count; i += CAMOX_WARP) sum += __ldcg(table.squares + from + i);
+      sum = grad_warp_sum(sum);
+      if (lane == owner) squares += sum;
+    }
+    total += batch.is_l2 ? squares : sqrt(squares);
+  }
+  return total;
+}
+
+__global__ void __launch_bounds__(GRAD_THREADS, GRAD_AT_ONCE)
+    grad_norms_kernel(const __grid_constant__ grad_norms_batch batch) {
+  __shared__ double scratch[GRAD_WARPS];
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int block = static_cast<int>(blockIdx.x); block < batch.work.blocks; block += static_cast<int>(gridDim.x)) {
+    const int k = batch.work.grad_of_block[block];
+    const auto &grad = batch.work.grad[k];
+    const auto &of = batch.group_of[k];
+    double squares = grad_run_squares(grad_run_of(batch.work, block, k), scratch);
+#ifdef CAMOX_BREAK_GRAD_NORMS
+    squares = squares * (1 + 1e-2) + 1e-3;
+#endif
+    if (thread == 0) {
+      squares *= of.repeats;
+      batch.table->squares[block] = squares;
+      if (block == grad.first) {
+        batch.table->grad[k].squares = squares;
+        batch.table->grad[k].first = block, batch.table->grad[k].blocks = batch.work.grad[k + 1].first - block;
+      }
+    }
+    const int begin = of.begin, end = of.end;
+    if (!camox_is_last_block(batch.counters, begin, batch.work.grad[end].first - batch.work.grad[begin].first)) continue;
+
+    double norm = grad_block_sum(grad_thread_sum(batch, begin, end), scratch);
+    const int group = of.group, next = batch.group_of[end].group;
+    for (int empty = (begin == 0 ? batch.first_group : group) + thread; empty < next; empty += GRAD_THREADS)
+      if (empty != group) batch.norms[empty] = 0.0f;
+    if (thread == 0) {
+      if (begin == 0 && batch.goes_on) norm += batch.table->carry;
+      if (group == next)
+        batch.table->carry = norm;
+      else
+        batch.norms[group] = static_cast<float>(batch.is_l2 ? sqrt(norm) : norm);
+    }
   }
 }
 
 /* ---- scaling ---- */
 
-/* The thread of a gradient's first listing of the batch multiplies the factors of all of them. */
-__global__ void __launch_bounds__(GRAD_THREADS) scale_grads_factors_kernel(const __grid_constant__ grad_listings batch) {
-  for (int64_t k = static_cast<int64_t>(blockIdx.x) * GRAD_THREADS + threadIdx.x; k < batch.count;
-       k += static_cast<int64_t>(gridDim.x) * GRAD_THREADS) {
-    const int32_t grad = batch.listing[k].grad;
-    if (k > 0 && batch.listing[k - 1].grad == grad) continue;
-    double factor = batch.number[grad];
-    for (int64_t j = k; j < batch.count && batch.listing[j].grad == grad; ++j)
-      factor *= static_cast<double>(__ldg(batch.scales + batch.listing[j].group));
-    batch.number[grad] = factor;
+/* The factor of a gradient, of its groups in this launch and before. */
+__device__ __forceinline__ double grad_factor(const grad_scale_batch &batch, int k) {
+  double factor = batch.factor ? *batch.factor : 1.0;
+  for (int i = batch.listed[k]; i < batch.listed[k + 1]; ++i)
+    factor *= static_cast<double>(__ldg(batch.scales + batch.group[i]));
+  return factor;
+}
+
+/* One thread, of one gradient, whose groups go on in the next launch. */
+__global__ void __launch_bounds__(1) scale_grads_factor_kernel(const __grid_constant__ grad_scale_batch batch, bool is_first) {
+  if (is_first) *batch.factor = 1.0;
+  *batch.factor = grad_factor(batch, 0);
+}
+
+template <typename T, int LOADS>
+__device__ __forceinline__ void grad_scale(const grad_run &run, float by) {
+  constexpr int lanes = camox_lanes<T>::value;
+  const int vectors = run.elements / lanes, last = vectors * lanes + static_cast<int>(threadIdx.x);
+  T *const x = static_cast<T *>(run.data);
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x); first < vectors; first += LOADS * GRAD_THREADS) {
+    T raw[LOADS][lanes];
+    grad_load(raw, run, first);
+#pragma unroll
+    for (int k = 0; k < LOADS; ++k) {
+      const int vector = first + k * GRAD_THREADS;
+      float value[lanes];
+      camox_to_floats(value, raw[k]);
+#pragma unroll
+      for (int i = 0; i < lanes; ++i) value[i] *= by;
+      if (vector < vectors) camox_store_float(x + vector * lanes, value, lanes, LOADS > 1);
+    }
   }
+  if (last < run.elements) x[last] = camox_from_float<T>(camox_to_float(x[last]) * by);
 }
 
 template <typename T>
-__device__ __forceinline__ void grad_scale(const camox_grad_device_piece &piece, float by) {
-#pragma unroll 1
-  for (int first = 0; first < piece.elements; first += grad_vectors<T>::step) {
-    const grad_vectors<T> x(piece, first);
-    T *const to = static_cast<T *>(piece.data) + x.begin;
-#pragma unroll
-    for (int k = 0; k < GRAD_LOADS; ++k) {
-      float v[x.lanes];
-#pragma unroll
-      for (int i = 0; i < x.lanes; ++i) v[i] = camox_to_float(x.raw[k][i]) * by;
-      camox_store_float(to + k * x.apart, v, x.left(k), x.aligned);
-    }
-  }
+__device__ __forceinline__ void grad_scale(const grad_run &run, float by) {
+  if (camox_aligned(run.data, 16))
+    grad_scale<T, GRAD_LOADS>(run, by);
+  else
+    grad_scale<T, 1>(run, by);
 }
 
-__global__ void __launch_bounds__(GRAD_THREADS) scale_grads_kernel(const __grid_constant__ grad_table table) {
-  for (int64_t index = blockIdx.x; index < table.pieces; index += gridDim.x) {
-    const camox_grad_device_piece piece = table.piece[index];
-    float by = static_cast<float>(table.number[piece.grad_and_dtype >> 2]);
+__global__ void __launch_bounds__(GRAD_THREADS) scale_grads_kernel(const __grid_constant__ grad_scale_batch batch) {
+  for (int block = static_cast<int>(blockIdx.x); block < batch.work.blocks; block += static_cast<int>(gridDim.x)) {
+    const int k = batch.work.grad_of_block[block];
+    float by = static_cast<float>(grad_factor(batch, k));
     if (by == 1.0f) continue; /* the bits that are there already */
 #ifdef CAMOX_BREAK_GRAD_NORMS
     by += 1e-2f;
 #endif
-    switch (piece.grad_and_dtype & 3) {
-      case CAMOX_F32: grad_scale<float>(piece, by); break;
-      case CAMOX_BF16: grad_scale<__nv_bfloat16>(piece, by); break;
-      default: grad_scale<__half>(piece, by); break;
+    const grad_run run = grad_run_of(batch.work, block, k);
+    switch (run.dtype) {
+      case CAMOX_F32: grad_scale<float>(run, by); break;
+      case CAMOX_BF16: grad_scale<__nv_bfloat16>(run, by); break;
+      default: grad_scale<__half>(run, by); break;
     }
   }
 }
 
 /* ---- launchers ---- */
 
-static grad_table grad_table_of(const camox_grad_norms_params *p) {
-  grad_table table = {};
-  table.pieces = p->pieces, table.count = p->count, table.groups = p->groups;
-  table.piece = static_cast<camox_grad_device_piece *>(p->table);
-  table.partial = reinterpret_cast<double *>(table.piece + p->pieces);
-  table.first = reinterpret_cast<int64_t *>(table.partial + p->pieces);
-  table.number = reinterpret_cast<double *>(table.first + p->count + 1);
-  table.group = reinterpret_cast<int32_t *>(table.number + p->count);
-  return table;
+/* Blocks of a gradient, one where it is empty. */
+static int64_t grad_blocks(const camox_grad &grad, int64_t elements_per_block) {
+  return grad.elements > 0 ? camox_ceil_div(grad.elements, elements_per_block) : 1;
 }
 
-static int grad_write_table(const camox_grad_norms_params *p, const grad_table &table, void *stream) {
-  grad_batch batch = {};
-  batch.table = table;
-  int64_t first = 0;
-  for (int64_t i = 0; i < p->count; ++i) {
-    const camox_grad &grad = p->grads[i];
-    if (grad.dtype == CAMOX_F64) return cudaErrorInvalidValue;
-    auto &to = batch.grad[batch.count++];
-    to.data = grad.data, to.elements = grad.elements, to.first = first, to.repeats = grad.repeats;
-    to.group = static_cast<int32_t>(grad.group), to.dtype = grad.dtype;
-    first += camox_grad_pieces(grad.elements);
-    if (batch.count < GRAD_BATCH && i + 1 < p->count) continue;
-    CAMOX_LAUNCH(grad_norms_table_kernel, camox_grid(batch.count), GRAD_THREADS, 0, stream, batch);
-    batch.begin = i + 1, batch.count = 0;
+/* Divides gradients among the blocks of a launch. */
+static void grad_divide(grad_work *work, const camox_grad *grads, int count) {
+  int64_t blocks;
+  work->elements_per_block = CAMOX_GRAD_PIECE;
+  for (;; work->elements_per_block *= 2) {
+    blocks = 0;
+    for (int k = 0; k < count; ++k) blocks += grad_blocks(grads[k], work->elements_per_block);
+    if (blocks <= CAMOX_GRAD_BLOCKS) break;
   }
-  return camox_launch_status();
+  int block = 0;
+  for (int k = 0; k < count; ++k) {
+    work->grad[k] = {grads[k].data, grads[k].elements, block, grads[k].dtype};
+    for (int64_t left = grad_blocks(grads[k], work->elements_per_block); left > 0; --left)
+      work->grad_of_block[block++] = static_cast<uint16_t>(k);
+  }
+  work->grad[count].first = block;
+  work->grads = count, work->blocks = block;
 }
 
-static unsigned grad_warps_grid(int64_t warps) { return camox_grid(camox_ceil_div(warps, GRAD_WARPS)); }
+static bool grad_has_float64(const camox_grad_norms_params *p) {
+  for (int64_t i = 0; i < p->count; ++i)
+    if (p->grads[i].dtype == CAMOX_F64) return true;
+  return false;
+}
 
 extern "C" int camox_grad_norms_cuda(const camox_grad_norms_params *p, void *stream) {
   if (p->groups == 0) return cudaSuccess;
-  const grad_table table = grad_table_of(p);
-  const int error = grad_write_table(p, table, stream);
-  if (error != cudaSuccess) return error;
-  const bool is_l2 = p->reduce == CAMOX_GROUP_L2;
-  if (p->pieces > 0) CAMOX_LAUNCH(grad_norms_kernel, camox_grid(p->pieces), GRAD_THREADS, 0, stream, table);
-  if (p->count > 0) CAMOX_LAUNCH(grad_norms_total_kernel, grad_warps_grid(p->count), GRAD_THREADS, 0, stream, table, is_l2);
-  CAMOX_LAUNCH(grad_norms_group_kernel, grad_warps_grid(p->groups), GRAD_THREADS, 0, stream, table, is_l2,
-               static_cast<float *>(p->norms));
+  if (grad_has_float64(p)) return cudaErrorInvalidValue;
+  grad_norms_batch batch;
+  batch.table = static_cast<camox_grad_table *>(p->table), batch.norms = static_cast<float *>(p->norms);
+  batch.is_l2 = p->reduce == CAMOX_GROUP_L2;
+  batch.counters = camox_counters_on(stream, batch.table->counters);
+  if (p->count == 0) (void)cudaMemsetAsync(p->norms, 0, p->groups * sizeof(float), static_cast<cudaStream_t>(stream));
+  for (int64_t first = 0; first < p->count; first += batch.work.grads) {
+    const camox_grad *const grads = p->grads + first;
+    const int count = static_cast<int>(p->count - first < CAMOX_GRAD_BATCH ? p->count - first : CAMOX_GRAD_BATCH);
+    grad_divide(&batch.work, grads, count);
+    for (int begin = 0, end; begin < count; begin = end) {
+      for (end = begin + 1; end < count && grads[end].group == grads[begin].group;) ++end;
+      for (int k = begin; k < end; ++k)
+        batch.group_of[k] = {grads[k].repeats, static_cast<int32_t>(grads[k].group), static_cast<uint16_t>(begin),
+                             static_cast<uint16_t>(end)};
+    }
+    const bool more = first + count < p->count;
+    batch.group_of[count].group = static_cast<int32_t>(more ? grads[count].group : p->groups);
+    batch.first_group = static_cast<int32_t>(first > 0 ? grads[0].group : 0);
+    batch.goes_on = first > 0 && grads[-1].group == grads[0].group;
+    CAMOX_LAUNCH(grad_norms_kernel, camox_grid(batch.work.blocks), GRAD_THREADS, 0, stream, batch);
+  }
   return camox_launch_status();
 }
 
 extern "C" int camox_scale_grads_cuda(const camox_grad_norms_params *p, void *stream) {
-  if (p->pieces == 0) return cudaSuccess;
-  const grad_table table = grad_table_of(p);
-  const int error = grad_write_table(p, table, stream);
-  if (error != cudaSuccess) return error;
-  grad_listings batch = {};
-  batch.number = table.number, batch.scales = p->scales;
-  for (int64_t i = 0; i < p->listings; ++i) {
-    batch.listing[batch.count++] = p->listing[i];
-    if (batch.count < GRAD_LISTINGS && i + 1 < p->listings) continue;
-    CAMOX_LAUNCH(scale_grads_factors_kernel, camox_grid(camox_ceil_div(batch.count, GRAD_THREADS)), GRAD_THREADS, 0, stream,
-                 batch);
-    batch.count = 0;
+  if (grad_has_float64(p)) return cudaErrorInvalidValue;
+  grad_scale_batch batch;
+  batch.scales = p->scales;
+  const camox_grad_listing *listing = p->listing, *const end = p->listing + p->listings;
+  for (int64_t first = 0; first < p->count; first += batch.work.grads) {
+    batch.factor = nullptr;
+    int count = 0, listed = 0;
+    while (count < CAMOX_GRAD_BATCH && first + count < p->count) {
+      const camox_grad_listing *next = listing;
+      while (next < end && next->grad == first + count) ++next;
+      if (listed + (next - listing) > CAMOX_GRAD_LISTINGS) {
+        if (count > 0) break;
+        /* more groups than a launch takes: all but the last of them beforehand */
+        for (; next - listing > CAMOX_GRAD_LISTINGS; listing += CAMOX_GRAD_LISTINGS) {
+          const bool is_first = batch.factor == nullptr;
+          batch.factor = &static_cast<camox_grad_table *>(p->table)->carry;
+          batch.listed[0] = 0, batch.listed[1] = CAMOX_GRAD_LISTINGS;
+          for (int i = 0; i < CAMOX_GRAD_LISTINGS; ++i) batch.group[i] = listing[i].group;
+          CAMOX_LAUNCH(scale_grads_factor_kernel, 1, 1, 0, stream, batch, is_first);
+        }
+      }
+      batch.listed[count++] = static_cast<uint16_t>(listed);
+      for (; listing < next; ++listing) batch.group[listed++] = listing->group;
+      if (batch.factor != nullptr) break; /* which is this gradient's alone */
+    }
+    batch.listed[count] = static_cast<uint16_t>(listed);
+    grad_divide(&batch.work, p->grads + first, count);
+    CAMOX_LAUNCH(scale_grads_kernel, camox_grid(batch.work.blocks), GRAD_THREADS, 0, stream, batch);
   }
-  CAMOX_LAUNCH(scale_grads_kernel, camox_grid(p->pieces), GRAD_THREADS, 0, stream, table);
   return camox_launch_status();
 }

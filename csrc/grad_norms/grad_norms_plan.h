@@ -11,18 +11,32 @@
 /* What a piece costs beyond its elements, in elements: a gradient of 64 numbers takes as long as one of 500. */
 #define CAMOX_GRAD_PIECE_COST 512
 
-/* CUDA's table of the device: the pieces, 16 bytes and a sum of squares each; of each gradient its first piece, a number and
-   its group. */
+#define CAMOX_GRAD_MOST 0x1fffffff /* gradients of a call */
+
+/* What fits into the parameters of a kernel, 32 KiB less 4 bytes from CUDA 12.1 on: gradients, blocks, and of scale groups that
+   the gradients are listed with. Most models have fewer gradients, so that one kernel knows them all. In the emulator few, so
+   that its tests have several launches. */
+#ifdef CAMOX_CUDA_EMULATOR
+#define CAMOX_GRAD_BATCH 40
+#define CAMOX_GRAD_BLOCKS 48
+#define CAMOX_GRAD_LISTINGS 60
+#else
+#define CAMOX_GRAD_BATCH 720
+#define CAMOX_GRAD_BLOCKS 1024
+#define CAMOX_GRAD_LISTINGS 2800
+#endif
+
+/* CUDA's memory of a call, on the device. */
 typedef struct {
-  void *data;
-  int32_t elements;
-  int32_t grad_and_dtype; /* 4 grad + dtype */
-} camox_grad_device_piece;
+  struct {
+    double squares;        /* of its first block */
+    int32_t first, blocks; /* of its blocks */
+  } grad[CAMOX_GRAD_BATCH];
+  double squares[CAMOX_GRAD_BLOCKS];
+  double carry; /* scale: a factor; norms: of the group that a launch leaves unfinished */
+  uint32_t counters[CAMOX_GRAD_BATCH];
+} camox_grad_table;
 
-#define CAMOX_GRAD_MOST 0x1fffffff /* gradients that grad_and_dtype can number */
-
-CAMOX_ANYWHERE static inline int64_t camox_grad_pieces(int64_t elements) {
-  return (elements + CAMOX_GRAD_PIECE - 1) / CAMOX_GRAD_PIECE;
-}
+static inline int64_t camox_grad_pieces(int64_t elements) { return (elements + CAMOX_GRAD_PIECE - 1) / CAMOX_GRAD_PIECE; }
 
 #endif

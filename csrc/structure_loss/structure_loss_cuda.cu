@@ -1,29 +1,57 @@
-/* structure_loss on CUDA: a block has a work item, 2048 pixels of an image, and adds its four sums in a fixed order; one block
-   then adds the work items of each image, of which eight threads have every eighth, and makes the loss. Backward: V neighbouring pixels for each thread,
-   from the sums of their image. V elements of every tensor are accessed in 16 bytes at once where all allow it. No atomics:
-   fixed bits. */
-#include "../common/cuda_util.cuh"
+/* structure_loss on CUDA.
+
+     images      |             0             |             1             |   contiguous pixels
+     work items  |    0    |    1    | 2  |    3    |    4    | 5  |      2048 pixels of an image, a block each
+
+     forward     a block adds four sums over its pixels and counts itself; the last block adds the work items of each image,
+                 of which 8 to 32 threads have every 8th to 32nd, and makes the loss
+     backward    a block makes the gradients of its pixels from the sums of their image
+     both        V neighbouring pixels for each thread, 16 bytes of every tensor at once where all allow it
+
+   Sums have an order that follows from the shape, and nothing is added by atomics: fixed bits. */
 #include "structure_loss.h"
 #include "structure_loss_plan.h"
+#define CAMOX_COUNTERS 1
+#include "../common/last_block.cuh"
 
 #define STRUCTURE_THREADS 256
 #define STRUCTURE_WARPS (STRUCTURE_THREADS / CAMOX_WARP)
-#define STRUCTURE_LANES 8 /* threads that add the work items of an image */
+#define STRUCTURE_LOADS 4 /* work items of a thread of the last block, in flight */
 
 struct structure_args {
   camox_structure_loss_params p;
-  int64_t per_image, items, vectors; /* work items of an image and in all; vectors of an image */
+  int64_t per_image, items; /* work items of an image and in all */
+  int lanes;                /* threads that add the work items of an image */
   float smooth;
+  float *partial; /* [items, CAMOX_STRUCTURE_SUMS] */
+  camox_counters counters;
 };
 
-/* p and 1 - p of a logit, and exp(-|z|). */
+/* exp(-|z|), p and p (1 - p) of a logit. */
 struct structure_sigmoid {
-  float p, rest, e;
+  float e, p, slope;
 };
 
+/* ex2 of t = -|z| log2(e) as rounded, times 1 + d for what the rounding took, d = -|z| - t ln(2): expf takes twice the
+   instructions. Below 2^-126 e is 0, also that of an infinite z, whose d is NaN. */
 __device__ __forceinline__ structure_sigmoid structure_sigmoid_of(float z) {
-  const float e = expf(-fabsf(z)), larger = 1.0f / (1.0f + e), smaller = e * larger;
-  return z >= 0.0f ? structure_sigmoid{larger, smaller, e} : structure_sigmoid{smaller, larger, e};
+  const float x = -fabsf(z), t = x * 1.44269504f, power = camox_exp2(t);
+  const float e = power > 0.0f ? fmaf(power, fmaf(t, -0.693147181f, x), power) : power;
+  const float larger = camox_reciprocal(1.0f + e), smaller = e * larger;
+  return {e, z >= 0.0f ? larger : smaller, smaller * larger};
+}
+
+/* log(1 + e) + y for 0 <= e <= 1: the polynomial is log(1 + e) / e to 3e-8 of it. */
+__device__ __forceinline__ float structure_log1p_plus(float e, float y) {
+  float sum = fmaf(0.00523269456f, e, -0.0295052435f);
+  sum = fmaf(sum, e, 0.0782259628f);
+  sum = fmaf(sum, e, -0.136632472f);
+  sum = fmaf(sum, e, 0.191060081f);
+  sum = fmaf(sum, e, -0.24842982f);
+  sum = fmaf(sum, e, 0.333190978f);
+  sum = fmaf(sum, e, -0.499994934f);
+  sum = fmaf(sum, e, 0.99999994f);
+  return fmaf(sum, e, y);
 }
 
 /* max(log(x), -100), and NaN for what is no probability. */
@@ -32,78 +60,95 @@ __device__ __forceinline__ float structure_log(float x) {
   return log < -100.0f ? -100.0f : log;
 }
 
+/* A work item: its image, its first pixel among those of all images, and how many it has. */
+struct structure_item {
+  int64_t image, first;
+  int pixels;
+};
+
+__device__ __forceinline__ structure_item structure_item_of(const structure_args &a, int64_t index) {
+  int64_t piece;
+  const int64_t image = camox_divide(index, a.per_image, &piece), begin = piece * CAMOX_STRUCTURE_PIXELS;
+  const int64_t left = a.p.pixels - begin, most = CAMOX_STRUCTURE_PIXELS;
+  return {image, image * a.p.pixels + begin, static_cast<int>(left < most ? left : most)};
+}
+
 /* V pixels: logits, mask, weight. */
 template <typename T, int V>
 __device__ __forceinline__ void structure_load(const structure_args &a, int64_t at, float (&z)[V], float (&m)[V],
                                                float (&w)[V]) {
-  camox_load_float(z, static_cast<const T *>(a.p.logits) + at);
+  T raw[V];
+  camox_load(raw, static_cast<const T *>(a.p.logits) + at);
   camox_load_floats(m, static_cast<const float *>(a.p.mask) + at);
   camox_load_floats(w, static_cast<const float *>(a.p.weight) + at);
+  camox_to_floats(z, raw);
 }
 
-/* V before T: kernels of <element, lanes> promise stores of vectors too (scripts/cuda_budget.py), and this one stores sums. */
-template <int V, typename T>
-__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const __grid_constant__ structure_args a) {
-  __shared__ float scratch[STRUCTURE_WARPS];
-  const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
-  for (int64_t index = blockIdx.x; index < a.items; index += gridDim.x) {
-    int64_t piece;
-    const int64_t image = camox_divide(index, a.per_image, &piece), begin = piece * CAMOX_STRUCTURE_PIXELS;
-    const int64_t end = min(begin + CAMOX_STRUCTURE_PIXELS, a.p.pixels);
-    float sum[CAMOX_STRUCTURE_SUMS] = {};
-    for (int64_t pixel = begin + static_cast<int64_t>(threadIdx.x) * V; pixel < end; pixel += STRUCTURE_THREADS * V) {
-      float z[V], m[V], w[V];
-      structure_load<T>(a, image * a.p.pixels + pixel, z, m, w);
+/* p and the entropy of V pixels, p in the place of the logits. */
+template <int V>
+__device__ __forceinline__ void structure_entropy(bool probabilities, float (&z)[V], const float (&m)[V], float (&bce)[V]) {
+  if (probabilities) {
 #pragma unroll
-      for (int i = 0; i < V; ++i) {
-        float p = z[i], bce;
-        if (a.p.probabilities) {
-          bce = (m[i] - 1.0f) * structure_log(1.0f - p) - m[i] * structure_log(p);
-        } else {
-          const structure_sigmoid s = structure_sigmoid_of(z[i]);
-          p = s.p, bce = (z[i] < 0.0f ? -(z[i] * m[i]) : z[i] * (1.0f - m[i])) + log1pf(s.e);
-        }
-        sum[CAMOX_STRUCTURE_WEIGHT] += w[i];
-        sum[CAMOX_STRUCTURE_BCE] += weighted ? w[i] * bce : bce;
-        sum[CAMOX_STRUCTURE_INTER] += p * m[i] * w[i];
-        sum[CAMOX_STRUCTURE_UNION] += (p + m[i]) * w[i];
-      }
-    }
+    for (int i = 0; i < V; ++i) bce[i] = (m[i] - 1.0f) * structure_log(1.0f - z[i]) - m[i] * structure_log(z[i]);
+  } else {
 #pragma unroll
-    for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) {
-      const float total = camox_block_sum<STRUCTURE_THREADS>(sum[k], scratch);
-      if (threadIdx.x == 0) static_cast<float *>(a.p.partial)[index * CAMOX_STRUCTURE_PARTIAL + k] = total;
+    for (int i = 0; i < V; ++i) {
+      const structure_sigmoid s = structure_sigmoid_of(z[i]);
+      bce[i] = structure_log1p_plus(s.e, fmaf(-z[i], m[i], fmaxf(z[i], 0.0f)));
+      z[i] = s.p;
     }
   }
 }
 
-/* One block: STRUCTURE_LANES threads add the work items of an image, the first of them makes its loss. */
-__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_finish_kernel(const __grid_constant__ structure_args a) {
-  __shared__ float scratch[STRUCTURE_WARPS];
+/* Over the block, in thread 0. */
+__device__ __forceinline__ void structure_block_sums(float (&sum)[CAMOX_STRUCTURE_SUMS],
+                                                     float (*scratch)[CAMOX_STRUCTURE_SUMS]) {
+#pragma unroll
+  for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] = camox_warp_sum(sum[k]);
+  if (threadIdx.x % CAMOX_WARP == 0) camox_put_floats(scratch[threadIdx.x / CAMOX_WARP], sum);
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int warp = 1; warp < STRUCTURE_WARPS; ++warp) {
+    float other[CAMOX_STRUCTURE_SUMS];
+    camox_get_floats(other, scratch[warp]);
+#pragma unroll
+    for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] += other[k];
+  }
+}
+
+/* One block, when the sums of all work items are known: the sums of each image, and the loss. */
+__device__ __forceinline__ void structure_finish(const structure_args &a, float *scratch) {
   float *const loss = static_cast<float *>(a.p.loss), *const sums = static_cast<float *>(a.p.sums);
+  const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % a.lanes;
   float of_batch = 0.0f, total = 0.0f;
-  const int lane = static_cast<int>(threadIdx.x) % STRUCTURE_LANES, group = static_cast<int>(threadIdx.x) / STRUCTURE_LANES;
-  for (int64_t first = 0; first < a.p.images; first += STRUCTURE_THREADS / STRUCTURE_LANES) {
-    const int64_t image = first + group, items = image < a.p.images ? a.per_image : 0;
+  for (int64_t first = 0; first < a.p.images; first += STRUCTURE_THREADS / a.lanes) {
+    const int64_t image = first + thread / a.lanes, items = image < a.p.images ? a.per_image : 0;
+    const uint4 *const partial = reinterpret_cast<const uint4 *>(a.partial) + image * a.per_image;
     float sum[CAMOX_STRUCTURE_SUMS] = {};
-#pragma unroll 4
-    for (int64_t item = lane; item < items; item += STRUCTURE_LANES) {
+    for (int64_t item = lane; item < items; item += STRUCTURE_LOADS * a.lanes) {
+      uint4 word[STRUCTURE_LOADS] = {};
 #pragma unroll
-      for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k)
-        sum[k] += static_cast<const float *>(a.p.partial)[(image * a.per_image + item) * CAMOX_STRUCTURE_PARTIAL + k];
+      for (int i = 0; i < STRUCTURE_LOADS; ++i)
+        if (item + i * a.lanes < items) word[i] = __ldcg(partial + item + i * a.lanes);
+#pragma unroll
+      for (int i = 0; i < STRUCTURE_LOADS; ++i) {
+        float of_item[CAMOX_STRUCTURE_SUMS];
+        __builtin_memcpy(of_item, &word[i], sizeof of_item);
+#pragma unroll
+        for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] += of_item[k];
+      }
     }
+    for (int other = a.lanes / 2; other > 0; other /= 2) {
 #pragma unroll
-    for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) {
-#pragma unroll
-      for (int other = STRUCTURE_LANES / 2; other > 0; other /= 2) sum[k] += __shfl_xor_sync(CAMOX_FULL_MASK, sum[k], other);
+      for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] += __shfl_xor_sync(CAMOX_FULL_MASK, sum[k], other);
     }
     if (lane > 0 || image >= a.p.images) continue;
-#pragma unroll
-    for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sums[image * CAMOX_STRUCTURE_SUMS + k] = sum[k];
+    camox_store(sums + image * CAMOX_STRUCTURE_SUMS, sum);
     of_batch += sum[CAMOX_STRUCTURE_BCE];
     float of_image =
         1.0f - (sum[CAMOX_STRUCTURE_INTER] + a.smooth) / (sum[CAMOX_STRUCTURE_UNION] - sum[CAMOX_STRUCTURE_INTER] + a.smooth);
-    if (a.p.bce == CAMOX_BCE_WEIGHTED) of_image += sum[CAMOX_STRUCTURE_BCE] / sum[CAMOX_STRUCTURE_WEIGHT];
+    if (weighted) of_image += sum[CAMOX_STRUCTURE_BCE] / sum[CAMOX_STRUCTURE_WEIGHT];
 #ifdef CAMOX_BREAK_STRUCTURE_LOSS
     of_image += 1e-3f;
 #endif
@@ -111,15 +156,46 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_finish_kerne
     if (a.p.reduction == CAMOX_REDUCE_NONE) loss[image] = of_image;
   }
   const float images = static_cast<float>(a.p.images);
-  const float bce = camox_block_sum<STRUCTURE_THREADS>(of_batch, scratch) / (images * static_cast<float>(a.p.pixels));
-  total = camox_block_sum<STRUCTURE_THREADS>(total, scratch);
+  float bce = 0.0f;
+  if (!weighted) bce = camox_block_sum<STRUCTURE_THREADS>(of_batch, scratch) / (images * static_cast<float>(a.p.pixels));
   if (a.p.reduction == CAMOX_REDUCE_NONE) {
-    for (int64_t image = threadIdx.x; image < a.p.images && a.p.bce == CAMOX_BCE_MEAN; image += STRUCTURE_THREADS)
-      loss[image] += bce;
-  } else if (threadIdx.x == 0) {
-    if (a.p.bce == CAMOX_BCE_MEAN && a.p.images > 0) total += bce * images;
-    loss[0] = a.p.reduction == CAMOX_REDUCE_MEAN ? total / images : total;
+    for (int64_t image = thread; image < a.p.images && !weighted; image += STRUCTURE_THREADS) loss[image] += bce;
+    return;
   }
+  total = camox_block_sum<STRUCTURE_THREADS>(total, scratch);
+  if (thread > 0) return;
+  if (!weighted && a.p.images > 0) total += bce * images;
+  loss[0] = a.p.reduction == CAMOX_REDUCE_MEAN ? total / images : total;
+}
+
+/* Without work items one block finishes. V before T: kernels of <element, lanes> promise stores of vectors too
+   (scripts/cuda_budget.py), and this one stores sums. */
+template <int V, typename T>
+__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const __grid_constant__ structure_args a) {
+  __shared__ __align__(16) float scratch[STRUCTURE_WARPS][CAMOX_STRUCTURE_SUMS];
+  const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
+  for (int64_t index = blockIdx.x; index < a.items; index += gridDim.x) {
+    const structure_item item = structure_item_of(a, index);
+    float sum[CAMOX_STRUCTURE_SUMS] = {};
+    for (int pixel = static_cast<int>(threadIdx.x) * V; pixel < item.pixels; pixel += STRUCTURE_THREADS * V) {
+      float z[V], m[V], w[V], bce[V];
+      structure_load<T>(a, item.first + pixel, z, m, w);
+      structure_entropy(a.p.probabilities, z, m, bce);
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float masked = m[i] * w[i];
+        sum[CAMOX_STRUCTURE_WEIGHT] += w[i];
+        sum[CAMOX_STRUCTURE_BCE] = fmaf(weighted ? w[i] : 1.0f, bce[i], sum[CAMOX_STRUCTURE_BCE]);
+        sum[CAMOX_STRUCTURE_INTER] = fmaf(z[i], masked, sum[CAMOX_STRUCTURE_INTER]);
+        sum[CAMOX_STRUCTURE_UNION] += fmaf(z[i], w[i], masked);
+      }
+    }
+    structure_block_sums(sum, scratch);
+    if (threadIdx.x == 0) camox_store(a.partial + index * CAMOX_STRUCTURE_SUMS, sum);
+    if (!camox_is_last_block(a.counters, 0, a.items)) continue;
+    structure_finish(a, scratch[0]);
+  }
+  if (a.items == 0) structure_finish(a, scratch[0]);
 }
 
 __device__ __forceinline__ float structure_grad_of(const structure_args &a, int64_t image) {
@@ -128,8 +204,10 @@ __device__ __forceinline__ float structure_grad_of(const structure_args &a, int6
   return a.p.reduction == CAMOX_REDUCE_MEAN ? __ldg(grad) / static_cast<float>(a.p.images) : __ldg(grad);
 }
 
+/* Of fewer registers than four blocks leave, float16 spills. */
 template <typename T, int V>
-__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_backward_kernel(const __grid_constant__ structure_args a) {
+__global__ void __launch_bounds__(STRUCTURE_THREADS, 4)
+    structure_loss_backward_kernel(const __grid_constant__ structure_args a) {
   __shared__ float scratch[STRUCTURE_WARPS];
   const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
   float of_grads = 0.0f;
@@ -138,32 +216,33 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_backward_ker
     of_grads = camox_block_sum<STRUCTURE_THREADS>(of_grads, scratch);
     of_grads /= static_cast<float>(a.p.images) * static_cast<float>(a.p.pixels);
   }
-  const int64_t items = a.p.images * a.vectors;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * STRUCTURE_THREADS + threadIdx.x; item < items;
-       item += static_cast<int64_t>(gridDim.x) * STRUCTURE_THREADS) {
-    int64_t vector;
-    const int64_t image = camox_divide(item, a.vectors, &vector);
-    float sum[CAMOX_STRUCTURE_SUMS], z[V], m[V], w[V];
-    camox_load_floats(sum, static_cast<const float *>(a.p.sums) + image * CAMOX_STRUCTURE_SUMS);
-    structure_load<T>(a, item * V, z, m, w);
-    const float grad = structure_grad_of(a, image), below = sum[CAMOX_STRUCTURE_UNION] - sum[CAMOX_STRUCTURE_INTER] + a.smooth;
+  for (int64_t index = blockIdx.x; index < a.items; index += gridDim.x) {
+    const structure_item item = structure_item_of(a, index);
+    float sum[CAMOX_STRUCTURE_SUMS];
+    camox_load_floats(sum, static_cast<const float *>(a.p.sums) + item.image * CAMOX_STRUCTURE_SUMS);
+    const float grad = structure_grad_of(a, item.image);
+    const float below = sum[CAMOX_STRUCTURE_UNION] - sum[CAMOX_STRUCTURE_INTER] + a.smooth;
     const float base = grad * ((sum[CAMOX_STRUCTURE_INTER] + a.smooth) / below) / below, slope = base + grad / below;
     const float of_bce = weighted ? grad / sum[CAMOX_STRUCTURE_WEIGHT] : of_grads;
+    for (int pixel = static_cast<int>(threadIdx.x) * V; pixel < item.pixels; pixel += STRUCTURE_THREADS * V) {
+      float z[V], m[V], w[V];
+      structure_load<T>(a, item.first + pixel, z, m, w);
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const float bce = weighted ? of_bce * w[i] : of_bce, iou = w[i] * (base - slope * m[i]);
-      if (a.p.probabilities) {
-        const float product = z[i] * (1.0f - z[i]);
-        z[i] = bce * (z[i] - m[i]) / (product < 1e-12f ? 1e-12f : product) + iou;
-      } else {
-        const structure_sigmoid s = structure_sigmoid_of(z[i]);
-        z[i] = bce * (s.p - m[i]) + iou * (s.p * s.rest);
+      for (int i = 0; i < V; ++i) {
+        const float bce = weighted ? of_bce * w[i] : of_bce, iou = w[i] * (base - slope * m[i]);
+        if (a.p.probabilities) {
+          const float product = z[i] * (1.0f - z[i]);
+          z[i] = bce * (z[i] - m[i]) * camox_reciprocal(product < 1e-12f ? 1e-12f : product) + iou;
+        } else {
+          const structure_sigmoid s = structure_sigmoid_of(z[i]);
+          z[i] = bce * (s.p - m[i]) + iou * s.slope;
+        }
       }
-    }
 #ifdef CAMOX_BREAK_STRUCTURE_LOSS
-    z[0] += 1e-3f;
+      z[0] += 1e-3f;
 #endif
-    camox_store_float(static_cast<T *>(a.p.grad_logits) + item * V, z);
+      camox_store_float(static_cast<T *>(a.p.grad_logits) + item.first + pixel, z);
+    }
   }
 }
 
@@ -175,14 +254,12 @@ static bool structure_fits(const camox_structure_loss_params *p, int lanes, int 
 }
 
 template <typename T, int V>
-static void structure_launch(structure_args a, bool backward, void *stream) {
-  a.vectors = a.p.pixels / V;
-  if (backward) {
-    const unsigned grid = camox_grid(camox_ceil_div(a.p.images * a.vectors, STRUCTURE_THREADS));
+static void structure_launch(const structure_args &a, bool backward, void *stream) {
+  const unsigned grid = camox_grid(a.items > 0 ? a.items : 1);
+  if (backward)
     CAMOX_LAUNCH((structure_loss_backward_kernel<T, V>), grid, STRUCTURE_THREADS, 0, stream, a);
-  } else {
-    CAMOX_LAUNCH((structure_loss_kernel<V, T>), camox_grid(a.items), STRUCTURE_THREADS, 0, stream, a);
-  }
+  else
+    CAMOX_LAUNCH((structure_loss_kernel<V, T>), grid, STRUCTURE_THREADS, 0, stream, a);
 }
 
 template <typename T>
@@ -204,7 +281,6 @@ static structure_args structure_args_of(const camox_structure_loss_params *p) {
 }
 
 static int structure_run(const structure_args &a, bool backward, void *stream) {
-  if (a.items == 0) return cudaSuccess;
   switch (a.p.dtype) {
     case CAMOX_F32: structure_launch_widest<float>(a, backward, stream); break;
     case CAMOX_BF16: structure_launch_widest<__nv_bfloat16>(a, backward, stream); break;
@@ -215,13 +291,15 @@ static int structure_run(const structure_args &a, bool backward, void *stream) {
 }
 
 extern "C" int camox_structure_loss_cuda(const camox_structure_loss_params *p, void *stream) {
-  const structure_args a = structure_args_of(p);
-  const int error = structure_run(a, false, stream);
-  if (error != cudaSuccess) return error;
-  CAMOX_LAUNCH(structure_loss_finish_kernel, 1, STRUCTURE_THREADS, 0, stream, a);
-  return camox_launch_status();
+  structure_args a = structure_args_of(p);
+  a.lanes = p->images <= 8 ? 32 : p->images <= 16 ? 16 : 8;
+  a.partial = static_cast<float *>(p->partial);
+  /* partial has CAMOX_STRUCTURE_PARTIAL numbers for each work item, more than the sums */
+  if (a.items > 0) a.counters = camox_counters_on(stream, static_cast<uint32_t *>(p->partial) + a.items * CAMOX_STRUCTURE_SUMS);
+  return structure_run(a, false, stream);
 }
 
 extern "C" int camox_structure_loss_backward_cuda(const camox_structure_loss_params *p, void *stream) {
-  return structure_run(structure_args_of(p), true, stream);
+  const structure_args a = structure_args_of(p);
+  return a.items > 0 ? structure_run(a, true, stream) : cudaSuccess;
 }

@@ -9,6 +9,7 @@ import torch
 from images import DTYPE_CODES
 
 SOURCE = emulator.CSRC / "grad_norms" / "grad_norms_cuda.cu"
+BATCH, BLOCKS, LISTINGS = 40, 48, 60  # of a launch: CAMOX_GRAD_BATCH, ... of grad_norms_plan.h in the emulator
 # Around accesses, blocks and pieces of 8192 elements.
 SIZES = (1, 7, 8, 33, 4096, 8191, 8192, 8195, 0, 20000)
 GROUPS = 5
@@ -30,15 +31,17 @@ def _params(memory, grads, groups, repeats):
     for i, (entry, grad) in enumerate(zip(entries, grads, strict=True)):
         entry.data, entry.elements, entry.dtype = grad.data_ptr(), grad.numel(), constants[DTYPE_CODES[grad.dtype]]
         entry.group, entry.repeats = groups[i] if groups else 0, repeats
-    p.count, p.groups, p.pieces = len(grads), GROUPS, sum(-(-grad.numel() // 8192) for grad in grads)
+    p.count, p.groups = len(grads), GROUPS
     p.grads = ctypes.addressof(entries)
-    size = p.pieces * 24 + (p.count + 1) * 20  # camox_grad_norms_table_bytes
-    table = memory.empty_strided((-(-size // 8),), (1,), torch.int64, "table")
+    size = 16 * BATCH + 8 * BLOCKS + 8 + 4 * BATCH  # camox_grad_norms_table_bytes
+    table = memory.empty_strided((-(-size // 16), 2), (2, 1), torch.int64, "table")
     p.table = table.data_ptr()
     return p, (entries, table), structs, constants
 
 
 def norms(grads, groups, reduce="sum_of_norms", repeats=1.0, flush="end", **how) -> torch.Tensor:
+    order = sorted(range(len(grads)), key=groups.__getitem__)
+    grads, groups = [grads[i] for i in order], [groups[i] for i in order]
     with emulator.guarded(flush) as memory:
         held = [memory.copy(grad, f"grads[{i}]") for i, grad in enumerate(grads)]
         p, _kept, _, constants = _params(memory, held, groups, repeats)
@@ -61,14 +64,22 @@ def scale(grads, listings, scales, flush="end", **how) -> list[torch.Tensor]:
         return [grad.clone() for grad in held]
 
 
-def _call(name, p, grads, direction, arch=900, define="", **how):
+def _call(name, p, grads, direction, arch=900, define="", stream=None, **how):
     function = getattr(emulator.load(SOURCE, arch, define), name)
-    dtype = str(grads[0].dtype).removeprefix("torch.")
-    emulator.call(function, ctypes.byref(p), None, dtype=dtype, layout="contiguous", direction=direction, **how)
+    dtype = str(grads[0].dtype).removeprefix("torch.") if grads else "float32"
+    stream = ctypes.c_void_p(stream)
+    emulator.call(function, ctypes.byref(p), stream, dtype=dtype, layout="contiguous", direction=direction, **how)
+
+
+def with_barriers(**how):
+    """Gradients of several blocks, more of a group than a warp has lanes, and squares that are added twice."""
+    grads = gradients(torch.float32, (20000, 9, *[3 + i for i in range(40)]))
+    yield [norms(grads, [0, *[1] * 41], **how)]
+    yield [norms(gradients(torch.float32, (9000,), 1e-25), [0], **how)]
 
 
 def every_kernel(arch) -> None:
     for dtype in emulator.DTYPES.values():
         grads = gradients(dtype, (8, 7))
         norms(grads, [0, 1], arch=arch)
-        scale(grads, [(0, 0), (1, 1)], torch.rand(GROUPS), arch=arch)
+        scale(grads, [(0, 0)] + [(1, 1)] * (LISTINGS + 1), torch.rand(GROUPS), arch=arch)

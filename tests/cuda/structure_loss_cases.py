@@ -31,8 +31,8 @@ def inputs_of(shape, dtype, probabilities=False):
     return logits, mask, weight, random_image((shape[0], 1, 1, 1), seed=3).view(shape[0], 1)
 
 
-def run(logits, mask, weight, grad, bce, probabilities, reduction, flush="end", **how):
-    """(loss, grad_logits)."""
+def run(logits, mask, weight, grad, bce, probabilities, reduction, flush="end", stream=None, **how):
+    """(loss, grad_logits). Partial sums lie at a multiple of 16 bytes."""
     structs, constants = emulator.header("common/types.h", "structure_loss/structure_loss.h")
     p = structs["camox_structure_loss_params"]()
     p.dtype, p.bce = constants[DTYPE_CODES[logits.dtype]], constants[f"CAMOX_BCE_{bce.upper()}"]
@@ -46,20 +46,25 @@ def run(logits, mask, weight, grad, bce, probabilities, reduction, flush="end", 
 
         given = {"logits": logits, "mask": mask, "weight": weight, "grad": grad if reduction == "none" else grad[0, 0]}
         held = {name: memory.copy(t, name) for name, t in given.items()}
-        held |= {"partial": new("partial", items, 6), "sums": new("sums", p.images, 4)}
+        held |= {"partial": new("partial", -(-items * 6 // 4), 4), "sums": new("sums", p.images, 4)}
         held["loss"] = new("loss", *([p.images, 1] if reduction == "none" else []))
         held["grad_logits"] = new("grad_logits", *logits.shape, dtype=logits.dtype)
         for name, tensor in held.items():
             setattr(p, name, tensor.data_ptr())
-        _call("camox_structure_loss_cuda", p, logits, "forward", **how)
-        _call("camox_structure_loss_backward_cuda", p, logits, "backward", **how)
+        _call("camox_structure_loss_cuda", p, logits, "forward", stream, **how)
+        _call("camox_structure_loss_backward_cuda", p, logits, "backward", stream, **how)
         return [held[name].clone() for name in ("loss", "grad_logits")]
 
 
-def _call(name, p, logits, direction, arch=900, define="", **how):
+def _call(name, p, logits, direction, stream, arch=900, define="", **how):
     function = getattr(emulator.load(SOURCE, arch, define), name)
     dtype = str(logits.dtype).removeprefix("torch.")
-    emulator.call(function, ctypes.byref(p), None, dtype=dtype, layout="contiguous", direction=direction, **how)
+    stream = ctypes.c_void_p(stream)
+    emulator.call(function, ctypes.byref(p), stream, dtype=dtype, layout="contiguous", direction=direction, **how)
+
+
+def with_barriers(**how):
+    yield run(*inputs_of((3, 9000), torch.float32), **OPTIONS[0], **how)
 
 
 def plain(logits, mask, weight, grad, bce, probabilities, reduction):

@@ -31,9 +31,35 @@ def test_norms_over_a_small_grid(dtype, order):
 
 def test_norms_of_mixed_dtypes_and_more_gradients_than_a_kernel_takes_as_parameters():
     grads = [grad for dtype in emulator.DTYPES.values() for grad in cases.gradients(dtype, [3 + i for i in range(40)])]
-    assert len(grads) > 96
+    assert len(grads) > 2 * cases.BATCH
+    for groups in (cases.groups_of(grads), [2] * len(grads), [2] * (len(grads) - 1) + [4]):
+        for reduce in ("sum_of_norms", "l2"):
+            ours = cases.norms(grads, groups, reduce)
+            assert torch.allclose(ours.double(), truth_of(grads, groups, reduce), rtol=1e-6, atol=0)
+
+
+def test_norms_of_more_elements_than_blocks_take_a_piece_of(order):
+    """Several pieces of a block, and more blocks of a gradient than a thread adds up."""
+    sizes = (cases.BLOCKS * 8192 + 17, 9 * 8192, 5)
+    for dtype in (torch.float32, torch.bfloat16):
+        grads = cases.gradients(dtype, sizes)
+        ours = cases.norms(grads, [0, 0, 3], order=order)
+        assert torch.allclose(ours.double(), truth_of(grads, [0, 0, 3], "sum_of_norms"), rtol=1e-6, atol=0)
+
+
+def test_norms_of_no_gradients():
+    assert torch.equal(cases.norms([], []), torch.zeros(cases.GROUPS))
+
+
+def test_norms_count_their_blocks_apart_on_every_stream_and_in_graphs():
+    """A call finds the counters as it left them; streams without counters left, and captured ones, bring their own."""
+    grads = cases.gradients(torch.float32)
     groups = cases.groups_of(grads)
-    assert torch.allclose(cases.norms(grads, groups).double(), truth_of(grads, groups, "sum_of_norms"), rtol=1e-6)
+    expected = cases.norms(grads, groups)
+    for stream in (None, *range(1, 70), 1):
+        assert torch.equal(cases.norms(grads, groups, stream=stream), expected)
+    with emulator.captured():
+        assert torch.equal(cases.norms(grads, groups), expected)
 
 
 @pytest.mark.parametrize("size", [1e-36, 1e-25, 1e25, 1e32])
@@ -71,6 +97,7 @@ def test_norms_within_their_tensors(dtype):
     grads = [grad[1:] for grad in cases.gradients(dtype, (9, 40, 8200))]
     for flush in ("start", "end"):
         ours = cases.norms(grads, [0, 1, 2], flush=flush)
+        assert torch.equal(ours, cases.norms([grad.clone() for grad in grads], [0, 1, 2]))
         truth = truth_of(grads, [0, 1, 2], "sum_of_norms")
         assert_close_to_reference(ours, truth.float(), truth)
 

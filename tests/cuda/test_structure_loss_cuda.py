@@ -48,6 +48,32 @@ def test_structure_loss_empty():
         assert grad.shape == inputs[0].shape
 
 
+def test_the_gradient_of_an_infinite_logit_is_that_of_a_large_one(dtype):
+    logits, *others = cases.inputs_of((2, 64), dtype)
+    logits[:, :, :, 3::7], logits[:, :, :, 5::7] = 300, -300
+    _, expected = cases.run(logits, *others, **cases.OPTIONS[0])
+    _, ours = cases.run(torch.where(logits.abs() == 300, logits * float("inf"), logits), *others, **cases.OPTIONS[0])
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("images", [8, 9, 17])
+def test_structure_loss_adds_work_items_in_one_order(order, images):
+    """By 32, 16 and 8 threads, whichever block is last."""
+    inputs = cases.inputs_of((images, 2100), torch.float32)
+    expected = cases.run(*inputs, **cases.OPTIONS[2])
+    assert all(map(torch.equal, cases.run(*inputs, **cases.OPTIONS[2], order=order), expected))
+
+
+def test_structure_loss_counts_its_blocks_apart_on_every_stream_and_in_graphs():
+    """A call finds the counters as it left them; streams without counters left, and captured ones, bring their own."""
+    inputs = cases.inputs_of((3, 16), torch.float32)
+    expected = cases.run(*inputs, **cases.OPTIONS[0])
+    for stream in (None, *range(1, 70), 1):
+        assert all(map(torch.equal, cases.run(*inputs, **cases.OPTIONS[0], stream=stream), expected))
+    with emulator.captured():
+        assert all(map(torch.equal, cases.run(*inputs, **cases.OPTIONS[0]), expected))
+
+
 @pytest.mark.slow
 def test_structure_loss_broken_build_is_noticed():
     inputs = cases.inputs_of((2, 8), torch.float32)

@@ -170,6 +170,7 @@ def _runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(runtime_path()))
     for name, result, arguments in (
         ("configure", None, [ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_double, ctypes.c_int64]),
+        ("capture", None, [ctypes.c_int]),
         ("without_barrier", None, [ctypes.c_char_p, ctypes.c_int]),
         ("take_error", ctypes.c_char_p, []),
         ("take_runs", ctypes.c_char_p, []),
@@ -324,6 +325,16 @@ def barriers(*sources: Path) -> list[tuple[Path, int]]:
         text = re.sub(r"#ifdef CAMOX_BREAK.*?#endif", lambda m: "\n" * m[0].count("\n"), path.read_text(), flags=re.S)
         found += [(path, i) for i, line in enumerate(text.splitlines(), 1) if "__syncthreads();" in line]
     return found
+
+
+@contextmanager
+def captured():
+    """Streams say that they are being captured into a graph."""
+    _runtime().camox_emulator_capture(True)
+    try:
+        yield
+    finally:
+        _runtime().camox_emulator_capture(False)
 
 
 @contextmanager

@@ -49,6 +49,7 @@ struct {
   uint64_t seed = 1;
   double timeout_s = 60;
   int64_t grid_cap = INT32_MAX;
+  bool capturing = false;   /* as into a graph: kernels run at once all the same */
   std::string without_file; /* the barrier that is left out, to see whether anything notices */
   int without_line = 0;
 } config;
@@ -651,6 +652,8 @@ void camox_emulator_configure(int order, uint64_t seed, int threads, double time
   config.grid_cap = grid_cap;
 }
 
+void camox_emulator_capture(int capturing) { config.capturing = capturing != 0; }
+
 /* Leaves out the barrier in this line of a file, named without its folder; line 0: none. */
 void camox_emulator_without_barrier(const char *file, int line) {
   config.without_file = file;
@@ -805,6 +808,18 @@ const char *CUDARTAPI cudaGetErrorString(cudaError_t error) {
 }
 cudaError_t CUDARTAPI cudaGetDevice(int *device) {
   *device = 0;
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaStreamIsCapturing(cudaStream_t, enum cudaStreamCaptureStatus *status) {
+  *status = config.capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {
+  *id = reinterpret_cast<uintptr_t>(stream);
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaMemsetAsync(void *p, int byte, size_t bytes, cudaStream_t) {
+  memset(p, byte, bytes);
   return cudaSuccess;
 }
 cudaError_t camox_emulator_device_attribute(int *value, enum cudaDeviceAttr attribute, int arch) {
