@@ -11,6 +11,7 @@ instructions per element and the time that each pipe of a multiprocessor needs; 
 launch come waves. A kernel in which no path makes these accesses is listed as not modelled, never guessed.
 
     time of one wave = the longest of   memory    bytes / copy bandwidth
+                                        L2        bytes through L2, those that bands read again too / its bandwidth
                                         issue     instructions, or those of the busiest pipe (fma, alu, mufu, lsu,
                                                   tensor)
                                         latency   one warp's steps, one after another: too few loads in flight
@@ -1119,8 +1120,8 @@ def box_divide(processors: int, shape, radius: int, lanes: int) -> tuple[int, in
 
 
 def box_cases(dtype: str) -> list[Case]:
-    """A step has four rows, and its loads from shared memory tell its way. A step of the halo above and below, which
-    only adds to the windows, counts as half."""
+    """A step has four rows; its loads from shared memory and its multiply-adds tell its way. To begin a band, copying
+    four rows into the ring and adding them up costs a fifth of a step."""
     element, size = DTYPES[dtype]
     lanes, cases = 16 // size, []
 
