@@ -11,6 +11,7 @@ instructions per element and the time that each pipe of a multiprocessor needs; 
 launch come waves. A kernel in which no path makes these accesses is listed as not modelled, never guessed.
 
     time of one wave = the longest of   memory    bytes / copy bandwidth
+                                        L2        bytes through L2, those that bands read again too / its bandwidth
                                         issue     instructions, or those of the busiest pipe (fma, alu, mufu, lsu,
                                                   tensor)
                                         latency   one warp's steps, one after another: too few loads in flight
@@ -457,12 +458,16 @@ class Timed:
     warps: int  # that a multiprocessor holds
 
 
-def wave_times(blocks: int, gpu: Gpu, traffic: float, speed: float, cycles: dict, alone: float) -> dict[str, float]:
-    """What limits -> ns of so many blocks at once. traffic and cycles: of one block; alone: ns of one warp."""
+def wave_times(
+    blocks: int, gpu: Gpu, traffic: float, speed: float, through_cache: float, cycles: dict, alone: float
+) -> dict[str, float]:
+    """What limits -> ns of so many blocks at once. traffic, through_cache and cycles: of one block; alone: ns of one
+    warp."""
     most = math.ceil(blocks / gpu.processors)
     busiest = max(cycles, key=cycles.__getitem__)
     return {
         "memory": blocks * traffic / speed,
+        "L2": blocks * through_cache / gpu.cache_speed,
         busiest: most * cycles[busiest] / gpu.gigahertz,
         "latency": alone if blocks else 0.0,
     }
@@ -488,7 +493,8 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
     alone += latency * (launch.waits + (1 if launch.prefetched else 0))
     again, survives = launch.halo
     lost = again if min(places, launch.blocks) * launch.threads * survives > gpu.cache else 0.0
-    of_block = ((launch.traffic + lost) / launch.blocks, speed, cycles, alone)
+    through_cache = (launch.traffic + again) / launch.blocks
+    of_block = ((launch.traffic + lost) / launch.blocks, speed, through_cache, cycles, alone)
 
     whole, rest = divmod(launch.blocks, places)
     full, last = wave_times(places, gpu, *of_block), wave_times(rest, gpu, *of_block)
@@ -1116,9 +1122,9 @@ def box_divide(processors: int, shape, radius: int, lanes: int) -> tuple[int, in
     """(blocks, threads, rows of a band, bytes of shared memory) as box_divide in csrc/box/box_cuda.cu divides them."""
     batch, channels, height, width = shape
     all_planes, vectors, most = batch * channels, ceil_div(width, lanes), ceil_div(height, BOX_STEP)
-    lines = 2 * radius if radius <= 3 else 2 * lanes - 1
-    side, early = ceil_div(radius, lanes), ceil_div(2 * radius, BOX_STEP)
-    ring, totals = (2 * radius + BOX_STEP, (2 * radius - BOX_STEP) // BOX_STEP) if radius > 1 else (0, 0)
+    lines = 2 * radius + 1 if radius <= 3 else lanes + 1
+    side = ceil_div(radius, lanes)
+    ring, totals = (2 * radius, (2 * radius - BOX_STEP) // BOX_STEP) if radius > 1 else (0, 0)
     best = (math.inf, 0, 0, 0, 0)
     for threads in range(WARP, BOX_THREADS + 1, WARP):
         tiles = vectors > threads
@@ -1135,51 +1141,55 @@ def box_divide(processors: int, shape, radius: int, lanes: int) -> tuple[int, in
         at_once = processors * min(by_shared, (384 if lanes == 8 else 512) // threads)
 
         def time_of(blocks, threads=threads):
-            return max(ceil_div(blocks, processors) * threads, BOX_THREADS) if blocks else 0
+            busy = ceil_div(blocks, processors) * threads
+            return busy + 7 * max(busy, BOX_THREADS) if blocks else 0
 
         for bands in range(1, most + 1):
             steps = ceil_div(most, bands)
             blocks = columns * ceil_div(most, steps)
             whole, remaining = divmod(blocks, at_once)
-            time = (whole * time_of(at_once) + time_of(remaining)) * (2 * steps + early)
+            time = (whole * time_of(at_once) + time_of(remaining)) * (4 * (steps + 1) + radius)
             if time < best[0]:
                 best = (time, blocks, threads, BOX_STEP * steps, shared)
     return best[1:]
 
 
 def box_cases(dtype: str) -> list[Case]:
-    """A step has four rows, and its loads from shared memory tell its way. A step of the halo above and below, which
-    only adds to the windows, counts as half."""
+    """A step has four rows; its loads from shared memory and its multiply-adds tell its way. To begin a band, copying
+    four rows into the ring and adding them up costs a fifth of a step."""
     element, size = DTYPES[dtype]
     lanes, cases = 16 // size, []
 
-    def shared_loads(radius: int) -> int:
-        """In a step's rows; passed once, the loops over segments and totals are one load each of the lanes' pieces."""
-        tall = (4 + 2 * (radius % 2) if radius > 1 else 0) + (2 * lanes // 4 if radius > 3 else 0)
+    def spans(radius: int) -> tuple[int, int, int]:
+        """box_spans_of: (single columns on the left, whole segments, single columns on the right) of the core"""
+        single, core = (radius + 1) % lanes, 2 * radius + 2 - lanes
+        return (single, (core - 2 * single) // lanes, single) if core >= 2 * single else (core, 0, 0)
+
+    def marks(radius: int) -> int:
+        """A step's loads from shared memory, each loop passed once, and the multiply-adds of its trailing rows."""
+        tall = 4 + (2 * lanes // 4 if radius > 3 else 0) + lanes * (4 + 2 * (radius % 2)) if radius > 1 else 0
         if radius <= 3:
             return tall + 2 * radius
-        first, begin, last, end = -ceil_div(radius, lanes), -radius % lanes, radius // lanes, radius % lanes
-        found = 2 * lanes + (first + 2 < last) + (first + 1 < last)
-        return tall + found + 2 * len({lanes - begin, lanes - end} & set(range(lanes)))
+        return tall + 2 * (lanes - 1) + sum(count > 0 for count in spans(radius))
 
-    def case(name, shape, window, loads):
+    def case(name, shape, window, loads, weights):
         radius, elements = window // 2, math.prod(shape)
         reach, tall = radius if radius <= 3 else 0, "true" if radius > 1 else "false"
         kernel = f"box_bands_kernel<{element}, {lanes}, {reach}, {tall}>"
-        between = radius // lanes + ceil_div(radius, lanes) - 2  # segments that lie in the windows of all lanes
+        inner = sum(spans(radius)) - sum(count > 0 for count in spans(radius)) + 1  # lines that loops add
         sums = Step(1, 0, load=r"\bLDS\b", store=r"\bSTS\b")
         step = Step(
             loads,
             BOX_STEP,
             row=radius > 1,
-            rounds=shared_loads(radius),
-            rounding=r"\bLDS\b",
-            inner=((sums, between),) if radius > 3 and between > 1 else (),
+            rounds=marks(radius) + weights,
+            rounding=r"\b(LDS|FFMA)\b",
+            inner=((sums, inner),) if radius > 3 else (),
         )
 
         def launch(processors: int, _: int) -> Launch:
             blocks, threads, rows, shared = box_divide(processors, shape, radius, lanes)
-            steps = rows / BOX_STEP + ceil_div(2 * radius, BOX_STEP) / 2
+            steps = rows / BOX_STEP + 2 * radius / BOX_STEP / 5
             lost = elements * size * 2 * radius / rows if rows < shape[2] else 0.0
             return Launch(
                 kernel, blocks, threads, step, steps, 2.0 * elements * size, shared, 1, halo=(lost, 16.0 * 2 * radius)
@@ -1189,8 +1199,9 @@ def box_cases(dtype: str) -> list[Case]:
         cases.append(Case("box", name, "forward", dtype, elements, once, (Divided(kernel, 128, launch),)))
 
     for window in BOX_WINDOWS:
-        case(f"box_mean by {window}", BOX_SHAPE, window, BOX_STEP)
-    case("structure_weight", STRUCTURE_SHAPE, STRUCTURE_WINDOW, 2 * BOX_STEP)  # the mask's own pixels are read again
+        case(f"box_mean by {window}", BOX_SHAPE, window, BOX_STEP, 0)
+    # the mask's own pixels are read again, and multiplied
+    case("structure_weight", STRUCTURE_SHAPE, STRUCTURE_WINDOW, 2 * BOX_STEP, BOX_STEP * lanes)
     return cases
 
 

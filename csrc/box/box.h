@@ -63,8 +63,8 @@ camox_box_kernel *camox_box_forward(camox_dtype dtype, camox_isa isa);
 /* The radius of a window along a side of the image: one that reaches beyond both its ends sums what a smaller one sums. */
 static inline int64_t camox_box_clipped(int64_t window, int64_t side) { return window / 2 < side - 1 ? window / 2 : side - 1; }
 
-/* CUDA: the largest radius whose ring of rows fits a block of any width into the 64 KiB of shared memory that it may have on every
-   GPU from sm_75 on. */
+/* CUDA: the largest radius of windows that take one launch. Rings of rows, and tiles of rows of any width, then fit the 64 KiB of
+   shared memory that a block may have on every GPU from sm_75 on. */
 #define CAMOX_BOX_RING_RADIUS 30
 
 /* CUDA: whether one launch sums along rows and columns, without the buffers of two: rows of adjacent pixels alone. */

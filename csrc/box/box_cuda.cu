@@ -11,14 +11,17 @@
               |
               v  a block iterates down its row band, four rows of output to a step
 
+     begin    the rows above the band's first leading rows are copied into the ring, all at once, and their totals are made.
      down     sum = trailing rows from the window's first on + totals between + leading rows to the window's last. The totals
               between are a sum over a window again: the end of one block of totals, whose sums to the end replace them once
-              it is complete, and the beginning of the next, in registers. Windows of 3 rows need no ring.
-     across   a thread's V columns, four rows at once, are a segment, whose sums from its begin and to its end lie in shared
-              memory: sum = end of a segment + whole segments + beginning of a later one. Windows of 3, 5 and 7 columns take
-              their neighbours' outermost columns instead, and add.
-     shared   [sums or columns of segments, with zeros beside each row] [ring of rows of x] [totals]; ring and totals are each
-              thread's own. Two barriers a step.
+              it is complete, and the beginning of the next, in registers. The leading rows then take the places of the
+              trailing ones in the ring. Windows of 3 rows need no ring.
+     across   a thread's V columns, four rows at once, are a segment: the columns and their sum lie in shared memory. What the
+              windows of another thread's V columns have in common is mostly whole segments; column by column, from right to
+              left, those are added that only the windows further left have, and then those that only the windows further
+              right have. Windows of 3, 5 and 7 columns take their neighbours' outermost columns instead.
+     shared   [segments, with zeros beside each row] [ring of rows of x] [totals]; ring and totals are each thread's own. Two
+              barriers a step.
 
    channels_last and larger windows: sums along the rows into float32 memory, then down the columns, in two launches. A side is
    counted from -radius on, where the window of pixel 0 begins, in blocks as long as the window. A window is the end of one
@@ -200,6 +203,29 @@ __global__ void __launch_bounds__(BOX_THREADS) box_lines_kernel(const __grid_con
 template <int V>
 static constexpr int box_resident_threads = V == 8 ? 384 : 512;
 
+/* Lines of a segment in shared memory, of 16 bytes: one number of each of a step's four rows. Windows of up to 7 columns need
+   the outermost 2 * REACH columns, larger ones all V and their sum. An odd number, so that neighbouring threads' accesses fall
+   into different banks. */
+template <int V, int REACH>
+static constexpr int box_segment_lines = REACH > 0 ? 2 * REACH + 1 : V + 1;
+
+/* Adjacent columns of a row in shared memory, as a thread reads them: from `at` on, in floats from its own segment's first, and
+   how many of them lie before the next segment. */
+struct box_columns {
+  int at, before_next;
+};
+
+/* The windows of V columns from 0 on, larger than 7: column c's is [-radius + c, radius + c].
+     head     -radius ... -radius + V-2      column c's has the last V-1-c of them
+     core     -radius + V-1 ... radius       in the windows of all: single columns, whole segments, and single columns
+     tail     radius + 1 ... radius + V-1    column c's has the first c of them */
+struct box_spans {
+  box_columns head, tail;
+  int left, left_columns; /* where in shared memory, and how many */
+  int whole, whole_segments;
+  int right, right_columns;
+};
+
 struct box_bands {
   box_args a;
   bool vectors;  /* all accesses of V elements are aligned */
@@ -213,28 +239,39 @@ struct box_bands {
   int ring_rows; /* 2 * radius_y */
   int totals;    /* whole steps between a window's trailing and leading rows */
   int64_t tiles, row_bands;
+  box_spans spans;
 };
 
-/* 4 * V elements from memory; zeros where the row or the column lies outside the image. */
+/* V elements of row y; zeros where the row, of which only those before `end` count, or the column lies outside the image. */
 template <typename T, int V>
-__device__ __forceinline__ void box_fetch(T (&to)[BOX_STEP][V], const box_bands &plan, const T *from, int y, int columns) {
+__device__ __forceinline__ void box_fetch_row(T (&to)[V], const box_bands &plan, const T *from, int y, int end, int columns) {
 #pragma unroll
-  for (int i = 0; i < BOX_STEP; ++i)
-#pragma unroll
-    for (int c = 0; c < V; ++c) to[i][c] = camox_from_float<T>(0.0f);
-  const unsigned height = static_cast<unsigned>(plan.a.p.height);
+  for (int c = 0; c < V; ++c) to[c] = camox_from_float<T>(0.0f);
+  if (static_cast<unsigned>(y) >= static_cast<unsigned>(end)) return;
   if (plan.vectors) {
-#pragma unroll
-    for (int i = 0; i < BOX_STEP; ++i)
-      if (columns > 0 && static_cast<unsigned>(y + i) < height) camox_load(to[i], from + i * plan.a.p.x.stride[2]);
+    if (columns > 0) camox_load(to, from);
   } else {
 #pragma unroll
-    for (int i = 0; i < BOX_STEP; ++i) {
-      if (static_cast<unsigned>(y + i) >= height) continue;
+    for (int c = 0; c < V; ++c)
+      if (c < columns) to[c] = __ldg(from + c * plan.a.p.x.stride[3]);
+  }
+}
+
+/* The same of four rows from y >= 0 on, `stride` apart. A thread without columns never loads, so its zeros stay. `from` becomes
+   the row after them. */
+template <typename T, int V>
+__device__ __forceinline__ void box_fetch(T (&to)[BOX_STEP][V], const box_bands &plan, const T *&from, int64_t stride, int y,
+                                          int end, int columns) {
+  const T *const rows[BOX_STEP] = {from, from + stride, from + 2 * stride, from + 2 * stride + stride};
+  from = rows[3] + stride;
+  if (plan.vectors && y + BOX_STEP <= end) {
+    if (columns > 0) {
 #pragma unroll
-      for (int c = 0; c < V; ++c)
-        if (c < columns) to[i][c] = __ldg(from + i * plan.a.p.x.stride[2] + c * plan.a.p.x.stride[3]);
+      for (int i = 0; i < BOX_STEP; ++i) camox_load(to[i], rows[i]);
     }
+  } else {
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) box_fetch_row(to[i], plan, rows[i], y + i, end, columns);
   }
 }
 
@@ -257,30 +294,58 @@ __device__ __forceinline__ void box_add_adjacent(float (&to)[V], const float (&f
   }
 }
 
-/* Floats of shared memory that a segment's sums take: from its begin to each column, and from each but the first to its end. */
-template <int V, int REACH>
-static constexpr int box_segment_lines = REACH > 0 ? 2 * REACH : 2 * V - 1;
+/* Where the columns of head and tail lie in shared memory, in floats. Held in registers: found again in each step they would
+   take two instructions each, since the line of a segment's sum lies between its columns and the next one's. */
+template <int V>
+struct box_ends {
+  int head[V - 1], tail[V - 1];
+};
 
-/* Sums along the rows, of four rows at once. `mine`: the thread's segment, in shared memory; a line is one column of all. */
 template <int V, int REACH>
-__device__ __forceinline__ void box_across(float (&sums)[BOX_STEP][V], const box_bands &plan, float *mine) {
-  const int line = BOX_STEP * plan.positions;
+__device__ __forceinline__ box_ends<V> box_ends_of(const box_spans &spans, int mine) {
+  box_ends<V> ends = {};
+  if constexpr (REACH == 0) {
+#pragma unroll
+    for (int c = 0; c < V - 1; ++c) {
+      ends.head[c] = mine + spans.head.at + (c < spans.head.before_next ? c : c + 1) * BOX_STEP;
+      ends.tail[c] = mine + spans.tail.at + (c < spans.tail.before_next ? c : c + 1) * BOX_STEP;
+      camox_compute_late(ends.head[c]);
+      camox_compute_late(ends.tail[c]);
+    }
+  }
+  return ends;
+}
+
+/* Adds `count` lines from `from` on, `pitch` floats apart. */
+__device__ __forceinline__ void box_add_lines(float (&to)[BOX_STEP], const float *from, int count, int pitch) {
+#pragma unroll 1
+  for (; count > 0; --count, from += pitch) {
+    float line[BOX_STEP];
+    camox_load_shared(line, from);
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) to[i] += line[i];
+  }
+}
+
+/* Sums along the rows, of four rows at once. `mine`: the thread's segment, in shared memory. */
+template <int V, int REACH>
+__device__ __forceinline__ void box_across(float (&sums)[BOX_STEP][V], const box_bands &plan, float *segments, float *mine,
+                                           const box_ends<V> &ends) {
+  constexpr int pitch = BOX_STEP * box_segment_lines<V, REACH>;
+  const auto put_column = [&](int line, int c) {
+    const float column[BOX_STEP] = {sums[0][c], sums[1][c], sums[2][c], sums[3][c]};
+    camox_store_shared(mine + line * BOX_STEP, column);
+  };
   if constexpr (REACH > 0) {
     /* lines 0 ... REACH-1: the first columns, the others: the last */
 #pragma unroll
-    for (int c = 0; c < REACH; ++c) {
-      const float first[BOX_STEP] = {sums[0][c], sums[1][c], sums[2][c], sums[3][c]};
-      camox_store_shared(mine + c * line, first);
-      constexpr int from = V - REACH;
-      const float last[BOX_STEP] = {sums[0][from + c], sums[1][from + c], sums[2][from + c], sums[3][from + c]};
-      camox_store_shared(mine + (REACH + c) * line, last);
-    }
+    for (int c = 0; c < REACH; ++c) put_column(c, c), put_column(REACH + c, V - REACH + c);
     __syncthreads();
     float left[REACH][BOX_STEP], right[REACH][BOX_STEP];
 #pragma unroll
     for (int c = 0; c < REACH; ++c) {
-      camox_load_shared(left[c], mine - BOX_STEP + (REACH + c) * line);
-      camox_load_shared(right[c], mine + BOX_STEP + c * line);
+      camox_load_shared(left[c], mine - pitch + (REACH + c) * BOX_STEP);
+      camox_load_shared(right[c], mine + pitch + c * BOX_STEP);
     }
 #pragma unroll
     for (int i = 0; i < BOX_STEP; ++i) {
@@ -292,69 +357,216 @@ __device__ __forceinline__ void box_across(float (&sums)[BOX_STEP][V], const box
       box_add_adjacent<V, REACH>(sums[i], row);
     }
   } else {
-    /* line c < V: columns 0 ... c; line V-1+c: columns c ... V-1, so that line V-1 is the whole segment */
-    const int radius = static_cast<int>(plan.a.radius_x);
-    float sum[BOX_STEP];
+    /* lines 0 ... V-1: the columns, line V: their sum */
+    const box_spans &spans = plan.spans;
+    float whole[BOX_STEP];
 #pragma unroll
-    for (int c = 0; c < V; ++c) {
+    for (int i = 0; i < BOX_STEP; ++i) whole[i] = sums[i][0] + sums[i][1];
+    put_column(0, 0), put_column(1, 1);
 #pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i) sum[i] = c > 0 ? sum[i] + sums[i][c] : sums[i][c];
-      camox_store_shared(mine + c * line, sum);
+    for (int c = 2; c < V; c += 2) {
+      put_column(c, c), put_column(c + 1, c + 1);
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i) whole[i] += sums[i][c] + sums[i][c + 1];
     }
-#pragma unroll
-    for (int c = V - 1; c > 0; --c) {
-#pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i) sum[i] = c < V - 1 ? sum[i] + sums[i][c] : sums[i][c];
-      camox_store_shared(mine + (V - 1 + c) * line, sum);
-    }
+    camox_store_shared(mine + V * BOX_STEP, whole);
     __syncthreads();
-    /* column 0's window begins in segment `first`, begin columns behind its first, and ends in segment `last` */
-    const int first = -plan.side, begin = plan.side * V - radius, last = radius / V, end = radius % V;
-    const float *const whole = mine + (V - 1) * line;
-    float between[BOX_STEP] = {}; /* segments that lie in the windows of all columns */
-#pragma unroll 1
-    for (int segment = first + 2; segment < last; ++segment) {
-      camox_load_shared(sum, whole + segment * BOX_STEP);
+    float sum[BOX_STEP] = {};
+    box_add_lines(sum, mine + spans.left, spans.left_columns, BOX_STEP);
+    box_add_lines(sum, mine + spans.whole, spans.whole_segments, pitch);
+    box_add_lines(sum, mine + spans.right, spans.right_columns, BOX_STEP);
 #pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i) between[i] += sum[i];
-    }
-    const float *from = mine + first * BOX_STEP + (V - 1 + begin) * line, *to = mine + last * BOX_STEP + end * line;
-    float inside[BOX_STEP] = {between[0], between[1], between[2], between[3]};
-    if (first + 1 < last) {
-      camox_load_shared(sum, whole + (first + 1) * BOX_STEP);
+    for (int i = 0; i < BOX_STEP; ++i) sums[i][V - 1] = sum[i];
 #pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i) inside[i] += sum[i];
+    for (int c = V - 2; c >= 0; --c) {
+      float column[BOX_STEP];
+      camox_load_shared(column, segments + ends.head[c]);
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i) sum[i] += column[i], sums[i][c] = sum[i];
     }
 #pragma unroll
-    for (int c = 0; c < V; ++c) {
-      const bool next_first = begin + c == V, next_last = end + c == V;
-      if (next_first) from += BOX_STEP - V * line;
-      if (next_last) to += BOX_STEP - V * line;
-      if (next_first || next_last) {
-        /* the windows have left segment `first` or reached the one behind `last` */
-        const bool left = begin + c >= V, reached = end + c >= V;
+    for (int i = 0; i < BOX_STEP; ++i) sum[i] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i) inside[i] = between[i];
-        if (!left && first + 1 < last) {
-          camox_load_shared(sum, whole + (first + 1) * BOX_STEP);
+    for (int c = 0; c < V - 1; ++c) {
+      float column[BOX_STEP];
+      camox_load_shared(column, segments + ends.tail[c]);
 #pragma unroll
-          for (int i = 0; i < BOX_STEP; ++i) inside[i] += sum[i];
-        }
-        if (reached && first + (left ? 1 : 0) < last) {
-          camox_load_shared(sum, whole + last * BOX_STEP);
-#pragma unroll
-          for (int i = 0; i < BOX_STEP; ++i) inside[i] += sum[i];
-        }
-      }
-      float ending[BOX_STEP], beginning[BOX_STEP];
-      camox_load_shared(ending, from);
-      camox_load_shared(beginning, to);
-#pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i) sums[i][c] = (ending[i] + inside[i]) + beginning[i];
-      from += line, to += line;
+      for (int i = 0; i < BOX_STEP; ++i) sum[i] = c > 0 ? sum[i] + column[i] : column[i], sums[i][c + 1] += sum[i];
     }
   }
   __syncthreads();
+}
+
+/* What a thread keeps of its columns while it iterates down them, in shared memory that no other thread touches. A warp's 32
+   threads lie beside each other in it, so that all distances are known when the kernel is compiled. */
+template <typename T, int V>
+struct box_history {
+  static constexpr int row = CAMOX_WARP * V;   /* of the ring */
+  static constexpr int total = CAMOX_WARP * V; /* of the totals; its pieces of four lie a warp apart */
+  T *ring;          /* the 2 * radius_y rows of x above a step's leading rows, which take the places of its trailing rows */
+  float *totals;    /* sums of the whole steps among those rows; those of a complete block are sums to its end */
+  int trailing;     /* where in the ring the pair of rows lies with which the step's first window begins */
+  float pair[2][V]; /* these two rows: the step before had to read them, too, where the radius is odd */
+  int oldest;       /* where the total of the first whole step in the windows lies */
+  float running[V]; /* the sum of the totals of the block that is not complete */
+
+  __device__ __forceinline__ void read_pair() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      T raw[V];
+      camox_load_shared(raw, ring + trailing + i * row);
+      camox_to_floats(pair[i], raw);
+#pragma unroll
+      for (int k = 0; k < V; ++k) camox_compute_late(pair[i][k]);
+    }
+  }
+  __device__ __forceinline__ int next_pair(const box_bands &plan, int at) const {
+    return at + 2 * row < plan.ring_rows * row ? at + 2 * row : 0;
+  }
+};
+
+/* Where x is divided before the sums: rows y and after, along the columns. */
+template <int N, int V>
+__device__ __forceinline__ void box_divide_rows(float (&rows)[N][V], const box_bands &plan, int y) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float share = box_share(y + i, static_cast<int>(plan.a.radius_y), plan.a.p.height);
+#pragma unroll
+    for (int k = 0; k < V; ++k) rows[i][k] *= share;
+  }
+}
+
+/* The same along the row, from `column` on. */
+template <int V>
+__device__ __forceinline__ void box_divide_columns(float (&rows)[BOX_STEP][V], const box_bands &plan, int column) {
+  camox_compute_late(column);
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    const float share = box_share(column + k, static_cast<int>(plan.a.radius_x), plan.a.p.width);
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) rows[i][k] *= share;
+  }
+}
+
+/* Turns the first `count` totals into sums to the end of their block. */
+template <typename T, int V>
+__device__ __forceinline__ void box_complete_block(box_history<T, V> &history, int count) {
+  float sum[V] = {};
+#pragma unroll 1
+  for (int at = (count - 1) * history.total; at >= 0; at -= history.total) {
+    float one[V];
+    camox_get_floats(one, history.totals + at, CAMOX_WARP);
+#pragma unroll
+    for (int k = 0; k < V; ++k) sum[k] += one[k];
+    camox_put_floats(history.totals + at, sum, CAMOX_WARP);
+  }
+}
+
+/* The rows above the leading rows of a band's first step, which are y and after. All are asked for before one is used. */
+template <typename T, int V>
+__device__ __forceinline__ void box_begin_history(box_history<T, V> &history, const box_bands &plan, const T *from, int y,
+                                                  int columns) {
+  const int height = static_cast<int>(plan.a.p.height), first = y - plan.ring_rows;
+  from -= plan.ring_rows * plan.a.p.x.stride[2];
+  for (int i = 0; i < plan.ring_rows; ++i, from += plan.a.p.x.stride[2]) {
+    T *const to = history.ring + i * history.row;
+    if (plan.vectors) {
+      camox_cp_async_16(to, from, columns > 0 && static_cast<unsigned>(first + i) < static_cast<unsigned>(height) ? 16 : 0);
+    } else {
+      T row[V];
+      box_fetch_row(row, plan, from, first + i, height, columns);
+      camox_store_shared(to, row);
+    }
+  }
+  camox_cp_async_commit();
+  camox_cp_async_wait<0>();
+  history.trailing = history.oldest = 0;
+#pragma unroll
+  for (int k = 0; k < V; ++k) history.running[k] = 0.0f;
+  const T *from_ring = history.ring + (plan.ring_rows - BOX_STEP * plan.totals) * history.row;
+#pragma unroll 1
+  for (int i = 0; i < plan.totals; ++i) {
+    float rows[BOX_STEP][V];
+#pragma unroll
+    for (int k = 0; k < BOX_STEP; ++k, from_ring += history.row) {
+      T row[V];
+      camox_load_shared(row, from_ring);
+      camox_to_floats(rows[k], row);
+    }
+    if (plan.a.p.kind == CAMOX_BOX_COUNTED_ADJOINT) box_divide_rows(rows, plan, y - BOX_STEP * (plan.totals - i));
+#pragma unroll
+    for (int k = 0; k < V; ++k) rows[0][k] = ((rows[0][k] + rows[1][k]) + rows[2][k]) + rows[3][k];
+    camox_put_floats(history.totals + i * history.total, rows[0], CAMOX_WARP);
+  }
+  history.read_pair();
+  box_complete_block(history, plan.totals);
+}
+
+/* Sums down the columns, of windows that begin with rows y ... y + 3 and end with the leading rows `raw`. */
+template <typename T, int V>
+__device__ __forceinline__ void box_down(float (&sums)[BOX_STEP][V], box_history<T, V> &history, const box_bands &plan,
+                                         const T (&raw)[BOX_STEP][V], int y) {
+  const bool before = plan.a.p.kind == CAMOX_BOX_COUNTED_ADJOINT;
+  const int radius = static_cast<int>(plan.a.radius_y);
+  T *const first = history.ring + history.trailing;
+  history.trailing = history.next_pair(plan, history.trailing);
+  T *const second = history.ring + history.trailing;
+  history.trailing = history.next_pair(plan, history.trailing);
+  float trail[BOX_STEP + 2][V], lead[BOX_STEP][V]; /* rows y ... y + 5; sums from the first leading row on */
+#pragma unroll
+  for (int k = 0; k < V; ++k) trail[0][k] = history.pair[0][k], trail[1][k] = history.pair[1][k];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    T row[V];
+    camox_load_shared(row, second + i * history.row);
+    camox_to_floats(trail[2 + i], row);
+    camox_store_shared(first + i * history.row, raw[i]);
+    camox_store_shared(second + i * history.row, raw[2 + i]);
+  }
+  history.read_pair();
+#pragma unroll
+  for (int k = 0; k < V; ++k) trail[4][k] = history.pair[0][k], trail[5][k] = history.pair[1][k];
+
+#pragma unroll
+  for (int i = 0; i < BOX_STEP; ++i) camox_to_floats(lead[i], raw[i]);
+  if (before) box_divide_rows(lead, plan, y + 2 * radius);
+#pragma unroll
+  for (int i = 1; i < BOX_STEP; ++i)
+#pragma unroll
+    for (int k = 0; k < V; ++k) lead[i][k] += lead[i - 1][k];
+
+  float sum[V] = {};
+  if (plan.totals > 0) {
+    float *const oldest = history.totals + history.oldest;
+    camox_get_floats(sum, oldest, CAMOX_WARP);
+    camox_put_floats(oldest, lead[BOX_STEP - 1], CAMOX_WARP);
+#pragma unroll
+    for (int k = 0; k < V; ++k) sum[k] += history.running[k], history.running[k] += lead[BOX_STEP - 1][k];
+    history.oldest += history.total;
+    if (history.oldest == plan.totals * history.total) {
+      box_complete_block(history, plan.totals);
+      history.oldest = 0;
+#pragma unroll
+      for (int k = 0; k < V; ++k) history.running[k] = 0.0f;
+    }
+  }
+  float share[BOX_STEP + 2]; /* the product with 1 costs nothing */
+#pragma unroll
+  for (int i = 0; i < BOX_STEP + 2; ++i) share[i] = 1.0f;
+  if (before) {
+#pragma unroll
+    for (int i = 0; i < BOX_STEP + 2; ++i) share[i] = box_share(y + i, radius, plan.a.p.height);
+  }
+  if (radius % 2 != 0) { /* two rows more, which no whole step has */
+#pragma unroll
+    for (int i = BOX_STEP + 1; i >= BOX_STEP; --i)
+#pragma unroll
+      for (int k = 0; k < V; ++k) sum[k] = fmaf(trail[i][k], share[i], sum[k]);
+  }
+#pragma unroll
+  for (int i = BOX_STEP - 1; i >= 0; --i)
+#pragma unroll
+    for (int k = 0; k < V; ++k) sum[k] = fmaf(trail[i][k], share[i], sum[k]), sums[i][k] = sum[k] + lead[i][k];
 }
 
 /* REACH: the radius along rows where it is 1, 2 or 3, else 0. TALL: windows of more than 3 rows. */
@@ -363,22 +575,26 @@ __global__ void __launch_bounds__(box_resident_threads<V>, 1)
     box_bands_kernel(const __grid_constant__ box_bands plan, int64_t items) {
   CAMOX_DYNAMIC_SHARED(float, segments);
   const camox_box_params &p = plan.a.p;
-  const int thread = static_cast<int>(threadIdx.x), radius_y = static_cast<int>(plan.a.radius_y),
-            radius_x = static_cast<int>(plan.a.radius_x), height = static_cast<int>(p.height);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / CAMOX_WARP, lane = thread % CAMOX_WARP,
+            radius_y = static_cast<int>(plan.a.radius_y), height = static_cast<int>(p.height);
   const int place = thread / plan.across, at = thread % plan.across, stretch = plan.across + plan.side;
-  constexpr int lines = box_segment_lines<V, REACH>;
-  float *const mine = segments + BOX_STEP * (plan.side + place * stretch + at);
-  T *const ring = reinterpret_cast<T *>(segments + lines * BOX_STEP * plan.positions) + V * thread;
-  float *const totals = segments + lines * BOX_STEP * plan.positions + plan.ring_rows * plan.threads * 4 + 4 * thread;
-  const int ring_row = V * plan.threads, total_step = plan.threads, total_size = V * plan.threads;
-  const bool before = p.kind == CAMOX_BOX_COUNTED_ADJOINT, counted = before || p.kind == CAMOX_BOX_COUNTED;
+  constexpr int pitch = BOX_STEP * box_segment_lines<V, REACH>;
+  float *const mine = segments + pitch * (plan.side + place * stretch + at);
+  float *const rings = segments + pitch * plan.positions;
+  box_history<T, V> history;
+  history.ring = reinterpret_cast<T *>(rings) + warp * plan.ring_rows * history.row + lane * V;
+  history.totals = rings + plan.threads * plan.ring_rows * 4 + warp * plan.totals * history.total + lane * 4;
+  const bool before = p.kind == CAMOX_BOX_COUNTED_ADJOINT;
 
   for (int zero = thread; zero < plan.side * (plan.positions / stretch + 1); zero += plan.threads) {
     const float zeros[BOX_STEP] = {};
-    for (int i = 0; i < lines; ++i)
-      camox_store_shared(segments + BOX_STEP * (i * plan.positions + zero / plan.side * stretch + zero % plan.side), zeros);
+#pragma unroll
+    for (int i = 0; i < pitch; i += BOX_STEP)
+      camox_store_shared(segments + pitch * (zero / plan.side * stretch + zero % plan.side) + i, zeros);
   }
 
+  const box_ends<V> ends = box_ends_of<V, REACH>(plan.spans, static_cast<int>(mine - segments));
+  const int64_t x_stride = p.x.stride[2], y_stride = p.y.stride[2];
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t tile, row_band, c;
     const int64_t plane_of = camox_divide(camox_divide(item, plan.tiles, &tile), plan.row_bands, &row_band) * plan.planes;
@@ -388,111 +604,41 @@ __global__ void __launch_bounds__(box_resident_threads<V>, 1)
     const bool exists = place < plan.planes && b < p.batch && column >= 0 && column < p.width;
     const int columns = exists ? static_cast<int>(min(p.width - column, static_cast<int64_t>(V))) : 0;
     const bool writes = exists && at >= plan.halo && at < plan.across - plan.halo;
-    const int first_row = static_cast<int>(row_band) * plan.rows;
-    const int steps = (min(plan.rows, height - first_row) + BOX_STEP - 1) / BOX_STEP;
-    const int early = (2 * radius_y + BOX_STEP - 1) / BOX_STEP; /* steps that only add to the window */
+    int y = static_cast<int>(row_band) * plan.rows;
+    const int last = min(y + plan.rows, height), end = min(last + radius_y, height); /* behind the rows written, and read */
 
-    float share[V]; /* what a pixel's sum is multiplied by, but for the row's share */
+    const float share = before || p.kind == CAMOX_BOX_COUNTED
+                            ? 1.0f
+                            : 1.0f / (static_cast<float>(p.window_height) * static_cast<float>(p.window_width));
+    int write_end = writes ? last : 0;
+    camox_compute_late(write_end);
+
+    const T *const first = static_cast<const T *>(p.x.data) + box_offset(p.x, b, c, y + radius_y, column), *next = first;
+    T *out = static_cast<T *>(p.y.data) + box_offset(p.y, b, c, y, column);
+    T raw[BOX_STEP][V] = {};
+    box_fetch(raw, plan, next, x_stride, y + radius_y, end, columns);
+    float above[2][V]; /* not TALL: the two rows above the leading ones */
+    if constexpr (TALL) {
+      box_begin_history(history, plan, first, y + radius_y, columns);
+    } else {
 #pragma unroll
-    for (int i = 0; i < V; ++i)
-      share[i] = counted ? box_share(static_cast<int>(column) + i, radius_x, p.width)
-                         : 1.0f / (static_cast<float>(p.window_height) * static_cast<float>(p.window_width));
-
-    int y = first_row - BOX_STEP * early; /* of the step's first output */
-    const T *from = static_cast<const T *>(p.x.data) + box_offset(p.x, b, c, y + radius_y, column);
-    T *out = static_cast<T *>(p.y.data) + box_offset(p.y, b, c, first_row, column);
-    T raw[BOX_STEP][V];
-    box_fetch(raw, plan, from, y + radius_y, columns);
-    int leading = 0, trailing = 0; /* rows of the ring */
-    if constexpr (TALL) {          /* so that the first output's window begins with the ring's row 0 */
-      leading = 2 * radius_y < BOX_STEP * early ? plan.ring_rows - 2 : 0;
+      for (int i = 0; i < 2; ++i) {
+        T row[V];
+        box_fetch_row(row, plan, first + (i - 2) * x_stride, y + radius_y + i - 2, end, columns);
+        camox_to_floats(above[i], row);
+      }
+      if (before) box_divide_rows(above, plan, y + radius_y - 2);
     }
-    int total = 0;
-    float running[V] = {};  /* TALL: totals of the block that is not complete */
-    float above[2][V] = {}; /* else the two rows above the leading ones */
 #pragma unroll 1
-    for (int step = -early; step < steps; ++step, y += BOX_STEP) {
-      float sums[BOX_STEP][V], lead[BOX_STEP][V];
+    for (; y < last; y += BOX_STEP) {
+      float sums[BOX_STEP][V];
       if constexpr (TALL) {
-#pragma unroll
-        for (int i = 0; i < BOX_STEP; i += 2) {
-          camox_store_shared(ring + leading * ring_row, raw[i]);
-          camox_store_shared(ring + leading * ring_row + ring_row, raw[i + 1]);
-          leading = leading + 2 < plan.ring_rows ? leading + 2 : 0;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i) camox_to_floats(lead[i], raw[i]);
-      if (before) {
-#pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i) {
-          const float row_share = box_share(y + radius_y + i, radius_y, p.height);
-#pragma unroll
-          for (int k = 0; k < V; ++k) lead[i][k] *= row_share;
-        }
-      }
-      if constexpr (TALL) {
-#pragma unroll
-        for (int i = 1; i < BOX_STEP; ++i)
-#pragma unroll
-          for (int k = 0; k < V; ++k) lead[i][k] += lead[i - 1][k];
-        if (step >= 0) {
-          float trail[V];
-#pragma unroll
-          for (int k = 0; k < V; ++k) trail[k] = running[k];
-          if (plan.totals > 0) {
-            float ending[V];
-            camox_get_floats(ending, totals + total * total_size, total_step);
-#pragma unroll
-            for (int k = 0; k < V; ++k) trail[k] += ending[k];
-          }
-          /* the trailing rows from the last to the first; of an odd radius two more, which no whole step has. A pair of rows
-             does not wrap around. */
-          const auto add_pair = [&](int i, bool first) {
-            const int slot = trailing + i < plan.ring_rows ? trailing + i : trailing + i - plan.ring_rows;
-#pragma unroll
-            for (int k = 1; k >= 0; --k) {
-              T row[V];
-              float values[V];
-              camox_load_shared(row, ring + slot * ring_row + k * ring_row);
-              camox_to_floats(values, row);
-              /* 1 but where terms are divided: the product costs nothing */
-              const float row_share = before ? box_share(y - radius_y + i + k, radius_y, p.height) : 1.0f;
-#pragma unroll
-              for (int j = 0; j < V; ++j) {
-                trail[j] = fmaf(values[j], row_share, trail[j]);
-                if (first) sums[(i + k) % BOX_STEP][j] = trail[j] + lead[(i + k) % BOX_STEP][j];
-              }
-            }
-          };
-          if (radius_y % 2 != 0) add_pair(BOX_STEP, false);
-          add_pair(2, true);
-          add_pair(0, true);
-          trailing += BOX_STEP;
-          if (trailing >= plan.ring_rows) trailing -= plan.ring_rows;
-        }
-        if (plan.totals > 0) {
-          camox_put_floats(totals + total * total_size, lead[BOX_STEP - 1], total_step);
-#pragma unroll
-          for (int k = 0; k < V; ++k) running[k] += lead[BOX_STEP - 1][k];
-          if (++total == plan.totals) {
-            /* the block's totals become sums to its end */
-#pragma unroll
-            for (int k = 0; k < V; ++k) running[k] = 0.0f;
-#pragma unroll 1
-            while (total > 0) {
-              float one[V];
-              --total;
-              camox_get_floats(one, totals + total * total_size, total_step);
-#pragma unroll
-              for (int k = 0; k < V; ++k) running[k] += one[k];
-              camox_put_floats(totals + total * total_size, running, total_step);
-            }
-#pragma unroll
-            for (int k = 0; k < V; ++k) running[k] = 0.0f;
-          }
-        }
+        box_down(sums, history, plan, raw, y - radius_y);
       } else {
+        float lead[BOX_STEP][V];
+#pragma unroll
+        for (int i = 0; i < BOX_STEP; ++i) camox_to_floats(lead[i], raw[i]);
+        if (before) box_divide_rows(lead, plan, y + radius_y);
 #pragma unroll
         for (int k = 0; k < V; ++k) {
           const float pairs[3] = {above[0][k] + above[1][k], lead[0][k] + lead[1][k], lead[2][k] + lead[3][k]};
@@ -503,34 +649,22 @@ __global__ void __launch_bounds__(box_resident_threads<V>, 1)
           above[0][k] = lead[2][k], above[1][k] = lead[3][k];
         }
       }
-      from += BOX_STEP * p.x.stride[2];
-      if (step + 1 < steps) box_fetch(raw, plan, from, y + BOX_STEP + radius_y, columns);
-      if (step < 0) continue;
+      box_fetch(raw, plan, next, x_stride, y + BOX_STEP + radius_y, end, columns);
 
-      if (before) {
+      if (before) box_divide_columns(sums, plan, static_cast<int>(column));
+      box_across<V, REACH>(sums, plan, segments, mine, ends);
 #pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i)
+      for (int i = 0; i < BOX_STEP; ++i)
 #pragma unroll
-          for (int k = 0; k < V; ++k) sums[i][k] *= share[k];
-      }
-      box_across<V, REACH>(sums, plan, mine);
-      if (!before) {
-#pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i)
-#pragma unroll
-          for (int k = 0; k < V; ++k) sums[i][k] *= share[k];
-      }
+        for (int k = 0; k < V; ++k) sums[i][k] *= share;
       if (p.kind == CAMOX_BOX_COUNTED) {
-#pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i) {
-          const float row_share = box_share(y + i, radius_y, p.height);
-#pragma unroll
-          for (int k = 0; k < V; ++k) sums[i][k] *= row_share;
-        }
+        box_divide_columns(sums, plan, static_cast<int>(column));
+        box_divide_rows(sums, plan, y);
       }
       if (p.kind == CAMOX_BOX_STRUCTURE_WEIGHT) {
-        T center[BOX_STEP][V];
-        box_fetch(center, plan, from - (BOX_STEP + radius_y) * p.x.stride[2], y, columns);
+        T center[BOX_STEP][V] = {};
+        const T *pixels = next - (2 * BOX_STEP + radius_y) * x_stride;
+        box_fetch(center, plan, pixels, x_stride, y, end, columns);
 #pragma unroll
         for (int i = 0; i < BOX_STEP; ++i) {
           float values[V];
@@ -542,30 +676,51 @@ __global__ void __launch_bounds__(box_resident_threads<V>, 1)
 #ifdef CAMOX_BREAK_BOX
       sums[0][0] += 1e-3f;
 #endif
-      const int rows = writes ? height - y : 0;
+      const int rows = write_end - y;
+      if (plan.vectors && rows >= BOX_STEP) {
 #pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i)
-        if (i < rows && plan.vectors) camox_store_float(out + i * p.y.stride[2], sums[i]);
-      if (!plan.vectors) {
+        for (int i = 0; i < BOX_STEP; ++i) camox_store_float(out + i * y_stride, sums[i]);
+      } else {
 #pragma unroll
         for (int i = 0; i < BOX_STEP; ++i)
-          if (i < rows) camox_store_float(out + i * p.y.stride[2], sums[i], columns, false);
+          if (i < rows) camox_store_float(out + i * y_stride, sums[i], columns, plan.vectors);
       }
-      out += BOX_STEP * p.y.stride[2];
+      out += BOX_STEP * y_stride;
     }
   }
 }
 
 /* ---- launchers ---- */
 
+/* Where a column lies, counted from a thread's first. */
+static inline box_columns box_columns_at(int column, int lanes) {
+  const int segment = column >= 0 ? column / lanes : -((lanes - 1 - column) / lanes), in_segment = column - segment * lanes;
+  return {BOX_STEP * (segment * (lanes + 1) + in_segment), lanes - in_segment};
+}
+
+static inline box_spans box_spans_of(int radius, int lanes) {
+  /* the core begins with as many single columns as it ends with, since it is as far from the thread's columns on both sides */
+  const int core = 2 * radius + 2 - lanes, single = (radius + 1) % lanes, first = radius + 1 - core;
+  box_spans spans = {};
+  spans.head = box_columns_at(-radius, lanes), spans.tail = box_columns_at(radius + 1, lanes);
+  spans.left = box_columns_at(first, lanes).at, spans.left_columns = core;
+  if (core >= 2 * single) {
+    spans.left_columns = spans.right_columns = single;
+    spans.whole = box_columns_at(first + single, lanes).at + BOX_STEP * lanes;
+    spans.whole_segments = (core - 2 * single) / lanes;
+    spans.right = box_columns_at(radius + 1 - single, lanes).at;
+  }
+  return spans;
+}
+
 /* How blocks divide the images: of the numbers of planes and of row bands the ones with the least time on the multiprocessor
-   with the most blocks. What a multiprocessor holds at once takes as long as its threads have rows, and too few threads wait
-   for memory as long as BOX_BAND_THREADS; a row of the halo costs half. False where no tile fits a block. */
+   with the most blocks. What a multiprocessor holds at once takes as long as its threads have steps, and too few threads wait
+   for memory almost as long as BOX_BAND_THREADS. To begin a band costs a step, and a quarter of one for each two rows of its
+   ring. False where no tile fits a block. */
 static inline bool box_divide(box_bands &plan, int lanes, int lines, int resident_threads, int64_t processors,
                               int64_t block_shared, int *shared) {
   const camox_box_params &p = plan.a.p;
   const int64_t vectors = camox_ceil_div(p.width, lanes), all_planes = p.batch * p.channels;
-  const int early = static_cast<int>(camox_ceil_div(2 * plan.a.radius_y, BOX_STEP));
   plan.side = static_cast<int>(camox_ceil_div(plan.a.radius_x, lanes));
   int64_t least = INT64_MAX;
   box_bands best = plan;
@@ -586,7 +741,7 @@ static inline bool box_divide(box_bands &plan, int lanes, int lines, int residen
     const int64_t columns = camox_ceil_div(all_planes, plan.planes) * plan.tiles, at_once = processors * resident;
     const auto time_of = [&](int64_t blocks) {
       const int64_t busy = camox_ceil_div(blocks, processors) * plan.threads;
-      return blocks == 0 ? 0 : busy < BOX_BAND_THREADS ? static_cast<int64_t>(BOX_BAND_THREADS) : busy;
+      return blocks == 0 ? 0 : busy + 7 * (busy < BOX_BAND_THREADS ? BOX_BAND_THREADS : busy);
     };
     const int64_t most = camox_ceil_div(p.height, BOX_STEP);
     for (int64_t bands = 1, steps = most; bands <= most; bands = steps > 1 ? camox_ceil_div(most, steps - 1) : most + 1) {
@@ -594,7 +749,8 @@ static inline bool box_divide(box_bands &plan, int lanes, int lines, int residen
       plan.row_bands = camox_ceil_div(most, steps);
       plan.rows = static_cast<int>(steps) * BOX_STEP;
       const int64_t blocks = columns * plan.row_bands;
-      const int64_t time = (blocks / at_once * time_of(at_once) + time_of(blocks % at_once)) * (2 * steps + early);
+      const int64_t time =
+          (blocks / at_once * time_of(at_once) + time_of(blocks % at_once)) * (4 * (steps + 1) + plan.a.radius_y);
       if (time >= least) continue;
       least = time, best = plan, *shared = bytes;
     }
@@ -616,8 +772,9 @@ static int box_run_bands(const box_args &a, void *stream) {
   plan.a = a;
   plan.vectors = p.width % lanes == 0 && camox_aligned(p.x.data, 16) && camox_aligned(p.y.data, 16) && p.x.stride[3] == 1;
   for (int i = 0; i < 3; ++i) plan.vectors = plan.vectors && p.x.stride[i] % lanes == 0;
-  plan.ring_rows = TALL ? static_cast<int>(2 * a.radius_y) + BOX_STEP : 0;
+  plan.ring_rows = TALL ? static_cast<int>(2 * a.radius_y) : 0;
   plan.totals = TALL ? static_cast<int>(2 * a.radius_y - BOX_STEP) / BOX_STEP : 0;
+  if (REACH == 0) plan.spans = box_spans_of(static_cast<int>(a.radius_x), lanes);
   if (!box_divide(plan, lanes, box_segment_lines<lanes, REACH>, box_resident_threads<lanes>, processors, block_shared, &shared))
     return cudaErrorInvalidConfiguration;
   const auto kernel = box_bands_kernel<T, lanes, REACH, TALL>;

@@ -339,6 +339,14 @@ __device__ __forceinline__ void camox_compute_late(int &x) {
   asm volatile("" : "+r"(x));
 #endif
 }
+/* x itself is computed here, once: nvcc would compute it again in each branch that uses it. */
+__device__ __forceinline__ void camox_compute_late(float &x) {
+#if defined(CAMOX_CUDA_EMULATOR) || CAMOX_CUDA_ARCH == 0
+  (void)x;
+#else
+  asm volatile("" : "+f"(x));
+#endif
+}
 
 /* ---- reductions: one order for one block size, so the same bits on every run ---- */
 __device__ __forceinline__ float camox_warp_sum(float x) {

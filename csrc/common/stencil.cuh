@@ -232,8 +232,8 @@ __device__ __forceinline__ camox_reader<T, V, LAST, REACH> camox_reader_at(const
   return reader;
 }
 
-template <typename T, int V, bool LAST, int REACH>
-__device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw, camox_reader<T, V, LAST, REACH> &reader,
+template <typename T, int V, bool LAST, int REACH, int KNOWN>
+__device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw, camox_reader<T, V, LAST, KNOWN> &reader,
                                             const camox_view4 &view, camox_border border, int row) {
   const T *at = reader.next;
   bool known = true;
