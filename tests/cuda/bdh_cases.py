@@ -207,5 +207,9 @@ def with_barriers(**how):
     # rotated once: two tiles each way, five steps, so that the last is in the first of the stages
     _, *inputs = bdh_inputs((1, 2, 136, 136), 200, torch.bfloat16)
     yield forward(*inputs, save="nothing", form=2, how=how)[:1]
+    # short heads, two at a time: five steps, tiles of v of each, and of both
+    for heads, shared in ((3, False), (4, True)):
+        _, *inputs = bdh_inputs((1, heads, 64, 264), 136, torch.bfloat16, shared=shared)
+        yield forward(*inputs, save="scores", how=how)[:2]
     _, q, v, cos, sin = bdh_inputs((1, 2, 1, 518), 40, torch.float32)
     yield step(q[:, :, 0], v[:, :, 0], cos[0], sin[0], None, how=how)
