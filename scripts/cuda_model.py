@@ -396,7 +396,8 @@ class Launch:
     traffic: float
     shared: int = 0
     prefetched: int = 0  # a step's loads are made so many steps earlier
-    cached: bool = False  # reads what the kernel before wrote
+    cached: bool = False  # reads what the kernel before wrote, or what other blocks read too: at the speed of L2
+    cold: float = 0.0  # bytes of a cached launch that come from memory, or go there, all the same
     waits: int = 0  # loads before its loop that a warp waits for
     of_last_block: bool = False  # no kernel: what the last block of the launch before does once it has counted itself
     halo: tuple[float, float] = (0.0, 0.0)
@@ -459,14 +460,14 @@ class Timed:
 
 
 def wave_times(
-    blocks: int, gpu: Gpu, traffic: float, speed: float, through_cache: float, cycles: dict, alone: float
+    blocks: int, gpu: Gpu, memory: float, through_cache: float, cycles: dict, alone: float
 ) -> dict[str, float]:
-    """What limits -> ns of so many blocks at once. traffic, through_cache and cycles: of one block; alone: ns of one
-    warp."""
+    """What limits -> ns of so many blocks at once. memory: ns of one block's bytes; through_cache and cycles: of one
+    block; alone: ns of one warp."""
     most = math.ceil(blocks / gpu.processors)
     busiest = max(cycles, key=cycles.__getitem__)
     return {
-        "memory": blocks * traffic / speed,
+        "memory": blocks * memory,
         "L2": blocks * through_cache / gpu.cache_speed,
         busiest: most * cycles[busiest] / gpu.gigahertz,
         "latency": alone if blocks else 0.0,
@@ -483,7 +484,8 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
     turns = launch.steps / loop.unrolled
     cycles = {pipe: warps * turns * each for pipe, each in loop.turn.cycles(gpu).items()}
     cycles["issue"] += warps * loop.around.instructions * 0.25 / ISSUE
-    latency, speed = (gpu.cache_ns, gpu.cache_speed) if launch.cached else (gpu.memory_ns, gpu.copy)
+    speed = gpu.cache_speed if launch.cached else gpu.copy
+    latency = gpu.cache_ns if launch.cached and not launch.cold else gpu.memory_ns
     compute = loop.turn.cycles_alone() / gpu.gigahertz
     waits = latency * (launch.step.waits if isinstance(launch.step, Step) else 1)
     turn = max(latency / launch.prefetched, compute) if launch.prefetched else waits + compute
@@ -493,8 +495,9 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
     alone += latency * (launch.waits + (1 if launch.prefetched else 0))
     again, survives = launch.halo
     lost = again if min(places, launch.blocks) * launch.threads * survives > gpu.cache else 0.0
+    memory = max((launch.traffic + lost) / speed, launch.cold / gpu.copy) / launch.blocks
     through_cache = (launch.traffic + again) / launch.blocks
-    of_block = ((launch.traffic + lost) / launch.blocks, speed, through_cache, cycles, alone)
+    of_block = (memory, through_cache, cycles, alone)
 
     whole, rest = divmod(launch.blocks, places)
     full, last = wave_times(places, gpu, *of_block), wave_times(rest, gpu, *of_block)
@@ -806,84 +809,46 @@ PRODUCTS = (("", 32, 6, 64, 1024, 192), (" of 1024 tokens", 2, 6, 1024, 1024, 19
 
 
 def product_cases(dtype: str) -> list[Case]:
-    """The forward on tensor cores. Scores of a single tile are a block's of eight warps, half of the terms each: a step
-    has 64 terms, which are copied to shared memory two steps ahead, q with its cosines and sines in float32. Of longer
-    sequences r is made once, and both products read it by tiles of 128 x 128 or 128 x 192, 32 terms in a step, three
-    steps ahead. Tiles are read from L2, but q from memory where r is made once."""
+    """The forward on tensor cores, whose steps are copied to shared memory two or three ahead. Up to 64 tokens a block
+    of eight warps has the scores and out of two heads; a step is 64 terms, q and what both share, the cosines and sines
+    in float32. Of longer sequences the first product makes r of two heads that share v, and stores it for the second;
+    tiles of 128 x 128 or 128 x 192, 32 terms in a step. All bytes count at the speed of L2, and those of q, of what is
+    stored and of given tensors, once each, at that of memory: the longer of the two."""
     if dtype != "bfloat16":
         return []
     element, tile, cases = DTYPES[dtype][0], 64, []
-    piece, angles, wide = tile * tile * 2, 2 * tile * tile // 2 * 4, tile * tile * 4  # bytes of tiles
 
-    def copying(kernel, blocks, threads, steps, copied, products, rounded, traffic, ahead, shared=0):
-        """`copied`, `rounded`: pieces of 16 bytes that a thread copies, and makes, per step. Those that are not copied
-        are made in a loop of two, which the path passes once."""
-        step = Step(copied, products, False, "", r"\bLDGSTS\b", r"\bHMMA\b", 4 * rounded, r"\bF2FP\b")
-        return Launch(kernel, blocks, threads, step, steps, traffic, shared, prefetched=ahead, cached=True)
+    def product(kernel, blocks, terms, depth, copied, products, rounded, ahead, more, once):
+        """`copied`, `rounded`: pieces of 16 bytes that a thread copies, and elements that it makes, per step of so many
+        terms. more: bytes beside the steps'; once: those from and to memory."""
+        step = Step(copied, products, False, "", r"\bLDGSTS\b", r"\bHMMA\b", rounded // 2, r"\bF2FP\b")
+        steps, stage = ceil_div(terms, depth), 256 * 16 * copied
+        traffic, ring = blocks * steps * stage + more, (ahead + 1) * stage
+        return Launch(kernel, blocks, 256, step, steps, traffic, ring, ahead, cached=True, cold=once)
 
     for name, batch, heads, tokens, columns, values in PRODUCTS:
         sequences = batch * heads
-        rotated, given = sequences * tokens * columns * 2, batch * tokens * values * 2
-        out = sequences * tokens * values * 2
-        if tokens == tile:  # scores: r with itself; they are saved in float32
-            scores, steps, across = sequences * wide, ceil_div(columns, 2 * tile), ceil_div(values, tile)
-            read = sequences * 2 * steps * (piece + angles)
-            launches = (
-                copying(f"bdh_tile_scores_kernel<{element}>", sequences, 256, steps, 4, 32, 4, read + scores, 2),
-                copying(
-                    f"bdh_values_kernel<{element}, false>",
-                    sequences * across,
-                    128,
-                    1,
-                    4,
-                    32,
-                    2,
-                    across * scores + sequences * across * piece + out,
-                    0,
-                ),
-            )
-            moved, flop = rotated + given + out + sequences * tile * tile * 4, 2 * sequences * tokens**2
-            flop *= columns + values
+        q, v, out = sequences * tokens * columns * 2, batch * tokens * values * 2, sequences * tokens * values * 2
+        elements = sequences * tokens * values
+        if tokens == tile:  # the scores are saved in float32
+            scores, blocks = sequences * tile * tile * 4, ceil_div(sequences, 2)
+            given = blocks * (1 if heads % 2 == 0 else 2) * tile * values * 2
+            moved, flop = q + v + out + scores, 2 * sequences * tokens**2 * (columns + values)
+            kernel = f"bdh_short_kernel<{element}>"
+            launches = (product(kernel, blocks, columns, 64, 8, 20, 32, 2, given + scores + out, moved),)
         else:
             # bdh_run_rotated: columns of q in whole steps, in bands of at most 64 MiB, which these sequences are within
-            padded, pieces = ceil_div(columns, 32) * 32, ceil_div(columns, 32) * 4
+            padded = ceil_div(columns, 32) * 32
             across = 192 if ceil_div(values, 192) * 192 <= ceil_div(values, 128) * 128 else 128
-            threads = tokens * pieces * ceil_div(sequences, 4)
-            rotate = Launch(
-                f"bdh_rotate_kernel<{element}>",
-                ceil_div(threads, 256),
-                256,
-                Step(4 + 2, 4),  # pieces of four heads, which share their angles
-                1,
-                rotated + sequences * tokens * padded * 2 + tokens * columns * 4,
-            )
-
-            def large(kernel, rows, depth, written, sequences=sequences, values=values, across=across):
-                """A thread copies two pieces of the first operand and two or three of the second."""
-                blocks, steps = sequences * ceil_div(rows, 128) * ceil_div(values, across), ceil_div(depth, 32)
-                stage = (128 + across) * 64
-                products = 4 * across // 32 * 2
-                return copying(
-                    f"bdh_large_{kernel}_kernel<{element}, {across}>",
-                    blocks,
-                    256,
-                    steps,
-                    2 + across // 64,
-                    products,
-                    0,
-                    blocks * steps * stage + written,
-                    3,
-                    4 * stage,
-                )
-
-            launches = (
-                rotate,
-                large("state", padded, tokens, sequences * padded * values * 2),
-                large("out", tokens, padded, out),
-            )
-            moved = 2 * rotated + given + out + 2 * sequences * columns * values * 2
-            flop = 4 * sequences * tokens * columns * values
-        elements = sequences * tokens * values
+            beside, products, paired = ceil_div(values, across), across // 4, 2 if heads % 2 == 0 else 1
+            r, z, angles = sequences * tokens * padded * 2, sequences * padded * values * 2, tokens * columns * 4
+            tiles = sequences // paired * ceil_div(padded, 128 // paired) * beside
+            kernel, copied = f"bdh_large_state_kernel<{element}, {across}>", 4 + across // 64
+            state = product(kernel, tiles, tokens, 32, copied, products, 16, 2, r + z, q + r + angles)
+            tiles = sequences * ceil_div(tokens, 128) * beside
+            kernel, copied = f"bdh_large_out_kernel<{element}, {across}>", 2 + across // 64
+            launches = (state, product(kernel, tiles, padded, 32, copied, products, 0, 3, out, 0))
+            moved, flop = 2 * q + v + out + 2 * z, 4 * sequences * tokens * columns * values
         cases.append(Case("bdh", f"bdh_attention{name}", "forward", dtype, elements, moved, launches, flop))
     return cases
 

@@ -174,6 +174,12 @@ def test_each_limit_by_hand():
     chained = prediction(replace(launch, blocks=10, traffic=1.0, steps=2000, step=Step(1, 1, waits=3), waits=2))
     assert chained.share == pytest.approx(4000 / 100 / (1000 * (150 + 19 * 2.5) + 17 * 2.5 + 100))
 
+    # the speed of L2, unless the part of the bytes that memory has takes longer
+    fast = replace(GPU, cache_speed=400.0)
+    assert prediction(replace(launch, cached=True), gpu=fast).share == pytest.approx(4000 / 100 / (1e6 / 400))
+    assert prediction(replace(launch, cached=True, cold=2e5), gpu=fast).share == pytest.approx(4000 / 100 / (1e6 / 400))
+    assert prediction(replace(launch, cached=True, cold=5e5), gpu=fast).share == pytest.approx(4000 / 100 / (5e5 / 100))
+
     tail = prediction(replace(launch, blocks=168, traffic=1.0), gpu=replace(GPU, memory_ns=1000.0))
     assert tail.limit == "waves"
     assert tail.share == pytest.approx(4000 / 100 / (2 * (1000 + (19 + 17) * 2.5)))

@@ -3,14 +3,17 @@
 
      scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp per row
               of a single tile: two products over half of q each
-     values   out = w v                                                 grad_v   w^T g
+     values   out = w v, or scale r z, or their sum                     grad_v   w^T g, or scale r (r^T g), or their sum
      pairs    e = d s + d s^T                                           grad_q   scale e r, rotated back
-     state    z = r^T v, or r^T g   from_state  out = scale r z, d v = scale r (r^T g)
-     rotate   r, once for both products of the forward's state form in half types: r^T v and scale r z by tiles of 128 x 192
-              or 128 x 128 (../common/large_product.cuh), which read r, v and z as they lie in memory
+     state    z = r^T v, or r^T g
+
+     The forward of half types has two kernels beside these, for rows that are read 16 bytes at a time:
+     short    scores and values of two heads of at most 64 tokens, without softmax
+     large    z = r^T v, which makes r and stores it, and out = scale r z: the state form that is not causal, by tiles of
+              128 x 192 or 128 x 128 (../common/large_product.cuh)
 
      scratch  [ delta ][ scores of a band of rows ][ pairs of the same band ][ states of a segment of chunks ]
-              or, after rotate, [ r of a band of heads ][ their states, in the element type ]
+              or, of large, [ r of a band of heads ][ their states, in the element type ]
 
        T x T scores of a head             a band has as many heads, or rows or chunks of one, as fill a GPU;
        +--------------------+             since s is symmetric, bands need nothing of each other in the backward either
@@ -32,11 +35,16 @@
 #define BDH_HEADS_PER_BLOCK 8  /* of a block of grad_q, at most */
 #define BDH_HALVES 2           /* of the columns of q, where scores of a head are one tile */
 #define BDH_ROTATED_TILES 8192 /* of r in scratch, 64 MiB: at least a head's */
-#define BDH_ROTATE_THREADS 256
-#define BDH_ROTATE_HEADS 4 /* of a thread, at one place of a head: their angles are the same */
+#define BDH_SHORT_HEADS 2      /* of a block, which share their angles */
+#define BDH_SHORT_STAGES 3     /* each of tiles of q of both heads, of cosines and of sines */
+#define BDH_SHORT_TILES 4      /* of v in shared memory, each 64 columns */
 #define BDH_STEP_THREADS 256
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
+
+/* Blocks that a multiprocessor shall hold of values, and of grad_v of scores: as many as their shared memory lets it. */
+template <typename P>
+constexpr int bdh_blocks = CAMOX_CUDA_ARCH >= 900 && camox_on_tensor_cores<P> ? 4 : CAMOX_TILE_BLOCKS;
 
 /* The heads of a launch, and the rows and chunks of each; there is more than one chunk in causal state form alone. */
 struct bdh_row_band {
@@ -52,13 +60,15 @@ struct bdh_plan {
   void *pairs;   /* likewise, in the element type */
   void *rotated; /* [sequences, T, rotated_dim] r of the band; columns from N on are 0 */
   int64_t rotated_dim, state_pitch;
-  float *delta;            /* [B*H, T] */
-  float *state[2];         /* [sequences, chunks, N, D]: r^T v, and r^T g */
-  float *carried[2];       /* [segments, N, D]: of the chunks before, or after, the band's; NULL where it has all */
-  int64_t heads_per_block; /* of grad_q, in sequence: their angles are the same */
-  bool adds_heads;         /* a block of grad_v adds up the heads that share a v */
-  bool masked;             /* the forward's scores: only keys that count */
-  bool weights;            /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
+  float *delta;               /* [B*H, T] */
+  float *state[2];            /* [sequences, chunks, N, D]: r^T v, and r^T g */
+  float *carried[2];          /* [segments, N, D]: of the chunks before, or after, the band's; NULL where it has all */
+  int64_t heads_per_block;    /* of grad_q, in sequence: their angles are the same */
+  bool adds_heads;            /* a block of grad_v adds up the heads that share a v */
+  bool paired;                /* large tiles of r^T v are of two heads that share v */
+  bool has_state, has_scores; /* of what out and the gradients are made: both in causal state form */
+  bool masked;                /* the forward's scores: only keys that count */
+  bool weights;               /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
   bool wide_state, wide_q, wide_v, wide_out, wide_grad, wide_grad_q, wide_grad_v, wide_tables, wide_scores, wide_pairs,
       wide_partial;
 };
@@ -257,10 +267,8 @@ struct bdh_rotated {
   }
 
   /* OF elements have one angle. */
-  template <int OF>
-  __device__ __forceinline__ void rotate(T (&values)[camox_tile_lanes<T>], const float (&cosines)[camox_tile_lanes<T> / OF],
-                                         const float (&sines)[camox_tile_lanes<T> / OF]) const {
-    constexpr int V = camox_tile_lanes<T>;
+  template <int OF, int V>
+  __device__ __forceinline__ void rotate(T (&values)[V], const float (&cosines)[V / OF], const float (&sines)[V / OF]) const {
     const float least = relu ? 0.0f : -INFINITY;
     float x[V];
 #pragma unroll
@@ -424,6 +432,190 @@ __global__ void __launch_bounds__(BDH_HALVES *CAMOX_TILE_THREADS, CAMOX_CUDA_ARC
   }
 }
 
+/* out of heads of at most 64 tokens, and their scores where they are saved; half types without softmax. A block has two heads,
+   whose angles are the same, and 4 warps for each.
+
+     memory --cp.async--> a ring of 3 stages: 64 columns of [q][q of the other head][cosines][sines]
+            step i + 2    step i: each warp rotates 16 columns of its head in registers, and adds up s = r r^T
+     then   s of the 4 warps added up in their order -> w, 64 x 64 in shared memory -> scores; and 16 rows of out = w v by each
+
+     The terms of a sum may come in any order, if both operands have the same: a lane takes 4 adjacent columns of a row, two
+     pairs, as its two words of a fragment. The words of 8 rows are those of 8 columns too. Of s a warp computes the 20 of 32
+     blocks of 16 x 8 that reach the diagonal or lie below it. */
+template <typename T>
+__global__ void __launch_bounds__(BDH_SHORT_HEADS *CAMOX_TILE_THREADS, 1)
+    bdh_short_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  if constexpr (CAMOX_CUDA_ARCH >= 800) {
+    constexpr unsigned blocks = 20, tiles_of_stage = BDH_SHORT_HEADS + 2;
+    CAMOX_DYNAMIC_SHARED(uint32_t, shared);
+    const camox_bdh_params &p = plan.p;
+    const unsigned head = threadIdx.x / CAMOX_TILE_THREADS, part = threadIdx.x / CAMOX_WARP % 4,
+                   lane = threadIdx.x % CAMOX_WARP;
+    const unsigned g = lane / 4, t = lane % 4;
+    /* pieces are permuted so that 4 rows of two of them are in different banks */
+    const unsigned down = threadIdx.x / 8, to = down * 32 + (threadIdx.x % 8 ^ down % 4 * 2) * 4;
+    const unsigned from = g * 32 + ((part * 2 + t / 2) ^ g % 4 * 2) * 4 + t % 2 * 2;
+    BDH_FOR_TILES(item, items) {
+      const int64_t slots = plan.band.sequences, slot = item * BDH_SHORT_HEADS;
+      const bdh_place first = bdh_chunk_of(plan, slot), second = bdh_chunk_of(plan, slot + 1 < slots ? slot + 1 : slot);
+      const bdh_place at = head == 0 ? first : second;
+      const bdh_rotated<T> r = bdh_rotated_of<T>(plan, first);
+      const T *const q[BDH_SHORT_HEADS] = {r.q.data, bdh_view<T>(p.q, second, p.dim, true).data};
+      const auto begin = [&](unsigned stage, int64_t k) {
+        uint32_t *const tile = shared + stage * tiles_of_stage * CAMOX_TILE_WORDS + to;
+        const int64_t column = k + threadIdx.x % 8 * 8;
+        if (k < p.dim) {
+#pragma unroll
+          for (unsigned below = 0; below < CAMOX_TILE; below += 32) {
+            const unsigned row = down + below, place = below * 32;
+            const int bytes = row < r.q.rows && column < p.dim ? 16 : 0;
+            const int64_t angle = row * r.table_columns + column / 2;
+            camox_cp_async_16(tile + place, q[0] + row * r.q.row + column, bytes);
+            camox_cp_async_16(tile + place + CAMOX_TILE_WORDS, q[1] + row * r.q.row + column, bytes);
+            camox_cp_async_16(tile + place + 2 * CAMOX_TILE_WORDS, r.cos + angle, bytes);
+            camox_cp_async_16(tile + place + 3 * CAMOX_TILE_WORDS, r.sin + angle, bytes);
+          }
+        }
+        camox_cp_async_commit();
+      };
+      float sums[blocks][4] = {};
+      __syncthreads(); /* what shared memory held is no longer read */
+#pragma unroll
+      for (unsigned i = 0; i < BDH_SHORT_STAGES - 1; ++i) begin(i, i * CAMOX_TILE);
+      unsigned stage = 0;
+#pragma unroll 1
+      for (int64_t k = 0; k < p.dim; k += CAMOX_TILE) {
+        camox_cp_async_wait<BDH_SHORT_STAGES - 2>();
+        __syncthreads(); /* all pieces of this step have landed, and the stage of the step before is free again */
+        begin(stage == 0 ? BDH_SHORT_STAGES - 1 : stage - 1, k + (BDH_SHORT_STAGES - 1) * CAMOX_TILE);
+        const uint32_t *const tile = shared + stage * tiles_of_stage * CAMOX_TILE_WORDS + from;
+        uint32_t words[8][2]; /* of rows 8 i + g */
+#pragma unroll
+        for (unsigned i = 0; i < 8; ++i) {
+          T values[4];
+          float cosines[2], sines[2];
+          camox_load_shared(values, reinterpret_cast<const T *>(tile + head * CAMOX_TILE_WORDS + i * 256));
+          camox_load_shared(cosines, reinterpret_cast<const float *>(tile + 2 * CAMOX_TILE_WORDS + i * 256));
+          camox_load_shared(sines, reinterpret_cast<const float *>(tile + 3 * CAMOX_TILE_WORDS + i * 256));
+          r.template rotate<2>(values, cosines, sines);
+          __builtin_memcpy(words[i], static_cast<const void *>(values), sizeof words[i]);
+        }
+#pragma unroll
+        for (unsigned m = 0; m < 4; ++m) {
+          const uint32_t rows[4] = {words[2 * m][0], words[2 * m + 1][0], words[2 * m][1], words[2 * m + 1][1]};
+#pragma unroll
+          for (unsigned n = 0; n < 2 * m + 2; ++n) camox_mma_m16n8k16<T>(sums[m * (m + 1) + n], rows, words[n]);
+        }
+        stage = stage == BDH_SHORT_STAGES - 1 ? 0 : stage + 1;
+      }
+
+      /* s of the four warps of a head */
+      float *const parts = reinterpret_cast<float *>(shared) + head * 4 * blocks * 128 + lane * 4;
+      __syncthreads(); /* the last step is no longer read */
+#pragma unroll
+      for (unsigned i = 0; i < blocks; ++i) camox_store_shared(parts + (part * blocks + i) * 128, sums[i]);
+      __syncthreads();
+      float own[blocks / 4][4] = {}; /* of block 4 i + part */
+#pragma unroll
+      for (unsigned i = 0; i < blocks / 4; ++i) {
+#pragma unroll
+        for (unsigned other = 0; other < 4; ++other) {
+          float of_other[4];
+          camox_load_shared(of_other, parts + (other * blocks + 4 * i + part) * 128);
+#pragma unroll
+          for (unsigned e = 0; e < 4; ++e) own[i][e] += of_other[e];
+        }
+      }
+      __syncthreads();
+
+      /* w on both sides of the diagonal, while v lands */
+      float *const w = reinterpret_cast<float *>(shared) + head * CAMOX_TILE_STAGE;
+      const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, true);
+      const bool same = bdh_view<T>(p.v, first, p.value_dim, true).data == v.data; /* the first head copies for both */
+      uint32_t *const v_tiles =
+          shared + BDH_SHORT_HEADS * CAMOX_TILE_STAGE + (same ? 0 : head * BDH_SHORT_TILES * CAMOX_TILE_WORDS);
+      if (head == 0 || !same)
+        for (int column = 0; column < p.value_dim; column += CAMOX_TILE)
+          camox_tile_copy(v_tiles + column / CAMOX_TILE * CAMOX_TILE_WORDS, v, 0, column);
+      camox_cp_async_commit();
+#pragma unroll
+      for (unsigned i = 0; i < blocks / 4; ++i) {
+        const unsigned block = 4 * i + part, m = block < 2 ? 0 : block < 6 ? 1 : block < 12 ? 2 : 3, n = block - m * (m + 1);
+#pragma unroll
+        for (unsigned e = 0; e < 4; ++e) {
+          const int row = static_cast<int>(m * 16 + e / 2 * 8 + g), column = static_cast<int>(n * 8 + t * 2 + e % 2);
+          const float weight = own[i][e] * plan.scale;
+          if (column < row) w[camox_tile_stage_at(column, row)] = p.causal ? 0.0f : weight;
+          if (column <= row) w[camox_tile_stage_at(row, column)] = p.causal && column == row ? 0.0f : weight;
+        }
+      }
+      __syncthreads();
+      const int tokens = static_cast<int>(at.length);
+      if (p.scores) {
+        for (unsigned i = 0; i < BDH_SHORT_HEADS && slot + i < slots; ++i)
+          camox_tile_put<BDH_SHORT_HEADS * CAMOX_TILE_THREADS>(
+              reinterpret_cast<float *>(shared) + i * CAMOX_TILE_STAGE,
+              bdh_scores_of(plan, slot + i, plan.band.first_sequence + slot + i), plan.chunk, 1, tokens, tokens,
+              plan.wide_scores);
+      }
+      uint32_t weights[4][4]; /* fragments of 16 rows of w, 16 terms each */
+      const int row = static_cast<int>(part * 16 + g);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float pair[2];
+          T rounded[2];
+          camox_load_shared(pair, w + camox_tile_stage_at(row + i % 2 * 8, static_cast<int>(k * 16 + i / 2 * 8 + t * 2)));
+          camox_round(rounded, pair);
+          __builtin_memcpy(&weights[k][i], static_cast<const void *>(rounded), 4);
+        }
+      }
+      camox_cp_async_wait<0>();
+      __syncthreads(); /* v has landed, and of w a warp uses 16 rows for out from here on */
+#pragma unroll 1
+      for (int column = 0; column < p.value_dim; column += CAMOX_TILE) {
+        const uint32_t *const tile = v_tiles + column / CAMOX_TILE * CAMOX_TILE_WORDS;
+        float out[8][4] = {};
+#pragma unroll
+        for (unsigned n = 0; n < 8; n += 2) {
+          const camox_tile_fragments<T, true, false> of_v(tile, lane, n * 8);
+#pragma unroll
+          for (unsigned k = 0; k < 4; ++k) {
+            uint32_t columns[4];
+            of_v.load(columns, k);
+            const uint32_t left[2] = {columns[0], columns[1]}, right[2] = {columns[2], columns[3]};
+            camox_mma_m16n8k16<T>(out[n], weights[k], left);
+            camox_mma_m16n8k16<T>(out[n + 1], weights[k], right);
+          }
+        }
+#ifdef CAMOX_BREAK_BDH
+        out[0][0] += 1e-3f;
+#endif
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; e += 2) {
+            const float pair[2] = {out[n][e], out[n][e + 1]};
+            camox_store_shared(w + camox_tile_stage_at(row + e / 2 * 8, static_cast<int>(n * 8 + t * 2)), pair);
+          }
+        }
+        __syncwarp();
+#pragma unroll
+        for (unsigned i = lane; i < 16 * 8; i += CAMOX_WARP) {
+          const int token = static_cast<int>(part * 16 + i / 8), beside = static_cast<int>(i % 8 * 8);
+          float values[8];
+          camox_tile_from_stage(values, w, token, beside);
+          if (token < tokens && slot + head < slots)
+            camox_tile_store(bdh_at<T>(p.out, at) + token * p.out.stride[2] + (column + beside) * p.out.stride[3],
+                             p.out.stride[3], values, p.value_dim - column - beside, plan.wide_out);
+        }
+        __syncwarp(); /* the next columns overwrite these rows */
+      }
+    }
+  }
+}
+
 /* The band's scores become their softmax, a warp a row. */
 __global__ void __launch_bounds__(CAMOX_TILE_THREADS) bdh_softmax_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   const camox_bdh_params &p = plan.p;
@@ -487,9 +679,9 @@ __device__ __forceinline__ void bdh_add_state(camox_tile_sums &sums, camox_tile_
   for (int i = 0; i < 32; ++i) sums[i / 16][i / 4 % 4][i % 4] *= plan.scale;
 }
 
-/* CHUNKS: in causal state form. */
-template <typename P, bool CHUNKS>
-__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
+/* out = w v, or of the state form scale r (r^T v), or their sum. */
+template <typename P>
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, bdh_blocks<P>)
     bdh_values_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   using T = camox_tile_element<P>;
   CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
@@ -499,18 +691,20 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     if (at.rows <= 0) continue;
     camox_tile_sums sums;
     camox_tile_clear(sums);
-    if constexpr (CHUNKS) bdh_add_state<P>(sums, ring, plan, at, 0);
-    const bdh_weights<T, false> w = {bdh_scores_of(plan, at.slot, at.sequence),
-                                     plan.chunk,
-                                     plan.band.first_row,
-                                     min(plan.band.rows, at.length),
-                                     at.length,
-                                     nullptr,
-                                     p.causal != 0,
-                                     plan.wide_scores};
-    const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
-    const int64_t end = p.causal ? min(at.length, at.row + CAMOX_TILE) : at.length;
-    camox_tile_multiply<P, false, true>(sums, ring, w, at.row, v, at.column, {0, end});
+    if (plan.has_state) bdh_add_state<P>(sums, ring, plan, at, 0);
+    if (plan.has_scores) {
+      const bdh_weights<T, false> w = {bdh_scores_of(plan, at.slot, at.sequence),
+                                       plan.chunk,
+                                       plan.band.first_row,
+                                       min(plan.band.rows, at.length),
+                                       at.length,
+                                       nullptr,
+                                       p.causal != 0,
+                                       plan.wide_scores};
+      const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
+      const int64_t end = p.causal ? min(at.length, at.row + CAMOX_TILE) : at.length;
+      camox_tile_multiply<P, false, true>(sums, ring, w, at.row, v, at.column, {0, end});
+    }
     bdh_put_out<T>(stage, sums, plan, at);
   }
 }
@@ -561,72 +755,9 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS)
   }
 }
 
-/* scale r (r^T v): out; or scale r (r^T g): the gradient of v. */
-template <typename P>
-__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
-    bdh_from_state_kernel(const __grid_constant__ bdh_plan plan, int of_grad, int64_t items) {
-  using T = camox_tile_element<P>;
-  CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
-  const camox_bdh_params &p = plan.p;
-  BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, p.value_dim);
-    camox_tile_sums sums;
-    camox_tile_clear(sums);
-    bdh_add_state<P>(sums, ring, plan, at, of_grad);
-    if (of_grad) {
-      bdh_put_grad_v<T>(stage, sums, plan, at);
-    } else {
-      bdh_put_out<T>(stage, sums, plan, at);
-    }
-  }
-}
-
-/* r of the band's heads. A thread has 8 adjacent elements at the same place of several heads. */
 template <typename T>
-__global__ void __launch_bounds__(BDH_ROTATE_THREADS) bdh_rotate_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
-  constexpr int V = camox_tile_lanes<T>;
-  const int64_t length = plan.p.length, size = length * plan.rotated_dim;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * BDH_ROTATE_THREADS + threadIdx.x; item < items;
-       item += static_cast<int64_t>(gridDim.x) * BDH_ROTATE_THREADS) {
-    int64_t piece, row;
-    const int64_t first = camox_divide(camox_divide(item, plan.rotated_dim / V, &piece), length, &row) * BDH_ROTATE_HEADS;
-    const int heads = camox_at_most<BDH_ROTATE_HEADS>(plan.band.sequences - first);
-    bdh_place at = bdh_chunk_of(plan, first);
-    const bdh_rotated<T> r = bdh_rotated_of<T>(plan, at);
-    T values[BDH_ROTATE_HEADS][V];
-#pragma unroll
-    for (int i = 0; i < BDH_ROTATE_HEADS; ++i) {
-      if (i >= heads) break;
-      bdh_view<T>(plan.p.q, at, plan.p.dim, plan.wide_q).piece(values[i], row, piece * V);
-      if (++at.h == plan.p.heads) at.h = 0, ++at.b;
-    }
-    float cosines[V], sines[V];
-    r.angles(cosines, sines, row, piece * V);
-    T *const to = static_cast<T *>(plan.rotated) + first * size + row * plan.rotated_dim + piece * V;
-#pragma unroll
-    for (int i = 0; i < BDH_ROTATE_HEADS; ++i) {
-      if (i >= heads) break;
-      r.template rotate<1>(values[i], cosines, sines);
-      camox_store(to + i * size, values[i]);
-    }
-  }
-}
-
-/* The tile of an item: of the heads' matrices of so many rows and columns. */
-template <int COLUMNS>
-__device__ __forceinline__ bdh_place bdh_large_place(const bdh_plan &plan, int64_t item, int64_t rows, int64_t columns) {
-  int64_t row, column;
-  const int64_t remaining = camox_divide(item, camox_ceil_div(columns, COLUMNS), &column);
-  bdh_place at = bdh_chunk_of(plan, camox_divide(remaining, camox_ceil_div(rows, CAMOX_LARGE_ROWS), &row));
-  at.row = row * CAMOX_LARGE_ROWS, at.column = column * COLUMNS;
-  at.rows = camox_at_most<CAMOX_LARGE_ROWS>(rows - at.row);
-  return at;
-}
-
-template <typename T>
-__device__ __forceinline__ camox_large_matrix<T> bdh_large_rotated(const bdh_plan &plan, int64_t slot) {
-  const int64_t length = plan.p.length, columns = plan.rotated_dim;
-  return {static_cast<const T *>(plan.rotated) + slot * length * columns, columns, length, columns};
+__device__ __forceinline__ T *bdh_large_rotated(const bdh_plan &plan, int64_t slot) {
+  return static_cast<T *>(plan.rotated) + slot * plan.p.length * plan.rotated_dim;
 }
 
 template <typename T>
@@ -634,22 +765,97 @@ __device__ __forceinline__ T *bdh_large_state(const bdh_plan &plan, int64_t slot
   return reinterpret_cast<T *>(plan.state[0]) + slot * plan.rotated_dim * plan.state_pitch;
 }
 
-/* z = r^T v of the band's heads, rounded to the element type. */
+/* r as the first operand of r^T v: 32 tokens of 64 columns of two heads, whose angles are the same, or of 128 columns of one. A
+   thread copies a piece of 8 columns and the one of the other head, or 64 columns on, rotates both and stores them to r too.
+   Behind the tiles of a stage lie its angles, 4 cosines and 4 sines; those of 64 columns on are loaded when they are needed. */
+template <typename T>
+struct bdh_large_rows {
+  static constexpr bool ACROSS = true;
+  static constexpr int stages = 3, more_words = 2 * CAMOX_LARGE_THREADS * 4;
+
+  bdh_rotated<T> r;
+  const T *from[2];
+  T *to[2];               /* NULL where nothing is stored */
+  int64_t angle, columns; /* columns: of r with the padding */
+  int bytes[2];
+  bool paired;
+
+  static __device__ __forceinline__ unsigned token(void) { return threadIdx.x / 8; }
+  static __device__ __forceinline__ unsigned place(unsigned i) {
+    return camox_large_place<CAMOX_LARGE_ROWS, true>(token(), threadIdx.x % 8 + 8 * i) * 4;
+  }
+
+  /* stores: of the blocks that make the same tile of r this one stores it. */
+  __device__ __forceinline__ bdh_large_rows(const bdh_plan &plan, const bdh_place &at, bool stores)
+      : r(bdh_rotated_of<T>(plan, at)), columns(plan.rotated_dim), paired(plan.paired) {
+    const int64_t column = at.column + threadIdx.x % 8 * 8;
+    angle = token() * r.table_columns + column / 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t own = column + (paired ? 0 : i * CAMOX_TILE), head = paired ? i : 0;
+      from[i] = r.q.data + head * plan.p.q.stride[1] + token() * r.q.row + own;
+      bytes[i] = own < r.q.columns ? 16 : 0;
+      to[i] = stores && own < columns ? bdh_large_rotated<T>(plan, at.slot + head) + token() * columns + own : nullptr;
+    }
+  }
+
+  __device__ __forceinline__ void begin(uint32_t *tile, uint32_t *angles, int64_t k) {
+    const bool exists = k + token() < r.q.rows;
+#pragma unroll
+    for (unsigned i = 0; i < 2; ++i) camox_cp_async_16(tile + place(i), from[i] + k * r.q.row, exists ? bytes[i] : 0);
+    const int64_t from_angle = angle + k * r.table_columns;
+    camox_cp_async_16(angles + threadIdx.x * 4, r.cos + from_angle, exists ? bytes[0] : 0);
+    camox_cp_async_16(angles + (CAMOX_LARGE_THREADS + threadIdx.x) * 4, r.sin + from_angle, exists ? bytes[0] : 0);
+  }
+
+  __device__ __forceinline__ void complete(uint32_t *tile, const uint32_t *angles, int64_t k) {
+    const bool exists = k + token() < r.q.rows;
+    float cosines[4], sines[4];
+    camox_load_shared(cosines, reinterpret_cast<const float *>(angles + threadIdx.x * 4));
+    camox_load_shared(sines, reinterpret_cast<const float *>(angles + (CAMOX_LARGE_THREADS + threadIdx.x) * 4));
+#pragma unroll
+    for (unsigned i = 0; i < 2; ++i) {
+      if (i > 0 && !paired && exists && bytes[i] > 0) {
+        const int64_t from_angle = angle + k * r.table_columns + CAMOX_TILE / 2;
+        camox_load_floats(cosines, r.cos + from_angle);
+        camox_load_floats(sines, r.sin + from_angle);
+      }
+      T values[8];
+      T *const at = reinterpret_cast<T *>(tile + place(i));
+      camox_load_shared(values, at);
+      r.template rotate<2>(values, cosines, sines);
+      camox_store_shared(at, values);
+      if (to[i] && exists) camox_store(to[i] + k * columns, values);
+    }
+  }
+};
+
+/* z = r^T v of the band's heads, rounded to the element type, and r on the way. */
 template <typename T, int COLUMNS>
 __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
     bdh_large_state_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   if constexpr (CAMOX_CUDA_ARCH >= 800) {
     CAMOX_DYNAMIC_SHARED(uint32_t, shared);
     const camox_bdh_params &p = plan.p;
+    const int heads = plan.paired ? 2 : 1, span = CAMOX_LARGE_ROWS / heads; /* of the block's rows; columns of r of each */
     BDH_FOR_TILES(item, items) {
-      const bdh_place at = bdh_large_place<COLUMNS>(plan, item, plan.rotated_dim, p.value_dim);
+      int64_t tile, column;
+      const int64_t remaining = camox_divide(item, camox_ceil_div(p.value_dim, COLUMNS), &column);
+      const int64_t slot = camox_divide(remaining, camox_ceil_div(plan.rotated_dim, span), &tile) * heads;
+      bdh_place at = bdh_chunk_of(plan, slot);
+      at.column = tile * span;
       const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, true);
-      const camox_large_matrix<T> values = {v.data, v.row, v.rows, v.columns};
+      bdh_large_rows<T> r(plan, at, column == 0);
+      column *= COLUMNS;
+      camox_large_copy<T, COLUMNS, true> values({v.data, v.row, v.rows, v.columns}, column);
       camox_large_sums<COLUMNS> sums;
-      camox_large_multiply<T, COLUMNS, true>(sums, shared, bdh_large_rotated<T>(plan, at.slot), at.row, values, at.column,
-                                             p.length);
-      camox_large_put<T, COLUMNS>(shared, sums, 1.0f, bdh_large_state<T>(plan, at.slot) + at.row * plan.state_pitch + at.column,
-                                  plan.state_pitch, 1, at.rows, camox_at_most<COLUMNS>(p.value_dim - at.column), true);
+      camox_large_multiply<T, COLUMNS>(sums, shared, r, values, p.length);
+      camox_large_put<T, COLUMNS>(shared, sums, 1.0f, 1, camox_at_most<COLUMNS>(p.value_dim - column), true,
+                                  [&](int row) -> T * {
+                                    const int64_t of_head = at.column + row % span;
+                                    if (of_head >= plan.rotated_dim) return nullptr;
+                                    return bdh_large_state<T>(plan, at.slot + row / span) + of_head * plan.state_pitch + column;
+                                  });
     }
   }
 }
@@ -662,16 +868,23 @@ __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
     CAMOX_DYNAMIC_SHARED(uint32_t, shared);
     const camox_bdh_params &p = plan.p;
     BDH_FOR_TILES(item, items) {
-      const bdh_place at = bdh_large_place<COLUMNS>(plan, item, p.length, p.value_dim);
-      const camox_large_matrix<T> z = {bdh_large_state<T>(plan, at.slot), plan.state_pitch, plan.rotated_dim, p.value_dim};
+      int64_t row, column;
+      const int64_t remaining = camox_divide(item, camox_ceil_div(p.value_dim, COLUMNS), &column);
+      bdh_place at = bdh_chunk_of(plan, camox_divide(remaining, camox_ceil_div(p.length, CAMOX_LARGE_ROWS), &row));
+      at.row = row * CAMOX_LARGE_ROWS, at.column = column * COLUMNS;
+      camox_large_copy<T, CAMOX_LARGE_ROWS, false> r(
+          {bdh_large_rotated<T>(plan, at.slot), plan.rotated_dim, p.length, plan.rotated_dim}, at.row);
+      camox_large_copy<T, COLUMNS, true> z({bdh_large_state<T>(plan, at.slot), plan.state_pitch, plan.rotated_dim, p.value_dim},
+                                           at.column);
       camox_large_sums<COLUMNS> sums;
-      camox_large_multiply<T, COLUMNS, false>(sums, shared, bdh_large_rotated<T>(plan, at.slot), at.row, z, at.column,
-                                              plan.rotated_dim);
+      camox_large_multiply<T, COLUMNS>(sums, shared, r, z, plan.rotated_dim);
 #ifdef CAMOX_BREAK_BDH
       sums[0][0][0] += 1e-3f;
 #endif
-      camox_large_put<T, COLUMNS>(shared, sums, plan.scale, bdh_at<T>(p.out, at), p.out.stride[2], p.out.stride[3], at.rows,
-                                  camox_at_most<COLUMNS>(p.value_dim - at.column), plan.wide_out);
+      T *const out = bdh_at<T>(p.out, at);
+      camox_large_put<T, COLUMNS>(
+          shared, sums, plan.scale, p.out.stride[3], camox_at_most<COLUMNS>(p.value_dim - at.column), plan.wide_out,
+          [&](int below) -> T * { return at.row + below < p.length ? out + below * p.out.stride[2] : nullptr; });
     }
   }
 }
@@ -808,11 +1021,11 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
   }
 }
 
-/* d r = scale e r of the band's rows (PAIRS), or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum;
-   rotated back and 0 where relu was, unless `grad_of_rotated`. A block has the same tile of plan.heads_per_block heads, and so
-   have the blocks beside it: angles come from the caches. */
-template <typename P, bool PAIRS, bool STATE>
-__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
+/* d r = scale e r of the band's rows, or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum; rotated back and 0 where relu was, unless `grad_of_rotated`. A block has the same tile of plan.heads_per_block heads, and so
+   have the blocks beside it: angles come from the caches. Three blocks of a multiprocessor are what the shared memory of sm_80
+   lets be; float32 would take registers for two. */
+template <typename P>
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_CUDA_ARCH >= 800 ? 3 : CAMOX_TILE_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   using T = camox_tile_element<P>;
   constexpr int V = camox_tile_lanes<T>, across = CAMOX_TILE / V;
@@ -829,7 +1042,7 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
       const bdh_rotated<T> r = bdh_rotated_of<T>(plan, at);
       camox_tile_sums sums;
       camox_tile_clear(sums);
-      if constexpr (STATE) {
+      if (plan.has_state) {
 #pragma unroll 1
         for (int other = 0; other < 2; ++other) {
           const camox_tile_matrix<T> rows =
@@ -838,7 +1051,7 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
                                                {0, p.value_dim});
         }
       }
-      if constexpr (PAIRS) {
+      if (plan.has_scores) {
         const camox_tile_matrix<T> pairs = {static_cast<const T *>(plan.pairs) + at.slot * plan.band.rows * plan.chunk,
                                             plan.chunk,
                                             1,
@@ -869,10 +1082,10 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
   }
 }
 
-/* w^T g of the band's rows, of each head; adds_heads: of all heads of a batch element, in their order. WEIGHTS: plan.weights.
-   CHUNKS: in causal state form. */
-template <typename P, bool WEIGHTS, bool CHUNKS>
-__global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
+/* w^T g of the band's rows, of each head, or of the state form scale r (r^T g), or their sum; adds_heads: of all heads of a
+   batch element, in their order. WEIGHTS: plan.weights, which no state form has. */
+template <typename P, bool WEIGHTS>
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS, WEIGHTS ? CAMOX_TILE_BLOCKS : bdh_blocks<P>)
     bdh_grad_v_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   using T = camox_tile_element<P>;
   CAMOX_TILE_SHARED(CAMOX_TILE_RING, ring, stage);
@@ -882,10 +1095,11 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     if (at.rows <= 0) continue;
     const bool adds_heads = WEIGHTS && plan.adds_heads;
     if (adds_heads) at.b = at.sequence, at.h = 0, at.sequence *= p.heads;
-    const int heads = adds_heads ? static_cast<int>(p.heads) : 1;
+    const int heads = adds_heads ? static_cast<int>(p.heads) : plan.has_scores ? 1 : 0;
     camox_tile_sums sums;
     camox_tile_clear(sums);
-    if constexpr (CHUNKS) bdh_add_state<P>(sums, ring, plan, at, 1);
+    if constexpr (!WEIGHTS)
+      if (plan.has_state) bdh_add_state<P>(sums, ring, plan, at, 1);
 #pragma unroll 1
     for (int h = 0; h < heads; ++h) {
       bdh_place of_head = at;
@@ -1005,13 +1219,23 @@ static int64_t bdh_element_bytes(const camox_bdh_params *p) { return p->dtype ==
 
 /* The forward without scores, and a backward that finds none, of heads whose state is less work than their scores. */
 static bool bdh_by_state(const camox_bdh_params *p) { return !p->scores && camox_bdh_state_form(p); }
-static bool bdh_by_chunks(const camox_bdh_params *p) { return p->causal && bdh_by_state(p); }
 
-/* Whether r is made once, for products by large tiles: tiles of 64 columns, of which there are several, would make it again. The
-   rows of v are read 16 bytes at a time. */
+/* Whether rows of q and of the tables, an angle for each pair, can be read 16 bytes at a time. */
+static bool bdh_is_usual(const camox_bdh_params *p) {
+  return bdh_is_wide(p->q, bdh_element_bytes(p)) && camox_aligned(p->cos, 16) && camox_aligned(p->sin, 16) &&
+         p->table_columns != p->dim && p->table_columns % 4 == 0;
+}
+
+/* Whether r is made once, for products by large tiles: tiles of 64 columns, of which there are several, would make it again. */
 static bool bdh_rotates_once(const camox_bdh_params *p) {
-  return p->dtype != CAMOX_F32 && bdh_by_state(p) && !p->causal && p->value_dim > CAMOX_TILE &&
+  return p->dtype != CAMOX_F32 && bdh_by_state(p) && !p->causal && p->value_dim > CAMOX_TILE && bdh_is_usual(p) &&
          bdh_is_wide(p->v, bdh_element_bytes(p));
+}
+
+/* Whether scores and out of two heads are one block's. */
+static bool bdh_is_short(const camox_bdh_params *p) {
+  return p->dtype != CAMOX_F32 && !bdh_by_state(p) && !p->softmax && p->length <= CAMOX_TILE && bdh_is_usual(p) &&
+         p->value_dim <= BDH_SHORT_TILES * CAMOX_TILE && bdh_is_wide(p->v, bdh_element_bytes(p));
 }
 
 /* The parts of scratch, in bytes; bands are all of one size, the last one may be shorter. */
@@ -1056,7 +1280,7 @@ static bdh_scratch bdh_rotated_scratch_of(const camox_bdh_params *p) {
   const int64_t columns = bdh_rotated_dim(p), tiles = bdh_tiles_of(p->length, columns), most = camox_grid(BDH_ROTATED_TILES);
   bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0, 0};
   if (s.sequences == 0) return s;
-  if (s.sequences > most / tiles) s.sequences = most > tiles ? most / tiles : 1;
+  if (s.sequences > most / tiles) s.sequences = most < 2 * tiles ? 1 : most / tiles / 2 * 2; /* pairs of heads */
   s.rotated = bdh_rounded(s.sequences * p->length * columns * bdh_element_bytes(p));
   s.state = bdh_rounded(s.sequences * columns * bdh_state_pitch(p) * bdh_element_bytes(p));
   return s;
@@ -1100,6 +1324,7 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
     plan.carried[i] = reinterpret_cast<float *>(scratch), scratch += s.carried;
   }
   plan.chunk = s.chunk;
+  plan.has_state = bdh_by_state(p), plan.has_scores = !plan.has_state || p->causal;
   plan.masked = !backward, plan.weights = backward && p->scores;
   /* where the GPU is full without the heads side by side */
   plan.adds_heads =
@@ -1195,20 +1420,31 @@ template <typename T, int COLUMNS>
 static int bdh_run_rotated(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_rotated_scratch_of(p);
   bdh_plan plan = bdh_plan_of(p, s, false);
-  const int64_t groups = camox_ceil_div(p->value_dim, COLUMNS);
+  plan.paired = p->value_heads != p->heads && p->heads % 2 == 0 && s.sequences % 2 == 0;
+  const int64_t groups = camox_ceil_div(p->value_dim, COLUMNS), heads = plan.paired ? 2 : 1;
   cudaError_t error = cudaSuccess;
   bdh_for_row_bands<T>(plan, s, false, stream, [&] {
-    const int64_t pieces = p->length * plan.rotated_dim / camox_tile_lanes<T>;
-    const int64_t threads = pieces * camox_ceil_div(plan.band.sequences, BDH_ROTATE_HEADS);
-    CAMOX_LAUNCH((bdh_rotate_kernel<T>), camox_grid(camox_ceil_div(threads, BDH_ROTATE_THREADS)), BDH_ROTATE_THREADS, 0, stream,
-                 plan, threads);
-    const int64_t slots = plan.band.sequences * groups;
     if (error == cudaSuccess)
-      error = bdh_launch_large(bdh_large_state_kernel<T, COLUMNS>, camox_large_shared<COLUMNS>,
-                               slots * camox_ceil_div(plan.rotated_dim, CAMOX_LARGE_ROWS), plan, stream);
+      error = bdh_launch_large(
+          bdh_large_state_kernel<T, COLUMNS>, camox_large_shared<bdh_large_rows<T>, COLUMNS>,
+          plan.band.sequences / heads * groups * camox_ceil_div(plan.rotated_dim, CAMOX_LARGE_ROWS / heads), plan, stream);
     if (error == cudaSuccess)
-      error = bdh_launch_large(bdh_large_out_kernel<T, COLUMNS>, camox_large_shared<COLUMNS>,
-                               slots * camox_ceil_div(p->length, CAMOX_LARGE_ROWS), plan, stream);
+      error = bdh_launch_large(bdh_large_out_kernel<T, COLUMNS>,
+                               camox_large_shared<camox_large_copy<T, CAMOX_LARGE_ROWS, false>, COLUMNS>,
+                               plan.band.sequences * groups * camox_ceil_div(p->length, CAMOX_LARGE_ROWS), plan, stream);
+  });
+  return error != cudaSuccess ? error : camox_launch_status();
+}
+
+template <typename T>
+static int bdh_run_short(const camox_bdh_params *p, void *stream) {
+  const bdh_scratch s = bdh_scratch_of(p, false);
+  bdh_plan plan = bdh_plan_of(p, s, false);
+  constexpr int shared = BDH_SHORT_STAGES * (BDH_SHORT_HEADS + 2) * CAMOX_TILE_WORDS * 4;
+  cudaError_t error = cudaSuccess;
+  bdh_for_row_bands<T>(plan, s, false, stream, [&] {
+    if (error == cudaSuccess)
+      error = bdh_launch_large(bdh_short_kernel<T>, shared, camox_ceil_div(plan.band.sequences, BDH_SHORT_HEADS), plan, stream);
   });
   return error != cudaSuccess ? error : camox_launch_status();
 }
@@ -1216,6 +1452,7 @@ static int bdh_run_rotated(const camox_bdh_params *p, void *stream) {
 template <typename P>
 static int bdh_run(const camox_bdh_params *p, void *stream) {
   if constexpr (camox_may_be_sm80 && sizeof(P) == 2) {
+    if (bdh_is_short(p) && camox_device_is_sm80()) return bdh_run_short<P>(p, stream);
     if (bdh_rotates_once(p) && camox_device_is_sm80()) {
       /* the columns that leave fewer of their tiles' empty */
       const bool widest = camox_ceil_div(p->value_dim, 192) * 192 <= camox_ceil_div(p->value_dim, 128) * 128;
@@ -1225,31 +1462,22 @@ static int bdh_run(const camox_bdh_params *p, void *stream) {
   const bdh_scratch s = bdh_scratch_of(p, false);
   bdh_plan plan = bdh_plan_of(p, s, false);
   bdh_for_row_bands<P>(plan, s, false, stream, [&] {
-    if (bdh_by_state(p)) {
-      bdh_launch_states<P>(plan, false, stream);
-      if (!p->causal) {
-        BDH_LAUNCH((bdh_from_state_kernel<P>), bdh_tiles(plan, p->value_dim), 1, plan, 0);
-        return;
-      }
-    }
-    bdh_launch_scores<P>(plan, stream);
+    if (plan.has_state) bdh_launch_states<P>(plan, false, stream);
+    if (plan.has_scores) bdh_launch_scores<P>(plan, stream);
     if (p->softmax) BDH_LAUNCH(bdh_softmax_kernel, plan.band.sequences * plan.band.rows, BDH_WARPS, plan);
-    if (bdh_by_chunks(p))
-      BDH_LAUNCH((bdh_values_kernel<P, true>), bdh_tiles(plan, p->value_dim), 1, plan);
-    else
-      BDH_LAUNCH((bdh_values_kernel<P, false>), bdh_tiles(plan, p->value_dim), 1, plan);
+    BDH_LAUNCH((bdh_values_kernel<P>), bdh_tiles(plan, p->value_dim), 1, plan);
   });
   return camox_launch_status();
 }
 
-template <typename P, bool PAIRS, bool STATE>
+template <typename P>
 static void bdh_launch_grad_q(bdh_plan &plan, void *stream) {
   plan.heads_per_block = bdh_tiles(plan, plan.p.dim) / camox_grid(BDH_TILES_AT_ONCE);
   plan.heads_per_block = plan.heads_per_block < 1                     ? 1
                          : plan.heads_per_block < BDH_HEADS_PER_BLOCK ? plan.heads_per_block
                                                                       : BDH_HEADS_PER_BLOCK;
   const int64_t groups = camox_ceil_div(bdh_slots(plan), plan.heads_per_block);
-  BDH_LAUNCH((bdh_grad_q_kernel<P, PAIRS, STATE>), groups * bdh_tiles_of(plan.band.rows, plan.p.dim), 1, plan);
+  BDH_LAUNCH((bdh_grad_q_kernel<P>), groups * bdh_tiles_of(plan.band.rows, plan.p.dim), 1, plan);
 }
 
 template <typename P>
@@ -1260,33 +1488,20 @@ static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
   if (p->softmax && !whole) BDH_LAUNCH((bdh_delta_kernel<camox_tile_element<P>>), bdh_heads(p) * p->length, BDH_WARPS, plan);
   if (plan.weights) {
     plan.band = {0, plan.adds_heads ? p->batch : bdh_heads(p), 0, p->length, 0, 1};
-    BDH_LAUNCH((bdh_grad_v_kernel<P, true, false>), bdh_tiles(plan, p->value_dim), 1, plan);
+    BDH_LAUNCH((bdh_grad_v_kernel<P, true>), bdh_tiles(plan, p->value_dim), 1, plan);
   }
   bdh_for_row_bands<P>(plan, s, true, stream, [&] {
-    if (bdh_by_state(p)) {
-      bdh_launch_states<P>(plan, true, stream);
-      if (!p->causal) {
-        BDH_LAUNCH((bdh_from_state_kernel<P>), bdh_tiles(plan, p->value_dim), 1, plan, 1);
-        bdh_launch_grad_q<P, false, true>(plan, stream);
-        return;
-      }
-    }
+    if (plan.has_state) bdh_launch_states<P>(plan, true, stream);
     if (!plan.weights) {
-      bdh_launch_scores<P>(plan, stream);
-      if (bdh_by_chunks(p))
-        BDH_LAUNCH((bdh_grad_v_kernel<P, false, true>), bdh_tiles(plan, p->value_dim), 1, plan);
-      else
-        BDH_LAUNCH((bdh_grad_v_kernel<P, false, false>), bdh_tiles(plan, p->value_dim), 1, plan);
+      if (plan.has_scores) bdh_launch_scores<P>(plan, stream);
+      BDH_LAUNCH((bdh_grad_v_kernel<P, false>), bdh_tiles(plan, p->value_dim), 1, plan);
     }
     if (p->softmax && whole) BDH_LAUNCH((bdh_weighed_kernel<P>), bdh_tiles(plan, 1), 1, plan);
     if (p->softmax)
       BDH_LAUNCH((bdh_pairs_kernel<P, true>), bdh_tiles(plan, plan.chunk), 1, plan);
-    else
+    else if (plan.has_scores)
       BDH_LAUNCH((bdh_pairs_kernel<P, false>), bdh_tiles(plan, plan.chunk), 1, plan);
-    if (bdh_by_chunks(p))
-      bdh_launch_grad_q<P, true, true>(plan, stream);
-    else
-      bdh_launch_grad_q<P, true, false>(plan, stream);
+    bdh_launch_grad_q<P>(plan, stream);
   });
   if (p->value_heads != p->heads && !plan.adds_heads)
     BDH_LAUNCH((bdh_sum_kernel<camox_tile_element<P>>), p->batch * p->length * p->value_dim, CAMOX_TILE_THREADS, *p);

@@ -1,9 +1,9 @@
-/* Products of large tiles for CUDA, of matrices of half types that lie ready in memory: 128 rows by 128 or 192 columns a block
-   of 8 warps, on tensor cores from sm_80 on. Each operand is read from L2 a third or half as often as by the tiles of 64 x 64
-   of tile_product.cuh, which take operands that are still to be made.
+/* Products of large tiles for CUDA, of matrices of half types: 128 rows by 128 or 192 columns a block of 8 warps, on tensor
+   cores from sm_80 on. Each operand is read from L2 a third or half as often as by the tiles of 64 x 64 of tile_product.cuh.
+   The second operand lies ready in memory; of the first a thread may still make something of the pieces that it copied itself.
 
-     global memory  --cp.async-->  a ring of 4 stages in shared memory  --ldmatrix-->  fragments in registers
-     step i + 3                    steps i + 1, i + 2: landing                         step i: product, 32 terms of the sum
+     global memory  --cp.async-->  a ring of stages in shared memory  --ldmatrix-->  fragments in registers
+     step i + stages - 1           the steps before it: landing                      step i: product, 32 terms of the sum
 
      a block's tile: 4 warps side by side      each warp: 64 x 32 or 64 x 48 of the product,
        +-------+-------+-------+-------+     each lane 64 or 96 sums in registers:
@@ -12,9 +12,9 @@
        | warp 4|   5   |   6   |   7   |
        +-------+-------+-------+-------+
 
-   A stage has the first operand's tile, then the second's, in pieces of 16 bytes. Where k is along an operand's rows a row of
-   the tile is 64 bytes, where its rows are k ("across") 256 or 384; pieces are permuted within 128 bytes so that the same piece
-   of eight rows is in different banks, and ldmatrix transposes what lies across. */
+   A stage has the first operand's tile, then the second's, in pieces of 16 bytes, then what else the first needs. Where k is
+   along an operand's rows a row of the tile is 64 bytes, where its rows are k ("across") 256 or 384; pieces are permuted within
+   128 bytes so that the same piece of eight rows is in different banks, and ldmatrix transposes what lies across. */
 #ifndef CAMOX_LARGE_PRODUCT_CUH
 #define CAMOX_LARGE_PRODUCT_CUH
 
@@ -23,11 +23,13 @@
 #define CAMOX_LARGE_THREADS 256
 #define CAMOX_LARGE_ROWS 128 /* of a block's tile */
 #define CAMOX_LARGE_DEPTH 32 /* terms of the sum in a step */
-#define CAMOX_LARGE_STAGES 4
 
-/* Bytes of dynamic shared memory; more than the 48 KB that need no cudaFuncSetAttribute, and two thirds of what sm_86 has. */
-template <int COLUMNS>
-constexpr int camox_large_shared = CAMOX_LARGE_STAGES * (CAMOX_LARGE_ROWS + COLUMNS) * CAMOX_LARGE_DEPTH * 2;
+/* Dynamic shared memory: words of a stage, and bytes, more than the 48 KB that need no cudaFuncSetAttribute. `Rows` is the first
+   operand's side. */
+template <typename Rows, int COLUMNS>
+constexpr int camox_large_words = (CAMOX_LARGE_ROWS + COLUMNS) * CAMOX_LARGE_DEPTH / 2 + Rows::more_words;
+template <typename Rows, int COLUMNS>
+constexpr int camox_large_shared = Rows::stages * camox_large_words<Rows, COLUMNS> * 4;
 
 /* Adjacent elements, rows aligned to 16 bytes. Where k is along the rows, columns are whole steps. */
 template <typename T>
@@ -43,9 +45,16 @@ __device__ __forceinline__ unsigned camox_large_place(unsigned row, unsigned pie
   return row * 4 + (piece ^ row / 2 % 4);
 }
 
-/* This thread's pieces of one operand's tiles, which are the same in all steps. */
-template <typename T, int WIDTH, bool ACROSS>
+/* This thread's pieces of one operand's tiles, which are the same in all steps. As the first operand's side, `Rows` below:
+     ACROSS      whether its rows are k
+     stages      of the ring, which takes up to 84 KB; a block of sm_86 has 99
+     more_words  of a stage, behind both tiles, for this side alone
+     begin       the copies of the tile from this k on begin; called once for each step, in order
+     complete    makes of this thread's landed pieces what the product takes; likewise */
+template <typename T, int WIDTH, bool ACROSS_K>
 struct camox_large_copy {
+  static constexpr bool ACROSS = ACROSS_K;
+  static constexpr int stages = 4, more_words = 0;
   static constexpr unsigned across = ACROSS ? WIDTH / 8 : 4, pieces = WIDTH * 4 / CAMOX_LARGE_THREADS;
 
   const T *from[pieces]; /* of the first step */
@@ -71,8 +80,8 @@ struct camox_large_copy {
     }
   }
 
-  /* The copy of the tile whose first k this is begins; nothing is read of 0 bytes. */
-  __device__ __forceinline__ void begin(uint32_t *tile, int64_t k) {
+  /* Nothing is read of 0 bytes. */
+  __device__ __forceinline__ void begin(uint32_t *tile, uint32_t *, int64_t k) {
     const int remaining = ACROSS ? camox_at_most<CAMOX_LARGE_DEPTH>(rows - k) : CAMOX_LARGE_DEPTH;
 #pragma unroll
     for (unsigned i = 0; i < pieces; ++i) {
@@ -80,6 +89,8 @@ struct camox_large_copy {
       from[i] += step;
     }
   }
+
+  __device__ __forceinline__ void complete(uint32_t *, const uint32_t *, int64_t) {}
 };
 
 /* A warp's sums; element [m][n][e] of a lane is at row camox_large_row and column camox_large_column of the block's tile. */
@@ -137,18 +148,17 @@ __device__ __forceinline__ void camox_large_step(camox_large_sums<COLUMNS> &sums
   }
 }
 
-/* sums = a b, or with ACROSS a^T b: rows of the product from `row` on, columns from `column` on, k of [0, depth). */
-template <typename T, int COLUMNS, bool ACROSS>
-__device__ __forceinline__ void camox_large_multiply(camox_large_sums<COLUMNS> &sums, uint32_t *shared,
-                                                     const camox_large_matrix<T> &a, int64_t row,
-                                                     const camox_large_matrix<T> &b, int64_t column, int64_t depth) {
-  constexpr int words = (CAMOX_LARGE_ROWS + COLUMNS) * CAMOX_LARGE_DEPTH / 2; /* of a stage */
-  camox_large_copy<T, CAMOX_LARGE_ROWS, ACROSS> of_a(a, row);
-  camox_large_copy<T, COLUMNS, true> of_b(b, column);
+/* sums = the product of the block's rows of the first operand and columns of the second, over k of [0, depth). */
+template <typename T, int COLUMNS, typename Rows>
+__device__ __forceinline__ void camox_large_multiply(camox_large_sums<COLUMNS> &sums, uint32_t *shared, Rows &of_a,
+                                                     camox_large_copy<T, COLUMNS, true> &of_b, int64_t depth) {
+  constexpr int words = camox_large_words<Rows, COLUMNS>, a_words = CAMOX_LARGE_ROWS * CAMOX_LARGE_DEPTH / 2;
+  constexpr int more = a_words + COLUMNS * CAMOX_LARGE_DEPTH / 2, stages = Rows::stages;
+  constexpr bool ACROSS = Rows::ACROSS;
   const auto begin = [&](int stage, int64_t k) {
     if (k < depth) {
       uint32_t *const to = shared + stage * words;
-      of_a.begin(to, k), of_b.begin(to + CAMOX_LARGE_ROWS * CAMOX_LARGE_DEPTH / 2, k);
+      of_a.begin(to, to + more, k), of_b.begin(to + a_words, nullptr, k);
     }
     camox_cp_async_commit();
   };
@@ -169,23 +179,25 @@ __device__ __forceinline__ void camox_large_multiply(camox_large_sums<COLUMNS> &
   }
   __syncthreads(); /* what shared memory held is no longer read */
 #pragma unroll
-  for (int i = 0; i < CAMOX_LARGE_STAGES - 1; ++i) begin(i, i * CAMOX_LARGE_DEPTH);
+  for (int i = 0; i < stages - 1; ++i) begin(i, i * CAMOX_LARGE_DEPTH);
   int stage = 0;
 #pragma unroll 1
   for (int64_t k = 0; k < depth; k += CAMOX_LARGE_DEPTH) {
-    camox_cp_async_wait<CAMOX_LARGE_STAGES - 2>();
-    __syncthreads(); /* all pieces of this step have landed, and the stage of the step before is free again */
-    begin((stage + CAMOX_LARGE_STAGES - 1) % CAMOX_LARGE_STAGES, k + (CAMOX_LARGE_STAGES - 1) * CAMOX_LARGE_DEPTH);
-    camox_large_step<T, COLUMNS, ACROSS>(sums, shared + stage * words, of_rows, of_columns);
-    stage = (stage + 1) % CAMOX_LARGE_STAGES;
+    uint32_t *const of_step = shared + stage * words;
+    camox_cp_async_wait<stages - 2>();
+    of_a.complete(of_step, of_step + more, k);
+    __syncthreads(); /* all pieces of this step are in place, and the stage of the step before is free again */
+    begin(stage == 0 ? stages - 1 : stage - 1, k + (stages - 1) * CAMOX_LARGE_DEPTH);
+    camox_large_step<T, COLUMNS, ACROSS>(sums, of_step, of_rows, of_columns);
+    stage = stage == stages - 1 ? 0 : stage + 1;
   }
 }
 
-/* factor * sums, rounded once, to the first `rows` and `columns` of `to`, by way of shared memory, where each row is permuted as
-   in a tile. wide: to and its rows are aligned to 16 bytes, and elements adjacent. */
-template <typename T, int COLUMNS>
-__device__ __forceinline__ void camox_large_put(uint32_t *shared, const camox_large_sums<COLUMNS> &sums, float factor, T *to,
-                                                int64_t row_stride, int64_t column_stride, int rows, int columns, bool wide) {
+/* factor * sums, rounded once, by way of shared memory, where each row is permuted as in a tile. place(row): where the first of
+   `columns` elements of a row goes, NULL where it does not exist. wide: they are aligned to 16 bytes and adjacent. */
+template <typename T, int COLUMNS, typename Place>
+__device__ __forceinline__ void camox_large_put(uint32_t *shared, const camox_large_sums<COLUMNS> &sums, float factor,
+                                                int64_t column_stride, int columns, bool wide, const Place &place) {
   __syncthreads(); /* the last step is no longer read */
 #pragma unroll
   for (unsigned m = 0; m < 4; ++m) {
@@ -206,11 +218,12 @@ __device__ __forceinline__ void camox_large_put(uint32_t *shared, const camox_la
 #pragma unroll 1
   for (unsigned item = threadIdx.x; item < CAMOX_LARGE_ROWS * COLUMNS / 8; item += CAMOX_LARGE_THREADS) {
     const int row = static_cast<int>(item / (COLUMNS / 8)), column = static_cast<int>(item % (COLUMNS / 8)) * 8;
-    if (row >= rows || column >= columns) continue;
+    T *const first = column < columns ? place(row) : nullptr;
+    if (!first) continue;
     T values[8];
     camox_load_shared(values, reinterpret_cast<const T *>(
                                   shared + camox_large_place<COLUMNS, true>(item / (COLUMNS / 8), item % (COLUMNS / 8)) * 4));
-    T *const at = to + row * row_stride + column * column_stride;
+    T *const at = first + column * column_stride;
     if (wide && columns - column >= 8) {
       camox_store(at, values);
     } else {

@@ -179,9 +179,10 @@ def every_kernel(arch) -> None:
         v = v.repeat(1, 1, 1, 2)
         backward(v.expand(1, 2, 1, 4), q, v, table, table, save="nothing", form=2, causal=True, **more)
         step(q[:, :, 0], v[:, :, 0], table[0], table[0], None, how=how)
-        if not tf32:  # rotated once, tiles of 128 and of 192 columns
-            for columns in (128, 192):
-                forward(q, v[..., :1].repeat(1, 1, 1, columns), table, table, save="nothing", form=2, how=how)
+        if not tf32:  # short heads, and rotated once: tiles of 128 and of 192 columns
+            q, table = q.repeat(1, 1, 1, 2), table.repeat(1, 2)
+            for form, columns in ((1, 8), (2, 128), (2, 192)):
+                forward(q, v[..., :1].repeat(1, 1, 1, columns), table, table, save="nothing", form=form, how=how)
 
 
 def bdh_inputs(shape, value_dim, dtype, memory="contiguous", shared=True, each=False):
@@ -207,5 +208,9 @@ def with_barriers(**how):
     # rotated once: two tiles each way, five steps, so that the last is in the first of the stages
     _, *inputs = bdh_inputs((1, 2, 136, 136), 200, torch.bfloat16)
     yield forward(*inputs, save="nothing", form=2, how=how)[:1]
+    # short heads, two at a time: five steps, tiles of v of each, and of both
+    for heads, shared in ((3, False), (4, True)):
+        _, *inputs = bdh_inputs((1, heads, 64, 264), 136, torch.bfloat16, shared=shared)
+        yield forward(*inputs, save="scores", how=how)[:2]
     _, q, v, cos, sin = bdh_inputs((1, 2, 1, 518), 40, torch.float32)
     yield step(q[:, :, 0], v[:, :, 0], cos[0], sin[0], None, how=how)

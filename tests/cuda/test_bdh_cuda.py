@@ -78,9 +78,16 @@ def test_bdh_state_form(dtype, memory, arch):
         turn += 1
 
 
-# (B, H, T, N), D: tiles of 128 and of 192 columns, the last of them not full, sums that end inside a step, columns of q
-# that no access of 16 bytes takes; several tiles of rows and columns, seven steps.
-BDH_ROTATED_ONCE = [((1, 2, 5, 34), 72), ((2, 5, 70, 66), 136), ((1, 1, 140, 200), 264)]
+# (B, H, T, N), D: tiles of 128 and of 192 columns, the last of them not full, sums that end inside a step; one head,
+# two that share a tile of r or, where each has its own v, do not; several tiles of rows and columns, seven steps. Rows
+# of q or v that no access of 16 bytes takes, or an angle for each element: tiles of 64 x 64 instead.
+BDH_ROTATED_ONCE = [
+    ((1, 2, 5, 40), 72),
+    ((1, 2, 5, 34), 72),
+    ((2, 4, 70, 72), 136),
+    ((2, 3, 33, 136), 136),
+    ((1, 1, 140, 200), 264),
+]
 
 
 @pytest.mark.parametrize("memory", bdh_cases.MEMORY)
@@ -88,7 +95,7 @@ def test_bdh_rotated_once(memory, arch, order):
     """Half types in the state form with many columns of v: all heads at once, and one at a time."""
     turn = bdh_cases.MEMORY.index(memory)
     for (shape, value_dim), dtype in itertools.product(BDH_ROTATED_ONCE, (torch.bfloat16, torch.float16)):
-        inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 2 == 0, each=turn % 3 == 0)
+        inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 3 != 1, each=turn % 5 == 4)
         options = {"relu": turn % 2 == 0, "scale": 0.5}
         given = {**options, "save": "nothing", "form": 2}
         ours = bdh_cases.forward(*inputs[1:], **given, how={"arch": arch, "order": order})[0]
@@ -97,6 +104,45 @@ def test_bdh_rotated_once(memory, arch, order):
         for how in ({"grid_cap": 1}, {"order": "random"}):
             again = bdh_cases.forward(*inputs[1:], flush="start", **given, how={"arch": arch, **how})[0]
             assert torch.equal(again, ours)
+        turn += 1
+
+
+# (B, H, T, N), D: heads of one tile: an odd one, all of its rows and columns, five steps, four tiles of v, none.
+BDH_SHORT = [
+    ((1, 1, 5, 8), 8),
+    ((1, 3, 64, 64), 72),
+    ((2, 2, 33, 264), 256),
+    ((3, 1, 64, 136), 64),
+    ((1, 2, 9, 40), 0),
+]
+
+
+@pytest.mark.parametrize("memory", bdh_cases.MEMORY)
+def test_bdh_short_heads(memory, arch, order):
+    """Half types of at most 64 tokens, two heads a block: the scores that are saved, or none, and out."""
+    turn = bdh_cases.MEMORY.index(memory)
+    for (shape, value_dim), dtype in itertools.product(BDH_SHORT, (torch.bfloat16, torch.float16)):
+        inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 3 != 1)[1:]
+        options = {"relu": turn % 2 == 0, "causal": turn % 4 > 1, "scale": 0.25}
+        given = {**options, "save": ("scores", "nothing")[turn % 2]}
+        ours = bdh_cases.forward(*inputs, **given, how={"arch": arch, "order": order})[:2]
+        truth = reference.bdh_attention(*doubled(*inputs), **options)
+        if value_dim:
+            assert_close_to_reference(ours[:1], [reference.bdh_attention(*inputs, **options)], [truth])
+        if ours[1] is not None:
+            r, r64 = (
+                reference.rope(q.relu() if options["relu"] else q, *tables, interleaved=True)
+                for q, *tables in ((inputs[0], *inputs[2:]), doubled(inputs[0], *inputs[2:]))
+            )
+            s, s64 = (0.25 * x @ x.mT for x in (r.to(dtype).float(), r64))  # saved in float32
+            if options["causal"]:
+                s, s64 = s.tril(-1), s64.tril(-1)
+            else:
+                assert torch.equal(ours[1], ours[1].mT)
+            assert_close_to_reference(ours[1:], [s], [s64])
+        for how in ({"grid_cap": 1}, {"order": "random"}):
+            again = bdh_cases.forward(*inputs, flush="start", **given, how={"arch": arch, **how})[:2]
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(again, ours, strict=True))
         turn += 1
 
 
@@ -301,9 +347,10 @@ def test_bdh_broken_build_is_noticed():
     inputs = bdh_inputs((1, 2, 5, 8), 3, torch.float32)
     right, wrong = (bdh_kernels(*inputs, how={"define": define}) for define in ("", "CAMOX_BREAK_BDH"))
     assert not any(torch.allclose(*pair, atol=1e-4, rtol=0) for pair in zip(right[:2], wrong[:2], strict=True))
-    _, *inputs = bdh_inputs((1, 2, 5, 8), 72, torch.float16)  # rotated once
-    right, wrong = (
-        bdh_cases.forward(*inputs, save="nothing", form=2, how={"define": define})[0]
-        for define in ("", "CAMOX_BREAK_BDH")
-    )
-    assert not torch.allclose(right, wrong, atol=5e-4, rtol=0)
+    _, *inputs = bdh_inputs((1, 2, 5, 8), 72, torch.float16)
+    for form in (1, 2):  # short heads; rotated once
+        right, wrong = (
+            bdh_cases.forward(*inputs, save="nothing", form=form, how={"define": define})[0]
+            for define in ("", "CAMOX_BREAK_BDH")
+        )
+        assert not torch.allclose(right, wrong, atol=5e-4, rtol=0)

@@ -111,7 +111,7 @@ def test_rope(monkeypatch, recorder):
         recorder.launches.clear()
 
 
-@pytest.mark.parametrize("size", [(2, 3, 64, 200, 70), (1, 5, 130, 100, 72), (1, 2, 130, 200, 136)])
+@pytest.mark.parametrize("size", [(2, 3, 64, 200, 72), (1, 5, 130, 104, 72), (1, 2, 130, 200, 136)])
 def test_products(monkeypatch, recorder, size):
     batch, _, tokens, columns, values = size
     monkeypatch.setattr(cuda_model, "PRODUCTS", (("", *size),))
