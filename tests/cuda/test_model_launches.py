@@ -115,7 +115,7 @@ def test_rope(monkeypatch, recorder):
 def test_products(monkeypatch, recorder, size):
     batch, _, tokens, columns, values = size
     monkeypatch.setattr(cuda_model, "PRODUCTS", (("", *size),))
-    q, tables = rope_cases.rope_input(size[:4], torch.bfloat16), rope_cases.rope_tables(tokens, columns)
+    q, tables = rope_cases.rope_input(size[:4], torch.bfloat16), rope_cases.rope_tables(tokens, columns // 2)
     v = torch.randn(batch, 1, tokens, values, dtype=torch.bfloat16)
     bdh_cases.forward(q, v, *tables, form=1 if tokens == 64 else 2)
     assert recorder.launches == modelled(cuda_model.product_cases("bfloat16"))
