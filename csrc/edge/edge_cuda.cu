@@ -9,8 +9,8 @@
          contiguous      by warp shuffles     [ 0 | 1 ... 30 | 31 ]   lanes 0 and 31 only serve their neighbours
          channels_last   by shared memory     [2 buffers][gx, gy, lap][V * threads], one barrier a row
 
-   Each element is read once from memory, its neighbours from the L1 cache or, in the backward of contiguous images, by warp
-   shuffles. No atomics: the same bits on every run. */
+   Each element is read once from memory, its neighbours from the L1 cache or, in the backward of contiguous half types,
+   by warp shuffles. No atomics: the same bits on every run. */
 #include "../common/stencil.cuh"
 #include "edge.h"
 
@@ -134,65 +134,48 @@ __global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V, LAST>::forward)
 
 /* ---- backward ---- */
 
-/* The backward of contiguous images takes the column beside a thread's own from the neighbouring thread's registers; off the
+/* The backward of contiguous half types takes the column beside a thread's own from the neighbouring thread's registers; off the
    image it is zero, the thread's own border column (replicate) or the one next to that (reflect). The choice is data, not a
    branch: predicates are few. Lanes 0 and 31 have no neighbour on one side; what depends on it is not used. */
 struct edge_beside {
-  uint32_t choice; /* of half types where __byte_perm finds the column; of float 0: in the neighbour, 1, 2: in the thread */
-  uint32_t mask;   /* 0 where the column is zero */
+  uint32_t bytes; /* for __byte_perm of the neighbour's nearest two columns and the thread's own two: the column comes last */
+  uint32_t mask;  /* 0 where the column is zero */
 };
 
-template <typename T>
 __device__ __forceinline__ edge_beside edge_beside_of(bool at_border, camox_border border, bool left) {
-  const bool reflect = border == CAMOX_BORDER_REFLECT;
+  constexpr uint32_t neighbours_first = 0x1000, neighbours_last = 0x3200, own_first = 0x5400, own_last = 0x7600;
   edge_beside beside;
   beside.mask = at_border && border == CAMOX_BORDER_ZEROS ? 0 : UINT32_MAX;
-  if constexpr (sizeof(T) == 4)
-    beside.choice = !at_border ? 0 : reflect ? 2 : 1;
-  else if (at_border)
-    beside.choice = left == reflect ? 0x7600 : 0x5400;
+  if (at_border)
+    beside.bytes = left == (border == CAMOX_BORDER_REFLECT) ? own_last : own_first;
   else
-    beside.choice = left ? 0x3200 : 0x1000;
+    beside.bytes = left ? neighbours_last : neighbours_first;
   return beside;
 }
 
-/* neighbour: its 4 bytes next to this thread's columns; own: this thread's column at the border, `inwards` the one next to it. */
+/* neighbour, own: the two columns of each that are next to the other. */
 template <typename T>
-__device__ __forceinline__ float edge_choose(const edge_beside &beside, uint32_t neighbour, const T *own, int inwards) {
-  uint32_t bits;
-  if constexpr (sizeof(T) == 4) {
-    uint32_t outer, inner;
-    __builtin_memcpy(&outer, own, sizeof outer);
-    __builtin_memcpy(&inner, own + inwards, sizeof inner);
-    bits = (beside.choice == 0 ? neighbour : beside.choice == 1 ? outer : inner) & beside.mask;
-    float chosen;
-    __builtin_memcpy(&chosen, &bits, sizeof chosen);
-    return chosen;
-  } else {
-    uint32_t pair;
-    __builtin_memcpy(&pair, static_cast<const void *>(inwards > 0 ? own : own - 1), sizeof pair);
-    bits = __byte_perm(neighbour, pair, beside.choice) & beside.mask;
-    T chosen[2];
-    float wide[2];
-    __builtin_memcpy(static_cast<void *>(chosen), &bits, sizeof bits);
-    camox_to_floats(wide, chosen);
-    return wide[1];
-  }
+__device__ __forceinline__ float edge_choose(const edge_beside &beside, uint32_t neighbour, uint32_t own) {
+  const uint32_t bits = __byte_perm(neighbour, own, beside.bytes) & beside.mask;
+  T pair[2];
+  float wide[2];
+  __builtin_memcpy(static_cast<void *>(pair), &bits, sizeof bits);
+  camox_to_floats(wide, pair);
+  return wide[1];
 }
 
 /* A row of x around a thread's columns, of which it has loaded its own. All lanes of the warp call it. */
 template <typename T, int V>
 __device__ __forceinline__ edge_raw<float, V, false> edge_widen(const camox_window<T, V, false, 0> &raw,
                                                                 const edge_beside &left, const edge_beside &right) {
-  constexpr int word = 4 / static_cast<int>(sizeof(T));
   uint32_t first, last;
   __builtin_memcpy(&first, static_cast<const void *>(raw.x), sizeof first);
-  __builtin_memcpy(&last, static_cast<const void *>(raw.x + V - word), sizeof last);
+  __builtin_memcpy(&last, static_cast<const void *>(raw.x + V - 2), sizeof last);
   const uint32_t before = __shfl_up_sync(CAMOX_FULL_MASK, last, 1), after = __shfl_down_sync(CAMOX_FULL_MASK, first, 1);
   edge_raw<float, V, false> wide;
   camox_widen_part<V>(wide.x + 1, raw.x, 0);
-  wide.x[0] = edge_choose<T>(left, before, raw.x, 1);
-  wide.x[V + 1] = edge_choose<T>(right, after, raw.x + V - 1, -1);
+  wide.x[0] = edge_choose<T>(left, before, first);
+  wide.x[V + 1] = edge_choose<T>(right, after, last);
   return wide;
 }
 
@@ -278,9 +261,9 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   const bool fold_first = !LAST && V > 1 && reflect && column == 0,
              fold_last = !LAST && V > 1 && reflect && column + V == p.width;
 
-  constexpr bool in_neighbours = !LAST && V > 1;
-  const edge_beside beside_left = edge_beside_of<T>(column == 0, p.border, true),
-                    beside_right = edge_beside_of<T>(column + V == p.width, p.border, false);
+  constexpr bool in_neighbours = !LAST && V > 1 && sizeof(T) == 2;
+  const edge_beside beside_left = edge_beside_of(column == 0, p.border, true),
+                    beside_right = edge_beside_of(column + V == p.width, p.border, false);
   camox_window<T, V, LAST, (in_neighbours ? 0 : 1)> raw;
   const auto features = [&](const edge_row<V> &above) {
     if constexpr (in_neighbours)
