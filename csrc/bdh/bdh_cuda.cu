@@ -767,7 +767,8 @@ __device__ __forceinline__ T *bdh_large_state(const bdh_plan &plan, int64_t slot
 
 /* r as the first operand of r^T v: 32 tokens of 64 columns of two heads, whose angles are the same, or of 128 columns of one. A
    thread copies a piece of 8 columns and the one of the other head, or 64 columns on, rotates both and stores them to r too.
-   Behind the tiles of a stage lie its angles, 4 cosines and 4 sines; those of 64 columns on are loaded when they are needed. */
+   Behind the tiles of a stage lie its angles, 4 cosines and 4 sines; those of 64 columns on, and of tables with an angle for
+   each element, are loaded when they are needed. */
 template <typename T>
 struct bdh_large_rows {
   static constexpr bool ACROSS = true;
@@ -775,12 +776,13 @@ struct bdh_large_rows {
 
   bdh_rotated<T> r;
   const T *from[2];
-  T *to[2];               /* NULL where nothing is stored */
-  int64_t angle, columns; /* columns: of r with the padding */
+  T *to[2];                       /* NULL where nothing is stored */
+  int64_t column, angle, columns; /* columns: of r with the padding */
   int bytes[2];
   bool paired;
 
   static __device__ __forceinline__ unsigned token(void) { return threadIdx.x / 8; }
+  __device__ __forceinline__ bool per_pair(void) const { return r.usual(); }
   static __device__ __forceinline__ unsigned place(unsigned i) {
     return camox_large_place<CAMOX_LARGE_ROWS, true>(token(), threadIdx.x % 8 + 8 * i) * 4;
   }
@@ -788,7 +790,7 @@ struct bdh_large_rows {
   /* stores: of the blocks that make the same tile of r this one stores it. */
   __device__ __forceinline__ bdh_large_rows(const bdh_plan &plan, const bdh_place &at, bool stores)
       : r(bdh_rotated_of<T>(plan, at)), columns(plan.rotated_dim), paired(plan.paired) {
-    const int64_t column = at.column + threadIdx.x % 8 * 8;
+    column = at.column + threadIdx.x % 8 * 8;
     angle = token() * r.table_columns + column / 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -800,12 +802,12 @@ struct bdh_large_rows {
   }
 
   __device__ __forceinline__ void begin(uint32_t *tile, uint32_t *angles, int64_t k) {
-    const bool exists = k + token() < r.q.rows;
+    const bool exists = k + token() < r.q.rows, has_angles = exists && bytes[0] > 0 && per_pair();
 #pragma unroll
     for (unsigned i = 0; i < 2; ++i) camox_cp_async_16(tile + place(i), from[i] + k * r.q.row, exists ? bytes[i] : 0);
     const int64_t from_angle = angle + k * r.table_columns;
-    camox_cp_async_16(angles + threadIdx.x * 4, r.cos + from_angle, exists ? bytes[0] : 0);
-    camox_cp_async_16(angles + (CAMOX_LARGE_THREADS + threadIdx.x) * 4, r.sin + from_angle, exists ? bytes[0] : 0);
+    camox_cp_async_16(angles + threadIdx.x * 4, r.cos + from_angle, has_angles ? 16 : 0);
+    camox_cp_async_16(angles + (CAMOX_LARGE_THREADS + threadIdx.x) * 4, r.sin + from_angle, has_angles ? 16 : 0);
   }
 
   __device__ __forceinline__ void complete(uint32_t *tile, const uint32_t *angles, int64_t k) {
@@ -815,15 +817,14 @@ struct bdh_large_rows {
     camox_load_shared(sines, reinterpret_cast<const float *>(angles + (CAMOX_LARGE_THREADS + threadIdx.x) * 4));
 #pragma unroll
     for (unsigned i = 0; i < 2; ++i) {
-      if (i > 0 && !paired && exists && bytes[i] > 0) {
-        const int64_t from_angle = angle + k * r.table_columns + CAMOX_TILE / 2;
-        camox_load_floats(cosines, r.cos + from_angle);
-        camox_load_floats(sines, r.sin + from_angle);
-      }
       T values[8];
       T *const at = reinterpret_cast<T *>(tile + place(i));
       camox_load_shared(values, at);
-      r.template rotate<2>(values, cosines, sines);
+      if (per_pair() && (i == 0 || paired)) {
+        r.template rotate<2>(values, cosines, sines);
+      } else {
+        r.make(values, k + token(), column + (paired ? 0 : i * CAMOX_TILE));
+      }
       camox_store_shared(at, values);
       if (to[i] && exists) camox_store(to[i] + k * columns, values);
     }
@@ -1220,22 +1221,21 @@ static int64_t bdh_element_bytes(const camox_bdh_params *p) { return p->dtype ==
 /* The forward without scores, and a backward that finds none, of heads whose state is less work than their scores. */
 static bool bdh_by_state(const camox_bdh_params *p) { return !p->scores && camox_bdh_state_form(p); }
 
-/* Whether rows of q and of the tables, an angle for each pair, can be read 16 bytes at a time. */
-static bool bdh_is_usual(const camox_bdh_params *p) {
-  return bdh_is_wide(p->q, bdh_element_bytes(p)) && camox_aligned(p->cos, 16) && camox_aligned(p->sin, 16) &&
-         p->table_columns != p->dim && p->table_columns % 4 == 0;
+/* Whether rows of q and v can be read 16 bytes at a time. */
+static bool bdh_is_wide(const camox_bdh_params *p) {
+  return bdh_is_wide(p->q, bdh_element_bytes(p)) && p->dim % 8 == 0 && bdh_is_wide(p->v, bdh_element_bytes(p));
 }
 
 /* Whether r is made once, for products by large tiles: tiles of 64 columns, of which there are several, would make it again. */
 static bool bdh_rotates_once(const camox_bdh_params *p) {
-  return p->dtype != CAMOX_F32 && bdh_by_state(p) && !p->causal && p->value_dim > CAMOX_TILE && bdh_is_usual(p) &&
-         bdh_is_wide(p->v, bdh_element_bytes(p));
+  return p->dtype != CAMOX_F32 && bdh_by_state(p) && !p->causal && p->value_dim > CAMOX_TILE && bdh_is_wide(p);
 }
 
-/* Whether scores and out of two heads are one block's. */
+/* Whether scores and out of two heads are one block's, which copies the angles of pairs as well. */
 static bool bdh_is_short(const camox_bdh_params *p) {
-  return p->dtype != CAMOX_F32 && !bdh_by_state(p) && !p->softmax && p->length <= CAMOX_TILE && bdh_is_usual(p) &&
-         p->value_dim <= BDH_SHORT_TILES * CAMOX_TILE && bdh_is_wide(p->v, bdh_element_bytes(p));
+  return p->dtype != CAMOX_F32 && !bdh_by_state(p) && !p->softmax && p->length <= CAMOX_TILE && bdh_is_wide(p) &&
+         p->value_dim <= BDH_SHORT_TILES * CAMOX_TILE && camox_aligned(p->cos, 16) && camox_aligned(p->sin, 16) &&
+         p->table_columns != p->dim;
 }
 
 /* The parts of scratch, in bytes; bands are all of one size, the last one may be shorter. */

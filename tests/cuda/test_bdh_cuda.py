@@ -80,7 +80,7 @@ def test_bdh_state_form(dtype, memory, arch):
 
 # (B, H, T, N), D: tiles of 128 and of 192 columns, the last of them not full, sums that end inside a step; one head,
 # two that share a tile of r or, where each has its own v, do not; several tiles of rows and columns, seven steps. Rows
-# of q or v that no access of 16 bytes takes, or an angle for each element: tiles of 64 x 64 instead.
+# of q or v that no access of 16 bytes takes: tiles of 64 x 64 instead.
 BDH_ROTATED_ONCE = [
     ((1, 2, 5, 40), 72),
     ((1, 2, 5, 34), 72),
