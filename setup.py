@@ -91,8 +91,8 @@ def find_nvcc():
 
 
 def compression():
-    """For size, where nvcc can: by its default a wheel of all architectures would grow past its limit. It takes a tenth
-    of the compiler's time, which a build for the GPU at hand can do without."""
+    """For size, where nvcc can: by its default a wheel of all architectures would grow past its limit. A build
+    for the GPU at hand is done sooner without."""
     if NVCC is None or len(CUDA_ARCHS) == 1:
         return []
     known = "--compress-mode" in subprocess.run([NVCC, "--help"], capture_output=True, text=True).stdout
@@ -228,7 +228,7 @@ class BuildExt(build_ext):
         return Path(self.build_temp) / f"torch-{torch.__version__}" / "stable.h"
 
     def parse_torch_headers(self):
-        """Once for all bindings, a third of the time of each: GCC reads the parsed form of a header in its place."""
+        """Once for all bindings: GCC reads the parsed form of a header in its place."""
         header = self.torch_headers()
         parsed = header.with_name("stable.h.gch")
         if parsed.exists() and parsed.stat().st_mtime > Path("setup.py").stat().st_mtime and not self.force:

@@ -945,22 +945,20 @@ STRUCTURE_PIXELS, STRUCTURE_ITEM = 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS
 
 def structure_cases(dtype: str) -> list[Case]:
     """Logits with masks and weights in float32; a block has a work item. The last block of the forward adds the work
-    items of each image by `lanes` threads."""
+    items of each image by `adding` threads."""
     element, size = DTYPES[dtype]
     lanes, floats = 16 // size, 4 // size  # vectors of mask and weight each beside one of logits
     items, given = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), 1 + 2 * floats
-    sigmoid, cases = r"\bMUFU\.EX2\b", []
+    cases = []
     for name, images in STRUCTURE_BATCHES:
         elements, blocks, adding = images * STRUCTURE_PIXELS, images * items, max(8, min(32, 256 // images))
-        steps = STRUCTURE_PIXELS / items / 256 / lanes
-        forward = Launch(
-            f"structure_loss_kernel<{lanes}, {element}>",
-            blocks,
-            256,
-            Step(given, 0, most=sigmoid),
-            steps,
-            elements * (size + 8),
-        )
+
+        def main(kernel, stores, waits, blocks=blocks, elements=elements):
+            step, steps = Step(given, stores, most=r"\bMUFU\.EX2\b"), STRUCTURE_PIXELS / items / 256 / lanes
+            return Launch(kernel, blocks, 256, step, steps, elements * ((1 + stores) * size + 8), waits=waits)
+
+        forward = main(f"structure_loss_kernel<{lanes}, {element}>", 0, 0)
+        backward = main(f"structure_loss_backward_kernel<{element}, {lanes}>", 1, 1)  # waits for the sums of the image
         last = Launch(
             forward.kernel,
             1,
@@ -971,15 +969,6 @@ def structure_cases(dtype: str) -> list[Case]:
             cached=True,
             waits=LAST_BLOCK_WAITS,
             of_last_block=True,
-        )
-        backward = Launch(
-            f"structure_loss_backward_kernel<{element}, {lanes}>",
-            blocks,
-            256,
-            Step(given, 1, most=sigmoid),
-            steps,
-            elements * (2 * size + 8),
-            waits=1,  # for the sums of the image
         )
         cases.append(Case("structure_loss", name, "forward", dtype, elements, forward.traffic, (forward, last)))
         cases.append(Case("structure_loss", name, "backward", dtype, elements, backward.traffic, (backward,)))
@@ -1033,7 +1022,7 @@ def linear_attention_cases(dtype: str) -> list[Case]:
         return Launch("la_state_kernel", blocks, 256, step, chunks, (chunks + 1) * state, cached=True)
 
     # the way that features take, and that of features and a division
-    features, divided = {"most": r"\bMUFU\.(EX2)\b"}, {"most": r"\bMUFU\.(EX2|RCP)\b"}
+    features, divided = {"most": r"\bMUFU\.EX2\b"}, {"most": r"\bMUFU\.(EX2|RCP)\b"}
     # half as many positions, 8 bytes at once, a step ahead; the gradient of out a second time, out of L1
     halves = {"load": r"\bLDG\.E\.64\b", "store": r"\bSTG\.E\.64\b"}
     states = Divided("la_state_kernel", 256, added)

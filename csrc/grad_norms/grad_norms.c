@@ -27,17 +27,17 @@ int camox_grad_norms_check(const camox_grad_norms_params *p, const char *op) {
   return CAMOX_OK;
 }
 
+#ifdef CAMOX_CUDA_PART
+size_t camox_grad_norms_table_bytes(void) { return sizeof(camox_grad_table); }
+#else
+CAMOX_KERNEL_TABLE(camox_grad_norms_squares_kernel, camox_grad_norms_squares, camox_grad_norms_squares_kernel)
+CAMOX_KERNEL_TABLE(camox_grad_norms_scale_kernel, camox_grad_norms_scale, camox_grad_norms_scale_kernel)
+
 int64_t camox_grad_norms_pieces(const camox_grad_norms_params *p) {
   int64_t pieces = 0;
   for (int64_t i = 0; i < p->count; ++i) pieces += camox_grad_pieces(p->grads[i].elements);
   return pieces;
 }
-
-size_t camox_grad_norms_table_bytes(void) { return sizeof(camox_grad_table); }
-
-#ifndef CAMOX_CUDA_PART
-CAMOX_KERNEL_TABLE(camox_grad_norms_squares_kernel, camox_grad_norms_squares, camox_grad_norms_squares_kernel)
-CAMOX_KERNEL_TABLE(camox_grad_norms_scale_kernel, camox_grad_norms_scale, camox_grad_norms_scale_kernel)
 
 int64_t camox_grad_norms_plan(const camox_grad_norms_params *p, camox_grad_piece *piece, int64_t *item) {
   int64_t pieces = 0, items = 0, cost = 0;

@@ -51,7 +51,8 @@ struct grad_norms_batch {
     uint16_t begin, end;
   } group_of[CAMOX_GRAD_BATCH + 1];
   int32_t first_group; /* from here on norms of groups without gradients are written */
-  bool is_l2, goes_on; /* goes_on: the first group is the last one of the launch before, whose share is table->carry */
+  bool is_l2, goes_on; /* goes_on: the first group is the last one of the launch before, whose share is in table->carry */
+  int turn;            /* of this launch's carry */
   camox_counters counters;
   camox_grad_table *table;
   float *norms;
@@ -250,9 +251,9 @@ __global__ void __launch_bounds__(GRAD_THREADS, GRAD_AT_ONCE)
     for (int empty = (begin == 0 ? batch.first_group : group) + thread; empty < next; empty += GRAD_THREADS)
       if (empty != group) batch.norms[empty] = 0.0f;
     if (thread == 0) {
-      if (begin == 0 && batch.goes_on) norm += batch.table->carry;
+      if (begin == 0 && batch.goes_on) norm += batch.table->carry[1 - batch.turn];
       if (group == next)
-        batch.table->carry = norm;
+        batch.table->carry[batch.turn] = norm;
       else
         batch.norms[group] = static_cast<float>(batch.is_l2 ? sqrt(norm) : norm);
     }
@@ -359,7 +360,7 @@ extern "C" int camox_grad_norms_cuda(const camox_grad_norms_params *p, void *str
   if (grad_has_float64(p)) return cudaErrorInvalidValue;
   grad_norms_batch batch;
   batch.table = static_cast<camox_grad_table *>(p->table), batch.norms = static_cast<float *>(p->norms);
-  batch.is_l2 = p->reduce == CAMOX_GROUP_L2;
+  batch.is_l2 = p->reduce == CAMOX_GROUP_L2, batch.turn = 0;
   batch.counters = camox_counters_on(stream, batch.table->counters);
   if (p->count == 0) (void)cudaMemsetAsync(p->norms, 0, p->groups * sizeof(float), static_cast<cudaStream_t>(stream));
   for (int64_t first = 0; first < p->count; first += batch.work.grads) {
@@ -377,6 +378,7 @@ extern "C" int camox_grad_norms_cuda(const camox_grad_norms_params *p, void *str
     batch.first_group = static_cast<int32_t>(first > 0 ? grads[0].group : 0);
     batch.goes_on = first > 0 && grads[-1].group == grads[0].group;
     CAMOX_LAUNCH(grad_norms_kernel, camox_grid(batch.work.blocks), GRAD_THREADS, 0, stream, batch);
+    batch.turn = 1 - batch.turn;
   }
   return camox_launch_status();
 }
@@ -397,7 +399,7 @@ extern "C" int camox_scale_grads_cuda(const camox_grad_norms_params *p, void *st
         /* more groups than a launch takes: all but the last of them beforehand */
         for (; next - listing > CAMOX_GRAD_LISTINGS; listing += CAMOX_GRAD_LISTINGS) {
           const bool is_first = batch.factor == nullptr;
-          batch.factor = &static_cast<camox_grad_table *>(p->table)->carry;
+          batch.factor = &static_cast<camox_grad_table *>(p->table)->factor;
           batch.listed[0] = 0, batch.listed[1] = CAMOX_GRAD_LISTINGS;
           for (int i = 0; i < CAMOX_GRAD_LISTINGS; ++i) batch.group[i] = listing[i].group;
           CAMOX_LAUNCH(scale_grads_factor_kernel, 1, 1, 0, stream, batch, is_first);

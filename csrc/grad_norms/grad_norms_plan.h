@@ -33,7 +33,8 @@ typedef struct {
     int32_t first, blocks; /* of its blocks */
   } grad[CAMOX_GRAD_BATCH];
   double squares[CAMOX_GRAD_BLOCKS];
-  double carry; /* scale: a factor; norms: of the group that a launch leaves unfinished */
+  double factor;   /* scale: of one gradient */
+  double carry[2]; /* norms: of the group that a launch leaves unfinished; launches take turns, as one may read and write */
   uint32_t counters[CAMOX_GRAD_BATCH];
 } camox_grad_table;
 

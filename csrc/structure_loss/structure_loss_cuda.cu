@@ -32,8 +32,8 @@ struct structure_sigmoid {
   float e, p, slope;
 };
 
-/* ex2 of t = -|z| log2(e) as rounded, times 1 + d for what the rounding took, d = -|z| - t ln(2): expf takes twice the
-   instructions. Below 2^-126 e is 0, also that of an infinite z, whose d is NaN. */
+/* ex2 of t = -|z| log2(e) as rounded, times 1 + d for what the rounding took, d = -|z| - t ln(2): fewer instructions
+   than expf. Below 2^-126 e is 0, also that of an infinite z, whose d is NaN. */
 __device__ __forceinline__ structure_sigmoid structure_sigmoid_of(float z) {
   const float x = -fabsf(z), t = x * 1.44269504f, power = camox_exp2(t);
   const float e = power > 0.0f ? fmaf(power, fmaf(t, -0.693147181f, x), power) : power;

@@ -29,12 +29,13 @@ def test_norms_over_a_small_grid(dtype, order):
     assert torch.equal(cases.norms(grads, groups, grid_cap=2, order=order), cases.norms(grads, groups))
 
 
-def test_norms_of_mixed_dtypes_and_more_gradients_than_a_kernel_takes_as_parameters():
+def test_norms_of_mixed_dtypes_and_more_gradients_than_a_kernel_takes_as_parameters(order):
+    """A launch may end the group of the one before and begin that of the next, its blocks in any order."""
     grads = [grad for dtype in emulator.DTYPES.values() for grad in cases.gradients(dtype, [3 + i for i in range(40)])]
     assert len(grads) > 2 * cases.BATCH
     for groups in (cases.groups_of(grads), [2] * len(grads), [2] * (len(grads) - 1) + [4]):
         for reduce in ("sum_of_norms", "l2"):
-            ours = cases.norms(grads, groups, reduce)
+            ours = cases.norms(grads, groups, reduce, order=order)
             assert torch.allclose(ours.double(), truth_of(grads, groups, reduce), rtol=1e-6, atol=0)
 
 
