@@ -401,6 +401,7 @@ class Launch:
     waits: int = 0  # loads before its loop that a warp waits for
     of_last_block: bool = False  # no kernel: what the last block of the launch before does once it has counted itself
     halo: tuple[float, float] = (0.0, 0.0)
+    read_beside: float = 0.0  # bytes that adjacent blocks read at the same time too: through L2 alone
 
 
 @dataclass(frozen=True)
@@ -496,7 +497,7 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
     again, survives = launch.halo
     lost = again if min(places, launch.blocks) * launch.threads * survives > gpu.cache else 0.0
     memory = max((launch.traffic + lost) / speed, launch.cold / gpu.copy) / launch.blocks
-    through_cache = (launch.traffic + again) / launch.blocks
+    through_cache = (launch.traffic + again + launch.read_beside) / launch.blocks
     of_block = (memory, through_cache, cycles, alone)
 
     whole, rest = divmod(launch.blocks, places)
@@ -563,12 +564,16 @@ def row_bands(processors: int, blocks: int, lanes: int, per_block: int, beside: 
     return across * ceil_div(HEIGHT, rows), rows
 
 
-def stencil(kernel, lanes, size, beside, loads, stores, per_block=128) -> Divided:
+def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=128) -> Divided:
     """A thread takes V columns of a row band and reads `beside` rows above and below it too: in as many more steps, or
-    before its loop."""
+    before its loop. `columns`: in channels_last, how many columns on each side of its own it reads of each tensor; they
+    are loads as wide as its own, and L1 has those that its block reads."""
     backward = "backward" in kernel or "bands" in kernel
-    step = Step(loads, stores, most=r"\bLDG\.E(\.U16|\.64|)\.CONSTANT")
-    tensors = loads + stores
+    if columns:
+        step = Step(reads + 2 * sum(columns), stores)
+    else:
+        step = Step(reads, stores, most=r"\bLDG\.E(\.U16|\.64|)\.CONSTANT")
+    tensors, together = reads + stores, per_block * lanes / CHANNELS  # columns of a block
 
     def launch(processors: int, blocks: int) -> Launch:
         items, band = row_bands(processors, blocks, lanes, per_block, 2 * beside)
@@ -580,28 +585,68 @@ def stencil(kernel, lanes, size, beside, loads, stores, per_block=128) -> Divide
             band + 2 * beside if backward else band,
             ELEMENTS * size * tensors,
             prefetched=1,
-            halo=(ELEMENTS * size * loads * 2 * beside / band, 16 * tensors * (band + 2 * beside)),
+            halo=(ELEMENTS * size * reads * 2 * beside / band, 16 * tensors * (band + 2 * beside)),
+            read_beside=ELEMENTS * size * 2 * sum(columns) / together,
         )
 
     return Divided(kernel, 128, launch)
 
 
+def edge_backward_channels_last(element: str, size: int) -> Divided:
+    """edge_launch_backward: a block has whole vectors of channels of some columns, of which the first and the last only
+    serve their neighbours; what filters make of a row passes through shared memory."""
+    threads, lanes = 192, 4
+    kernel = f"edge_backward_channels_last_kernel<{element}, {lanes}>"
+    vectors = CHANNELS // lanes
+    chunks = ceil_div(vectors, WARP)
+    chunk = ceil_div(vectors, chunks)
+    columns = min(threads // chunk, WIDTH + 2)
+    written = columns - 2
+    narrow = {"load": r"\bLDG\.E(\.\w+)*\.64\b", "store": r"\bSTG\.E(\.\w+)*\.64\b"} if size == 2 else {}
+    # x of three columns, three gradients, and under a predicate that of the copy of x
+    step = Step(7, 1, **narrow)
+
+    def launch(processors: int, blocks: int) -> Launch:
+        items, band = row_bands(processors, blocks, lanes, chunk * written, 2)
+        blocks = items // (vectors * WIDTH) * ceil_div(WIDTH, written) * chunks
+        return Launch(
+            kernel,
+            blocks,
+            threads,
+            step,
+            band + 2,
+            ELEMENTS * size * 5,
+            prefetched=1,
+            halo=(ELEMENTS * size * 4 * 2 / band, lanes * size * 5 * (band + 2)),
+            read_beside=ELEMENTS * size * (4 + 3 * 2) / written,
+        )
+
+    return Divided(kernel, threads, launch)
+
+
 def image_cases(dtype: str) -> list[Case]:
     element, size = DTYPES[dtype]
     lanes = 16 // size
-    of = f"<{element}, {lanes}, false>"
     cases = []
-    for op, name, direction, kernel, beside, loads, stores, per_block in (
-        ("edge", "edge_maps", "forward", f"edge_kernel{of}", 1, 1, 3, 128),
-        ("edge", "edge_maps", "backward", f"edge_backward_kernel<{element}, {lanes}>", 1, 4, 1, 4 * 30),
-        ("spatial_gradient", "spatial_gradient", "forward", f"spatial_gradient_kernel{of}", 1, 1, 2, 128),
-        ("spatial_gradient", "spatial_gradient", "backward", f"spatial_gradient_backward_kernel{of}", 1, 2, 1, 128),
-        ("bands", "frequency_bands", "forward", f"bands_kernel{of}", 2, 1, 3, 128),
-        ("bands", "frequency_bands", "backward", f"bands_backward_kernel{of}", 2, 3, 1, 128),
+    for op, name, kernel, beside, maps, columns, columns_of_maps in (
+        ("edge", "edge_maps", "edge", 1, 3, (1,), None),
+        ("spatial_gradient", "spatial_gradient", "spatial_gradient", 1, 2, (1,), (1, 1)),
+        ("bands", "frequency_bands", "bands", 2, 3, (2,), (1, 2, 1)),
     ):
-        launch = stencil(kernel, lanes, size, beside, loads, stores, per_block)
-        moved = ELEMENTS * size * (loads + stores)
-        cases.append(Case(op, name, direction, dtype, ELEMENTS, moved, (launch,)))
+        for layout in ("", " channels_last"):
+            of = f"<{element}, {lanes}, {'true' if layout else 'false'}>"
+            forward = stencil(f"{kernel}_kernel{of}", lanes, size, beside, 1, maps, columns if layout else ())
+            if op != "edge":
+                beside_maps = columns_of_maps if layout else ()
+                backward = stencil(f"{kernel}_backward_kernel{of}", lanes, size, beside, maps, 1, beside_maps)
+            elif layout:
+                backward = edge_backward_channels_last(element, size)
+            else:
+                backward = stencil(f"edge_backward_kernel<{element}, {lanes}>", lanes, size, 1, 4, 1, per_block=4 * 30)
+            read = maps + (op == "edge")  # x and the gradients, or these alone
+            for direction, tensors, launch in (("forward", 1 + maps, forward), ("backward", read + 1, backward)):
+                moved = ELEMENTS * size * tensors
+                cases.append(Case(op, name + layout, direction, dtype, ELEMENTS, moved, (launch,)))
     return cases
 
 
@@ -770,6 +815,69 @@ def norm_cases(dtype: str) -> list[Case]:
     return [
         Case("norm2d", "layer_norm2d", "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)),
         Case("norm2d", "layer_norm2d", "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)),
+    ]
+
+
+def norm_lines_cases(dtype: str) -> list[Case]:
+    """layer_norm2d with GELU, channels_last: a block has a tile of pixels with all channels, a thread V channels of 4
+    of them, of halves of 6 in the forward. The images are one. What a block adds up at its end, for grad_weight and
+    grad_bias, is not counted."""
+    element, size = DTYPES[dtype]
+    lanes, pixels = 16 // size, BATCH * HEIGHT * WIDTH
+    inner, floats, bytes_each, stats = CHANNELS // lanes, lanes // 4, ELEMENTS * size, 2 * 4 * pixels
+
+    def cut(rows: int, sums: int) -> tuple[int, int, int, int, int]:
+        """norm2d_cut and norm2d_launch: (threads of a block, pixels of a tile, tiles, floats of shared memory, partial
+        sums that a thread adds)"""
+        outer = min(192 // inner, ceil_div(pixels, rows))
+        while outer > 1 and outer * inner > 2 * WARP and ceil_div(pixels, outer * rows) < 512:
+            outer = (outer + 1) // 2
+        outer, tile = max(outer, 1), max(outer, 1) * rows
+        threads = ceil_div(inner * outer, WARP) * WARP
+        adders = 1
+        while adders < WARP and 2 * adders <= inner and 2 * sums * tile * adders <= threads:
+            adders *= 2
+        scratch = sums * ceil_div(tile * (inner | 1), 4) * 4
+        if sums > 1:
+            scratch = max(scratch, 2 * lanes * inner * outer)
+        terms = ceil_div(inner, adders) * ceil_div(sums * tile * adders, threads)
+        return threads, tile, ceil_div(pixels, tile), ceil_div(sums * tile, 4) * 4 + scratch, terms
+
+    # the loop over partial sums, of which there are two in the forward
+    added = Step(1, 0, load=r"\bLDS\b", store=r"\bSTS\b")
+    rows = 6 if size == 2 else 4
+    threads, _, tiles, shared, terms = cut(rows, 1)
+    step = Step(
+        rows + 2 * floats, rows, row=True, most=r"\b(MUFU\.EX2|FSEL|FADD|FFMA)", inner=((added, terms), (added, terms))
+    )
+    forward = Launch(
+        f"norm2d_kernel<{element}, {lanes}, true, true>",
+        tiles,
+        threads,
+        step,
+        1,
+        2 * bytes_each + stats,
+        shared=4 * shared,
+    )
+    rows = 4
+    threads, _, tiles, shared, terms = cut(rows, 2)
+    shares = min(max(pixels // 64, 256), PARTIAL_ROWS, pixels)  # camox_norm2d_cuda_items
+    each = ceil_div(tiles, shares)
+    step = Step(2 * rows + 2 * floats, rows, row=True, most=r"\bFFMA", inner=((added, terms),))
+    backward = Launch(
+        f"norm2d_backward_kernel<{element}, {lanes}, true, true>",
+        ceil_div(tiles, each),
+        threads,
+        step,
+        each,
+        3 * bytes_each + stats + 4 * ceil_div(tiles, each) * 2 * CHANNELS,
+        shared=4 * shared,
+    )
+    reduce = row_sums("norm2d", ceil_div(tiles, each), 2 * CHANNELS)
+    name = "layer_norm2d channels_last"
+    return [
+        Case("norm2d", name, "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)),
+        Case("norm2d", name, "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)),
     ]
 
 
@@ -1167,6 +1275,7 @@ CASES: tuple[Case, ...] = tuple(
         dropout_cases,
         row_cases,
         norm_cases,
+        norm_lines_cases,
         rope_cases,
         product_cases,
         moe_cases,
@@ -1183,7 +1292,7 @@ NOT_MODELLED = {
     "linear_cross_entropy": "products and exponentials take turns in one loop over tiles",
     "moe_route": "chains of votes and shuffles in several loops",
     "short_attention": "loops over tokens and elements whose numbers are arguments, none of them hot",
-    "channels_last": "images of contiguous rows only",
+    "box_mean in channels_last": "two launches whose loops over a window load one element at a time",
 }
 OPS = sorted({case.op for case in CASES})
 

@@ -1,5 +1,6 @@
 """scripts/cuda_model.py launches what the launchers do: their grids and blocks at small sizes."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import emulator
 import grad_norms_cases
 import linear_attention_cases
 import moe_cases
+import norm2d_cases
 import pytest
 import rope_cases
 import structure_loss_cases
@@ -85,17 +87,29 @@ def test_elements(monkeypatch, recorder):
         recorder.launches.clear()
 
 
-def test_images(monkeypatch, recorder):
-    size = (1, 3, 33, 40)
+# of channels_last, edge's backward: a block has all columns, some, or some of the channels
+@pytest.mark.parametrize("size", [(1, 8, 33, 40), (1, 80, 9, 24), (1, 272, 5, 16)])
+def test_images(monkeypatch, recorder, size):
     for name, value in zip(("BATCH", "CHANNELS", "HEIGHT", "WIDTH"), size, strict=True):
         monkeypatch.setattr(cuda_model, name, value)
     cases = emulator.all_cases()
     for name, dtype in DTYPES.items():
-        x = random_image(size, dtype)
         for op in ("edge", "spatial_gradient", "bands"):
-            maps = cases[op].OP.forward(x)
-            cases[op].OP.backward(x, maps)
+            for layout in ("contiguous", "channels_last"):
+                x = random_image(size, dtype, layout)
+                maps = cases[op].OP.forward(x)
+                cases[op].OP.backward(x, maps)
         assert recorder.launches == modelled(cuda_model.image_cases(name))
+        recorder.launches.clear()
+
+
+@pytest.mark.parametrize("size", [(2, 16, 9, 8), (1, 80, 40, 30), (1, 640, 3, 8)])
+def test_norm(monkeypatch, recorder, size):
+    for name, value in zip(("BATCH", "CHANNELS", "HEIGHT", "WIDTH", "ELEMENTS"), (*size, math.prod(size)), strict=True):
+        monkeypatch.setattr(cuda_model, name, value)
+    for name, dtype in DTYPES.items():
+        norm2d_cases.forward_and_gradients(*norm2d_cases.norm2d_inputs(size, dtype, "channels_last"))
+        assert recorder.launches == modelled(cuda_model.norm_lines_cases(name))
         recorder.launches.clear()
 
 
