@@ -760,6 +760,27 @@ def row_cases(dtype: str) -> list[Case]:
     return cases
 
 
+def norm_backward(dtype: str, lines: str, tiles: int, threads: int, step: Step, shared: int) -> tuple[Launch, Launch]:
+    """Of `tiles`, shared out to as many blocks as there are rows of partial sums, and the launch that adds these up."""
+    element, size = DTYPES[dtype]
+    pixels = BATCH * HEIGHT * WIDTH
+    shares = min(max(pixels // 64, 256), PARTIAL_ROWS, pixels)  # camox_norm2d_cuda_items
+    each = ceil_div(tiles, shares)
+    blocks = ceil_div(tiles, each)
+    traffic = 3 * ELEMENTS * size + 2 * 4 * pixels + 4 * blocks * 2 * CHANNELS
+    kernel = f"norm2d_backward_kernel<{element}, {16 // size}, {lines}, true>"
+    launch = Launch(kernel, blocks, threads, step, each, traffic, shared=shared)
+    return launch, row_sums("norm2d", blocks, 2 * CHANNELS)
+
+
+def norm_pair(name: str, dtype: str, forward: Launch, backward: tuple[Launch, Launch]) -> list[Case]:
+    bytes_each = ELEMENTS * DTYPES[dtype][1]
+    return [
+        Case("norm2d", name, "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)),
+        Case("norm2d", name, "backward", dtype, ELEMENTS, 3 * bytes_each, backward),
+    ]
+
+
 def norm_cases(dtype: str) -> list[Case]:
     """layer_norm2d with GELU, contiguous: a block has a tile of pixels with all channels, 4 of which are a thread's, of
     halves 8 in the forward."""
@@ -768,9 +789,9 @@ def norm_cases(dtype: str) -> list[Case]:
 
     def cut(rows: int) -> tuple[int, int]:
         """norm2d_cut: (threads side by side, threads of a block)"""
-        slices = ceil_div(CHANNELS, rows)
+        slices, vectors = ceil_div(CHANNELS, rows), pixels // lanes
         inner = WARP
-        while inner > 8 and inner * slices > 192:
+        while inner > 8 and (inner * slices > 192 or BATCH * ceil_div(vectors, inner) < 512):
             inner //= 2
         whole = WARP // inner
         return inner, ceil_div(slices, whole) * whole * inner
@@ -798,24 +819,9 @@ def norm_cases(dtype: str) -> list[Case]:
     tile = inner * lanes
     tiles = BATCH * ceil_div(pixels, tile)
     scratch = 4 * (tile + threads // inner * tile)
-    shares = min(max(BATCH * pixels // 64, 256), PARTIAL_ROWS)  # camox_norm2d_cuda_items
-    each = ceil_div(tiles, shares)
     # beside x and the gradient the first channel, means and scales; of the activations GELU has most arithmetic
     step = Step(2 * rows + 1 + 2 * lanes // 4, rows, row=True, most=r"\bFFMA")
-    backward = Launch(
-        f"norm2d_backward_kernel<{element}, {lanes}, false, true>",
-        ceil_div(tiles, each),
-        threads,
-        step,
-        each,
-        3 * bytes_each + stats + 4 * ceil_div(tiles, each) * 2 * CHANNELS,
-        shared=2 * scratch,
-    )
-    reduce = row_sums("norm2d", ceil_div(tiles, each), 2 * CHANNELS)
-    return [
-        Case("norm2d", "layer_norm2d", "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)),
-        Case("norm2d", "layer_norm2d", "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)),
-    ]
+    return norm_pair("layer_norm2d", dtype, forward, norm_backward(dtype, "false", tiles, threads, step, 2 * scratch))
 
 
 def norm_lines_cases(dtype: str) -> list[Case]:
@@ -826,9 +832,9 @@ def norm_lines_cases(dtype: str) -> list[Case]:
     lanes, pixels = 16 // size, BATCH * HEIGHT * WIDTH
     inner, floats, bytes_each, stats = CHANNELS // lanes, lanes // 4, ELEMENTS * size, 2 * 4 * pixels
 
-    def cut(rows: int, sums: int) -> tuple[int, int, int, int, int]:
-        """norm2d_cut and norm2d_launch: (threads of a block, pixels of a tile, tiles, floats of shared memory, partial
-        sums that a thread adds)"""
+    def cut(rows: int, sums: int) -> tuple[int, int, int, int]:
+        """norm2d_cut and norm2d_launch: (threads of a block, tiles, floats of shared memory, partial sums that a thread
+        adds)"""
         outer = min(192 // inner, ceil_div(pixels, rows))
         while outer > 1 and outer * inner > 2 * WARP and ceil_div(pixels, outer * rows) < 512:
             outer = (outer + 1) // 2
@@ -841,12 +847,12 @@ def norm_lines_cases(dtype: str) -> list[Case]:
         if sums > 1:
             scratch = max(scratch, 2 * lanes * inner * outer)
         terms = ceil_div(inner, adders) * ceil_div(sums * tile * adders, threads)
-        return threads, tile, ceil_div(pixels, tile), ceil_div(sums * tile, 4) * 4 + scratch, terms
+        return threads, ceil_div(pixels, tile), ceil_div(sums * tile, 4) * 4 + scratch, terms
 
     # the loop over partial sums, of which there are two in the forward
     added = Step(1, 0, load=r"\bLDS\b", store=r"\bSTS\b")
     rows = 6 if size == 2 else 4
-    threads, _, tiles, shared, terms = cut(rows, 1)
+    threads, tiles, shared, terms = cut(rows, 1)
     step = Step(
         rows + 2 * floats, rows, row=True, most=r"\b(MUFU\.EX2|FSEL|FADD|FFMA)", inner=((added, terms), (added, terms))
     )
@@ -860,25 +866,10 @@ def norm_lines_cases(dtype: str) -> list[Case]:
         shared=4 * shared,
     )
     rows = 4
-    threads, _, tiles, shared, terms = cut(rows, 2)
-    shares = min(max(pixels // 64, 256), PARTIAL_ROWS, pixels)  # camox_norm2d_cuda_items
-    each = ceil_div(tiles, shares)
+    threads, tiles, shared, terms = cut(rows, 2)
     step = Step(2 * rows + 2 * floats, rows, row=True, most=r"\bFFMA", inner=((added, terms),))
-    backward = Launch(
-        f"norm2d_backward_kernel<{element}, {lanes}, true, true>",
-        ceil_div(tiles, each),
-        threads,
-        step,
-        each,
-        3 * bytes_each + stats + 4 * ceil_div(tiles, each) * 2 * CHANNELS,
-        shared=4 * shared,
-    )
-    reduce = row_sums("norm2d", ceil_div(tiles, each), 2 * CHANNELS)
-    name = "layer_norm2d channels_last"
-    return [
-        Case("norm2d", name, "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)),
-        Case("norm2d", name, "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)),
-    ]
+    backward = norm_backward(dtype, "true", tiles, threads, step, 4 * shared)
+    return norm_pair("layer_norm2d channels_last", dtype, forward, backward)
 
 
 HEADS, TOKENS, HEAD_DIM = 8, 1024, 64  # of each batch element, for rope

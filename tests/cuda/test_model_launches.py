@@ -103,14 +103,23 @@ def test_images(monkeypatch, recorder, size):
         recorder.launches.clear()
 
 
-@pytest.mark.parametrize("size", [(2, 16, 9, 8), (1, 80, 40, 30), (1, 640, 3, 8)])
-def test_norm(monkeypatch, recorder, size):
+@pytest.mark.parametrize(
+    "size, layouts",
+    [
+        ((2, 16, 9, 8), ["contiguous", "channels_last"]),
+        ((1, 80, 40, 30), ["contiguous", "channels_last"]),
+        ((1, 640, 3, 8), ["channels_last"]),
+    ],
+)
+def test_norm(monkeypatch, recorder, size, layouts):
     for name, value in zip(("BATCH", "CHANNELS", "HEIGHT", "WIDTH", "ELEMENTS"), (*size, math.prod(size)), strict=True):
         monkeypatch.setattr(cuda_model, name, value)
+    cases = {"contiguous": cuda_model.norm_cases, "channels_last": cuda_model.norm_lines_cases}
     for name, dtype in DTYPES.items():
-        norm2d_cases.forward_and_gradients(*norm2d_cases.norm2d_inputs(size, dtype, "channels_last"))
-        assert recorder.launches == modelled(cuda_model.norm_lines_cases(name))
-        recorder.launches.clear()
+        for layout in layouts:
+            norm2d_cases.forward_and_gradients(*norm2d_cases.norm2d_inputs(size, dtype, layout))
+            assert recorder.launches == modelled(cases[layout](name))
+            recorder.launches.clear()
 
 
 def test_rope(monkeypatch, recorder):
