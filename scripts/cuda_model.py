@@ -336,6 +336,7 @@ class HotLoop:
     unrolled: int  # steps of a turn
     turn: Route
     around: Route  # of a thread before, between and after its loops
+    beside: tuple[tuple[Route, float, int], ...] = ()  # of its other loops: a turn, how many, loads that one waits for
 
 
 def turn_of(blocks: Blocks, loops: list[Loop], step: Step) -> tuple[int, Loop, Route] | None:
@@ -363,11 +364,13 @@ def turn_of(blocks: Blocks, loops: list[Loop], step: Step) -> tuple[int, Loop, R
     return unrolled, loop, path
 
 
-def hot_loop(code: Code, step: Step, start: str = "") -> HotLoop | None:
-    """`start`: the instruction behind which a thread begins, where that is not the kernel's first."""
+def hot_loop(code: Code, step: Step, start: str = "", beside: tuple[tuple[Step, float], ...] = ()) -> HotLoop | None:
+    """`start`: the instruction behind which a thread begins, where that is not the kernel's first. beside: other loops
+    and how many steps of each a thread makes."""
     blocks = basic_blocks(code)
-    turn = turn_of(blocks, natural_loops(blocks), step)
-    if turn is None:
+    loops = natural_loops(blocks)
+    turn, others = turn_of(blocks, loops, step), [turn_of(blocks, loops, other) for other, _ in beside]
+    if turn is None or None in others:
         return None
     unrolled, loop, path = turn
     everywhere = frozenset(range(len(blocks.texts)))
@@ -377,7 +380,8 @@ def hot_loop(code: Code, step: Step, start: str = "") -> HotLoop | None:
     after = cheapest(blocks, loop.header, leave, everywhere, (), free=loop.body).get(())
     if before is None or after is None:
         return None
-    return HotLoop(unrolled, path, Route(before.texts + after.texts))
+    turns = ((of, times / steps, other.waits) for (steps, _, of), (other, times) in zip(others, beside, strict=True))
+    return HotLoop(unrolled, path, Route(before.texts + after.texts), tuple(turns))
 
 
 # ---- launches ----
@@ -402,6 +406,7 @@ class Launch:
     of_last_block: bool = False  # no kernel: what the last block of the launch before does once it has counted itself
     halo: tuple[float, float] = (0.0, 0.0)
     read_beside: float = 0.0  # bytes that adjacent blocks read at the same time too: through L2 alone
+    beside: tuple[tuple[Step, float], ...] = ()  # loops beside the hot one, and a thread's steps of each
 
 
 @dataclass(frozen=True)
@@ -485,12 +490,17 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
     turns = launch.steps / loop.unrolled
     cycles = {pipe: warps * turns * each for pipe, each in loop.turn.cycles(gpu).items()}
     cycles["issue"] += warps * loop.around.instructions * 0.25 / ISSUE
+    for turn_beside, times, _ in loop.beside:
+        for pipe, each in turn_beside.cycles(gpu).items():
+            cycles[pipe] += warps * times * each
     speed = gpu.cache_speed if launch.cached else gpu.copy
     latency = gpu.cache_ns if launch.cached and not launch.cold else gpu.memory_ns
     compute = loop.turn.cycles_alone() / gpu.gigahertz
-    waits = latency * (launch.step.waits if isinstance(launch.step, Step) else 1)
+    waits = latency * launch.step.waits
     turn = max(latency / launch.prefetched, compute) if launch.prefetched else waits + compute
     alone = turns * turn + ALONE * loop.around.instructions / gpu.gigahertz
+    for turn_beside, times, waits in loop.beside:
+        alone += times * (latency * waits + turn_beside.cycles_alone() / gpu.gigahertz)
     if launch.of_last_block:  # of other launches, other blocks use the time
         alone += loop.around.stalls() / gpu.gigahertz
     alone += latency * (launch.waits + (1 if launch.prefetched else 0))
@@ -508,7 +518,8 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
     waves = launch.blocks / places
     if whole and time > 1.1 * waves * max(full.values()):
         limit = "waves"
-    return Timed(time, limit, loop.turn.instructions * turns * launch.blocks * launch.threads, waves, resident)
+    executed = loop.turn.instructions * turns + sum(of.instructions * times for of, times, _ in loop.beside)
+    return Timed(time, limit, executed * launch.blocks * launch.threads, waves, resident)
 
 
 def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | str:
@@ -521,7 +532,7 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
         if isinstance(launch, Divided):
             warps = cuda_budget.occupancy(gpu.arch, kernel.registers, kernel.shared, launch.threads)
             launch = launch.of(gpu.processors, max(warps // ceil_div(launch.threads, WARP), 1))
-        loop = hot_loop(kernel.code, launch.step, COUNT if launch.of_last_block else "")
+        loop = hot_loop(kernel.code, launch.step, COUNT if launch.of_last_block else "", launch.beside)
         if loop is None:
             wanted = f"{launch.step.loads} loads, {launch.step.stores} stores"
             return f"{launch.kernel}: no loop with {wanted} per step"
@@ -990,6 +1001,72 @@ def moe_cases(dtype: str) -> list[Case]:
     ]
 
 
+# (name, rows, experts, how many a row goes to): a benchmark's, and tokens of images
+MOE_ROUTES = (("moe_route", 16384, 64, 8), ("moe_route of 8", 32 * HEIGHT * WIDTH, 8, 2))
+MOE_BLOCKS, MOE_BLOCK_ROWS = 264, 128  # CAMOX_MOE_CUDA_MOST_BLOCKS, CAMOX_MOE_BLOCK_ROWS
+
+
+def moe_route_cases(dtype: str) -> list[Case]:
+    """A step of choosing is a pass of a block over rows; of placing, one over slots, which were counted in a pass
+    before. Of the backward, whose lanes have several logits, the loads wait for choices and their places."""
+    element, size = DTYPES[dtype]
+    threads, logits, cases = 1024, 8, []  # of a block that chooses or places, and of a thread
+    for name, rows, experts, top_k in MOE_ROUTES:
+        lanes = 1 if experts <= 8 else 8  # threads of a row
+        block_rows = max(MOE_BLOCK_ROWS, ceil_div(rows, MOE_BLOCKS))
+        blocks, slots, elements = ceil_div(rows, block_rows), rows * top_k, rows * experts
+        counts = 4 * blocks * experts
+        best = Step(1, 1, load=r"\bATOMS\b", store=r"\bSTG\b")
+        row = Step(
+            logits,
+            1 + ceil_div(top_k, lanes),
+            row=True,
+            most=r"\bMUFU\.EX2\b",
+            load=r"\bLDG\.E(\.U16)?\.CONSTANT\b",
+            store=r"\bSTG\b",
+            inner=((best, top_k),),
+        )
+        choose = Launch(
+            f"moe_choose_kernel<false, {element}, {lanes}, {logits}>",
+            blocks,
+            threads,
+            row,
+            ceil_div(block_rows, threads // lanes),
+            elements * size + 12 * slots + counts,
+            4 * experts,
+        )
+        warps = threads // WARP
+        steps = ceil_div(ceil_div(block_rows * top_k, warps), WARP)
+        vote = Step(1, 0, load=r"\bVOTE\b", store=r"\bSTG\b")
+        inner = ((vote, 1 + (2 * experts - 1).bit_length()),)
+        rank = Step(1, 2, row=True, load=r"\bLDG\.E\.64(\.SYS)? ", store=r"\bSTG\b", inner=inner)
+        count = Step(1, 1, load=r"\bLDG\.E\.64(\.SYS)? ", store=r"\bATOMS\b")
+        total = Step(1, 0, load=r"\bLDG\.E(\.SYS)? ", store=r"\bSTG\b")
+        totals = ceil_div(blocks, max(threads // experts, 1))
+        place = Launch(
+            "moe_place_kernel",
+            blocks,
+            threads,
+            rank,
+            steps,
+            32 * slots + blocks * counts,
+            experts * (8 + 4 * (1 + warps)),
+            cached=True,
+            beside=((count, steps), (total, totals)),
+        )
+        once = elements * size + 28 * slots
+        cases.append(Case("moe", name, "forward", dtype, elements, once, (choose, place)))
+        logit = r"\bLDG\.E(\.U16)?\.CONSTANT\b"
+        sums, gradients = (Step(1, 1, load=logit, store=store) for store in (r"\bMUFU\.EX2\b", r"\bSTG\b"))
+        inner = tuple((each, experts // lanes) for each in (sums, gradients))
+        step = Step(3, 2, row=True, load=r"\bLDG\.E\.64\b", store=r"\bSTG\b", waits=4, inner=inner)
+        traffic = 2 * elements * size + 20 * slots
+        kernel = f"moe_route_backward_kernel<{lanes}, {element}>"
+        backward = Launch(kernel, ceil_div(rows, 256 // lanes), 256, step, 1, traffic)
+        cases.append(Case("moe", name, "backward", dtype, elements, traffic, (backward,)))
+    return cases
+
+
 GRAD_SIZES, GRAD_GROUPS = (31744, 256) * 250, 41
 GRAD_PIECE, GRAD_LOADS, GRAD_FEW = 8192, 4, 8  # CAMOX_GRAD_PIECE, and of grad_norms_cuda.cu
 GRAD_BATCH, GRAD_BLOCKS = 720, 1024  # CAMOX_GRAD_BATCH, CAMOX_GRAD_BLOCKS
@@ -1270,6 +1347,7 @@ CASES: tuple[Case, ...] = tuple(
         rope_cases,
         product_cases,
         moe_cases,
+        moe_route_cases,
         linear_attention_cases,
         grad_cases,
         structure_cases,
@@ -1281,7 +1359,6 @@ CASES: tuple[Case, ...] = tuple(
 NOT_MODELLED = {
     "linear_attention in float32, or causal": "tiles pass through shared memory in several loops, none of them hot",
     "linear_cross_entropy": "products and exponentials take turns in one loop over tiles",
-    "moe_route": "chains of votes and shuffles in several loops",
     "short_attention": "loops over tokens and elements whose numbers are arguments, none of them hot",
     "box_mean in channels_last": "two launches whose loops over a window load one element at a time",
 }

@@ -149,6 +149,27 @@ def prediction(launch: Launch, registers=32, gpu=GPU):
     return cuda_model.predict(case, gpu, {"kernel": Kernel(listing(KERNEL), registers, 0)})
 
 
+def test_loops_beside_the_hot_one_count_the_times_that_are_said():
+    code = listing(
+        """
+        first:
+            LDG.E R0, [R2.64]
+            @P0 BRA >first
+        second:
+            LDG.E.128 R4, [R2.64]
+            STG.E.128 [R8.64], R4
+            @P1 BRA >second
+            EXIT
+        """
+    )
+    before = Step(loads=1, stores=0, load=r"\bLDG\.E ", waits=2)
+    loop = hot_loop(code, Step(loads=1, stores=1), beside=((before, 5),))
+    assert (loop.turn.instructions, loop.around.instructions) == (3, 3)
+    ((turn, times, waits),) = loop.beside
+    assert (turn.instructions, times, waits) == (2, 5, 2)
+    assert hot_loop(code, Step(loads=1, stores=1), beside=((Step(loads=2, stores=0), 5),)) is None
+
+
 def test_each_limit_by_hand():
     launch = Launch("kernel", blocks=160, threads=128, step=Step(1, 1), steps=2, traffic=1e6)
     found = prediction(launch)  # 16 blocks on each of 10 multiprocessors: one wave of 1e6 bytes at 100 a ns

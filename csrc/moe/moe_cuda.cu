@@ -1,12 +1,16 @@
 /* moe on CUDA.
 
-     choose    LANES threads a row: K rounds of a maximum over registers and shuffles -> K experts and weights
+     choose    LANES threads a row, one alone of up to 8 experts: K rounds of a maximum over registers and shuffles
+                                                                                     -> K experts and weights
                a block counts the slots of each expert                               -> block_totals [blocks, E]
      place     a block adds up the totals of the blocks before it, then ranks its own slots in their order:
 
-               slots of a block   | warp 0 | warp 1 | ... | warp 7 |      pass 0: how many of each expert, a warp at a time
-               next [warps][E]    sums of the warps before                pass 1: position = base[e] + rank
+               slots of a block   | warp 0 | warp 1 | ... | warp 31 |     first: how many of each expert, a warp at a time
+               next [warps][E]    sums of the warps before                then: position = base[e] + rank
                rank in a warp     votes: lanes below with the same expert
+
+               both have large blocks up to 256 experts: a pass over rows or slots waits for memory once
+     backward  LANES threads a row, as for choosing
 
      dispatch  a thread: one vector of a row, read once, stored K times
      combine   a thread: one vector of a row = weighted sum of K vectors, 4 of them in flight
@@ -24,6 +28,8 @@
 #define MOE_WARPS (MOE_THREADS / CAMOX_WARP)
 #define MOE_ELEMENTS_PER_THREAD 16 /* elements of a row's gradient that a thread of combine's backward holds */
 #define MOE_NONE INT32_MAX
+#define MOE_LARGE_THREADS 1024 /* of a block that routes among at most MOE_LARGE_EXPERTS; more have MOE_THREADS */
+#define MOE_LARGE_EXPERTS 256
 
 static_assert(MOE_THREADS * MOE_ELEMENTS_PER_THREAD == CAMOX_MOE_CHUNK, "a block holds a chunk");
 
@@ -45,6 +51,13 @@ template <int LANES>
 __device__ __forceinline__ float moe_group_sum(float x) {
 #pragma unroll
   for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
+  return x;
+}
+
+template <int LANES>
+__device__ __forceinline__ float moe_group_max(float x) {
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(CAMOX_FULL_MASK, x, offset));
   return x;
 }
 
@@ -75,6 +88,7 @@ __device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, 
     if (expert >= p.num_experts) taken |= 1u << v;
     is_nan |= value[v] != value[v];
   }
+  float kept[V] = {}; /* weights of choices lane, lane + LANES, ... */
   const bool valid = exists && moe_is_valid(p, row);
   is_nan = moe_group_sum<LANES>(is_nan ? 1.0f : 0.0f) > 0.0f && valid;
   if (is_nan && lane == 0) moe_report(p.error_word, CAMOX_ERROR_MOE_NAN);
@@ -100,13 +114,19 @@ __device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, 
     }
     const float weight = p.score == CAMOX_MOE_SIGMOID_TOPK ? moe_sigmoid(best) : expf(best - largest);
     if (p.score == CAMOX_MOE_TOPK_SOFTMAX) sum += weight;
-    if (exists && lane == k % LANES) {
-      weights[k] = weight, experts[k] = index;
+    const bool mine = lane == k % LANES;
+#pragma unroll
+    for (int v = 0; v < V; ++v) kept[v] = mine && k == lane + v * LANES ? weight : kept[v];
+    if (exists && mine) {
+      experts[k] = index;
       if (valid) atomicAdd(counts + index, 1);
     }
   }
-  for (int64_t k = lane; exists && k < p.top_k; k += LANES) {
-    const float weight = p.score == CAMOX_MOE_SIGMOID_TOPK ? weights[k] : weights[k] / sum;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int k = lane + v * LANES;
+    if (!exists || k >= p.top_k) break;
+    const float weight = p.score == CAMOX_MOE_SIGMOID_TOPK ? kept[v] : kept[v] / sum;
     weights[k] = is_nan ? nanf("") : valid ? weight : 0.0f;
   }
 }
@@ -121,24 +141,29 @@ struct moe_shared {
 __device__ __forceinline__ moe_shared moe_shared_of(unsigned char *memory, int64_t experts) {
   int64_t *const base = reinterpret_cast<int64_t *>(memory);
   int *const next = reinterpret_cast<int *>(base + experts); /* where 64-bit totals may lie first */
-  return {base, next + MOE_WARPS * experts, next};
+  return {base, next + blockDim.x / CAMOX_WARP * experts, next};
 }
 
+/* Threads of a block that chooses, counts or places. */
+static unsigned moe_route_threads(int64_t experts) { return experts <= MOE_LARGE_EXPERTS ? MOE_LARGE_THREADS : MOE_THREADS; }
+
 static size_t moe_shared_bytes(int64_t experts) {
-  return static_cast<size_t>(experts) * (sizeof(int64_t) + sizeof(int) * (1 + MOE_WARPS));
+  const size_t warps = moe_route_threads(experts) / CAMOX_WARP;
+  return static_cast<size_t>(experts) * (sizeof(int64_t) + sizeof(int) * (1 + warps));
 }
 
 /* base and limit of this block, from the counts of all; how many copies there are in all. */
 __device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &shared, int64_t block, int64_t blocks) {
   __shared__ int64_t copies;
-  const int thread = static_cast<int>(threadIdx.x), experts = static_cast<int>(p.num_experts);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int experts = static_cast<int>(p.num_experts);
   unsigned long long *const before = reinterpret_cast<unsigned long long *>(shared.base);
   /* total in the memory of next, which is not used yet */
   unsigned long long *const total = reinterpret_cast<unsigned long long *>(shared.next);
-  for (int e = thread; e < experts; e += MOE_THREADS) before[e] = total[e] = 0;
+  for (int e = thread; e < experts; e += threads) before[e] = total[e] = 0;
   __syncthreads();
-  const int parts = experts < MOE_THREADS ? MOE_THREADS / experts : 1;
-  for (int item = thread; item < experts * parts; item += MOE_THREADS) {
+  const int parts = experts < threads ? threads / experts : 1;
+  for (int item = thread; item < experts * parts; item += threads) {
     const int e = item % experts;
     unsigned long long mine = 0, all = 0;
     for (int64_t b = item / experts; b < blocks; b += parts) {
@@ -201,52 +226,58 @@ __device__ __forceinline__ uint32_t moe_alike(int expert, int64_t experts) {
 /* Places of the slots [begin, end) of this block; ends with a barrier. */
 __device__ void moe_place_block(const camox_moe_route_params &p, const moe_shared &shared, int64_t begin, int64_t end) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % CAMOX_WARP, warp = thread / CAMOX_WARP;
-  const int experts = static_cast<int>(p.num_experts);
+  const int threads = static_cast<int>(blockDim.x), warps = threads / CAMOX_WARP, experts = static_cast<int>(p.num_experts);
   const int64_t slots = p.rows * p.top_k;
-  const int64_t stretch = camox_ceil_div(camox_ceil_div(end - begin, MOE_WARPS), CAMOX_WARP) * CAMOX_WARP;
+  const int64_t stretch = camox_ceil_div(camox_ceil_div(end - begin, warps), CAMOX_WARP) * CAMOX_WARP;
   const int64_t first = begin + warp * stretch, last = first + stretch < end ? first + stretch : end;
   int *const next = shared.next + warp * experts;
-  for (int i = thread; i < MOE_WARPS * experts; i += MOE_THREADS) shared.next[i] = 0;
+  /* Of the slot; -1 of one without a copy, whose expert exists nevertheless unless the caller chose another. */
+  const auto expert_of = [&](int64_t slot, bool *exists) {
+    if (slot >= last || !moe_is_valid(p, slot / p.top_k)) return -1;
+    const int64_t expert = p.experts[slot];
+    *exists = moe_is_expert(p, expert);
+    return *exists ? static_cast<int>(expert) : -1;
+  };
+  for (int i = thread; i < warps * experts; i += threads) shared.next[i] = 0;
   __syncthreads();
-  for (int pass = 0; pass < 2; ++pass) {
-    for (int64_t base = first; base < last; base += CAMOX_WARP) {
-      const int64_t slot = base + lane;
-      int expert = -1;
-      bool exists = true;
-      if (slot < last && moe_is_valid(p, slot / p.top_k)) {
-        exists = moe_is_expert(p, p.experts[slot]);
-        if (exists) expert = static_cast<int>(p.experts[slot]);
-      }
-      const uint32_t alike = moe_alike(expert, p.num_experts);
-      const int preceding = __popc(alike & ((1u << lane) - 1u)), rank = expert < 0 ? 0 : next[expert] + preceding;
-      __syncwarp();
-      if (expert >= 0 && preceding == 0) next[expert] += __popc(alike);
-      __syncwarp();
-      if (pass == 0 || slot >= last) continue;
-      if (expert >= 0 && rank < shared.limit[expert]) {
-        const int64_t position = shared.base[expert] + rank;
-        p.position[slot] = position, p.order[position] = slot;
-      } else {
-        p.position[slot] = exists ? -1 : slots; /* beyond all places: combine makes its row NaN */
-        if (p.weights) static_cast<float *>(p.weights)[slot] = 0.0f;
-      }
-    }
-    __syncthreads();
-    if (pass == 1) break;
-    for (int e = thread; e < experts; e += MOE_THREADS)
-      for (int w = 0, sum = 0; w < MOE_WARPS; ++w) {
-        const int count = shared.next[w * experts + e];
-        shared.next[w * experts + e] = sum, sum += count;
-      }
-    __syncthreads();
+  for (int64_t slot = first + lane; slot < last; slot += CAMOX_WARP) {
+    bool exists;
+    const int expert = expert_of(slot, &exists);
+    if (expert >= 0) atomicAdd(next + expert, 1);
   }
+  __syncthreads();
+  for (int e = thread; e < experts; e += threads)
+    for (int w = 0, sum = 0; w < warps; ++w) {
+      const int count = shared.next[w * experts + e];
+      shared.next[w * experts + e] = sum, sum += count;
+    }
+  __syncthreads();
+  for (int64_t base = first; base < last; base += CAMOX_WARP) {
+    const int64_t slot = base + lane;
+    bool exists = true;
+    const int expert = expert_of(slot, &exists);
+    const uint32_t alike = moe_alike(expert, p.num_experts);
+    const int preceding = __popc(alike & ((1u << lane) - 1u)), rank = expert < 0 ? 0 : next[expert] + preceding;
+    __syncwarp();
+    if (expert >= 0 && preceding == 0) next[expert] += __popc(alike);
+    __syncwarp();
+    if (slot >= last) continue;
+    if (expert >= 0 && rank < shared.limit[expert]) {
+      const int64_t position = shared.base[expert] + rank;
+      p.position[slot] = position, p.order[position] = slot;
+    } else {
+      p.position[slot] = exists ? -1 : slots; /* beyond all places: combine makes its row NaN */
+      if (p.weights) static_cast<float *>(p.weights)[slot] = 0.0f;
+    }
+  }
+  __syncthreads();
 }
 
 __device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory, int64_t block, int64_t blocks) {
   const moe_shared shared = moe_shared_of(memory, p.num_experts);
   const int64_t block_rows = camox_moe_cuda_block_rows(&p), slots = p.rows * p.top_k;
   const int64_t copies = moe_scan(p, shared, block, blocks);
-  for (int64_t place = copies + block * MOE_THREADS + threadIdx.x; place < slots; place += blocks * MOE_THREADS)
+  for (int64_t place = copies + block * blockDim.x + threadIdx.x; place < slots; place += blocks * blockDim.x)
     p.order[place] = -1;
   const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
   moe_place_block(p, shared, begin * p.top_k, end * p.top_k);
@@ -254,20 +285,21 @@ __device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory
 
 /* ALONE: one block has all rows, and places them too. */
 template <bool ALONE, typename T, int LANES, int V>
-__global__ void __launch_bounds__(MOE_THREADS, 1) moe_choose_kernel(const __grid_constant__ camox_moe_route_params p) {
+__global__ void __launch_bounds__(LANES *V <= MOE_LARGE_EXPERTS ? MOE_LARGE_THREADS : MOE_THREADS, 1)
+    moe_choose_kernel(const __grid_constant__ camox_moe_route_params p) {
   CAMOX_DYNAMIC_SHARED(unsigned char, memory);
   int *const counts = reinterpret_cast<int *>(memory);
   const int64_t blocks = camox_moe_cuda_blocks(&p), block_rows = camox_moe_cuda_block_rows(&p);
-  constexpr int groups = MOE_THREADS / LANES;
+  const int groups = static_cast<int>(blockDim.x) / LANES;
   const int group = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    for (int64_t e = threadIdx.x; e < p.num_experts; e += MOE_THREADS) counts[e] = 0;
+    for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) counts[e] = 0;
     __syncthreads();
     const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
     for (int64_t row = begin; row < end; row += groups)
       moe_choose_row<T, LANES, V>(p, row + group, row + group < end, lane, counts);
     __syncthreads();
-    for (int64_t e = threadIdx.x; e < p.num_experts; e += MOE_THREADS) p.block_totals[block * p.num_experts + e] = counts[e];
+    for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) p.block_totals[block * p.num_experts + e] = counts[e];
     __syncthreads();
   }
   if constexpr (ALONE) moe_place(p, memory, 0, 1);
@@ -275,15 +307,15 @@ __global__ void __launch_bounds__(MOE_THREADS, 1) moe_choose_kernel(const __grid
 
 /* moe_choose_kernel for experts that the caller chose: a thread a slot counts them. */
 template <bool ALONE>
-__global__ void __launch_bounds__(MOE_THREADS, 1) moe_count_kernel(const __grid_constant__ camox_moe_route_params p) {
+__global__ void __launch_bounds__(MOE_LARGE_THREADS, 1) moe_count_kernel(const __grid_constant__ camox_moe_route_params p) {
   CAMOX_DYNAMIC_SHARED(unsigned char, memory);
   int *const counts = reinterpret_cast<int *>(memory);
   const int64_t blocks = camox_moe_cuda_blocks(&p), block_rows = camox_moe_cuda_block_rows(&p);
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    for (int64_t e = threadIdx.x; e < p.num_experts; e += MOE_THREADS) counts[e] = 0;
+    for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) counts[e] = 0;
     __syncthreads();
     const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
-    for (int64_t slot = begin * p.top_k + threadIdx.x; slot < end * p.top_k; slot += MOE_THREADS) {
+    for (int64_t slot = begin * p.top_k + threadIdx.x; slot < end * p.top_k; slot += blockDim.x) {
       if (!moe_is_valid(p, slot / p.top_k)) continue;
       if (moe_is_expert(p, p.experts[slot]))
         atomicAdd(counts + p.experts[slot], 1);
@@ -291,24 +323,28 @@ __global__ void __launch_bounds__(MOE_THREADS, 1) moe_count_kernel(const __grid_
         moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
     }
     __syncthreads();
-    for (int64_t e = threadIdx.x; e < p.num_experts; e += MOE_THREADS) p.block_totals[block * p.num_experts + e] = counts[e];
+    for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) p.block_totals[block * p.num_experts + e] = counts[e];
     __syncthreads();
   }
   if constexpr (ALONE) moe_place(p, memory, 0, 1);
 }
 
-__global__ void __launch_bounds__(MOE_THREADS) moe_place_kernel(const __grid_constant__ camox_moe_route_params p) {
+__global__ void __launch_bounds__(MOE_LARGE_THREADS) moe_place_kernel(const __grid_constant__ camox_moe_route_params p) {
   CAMOX_DYNAMIC_SHARED(unsigned char, memory);
   const int64_t blocks = camox_moe_cuda_blocks(&p);
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) moe_place(p, memory, block, blocks);
 }
 
-/* A warp a row. */
-template <typename T>
+/* LANES threads a row; all threads of a warp go through the loop as often. */
+template <int LANES, typename T>
 __global__ void __launch_bounds__(MOE_THREADS) moe_route_backward_kernel(const __grid_constant__ camox_moe_route_params p) {
-  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * MOE_WARPS + warp; row < p.rows;
-       row += static_cast<int64_t>(gridDim.x) * MOE_WARPS) {
+  constexpr int groups = MOE_THREADS / LANES;
+  const int group = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * groups; first < p.rows;
+       first += static_cast<int64_t>(gridDim.x) * groups) {
+    const int64_t row = first + group;
+    const bool exists = row < p.rows;
+    const int64_t choices = exists ? p.top_k : 0, columns = exists ? p.num_experts : 0;
     const int64_t slot = row * p.top_k;
     const float *const grad = static_cast<const float *>(p.grad) + slot;
     const int64_t *const experts = p.experts + slot, *const position = p.position + slot;
@@ -316,32 +352,32 @@ __global__ void __launch_bounds__(MOE_THREADS) moe_route_backward_kernel(const _
     const bool over_all = p.score == CAMOX_MOE_SOFTMAX_TOPK, softmax = p.score != CAMOX_MOE_SIGMOID_TOPK;
     const auto inside = [&](int64_t k) { return experts[k] >= 0 && experts[k] < p.num_experts; };
     /* as on the CPU: without the gradient of the best expert the sums cancel less */
-    const float best = over_all || !softmax || position[0] < 0 ? 0.0f : grad[0];
+    const float best = over_all || !softmax || !exists || position[0] < 0 ? 0.0f : grad[0];
     const auto grad_of = [&](int64_t k) { return (position[k] < 0 ? 0.0f : grad[k]) - best; };
     float largest = -INFINITY, sum = 0.0f, dot = 0.0f;
     bool any = false;
-    for (int64_t k = lane; k < p.top_k; k += CAMOX_WARP) {
+    for (int64_t k = lane; k < choices; k += LANES) {
       any |= position[k] >= 0;
       if (inside(k)) largest = fmaxf(largest, moe_logit<T>(p, row, experts[k]));
     }
-    any = __any_sync(CAMOX_FULL_MASK, any);
-    largest = camox_warp_max(largest);
+    any = moe_group_sum<LANES>(any ? 1.0f : 0.0f) > 0.0f;
+    largest = moe_group_max<LANES>(largest);
     if (softmax) {
-      for (int64_t k = lane; k < p.top_k; k += CAMOX_WARP) {
+      for (int64_t k = lane; k < choices; k += LANES) {
         const float weight = inside(k) ? expf(moe_logit<T>(p, row, experts[k]) - largest) : nanf("");
         if (!over_all) sum += weight;
         dot = fmaf(weight, grad_of(k), dot);
       }
       if (over_all)
-        for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) sum += expf(moe_logit<T>(p, row, e) - largest);
-      sum = camox_warp_sum(sum), dot = camox_warp_sum(dot) / sum;
+        for (int64_t e = lane; e < columns; e += LANES) sum += expf(moe_logit<T>(p, row, e) - largest);
+      sum = moe_group_sum<LANES>(sum), dot = moe_group_sum<LANES>(dot) / sum;
     }
-    for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
+    for (int64_t e = lane; e < columns; e += LANES) {
       const float value = any && over_all ? -dot * (expf(moe_logit<T>(p, row, e) - largest) / sum) : 0.0f;
       to[e] = camox_from_float<T>(value);
     }
     __syncwarp();
-    for (int64_t k = lane; any && k < p.top_k; k += CAMOX_WARP) {
+    for (int64_t k = lane; any && k < choices; k += LANES) {
       if (!inside(k)) {
         moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
         continue;
@@ -685,19 +721,22 @@ __global__ void __launch_bounds__(MOE_THREADS)
 template <typename T, int LANES, int V>
 static void moe_launch_choose(const camox_moe_route_params *p, void *stream) {
   const int64_t blocks = camox_moe_cuda_blocks(p);
+  const unsigned threads = moe_route_threads(p->num_experts);
   const size_t shared = moe_shared_bytes(p->num_experts);
   if (blocks == 1) {
-    CAMOX_LAUNCH((moe_choose_kernel<true, T, LANES, V>), 1, MOE_THREADS, shared, stream, *p);
+    CAMOX_LAUNCH((moe_choose_kernel<true, T, LANES, V>), 1, threads, shared, stream, *p);
     return;
   }
   const size_t counts = static_cast<size_t>(p->num_experts) * sizeof(int);
-  CAMOX_LAUNCH((moe_choose_kernel<false, T, LANES, V>), camox_grid(blocks), MOE_THREADS, counts, stream, *p);
-  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), MOE_THREADS, shared, stream, *p);
+  CAMOX_LAUNCH((moe_choose_kernel<false, T, LANES, V>), camox_grid(blocks), threads, counts, stream, *p);
+  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), threads, shared, stream, *p);
 }
 
 template <typename T>
 static void moe_launch_route(const camox_moe_route_params *p, void *stream) {
-  if (p->num_experts <= 64)
+  if (p->num_experts <= 8)
+    moe_launch_choose<T, 1, 8>(p, stream);
+  else if (p->num_experts <= 64)
     moe_launch_choose<T, 8, 8>(p, stream);
   else if (p->num_experts <= 256)
     moe_launch_choose<T, 32, 8>(p, stream);
@@ -721,21 +760,33 @@ extern "C" int camox_moe_route_cuda(const camox_moe_route_params *p, void *strea
 
 extern "C" int camox_moe_place_cuda(const camox_moe_route_params *p, void *stream) {
   const int64_t blocks = camox_moe_cuda_blocks(p);
+  const unsigned threads = moe_route_threads(p->num_experts);
   const size_t shared = moe_shared_bytes(p->num_experts), counts = static_cast<size_t>(p->num_experts) * sizeof(int);
   if (blocks == 1) {
-    CAMOX_LAUNCH((moe_count_kernel<true>), 1, MOE_THREADS, shared, stream, *p);
+    CAMOX_LAUNCH((moe_count_kernel<true>), 1, threads, shared, stream, *p);
     return camox_launch_status();
   }
-  CAMOX_LAUNCH((moe_count_kernel<false>), camox_grid(blocks), MOE_THREADS, counts, stream, *p);
-  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), MOE_THREADS, shared, stream, *p);
+  CAMOX_LAUNCH((moe_count_kernel<false>), camox_grid(blocks), threads, counts, stream, *p);
+  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), threads, shared, stream, *p);
   return camox_launch_status();
 }
 
 static unsigned moe_rows_grid(const camox_moe_route_params *p) { return camox_grid(camox_ceil_div(p->rows, MOE_WARPS)); }
 
+template <typename T, int LANES>
+static void moe_launch_backward(const camox_moe_route_params *p, void *stream) {
+  const unsigned grid = camox_grid(camox_ceil_div(p->rows, MOE_THREADS / LANES));
+  CAMOX_LAUNCH((moe_route_backward_kernel<LANES, T>), grid, MOE_THREADS, 0, stream, *p);
+}
+
 template <typename T>
 static void moe_launch_route_backward(const camox_moe_route_params *p, void *stream) {
-  CAMOX_LAUNCH((moe_route_backward_kernel<T>), moe_rows_grid(p), MOE_THREADS, 0, stream, *p);
+  if (p->num_experts <= 8)
+    moe_launch_backward<T, 1>(p, stream);
+  else if (p->num_experts <= 64)
+    moe_launch_backward<T, 8>(p, stream);
+  else
+    moe_launch_backward<T, CAMOX_WARP>(p, stream);
 }
 
 extern "C" int camox_moe_route_backward_cuda(const camox_moe_route_params *p, void *stream) {

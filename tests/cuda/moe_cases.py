@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import emulator
 import torch
@@ -17,8 +18,18 @@ SCORES = {
     "softmax_topk_renorm": "TOPK_SOFTMAX",
     "sigmoid_topk": "SIGMOID_TOPK",
 }
-# rows, E, K: 8 lanes a row, 32 lanes with 8 and with 32 logits each; within one block of 128 rows and beyond it.
-ROUTES = [(1, 1, 1), (5, 7, 3), (40, 64, 8), (9, 65, 4), (3, 300, 5), (128, 3, 3), (131, 9, 2), (300, 5, 1)]
+# rows, E, K: 1, 8 and 32 lanes a row with 8 logits each, 32 lanes with 32; within one block of 128 rows and beyond it.
+ROUTES = [
+    (1, 1, 1),
+    (5, 7, 3),
+    (40, 64, 8),
+    (9, 65, 4),
+    (3, 300, 5),
+    (128, 3, 3),
+    (131, 9, 2),
+    (300, 5, 1),
+    (130, 8, 8),
+]
 # Elements of a row: accesses of 16, 4 and 2 bytes; a warp and a block a row; a chunk and several of them.
 ROWS = [(8,), (6,), (5,), (3, 4, 5), (512,), (520,), (513,), (4, 33, 31), (8, 1025)]
 
@@ -229,11 +240,11 @@ def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, number of lanes, access width and direction."""
     how = {"arch": arch}
     for dtype in emulator.DTYPES.values():
-        for rows, num_experts in ((2, 3), (129, 3), (2, 65), (129, 65), (2, 257), (129, 257)):
+        for rows, num_experts in itertools.product((2, 129), (3, 9, 65, 257)):
             logits = torch.zeros(rows, num_experts, dtype=dtype)
             weights, experts, counts, _, _, position = route(logits, 1, **how)
             place(experts, num_experts, **how)
-        route_backward(weights, logits, experts, position, **how)
+            route_backward(weights, logits, experts, position, **how)
         _, slope = aux_loss(logits, counts, 1, **how)
         aux_loss_backward(torch.ones(()), logits, slope, **how)
         routed = (torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int64))

@@ -159,6 +159,17 @@ def test_moe(monkeypatch, recorder):
         recorder.launches.clear()
 
 
+def test_moe_route(monkeypatch, recorder):
+    monkeypatch.setattr(cuda_model, "MOE_ROUTES", (("moe_route", 300, 9, 3), ("moe_route of 8", 34000, 8, 2)))
+    for name, dtype in DTYPES.items():
+        for _, rows, experts, top_k in cuda_model.MOE_ROUTES:
+            logits = moe_cases.moe_logits(rows, experts, dtype)
+            weights, chosen, _, _, _, position = moe_cases.route(logits, top_k, score="softmax_topk")
+            moe_cases.route_backward(weights, logits, chosen, position, score="softmax_topk")
+        assert recorder.launches == modelled(cuda_model.moe_route_cases(name))
+        recorder.launches.clear()
+
+
 def test_linear_attention(monkeypatch, recorder):
     size = (2, 3, 136, 32)
     for name, value in zip(("LA_BATCH", "LA_HEADS", "LA_LENGTH", "LA_DIM"), size, strict=True):
