@@ -146,8 +146,9 @@ __device__ __forceinline__ void structure_finish(const structure_args &a, float 
     if (lane > 0 || image >= a.p.images) continue;
     camox_store(sums + image * CAMOX_STRUCTURE_SUMS, sum);
     of_batch += sum[CAMOX_STRUCTURE_BCE];
-    float of_image =
-        1.0f - (sum[CAMOX_STRUCTURE_INTER] + a.smooth) / (sum[CAMOX_STRUCTURE_UNION] - sum[CAMOX_STRUCTURE_INTER] + a.smooth);
+    /* 1 - (I+s)/(U-I+s), of which a small U would leave no digits; U-2I is exact where I is about U/2 */
+    const float inter = sum[CAMOX_STRUCTURE_INTER], rest = sum[CAMOX_STRUCTURE_UNION] - inter;
+    float of_image = (rest - inter) / (rest + a.smooth);
     if (weighted) of_image += sum[CAMOX_STRUCTURE_BCE] / sum[CAMOX_STRUCTURE_WEIGHT];
 #ifdef CAMOX_BREAK_STRUCTURE_LOSS
     of_image += 1e-3f;

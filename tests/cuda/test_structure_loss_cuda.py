@@ -56,6 +56,15 @@ def test_the_gradient_of_an_infinite_logit_is_that_of_a_large_one(dtype):
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("logit", [-6, -10])
+def test_the_loss_of_empty_images_keeps_its_digits(dtype, logit):
+    """1 - (I+s)/(U-I+s), of which the quotient is nearly 1."""
+    logits, mask, *others = cases.inputs_of((3, 64), dtype)
+    inputs = (torch.full_like(logits, logit), torch.zeros_like(mask), *others)
+    ours, truth = cases.run(*inputs, **cases.OPTIONS[2])[0], cases.plain(*doubled(*inputs), **cases.OPTIONS[2])[0]
+    torch.testing.assert_close(ours.double(), truth, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("images", [8, 9, 17])
 def test_structure_loss_adds_work_items_in_one_order(order, images):
     """By 32, 16 and 8 threads, whichever block is last."""
