@@ -6,8 +6,8 @@
      COUNTED_ADJOINT   y = sum of x / pixels of the window around each x: the backward of COUNTED; MEAN is its own backward
      STRUCTURE_WEIGHT  y = 1 + gain |MEAN - x|
    sums      No term is ever subtracted: each sum has at most log2(w) + h roundings, none of them of what lies outside its
-   window. So sums do not drift, a large mean costs no more digits than it must, and a NaN or an infinity stays in the windows
-             that hold it.
+             window. So sums do not drift, a large mean costs no more digits than it must, and a NaN or an infinity stays in the
+             windows that hold it.
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
    backward  linear, so nothing is saved; STRUCTURE_WEIGHT has no gradient.
    errors    CAMOX_INVALID_ARGUMENT: a window that is even or not positive, a gain that is not finite, unknown kind or dtype, a

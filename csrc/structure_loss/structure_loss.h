@@ -5,15 +5,20 @@
      inter = sum(w p m)    union = sum(w (p + m))    smooth s
      loss[b,c] = B + 1 - (inter + s) / (union - inter + s)
      B = sum(w bce) / sum(w)                         WEIGHTED
-       = mean(bce) over the whole batch              MEAN: what reduce='none', a string that is true, gives in most public
-   copies reduction over B and C: NONE, MEAN, SUM. backward  with D = union - inter + s, N = inter + s and g the gradient of
-   loss[b,c]: dp = g w (N (1-m) / D^2 - m / D) dz = g w (p-m) / sum(w) + dp p (1-p)            MEAN: sum(g) (p-m) / number of
-   pixels in the place of the first term of probabilities: dp + the first term / max(p (1-p), 1e-12) dtypes    logits float32,
-   bfloat16, float16 computed in float32, float64 in float64; mask, weight, sums and loss in the dtype computed in. All tensors
-   are contiguous. saved     logits, mask, weight and four sums per image. No gradient to mask and weight. errors
-   CAMOX_INVALID_ARGUMENT: unknown dtype, bce or reduction, smooth negative or not finite, a negative size; a mask that leaves
-   [0, 1] by more than rounding (CPU alone). source    src/train.py of weijun88/F3Net at eecace3; MyTrain.py of
-   DengPingFan/PraNet at 95f12bd; MyTrain_Val.py of GewelsJI/SINet-V2 at 5b9844c. */
+       = mean(bce) over the whole batch              MEAN: what reduce='none', a string that is true, does in public copies
+   reduction over B and C: NONE, MEAN, SUM
+   backward  with D = union - inter + s, N = inter + s and g the gradient of loss[b,c]:
+                 dp = g w (N (1-m) / D^2 - m / D)
+                 dz = g w (p-m) / sum(w) + dp p (1-p)
+             MEAN: sum(g) (p-m) / number of pixels in the place of the first term
+             of probabilities: dp + the first term / max(p (1-p), 1e-12)
+   dtypes    logits float32, bfloat16, float16 computed in float32, float64 in float64; mask, weight, sums and loss in
+             the dtype computed in. All tensors are contiguous.
+   saved     logits, mask, weight and four sums per image. No gradient to mask and weight.
+   errors    CAMOX_INVALID_ARGUMENT: unknown dtype, bce or reduction, smooth negative or not finite, a negative size; a mask
+             that leaves [0, 1] by more than rounding (CPU alone).
+   source    src/train.py of weijun88/F3Net at eecace3; MyTrain.py of DengPingFan/PraNet at 95f12bd; MyTrain_Val.py of
+             GewelsJI/SINet-V2 at 5b9844c. */
 #ifndef CAMOX_STRUCTURE_LOSS_H
 #define CAMOX_STRUCTURE_LOSS_H
 
