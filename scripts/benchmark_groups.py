@@ -118,7 +118,7 @@ GROUPS = {
         ("algorithm",),
     ),
     "linear_attention_step": Group(
-        "`linear_attention_step`", "linear_attention", "the same formula in place on the state", ("step",)
+        "`linear_attention_step`", "linear_attention", "the same formula in place on the state"
     ),
     "standard_attention": Group(
         "`linear_attention` beside softmax attention",
@@ -171,28 +171,20 @@ GROUPS = {
     ),
     "k1_step": Group("training step of K-1's tree", "k1", "the step node by node", ("step", "mask")),
     "tune_linear": Group("`F.linear` after `tune_cpu`", "cpu", "`F.linear`"),
-    "tune_linear_backward": Group("`F.linear` and its backward after `tune_cpu`", "cpu", "the same", ("step",)),
+    "tune_linear_backward": Group("`F.linear` and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_bmm": Group("`bmm` after `tune_cpu`", "cpu", "`bmm`"),
     "tune_linear_bfloat16": Group("`F.linear` in bfloat16, left alone by `tune_cpu`", "cpu", "`F.linear`", used=False),
     "tune_avg_pool_3": Group("`avg_pool2d` by 3 after `tune_cpu`", "cpu", "`avg_pool2d`"),
-    "tune_avg_pool_3_backward": Group(
-        "`avg_pool2d` by 3 and its backward after `tune_cpu`", "cpu", "the same", ("step",)
-    ),
+    "tune_avg_pool_3_backward": Group("`avg_pool2d` by 3 and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_avg_pool_31": Group("`avg_pool2d` by 31 after `tune_cpu`", "cpu", "`avg_pool2d`"),
-    "tune_avg_pool_31_backward": Group(
-        "`avg_pool2d` by 31 and its backward after `tune_cpu`", "cpu", "the same", ("step",)
-    ),
+    "tune_avg_pool_31_backward": Group("`avg_pool2d` by 31 and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_depthwise": Group("depthwise `F.conv2d` after `tune_cpu`", "cpu", "`F.conv2d`"),
-    "tune_depthwise_backward": Group(
-        "depthwise `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same", ("step",)
-    ),
+    "tune_depthwise_backward": Group("depthwise `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_pointwise": Group("1x1 `F.conv2d` after `tune_cpu`", "cpu", "`F.conv2d`"),
-    "tune_pointwise_backward": Group("1x1 `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same", ("step",)),
+    "tune_pointwise_backward": Group("1x1 `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_upsample": Group("bilinear `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
-    "tune_upsample_backward": Group(
-        "bilinear `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same", ("step",)
-    ),
-    "tune_dropout": Group("`F.dropout` and its backward after `tune_cpu`", "cpu", "the same", ("step", "mask")),
+    "tune_upsample_backward": Group("bilinear `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same"),
+    "tune_dropout": Group("`F.dropout` and its backward after `tune_cpu`", "cpu", "the same", ("mask",)),
     "tune_vit_step": Group("step of a ViT-like model after `tune_cpu`", "cpu", "the same step", ("step",)),
     "tune_mlp_step": Group("step of an MLP after `tune_cpu`", "cpu", "the same step", ("step",)),
     "tune_lm_head_step": Group("step of a vocabulary's head after `tune_cpu`", "cpu", "the same step", ("step",)),

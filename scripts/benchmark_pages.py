@@ -71,7 +71,7 @@ files under `benchmarks/results`, one for each op and machine; CI fails when a p
 
 Ratios are *their time / our time*: 2x is twice as fast, below 1x is slower. A cell shows the geometric mean over the
 measured shapes and, in brackets, the slowest shape; "2 of 5 shapes" where the other side could not be measured at the
-rest. Forward (fwd) is without autograd, fwd + bwd a forward and a backward, step a whole training step; contiguous
+rest. Forward (fwd) is without autograd, fwd + bwd a forward and a backward, step what the row names; contiguous
 unless a layout is named. *vs fastest other* compares with the fastest of the other ways to write it. *% of memcpy* is
 the time of the copy over ours; it can pass 100% for ops that are bound by matrix products and are compared with one of
 as many operations. *Kept for backward* is what autograd keeps alive between forward and
