@@ -305,7 +305,8 @@ def main() -> None:
     if wrong:
         sys.exit("\n".join(wrong))
     if arguments.update:
-        others = {name: line for name, line in table.items() if name not in lines}
+        # Those of kernels that no source names any more go.
+        others = {name: line for name, line in of_ops(table, OPS).items() if name not in lines}
         TABLE.write_text(written(dict(sorted({**others, **merged(lines, new_table(found), found)}.items()))))
     kernels = {name for names in found.values() for name in names}
     state = "written" if arguments.update else "within budget"
