@@ -417,6 +417,7 @@ class Divided:
     kernel: str
     threads: int
     of: Callable[[int, int], Launch]
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -524,14 +525,17 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
 
 def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | str:
     """Or the kernel that could not be modelled, and why."""
-    parts = []
+    parts, launches = [], []
     for launch in case.launches:
         kernel = kernels.get(launch.kernel)
+        if kernel is not None and isinstance(launch, Divided):
+            shared = kernel.shared + launch.shared
+            warps = cuda_budget.occupancy(gpu.arch, kernel.registers, shared, launch.threads)
+            launch = launch.of(gpu.processors, max(warps // ceil_div(launch.threads, WARP), 1))
+            kernel = kernels.get(launch.kernel)
         if kernel is None:
             return f"{launch.kernel}: not compiled for {gpu.arch}"
-        if isinstance(launch, Divided):
-            warps = cuda_budget.occupancy(gpu.arch, kernel.registers, kernel.shared, launch.threads)
-            launch = launch.of(gpu.processors, max(warps // ceil_div(launch.threads, WARP), 1))
+        launches.append(launch)
         loop = hot_loop(kernel.code, launch.step, COUNT if launch.of_last_block else "", launch.beside)
         if loop is None:
             wanted = f"{launch.step.loads} loads, {launch.step.stores} stores"
@@ -540,12 +544,12 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
         if part is None:
             return f"{launch.kernel}: a block does not fit a multiprocessor of {gpu.name}"
         parts.append(part)
-    kernels_after = sum(not isinstance(launch, Launch) or not launch.of_last_block for launch in case.launches[1:])
+    kernels_after = sum(not launch.of_last_block for launch in launches[1:])
     total = sum(part.time for part in parts) + NEXT_KERNEL_NS * kernels_after
     main, limit = parts[0], parts[0].limit
-    for launch, part in zip(case.launches[1:], parts[1:], strict=True):
-        last = isinstance(launch, Launch) and launch.of_last_block
-        limit += f" + {'last block' if last else re.sub('<.*', '', launch.kernel)} {part.time / 1000:.1f} us"
+    for launch, part in zip(launches[1:], parts[1:], strict=True):
+        name = "last block" if launch.of_last_block else re.sub("<.*", "", launch.kernel)
+        limit += f" + {name} {part.time / 1000:.1f} us"
     registers = kernels[case.launches[0].kernel].registers
     share = case.ideal / gpu.copy / total
     tflops = case.flop / total / 1000
@@ -560,6 +564,12 @@ DTYPES = {"float32": ("float", 4), "bfloat16": ("__nv_bfloat16", 2)}
 PHILOX = r"IMAD\.(WIDE|HI)\.U32"
 
 
+def busiest(processors: int, places: int, blocks: int) -> int:
+    """camox_busiest in common/cuda_util.cuh: of so many blocks, those of the multiprocessor with most."""
+    waves, remaining = divmod(blocks, processors * places)
+    return waves * places + (max(ceil_div(remaining, processors), ceil_div(places, 2)) if remaining else 0)
+
+
 def row_bands(processors: int, blocks: int, lanes: int, per_block: int, beside: int) -> tuple[int, int]:
     """(threads with work, rows of each) as camox_partition_of in common/stencil.cuh divides the images."""
     across = BATCH * CHANNELS * WIDTH // lanes
@@ -567,9 +577,7 @@ def row_bands(processors: int, blocks: int, lanes: int, per_block: int, beside: 
     fewest, rows = math.inf, HEIGHT
     for bands in range(first, min(4 * first, ceil_div(HEIGHT, 2)) + 1):
         band = ceil_div(HEIGHT, bands)
-        waves, remaining = divmod(ceil_div(across * bands, per_block), processors * blocks)
-        last = max(ceil_div(remaining, processors), ceil_div(blocks, 2)) if remaining else 0
-        steps = (waves * blocks + last) * (band + beside)
+        steps = busiest(processors, blocks, ceil_div(across * bands, per_block)) * (band + beside)
         if steps < fewest:
             fewest, rows = steps, band
     return across * ceil_div(HEIGHT, rows), rows
@@ -771,20 +779,36 @@ def row_cases(dtype: str) -> list[Case]:
     return cases
 
 
-def norm_backward(dtype: str, lines: str, tiles: int, threads: int, step: Step, shared: int) -> tuple[Launch, Launch]:
-    """Of `tiles`, shared out to as many blocks as there are rows of partial sums, and the launch that adds these up."""
+def norm_backward(
+    dtype: str, lines: str, tiles: int, threads: int, step: Step, shared: int, sums: tuple[Step, float]
+) -> tuple[Divided, Divided]:
+    """Of `tiles`, shared out to blocks as norm2d_share_tiles does, and the launch that adds up what these write. sums:
+    the loop in which a block adds up its own grad_weight and grad_bias."""
     element, size = DTYPES[dtype]
     pixels = BATCH * HEIGHT * WIDTH
-    shares = min(max(pixels // 64, 256), PARTIAL_ROWS, pixels)  # camox_norm2d_cuda_items
-    each = ceil_div(tiles, shares)
-    blocks = ceil_div(tiles, each)
-    traffic = 3 * ELEMENTS * size + 2 * 4 * pixels + 4 * blocks * 2 * CHANNELS
+    most = min(max(pixels // 64, 256), PARTIAL_ROWS, pixels)  # camox_norm2d_cuda_items
     kernel = f"norm2d_backward_kernel<{element}, {16 // size}, {lines}, true>"
-    launch = Launch(kernel, blocks, threads, step, each, traffic, shared=shared)
-    return launch, row_sums("norm2d", blocks, 2 * CHANNELS)
+
+    def each(processors: int, blocks: int) -> int:
+        def steps(tiles_each: int) -> int:
+            return busiest(processors, blocks, ceil_div(tiles, tiles_each)) * (2 * tiles_each + 1)
+
+        least = ceil_div(tiles, most)
+        return min((max(ceil_div(tiles, waves * processors * blocks), least) for waves in range(1, 9)), key=steps)
+
+    def launch(processors: int, blocks: int) -> Launch:
+        tiles_each = each(processors, blocks)
+        blocks = ceil_div(tiles, tiles_each)
+        traffic = 3 * ELEMENTS * size + 2 * 4 * pixels + 4 * blocks * 2 * CHANNELS
+        return Launch(kernel, blocks, threads, step, tiles_each, traffic, shared=shared, beside=(sums,))
+
+    def added(processors: int, blocks: int) -> Launch:
+        return row_sums("norm2d", ceil_div(tiles, each(processors, blocks)), 2 * CHANNELS)
+
+    return Divided(kernel, threads, launch, shared), Divided(kernel, threads, added, shared)
 
 
-def norm_pair(name: str, dtype: str, forward: Launch, backward: tuple[Launch, Launch]) -> list[Case]:
+def norm_pair(name: str, dtype: str, forward: Launch, backward: tuple[Divided, Divided]) -> list[Case]:
     bytes_each = ELEMENTS * DTYPES[dtype][1]
     return [
         Case("norm2d", name, "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)),
@@ -832,54 +856,52 @@ def norm_cases(dtype: str) -> list[Case]:
     scratch = 4 * (tile + threads // inner * tile)
     # beside x and the gradient the first channel, means and scales; of the activations GELU has most arithmetic
     step = Step(2 * rows + 1 + 2 * lanes // 4, rows, row=True, most=r"\bFFMA")
-    return norm_pair("layer_norm2d", dtype, forward, norm_backward(dtype, "false", tiles, threads, step, 2 * scratch))
+    shuffled = Step(2, 0, load=r"\bSHFL\b", store=r"\bST[SG]\b", waits=0), rows * int(math.log2(inner))
+    backward = norm_backward(dtype, "false", tiles, threads, step, 2 * scratch, shuffled)
+    return norm_pair("layer_norm2d", dtype, forward, backward)
 
 
 def norm_lines_cases(dtype: str) -> list[Case]:
-    """layer_norm2d with GELU, channels_last: a block has a tile of pixels with all channels, a thread V channels of 4
-    of them, of halves of 6 in the forward. The images are one. What a block adds up at its end, for grad_weight and
-    grad_bias, is not counted."""
+    """layer_norm2d with GELU, channels_last, whose images are one. A pixel's channels are a team's of lanes in the
+    forward; in the backward a block has a tile of pixels with all channels, a thread V channels of 4 of them."""
     element, size = DTYPES[dtype]
-    lanes, pixels = 16 // size, BATCH * HEIGHT * WIDTH
-    inner, floats, bytes_each, stats = CHANNELS // lanes, lanes // 4, ELEMENTS * size, 2 * 4 * pixels
+    lanes, pixels, most = 16 // size, BATCH * HEIGHT * WIDTH, 5 if size == 2 else 8
+    vectors, floats, bytes_each = CHANNELS // lanes, lanes // 4, ELEMENTS * size
 
-    def cut(rows: int, sums: int) -> tuple[int, int, int, int]:
-        """norm2d_cut and norm2d_launch: (threads of a block, tiles, floats of shared memory, partial sums that a thread
-        adds)"""
-        outer = min(192 // inner, ceil_div(pixels, rows))
-        while outer > 1 and outer * inner > 2 * WARP and ceil_div(pixels, outer * rows) < 512:
-            outer = (outer + 1) // 2
-        outer, tile = max(outer, 1), max(outer, 1) * rows
-        threads = ceil_div(inner * outer, WARP) * WARP
-        adders = 1
-        while adders < WARP and 2 * adders <= inner and 2 * sums * tile * adders <= threads:
-            adders *= 2
-        scratch = sums * ceil_div(tile * (inner | 1), 4) * 4
-        if sums > 1:
-            scratch = max(scratch, 2 * lanes * inner * outer)
-        terms = ceil_div(inner, adders) * ceil_div(sums * tile * adders, threads)
-        return threads, ceil_div(pixels, tile), ceil_div(sums * tile, 4) * 4 + scratch, terms
-
-    # the loop over partial sums, of which there are two in the forward
-    added = Step(1, 0, load=r"\bLDS\b", store=r"\bSTS\b")
-    rows = 6 if size == 2 else 4
-    threads, tiles, shared, terms = cut(rows, 1)
-    step = Step(
-        rows + 2 * floats, rows, row=True, most=r"\b(MUFU\.EX2|FSEL|FADD|FFMA)", inner=((added, terms), (added, terms))
-    )
+    team = 2  # norm2d_launch_teams
+    while team * most < vectors or (team < WARP and team < vectors and pixels * team < 1 << 15):
+        team *= 2
+    each = ceil_div(vectors, team)  # of a lane's `most` vectors: under a predicate x is loaded of the others too
     forward = Launch(
-        f"norm2d_kernel<{element}, {lanes}, true, true>",
-        tiles,
-        threads,
-        step,
+        f"norm2d_team_kernel<{element}, {lanes}>",
+        ceil_div(pixels, 128 // team),
+        128,
+        Step(most + 2 * floats * each, each, row=True, most=r"\b(MUFU\.EX2|FSEL|FADD|FFMA)"),
         1,
-        2 * bytes_each + stats,
-        shared=4 * shared,
+        2 * bytes_each + 2 * 4 * pixels,
     )
-    rows = 4
-    threads, tiles, shared, terms = cut(rows, 2)
+
+    rows, sums = 4, 2  # norm2d_cut and norm2d_launch
+
+    def idle(outer: int) -> float:
+        """The share of the lanes of its warps in which a block of so many rows of threads has no elements."""
+        return -vectors * outer % WARP / (vectors * outer)
+
+    outer = max(min(192 // vectors, ceil_div(pixels, rows)), 1)
+    outer = min(range(outer, (outer - 1) // 2, -1), key=idle)
+    while outer > 1 and outer * vectors > 2 * WARP and ceil_div(pixels, outer * rows) < 512:
+        outer = (outer + 1) // 2
+    tile, threads = outer * rows, ceil_div(vectors * outer, WARP) * WARP
+    adders = 1  # of the partial sums of a pixel
+    while adders < WARP and 2 * adders <= vectors and 2 * sums * tile * adders <= threads:
+        adders *= 2
+    terms = ceil_div(vectors, adders) * ceil_div(sums * tile * adders, threads)
+    scratch = max(sums * ceil_div(tile * (vectors | 1), 4) * 4, 2 * CHANNELS * outer)
+    added = Step(1, 0, load=r"\bLDS\b", store=r"\bSTS\b")
     step = Step(2 * rows + 2 * floats, rows, row=True, most=r"\bFFMA", inner=((added, terms),))
-    backward = norm_backward(dtype, "true", tiles, threads, step, 4 * shared)
+    of_weights = Step(2, 0, load=r"\bLDS\b", store=r"\bST[SG]\b", waits=0), outer * ceil_div(CHANNELS, threads)
+    shared = 4 * (ceil_div(sums * tile, 4) * 4 + scratch)
+    backward = norm_backward(dtype, "true", ceil_div(pixels, tile), threads, step, shared, of_weights)
     return norm_pair("layer_norm2d channels_last", dtype, forward, backward)
 
 

@@ -71,6 +71,32 @@ static inline unsigned camox_grid(int64_t items) {
   return static_cast<unsigned>(items < cap ? items : cap);
 }
 
+/* Where a kernel's blocks run: multiprocessors, and blocks of the kernel that each holds at once. */
+struct camox_places {
+  int64_t processors, blocks;
+};
+
+template <typename Kernel>
+static inline camox_places camox_places_of(Kernel *kernel, int threads, size_t shared_bytes = 0) {
+  int device = 0, processors = 0, blocks = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, reinterpret_cast<const void *>(kernel), threads, shared_bytes) !=
+          cudaSuccess ||
+      blocks == 0)
+    return {1, 1}; /* the launch will report why */
+  return {processors, blocks};
+}
+
+/* Blocks of a launch that the multiprocessor with the most of them runs. One that holds few of them waits for memory: its last
+   blocks count as half of what it can hold at least. */
+static inline int64_t camox_busiest(const camox_places &places, int64_t blocks) {
+  const int64_t at_once = places.processors * places.blocks;
+  const int64_t remaining = camox_ceil_div(blocks % at_once, places.processors), half = camox_ceil_div(places.blocks, 2);
+  const int64_t last = remaining == 0 ? 0 : remaining < half ? half : remaining;
+  return blocks / at_once * places.blocks + last;
+}
+
 /* ---- conversions ---- */
 __device__ __forceinline__ float camox_to_float(float x) { return x; }
 __device__ __forceinline__ float camox_to_float(__half x) { return __half2float(x); }
@@ -358,6 +384,12 @@ __device__ __forceinline__ float camox_warp_sum(float x) {
 __device__ __forceinline__ float camox_warp_max(float x) {
 #pragma unroll
   for (int offset = CAMOX_WARP / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(CAMOX_FULL_MASK, x, offset));
+  return x;
+}
+
+/* Sum over the lanes of a team: 2, 4, ... 32 adjacent ones, of a warp whose lanes all call. */
+__device__ __forceinline__ float camox_team_sum(float x, int team) {
+  for (int offset = team / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
   return x;
 }
 

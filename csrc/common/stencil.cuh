@@ -26,30 +26,12 @@ struct camox_partition {
   int64_t items;     /* threads with work */
 };
 
-/* Where a kernel's blocks run: multiprocessors, and blocks of the kernel that each holds at once. */
-struct camox_places {
-  int64_t processors, blocks;
-};
-
-template <typename Kernel>
-static inline camox_places camox_places_of(Kernel *kernel, int threads) {
-  int device = 0, processors = 0, blocks = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, reinterpret_cast<const void *>(kernel), threads, 0) !=
-          cudaSuccess ||
-      blocks == 0)
-    return {1, 1}; /* the launch will report why */
-  return {processors, blocks};
-}
-
 #define CAMOX_LEAST_BAND 2           /* rows */
 #define CAMOX_LARGEST_BAND (1 << 16) /* so that rows of a band are counted in 32 bits */
 
 /* Divides images into row bands for blocks of `per_block` threads that write. A band of more rows computes and reads less
-   twice, `beside` rows in all; but the multiprocessor with the most blocks decides when the kernel ends, and one that holds
-   few of them waits for memory: its last blocks count as half of what it can hold at least. So of the numbers of bands that
-   give every place a block, the one with the fewest steps on that multiprocessor; the most bands where none does. */
+   twice, `beside` rows in all; but the multiprocessor with the most blocks decides when the kernel ends. So of the numbers of
+   bands that give every place a block, the one with the fewest steps on that multiprocessor; the most bands where none does. */
 static inline camox_partition camox_partition_of(const camox_places &places, bool last, int64_t batch, int64_t channels,
                                                  int64_t height, int64_t width, int lanes, int64_t per_block, int beside) {
   camox_partition partition = {};
@@ -63,9 +45,7 @@ static inline camox_partition camox_partition_of(const camox_places &places, boo
   int64_t fewest = INT64_MAX;
   for (const int64_t end = 4 * bands; bands <= end && bands <= most; ++bands) {
     const int64_t rows = camox_ceil_div(height, bands), blocks = camox_ceil_div(across * bands, per_block);
-    const int64_t remaining = camox_ceil_div(blocks % at_once, places.processors), half = camox_ceil_div(places.blocks, 2);
-    const int64_t last = remaining == 0 ? 0 : remaining < half ? half : remaining;
-    const int64_t steps = (blocks / at_once * places.blocks + last) * (rows + beside);
+    const int64_t steps = camox_busiest(places, blocks) * (rows + beside);
     if (steps >= fewest) continue;
     fewest = steps;
     partition.rows = static_cast<int>(rows);

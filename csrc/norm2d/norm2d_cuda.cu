@@ -12,6 +12,9 @@
                                                planes in the forward: partial sums [warps][tile], which every thread adds
      pass 0: mean -> pass 1: variance of x - mean -> pass 2: normalise, activate, add, store
 
+   Of channels_last this is the backward, and the forward where a group has more channels than a warp has room for; otherwise a
+   team of lanes has the channels of a pixel (norm2d_team_kernel).
+
    V is the widest access that all tensors allow: 16 bytes, 8 bytes, or one element (planes with V = 1 take any strides).
    Groups of more channels than a block holds are iterated in chunks, which later passes load again (from the caches).
    A block of the backward iterates over several tiles and keeps its share of grad_weight and grad_bias; a second kernel adds
@@ -47,7 +50,7 @@ struct norm2d_plan {
   int64_t items;               /* blocks of all groups */
   int scratch;                 /* floats of shared memory for the partial sums of one kind: pixel i's t-th of `terms` is at */
   int terms, pixel_step, term_step; /* i * pixel_step + t * term_step */
-  int sum_shift;                    /* 1 << sum_shift threads add the partial sums of one pixel */
+  int sum_shift;                    /* 1 << sum_shift threads add the sums of one pixel; of teams: have its channels */
 };
 
 /* A thread's elements [rows][V] as pixels and channels. LAST: of lines. */
@@ -58,11 +61,9 @@ struct norm2d_shape {
 };
 
 /* A thread's rows. Where all channels of a group are in registers, more of halves: with 4 rows a third of the instructions is
-   addresses and sums over threads, which are made once. 8 rows of lines would spill. */
-template <typename T, int V, bool LAST, bool WHOLE>
-static constexpr int norm2d_rows_each = V == 1                    ? 8
-                                        : WHOLE && sizeof(T) == 2 ? LAST ? 6 : 8
-                                                                  : 4;
+   addresses and sums over threads, which are made once. */
+template <typename T, int V, bool WHOLE>
+static constexpr int norm2d_rows_each = V == 1 || (WHOLE && sizeof(T) == 2) ? 8 : 4;
 
 /* Which of the thread's pixels, or channels, element v of row k belongs to. */
 template <bool LAST>
@@ -167,8 +168,8 @@ struct norm2d_tile {
 
 __device__ __forceinline__ norm2d_tile norm2d_tile_at(const norm2d_plan &plan, int64_t index, int64_t group) {
   norm2d_tile tile = {0, group, 0};
-  int64_t within;
-  tile.batch = camox_divide(index, plan.tiles, &within);
+  int64_t within = index;
+  if (plan.p.batch > 1) tile.batch = camox_divide(index, plan.tiles, &within);
   tile.first = within * plan.tile;
   return tile;
 }
@@ -400,12 +401,12 @@ struct norm2d_most {
   static constexpr int threads = WHOLE && sizeof(T) == 4 ? NORM2D_FLOAT_THREADS : NORM2D_THREADS;
 };
 
-/* WHOLE: all channels of a group are one chunk, and each pass has code of its own, a third less than where a loop's turns
-   branch to them. */
+/* WHOLE, of planes: all channels of a group are one chunk, and each pass has code of its own, a third less than where a loop's
+   turns branch to them. */
 template <typename T, int V, bool LAST, bool WHOLE>
 __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
     norm2d_kernel(const __grid_constant__ norm2d_plan plan) {
-  typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, WHOLE>> shape;
+  typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, WHOLE>> shape;
   CAMOX_DYNAMIC_SHARED(float, totals);
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
@@ -517,9 +518,113 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
   }
 }
 
+/* ---- forward of channels_last: a team of lanes for each pixel ---- */
+
+/* Channels of a group that a team of a whole warp has room for are summed by shuffles: no barrier, no shared memory.
+
+     a warp, teams of 4 lanes:   lane    0  1  2  3   4  5  6  7  ...
+                                       +--+--+--+--+--+--+--+--+
+                  vector 0 of a lane   |V |V |V |V |V |V |V |V |
+                  vector 1             |V |V |V |V |V |V |V |V |     V channels to a vector; not all lanes have a last
+                  vector 2             |V |V |  |  |V |V |  |  |
+                                       +--+--+--+--+--+--+--+--+
+                                         pixel i     pixel i+1     of the block's tile
+
+   A block's tile is as many pixels as it has teams. */
+#define NORM2D_TEAM_THREADS 128
+#define NORM2D_TEAM_FILL (1 << 15) /* threads that fill a large GPU: below it teams become larger */
+
+#define NORM2D_TEAM_BLOCKS 4 /* of which a multiprocessor must hold so many: at most 128 registers a thread */
+
+/* Vectors of a lane, at most. */
+template <typename T>
+static constexpr int norm2d_team_vectors = sizeof(T) == 2 ? 5 : 8;
+
+/* The place of a pixel's channel; pixels are one row (norm2d_fits). */
+template <typename T>
+__device__ __forceinline__ T *norm2d_place(const camox_view4 &view, int64_t batch, int64_t pixel, int64_t channel) {
+  return static_cast<T *>(view.data) + batch * view.stride[0] + pixel * view.stride[3] + channel;
+}
+
+template <typename T, int V>
+__global__ void __launch_bounds__(NORM2D_TEAM_THREADS, NORM2D_TEAM_BLOCKS)
+    norm2d_team_kernel(const __grid_constant__ norm2d_plan plan) {
+  constexpr int vectors = norm2d_team_vectors<T>;
+  const camox_norm2d_params &p = plan.p;
+  const int team = 1 << plan.sum_shift, thread = static_cast<int>(threadIdx.x);
+  const int lane = thread & (team - 1), slot = thread >> plan.sum_shift;
+  const int step = team * V; /* channels from one vector of a lane to the next */
+  for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
+    int64_t index = item, group = 0;
+    if (p.groups > 1) index = camox_divide(item, p.groups, &group);
+    const norm2d_tile tile = norm2d_tile_at(plan, index, group);
+    const int64_t pixel = tile.first + slot, channel = group * plan.group_channels + lane * V;
+    /* teams behind the last pixel have no vectors, and take part in the sums of their warp alone */
+    const int channels = pixel < plan.pixels ? static_cast<int>(plan.group_channels) - lane * V : 0;
+
+    T x[vectors][V];
+    const T *from = norm2d_place<const T>(p.x, tile.batch, pixel, channel);
+#pragma unroll
+    for (int k = 0; k < vectors; ++k, from += step)
+      if (k * step < channels) camox_load(x[k], from);
+    /* the group's first channel, see norm2d_load_origin */
+    float origin = channels > 0 ? camox_to_float(x[0][0]) : 0.0f;
+    origin = __shfl_sync(CAMOX_FULL_MASK, origin, thread % CAMOX_WARP - lane);
+
+    float d[vectors][V]; /* x less its origin, then less the mean of that */
+    float mean = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < vectors; ++k) {
+      if (k * step >= channels) continue;
+      float values[V];
+      camox_to_floats(values, x[k]);
+#pragma unroll
+      for (int i = 0; i < V; ++i) d[k][i] = values[i] - origin, mean += d[k][i];
+    }
+    mean = camox_team_sum(mean, team) * plan.inverse;
+#pragma unroll
+    for (int k = 0; k < vectors; ++k) {
+      if (k * step >= channels) continue;
+#pragma unroll
+      for (int i = 0; i < V; ++i) d[k][i] -= mean, squares = fmaf(d[k][i], d[k][i], squares);
+    }
+    const float scale = camox_rsqrt(camox_team_sum(squares, team) * plan.inverse + plan.eps);
+    if (lane == 0 && pixel < plan.recorded) {
+      float *const stats = static_cast<float *>(p.stats) + norm2d_stats_index(plan, tile) + slot;
+      stats[0] = mean, stats[p.batch * p.groups * plan.pixels] = scale;
+    }
+
+    const float *weights = static_cast<const float *>(p.weight.data) + channel;
+    const float *biases = static_cast<const float *>(p.bias.data) + channel;
+    T *out = norm2d_place<T>(p.y, tile.batch, pixel, channel);
+#pragma unroll
+    for (int k = 0; k < vectors; ++k, weights += step, biases += step, out += step) {
+      if (k * step >= channels) continue;
+      float weight[V], y[V];
+      camox_load_floats(weight, weights);
+      camox_load_floats(y, biases);
+#pragma unroll
+      for (int i = 0; i < V; ++i) y[i] = fmaf(d[k][i] * scale, weight[i], y[i]);
+      if (p.residual.data) {
+        T residual[V];
+        camox_load(residual, norm2d_place<const T>(p.residual, tile.batch, pixel, channel + k * step));
+        norm2d_activate<T, false>(y, p.activation);
+#pragma unroll
+        for (int i = 0; i < V; ++i) y[i] += camox_to_float(residual[i]);
+      } else {
+        norm2d_activate<T, true>(y, p.activation);
+      }
+#ifdef CAMOX_BREAK_NORM2D
+      y[0] += 1e-3f;
+#endif
+      camox_store_float(out, y);
+    }
+  }
+}
+
 /* ---- backward ---- */
 
-/* Where a thread's sums for grad_weight and grad_bias go: from `channel` on of the group's chunk, into `partial`; `add`: to
+/* Where a thread's sums for grad_weight and grad_bias go: into `partial`, in planes from `channel` of the group on; `add`: to
    what is there. */
 struct norm2d_share_place {
   int64_t channel;
@@ -554,7 +659,7 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[shape::channe
       const int64_t c = static_cast<int64_t>(to.chunk) * width + i;
       if (c >= plan.group_channels) break;
       float weight_sum = 0.0f, bias_sum = 0.0f;
-#pragma unroll 1
+#pragma unroll 4
       for (int row = 0; row < plan.outer; ++row) {
         weight_sum += scratch[row * width + i];
         bias_sum += bias_scratch[row * width + i];
@@ -592,7 +697,7 @@ struct norm2d_backward_blocks {
 template <typename T, int V, bool LAST, bool WHOLE>
 __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, LAST, WHOLE>::value)
     norm2d_backward_kernel(const __grid_constant__ norm2d_plan plan) {
-  typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, false>> shape;
+  typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, false>> shape;
   CAMOX_DYNAMIC_SHARED(float, totals);
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
@@ -607,6 +712,8 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
 #pragma unroll
     for (int i = 0; i < shape::channels; ++i) weight_sums[i] = bias_sums[i] = 0.0f;
 
+    const int chunks = WHOLE ? 1 : plan.chunks;
+    const bool whole = WHOLE || (V * sizeof(T) < 16 && chunks == 1); /* those of 16-byte vectors are WHOLE if they can be */
     norm2d_tile tile = norm2d_tile_at(plan, begin, group);
     for (int64_t index = begin; index < end; ++index, norm2d_next_tile(&tile, plan)) {
       float z[shape::rows][V], d[shape::rows][V], origin[shape::pixels], sums[2][shape::pixels];
@@ -634,8 +741,6 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
 #pragma unroll
         for (int i = 0; i < shape::pixels; ++i) shift[i] *= -scale[i]; /* of the mean */
       }
-      const int chunks = WHOLE ? 1 : plan.chunks;
-      const bool whole = WHOLE || (V * sizeof(T) < 16 && chunks == 1); /* those of 16-byte vectors are WHOLE if they can be */
 #pragma unroll
       for (int pass = 0; pass < 2; ++pass) {
         if (pass == 1) {
@@ -700,15 +805,15 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
 #endif
             camox_store_float(out.first, grad_x);
           }
-          if (pass == 0 && (!whole || index + 1 == end))
-            norm2d_share<shape>(weight_sums, bias_sums, plan, me, {part.channel, chunk, partial, !whole && index > begin},
-                                scratch);
+          if (pass == 0 && !whole)
+            norm2d_share<shape>(weight_sums, bias_sums, plan, me, {part.channel, chunk, partial, index > begin}, scratch);
         }
         if (pass == 0)
           norm2d_sum_channels<2, shape>(sums, plan, me, totals,
                                         [&](float &total, int, int, float sum) { total = sum * plan.inverse; });
       }
     }
+    if (whole) norm2d_share<shape>(weight_sums, bias_sums, plan, me, {me.outer, 0, partial, false}, scratch);
   }
 }
 
@@ -792,8 +897,13 @@ static int norm2d_cut(norm2d_plan *plan, int most) {
     const int64_t vectors = plan->group_channels / V;
     plan->inner = static_cast<int>(vectors < most ? vectors : most);
     plan->chunks = static_cast<int>(camox_ceil_div(vectors, plan->inner));
-    int64_t outer = NORM2D_TARGET_THREADS / plan->inner;
-    if (outer > camox_ceil_div(plan->pixels, rows)) outer = camox_ceil_div(plan->pixels, rows);
+    int64_t most_rows = NORM2D_TARGET_THREADS / plan->inner;
+    if (most_rows > camox_ceil_div(plan->pixels, rows)) most_rows = camox_ceil_div(plan->pixels, rows);
+    /* fewer, down to half, where more of the lanes of its warps have elements */
+    int64_t outer = most_rows;
+    const auto lanes = [&](int64_t count) { return camox_ceil_div(count * plan->inner, CAMOX_WARP) * CAMOX_WARP; };
+    for (int64_t fewer = most_rows - 1; 2 * fewer >= most_rows && fewer > 0; --fewer)
+      if (fewer * lanes(outer) > outer * lanes(fewer)) outer = fewer;
     while (outer > 1 && outer * plan->inner > 2 * CAMOX_WARP &&
            images * camox_ceil_div(plan->pixels, outer * rows) < NORM2D_FILL)
       outer = (outer + 1) / 2;
@@ -825,6 +935,37 @@ static int norm2d_cut(norm2d_plan *plan, int most) {
   return static_cast<int>(camox_ceil_div(plan->inner * plan->outer, CAMOX_WARP)) * CAMOX_WARP;
 }
 
+/* Tiles of a block of the backward, which all iterate over as many; a group has `most` blocks at most. Of one to eight blocks
+   for each place of the GPU those with which the busiest multiprocessor is done first: to begin and end a block takes it
+   about as long as half a tile. */
+static int64_t norm2d_share_tiles(const norm2d_plan &plan, const camox_places &places, int64_t most) {
+  const int64_t at_once = places.processors * places.blocks, least = camox_ceil_div(plan.tile_count, most);
+  int64_t best = 1, fewest = INT64_MAX;
+  for (int64_t waves = 1; waves <= 8; ++waves) {
+    int64_t tiles = camox_ceil_div(plan.tile_count * plan.p.groups, waves * at_once);
+    if (tiles < least) tiles = least;
+    const int64_t blocks = camox_ceil_div(plan.tile_count, tiles) * plan.p.groups;
+    const int64_t steps = camox_busiest(places, blocks) * (2 * tiles + 1);
+    if (steps >= fewest) continue;
+    fewest = steps;
+    best = tiles;
+  }
+  return best;
+}
+
+template <typename T, int V>
+static void norm2d_launch_teams(norm2d_plan plan, void *stream) {
+  const int64_t vectors = plan.group_channels / V, pixels = plan.p.batch * plan.p.groups * plan.pixels;
+  int shift = 1; /* 2 lanes: 32 bytes, which memory moves at once */
+  while (vectors > norm2d_team_vectors<T> << shift) ++shift;
+  while (1 << shift < CAMOX_WARP && vectors > 1 << shift && pixels << shift < NORM2D_TEAM_FILL) ++shift;
+  plan.sum_shift = shift;
+  plan.tile = NORM2D_TEAM_THREADS >> shift;
+  plan.tiles = camox_ceil_div(plan.pixels, plan.tile);
+  plan.items = plan.p.batch * plan.tiles * plan.p.groups;
+  CAMOX_LAUNCH((norm2d_team_kernel<T, V>), camox_grid(plan.items), NORM2D_TEAM_THREADS, 0, stream, plan);
+}
+
 template <typename T, int V, bool LAST>
 static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *stream) {
   norm2d_plan plan = {};
@@ -835,40 +976,40 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   plan.recorded = plan.p.stats != nullptr ? plan.pixels : 0;
   plan.group_channels = p->channels / p->groups;
   plan.inverse = 1.0f / static_cast<float>(plan.group_channels);
-  const int sums = backward ? 2 : 1;
   constexpr bool widest = V * sizeof(T) == 16;
+  if constexpr (LAST && widest)
+    if (!backward && plan.group_channels <= CAMOX_WARP * V * norm2d_team_vectors<T>)
+      return norm2d_launch_teams<T, V>(plan, stream);
+  const int sums = backward ? 2 : 1;
+  constexpr bool whole_planes = widest && !LAST;
   int threads = 0;
-  bool whole = widest && !backward;
+  bool whole = whole_planes && !backward;
   if (whole) {
-    threads = norm2d_cut<norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, widest>>>(&plan, norm2d_most<T, true>::threads);
+    threads = norm2d_cut<norm2d_shape<V, LAST, norm2d_rows_each<T, V, whole_planes>>>(&plan, norm2d_most<T, true>::threads);
     whole = plan.chunks == 1;
   }
-  if (!whole) threads = norm2d_cut<norm2d_shape<V, LAST, norm2d_rows_each<T, V, LAST, false>>>(&plan, NORM2D_THREADS);
+  if (!whole) threads = norm2d_cut<norm2d_shape<V, LAST, norm2d_rows_each<T, V, false>>>(&plan, NORM2D_THREADS);
   if (!LAST && !backward) plan.scratch = threads / CAMOX_WARP * plan.tile;
   plan.scratch = (plan.scratch + 3) / 4 * 4;
   plan.tiles = camox_ceil_div(plan.pixels, plan.tile);
   plan.tile_count = plan.p.batch * plan.tiles;
-  plan.share_tiles = backward ? camox_ceil_div(plan.tile_count, camox_norm2d_cuda_items(p)) : 1;
-  plan.shares = camox_ceil_div(plan.tile_count, plan.share_tiles);
   while (plan.sum_shift < 5 && 2 << plan.sum_shift <= plan.terms && (2 * sums * plan.tile) << plan.sum_shift <= threads)
     ++plan.sum_shift;
   int floats = (LAST ? sums : 2) * plan.scratch; /* planes in the forward: of the mean, of the variance */
   if (backward && LAST && floats < 2 * V * plan.inner * plan.outer) floats = 2 * V * plan.inner * plan.outer;
   const size_t shared = sizeof(float) * static_cast<size_t>((sums * plan.tile + 3) / 4 * 4 + floats);
-  plan.items = plan.shares * p->groups;
-  const unsigned grid = camox_grid(plan.items);
-  if (whole) {
-    CAMOX_LAUNCH((norm2d_kernel<T, V, LAST, widest>), grid, threads, shared, stream, plan);
-    return;
-  }
   if (!backward) {
-    CAMOX_LAUNCH((norm2d_kernel<T, V, LAST, false>), grid, threads, shared, stream, plan);
+    plan.items = plan.tile_count * p->groups;
+    const auto kernel = whole ? norm2d_kernel<T, V, LAST, whole_planes> : norm2d_kernel<T, V, LAST, false>;
+    CAMOX_LAUNCH(kernel, camox_grid(plan.items), threads, shared, stream, plan);
     return;
   }
-  if (widest && plan.chunks == 1)
-    CAMOX_LAUNCH((norm2d_backward_kernel<T, V, LAST, widest>), grid, threads, shared, stream, plan);
-  else
-    CAMOX_LAUNCH((norm2d_backward_kernel<T, V, LAST, false>), grid, threads, shared, stream, plan);
+  whole = widest && plan.chunks == 1;
+  const auto kernel = whole ? norm2d_backward_kernel<T, V, LAST, widest> : norm2d_backward_kernel<T, V, LAST, false>;
+  plan.share_tiles = norm2d_share_tiles(plan, camox_places_of(kernel, threads, shared), camox_norm2d_cuda_items(p));
+  plan.shares = camox_ceil_div(plan.tile_count, plan.share_tiles);
+  plan.items = plan.shares * p->groups;
+  CAMOX_LAUNCH(kernel, camox_grid(plan.items), threads, shared, stream, plan);
   norm2d_launch_row_sums(plan.p, plan.shares, stream);
 }
 

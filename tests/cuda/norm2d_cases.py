@@ -11,7 +11,8 @@ from norm2d_truth import parameters
 
 SOURCE = emulator.CSRC / "norm2d" / "norm2d_cuda.cu"
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
-# Around accesses of 16 and 8 bytes, the rows of a thread (4, 8) and a warp of vectors, along pixels and along channels.
+# Around accesses of 16 and 8 bytes, the rows of a thread (4, 8), a warp of vectors, along pixels and along channels,
+# and the most channels that a team of lanes holds, 1024 of float32 and 1280 of halves.
 SHAPES = [
     (1, 1, 1, 1),
     (3, 33, 1, 1),
@@ -25,6 +26,8 @@ SHAPES = [
     (1, 24, 12, 24),
     (1, 400, 1, 3),
     (1, 1100, 2, 4),
+    (1, 1024, 1, 5),
+    (1, 1280, 1, 3),
 ]
 # More channels than a block holds in registers: at most 3072, see docs/norm2d.md.
 MANY_CHANNELS = [(1, 3073, 1, 2), (1, 3200, 2, 4)]
@@ -142,3 +145,5 @@ def norm2d_inputs(shape, dtype=torch.float32, layout="contiguous", kind="normal"
 def with_barriers(**how):
     for layout in ("contiguous", "channels_last"):
         yield forward_and_gradients(*norm2d_inputs((1, 256, 30, 40), layout=layout), **how)
+    # more blocks at once: several warps add up their shares of grad_weight and grad_bias
+    yield forward_and_gradients(*norm2d_inputs((1, 64, 16, 16)), **{**how, "grid_cap": 4})
