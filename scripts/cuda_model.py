@@ -564,23 +564,23 @@ DTYPES = {"float32": ("float", 4), "bfloat16": ("__nv_bfloat16", 2)}
 PHILOX = r"IMAD\.(WIDE|HI)\.U32"
 
 
-def busiest(processors: int, places: int, blocks: int) -> int:
+def busiest(processors: int, places: int, threads: int, blocks: int) -> int:
     """camox_busiest in common/cuda_util.cuh: of so many blocks, those of the multiprocessor with most."""
+    busy = max(ceil_div(places, 2), min(places, ceil_div(8 * WARP, threads)))
     waves, remaining = divmod(blocks, processors * places)
-    return waves * places + (max(ceil_div(remaining, processors), ceil_div(places, 2)) if remaining else 0)
+    return waves * places + (max(ceil_div(remaining, processors), busy) if remaining else 0)
 
 
-def row_bands(processors: int, blocks: int, lanes: int, per_block: int, beside: int) -> tuple[int, int]:
-    """(threads with work, rows of each) as camox_partition_of in common/stencil.cuh divides the images."""
-    across = BATCH * CHANNELS * WIDTH // lanes
+def row_bands(processors: int, blocks: int, threads: int, across: int, per_block: int, beside: int) -> int:
+    """Rows of a band as camox_partition_of in common/stencil.cuh divides images with so many threads of each row."""
     first = min(ceil_div(processors * blocks * per_block, across), ceil_div(HEIGHT, 2))
     fewest, rows = math.inf, HEIGHT
     for bands in range(first, min(4 * first, ceil_div(HEIGHT, 2)) + 1):
         band = ceil_div(HEIGHT, bands)
-        steps = busiest(processors, blocks, ceil_div(across * bands, per_block)) * (band + beside)
+        steps = busiest(processors, blocks, threads, ceil_div(across * bands, per_block)) * (band + beside)
         if steps < fewest:
             fewest, rows = steps, band
-    return across * ceil_div(HEIGHT, rows), rows
+    return rows
 
 
 def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=128) -> Divided:
@@ -595,10 +595,11 @@ def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=12
     tensors, together = reads + stores, per_block * lanes / CHANNELS  # columns of a block
 
     def launch(processors: int, blocks: int) -> Launch:
-        items, band = row_bands(processors, blocks, lanes, per_block, 2 * beside)
+        across = BATCH * CHANNELS * WIDTH // lanes
+        band = row_bands(processors, blocks, 128, across, per_block, 2 * beside)
         return Launch(
             kernel,
-            ceil_div(items, per_block),
+            ceil_div(across * ceil_div(HEIGHT, band), per_block),
             128,
             step,
             band + 2 * beside if backward else band,
@@ -611,33 +612,43 @@ def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=12
     return Divided(kernel, 128, launch)
 
 
-def edge_backward_channels_last(element: str, size: int) -> Divided:
-    """edge_launch_backward: a block has whole vectors of channels of some columns, of which the first and the last only
-    serve their neighbours; what filters make of a row passes through shared memory."""
-    threads, lanes = 192, 4
-    kernel = f"edge_backward_channels_last_kernel<{element}, {lanes}>"
+def tiles(lanes: int, reach: int, most: int) -> tuple[int, int, int, int, int]:
+    """camox_tiles_of in common/stencil.cuh: vectors of channels and columns of a block, threads of it, blocks along the
+    channels and along the width."""
     vectors = CHANNELS // lanes
-    chunks = ceil_div(vectors, WARP)
-    chunk = ceil_div(vectors, chunks)
-    columns = min(threads // chunk, WIDTH + 2)
-    written = columns - 2
-    narrow = {"load": r"\bLDG\.E(\.\w+)*\.64\b", "store": r"\bSTG\.E(\.\w+)*\.64\b"} if size == 2 else {}
-    # x of three columns, three gradients, and under a predicate that of the copy of x
-    step = Step(7, 1, **narrow)
+    fewest, best = math.inf, (0, 0, 0, 0, 0)
+    first = ceil_div(vectors, 16)
+    for chunks in range(first, min(ceil_div(vectors, 4), first + 15) + 1):
+        chunk = ceil_div(vectors, chunks)
+        across = ceil_div(WIDTH, most // chunk - 2 * reach)
+        columns = ceil_div(WIDTH, across) + 2 * reach
+        threads = WARP * ceil_div(columns * chunk, WARP)
+        if chunks * across * threads < fewest:
+            fewest, best = chunks * across * threads, (chunk, columns, threads, chunks, across)
+    return best
+
+
+def tiled(kernel, lanes, size, reach, reads, beside, most, step) -> Divided:
+    """The backward of channels_last: a block of at most `most` threads, whose first and last `reach` columns only serve
+    their neighbours, by shared memory; rows as in `stencil`. beside: columns of all tensors that a block reads and does
+    not write. Sectors of 32 bytes that two blocks share are read by both."""
+    chunk, columns, threads, chunks, across = tiles(lanes, reach, most)
+    written = columns - 2 * reach
+    shared_sectors = reads * (-chunk * lanes * size % 32) / (chunk * lanes * size)
 
     def launch(processors: int, blocks: int) -> Launch:
-        items, band = row_bands(processors, blocks, lanes, chunk * written, 2)
-        blocks = items // (vectors * WIDTH) * ceil_div(WIDTH, written) * chunks
+        of_band = BATCH * across * chunks
+        band = row_bands(processors, blocks, threads, of_band, 1, 2 * reach)
         return Launch(
             kernel,
-            blocks,
+            of_band * ceil_div(HEIGHT, band),
             threads,
             step,
-            band + 2,
-            ELEMENTS * size * 5,
+            band + 2 * reach,
+            ELEMENTS * size * (reads + 1),
             prefetched=1,
-            halo=(ELEMENTS * size * 4 * 2 / band, lanes * size * 5 * (band + 2)),
-            read_beside=ELEMENTS * size * (4 + 3 * 2) / written,
+            halo=(ELEMENTS * size * reads * 2 * reach / band, lanes * size * (reads + 1) * (band + 2 * reach)),
+            read_beside=ELEMENTS * size * (beside / written + shared_sectors),
         )
 
     return Divided(kernel, threads, launch)
@@ -647,19 +658,27 @@ def image_cases(dtype: str) -> list[Case]:
     element, size = DTYPES[dtype]
     lanes = 16 // size
     cases = []
-    for op, name, kernel, beside, maps, columns, columns_of_maps in (
-        ("edge", "edge_maps", "edge", 1, 3, (1,), None),
-        ("spatial_gradient", "spatial_gradient", "spatial_gradient", 1, 2, (1,), (1, 1)),
-        ("bands", "frequency_bands", "bands", 2, 3, (2,), (1, 2, 1)),
+    for op, name, kernel, beside, maps, columns in (
+        ("edge", "edge_maps", "edge", 1, 3, (1,)),
+        ("spatial_gradient", "spatial_gradient", "spatial_gradient", 1, 2, (1,)),
+        ("bands", "frequency_bands", "bands", 2, 3, (2,)),
     ):
         for layout in ("", " channels_last"):
             of = f"<{element}, {lanes}, {'true' if layout else 'false'}>"
             forward = stencil(f"{kernel}_kernel{of}", lanes, size, beside, 1, maps, columns if layout else ())
-            if op != "edge":
-                beside_maps = columns_of_maps if layout else ()
-                backward = stencil(f"{kernel}_backward_kernel{of}", lanes, size, beside, maps, 1, beside_maps)
+            at_once = 4 if op == "edge" else lanes  # channels of a thread
+            tile = f"{kernel}_backward_channels_last_kernel<{element}, {at_once}>"
+            if op == "spatial_gradient":
+                columns_of_maps = (1, 1) if layout else ()
+                backward = stencil(f"{kernel}_backward_kernel{of}", lanes, size, beside, maps, 1, columns_of_maps)
+            elif op == "bands" and layout:
+                backward = tiled(tile, lanes, size, 2, 3, 3 * 4, 256, Step(3, 1))
+            elif op == "bands":
+                backward = stencil(f"bands_backward_kernel<{element}, {lanes}>", lanes, size, 2, 3, 1)
             elif layout:
-                backward = edge_backward_channels_last(element, size)
+                narrow = {"load": r"\bLDG\.E(\.\w+)*\.64\b", "store": r"\bSTG\.E(\.\w+)*\.64\b"} if size == 2 else {}
+                # x of three columns, three gradients
+                backward = tiled(tile, 4, size, 1, 4, 4 + 3 * 2, 160, Step(6, 1, **narrow))
             else:
                 backward = stencil(f"edge_backward_kernel<{element}, {lanes}>", lanes, size, 1, 4, 1, per_block=4 * 30)
             read = maps + (op == "edge")  # x and the gradients, or these alone
@@ -791,7 +810,7 @@ def norm_backward(
 
     def each(processors: int, blocks: int) -> int:
         def steps(tiles_each: int) -> int:
-            return busiest(processors, blocks, ceil_div(tiles, tiles_each)) * (2 * tiles_each + 1)
+            return busiest(processors, blocks, threads, ceil_div(tiles, tiles_each)) * (2 * tiles_each + 1)
 
         least = ceil_div(tiles, most)
         return min((max(ceil_div(tiles, waves * processors * blocks), least) for waves in range(1, 9)), key=steps)

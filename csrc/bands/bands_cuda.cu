@@ -7,9 +7,12 @@
        row r: copied to the input's map; row r-1: low and high are complete; row r-2: mid is
 
      backward: the same with rows of gradients, grad_x = box3(low + mid - high) - box5(mid) + high + input
+       the columns beside a thread's own
+         contiguous      from the L1 cache
+         channels_last   from its neighbours, by shared memory   [2 buffers][low + mid - high, mid][V * threads], one barrier a row
 
-   So the two passes of a separable filter are one; each element is read once from memory (16 B), its neighbours from the L1
-   cache, no shared memory. Windows are summed as differences from their centre: what their pixels have in common cancels before
+   So the two passes of a separable filter are one; each element is read once from memory (16 B), in the forward its neighbours
+   from the L1 cache. Windows are summed as differences from their centre: what their pixels have in common cancels before
    anything is rounded, so a large mean costs no accuracy. A pixel k rows from the centre differs from it by the sum of the k
    steps between: with s_r = x_r - x_(r-1), a column of five pixels sums to
 
@@ -26,13 +29,17 @@
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
 template <int V, bool LAST>
 struct bands_blocks {
-  static constexpr int forward = V == 8 ? 3 : 4, backward = !LAST ? 4 : V == 8 ? 2 : 3;
+  static constexpr int forward = V == 8 ? 3 : 4;
 };
+#define BANDS_BACKWARD_BLOCKS 4
+#define BANDS_TILE_THREADS 256 /* channels_last */
+#define BANDS_TILE_BLOCKS 2
 
 struct bands_plan {
   camox_bands_params p;
   camox_partition partition;
   camox_view4 shared_view; /* the strides that all bands have, where several elements are accessed at once */
+  camox_tiles tiles;       /* backward of channels_last */
 };
 
 /* A pixel whose mid or high was written as not finite once more by the plain formulas, in which inf - inf is met only where
@@ -135,23 +142,46 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
 
 /* ---- backward: grad_x = box3(low + mid - high) - box5(mid) + high + input, of the incoming gradients ---- */
 
+/* Row r of the gradients, summed over 3 and 5 columns, adds to rows r-2 to r+2 of the result, so row r-2 is complete: `done`.
+   narrow: low + mid - high; own: high + input; pending: rows r-2 to r+1 as far as they are known. */
+template <int V, bool LAST>
+__device__ __forceinline__ void bands_add_row(float (&done)[V], float (&pending)[4][V],
+                                              const camox_window<float, V, LAST, 1> &narrow,
+                                              const camox_window<float, V, LAST, 2> &mid, const float (&own)[V]) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const int at = narrow.center + i, wide_at = mid.center + i, step = mid.step;
+    const float sum3 = (narrow.x[at - step] + narrow.x[at]) + narrow.x[at + step];
+    const float sum5 =
+        ((mid.x[wide_at - 2 * step] + mid.x[wide_at + 2 * step]) + (mid.x[wide_at - step] + mid.x[wide_at + step])) +
+        mid.x[wide_at];
+    const float only5 = sum5 * (-1.0f / 25.0f), both = fmaf(1.0f / 9.0f, sum3, only5);
+    done[i] = pending[0][i] + only5;
+    pending[0][i] = pending[1][i] + both;
+    pending[1][i] = pending[2][i] + both + own[i];
+    pending[2][i] = pending[3][i] + both;
+    pending[3][i] = only5;
+  }
+#ifdef CAMOX_BREAK_BANDS
+  done[0] += 1e-3f;
+#endif
+}
+
 /* A row of the gradients, each with the columns that it reaches; zeros off the image and where there is none. */
-template <typename T, int V, bool LAST>
+template <typename T, int V>
 struct bands_rows {
-  camox_window<T, V, LAST, 1> low, high;
-  camox_window<T, V, LAST, 2> mid;
+  camox_window<T, V, false, 1> low, high;
+  camox_window<T, V, false, 2> mid;
   T input[V];
 };
 
-template <typename T, int V, bool LAST>
+template <typename T, int V>
 __device__ __forceinline__ void bands_fetch(
-    bands_rows<T, V, LAST> &raw, const bands_plan &plan, camox_cursor<V, CAMOX_BANDS_MAPS> &cursor,
-    const camox_sides<V, LAST, CAMOX_BANDS_REACH> (&sides)[camox_cursor<V, CAMOX_BANDS_MAPS>::distinct], bool inside) {
+    bands_rows<T, V> &raw, const bands_plan &plan, camox_cursor<V, CAMOX_BANDS_MAPS> &cursor,
+    const camox_sides<V, false, CAMOX_BANDS_REACH> (&sides)[camox_cursor<V, CAMOX_BANDS_MAPS>::distinct], bool inside) {
   const camox_view4(&bands)[CAMOX_BANDS_MAPS] = plan.p.bands;
   constexpr bool one = V > 1;
-  camox_clear(raw.low), camox_clear(raw.mid), camox_clear(raw.high);
-#pragma unroll
-  for (int i = 0; i < V; ++i) raw.input[i] = camox_from_float<T>(0.0f);
+  camox_clear(raw.low), camox_clear(raw.mid), camox_clear(raw.high), camox_clear(raw.input);
   if (inside) {
     if (bands[CAMOX_BANDS_LOW].data)
       camox_fetch_at(raw.low, camox_at<const T>(bands, cursor, CAMOX_BANDS_LOW), sides[one ? 0 : CAMOX_BANDS_LOW]);
@@ -164,59 +194,115 @@ __device__ __forceinline__ void bands_fetch(
   camox_next_row(bands, plan.shared_view, cursor);
 }
 
-/* Row r of the gradients adds to rows r-2 to r+2 of the result, so row r-2 is complete once r is added. */
-template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::backward)
+template <typename T, int V>
+__global__ void __launch_bounds__(BANDS_THREADS, BANDS_BACKWARD_BLOCKS)
     bands_backward_kernel(const __grid_constant__ bands_plan plan) {
   const camox_bands_params &p = plan.p;
   for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.partition.items; block += gridDim.x) {
     const int64_t item = block * BANDS_THREADS + threadIdx.x;
     if (item >= plan.partition.items) continue;
     int64_t b, c, column, y;
-    camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
+    camox_position<V, false>(plan.partition, item, &b, &c, &column, &y);
     auto cursor = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
-    camox_sides<V, LAST, CAMOX_BANDS_REACH> sides[cursor.distinct];
+    camox_sides<V, false, CAMOX_BANDS_REACH> sides[cursor.distinct];
 #pragma unroll
     for (int map = 0; map < cursor.distinct; ++map)
-      sides[map] = camox_sides_at<V, LAST, CAMOX_BANDS_REACH>(
+      sides[map] = camox_sides_at<V, false, CAMOX_BANDS_REACH>(
           plan.partition, column, camox_strides<V>(p.bands, plan.shared_view, map).stride[3], CAMOX_BORDER_ZEROS);
     T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
     const camox_rows image_rows = camox_rows_at(plan.partition, y);
     const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
 
-    bands_rows<T, V, LAST> prefetched;
+    bands_rows<T, V> prefetched;
     bands_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, -2));
-    float pending[4][V]; /* rows r-2 to r+1 of the result, as far as they are known */
-#pragma unroll
-    for (int i = 0; i < V; ++i) pending[0][i] = pending[1][i] = pending[2][i] = pending[3][i] = 0.0f;
+    float pending[4][V];
+    camox_clear(pending[0]), camox_clear(pending[1]), camox_clear(pending[2]), camox_clear(pending[3]);
 #pragma unroll 2
     for (int r = -2; r < rows + 2; ++r) {
-      const bands_rows<T, V, LAST> raw = prefetched;
+      const bands_rows<T, V> raw = prefetched;
       if (r < rows + 1) bands_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, r + 1));
-      const camox_window<float, V, LAST, 1> low = camox_widen(raw.low), high = camox_widen(raw.high);
-      const camox_window<float, V, LAST, 2> mid = camox_widen(raw.mid);
-      camox_window<float, V, LAST, 1> narrow;
+      const camox_window<float, V, false, 1> low = camox_widen(raw.low), high = camox_widen(raw.high);
+      const camox_window<float, V, false, 2> mid = camox_widen(raw.mid);
+      camox_window<float, V, false, 1> narrow;
 #pragma unroll
       for (int i = 0; i < narrow.size; ++i) narrow.x[i] = (low.x[i] + mid.x[mid.step + i]) - high.x[i];
-      float done[V];
+      float own[V], done[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) own[i] = high.x[high.center + i] + camox_to_float(raw.input[i]);
+      bands_add_row(done, pending, narrow, mid, own);
+      if (r >= 2) {
+        camox_store_float(out, done);
+        out += p.grad_x.stride[2];
+      }
+    }
+  }
+}
+
+/* channels_last: what the columns beside a thread's own are made of comes from its neighbours, converted once. */
+template <typename T, int V>
+__global__ void __launch_bounds__(BANDS_TILE_THREADS, BANDS_TILE_BLOCKS)
+    bands_backward_channels_last_kernel(const __grid_constant__ bands_plan plan) {
+  /* two buffers of low + mid - high and of mid: a row's exchange needs one barrier, not a second one before the next row
+     overwrites it */
+  __shared__ __align__(16) float buffers[2][2][V * BANDS_TILE_THREADS];
+  typedef camox_window<float, V, true, 1> narrow_window;
+  typedef camox_window<float, V, true, 2> mid_window;
+  const camox_bands_params &p = plan.p;
+  const int thread = static_cast<int>(threadIdx.x), column_threads = plan.tiles.chunk;
+  int buffer_index = 0;
+  for (int64_t block = blockIdx.x; block < plan.tiles.blocks; block += gridDim.x) {
+    const camox_tile_place place = camox_tile_at<V>(plan.tiles, plan.partition, block);
+    auto cursor = camox_cursor_at<V>(p.bands, plan.shared_view, place.b, place.c, place.y - 2, place.column);
+    T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, place.b, place.c, place.y, place.column);
+    const camox_rows image_rows = camox_rows_at(plan.partition, place.y);
+    const int rows = static_cast<int>(min(p.height - place.y, static_cast<int64_t>(plan.partition.rows)));
+    const bool inside = place.exists && place.beyond == 0;
+    /* threads that do not write read their own values: no address off the buffer */
+    const int beside = place.writes ? column_threads : 0;
+    const bool all = p.bands[CAMOX_BANDS_LOW].data && p.bands[CAMOX_BANDS_MID].data && p.bands[CAMOX_BANDS_HIGH].data;
+    T raw[CAMOX_BANDS_INPUT][V];
+    camox_fetch_maps(raw, p.bands, plan.shared_view, cursor, all, inside && camox_inside(image_rows, -2));
+    float pending[4][V];
+    camox_clear(pending[0]), camox_clear(pending[1]), camox_clear(pending[2]), camox_clear(pending[3]);
+    /* every thread of a block makes the same number of steps: the exchange needs them all */
+#pragma unroll 2
+    for (int r = -2; r < rows + 2; ++r) {
+      float low[V], middle[V], high[V], own[V], done[V];
+      camox_to_floats(low, raw[CAMOX_BANDS_LOW]), camox_to_floats(middle, raw[CAMOX_BANDS_MID]);
+      camox_to_floats(high, raw[CAMOX_BANDS_HIGH]);
+      /* behind the band's last row: zeros, not loaded */
+      camox_fetch_maps(raw, p.bands, plan.shared_view, cursor, all, inside && camox_inside(image_rows, r + 1));
+      narrow_window narrow;
+      mid_window mid;
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        const int at = narrow.center + i, wide_at = mid.center + i, step = mid.step;
-        const float sum3 = (narrow.x[at - step] + narrow.x[at]) + narrow.x[at + step];
-        const float sum5 =
-            ((mid.x[wide_at - 2 * step] + mid.x[wide_at + 2 * step]) + (mid.x[wide_at - step] + mid.x[wide_at + step])) +
-            mid.x[wide_at];
-        const float only5 = sum5 * (-1.0f / 25.0f), both = fmaf(1.0f / 9.0f, sum3, only5);
-        done[i] = pending[0][i] + only5;
-        pending[0][i] = pending[1][i] + both;
-        pending[1][i] = pending[2][i] + both + (high.x[at] + camox_to_float(raw.input[i]));
-        pending[2][i] = pending[3][i] + both;
-        pending[3][i] = only5;
+        narrow.x[narrow.center + i] = (low[i] + middle[i]) - high[i];
+        mid.x[mid.center + i] = middle[i];
+        own[i] = high[i];
       }
-      if (r >= 2) {
-#ifdef CAMOX_BREAK_BANDS
-        done[0] += 1e-3f;
-#endif
+      if (p.bands[CAMOX_BANDS_INPUT].data && inside && camox_inside(image_rows, r)) {
+        /* few ask for the copy of x, so its gradient holds no registers from row to row; `cursor` is two rows further down */
+        float input[V];
+        camox_load_float(input, bands_above<const T>(plan, cursor, CAMOX_BANDS_INPUT, 2));
+#pragma unroll
+        for (int i = 0; i < V; ++i) own[i] += input[i];
+      }
+      float *const of_narrow = buffers[buffer_index][0], *const of_mid = buffers[buffer_index][1];
+      buffer_index ^= 1;
+      camox_put_tile<BANDS_TILE_THREADS>(of_narrow, narrow_window::template part<V>(narrow.x + narrow.center), thread);
+      camox_put_tile<BANDS_TILE_THREADS>(of_mid, mid_window::template part<V>(mid.x + mid.center), thread);
+      __syncthreads();
+#pragma unroll
+      for (int side = -2; side <= 2; ++side) {
+        if (side == 0) continue;
+        camox_get_tile<BANDS_TILE_THREADS>(mid_window::template part<V>(mid.x + mid.center + side * V), of_mid,
+                                           thread + side * beside);
+        if (side * side > 1) continue;
+        camox_get_tile<BANDS_TILE_THREADS>(narrow_window::template part<V>(narrow.x + narrow.center + side * V), of_narrow,
+                                           thread + side * beside);
+      }
+      bands_add_row(done, pending, narrow, mid, own);
+      if (r >= 2 && place.writes) {
         camox_store_float(out, done);
         out += p.grad_x.stride[2];
       }
@@ -231,22 +317,39 @@ struct bands_op {
   static constexpr bool backward_reads_x = false;
   static auto maps(const params *p) -> const camox_view4 (&)[CAMOX_BANDS_MAPS] { return p->bands; }
 
-  static void launch_kernel(void (*kernel)(bands_plan), const params *p, int lanes, void *stream) {
+  static bands_plan plan_of(const params *p) {
     bands_plan plan = {};
     plan.p = *p;
     plan.shared_view = camox_first_map(p->bands);
+    return plan;
+  }
+
+  static void launch_kernel(void (*kernel)(bands_plan), const params *p, int lanes, void *stream) {
+    bands_plan plan = plan_of(p);
     plan.partition = camox_partition_of(camox_places_of(kernel, BANDS_THREADS), p->channels_last, p->batch, p->channels,
                                         p->height, p->width, lanes, BANDS_THREADS, 2 * CAMOX_BANDS_REACH);
     const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, BANDS_THREADS));
     CAMOX_LAUNCH(kernel, grid, BANDS_THREADS, 0, stream, plan);
   }
 
+  static void launch_tiles(void (*kernel)(bands_plan), const params *p, int lanes, void *stream) {
+    bands_plan plan = plan_of(p);
+    plan.tiles = camox_tiles_of(p->channels / lanes, p->width, CAMOX_BANDS_REACH, BANDS_TILE_THREADS);
+    const int threads = camox_tile_threads(plan.tiles);
+    plan.partition = camox_tile_partition_of(camox_places_of(kernel, threads), plan.tiles, p->batch, p->channels, p->height,
+                                             p->width, lanes);
+    plan.tiles.blocks = p->batch * plan.partition.row_bands * plan.tiles.across * plan.tiles.chunks;
+    CAMOX_LAUNCH(kernel, camox_grid(plan.tiles.blocks), threads, 0, stream, plan);
+  }
+
   template <typename T, int V, bool LAST>
   static void launch(const params *p, bool backward, void *stream) {
-    if (backward)
-      launch_kernel(bands_backward_kernel<T, V, LAST>, p, V, stream);
-    else
+    if (!backward)
       launch_kernel(bands_kernel<T, V, LAST>, p, V, stream);
+    else if constexpr (LAST)
+      launch_tiles(bands_backward_channels_last_kernel<T, V>, p, V, stream);
+    else
+      launch_kernel(bands_backward_kernel<T, V>, p, V, stream);
   }
 
   template <typename T>

@@ -71,9 +71,10 @@ static inline unsigned camox_grid(int64_t items) {
   return static_cast<unsigned>(items < cap ? items : cap);
 }
 
-/* Where a kernel's blocks run: multiprocessors, and blocks of the kernel that each holds at once. */
+/* Where a kernel's blocks run: multiprocessors, and blocks of the kernel that each holds at once. With less than `busy` blocks
+   it waits for memory, and takes as long as with those: half of what it can hold, and 8 warps, two for each scheduler. */
 struct camox_places {
-  int64_t processors, blocks;
+  int64_t processors, blocks, busy;
 };
 
 template <typename Kernel>
@@ -84,16 +85,16 @@ static inline camox_places camox_places_of(Kernel *kernel, int threads, size_t s
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, reinterpret_cast<const void *>(kernel), threads, shared_bytes) !=
           cudaSuccess ||
       blocks == 0)
-    return {1, 1}; /* the launch will report why */
-  return {processors, blocks};
+    return {1, 1, 1}; /* the launch will report why */
+  const int half = (blocks + 1) / 2, warps = static_cast<int>(camox_ceil_div(8 * CAMOX_WARP, threads));
+  return {processors, blocks, half > warps ? half : warps < blocks ? warps : blocks};
 }
 
-/* Blocks of a launch that the multiprocessor with the most of them runs. One that holds few of them waits for memory: its last
-   blocks count as half of what it can hold at least. */
+/* Blocks of a launch that the multiprocessor with the most of them runs; its last ones count as what keeps it busy at least. */
 static inline int64_t camox_busiest(const camox_places &places, int64_t blocks) {
   const int64_t at_once = places.processors * places.blocks;
-  const int64_t remaining = camox_ceil_div(blocks % at_once, places.processors), half = camox_ceil_div(places.blocks, 2);
-  const int64_t last = remaining == 0 ? 0 : remaining < half ? half : remaining;
+  const int64_t remaining = camox_ceil_div(blocks % at_once, places.processors);
+  const int64_t last = remaining == 0 ? 0 : remaining < places.busy ? places.busy : remaining;
   return blocks / at_once * places.blocks + last;
 }
 

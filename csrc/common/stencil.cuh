@@ -30,8 +30,9 @@ struct camox_partition {
 #define CAMOX_LARGEST_BAND (1 << 16) /* so that rows of a band are counted in 32 bits */
 
 /* Divides images into row bands for blocks of `per_block` threads that write. A band of more rows computes and reads less
-   twice, `beside` rows in all; but the multiprocessor with the most blocks decides when the kernel ends. So of the numbers of
-   bands that give every place a block, the one with the fewest steps on that multiprocessor; the most bands where none does. */
+   twice, `beside` rows in all; but the multiprocessor with the most blocks decides when the kernel ends, and its last blocks
+   count as what keeps it busy at least. So of the numbers of bands that give every place a block, the one with the fewest
+   steps on that multiprocessor; the most bands where none does. */
 static inline camox_partition camox_partition_of(const camox_places &places, bool last, int64_t batch, int64_t channels,
                                                  int64_t height, int64_t width, int lanes, int64_t per_block, int beside) {
   camox_partition partition = {};
@@ -126,10 +127,15 @@ __device__ __forceinline__ camox_window<float, V, LAST, REACH> camox_widen(const
   return wide;
 }
 
+template <int N, typename T>
+__device__ __forceinline__ void camox_clear(T (&to)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = camox_from_float<T>(0.0f);
+}
+
 template <typename T, int V, bool LAST, int REACH>
 __device__ __forceinline__ void camox_clear(camox_window<T, V, LAST, REACH> &window) {
-#pragma unroll
-  for (int i = 0; i < window.size; ++i) window.x[i] = camox_from_float<T>(0.0f);
+  camox_clear(window.x);
 }
 
 /* Where the columns beside a thread's own lie, nearest first, as distances from its first element; columns that do not exist
@@ -152,10 +158,12 @@ __device__ __forceinline__ camox_sides<V, LAST, REACH> camox_sides_at(const camo
 #pragma unroll
   for (int k = 0; k < REACH; ++k) {
     const bool at_left = column <= k, at_right = column + (LAST ? 1 : V) + k >= partition.width;
-    sides.left[k] = at_left ? inside : -(k + 1) * step;
-    sides.right[k] = (LAST ? 0 : V - 1) + (at_right ? -inside : (k + 1) * step);
-    sides.has_left[k] = !at_left || border != CAMOX_BORDER_ZEROS;
-    sides.has_right[k] = !at_right || border != CAMOX_BORDER_ZEROS;
+    /* where zeros are not loaded, a distance is the same for all threads */
+    const bool zeros = border == CAMOX_BORDER_ZEROS;
+    sides.left[k] = at_left && !zeros ? inside : -(k + 1) * step;
+    sides.right[k] = (LAST ? 0 : V - 1) + (at_right && !zeros ? -inside : (k + 1) * step);
+    sides.has_left[k] = !at_left || !zeros;
+    sides.has_right[k] = !at_right || !zeros;
   }
   return sides;
 }
@@ -163,8 +171,7 @@ __device__ __forceinline__ camox_sides<V, LAST, REACH> camox_sides_at(const camo
 /* N elements at `at`, or zeros. */
 template <int N, typename T>
 __device__ __forceinline__ void camox_load_or_clear(T (&to)[N], const T *at, bool has) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) to[i] = camox_from_float<T>(0.0f);
+  camox_clear(to);
   if (has) camox_load<N>(to, at);
 }
 
@@ -179,6 +186,13 @@ __device__ __forceinline__ void camox_fetch_at(camox_window<T, V, LAST, REACH> &
     /* a thread at the border has both columns beside it or none */
     camox_load_or_clear<2>(window::template part<2>(raw.x), at - 2, sides.has_left[0]);
     camox_load_or_clear<2>(window::template part<2>(raw.x + window::center + V), at + V, sides.has_right[0]);
+  } else if (LAST && sides.has_left[REACH - 1] && sides.has_right[REACH - 1]) {
+    /* nearly all threads: nothing is cleared, no access needs a predicate */
+#pragma unroll
+    for (int k = 0; k < REACH; ++k) {
+      camox_load<V>(window::template part<V>(raw.x + window::center - (k + 1) * V), at + sides.left[k]);
+      camox_load<V>(window::template part<V>(raw.x + window::center + (k + 1) * V), at + sides.right[k]);
+    }
   } else {
     constexpr int n = LAST ? V : 1;
 #pragma unroll
@@ -265,6 +279,113 @@ __device__ __forceinline__ void camox_next_row(const camox_view4 (&maps)[MAPS], 
                                                camox_cursor<V, MAPS> &cursor) {
 #pragma unroll
   for (int map = 0; map < cursor.distinct; ++map) cursor.offset[map] += camox_strides<V>(maps, shared, map).stride[2];
+}
+
+/* The next row of a thread's own elements of the first N tensors: zeros off the image and where there is no tensor. `all`:
+   each of the N is there, known before the first row. */
+template <int N, typename T, int V, int MAPS>
+__device__ __forceinline__ void camox_fetch_maps(T (&raw)[N][V], const camox_view4 (&maps)[MAPS], const camox_view4 &shared,
+                                                 camox_cursor<V, MAPS> &cursor, bool all, bool inside) {
+  if (all && inside) {
+#pragma unroll
+    for (int map = 0; map < N; ++map) camox_load<V>(raw[map], camox_at<const T>(maps, cursor, map));
+  } else {
+#pragma unroll
+    for (int map = 0; map < N; ++map)
+      camox_load_or_clear<V>(raw[map], camox_at<const T>(maps, cursor, map), maps[map].data && inside);
+  }
+  camox_next_row(maps, shared, cursor);
+}
+
+/* ---- channels_last: blocks whose threads exchange rows through shared memory ----
+
+     columns     | reach |        written        | reach |
+     of a block    c c c   c c c   ...   c c c     c c c        a column is `chunk` threads for V channels each
+
+   A block goes down a row band of `columns` columns and `chunk` vectors of channels. Its first and last `reach` columns only
+   serve their neighbours; those off the image are there too, of zeros. */
+/* Vectors of channels of a column: enough to read memory in whole sectors or nearly, and few, so that a block has many columns */
+#define CAMOX_LEAST_TILE 4
+#define CAMOX_LARGEST_TILE 16
+
+struct camox_tiles {
+  int reach, chunk, columns;
+  int64_t chunks, across, blocks; /* of an image's channels, of its width, and in all */
+};
+
+/* Threads of a block: whole warps, and those that write. */
+static inline int camox_tile_threads(const camox_tiles &tiles) {
+  return static_cast<int>(camox_ceil_div(tiles.columns * tiles.chunk, CAMOX_WARP) * CAMOX_WARP);
+}
+
+static inline int camox_tile_outputs(const camox_tiles &tiles) { return (tiles.columns - 2 * tiles.reach) * tiles.chunk; }
+
+/* The division for blocks of at most so many threads that starts the fewest: few that are idle, few columns computed twice. */
+static inline camox_tiles camox_tiles_of(int64_t vectors, int64_t width, int reach, int threads) {
+  camox_tiles best = {};
+  int64_t fewest = INT64_MAX;
+  const int64_t first = camox_ceil_div(vectors, CAMOX_LARGEST_TILE), last = camox_ceil_div(vectors, CAMOX_LEAST_TILE);
+  for (int64_t chunks = first; chunks <= last && chunks < first + CAMOX_LARGEST_TILE; ++chunks) {
+    camox_tiles tiles = {};
+    tiles.reach = reach, tiles.chunks = chunks;
+    tiles.chunk = static_cast<int>(camox_ceil_div(vectors, chunks));
+    tiles.across = camox_ceil_div(width, threads / tiles.chunk - 2 * reach);
+    tiles.columns = static_cast<int>(camox_ceil_div(width, tiles.across)) + 2 * reach;
+    const int64_t all = chunks * tiles.across * camox_tile_threads(tiles);
+    if (all >= fewest) continue;
+    fewest = all;
+    best = tiles;
+  }
+  return best;
+}
+
+/* Row bands of tiles, as of images of whole tiles. */
+static inline camox_partition camox_tile_partition_of(const camox_places &places, const camox_tiles &tiles, int64_t batch,
+                                                      int64_t channels, int64_t height, int64_t width, int lanes) {
+  camox_partition partition =
+      camox_partition_of(places, true, batch, tiles.chunks * tiles.chunk * lanes, height,
+                         tiles.across * (tiles.columns - 2 * tiles.reach), lanes, camox_tile_outputs(tiles), 2 * tiles.reach);
+  partition.channels = channels, partition.width = width, partition.vectors = channels / lanes;
+  return partition;
+}
+
+/* Where a thread of a block is. Positions off the image are moved to its side, so that they can be read; beyond: by how many
+   columns. */
+struct camox_tile_place {
+  int64_t b, c, column, y;
+  int beyond;
+  bool exists, writes; /* false: a thread too many; only serves its neighbours */
+};
+
+template <int V>
+__device__ __forceinline__ camox_tile_place camox_tile_at(const camox_tiles &tiles, const camox_partition &partition,
+                                                          int64_t block) {
+  const int thread = static_cast<int>(threadIdx.x), slot = thread / tiles.chunk, lane = thread % tiles.chunk;
+  int64_t chunk, tile, row_band;
+  camox_tile_place place;
+  int64_t remaining = camox_divide(block, tiles.chunks, &chunk);
+  remaining = camox_divide(remaining, tiles.across, &tile);
+  place.b = camox_divide(remaining, partition.row_bands, &row_band);
+  const int64_t column = tile * (tiles.columns - 2 * tiles.reach) + slot - tiles.reach, vector = chunk * tiles.chunk + lane;
+  place.column = max(static_cast<int64_t>(0), min(column, partition.width - 1));
+  place.c = min(vector, partition.vectors - 1) * V;
+  place.y = row_band * partition.rows;
+  place.beyond = static_cast<int>(column - place.column);
+  place.exists = slot < tiles.columns && vector < partition.vectors;
+  place.writes = place.exists && place.beyond == 0 && slot >= tiles.reach && slot < tiles.columns - tiles.reach;
+  return place;
+}
+
+/* V values of a thread in a buffer of a block of at most THREADS: pieces of up to 16 bytes, side by side for side-by-side
+   threads. */
+template <int THREADS, int V>
+__device__ __forceinline__ void camox_put_tile(float *buffer, const float (&from)[V], int thread) {
+  camox_put_floats(buffer + thread * camox_piece<V>, from, THREADS);
+}
+
+template <int THREADS, int V>
+__device__ __forceinline__ void camox_get_tile(float (&to)[V], const float *buffer, int thread) {
+  camox_get_floats(to, buffer + thread * camox_piece<V>, THREADS);
 }
 
 /* ---- for launchers: a struct Op has params, maps(p), backward_reads_x, run<T> and launch<T, V, LAST> ---- */

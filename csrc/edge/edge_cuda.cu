@@ -7,7 +7,8 @@
        registers:  sum_above (row r-1, complete once r is added) | sum_at (row r) | the next row starts
        the columns beside a thread's own come from its neighbours:
          contiguous      by warp shuffles     [ 0 | 1 ... 30 | 31 ]   lanes 0 and 31 only serve their neighbours
-         channels_last   by shared memory     [2 buffers][gx, gy, lap][V * threads], one barrier a row
+         channels_last   by shared memory     [2 buffers][gx, gy, lap][V * threads], one barrier a row;
+                                              the first and the last column of a block only serve their neighbours
 
    Each element is read once from memory, its neighbours from the L1 cache or, in the backward of contiguous half types,
    by warp shuffles. No atomics: the same bits on every run. */
@@ -18,8 +19,8 @@
 
 #define EDGE_THREADS 128
 #define EDGE_BACKWARD_BLOCKS 3 /* of them a multiprocessor must hold: at most 168 registers a thread */
-#define EDGE_WIDE_THREADS 192  /* channels_last backward: the wider a block, the fewer columns are computed twice */
-#define EDGE_WIDE_BLOCKS 2     /* at most 168 registers */
+#define EDGE_TILE_THREADS 160  /* channels_last backward */
+#define EDGE_TILE_BLOCKS 2     /* at most 168 registers */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
 
 /* The same of the forward: as many as registers allow without spilling. */
@@ -33,8 +34,7 @@ struct edge_plan {
   camox_partition partition;
   camox_view4 shared_view; /* the strides that all maps have, where several elements are accessed at once */
   float eps;
-  int chunk, columns;            /* channels_last backward: channel vectors and columns of a block, */
-  int64_t chunks, tiles, blocks; /* how many such there are, and blocks with work */
+  camox_tiles tiles; /* backward of channels_last */
 };
 
 /* One row of x around a thread's V elements, as differences, so that a large mean cancels before it is rounded away. */
@@ -186,7 +186,7 @@ struct edge_grads {
 };
 
 /* The gradient of a border column belongs to the column whose pixels it repeated. The adjoint sees that as a changed neighbour:
-   with replicate the thread's own column with gx negated; with reflect twice the neighbour, without its gx. */
+   with replicate the border column itself with gx negated; with reflect twice the neighbour, without its gx. */
 template <int V>
 __device__ __forceinline__ void edge_fold(edge_grads<V> &neighbour, const float *gx, const float *gy, const float *lap,
                                           float gx_factor, float factor) {
@@ -198,33 +198,18 @@ __device__ __forceinline__ void edge_fold(edge_grads<V> &neighbour, const float 
   }
 }
 
-/* The incoming gradients of the three filters' maps, of one row; zeros off the image and where there is none. */
-template <typename T, int V>
-struct edge_maps_raw {
-  T map[CAMOX_EDGE_INPUT][V];
-};
-
-template <typename T, int V>
-__device__ __forceinline__ void edge_fetch_maps(edge_maps_raw<T, V> &raw, const edge_plan &plan,
-                                                camox_cursor<V, CAMOX_EDGE_MAPS> &cursor, bool inside) {
-#pragma unroll
-  for (int map = 0; map < CAMOX_EDGE_INPUT; ++map)
-    camox_load_or_clear<V>(raw.map[map], camox_at<const T>(plan.p.maps, cursor, map), plan.p.maps[map].data && inside);
-  camox_next_row(plan.p.maps, plan.shared_view, cursor);
-}
-
 template <typename T, int V>
 __device__ __forceinline__ edge_grads<V> edge_filter_gradient(const edge_row<V> &top, const edge_row<V> &at,
-                                                              const edge_row<V> &bottom, const edge_maps_raw<T, V> &maps,
+                                                              const edge_row<V> &bottom, const T (&maps)[CAMOX_EDGE_INPUT][V],
                                                               float eps) {
   edge_grads<V> d;
   constexpr int pair = V % 2 == 0 ? 2 : 1; /* converted together, and only when they are used: registers are few */
 #pragma unroll
   for (int first = 0; first < V; first += pair) {
     float sobel[pair], laplacian[pair], gradient[pair];
-    camox_to_floats(sobel, maps.map[CAMOX_EDGE_SOBEL] + first);
-    camox_to_floats(laplacian, maps.map[CAMOX_EDGE_LAPLACIAN] + first);
-    camox_to_floats(gradient, maps.map[CAMOX_EDGE_GRADIENT] + first);
+    camox_to_floats(sobel, maps[CAMOX_EDGE_SOBEL] + first);
+    camox_to_floats(laplacian, maps[CAMOX_EDGE_LAPLACIAN] + first);
+    camox_to_floats(gradient, maps[CAMOX_EDGE_GRADIENT] + first);
 #pragma unroll
     for (int k = 0; k < pair; ++k) {
       const int i = first + k;
@@ -254,6 +239,7 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   const int rows = writes ? static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.partition.rows))) : 0;
   /* the image's first and last row, where they are close enough to matter */
   const bool folds = p.border != CAMOX_BORDER_ZEROS, reflect = p.border == CAMOX_BORDER_REFLECT;
+  const bool rare = folds || p.maps[CAMOX_EDGE_INPUT].data;
   const int first_row = y < 2 ? -static_cast<int>(y) : INT32_MIN;
   const int last_row =
       reader.rows.span - reader.rows.above < plan.partition.rows + 2 ? reader.rows.span - reader.rows.above - 1 : INT32_MAX;
@@ -271,13 +257,16 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
     else
       return edge_features(raw, above);
   };
-  edge_maps_raw<T, V> grads;
+  T grads[CAMOX_EDGE_INPUT][V]; /* a row of the incoming gradients of the three filters' maps */
+  /* of contiguous half types the second branch would spill */
+  const bool all =
+      LAST && p.maps[CAMOX_EDGE_SOBEL].data && p.maps[CAMOX_EDGE_LAPLACIAN].data && p.maps[CAMOX_EDGE_GRADIENT].data;
   camox_fetch(raw, reader, plan.p.x, plan.p.border, -2);
   edge_row<V> top = features(edge_row<V>{});
   camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
   edge_row<V> at = features(top);
   camox_fetch(raw, reader, plan.p.x, plan.p.border, 0);
-  edge_fetch_maps<T, V>(grads, plan, maps, inside && camox_inside(reader.rows, -1));
+  camox_fetch_maps(grads, p.maps, plan.shared_view, maps, all, inside && camox_inside(reader.rows, -1));
   float sum_above[V], sum_at[V]; /* rows r-1 and r of the result, not complete yet */
 #pragma unroll
   for (int i = 0; i < V; ++i) sum_above[i] = sum_at[i] = 0.0f;
@@ -289,8 +278,9 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
     const edge_row<V> bottom = features(at);
     const edge_grads<V> d = edge_filter_gradient<T, V>(top, at, bottom, grads, plan.eps);
     /* the next row is loaded into the registers of the one that has been used: two rows of raw values would spill */
-    if (r < plan.partition.rows) camox_fetch(raw, reader, plan.p.x, plan.p.border, r + 2);
-    edge_fetch_maps<T, V>(grads, plan, maps, inside && r < plan.partition.rows && camox_inside(reader.rows, r + 1));
+    if (LAST || r < plan.partition.rows) camox_fetch(raw, reader, plan.p.x, plan.p.border, r + 2);
+    camox_fetch_maps(grads, p.maps, plan.shared_view, maps, all,
+                     inside && r < plan.partition.rows && camox_inside(reader.rows, r + 1));
     edge_grads<(LAST ? V : 1)> left, right;
     exchange(d, left, right);
     float done[V];
@@ -309,24 +299,26 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
       sum_above[i] = sum_at[i] + fmaf(2.0f, across, fmaf(-4.0f, d.lap[i], left_lap + right_lap));
       sum_at[i] = both + along;
     }
-    if (p.maps[CAMOX_EDGE_INPUT].data && inside && camox_inside(reader.rows, r)) {
-      /* few ask for the copy of x, so its gradient holds no registers from row to row; `maps` is two rows further down */
-      float input[V];
-      camox_load_float(input, camox_at<const T>(p.maps, maps, CAMOX_EDGE_INPUT) -
-                                  2 * camox_strides<V>(p.maps, plan.shared_view, CAMOX_EDGE_INPUT).stride[2]);
+    if (rare) { /* one branch: predicates would cost every row the instructions of both */
+      if (p.maps[CAMOX_EDGE_INPUT].data && inside && camox_inside(reader.rows, r)) {
+        /* few ask for the copy of x, so its gradient holds no registers from row to row; `maps` is two rows further down */
+        float input[V];
+        camox_load_float(input, camox_at<const T>(p.maps, maps, CAMOX_EDGE_INPUT) -
+                                    2 * camox_strides<V>(p.maps, plan.shared_view, CAMOX_EDGE_INPUT).stride[2]);
 #pragma unroll
-      for (int i = 0; i < V; ++i) sum_above[i] += input[i];
-    }
-    if (folds && (r == first_row || r == last_row)) {
-      /* gradients of the row above the first (now in done) and below the last (in sum_at) belong to the rows they repeat */
+        for (int i = 0; i < V; ++i) sum_above[i] += input[i];
+      }
+      if (folds && (r == first_row || r == last_row)) {
+        /* gradients of the row above the first (now in done) and below the last (in sum_at) belong to the rows they repeat */
 #pragma unroll
-      for (int i = 0; i < V; ++i) {
-        const float up = r == first_row ? done[i] : 0.0f, down = r == last_row ? sum_at[i] : 0.0f;
-        if (reflect) {
-          sum_at[i] += up;
-          done[i] += down;
-        } else {
-          sum_above[i] += up + down;
+        for (int i = 0; i < V; ++i) {
+          const float up = r == first_row ? done[i] : 0.0f, down = r == last_row ? sum_at[i] : 0.0f;
+          if (reflect) {
+            sum_at[i] += up;
+            done[i] += down;
+          } else {
+            sum_above[i] += up + down;
+          }
         }
       }
     }
@@ -375,101 +367,96 @@ __global__ void __launch_bounds__(EDGE_THREADS, EDGE_BACKWARD_BLOCKS)
   }
 }
 
-/* Where a thread's values lie in a buffer: pieces of up to 16 bytes, side by side for side-by-side threads. */
 template <int V>
-__device__ __forceinline__ void edge_put(float *shared, const float (&from)[V], int thread) {
-  camox_put_floats(shared + thread * camox_piece<V>, from, EDGE_WIDE_THREADS);
+__device__ __forceinline__ void edge_put(float (*buffer)[V * EDGE_TILE_THREADS], const edge_grads<V> &d, int thread) {
+  camox_put_tile<EDGE_TILE_THREADS>(buffer[0], d.gx, thread);
+  camox_put_tile<EDGE_TILE_THREADS>(buffer[1], d.gy, thread);
+  camox_put_tile<EDGE_TILE_THREADS>(buffer[2], d.lap, thread);
 }
 
 template <int V>
-__device__ __forceinline__ void edge_get(float (&to)[V], const float *shared, int thread) {
-  camox_get_floats(to, shared + thread * camox_piece<V>, EDGE_WIDE_THREADS);
+__device__ __forceinline__ void edge_get(edge_grads<V> &d, const float (*buffer)[V * EDGE_TILE_THREADS], int thread) {
+  camox_get_tile<EDGE_TILE_THREADS>(d.gx, buffer[0], thread);
+  camox_get_tile<EDGE_TILE_THREADS>(d.gy, buffer[1], thread);
+  camox_get_tile<EDGE_TILE_THREADS>(d.lap, buffer[2], thread);
 }
 
 template <typename T, int V>
-__global__ void __launch_bounds__(EDGE_WIDE_THREADS, EDGE_WIDE_BLOCKS)
+__global__ void __launch_bounds__(EDGE_TILE_THREADS, EDGE_TILE_BLOCKS)
     edge_backward_channels_last_kernel(const __grid_constant__ edge_plan plan) {
   /* two buffers: a row's exchange needs one barrier, not a second one before the next row overwrites it */
-  __shared__ __align__(16) float buffers[2][3][V * EDGE_WIDE_THREADS];
+  __shared__ __align__(16) float buffers[2][3][V * EDGE_TILE_THREADS];
   const camox_edge_params &p = plan.p;
-  const int thread = static_cast<int>(threadIdx.x), slot = thread / plan.chunk, lane = thread % plan.chunk;
+  const int thread = static_cast<int>(threadIdx.x);
   const bool replicate = p.border == CAMOX_BORDER_REPLICATE, reflect = p.border == CAMOX_BORDER_REFLECT;
   int buffer_index = 0;
-  for (int64_t block = blockIdx.x; block < plan.blocks; block += gridDim.x) {
-    int64_t chunk, tile, row_band;
-    int64_t b = camox_divide(block, plan.chunks, &chunk);
-    b = camox_divide(b, plan.tiles, &tile);
-    b = camox_divide(b, plan.partition.row_bands, &row_band);
-    const int64_t vector = chunk * plan.chunk + lane, unclamped = tile * (plan.columns - 2) + slot - 1;
-    const int64_t column = unclamped < 0 ? 0 : unclamped < p.width ? unclamped : p.width - 1;
-    const bool inside = unclamped == column && slot < plan.columns && vector < plan.partition.vectors;
-    const bool writes = inside && slot > 0 && slot < plan.columns - 1;
-    const int64_t c = (vector < plan.partition.vectors ? vector : plan.partition.vectors - 1) * V;
+  for (int64_t block = blockIdx.x; block < plan.tiles.blocks; block += gridDim.x) {
+    const camox_tile_place place = camox_tile_at<V>(plan.tiles, plan.partition, block);
     /* threads that do not write read their own values: no address off the buffer */
-    const int before = writes ? thread - plan.chunk : thread, after = writes ? thread + plan.chunk : thread;
-    const bool fold_left = column == (reflect ? 1 : replicate ? 0 : -1);
-    const bool fold_right = column == (reflect ? p.width - 2 : replicate ? p.width - 1 : -1);
-    edge_backward_band<T, V, true>(plan, b, c, column, row_band * plan.partition.rows, inside, writes,
+    const int beside = place.writes ? plan.tiles.chunk : 0;
+    /* A column only hands its gradients to its neighbours, so those of the border are folded where they are handed out: by the
+       columns off the image, which compute the border column's again (replicate), or by the border columns (reflect). */
+    const bool repeats = replicate && place.beyond != 0;
+    const bool doubles = reflect && place.beyond == 0 && (place.column == 0 || place.column == p.width - 1);
+    edge_backward_band<T, V, true>(plan, place.b, place.c, place.column, place.y,
+                                   place.exists && (replicate || place.beyond == 0), place.writes,
                                    [&](const edge_grads<V> &d, edge_grads<V> &left, edge_grads<V> &right) {
-                                     float (*const buffer)[V * EDGE_WIDE_THREADS] = buffers[buffer_index];
+                                     float (*const buffer)[V * EDGE_TILE_THREADS] = buffers[buffer_index];
                                      buffer_index ^= 1;
-                                     edge_put(buffer[0], d.gx, thread);
-                                     edge_put(buffer[1], d.gy, thread);
-                                     edge_put(buffer[2], d.lap, thread);
+                                     if (repeats || doubles) {
+                                       edge_grads<V> folded;
+                                       edge_fold(folded, d.gx, d.gy, d.lap, repeats ? -1.0f : 0.0f, repeats ? 1.0f : 2.0f);
+                                       edge_put(buffer, folded, thread);
+                                     } else {
+                                       edge_put(buffer, d, thread);
+                                     }
                                      __syncthreads();
-                                     edge_get(left.gx, buffer[0], before);
-                                     edge_get(left.gy, buffer[1], before);
-                                     edge_get(left.lap, buffer[2], before);
-                                     edge_get(right.gx, buffer[0], after);
-                                     edge_get(right.gy, buffer[1], after);
-                                     edge_get(right.lap, buffer[2], after);
-                                     if (fold_left && replicate) edge_fold(left, d.gx, d.gy, d.lap, -1.0f, 1.0f);
-                                     if (fold_left && reflect) edge_fold(left, left.gx, left.gy, left.lap, 0.0f, 2.0f);
-                                     if (fold_right && replicate) edge_fold(right, d.gx, d.gy, d.lap, -1.0f, 1.0f);
-                                     if (fold_right && reflect) edge_fold(right, right.gx, right.gy, right.lap, 0.0f, 2.0f);
+                                     edge_get(left, buffer, thread - beside);
+                                     edge_get(right, buffer, thread + beside);
                                    });
   }
 }
 
 /* ---- launchers ---- */
 
-/* For a kernel whose blocks have `per_block` threads that write. */
-template <typename Kernel>
-static edge_plan edge_plan_of(Kernel *kernel, const camox_edge_params *p, int lanes, int threads, int64_t per_block) {
+static edge_plan edge_plan_of(const camox_edge_params *p) {
   edge_plan plan = {};
   plan.p = *p;
   plan.shared_view = camox_first_map(p->maps);
   plan.eps = p->eps > FLT_MIN ? static_cast<float>(p->eps) : FLT_MIN;
-  plan.partition = camox_partition_of(camox_places_of(kernel, threads), p->channels_last, p->batch, p->channels, p->height,
-                                      p->width, lanes, per_block, 2);
   return plan;
+}
+
+/* For a kernel whose blocks have `per_block` threads that write. */
+static void edge_launch_kernel(void (*kernel)(edge_plan), const camox_edge_params *p, int lanes, int per_block, void *stream) {
+  edge_plan plan = edge_plan_of(p);
+  plan.partition = camox_partition_of(camox_places_of(kernel, EDGE_THREADS), p->channels_last, p->batch, p->channels, p->height,
+                                      p->width, lanes, per_block, 2);
+  const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, per_block));
+  CAMOX_LAUNCH(kernel, grid, EDGE_THREADS, 0, stream, plan);
+}
+
+static void edge_launch_tiles(void (*kernel)(edge_plan), const camox_edge_params *p, int lanes, void *stream) {
+  edge_plan plan = edge_plan_of(p);
+  plan.tiles = camox_tiles_of(p->channels / lanes, p->width, 1, EDGE_TILE_THREADS);
+  const int threads = camox_tile_threads(plan.tiles);
+  plan.partition =
+      camox_tile_partition_of(camox_places_of(kernel, threads), plan.tiles, p->batch, p->channels, p->height, p->width, lanes);
+  plan.tiles.blocks = p->batch * plan.partition.row_bands * plan.tiles.across * plan.tiles.chunks;
+  CAMOX_LAUNCH(kernel, camox_grid(plan.tiles.blocks), threads, 0, stream, plan);
 }
 
 template <typename T, int V, bool LAST>
 static void edge_launch(const camox_edge_params *p, void *stream) {
-  const edge_plan plan = edge_plan_of(edge_kernel<T, V, LAST>, p, V, EDGE_THREADS, EDGE_THREADS);
-  const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, EDGE_THREADS));
-  CAMOX_LAUNCH((edge_kernel<T, V, LAST>), grid, EDGE_THREADS, 0, stream, plan);
+  edge_launch_kernel(edge_kernel<T, V, LAST>, p, V, EDGE_THREADS, stream);
 }
 
 template <typename T, int V, bool LAST>
 static void edge_launch_backward(const camox_edge_params *p, void *stream) {
-  if constexpr (!LAST) {
-    constexpr int warps = EDGE_THREADS / CAMOX_WARP;
-    const edge_plan plan = edge_plan_of(edge_backward_kernel<T, V>, p, V, EDGE_THREADS, warps * EDGE_WARP_OUTPUTS);
-    const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, warps * EDGE_WARP_OUTPUTS));
-    CAMOX_LAUNCH((edge_backward_kernel<T, V>), grid, EDGE_THREADS, 0, stream, plan);
-  } else {
-    const int64_t vectors = p->channels / V, chunks = camox_ceil_div(vectors, CAMOX_WARP);
-    const int chunk = static_cast<int>(camox_ceil_div(vectors, chunks));
-    int columns = EDGE_WIDE_THREADS / chunk;
-    if (columns > p->width + 2) columns = static_cast<int>(p->width + 2);
-    edge_plan plan = edge_plan_of(edge_backward_channels_last_kernel<T, V>, p, V, EDGE_WIDE_THREADS, chunk * (columns - 2));
-    plan.chunks = chunks, plan.chunk = chunk, plan.columns = columns;
-    plan.tiles = camox_ceil_div(p->width, columns - 2);
-    plan.blocks = p->batch * plan.partition.row_bands * plan.tiles * chunks;
-    CAMOX_LAUNCH((edge_backward_channels_last_kernel<T, V>), camox_grid(plan.blocks), EDGE_WIDE_THREADS, 0, stream, plan);
-  }
+  if constexpr (LAST)
+    edge_launch_tiles(edge_backward_channels_last_kernel<T, V>, p, V, stream);
+  else
+    edge_launch_kernel(edge_backward_kernel<T, V>, p, V, EDGE_THREADS / CAMOX_WARP * EDGE_WARP_OUTPUTS, stream);
 }
 
 template <typename T, int V>

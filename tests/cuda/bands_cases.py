@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers import random_image
 from images import SHAPES, ImageOp
 
 from camox_ops import reference
@@ -18,3 +19,10 @@ OP = ImageOp(
     shapes=[*SHAPES, (1, 2, 3, 4), (1, 2, 5, 8), (1, 8, 15, 3), (1, 1, 16, 2), (2, 1, 17, 8), (1, 1, 35, 4)],
 )
 every_kernel = OP.every_kernel
+
+
+def with_barriers(**how):
+    """The backward of channels_last, with blocks of some columns and of some channels."""
+    for shape in ((1, 8, 6, 80), (1, 272, 3, 5)):
+        x = random_image(shape, layout="channels_last")
+        yield [OP.backward(x, [random_image(shape, layout="channels_last", seed=i) for i in range(4)], **how)]
