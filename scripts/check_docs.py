@@ -5,10 +5,13 @@
 The blocks of one file run one after the other in one fresh interpreter, so later ones may use names of earlier ones.
 """
 
+import itertools
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,7 +77,9 @@ def main(arguments: list[str]) -> int:
         path for pattern in DOCUMENTS for path in ROOT.glob(pattern)
     ]
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    found = [fault for path in sorted(documents) for fault in faults_of(path, targets)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # each thread waits for the interpreter of a file
+        by_file = list(pool.map(lambda path: faults_of(path, targets), sorted(documents)))
+    found = list(itertools.chain(*by_file))
     for fault in found:
         print(fault, file=sys.stderr)
     return 1 if found else 0

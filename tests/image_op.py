@@ -110,7 +110,7 @@ class ImageOpTests:
     def test_grad(self, layout, border):
         x = random_image((2, 3, 5, 4), torch.float64, layout).requires_grad_()
         assert gradcheck(lambda x: self.ours(x, border), (x,))
-        assert gradgradcheck(lambda x: self.ours(x, border), (x,))
+        assert gradgradcheck(lambda x: self.ours(x, border), (x,), fast_mode=True)
 
     def test_errors(self):
         for x, border, error, message in (

@@ -88,7 +88,7 @@ def test_grad(p):
     seed = seed_of() if p else None
     inputs = (normal((3, 4, 5), torch.float64).requires_grad_(), bias_of(5, torch.float64).requires_grad_())
     assert gradcheck(lambda *t: op.bias_gelu(*t, seed, p), inputs)
-    assert gradgradcheck(lambda *t: op.bias_gelu(*t, seed, p), inputs)
+    assert gradgradcheck(lambda *t: op.bias_gelu(*t, seed, p), inputs, fast_mode=True)
 
 
 def test_mask_is_that_of_dropout():

@@ -128,7 +128,7 @@ def test_grad(border, stacked):
             return cx.edge_maps(x, eps=1e-3, border=border, stacked=stacked)
 
         assert gradcheck(op, (x,))
-        assert gradgradcheck(op, (x,))
+        assert gradgradcheck(op, (x,), fast_mode=True)
 
 
 @given(

@@ -1,5 +1,7 @@
 """The example's demo: twins, comparison with float64, memory, report, and the whole of it."""
 
+import copy
+import functools
 import json
 import os
 import subprocess
@@ -19,7 +21,7 @@ common_duel, common_memory, common_parity, common_report = (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZE = 64
+SIZE = 32
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,18 @@ def batch(dataset):
     return next(iter(duel.batches(dataset, 6, 1)))
 
 
-def build(dataset):
+@functools.cache
+def built_once(dataset):
     return twins.build_twins(next(iter(duel.batches(dataset, 24, 1)))[0])
+
+
+def build(dataset):
+    return copy.deepcopy(built_once(dataset))
+
+
+@pytest.fixture(scope="module")
+def compared(dataset, batch):
+    return parity.compare(build(dataset), *batch)
 
 
 def test_twins_share_weights_and_spread_their_images(dataset):
@@ -48,13 +60,12 @@ def test_twins_share_weights_and_spread_their_images(dataset):
     assert (usage > 0).all()
 
 
-def test_camox_is_as_near_to_float64_as_torch(dataset, batch):
-    result = parity.compare(build(dataset), *batch)
-    assert result["passed"], result["worst"]
-    assert result["routing_same"] and not result["missing"]
-    assert min(result["edge_images"]) > 0
-    assert result["kinds"]["gradient"]["torch_vs_float64"] > 0
-    assert 0 < result["worst"]["share_of_limit"] <= 1
+def test_camox_is_as_near_to_float64_as_torch(compared):
+    assert compared["passed"], compared["worst"]
+    assert compared["routing_same"] and not compared["missing"]
+    assert min(compared["edge_images"]) > 0
+    assert compared["kinds"]["gradient"]["torch_vs_float64"] > 0
+    assert 0 < compared["worst"]["share_of_limit"] <= 1
 
 
 def test_a_wrong_expert_fails_the_comparison(dataset, batch):
@@ -100,7 +111,7 @@ def test_nan_fails_the_comparison(dataset, batch):
     assert not parity.compare(models, *batch)["passed"]
 
 
-def test_training_side_by_side_and_its_report(dataset, batch, tmp_path):
+def test_training_side_by_side_and_its_report(dataset, batch, compared, tmp_path):
     models = build(dataset)
     gaps = duel.early_loss_gaps(models, dataset, 4, 1e-3, warmup=10)
     trained, training = duel.train_both(models, dataset, 4, 8, 1e-3)
@@ -122,7 +133,7 @@ def test_training_side_by_side_and_its_report(dataset, batch, tmp_path):
         "times": common_duel.with_and_without_tune_cpu(
             {name: duel.make_step(model, 1e-3, lambda _: 1.0) for name, model in models.items()}, batch, rounds=1
         ),
-        "parity": parity.compare(models, *batch),
+        "parity": compared,
         "untrained": {"iou": 0.1},
         "constant_mask_iou": 0.2,
     }

@@ -139,14 +139,14 @@ def test_float32_parameters_beside_halves(dtype):
 def test_grad(activation):
     weight, bias = (v.requires_grad_() for v in parameters(6, torch.float64))
     for layout in ("contiguous", "channels_last"):
-        x = random_image((2, 6, 3, 4), torch.float64, layout).requires_grad_()
-        residual = random_image((2, 6, 3, 4), torch.float64, seed=3).requires_grad_()
+        x = random_image((2, 6, 2, 3), torch.float64, layout).requires_grad_()
+        residual = random_image((2, 6, 2, 3), torch.float64, seed=3).requires_grad_()
 
         def op(x, weight, bias, residual):
             return cx.layer_norm2d(x, weight, bias, 1e-3, activation=activation, residual=residual, groups=2)
 
         assert gradcheck(op, (x, weight, bias, residual))
-        assert gradgradcheck(op, (x, weight, bias, residual))
+        assert gradgradcheck(op, (x, weight, bias, residual), fast_mode=True)
 
 
 def test_grad_where_some_need_none():

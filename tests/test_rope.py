@@ -151,10 +151,10 @@ def test_grad(interleaved, each):
                 return cx.rope(x, cos, sin, interleaved=interleaved, layout=layout, rotary_dim=4, positions=positions)
 
             assert gradcheck(op, (x, cos, sin))
-            assert gradgradcheck(op, (x, cos, sin))
+            assert gradgradcheck(op, (x, cos, sin), fast_mode=True)
     fixed = cos.detach(), sin.detach()
     assert gradcheck(lambda x: cx.rope(x, *fixed, rotary_dim=4), (x,))
-    assert gradgradcheck(lambda x: cx.rope(x, *fixed, rotary_dim=4), (x,))
+    assert gradgradcheck(lambda x: cx.rope(x, *fixed, rotary_dim=4), (x,), fast_mode=True)
 
 
 @ON_CPU
@@ -310,7 +310,7 @@ def test_inplace_carries_the_gradient():
     (theirs,) = torch.autograd.grad(cx.rope(x * 2, cos, sin).square().sum(), x)
     assert torch.equal(ours, theirs)
     assert gradcheck(in_place, (x,))
-    assert gradgradcheck(in_place, (x,))
+    assert gradgradcheck(in_place, (x,), fast_mode=True)
     qkv = (x * 1).view(2, 3, 4, 6)
     cx.rope(qkv[:, 1:], cos, sin, inplace=True)  # a view of what carries a gradient
     (ours,) = torch.autograd.grad(qkv.square().sum(), x)

@@ -123,7 +123,7 @@ def test_grad(operator, border):
             return cx.spatial_gradient(x, operator=operator, border=border, normalized=True)
 
         assert gradcheck(op, (x,))
-        assert gradgradcheck(op, (x,))
+        assert gradgradcheck(op, (x,), fast_mode=True)
 
 
 def test_grad_of_one_output():

@@ -22,6 +22,7 @@ from .twins import build_twins
 
 SIZE, BATCH, LEARNING_RATE = 96, 8, 2e-3
 STEPS = {"full": 400, "quick": 44}
+TIMED_ROUNDS = {"full": 4, "quick": 2}
 SHOWN = 6
 
 
@@ -60,7 +61,7 @@ def run(mode, folder):
     training["early_loss_gaps"] = gaps
     print("timing with and without tune_cpu", flush=True)
     steps = {name: make_step(copy.deepcopy(model), LEARNING_RATE, lambda _: 1.0) for name, model in models.items()}
-    times = with_and_without_tune_cpu(steps, (images[:BATCH], masks[:BATCH]))
+    times = with_and_without_tune_cpu(steps, (images[:BATCH], masks[:BATCH]), TIMED_ROUNDS[mode])
     for name, model in models.items():
         trained[name] |= used[name] | evaluate(model, loader)
         trained[name]["final_loss"] = statistics.mean(trained[name]["losses"][-10:])

@@ -157,7 +157,7 @@ def run(mode, folder):
         published, times = published_step(build_corpus(documents, PUBLISHED.vocab_size), PUBLISHED_STEPS[mode])
     else:
         step_of = {name: make_step(copy.deepcopy(model), config) for name, model in models.items()}
-        published, times = None, duel.with_and_without_tune_cpu(step_of, first)
+        published, times = None, duel.with_and_without_tune_cpu(step_of, first, rounds=2)
     result = {
         "mode": mode,
         "machine": report.machine(),
