@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(BANDS_TILE_THREADS, BANDS_TILE_BLOCKS)
       float low[V], middle[V], high[V], own[V], done[V];
       camox_to_floats(low, raw[CAMOX_BANDS_LOW]), camox_to_floats(middle, raw[CAMOX_BANDS_MID]);
       camox_to_floats(high, raw[CAMOX_BANDS_HIGH]);
-      /* behind the band's last row: zeros, not loaded */
+      /* after its last row a band loads one for nothing: a comparison more would cost every row */
       camox_fetch_maps(raw, p.bands, plan.shared_view, cursor, all, inside && camox_inside(image_rows, r + 1));
       narrow_window narrow;
       mid_window mid;

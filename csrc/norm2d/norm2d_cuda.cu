@@ -533,8 +533,7 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
    A block's tile is as many pixels as it has teams. */
 #define NORM2D_TEAM_THREADS 128
 #define NORM2D_TEAM_FILL (1 << 15) /* threads that fill a large GPU: below it teams become larger */
-
-#define NORM2D_TEAM_BLOCKS 4 /* of which a multiprocessor must hold so many: at most 128 registers a thread */
+#define NORM2D_TEAM_BLOCKS 4       /* of which a multiprocessor must hold so many: at most 128 registers a thread */
 
 /* Vectors of a lane, at most. */
 template <typename T>
