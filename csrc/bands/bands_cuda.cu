@@ -332,22 +332,13 @@ struct bands_op {
     CAMOX_LAUNCH(kernel, grid, BANDS_THREADS, 0, stream, plan);
   }
 
-  static void launch_tiles(void (*kernel)(bands_plan), const params *p, int lanes, void *stream) {
-    bands_plan plan = plan_of(p);
-    plan.tiles = camox_tiles_of(p->channels / lanes, p->width, CAMOX_BANDS_REACH, BANDS_TILE_THREADS);
-    const int threads = camox_tile_threads(plan.tiles);
-    plan.partition = camox_tile_partition_of(camox_places_of(kernel, threads), plan.tiles, p->batch, p->channels, p->height,
-                                             p->width, lanes);
-    plan.tiles.blocks = p->batch * plan.partition.row_bands * plan.tiles.across * plan.tiles.chunks;
-    CAMOX_LAUNCH(kernel, camox_grid(plan.tiles.blocks), threads, 0, stream, plan);
-  }
-
   template <typename T, int V, bool LAST>
   static void launch(const params *p, bool backward, void *stream) {
     if (!backward)
       launch_kernel(bands_kernel<T, V, LAST>, p, V, stream);
     else if constexpr (LAST)
-      launch_tiles(bands_backward_channels_last_kernel<T, V>, p, V, stream);
+      camox_launch_tiles(bands_backward_channels_last_kernel<T, V>, plan_of(p), CAMOX_BANDS_REACH, BANDS_TILE_THREADS, V,
+                         stream);
     else
       launch_kernel(bands_backward_kernel<T, V>, p, V, stream);
   }

@@ -376,23 +376,19 @@ __device__ __forceinline__ void camox_compute_late(float &x) {
 }
 
 /* ---- reductions: one order for one block size, so the same bits on every run ---- */
-__device__ __forceinline__ float camox_warp_sum(float x) {
-#pragma unroll
-  for (int offset = CAMOX_WARP / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
-  return x;
-}
-
-__device__ __forceinline__ float camox_warp_max(float x) {
-#pragma unroll
-  for (int offset = CAMOX_WARP / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(CAMOX_FULL_MASK, x, offset));
-  return x;
-}
-
-/* Sum over the lanes of a team: 2, 4, ... 32 adjacent ones, of a warp whose lanes all call. */
+/* Over the lanes of a team: 1, 2, 4, ... 32 adjacent ones, of a warp whose lanes all call. */
 __device__ __forceinline__ float camox_team_sum(float x, int team) {
   for (int offset = team / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
   return x;
 }
+
+__device__ __forceinline__ float camox_team_max(float x, int team) {
+  for (int offset = team / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(CAMOX_FULL_MASK, x, offset));
+  return x;
+}
+
+__device__ __forceinline__ float camox_warp_sum(float x) { return camox_team_sum(x, CAMOX_WARP); }
+__device__ __forceinline__ float camox_warp_max(float x) { return camox_team_max(x, CAMOX_WARP); }
 
 /* Sum over a block of THREADS (x only, a multiple of 32), returned to every thread. scratch: THREADS / 32 floats of shared
    memory; the first barrier protects what the previous use left there. */

@@ -339,14 +339,19 @@ static inline camox_tiles camox_tiles_of(int64_t vectors, int64_t width, int rea
   return best;
 }
 
-/* Row bands of tiles, as of images of whole tiles. */
-static inline camox_partition camox_tile_partition_of(const camox_places &places, const camox_tiles &tiles, int64_t batch,
-                                                      int64_t channels, int64_t height, int64_t width, int lanes) {
-  camox_partition partition =
-      camox_partition_of(places, true, batch, tiles.chunks * tiles.chunk * lanes, height,
-                         tiles.across * (tiles.columns - 2 * tiles.reach), lanes, camox_tile_outputs(tiles), 2 * tiles.reach);
-  partition.channels = channels, partition.width = width, partition.vectors = channels / lanes;
-  return partition;
+/* Launches a kernel of tiles whose blocks have at most so many threads. Row bands are those of images of whole tiles. */
+template <typename Plan>
+static inline void camox_launch_tiles(void (*kernel)(Plan), Plan plan, int reach, int most_threads, int lanes, void *stream) {
+  const auto &p = plan.p;
+  camox_tiles tiles = camox_tiles_of(p.channels / lanes, p.width, reach, most_threads);
+  const int threads = camox_tile_threads(tiles);
+  plan.partition =
+      camox_partition_of(camox_places_of(kernel, threads), true, p.batch, tiles.chunks * tiles.chunk * lanes, p.height,
+                         tiles.across * (tiles.columns - 2 * reach), lanes, camox_tile_outputs(tiles), 2 * reach);
+  plan.partition.channels = p.channels, plan.partition.width = p.width, plan.partition.vectors = p.channels / lanes;
+  tiles.blocks = p.batch * plan.partition.row_bands * tiles.across * tiles.chunks;
+  plan.tiles = tiles;
+  CAMOX_LAUNCH(kernel, camox_grid(tiles.blocks), threads, 0, stream, plan);
 }
 
 /* Where a thread of a block is. Positions off the image are moved to its side, so that they can be read; beyond: by how many

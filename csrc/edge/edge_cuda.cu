@@ -436,16 +436,6 @@ static void edge_launch_kernel(void (*kernel)(edge_plan), const camox_edge_param
   CAMOX_LAUNCH(kernel, grid, EDGE_THREADS, 0, stream, plan);
 }
 
-static void edge_launch_tiles(void (*kernel)(edge_plan), const camox_edge_params *p, int lanes, void *stream) {
-  edge_plan plan = edge_plan_of(p);
-  plan.tiles = camox_tiles_of(p->channels / lanes, p->width, 1, EDGE_TILE_THREADS);
-  const int threads = camox_tile_threads(plan.tiles);
-  plan.partition =
-      camox_tile_partition_of(camox_places_of(kernel, threads), plan.tiles, p->batch, p->channels, p->height, p->width, lanes);
-  plan.tiles.blocks = p->batch * plan.partition.row_bands * plan.tiles.across * plan.tiles.chunks;
-  CAMOX_LAUNCH(kernel, camox_grid(plan.tiles.blocks), threads, 0, stream, plan);
-}
-
 template <typename T, int V, bool LAST>
 static void edge_launch(const camox_edge_params *p, void *stream) {
   edge_launch_kernel(edge_kernel<T, V, LAST>, p, V, EDGE_THREADS, stream);
@@ -454,7 +444,7 @@ static void edge_launch(const camox_edge_params *p, void *stream) {
 template <typename T, int V, bool LAST>
 static void edge_launch_backward(const camox_edge_params *p, void *stream) {
   if constexpr (LAST)
-    edge_launch_tiles(edge_backward_channels_last_kernel<T, V>, p, V, stream);
+    camox_launch_tiles(edge_backward_channels_last_kernel<T, V>, edge_plan_of(p), 1, EDGE_TILE_THREADS, V, stream);
   else
     edge_launch_kernel(edge_backward_kernel<T, V>, p, V, EDGE_THREADS / CAMOX_WARP * EDGE_WARP_OUTPUTS, stream);
 }

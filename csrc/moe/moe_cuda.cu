@@ -46,21 +46,6 @@ __device__ __forceinline__ float moe_logit(const camox_moe_route_params &p, int6
   return camox_to_float(__ldg(static_cast<const T *>(p.logits) + row * p.logits_stride[0] + expert * p.logits_stride[1]));
 }
 
-/* Over the LANES threads of a row; all threads of the warp take part. */
-template <int LANES>
-__device__ __forceinline__ float moe_group_sum(float x) {
-#pragma unroll
-  for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, offset);
-  return x;
-}
-
-template <int LANES>
-__device__ __forceinline__ float moe_group_max(float x) {
-#pragma unroll
-  for (int offset = LANES / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(CAMOX_FULL_MASK, x, offset));
-  return x;
-}
-
 /* The larger value with the lower index of those that a row's threads hold. */
 template <int LANES>
 __device__ __forceinline__ void moe_group_best(float &value, int &index) {
@@ -90,7 +75,7 @@ __device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, 
   }
   float kept[V] = {}; /* weights of choices lane, lane + LANES, ... */
   const bool valid = exists && moe_is_valid(p, row);
-  is_nan = moe_group_sum<LANES>(is_nan ? 1.0f : 0.0f) > 0.0f && valid;
+  is_nan = camox_team_sum(is_nan ? 1.0f : 0.0f, LANES) > 0.0f && valid;
   if (is_nan && lane == 0) moe_report(p.error_word, CAMOX_ERROR_MOE_NAN);
   float *const weights = static_cast<float *>(p.weights) + row * p.top_k;
   int64_t *const experts = p.experts + row * p.top_k;
@@ -109,7 +94,7 @@ __device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, 
 #pragma unroll
         for (int v = 0; v < V; ++v)
           if (lane + v * LANES < p.num_experts) sum += expf(value[v] - largest);
-        sum = moe_group_sum<LANES>(sum);
+        sum = camox_team_sum(sum, LANES);
       }
     }
     const float weight = p.score == CAMOX_MOE_SIGMOID_TOPK ? moe_sigmoid(best) : expf(best - largest);
@@ -360,8 +345,8 @@ __global__ void __launch_bounds__(MOE_THREADS) moe_route_backward_kernel(const _
       any |= position[k] >= 0;
       if (inside(k)) largest = fmaxf(largest, moe_logit<T>(p, row, experts[k]));
     }
-    any = moe_group_sum<LANES>(any ? 1.0f : 0.0f) > 0.0f;
-    largest = moe_group_max<LANES>(largest);
+    any = camox_team_sum(any ? 1.0f : 0.0f, LANES) > 0.0f;
+    largest = camox_team_max(largest, LANES);
     if (softmax) {
       for (int64_t k = lane; k < choices; k += LANES) {
         const float weight = inside(k) ? expf(moe_logit<T>(p, row, experts[k]) - largest) : nanf("");
@@ -370,7 +355,7 @@ __global__ void __launch_bounds__(MOE_THREADS) moe_route_backward_kernel(const _
       }
       if (over_all)
         for (int64_t e = lane; e < columns; e += LANES) sum += expf(moe_logit<T>(p, row, e) - largest);
-      sum = moe_group_sum<LANES>(sum), dot = moe_group_sum<LANES>(dot) / sum;
+      sum = camox_team_sum(sum, LANES), dot = camox_team_sum(dot, LANES) / sum;
     }
     for (int64_t e = lane; e < columns; e += LANES) {
       const float value = any && over_all ? -dot * (expf(moe_logit<T>(p, row, e) - largest) / sum) : 0.0f;

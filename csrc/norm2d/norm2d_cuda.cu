@@ -317,7 +317,7 @@ __device__ __forceinline__ void norm2d_sum_channels(const float (&sums)[N][shape
 #pragma unroll 4
       for (int term = lane; term < plan.terms; term += lanes) sum += from[term * plan.term_step];
     }
-    for (int other = lanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(CAMOX_FULL_MASK, sum, other);
+    sum = camox_team_sum(sum, lanes);
     if (i < tasks && lane == 0) finish(totals[task], which, pixel, sum);
   }
   __syncthreads();
