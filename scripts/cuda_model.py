@@ -1109,7 +1109,7 @@ def moe_route_cases(dtype: str) -> list[Case]:
 
 
 GRAD_SIZES, GRAD_GROUPS = (31744, 256) * 250, 41
-GRAD_PIECE, GRAD_LOADS, GRAD_FEW = 8192, 4, 8  # CAMOX_GRAD_PIECE, and of grad_norms_cuda.cu
+GRAD_PIECE, GRAD_FEW, GRAD_LOADS = 8192, 7, 4  # CAMOX_GRAD_PIECE, CAMOX_GRAD_FEW, and of grad_norms_cuda.cu
 GRAD_BATCH, GRAD_BLOCKS = 720, 1024  # CAMOX_GRAD_BATCH, CAMOX_GRAD_BLOCKS
 LAST_BLOCK_WAITS = 2  # for its results to reach L2, and for its count
 
@@ -1117,8 +1117,8 @@ LAST_BLOCK_WAITS = 2  # for its results to reach L2, and for its count
 def grad_cases(dtype: str) -> list[Case]:
     """A block for each run of pieces of a gradient, which it finds in the parameters, as far away as memory when they
     are first read; scale loads a factor too. A small gradient is a run that takes as long as its threads wait for
-    memory once. The last block of a group adds up its gradients: a thread loads what is known of one, then its other
-    blocks."""
+    memory once. The last block of a group adds up its gradients: a thread loads the sums of one gradient's blocks at
+    once."""
     size = DTYPES[dtype][1]
     count, elements, run = len(GRAD_SIZES), sum(GRAD_SIZES), GRAD_PIECE
     while sum(ceil_div(n, run) for n in GRAD_SIZES) > GRAD_BLOCKS:
@@ -1139,10 +1139,10 @@ def grad_cases(dtype: str) -> list[Case]:
         "grad_norms_kernel",
         1,
         256,
-        # beside the blocks' sums the 16 bytes before them, by which the loop is known
-        Step(GRAD_FEW - 1, 1, True, load=r"\bLDG\.E\.64\.STRONG", store=r"\bLDG\.E\.128\.STRONG", waits=2),
+        # 64 bytes; the loop is known by its additions
+        Step(4, GRAD_FEW + 1, load=r"\bLDG\.E\.128\.STRONG", store=r"\bDADD"),
         1,
-        24.0 * blocks / GRAD_GROUPS,
+        64.0 * count / GRAD_GROUPS,
         cached=True,
         waits=LAST_BLOCK_WAITS,
         of_last_block=True,
