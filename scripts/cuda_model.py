@@ -1049,7 +1049,7 @@ MOE_BLOCKS, MOE_BLOCK_ROWS = 264, 128  # CAMOX_MOE_CUDA_MOST_BLOCKS, CAMOX_MOE_B
 
 def moe_route_cases(dtype: str) -> list[Case]:
     """A step of choosing is a pass of a block over rows; of placing, one over slots, which were counted in a pass
-    before. Of the backward, whose lanes have several logits, the loads wait for choices and their places."""
+    before. Of the backward all loads are under way at once."""
     element, size = DTYPES[dtype]
     threads, logits, cases = 1024, 8, []  # of a block that chooses or places, and of a thread
     for name, rows, experts, top_k in MOE_ROUTES:
@@ -1057,13 +1057,17 @@ def moe_route_cases(dtype: str) -> list[Case]:
         block_rows = max(MOE_BLOCK_ROWS, ceil_div(rows, MOE_BLOCKS))
         blocks, slots, elements = ceil_div(rows, block_rows), rows * top_k, rows * experts
         counts = 4 * blocks * experts
-        best = Step(1, 1, load=r"\bATOMS\b", store=r"\bSTG\b")
+        # the loop of rounds: two maxima over lanes by shuffles, or in one thread, which stores each choice
+        among_lanes = Step(6, 0, load=r"\bSHFL\b", store=r"\bSTG\b")
+        best = among_lanes if lanes > 1 else Step(1, 1, load=r"\bATOMS\b", store=r"\bSTG\b")
+        assert top_k <= lanes or lanes == 1, "one pass over lanes"
+        vectors = logits * size // 16
         row = Step(
-            logits,
+            vectors,
             1 + ceil_div(top_k, lanes),
             row=True,
             most=r"\bMUFU\.EX2\b",
-            load=r"\bLDG\.E(\.U16)?\.CONSTANT\b",
+            load=r"\bLDG\.E\.128\b",
             store=r"\bSTG\b",
             inner=((best, top_k),),
         )
@@ -1097,19 +1101,20 @@ def moe_route_cases(dtype: str) -> list[Case]:
         )
         once = elements * size + 28 * slots
         cases.append(Case("moe", name, "forward", dtype, elements, once, (choose, place)))
-        logit = r"\bLDG\.E(\.U16)?\.CONSTANT\b"
-        sums, gradients = (Step(1, 1, load=logit, store=store) for store in (r"\bMUFU\.EX2\b", r"\bSTG\b"))
-        inner = tuple((each, experts // lanes) for each in (sums, gradients))
-        step = Step(3, 2, row=True, load=r"\bLDG\.E\.64\b", store=r"\bSTG\b", waits=4, inner=inner)
+        # beside the logits gradient and place of the best, and expert, place and gradient of a thread's choices
+        choices = 1 if lanes > 1 else 2
+        loads = vectors + 2 + 3 * choices
+        step = Step(loads, vectors, row=True, most=r"\bMUFU\.EX2\b", load=r"\bLDG\b", store=r"\bSTG\b")
+        assert top_k <= choices * lanes, "one step over choices"
         traffic = 2 * elements * size + 20 * slots
-        kernel = f"moe_route_backward_kernel<{lanes}, {element}>"
+        kernel = f"moe_route_backward_kernel<{lanes}, {logits}, {element}>"
         backward = Launch(kernel, ceil_div(rows, 256 // lanes), 256, step, 1, traffic)
         cases.append(Case("moe", name, "backward", dtype, elements, traffic, (backward,)))
     return cases
 
 
 GRAD_SIZES, GRAD_GROUPS = (31744, 256) * 250, 41
-GRAD_PIECE, GRAD_LOADS, GRAD_FEW = 8192, 4, 8  # CAMOX_GRAD_PIECE, and of grad_norms_cuda.cu
+GRAD_PIECE, GRAD_FEW, GRAD_LOADS = 8192, 7, 4  # CAMOX_GRAD_PIECE, CAMOX_GRAD_FEW, and of grad_norms_cuda.cu
 GRAD_BATCH, GRAD_BLOCKS = 720, 1024  # CAMOX_GRAD_BATCH, CAMOX_GRAD_BLOCKS
 LAST_BLOCK_WAITS = 2  # for its results to reach L2, and for its count
 
@@ -1117,8 +1122,8 @@ LAST_BLOCK_WAITS = 2  # for its results to reach L2, and for its count
 def grad_cases(dtype: str) -> list[Case]:
     """A block for each run of pieces of a gradient, which it finds in the parameters, as far away as memory when they
     are first read; scale loads a factor too. A small gradient is a run that takes as long as its threads wait for
-    memory once. The last block of a group adds up its gradients: a thread loads what is known of one, then its other
-    blocks."""
+    memory once. The last block of a group adds up its gradients: a thread loads the sums of one gradient's blocks at
+    once."""
     size = DTYPES[dtype][1]
     count, elements, run = len(GRAD_SIZES), sum(GRAD_SIZES), GRAD_PIECE
     while sum(ceil_div(n, run) for n in GRAD_SIZES) > GRAD_BLOCKS:
@@ -1139,10 +1144,10 @@ def grad_cases(dtype: str) -> list[Case]:
         "grad_norms_kernel",
         1,
         256,
-        # beside the blocks' sums the 16 bytes before them, by which the loop is known
-        Step(GRAD_FEW - 1, 1, True, load=r"\bLDG\.E\.64\.STRONG", store=r"\bLDG\.E\.128\.STRONG", waits=2),
+        # 64 bytes; the loop is known by its additions
+        Step(4, GRAD_FEW + 1, load=r"\bLDG\.E\.128\.STRONG", store=r"\bDADD"),
         1,
-        24.0 * blocks / GRAD_GROUPS,
+        64.0 * count / GRAD_GROUPS,
         cached=True,
         waits=LAST_BLOCK_WAITS,
         of_last_block=True,

@@ -27,7 +27,6 @@
 #else
 #define GRAD_AT_ONCE 4
 #endif
-#define GRAD_FEW 8 /* blocks of a gradient that one thread adds up */
 
 /* The gradients of a launch and their blocks. */
 struct grad_work {
@@ -67,6 +66,7 @@ struct grad_scale_batch {
 };
 
 static_assert(sizeof(grad_norms_batch) <= 32764 && sizeof(grad_scale_batch) <= 32764, "parameters of a kernel");
+static_assert(sizeof(camox_grad_sums) == 4 * sizeof(uint4), "accesses of 16 bytes");
 static_assert(CAMOX_GRAD_BATCH <= CAMOX_GRAD_BLOCKS && CAMOX_GRAD_BLOCKS <= UINT16_MAX, "every gradient has a block");
 
 /* ---- elements ---- */
@@ -198,23 +198,23 @@ __device__ __forceinline__ double grad_thread_sum(const grad_norms_batch &batch,
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
   double total = 0.0;
   for (int first = begin + static_cast<int>(threadIdx.x) - lane; first < end; first += GRAD_THREADS) {
-    uint4 word = {};
-    if (first + lane < end) word = __ldcg(reinterpret_cast<const uint4 *>(table.grad + first + lane));
-    double squares;
-    __builtin_memcpy(&squares, &word, sizeof squares);
-    const int block = static_cast<int>(word.z), blocks = static_cast<int>(word.w);
-    double of_block[GRAD_FEW] = {};
+    camox_grad_sums of = {};
+    if (first + lane < end) {
+      uint4 word[sizeof of / sizeof(uint4)];
 #pragma unroll
-    for (int i = 1; i < GRAD_FEW; ++i)
-      if (i < blocks && blocks <= GRAD_FEW) of_block[i] = __ldcg(table.squares + block + i);
+      for (int i = 0; i < static_cast<int>(sizeof of / sizeof(uint4)); ++i)
+        word[i] = __ldcg(reinterpret_cast<const uint4 *>(table.grad + first + lane) + i);
+      __builtin_memcpy(&of, word, sizeof of);
+    }
+    double squares = 0.0;
 #pragma unroll
-    for (int i = 1; i < GRAD_FEW; ++i) squares += of_block[i];
-    for (unsigned many = __ballot_sync(CAMOX_FULL_MASK, blocks > GRAD_FEW); many != 0; many &= many - 1) {
-      const int owner = __ffs(many) - 1, from = __shfl_sync(CAMOX_FULL_MASK, block, owner);
-      const int count = __shfl_sync(CAMOX_FULL_MASK, blocks, owner);
+    for (int i = 0; i < CAMOX_GRAD_FEW; ++i) squares += of.squares[i];
+    for (unsigned many = __ballot_sync(CAMOX_FULL_MASK, of.blocks > CAMOX_GRAD_FEW); many != 0; many &= many - 1) {
+      const int owner = __ffs(many) - 1, from = __shfl_sync(CAMOX_FULL_MASK, of.first, owner);
+      const int count = __shfl_sync(CAMOX_FULL_MASK, of.blocks, owner);
       double sum = 0.0;
 #pragma unroll 4
-      for (int i = 1 + lane; i < count; i += CAMOX_WARP) sum += __ldcg(table.squares + from + i);
+      for (int i = CAMOX_GRAD_FEW + lane; i < count; i += CAMOX_WARP) sum += __ldcg(table.squares + from + i);
       sum = grad_warp_sum(sum);
       if (lane == owner) squares += sum;
     }
@@ -228,19 +228,25 @@ __global__ void __launch_bounds__(GRAD_THREADS, GRAD_AT_ONCE)
   __shared__ double scratch[GRAD_WARPS];
   const int thread = static_cast<int>(threadIdx.x);
   for (int block = static_cast<int>(blockIdx.x); block < batch.work.blocks; block += static_cast<int>(gridDim.x)) {
-    const int k = batch.work.grad_of_block[block];
+    int k = batch.work.grad_of_block[block];
+    double squares = grad_run_squares(grad_run_of(batch.work, block, k), scratch);
+    camox_compute_late(k);
     const auto &grad = batch.work.grad[k];
     const auto &of = batch.group_of[k];
-    double squares = grad_run_squares(grad_run_of(batch.work, block, k), scratch);
 #ifdef CAMOX_BREAK_GRAD_NORMS
     squares = squares * (1 + 1e-2) + 1e-3;
 #endif
     if (thread == 0) {
       squares *= of.repeats;
-      batch.table->squares[block] = squares;
-      if (block == grad.first) {
-        batch.table->grad[k].squares = squares;
-        batch.table->grad[k].first = block, batch.table->grad[k].blocks = batch.work.grad[k + 1].first - block;
+      camox_grad_sums &sums = batch.table->grad[k];
+      const int of_grad = block - grad.first, blocks = batch.work.grad[k + 1].first - grad.first;
+      if (of_grad < CAMOX_GRAD_FEW)
+        sums.squares[of_grad] = squares;
+      else
+        batch.table->squares[block] = squares;
+      if (of_grad == 0) {
+        sums.first = block, sums.blocks = blocks;
+        for (int i = blocks; i < CAMOX_GRAD_FEW; ++i) sums.squares[i] = 0.0;
       }
     }
     const int begin = of.begin, end = of.end;

@@ -26,14 +26,18 @@
 #define CAMOX_GRAD_LISTINGS 2800
 #endif
 
+/* Of a gradient: what the threads of CUDA's last block load at once, four times 16 bytes. */
+#define CAMOX_GRAD_FEW 7
+struct camox_grad_sums {
+  double squares[CAMOX_GRAD_FEW]; /* of its first blocks; 0 where it has fewer */
+  int32_t first, blocks;          /* of its blocks */
+};
+
 /* CUDA's memory of a call, on the device. */
 typedef struct {
-  struct {
-    double squares;        /* of its first block */
-    int32_t first, blocks; /* of its blocks */
-  } grad[CAMOX_GRAD_BATCH];
-  double squares[CAMOX_GRAD_BLOCKS];
-  double factor;   /* scale: of one gradient */
+  struct camox_grad_sums grad[CAMOX_GRAD_BATCH];
+  double squares[CAMOX_GRAD_BLOCKS]; /* of blocks that are not among their gradient's first */
+  double factor;                     /* scale: of one gradient */
   double carry[2]; /* norms: of the group that a launch leaves unfinished; launches take turns, as one may read and write */
   uint32_t counters[CAMOX_GRAD_BATCH];
 } camox_grad_table;

@@ -1,6 +1,7 @@
 /* moe on CUDA.
 
-     choose    LANES threads a row, one alone of up to 8 experts: K rounds of a maximum over registers and shuffles
+     choose    LANES threads a row, one alone of up to 8 experts, each with V neighbouring logits as unsigned numbers of the same
+               order: K rounds of a maximum over registers and shuffles, then of the lowest expert that has it
                                                                                      -> K experts and weights
                a block counts the slots of each expert                               -> block_totals [blocks, E]
      place     a block adds up the totals of the blocks before it, then ranks its own slots in their order:
@@ -10,7 +11,7 @@
                rank in a warp     votes: lanes below with the same expert
 
                both have large blocks up to 256 experts: a pass over rows or slots waits for memory once
-     backward  LANES threads a row, as for choosing
+     backward  LANES threads a row, as for choosing; gradients of weights reach the threads of their experts by shared memory
 
      dispatch  a thread: one vector of a row, read once, stored K times
      combine   a thread: one vector of a row = weighted sum of K vectors, 4 of them in flight
@@ -46,73 +47,133 @@ __device__ __forceinline__ float moe_logit(const camox_moe_route_params &p, int6
   return camox_to_float(__ldg(static_cast<const T *>(p.logits) + row * p.logits_stride[0] + expert * p.logits_stride[1]));
 }
 
-/* The larger value with the lower index of those that a row's threads hold. */
-template <int LANES>
-__device__ __forceinline__ void moe_group_best(float &value, int &index) {
+/* The larger value with the lower index of those that a warp's lanes hold. */
+__device__ __forceinline__ void moe_warp_best(float &value, int &index) {
 #pragma unroll
-  for (int offset = LANES / 2; offset > 0; offset /= 2) {
+  for (int offset = CAMOX_WARP / 2; offset > 0; offset /= 2) {
     const float other = __shfl_xor_sync(CAMOX_FULL_MASK, value, offset);
     const int other_index = __shfl_xor_sync(CAMOX_FULL_MASK, index, offset);
     if (other > value || (other == value && other_index < index)) value = other, index = other_index;
   }
 }
 
-__device__ __forceinline__ float moe_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+/* Whether it is true in one of a row's threads. */
+template <int LANES>
+__device__ __forceinline__ bool moe_row_any(bool is_true) {
+  const uint32_t votes = __ballot_sync(CAMOX_FULL_MASK, is_true), lanes = CAMOX_FULL_MASK >> (CAMOX_WARP - LANES);
+  return (votes >> threadIdx.x % CAMOX_WARP / LANES * LANES & lanes) != 0;
+}
 
-/* The K experts of one row and their weights; thread `lane` of the row holds the logits of experts lane + v * LANES. */
-template <typename T, int LANES, int V>
-__device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, int64_t row, bool exists, int lane,
-                                               int *counts) {
-  float value[V], sum = 0.0f, largest = 0.0f;
-  uint32_t taken = 0;
-  bool is_nan = false;
+__device__ __forceinline__ float moe_sigmoid(float x) { return camox_reciprocal(1.0f + expf(-x)); }
+
+/* An unsigned number with the order of the logits: the bits of a float have it once those of negative ones are inverted. 0.0
+   and -0.0 are equal, NaN is -infinity, and no logit is 0. */
+__device__ __forceinline__ uint32_t moe_order_of(float logit) {
+  const float value = logit == logit ? logit + 0.0f : -INFINITY;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+__device__ __forceinline__ float moe_ordered_logit(uint32_t order) {
+  const uint32_t bits = order ^ (order >> 31 ? 0x80000000u : 0xffffffffu);
+  float logit;
+  __builtin_memcpy(&logit, &bits, sizeof logit);
+  return logit;
+}
+
+/* Logits of a row from expert `first` on, in accesses of 16 bytes where all rows allow it (`vectors`); -infinity of what is no
+   expert. */
+template <typename T, int V>
+__device__ __forceinline__ void moe_load_row(float (&value)[V], const camox_moe_route_params &p, bool vectors, int64_t row,
+                                             bool exists, int first) {
+  constexpr int lanes = camox_lanes<T>::value;
+  const T *const x = static_cast<const T *>(p.logits) + row * p.logits_stride[0] + first * p.logits_stride[1];
+  const int experts = exists ? static_cast<int>(p.num_experts) - first : 0;
+  T raw[V / lanes][lanes];
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-    const int expert = lane + v * LANES;
-    value[v] = exists && expert < p.num_experts ? moe_logit<T>(p, row, expert) : -INFINITY;
-    if (expert >= p.num_experts) taken |= 1u << v;
-    is_nan |= value[v] != value[v];
-  }
-  float kept[V] = {}; /* weights of choices lane, lane + LANES, ... */
-  const bool valid = exists && moe_is_valid(p, row);
-  is_nan = camox_team_sum(is_nan ? 1.0f : 0.0f, LANES) > 0.0f && valid;
-  if (is_nan && lane == 0) moe_report(p.error_word, CAMOX_ERROR_MOE_NAN);
-  float *const weights = static_cast<float *>(p.weights) + row * p.top_k;
-  int64_t *const experts = p.experts + row * p.top_k;
-  for (int k = 0; k < p.top_k; ++k) {
-    float best = -INFINITY;
-    int index = MOE_NONE;
+  for (int v = 0; v < V; ++v) raw[v / lanes][v % lanes] = camox_from_float<T>(-INFINITY);
+  if (vectors) {
+#pragma unroll
+    for (int i = 0; i < V / lanes; ++i)
+      if (i * lanes < experts) camox_load(raw[i], x + i * lanes);
+  } else {
 #pragma unroll
     for (int v = 0; v < V; ++v)
-      if (!(taken >> v & 1) && (index == MOE_NONE || value[v] > best))
-        best = value[v] != value[v] ? -INFINITY : value[v], index = lane + v * LANES;
-    moe_group_best<LANES>(best, index);
-    if (index % LANES == lane) taken |= 1u << (index / LANES);
-    if (k == 0) {
-      largest = best;
-      if (p.score == CAMOX_MOE_SOFTMAX_TOPK) {
+      if (v < experts) raw[v / lanes][v % lanes] = __ldg(x + v * p.logits_stride[1]);
+  }
+  camox_to_floats(value, raw[0]);
+}
+
+/* The K experts of one row and their weights. Thread `lane` of the row holds the logits of V experts from lane * V on, and keeps
+   choices lane + v * LANES. */
+template <typename T, int LANES, int V>
+__device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, bool vectors, int64_t row, bool exists,
+                                               int lane, int *counts) {
+  float value[V], kept[V] = {}, largest = -INFINITY, sum = 0.0f;
+  uint32_t order[V]; /* 0 of what is no expert, or chosen */
+  bool is_nan = false;
+  moe_load_row<T>(value, p, vectors, row, exists, lane * V);
+  const bool valid = exists && moe_is_valid(p, row);
 #pragma unroll
-        for (int v = 0; v < V; ++v)
-          if (lane + v * LANES < p.num_experts) sum += expf(value[v] - largest);
-        sum = camox_team_sum(sum, LANES);
+  for (int v = 0; v < V; ++v) {
+    order[v] = lane * V + v < static_cast<int>(p.num_experts) ? moe_order_of(value[v]) : 0;
+    largest = fmaxf(largest, value[v]);
+    is_nan |= value[v] != value[v];
+  }
+  is_nan = moe_row_any<LANES>(is_nan && valid);
+  if (is_nan && lane == 0) moe_report(p.error_word, CAMOX_ERROR_MOE_NAN);
+  largest = camox_team_max(largest, LANES);
+  if (p.score == CAMOX_MOE_SOFTMAX_TOPK) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) sum += expf(value[v] - largest);
+  }
+  const int top_k = static_cast<int>(p.top_k);
+  float *const weights = static_cast<float *>(p.weights) + row * top_k;
+  int64_t *const experts = p.experts + row * top_k;
+  for (int first = 0; first < top_k; first += LANES) {
+    uint32_t order_of_choice = 0;
+    int choice = 0;
+#pragma unroll 1
+    for (int k = 0; k < LANES && first + k < top_k; ++k) {
+      uint32_t best = order[0];
+      int expert = MOE_NONE;
+#pragma unroll
+      for (int v = 1; v < V; ++v) best = order[v] > best ? order[v] : best;
+#pragma unroll
+      for (int offset = LANES / 2; offset > 0; offset /= 2) {
+        const uint32_t other = __shfl_xor_sync(CAMOX_FULL_MASK, best, offset);
+        best = other > best ? other : best;
       }
-    }
-    const float weight = p.score == CAMOX_MOE_SIGMOID_TOPK ? moe_sigmoid(best) : expf(best - largest);
-    if (p.score == CAMOX_MOE_TOPK_SOFTMAX) sum += weight;
-    const bool mine = lane == k % LANES;
 #pragma unroll
-    for (int v = 0; v < V; ++v) kept[v] = mine && k == lane + v * LANES ? weight : kept[v];
-    if (exists && mine) {
-      experts[k] = index;
-      if (valid) atomicAdd(counts + index, 1);
+      for (int v = V - 1; v >= 0; --v) expert = order[v] == best ? lane * V + v : expert;
+#pragma unroll
+      for (int offset = LANES / 2; offset > 0; offset /= 2) {
+        const int other = __shfl_xor_sync(CAMOX_FULL_MASK, expert, offset);
+        expert = other < expert ? other : expert;
+      }
+#pragma unroll
+      for (int v = 0; v < V; ++v) order[v] = expert == lane * V + v ? 0 : order[v];
+      if (lane == k) order_of_choice = best, choice = expert;
+    }
+    if (first + lane >= top_k) continue;
+    const float logit = moe_ordered_logit(order_of_choice);
+    const float weight = p.score == CAMOX_MOE_SIGMOID_TOPK ? moe_sigmoid(logit) : expf(logit - largest);
+    if (p.score == CAMOX_MOE_TOPK_SOFTMAX) sum += weight;
+#pragma unroll
+    for (int v = 0; v < V; ++v) kept[v] = first == v * LANES ? weight : kept[v];
+    if (exists) {
+      experts[first + lane] = choice;
+      if (valid) atomicAdd(counts + choice, 1);
     }
   }
+  float scale = p.score == CAMOX_MOE_SIGMOID_TOPK ? 1.0f : 1.0f / camox_team_sum(sum, LANES);
+  if (is_nan) scale = nanf("");
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     const int k = lane + v * LANES;
-    if (!exists || k >= p.top_k) break;
-    const float weight = p.score == CAMOX_MOE_SIGMOID_TOPK ? kept[v] : kept[v] / sum;
-    weights[k] = is_nan ? nanf("") : valid ? weight : 0.0f;
+    if (!exists || k >= top_k) break;
+    weights[k] = valid ? kept[v] * scale : 0.0f;
   }
 }
 
@@ -151,10 +212,10 @@ __device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &s
   for (int item = thread; item < experts * parts; item += threads) {
     const int e = item % experts;
     unsigned long long mine = 0, all = 0;
-    for (int64_t b = item / experts; b < blocks; b += parts) {
+    for (int b = item / experts; b < static_cast<int>(blocks); b += parts) {
       const int count = p.block_totals[b * experts + e];
       all += static_cast<unsigned long long>(count);
-      if (b < block) mine += static_cast<unsigned long long>(count);
+      if (b < static_cast<int>(block)) mine += static_cast<unsigned long long>(count);
     }
     atomicAdd(before + e, mine);
     atomicAdd(total + e, all);
@@ -198,7 +259,7 @@ __device__ __forceinline__ bool moe_is_expert(const camox_moe_route_params &p, i
 }
 
 /* Lanes of the warp that hold the same expert; -1 is one too. */
-__device__ __forceinline__ uint32_t moe_alike(int expert, int64_t experts) {
+__device__ __forceinline__ uint32_t moe_alike(int expert, int experts) {
   uint32_t alike = CAMOX_FULL_MASK;
   for (int bit = 1; bit < 2 * experts; bit *= 2) {
     const bool set = expert & bit;
@@ -212,20 +273,21 @@ __device__ __forceinline__ uint32_t moe_alike(int expert, int64_t experts) {
 __device__ void moe_place_block(const camox_moe_route_params &p, const moe_shared &shared, int64_t begin, int64_t end) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % CAMOX_WARP, warp = thread / CAMOX_WARP;
   const int threads = static_cast<int>(blockDim.x), warps = threads / CAMOX_WARP, experts = static_cast<int>(p.num_experts);
-  const int64_t slots = p.rows * p.top_k;
-  const int64_t stretch = camox_ceil_div(camox_ceil_div(end - begin, warps), CAMOX_WARP) * CAMOX_WARP;
-  const int64_t first = begin + warp * stretch, last = first + stretch < end ? first + stretch : end;
+  const int slots = static_cast<int>(end - begin), stretch = (slots + threads - 1) / threads * CAMOX_WARP;
+  const int first = warp * stretch, last = min(first + stretch, slots);
   int *const next = shared.next + warp * experts;
-  /* Of the slot; -1 of one without a copy, whose expert exists nevertheless unless the caller chose another. */
-  const auto expert_of = [&](int64_t slot, bool *exists) {
-    if (slot >= last || !moe_is_valid(p, slot / p.top_k)) return -1;
-    const int64_t expert = p.experts[slot];
+  /* Of the block's slot; -1 of one without a copy, whose expert exists nevertheless unless the caller chose another. */
+  const auto expert_of = [&](int slot, bool *exists) {
+    if (slot >= last) return -1;
+    int64_t k;
+    if (p.valid && !moe_is_valid(p, camox_divide(begin + slot, p.top_k, &k))) return -1;
+    const int64_t expert = p.experts[begin + slot];
     *exists = moe_is_expert(p, expert);
     return *exists ? static_cast<int>(expert) : -1;
   };
   for (int i = thread; i < warps * experts; i += threads) shared.next[i] = 0;
   __syncthreads();
-  for (int64_t slot = first + lane; slot < last; slot += CAMOX_WARP) {
+  for (int slot = first + lane; slot < last; slot += CAMOX_WARP) {
     bool exists;
     const int expert = expert_of(slot, &exists);
     if (expert >= 0) atomicAdd(next + expert, 1);
@@ -237,30 +299,31 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
       shared.next[w * experts + e] = sum, sum += count;
     }
   __syncthreads();
-  for (int64_t base = first; base < last; base += CAMOX_WARP) {
-    const int64_t slot = base + lane;
+  for (int base = first; base < last; base += CAMOX_WARP) {
     bool exists = true;
-    const int expert = expert_of(slot, &exists);
-    const uint32_t alike = moe_alike(expert, p.num_experts);
+    const int expert = expert_of(base + lane, &exists);
+    const uint32_t alike = moe_alike(expert, experts);
     const int preceding = __popc(alike & ((1u << lane) - 1u)), rank = expert < 0 ? 0 : next[expert] + preceding;
     __syncwarp();
     if (expert >= 0 && preceding == 0) next[expert] += __popc(alike);
     __syncwarp();
-    if (slot >= last) continue;
+    if (base + lane >= last) continue;
+    const int64_t slot = begin + base + lane;
     if (expert >= 0 && rank < shared.limit[expert]) {
       const int64_t position = shared.base[expert] + rank;
       p.position[slot] = position, p.order[position] = slot;
     } else {
-      p.position[slot] = exists ? -1 : slots; /* beyond all places: combine makes its row NaN */
+      p.position[slot] = exists ? -1 : p.rows * p.top_k; /* beyond all places: combine makes its row NaN */
       if (p.weights) static_cast<float *>(p.weights)[slot] = 0.0f;
     }
   }
   __syncthreads();
 }
 
-__device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory, int64_t block, int64_t blocks) {
+__device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory, int64_t block, int64_t blocks,
+                          int64_t block_rows) {
   const moe_shared shared = moe_shared_of(memory, p.num_experts);
-  const int64_t block_rows = camox_moe_cuda_block_rows(&p), slots = p.rows * p.top_k;
+  const int64_t slots = p.rows * p.top_k;
   const int64_t copies = moe_scan(p, shared, block, blocks);
   for (int64_t place = copies + block * blockDim.x + threadIdx.x; place < slots; place += blocks * blockDim.x)
     p.order[place] = -1;
@@ -271,7 +334,7 @@ __device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory
 /* ALONE: one block has all rows, and places them too. */
 template <bool ALONE, typename T, int LANES, int V>
 __global__ void __launch_bounds__(LANES *V <= MOE_LARGE_EXPERTS ? MOE_LARGE_THREADS : MOE_THREADS, 1)
-    moe_choose_kernel(const __grid_constant__ camox_moe_route_params p) {
+    moe_choose_kernel(const __grid_constant__ camox_moe_route_params p, bool vectors) {
   CAMOX_DYNAMIC_SHARED(unsigned char, memory);
   int *const counts = reinterpret_cast<int *>(memory);
   const int64_t blocks = camox_moe_cuda_blocks(&p), block_rows = camox_moe_cuda_block_rows(&p);
@@ -282,12 +345,12 @@ __global__ void __launch_bounds__(LANES *V <= MOE_LARGE_EXPERTS ? MOE_LARGE_THRE
     __syncthreads();
     const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
     for (int64_t row = begin; row < end; row += groups)
-      moe_choose_row<T, LANES, V>(p, row + group, row + group < end, lane, counts);
+      moe_choose_row<T, LANES, V>(p, vectors, row + group, row + group < end, lane, counts);
     __syncthreads();
     for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) p.block_totals[block * p.num_experts + e] = counts[e];
     __syncthreads();
   }
-  if constexpr (ALONE) moe_place(p, memory, 0, 1);
+  if constexpr (ALONE) moe_place(p, memory, 0, 1, block_rows);
 }
 
 /* moe_choose_kernel for experts that the caller chose: a thread a slot counts them. */
@@ -311,67 +374,116 @@ __global__ void __launch_bounds__(MOE_LARGE_THREADS, 1) moe_count_kernel(const _
     for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) p.block_totals[block * p.num_experts + e] = counts[e];
     __syncthreads();
   }
-  if constexpr (ALONE) moe_place(p, memory, 0, 1);
+  if constexpr (ALONE) moe_place(p, memory, 0, 1, block_rows);
 }
 
-__global__ void __launch_bounds__(MOE_LARGE_THREADS) moe_place_kernel(const __grid_constant__ camox_moe_route_params p) {
+/* blocks, block_rows: what camox_moe_cuda_blocks and camox_moe_cuda_block_rows divide for. */
+__global__ void __launch_bounds__(MOE_LARGE_THREADS, 1)
+    moe_place_kernel(const __grid_constant__ camox_moe_route_params p, int64_t blocks, int64_t block_rows) {
   CAMOX_DYNAMIC_SHARED(unsigned char, memory);
-  const int64_t blocks = camox_moe_cuda_blocks(&p);
-  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) moe_place(p, memory, block, blocks);
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) moe_place(p, memory, block, blocks, block_rows);
 }
 
-/* LANES threads a row; all threads of a warp go through the loop as often. */
-template <int LANES, typename T>
-__global__ void __launch_bounds__(MOE_THREADS) moe_route_backward_kernel(const __grid_constant__ camox_moe_route_params p) {
-  constexpr int groups = MOE_THREADS / LANES;
+/* Bits of what shared memory has for an expert that the row did not choose: -0.0, which no gradient is there, as 0 is added. */
+#define MOE_NOT_CHOSEN 0x80000000u
+
+/* LANES threads a row, of which thread `lane` has V experts from lane * V on:
+
+     logits, choices, gradients of weights     loaded at once, so that a thread waits for memory once
+     gradients -> of_expert [row][expert]      from the thread of the choice to that of the expert
+     sums over the row's threads               -> grad_logits
+
+   All threads of a warp go through the loop as often. */
+template <int LANES, int V, typename T>
+__global__ void __launch_bounds__(MOE_THREADS)
+    moe_route_backward_kernel(const __grid_constant__ camox_moe_route_params p, bool vectors) {
+  constexpr int groups = MOE_THREADS / LANES, together = LANES == 1 ? 2 : 1; /* together: choices of a thread at a time */
+  __shared__ __align__(16) float of_experts[groups][LANES * V + 4];          /* rows begin in different banks */
   const int group = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
+  const int columns = static_cast<int>(p.num_experts), top_k = static_cast<int>(p.top_k);
+  const bool over_all = p.score == CAMOX_MOE_SOFTMAX_TOPK, softmax = p.score != CAMOX_MOE_SIGMOID_TOPK;
+  float *const of_expert = of_experts[group];
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * groups; first < p.rows;
        first += static_cast<int64_t>(gridDim.x) * groups) {
     const int64_t row = first + group;
     const bool exists = row < p.rows;
-    const int64_t choices = exists ? p.top_k : 0, columns = exists ? p.num_experts : 0;
-    const int64_t slot = row * p.top_k;
-    const float *const grad = static_cast<const float *>(p.grad) + slot;
-    const int64_t *const experts = p.experts + slot, *const position = p.position + slot;
-    T *const to = static_cast<T *>(p.grad_logits) + row * p.num_experts;
-    const bool over_all = p.score == CAMOX_MOE_SOFTMAX_TOPK, softmax = p.score != CAMOX_MOE_SIGMOID_TOPK;
-    const auto inside = [&](int64_t k) { return experts[k] >= 0 && experts[k] < p.num_experts; };
+    const int choices = exists ? top_k : 0;
+    const float *const grad = static_cast<const float *>(p.grad) + row * top_k;
+    const int64_t *const experts = p.experts + row * top_k, *const position = p.position + row * top_k;
+    float value[V];
+    moe_load_row<T>(value, p, vectors, row, exists, lane * V);
     /* as on the CPU: without the gradient of the best expert the sums cancel less */
-    const float best = over_all || !softmax || !exists || position[0] < 0 ? 0.0f : grad[0];
-    const auto grad_of = [&](int64_t k) { return (position[k] < 0 ? 0.0f : grad[k]) - best; };
-    float largest = -INFINITY, sum = 0.0f, dot = 0.0f;
-    bool any = false;
-    for (int64_t k = lane; k < choices; k += LANES) {
-      any |= position[k] >= 0;
-      if (inside(k)) largest = fmaxf(largest, moe_logit<T>(p, row, experts[k]));
+    float best = 0.0f;
+    if (exists && softmax && !over_all) {
+      const float given = __ldg(grad);
+      best = __ldg(position) < 0 ? 0.0f : given;
     }
-    any = camox_team_sum(any ? 1.0f : 0.0f, LANES) > 0.0f;
-    largest = camox_team_max(largest, LANES);
+    float gradient[V]; /* where all experts share the sum, 0 for those that were not chosen */
+#pragma unroll
+    for (int v = 0; v < V; ++v) gradient[v] = over_all ? 0.0f : -0.0f;
+    camox_put_floats(of_expert + lane * V, gradient);
+    __syncwarp();
+    bool any = false, outside = false;
+#pragma unroll 1
+    for (int k = lane; k < choices; k += together * LANES) {
+      int64_t expert[together], place[together];
+      float given[together];
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        const int choice = k + i * LANES < choices ? k + i * LANES : k;
+        expert[i] = __ldg(experts + choice), place[i] = __ldg(position + choice), given[i] = __ldg(grad + choice);
+      }
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        const float number = (place[i] < 0 ? 0.0f : given[i]) - best + 0.0f;
+        any |= place[i] >= 0;
+        if (moe_is_expert(p, expert[i]))
+          of_expert[expert[i]] = number;
+        else
+          outside = true;
+      }
+    }
+    __syncwarp();
+    camox_get_floats(gradient, of_expert + lane * V);
+    any = moe_row_any<LANES>(any);
+    if (outside && any) moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
+    float largest = -INFINITY, scale = 1.0f, dot = outside ? nanf("") : 0.0f;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      uint32_t bits;
+      __builtin_memcpy(&bits, &gradient[v], sizeof bits);
+      value[v] = bits != MOE_NOT_CHOSEN && any ? value[v] : -INFINITY; /* whose weight is 0 */
+      largest = fmaxf(largest, value[v]);
+    }
     if (softmax) {
-      for (int64_t k = lane; k < choices; k += LANES) {
-        const float weight = inside(k) ? expf(moe_logit<T>(p, row, experts[k]) - largest) : nanf("");
-        if (!over_all) sum += weight;
-        dot = fmaf(weight, grad_of(k), dot);
+      float sum = 0.0f;
+      largest = camox_team_max(largest, LANES);
+      if (!any) largest = 0.0f;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        value[v] = expf(value[v] - largest);
+        sum += value[v], dot = fmaf(value[v], gradient[v], dot);
       }
-      if (over_all)
-        for (int64_t e = lane; e < columns; e += LANES) sum += expf(moe_logit<T>(p, row, e) - largest);
-      sum = camox_team_sum(sum, LANES), dot = camox_team_sum(dot, LANES) / sum;
-    }
-    for (int64_t e = lane; e < columns; e += LANES) {
-      const float value = any && over_all ? -dot * (expf(moe_logit<T>(p, row, e) - largest) / sum) : 0.0f;
-      to[e] = camox_from_float<T>(value);
-    }
-    __syncwarp();
-    for (int64_t k = lane; any && k < choices; k += LANES) {
-      if (!inside(k)) {
-        moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
-        continue;
+      scale = camox_reciprocal(camox_team_sum(sum, LANES));
+      dot = camox_team_sum(dot, LANES) * scale;
+    } else {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const float weight = moe_sigmoid(value[v]);
+        value[v] = weight * (1.0f - weight);
       }
-      const float logit = moe_logit<T>(p, row, experts[k]), weight = softmax ? expf(logit - largest) / sum : moe_sigmoid(logit);
-      const float value = softmax ? weight * (grad_of(k) - dot) : weight * (1.0f - weight) * grad_of(k);
-      to[experts[k]] = camox_from_float<T>(value);
+      dot = 0.0f;
     }
-    __syncwarp();
+    T *const to = static_cast<T *>(p.grad_logits) + row * columns + lane * V;
+    const int stored = exists ? columns - lane * V : 0;
+    constexpr int lanes = camox_lanes<T>::value;
+#pragma unroll
+    for (int i = 0; i < V; i += lanes) {
+      float result[lanes];
+#pragma unroll
+      for (int v = 0; v < lanes; ++v) result[v] = value[i + v] == 0.0f ? 0.0f : value[i + v] * scale * (gradient[i + v] - dot);
+      camox_store_float(to + i, result, stored - i, vectors);
+    }
   }
 }
 
@@ -387,7 +499,7 @@ __device__ __forceinline__ int moe_softmax_of(const camox_moe_route_params &p, i
     const float logit = moe_logit<T>(p, row, e);
     if (logit > largest) largest = logit, index = e;
   }
-  moe_group_best<CAMOX_WARP>(largest, index);
+  moe_warp_best(largest, index);
   for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) sum += expf(moe_logit<T>(p, row, e) - largest);
   sum = camox_warp_sum(sum);
   return index;
@@ -703,18 +815,27 @@ __global__ void __launch_bounds__(MOE_THREADS)
 
 /* ---- launchers ---- */
 
+/* Whether all rows of logits and their gradients can be accessed 16 bytes at a time. */
+template <typename T>
+static bool moe_has_vectors(const camox_moe_route_params *p) {
+  constexpr int lanes = camox_lanes<T>::value;
+  return p->num_experts % lanes == 0 && p->logits_stride[1] == 1 && p->logits_stride[0] % lanes == 0 &&
+         camox_aligned(p->logits, 16) && camox_aligned(p->grad_logits, 16);
+}
+
 template <typename T, int LANES, int V>
 static void moe_launch_choose(const camox_moe_route_params *p, void *stream) {
+  const bool vectors = moe_has_vectors<T>(p);
   const int64_t blocks = camox_moe_cuda_blocks(p);
   const unsigned threads = moe_route_threads(p->num_experts);
   const size_t shared = moe_shared_bytes(p->num_experts);
   if (blocks == 1) {
-    CAMOX_LAUNCH((moe_choose_kernel<true, T, LANES, V>), 1, threads, shared, stream, *p);
+    CAMOX_LAUNCH((moe_choose_kernel<true, T, LANES, V>), 1, threads, shared, stream, *p, vectors);
     return;
   }
   const size_t counts = static_cast<size_t>(p->num_experts) * sizeof(int);
-  CAMOX_LAUNCH((moe_choose_kernel<false, T, LANES, V>), camox_grid(blocks), threads, counts, stream, *p);
-  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), threads, shared, stream, *p);
+  CAMOX_LAUNCH((moe_choose_kernel<false, T, LANES, V>), camox_grid(blocks), threads, counts, stream, *p, vectors);
+  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), threads, shared, stream, *p, blocks, camox_moe_cuda_block_rows(p));
 }
 
 template <typename T>
@@ -752,26 +873,28 @@ extern "C" int camox_moe_place_cuda(const camox_moe_route_params *p, void *strea
     return camox_launch_status();
   }
   CAMOX_LAUNCH((moe_count_kernel<false>), camox_grid(blocks), threads, counts, stream, *p);
-  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), threads, shared, stream, *p);
+  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), threads, shared, stream, *p, blocks, camox_moe_cuda_block_rows(p));
   return camox_launch_status();
 }
 
 static unsigned moe_rows_grid(const camox_moe_route_params *p) { return camox_grid(camox_ceil_div(p->rows, MOE_WARPS)); }
 
-template <typename T, int LANES>
+template <typename T, int LANES, int V>
 static void moe_launch_backward(const camox_moe_route_params *p, void *stream) {
   const unsigned grid = camox_grid(camox_ceil_div(p->rows, MOE_THREADS / LANES));
-  CAMOX_LAUNCH((moe_route_backward_kernel<LANES, T>), grid, MOE_THREADS, 0, stream, *p);
+  CAMOX_LAUNCH((moe_route_backward_kernel<LANES, V, T>), grid, MOE_THREADS, 0, stream, *p, moe_has_vectors<T>(p));
 }
 
 template <typename T>
 static void moe_launch_route_backward(const camox_moe_route_params *p, void *stream) {
   if (p->num_experts <= 8)
-    moe_launch_backward<T, 1>(p, stream);
+    moe_launch_backward<T, 1, 8>(p, stream);
   else if (p->num_experts <= 64)
-    moe_launch_backward<T, 8>(p, stream);
+    moe_launch_backward<T, 8, 8>(p, stream);
+  else if (p->num_experts <= 256)
+    moe_launch_backward<T, 32, 8>(p, stream);
   else
-    moe_launch_backward<T, CAMOX_WARP>(p, stream);
+    moe_launch_backward<T, 32, 32>(p, stream);
 }
 
 extern "C" int camox_moe_route_backward_cuda(const camox_moe_route_params *p, void *stream) {

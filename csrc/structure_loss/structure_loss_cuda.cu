@@ -21,7 +21,7 @@
 struct structure_args {
   camox_structure_loss_params p;
   int64_t per_image, items; /* work items of an image and in all */
-  int lanes;                /* threads that add the work items of an image */
+  int lanes_log2;           /* of the threads that add the work items of an image */
   float smooth;
   float *partial; /* [items, CAMOX_STRUCTURE_SUMS] */
   camox_counters counters;
@@ -120,17 +120,18 @@ __device__ __forceinline__ void structure_block_sums(float (&sum)[CAMOX_STRUCTUR
 __device__ __forceinline__ void structure_finish(const structure_args &a, float *scratch) {
   float *const loss = static_cast<float *>(a.p.loss), *const sums = static_cast<float *>(a.p.sums);
   const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % a.lanes;
+  const int lanes = 1 << a.lanes_log2, thread = static_cast<int>(threadIdx.x), lane = thread & (lanes - 1);
   float of_batch = 0.0f, total = 0.0f;
-  for (int64_t first = 0; first < a.p.images; first += STRUCTURE_THREADS / a.lanes) {
-    const int64_t image = first + thread / a.lanes, items = image < a.p.images ? a.per_image : 0;
+  for (int64_t first = 0; first < a.p.images; first += STRUCTURE_THREADS >> a.lanes_log2) {
+    const int64_t image = first + (thread >> a.lanes_log2);
+    const int items = image < a.p.images ? static_cast<int>(a.per_image) : 0;
     const uint4 *const partial = reinterpret_cast<const uint4 *>(a.partial) + image * a.per_image;
     float sum[CAMOX_STRUCTURE_SUMS] = {};
-    for (int64_t item = lane; item < items; item += STRUCTURE_LOADS * a.lanes) {
+    for (int item = lane; item < items; item += STRUCTURE_LOADS * lanes) {
       uint4 word[STRUCTURE_LOADS] = {};
 #pragma unroll
       for (int i = 0; i < STRUCTURE_LOADS; ++i)
-        if (item + i * a.lanes < items) word[i] = __ldcg(partial + item + i * a.lanes);
+        if (item + i * lanes < items) word[i] = __ldcg(partial + item + i * lanes);
 #pragma unroll
       for (int i = 0; i < STRUCTURE_LOADS; ++i) {
         float of_item[CAMOX_STRUCTURE_SUMS];
@@ -139,7 +140,7 @@ __device__ __forceinline__ void structure_finish(const structure_args &a, float 
         for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] += of_item[k];
       }
     }
-    for (int other = a.lanes / 2; other > 0; other /= 2) {
+    for (int other = lanes / 2; other > 0; other /= 2) {
 #pragma unroll
       for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] += __shfl_xor_sync(CAMOX_FULL_MASK, sum[k], other);
     }
@@ -293,7 +294,7 @@ static int structure_run(const structure_args &a, bool backward, void *stream) {
 
 extern "C" int camox_structure_loss_cuda(const camox_structure_loss_params *p, void *stream) {
   structure_args a = structure_args_of(p);
-  a.lanes = p->images <= 8 ? 32 : p->images <= 16 ? 16 : 8;
+  a.lanes_log2 = p->images <= 8 ? 5 : p->images <= 16 ? 4 : 3;
   a.partial = static_cast<float *>(p->partial);
   /* partial has CAMOX_STRUCTURE_PARTIAL numbers for each work item, more than the sums */
   if (a.items > 0) a.counters = camox_counters_on(stream, static_cast<uint32_t *>(p->partial) + a.items * CAMOX_STRUCTURE_SUMS);

@@ -33,7 +33,7 @@ def _params(memory, grads, groups, repeats):
         entry.group, entry.repeats = groups[i] if groups else 0, repeats
     p.count, p.groups = len(grads), GROUPS
     p.grads = ctypes.addressof(entries)
-    size = 16 * BATCH + 8 * BLOCKS + 8 + 16 + 4 * BATCH  # camox_grad_norms_table_bytes
+    size = 64 * BATCH + 8 * BLOCKS + 8 + 16 + 4 * BATCH  # camox_grad_norms_table_bytes
     table = memory.empty_strided((-(-size // 16), 2), (2, 1), torch.int64, "table")
     p.table = table.data_ptr()
     return p, (entries, table), structs, constants

@@ -18,7 +18,8 @@ SCORES = {
     "softmax_topk_renorm": "TOPK_SOFTMAX",
     "sigmoid_topk": "SIGMOID_TOPK",
 }
-# rows, E, K: 1, 8 and 32 lanes a row with 8 logits each, 32 lanes with 32; within one block of 128 rows and beyond it.
+# rows, E, K: 1, 8 and 32 lanes a row with 8 logits each, 32 lanes with 32; within one block of 128 rows and beyond it;
+# more choices than lanes.
 ROUTES = [
     (1, 1, 1),
     (5, 7, 3),
@@ -29,6 +30,9 @@ ROUTES = [
     (131, 9, 2),
     (300, 5, 1),
     (130, 8, 8),
+    (6, 40, 20),
+    (3, 72, 40),
+    (2, 304, 35),
 ]
 # Elements of a row: accesses of 16, 4 and 2 bytes; a warp and a block a row; a chunk and several of them.
 ROWS = [(8,), (6,), (5,), (3, 4, 5), (512,), (520,), (513,), (4, 33, 31), (8, 1025)]

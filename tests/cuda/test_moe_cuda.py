@@ -38,6 +38,28 @@ def test_moe_route(dtype, score, arch):
         assert_close_to_reference(mine, found[0].to(dtype), found[1])
 
 
+def test_moe_route_of_equal_and_infinite_logits_in_any_layout(dtype, order):
+    for num_experts in (8, 64, 72):
+        logits = moe_logits(6, num_experts, dtype)
+        logits[0], logits[0, 1::2] = 0.0, -0.0
+        logits[1] = 1.0
+        logits[2, 3:] = -torch.inf
+        grad = torch.rand(6, 3, generator=torch.Generator().manual_seed(5))
+        wide = torch.cat((logits[:, :1], logits), 1)
+        for score in moe_cases.SCORES:
+            truth = reference.moe_route(logits.double(), 3, score=score)
+            expected = moe_cases.route(logits, 3, score=score)
+            for mine, theirs in zip(expected[1:], truth[1:], strict=True):
+                assert torch.equal(mine, theirs)
+            gradient = moe_cases.route_backward(grad, logits, expected[1], expected[5], score=score)
+            for strided in (logits, wide[:, 1:], logits.t().contiguous().t()):
+                found = moe_cases.route(strided, 3, score=score, order=order)
+                for mine, theirs in zip(found, expected, strict=True):
+                    assert torch.equal(mine, theirs)
+                mine = moe_cases.route_backward(grad, strided, found[1], found[5], score=score, order=order)
+                assert torch.equal(mine, gradient)
+
+
 def test_moe_place(arch):
     orders = list(emulator.ORDERS)
     for i, (rows, num_experts, top_k) in enumerate(moe_cases.ROUTES):
