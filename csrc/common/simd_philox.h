@@ -88,12 +88,12 @@ CAMOX_INLINE void camox_keep_unpack(vu64 first, vu64 second, vu16x2 *bits) {
   bits[1] = (vu16x2)__builtin_shuffle(first, second, (vi64){1, 3});
 }
 CAMOX_INLINE vf32 vf32_kept(const camox_keep *keep, int part, vf32 v) {
-  vi32 mask;
+  vi32 mask = {0};
   for (int lane = 0; lane < VF32_LANES; ++lane) mask[lane] = (int16_t)keep->half[part / 2][part % 2 * VF32_LANES + lane];
   return vf32_keep(mask, v);
 }
 CAMOX_INLINE vf64 vf64_kept(const camox_keep *keep, int part, vf64 v) {
-  vi64 mask;
+  vi64 mask = {0};
   for (int lane = 0; lane < VF64_LANES; ++lane) mask[lane] = (int16_t)keep->half[part / 4][part % 4 * VF64_LANES + lane];
   return vf64_keep(mask, v);
 }
