@@ -56,7 +56,8 @@ if X86:
         "-mprefer-vector-width=512",
     ]
 CUDA_OPS = [op for op in OPS if (CSRC / op / f"{op}_cuda.cu").exists()]
-ALL_CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+# sm_89 runs the machine code of sm_86, as all minor versions do that of earlier ones: a seventh part of the wheel.
+ALL_CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 # What CUDA's static runtime calls that moved into libc.so.6 with glibc 2.34: library, version, functions of x86-64.
 OLD_GLIBC = {
     "libdl.so.2": {"GLIBC_2.2.5": "dlclose dlerror dlopen dlsym dlvsym", "GLIBC_2.3.4": "dlmopen"},

@@ -34,7 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "csrc" / "cuda_budget.json"
-ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 OPS = sorted(path.parent.name for path in (ROOT / "csrc").glob("*/*_cuda.cu"))
 # Launch bounds were chosen for the others: here a kernel may spill, but no more than its line says.
 UNTUNED = ("sm_100", "sm_120")
@@ -50,7 +50,6 @@ LIMITS = {
     "sm_75": (1024, 16, 64, 0),
     "sm_80": (2048, 32, 164, 1),
     "sm_86": (1536, 16, 100, 1),
-    "sm_89": (1536, 24, 100, 1),
     "sm_90": (2048, 32, 228, 0),
     "sm_100": (2048, 32, 228, 0),
     "sm_120": (1536, 24, 100, 0),

@@ -30,10 +30,9 @@ template <int S, int FUSION>
 static constexpr bool la_mma_gradient_prefetches = FUSION == LA_WITH_SUMS && S == 2;
 template <int S, int FUSION>
 static constexpr int la_mma_gradient_tiles = la_mma_gradient_prefetches<S, FUSION> ? 2 : la_mma_tiles<S>;
-/* A third block would spill where the low parts of float16 take most registers: of rows, and on sm_86 and sm_89. */
+/* A third block would spill where the low parts of float16 take most registers: of rows, and on sm_86. */
 template <typename T, bool COLUMNS>
-static constexpr bool la_mma_tight =
-    !camox_is_bfloat16<T>::value && (!COLUMNS || CAMOX_CUDA_ARCH == 860 || CAMOX_CUDA_ARCH == 890);
+static constexpr bool la_mma_tight = !camox_is_bfloat16<T>::value && (!COLUMNS || CAMOX_CUDA_ARCH == 860);
 template <typename T, int S, bool COLUMNS, int FUSION>
 static constexpr int la_mma_gradient_blocks =
     S == 1 || (la_mma_gradient_prefetches<S, FUSION> && !la_mma_tight<T, COLUMNS>) ? 3 : 2;
