@@ -238,11 +238,11 @@ WIDE_LOAD, WIDE_STORE = cuda_budget.WIDE["loads"], cuda_budget.WIDE["stores"]
 
 
 def cheapest(
-    blocks: Blocks, start: int, ends, allowed, counted, most: str = "", free=()
+    blocks: Blocks, start: int, ends, allowed, counted, most: str = "", free=(), limits=()
 ) -> dict[tuple[int, ...], Route]:
     """(accesses of each pattern in `counted`) -> the cheapest of those ways from `start` to a block of `ends` that have
     most instructions like `most`. No block is passed twice; calls, which serve rare numbers, are avoided; blocks of
-    `free` count nothing."""
+    `free` count nothing, and ways with more accesses than `limits` are none."""
     order, seen = [], set()
 
     def visit(first: int) -> None:
@@ -281,6 +281,8 @@ def cheapest(
             states = best.setdefault(other, {})
             for key, (spent, _) in best.get(block, {}).items():
                 new = (tuple(a + b for a, b in zip(key[0], counts, strict=True)), key[1] + marks)
+                if any(count > limit for count, limit in zip(new[0], limits, strict=False)):
+                    continue
                 if new not in states or spent + cost < states[new][0]:
                     states[new] = (spent + cost, (block, key))
     found: dict[tuple[int, ...], tuple] = {}
@@ -348,8 +350,10 @@ def turn_of(blocks: Blocks, loops: list[Loop], step: Step) -> tuple[int, Loop, R
         if step.row and not inside:
             continue
         ends = [block for block in loop.body if loop.header in blocks.following[block]]
-        paths = cheapest(blocks, loop.header, ends, loop.body, step.patterns, step.most)
-        for unrolled in (8, 4, 3, 2, 1) if not step.row else (1,):
+        turns_of = (1,) if step.row else (8, 4, 3, 2, 1)
+        limits = step.counts(turns_of[0])
+        paths = cheapest(blocks, loop.header, ends, loop.body, step.patterns, step.most, limits=limits)
+        for unrolled in turns_of:
             path = paths.get(step.counts(unrolled))
             turns = [(turn_of(blocks, inside, inner), times) for inner, times in step.inner]
             if path and all(turn for turn, _ in turns):
@@ -1284,8 +1288,9 @@ def linear_attention_cases(dtype: str) -> list[Case]:
     ]
 
 
-# csrc/box/box_cuda.cu: threads of a block, rows of a step, the driver's bytes of each block
-BOX_THREADS, BOX_STEP, BOX_RESERVED = 256, 4, 1024
+# csrc/box/box_cuda.cu: threads of a block, rows of a step, columns of a segment of channels_last, the driver's bytes of
+# each block, bytes of a sector
+BOX_THREADS, BOX_STEP, BOX_SEGMENT, BOX_RESERVED, BOX_SECTOR = 256, 4, 8, 1024, 32
 # Multiprocessors of a GPU -> bytes of shared memory that one of its blocks may have
 BLOCK_SHARED = {
     gpu.processors: cuda_budget.LIMITS[gpu.arch][2] * 1024 - (gpu.arch != "sm_75") * BOX_RESERVED for gpu in GPUS
@@ -1294,90 +1299,131 @@ BOX_SHAPE, BOX_WINDOWS = (BATCH, CHANNELS, HEIGHT, WIDTH), (3, 7, 31)
 STRUCTURE_SHAPE, STRUCTURE_WINDOW = (8, 1, 352, 352), 31
 
 
-def box_divide(processors: int, shape, radius: int, lanes: int) -> tuple[int, int, int, int]:
-    """(blocks, threads, rows of a band, bytes of shared memory) as box_divide in csrc/box/box_cuda.cu divides them."""
+def box_divide(processors: int, shape, radius: int, size: int, last: bool) -> tuple[int, int, int, int, float]:
+    """(blocks, threads, rows of a band, bytes of shared memory) as box_divide in csrc/box/box_cuda.cu divides them, and
+    how often an element is read besides: columns of two tiles, sectors that two blocks share."""
     batch, channels, height, width = shape
-    all_planes, vectors, most = batch * channels, ceil_div(width, lanes), ceil_div(height, BOX_STEP)
-    lines = 2 * radius + 1 if radius <= 3 else lanes + 1
-    side = ceil_div(radius, lanes)
+    lanes = BOX_STEP if last else 16 // size  # elements of a thread
+    segment, step = (BOX_SEGMENT, BOX_SEGMENT) if last else (1, BOX_STEP)  # threads, rows
+    of_segment = BOX_SEGMENT if last else lanes  # columns
+    together = ceil_div(channels, lanes) if last else channels
+    vectors, most = ceil_div(width, of_segment) * segment, ceil_div(height, step)
+    all_planes = batch * together
+    lines = 2 * radius + 1 if radius <= 3 and not last else of_segment + 1
+    side = ceil_div(radius, of_segment)
     ring, totals = (2 * radius, (2 * radius - BOX_STEP) // BOX_STEP) if radius > 1 else (0, 0)
-    best = (math.inf, 0, 0, 0, 0)
-    for threads in range(WARP, BOX_THREADS + 1, WARP):
-        tiles = vectors > threads
-        if tiles and threads < 4 * side:
-            continue
-        across = min(threads, vectors)
-        planes = min(threads // across, all_planes)
-        columns = ceil_div(all_planes, planes) * ceil_div(vectors, across - 2 * side if tiles else across)
-        positions = side + ceil_div(threads, across) * (across + side)
-        shared = 16 * (lines * positions + threads * (ring + totals * lanes // 4))
-        if shared > BLOCK_SHARED[processors]:
+    registers = 384 if last or lanes == 8 else 512
+    best = (math.inf, 0, 0, 0, 0, 0.0)
+    for least_planes in (min(BOX_SECTOR // (lanes * size), together) if last else 1, 1):
+        for threads in range(WARP, (registers if last else BOX_THREADS) + 1, WARP):
+            widest = threads // least_planes // segment * segment
+            tiles = vectors > widest
+            halo = side * segment if tiles else 0
+            across = widest if tiles else vectors
+            if (tiles and widest < 4 * halo) or across == 0:
+                continue
+            planes = min(threads // across, all_planes)
+            columns = ceil_div(all_planes, planes) * ceil_div(vectors, across - 2 * halo)
+            rows = step * planes if last else ceil_div(threads, across)
+            positions = side + rows * (across // segment + side)
+            shared = 16 * lines * positions + threads * (ring * lanes * size + totals * lanes * 4)
+            if shared > BLOCK_SHARED[processors]:
+                break
+            beside = across / (across - 2 * halo) - 1
+            if last:
+                beside += -(planes * lanes * size) % BOX_SECTOR / (planes * lanes * size)
+            by_shared = (BLOCK_SHARED[processors] + BOX_RESERVED) // (shared + BOX_RESERVED)
+            at_once = processors * min(by_shared, registers // threads)
+
+            def time_of(blocks, threads=threads):
+                busy = ceil_div(blocks, processors) * threads
+                return busy + 7 * max(busy, BOX_THREADS) if blocks else 0
+
+            for bands in range(1, most + 1):
+                steps = ceil_div(most, bands)
+                blocks = columns * ceil_div(most, steps)
+                whole, remaining = divmod(blocks, at_once)
+                time = (whole * time_of(at_once) + time_of(remaining)) * (step * steps + 4 + radius)
+                if time < best[0]:
+                    of_block = planes * across if last else threads
+                    best = (time, blocks, of_block, step * steps, shared, beside)
+        if best[1]:
             break
-        by_shared = (BLOCK_SHARED[processors] + BOX_RESERVED) // (shared + BOX_RESERVED)
-        at_once = processors * min(by_shared, (384 if lanes == 8 else 512) // threads)
-
-        def time_of(blocks, threads=threads):
-            busy = ceil_div(blocks, processors) * threads
-            return busy + 7 * max(busy, BOX_THREADS) if blocks else 0
-
-        for bands in range(1, most + 1):
-            steps = ceil_div(most, bands)
-            blocks = columns * ceil_div(most, steps)
-            whole, remaining = divmod(blocks, at_once)
-            time = (whole * time_of(at_once) + time_of(remaining)) * (4 * (steps + 1) + radius)
-            if time < best[0]:
-                best = (time, blocks, threads, BOX_STEP * steps, shared)
     return best[1:]
 
 
 def box_cases(dtype: str) -> list[Case]:
-    """A step has four rows; its loads from shared memory and its multiply-adds tell its way. To begin a band, copying
-    four rows into the ring and adding them up costs a fifth of a step."""
+    """A step has four rows, or eight of channels_last; its accesses to shared memory and its multiply-adds tell its
+    way. To begin a band, copying four rows into the ring and adding them up costs a fifth of what four rows cost. A
+    backward is a forward of the gradient."""
     element, size = DTYPES[dtype]
-    lanes, cases = 16 // size, []
+    cases = []
 
-    def spans(radius: int) -> tuple[int, int, int]:
+    def spans(radius: int, lanes: int) -> tuple[int, int, int]:
         """box_spans_of: (single columns on the left, whole segments, single columns on the right) of the core"""
         single, core = (radius + 1) % lanes, 2 * radius + 2 - lanes
         return (single, (core - 2 * single) // lanes, single) if core >= 2 * single else (core, 0, 0)
 
-    def marks(radius: int) -> int:
-        """A step's loads from shared memory, each loop passed once, and the multiply-adds of its trailing rows."""
-        tall = 4 + (2 * lanes // 4 if radius > 3 else 0) + lanes * (4 + 2 * (radius % 2)) if radius > 1 else 0
-        if radius <= 3:
-            return tall + 2 * radius
-        return tall + 2 * (lanes - 1) + sum(count > 0 for count in spans(radius))
+    def down(radius: int, lanes: int) -> int:
+        """The accesses to shared memory of four rows' sums down the columns, and the multiply-adds of trailing rows."""
+        if radius == 1:
+            return 0
+        # the oldest total is replaced; one of a block that is complete becomes a sum to its end
+        totals = 2 * 2 * (lanes // 4) if radius > 3 else 0
+        return 4 + 4 + lanes * (4 + 2 * (radius % 2)) + totals
 
-    def case(name, shape, window, loads, weights):
-        radius, elements = window // 2, math.prod(shape)
-        reach, tall = radius if radius <= 3 else 0, "true" if radius > 1 else "false"
-        kernel = f"box_bands_kernel<{element}, {lanes}, {reach}, {tall}>"
-        inner = sum(spans(radius)) - sum(count > 0 for count in spans(radius)) + 1  # lines that loops add
+    def case(name, shape, window, weights=0, last=False):
+        radius, elements, lanes = window // 2, math.prod(shape), BOX_STEP if last else 16 // size
+        reach, tall = radius if radius <= 3 and not last else 0, "true" if radius > 1 else "false"
+        kernel = f"box_bands_kernel<{element}, {lanes}, {reach}, {tall}, {'true' if last else 'false'}>"
+        segment, rows_of_step = (BOX_SEGMENT, BOX_SEGMENT) if last else (lanes, BOX_STEP)
+        marks, core = rows_of_step // BOX_STEP * down(radius, lanes), (0, 0, 0)
+        own = 2 * BOX_SEGMENT if last else lanes  # lines of its columns
+        if last and radius <= 2:
+            marks += own + 4
+        elif reach:
+            marks += 4 * reach
+        else:
+            core = spans(radius, segment)
+            marks += own + 1 + 2 * (segment - 1) + sum(count > 0 for count in core)
+        inner = sum(core) - sum(count > 0 for count in core) + 1  # lines that loops add
         sums = Step(1, 0, load=r"\bLDS\b", store=r"\bSTS\b")
+        narrow = {"load": r"\bLDG\.E(\.\w+)*\.64\b", "store": r"\bSTG\.E(\.\w+)*\.64\b"}
         step = Step(
-            loads,
-            BOX_STEP,
-            row=radius > 1,
-            rounds=marks(radius) + weights,
-            rounding=r"\b(LDS|FFMA)\b",
-            inner=((sums, inner),) if radius > 3 else (),
+            rows_of_step * (2 if weights else 1),
+            rows_of_step,
+            row=radius > (2 if last else 1),
+            rounds=marks + weights,
+            rounding=r"\b(LDS|STS|FFMA)\b",
+            inner=((sums, inner),) if inner > 1 else (),
+            **(narrow if lanes * size == 8 else {}),
         )
 
         def launch(processors: int, _: int) -> Launch:
-            blocks, threads, rows, shared = box_divide(processors, shape, radius, lanes)
-            steps = rows / BOX_STEP + 2 * radius / BOX_STEP / 5
+            blocks, threads, rows, shared, beside = box_divide(processors, shape, radius, size, last)
+            steps = (rows + 2 * radius / 5) / rows_of_step
             lost = elements * size * 2 * radius / rows if rows < shape[2] else 0.0
             return Launch(
-                kernel, blocks, threads, step, steps, 2.0 * elements * size, shared, 1, halo=(lost, 16.0 * 2 * radius)
+                kernel,
+                blocks,
+                threads,
+                step,
+                steps,
+                2.0 * elements * size,
+                shared,
+                prefetched=1,
+                halo=(lost, lanes * size * 2.0 * radius),
+                read_beside=elements * size * beside,
             )
 
         once = 2 * elements * size
         cases.append(Case("box", name, "forward", dtype, elements, once, (Divided(kernel, 128, launch),)))
 
-    for window in BOX_WINDOWS:
-        case(f"box_mean by {window}", BOX_SHAPE, window, BOX_STEP, 0)
+    for layout in ("", " channels_last"):
+        for window in BOX_WINDOWS:
+            case(f"box_mean{layout} by {window}", BOX_SHAPE, window, last=bool(layout))
     # the mask's own pixels are read again, and multiplied
-    case("structure_weight", STRUCTURE_SHAPE, STRUCTURE_WINDOW, 2 * BOX_STEP, BOX_STEP * lanes)
+    case("structure_weight", STRUCTURE_SHAPE, STRUCTURE_WINDOW, BOX_STEP * 16 // size)
     return cases
 
 
@@ -1406,7 +1452,7 @@ NOT_MODELLED = {
     "linear_attention in float32, or causal": "tiles pass through shared memory in several loops, none of them hot",
     "linear_cross_entropy": "products and exponentials take turns in one loop over tiles",
     "short_attention": "loops over tokens and elements whose numbers are arguments, none of them hot",
-    "box_mean in channels_last": "two launches whose loops over a window load one element at a time",
+    "box_mean of windows beyond one launch": "two launches whose loops over a window load one element at a time",
 }
 OPS = sorted({case.op for case in CASES})
 

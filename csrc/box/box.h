@@ -67,12 +67,15 @@ static inline int64_t camox_box_clipped(int64_t window, int64_t side) { return w
    shared memory that a block may have on every GPU from sm_75 on. */
 #define CAMOX_BOX_RING_RADIUS 30
 
-/* CUDA: whether one launch sums along rows and columns, without the buffers of two: rows of adjacent pixels alone. */
+/* CUDA: the same in channels_last, where a thread has one column, and a tile each column that its windows reach. */
+#define CAMOX_BOX_RING_RADIUS_CHANNELS_LAST 15
+
+/* CUDA: whether one launch sums along rows and columns, without the buffers of two. */
 static inline int camox_box_is_one_launch(const camox_box_params *p) {
   const int64_t radius_y = camox_box_clipped(p->window_height, p->height);
   const int64_t radius_x = camox_box_clipped(p->window_width, p->width);
-  return !p->channels_last && radius_y <= CAMOX_BOX_RING_RADIUS && radius_x > 0 && radius_x <= CAMOX_BOX_RING_RADIUS &&
-         p->height <= INT32_MAX / 2 && p->width <= INT32_MAX / 2;
+  const int64_t largest = p->channels_last ? CAMOX_BOX_RING_RADIUS_CHANNELS_LAST : CAMOX_BOX_RING_RADIUS;
+  return radius_y <= largest && radius_x > 0 && radius_x <= largest && p->height <= INT32_MAX / 2 && p->width <= INT32_MAX / 2;
 }
 
 /* Host wrapper of the CUDA kernels: 0 or a cudaError_t. */

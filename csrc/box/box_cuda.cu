@@ -1,7 +1,8 @@
 /* Box means on CUDA. Sums are never formed by subtracting: no drift, and NaN and infinity stay where they are. No atomics:
    fixed bits.
 
-   Contiguous images, windows of up to 61 x 61: one launch, x is read once and y written once (box_bands_kernel).
+   Contiguous images with windows of up to 61 x 61, channels_last with up to 31 x 31: one launch, x is read once and y written
+   once (box_bands_kernel).
 
               planes of a block, `across` threads each, V adjacent columns (16 bytes of x) to a thread
        row  4j     | t t t t | <-- trailing rows, from the ring in shared memory: the first rows of the step's windows
@@ -23,7 +24,17 @@
      shared   [segments, with zeros beside each row] [ring of rows of x] [totals]; ring and totals are each thread's own. Two
               barriers a step.
 
-   channels_last and larger windows: sums along the rows into float32 memory, then down the columns, in two launches. A side is
+     channels_last   threads beside each other have adjacent channels, four each (8 or 16 bytes of x) of one column; a plane is
+              these channels of an image. Down the columns they do the same. Twice four rows are then put into shared memory:
+
+                 down     a thread has a column of 8 rows        across   a thread has 8 columns of a row, a segment
+                          c                                                r r r r r r r r
+                          c
+                          ...      whose lines of 16 bytes are four channels of a pixel, not four rows of a column
+
+              so that segments are added in the same way, and each of the 8 pixels is written at once. Three barriers for 8 rows.
+
+   Larger windows and windows of one column: sums along the rows into float32 memory, then down the columns, in two launches. A side is
    counted from -radius on, where the window of pixel 0 begins, in blocks as long as the window. A window is the end of one
    block and the beginning of the next: its sum is the sum from its first pixel to the end of that block, plus the sum from the
    beginning of the next block on. Both are restarted in each block.
@@ -195,13 +206,16 @@ __global__ void __launch_bounds__(BOX_THREADS) box_lines_kernel(const __grid_con
 
 /* ---- contiguous images, both directions at once: a block for planes beside each other and a row band ---- */
 
-#define BOX_BAND_THREADS 256    /* at most */
-#define BOX_STEP 4              /* rows of a step */
+#define BOX_BAND_THREADS 256 /* at most */
+#define BOX_STEP 4           /* rows of a step down the columns */
+#define BOX_SEGMENT 8 /* channels_last: columns of a segment, and rows that are summed down before they are summed along */
 #define BOX_BLOCK_RESERVED 1024 /* bytes of shared memory that the driver takes for each block */
+#define BOX_SECTOR 32           /* bytes that memory is read in at least */
 
-/* Threads that a multiprocessor's registers are enough for: with 128 each, or 168 where a thread has 8 columns. */
-template <int V>
-static constexpr int box_resident_threads = V == 8 ? 384 : 512;
+/* Threads that a multiprocessor's registers are enough for: with 128 each, or 168 where a thread has 8 columns, or a step 8
+   rows. */
+template <int V, bool LAST>
+static constexpr int box_resident_threads = V == 8 || LAST ? 384 : 512;
 
 /* Lines of a segment in shared memory, of 16 bytes: one number of each of a step's four rows. Windows of up to 7 columns need
    the outermost 2 * REACH columns, larger ones all V and their sum. An odd number, so that neighbouring threads' accesses fall
@@ -228,50 +242,53 @@ struct box_spans {
 
 struct box_bands {
   box_args a;
-  bool vectors;  /* all accesses of V elements are aligned */
-  int threads;   /* of a block */
-  int across;    /* threads of a row or, where a row is longer than a block, of its tile, */
-  int halo;      /* whose first and last so many only serve the others */
-  int side;      /* segments that a window reaches into on each side; so many of zeros lie beside each row */
-  int positions; /* segments in shared memory, those of zeros too */
-  int planes;    /* of a block, beside each other */
-  int rows;      /* of a row band */
-  int ring_rows; /* 2 * radius_y */
-  int totals;    /* whole steps between a window's trailing and leading rows */
+  bool vectors;     /* all accesses of V elements are aligned */
+  int64_t inner;    /* x's stride between a thread's V elements */
+  int64_t together; /* planes of an image; channels_last: of V channels each */
+  int threads;      /* of a block */
+  int across;       /* threads of a row or, where a row is longer than a block, of its tile, */
+  int halo;         /* whose first and last so many only serve the others */
+  int segments;     /* of a row of a tile, in shared memory */
+  int side;         /* segments that a window reaches into on each side; so many of zeros lie beside each row */
+  int positions;    /* segments in shared memory, those of zeros too */
+  int planes;       /* of a block, beside each other */
+  int rows;         /* of a row band */
+  int ring_rows;    /* 2 * radius_y */
+  int totals;       /* whole steps between a window's trailing and leading rows */
   int64_t tiles, row_bands;
   box_spans spans;
 };
 
 /* V elements of row y; zeros where the row, of which only those before `end` count, or the column lies outside the image. */
 template <typename T, int V>
-__device__ __forceinline__ void box_fetch_row(T (&to)[V], const box_bands &plan, const T *from, int y, int end, int columns) {
+__device__ __forceinline__ void box_fetch_row(T (&to)[V], const box_bands &plan, const T *from, int y, int end, int elements) {
 #pragma unroll
   for (int c = 0; c < V; ++c) to[c] = camox_from_float<T>(0.0f);
   if (static_cast<unsigned>(y) >= static_cast<unsigned>(end)) return;
   if (plan.vectors) {
-    if (columns > 0) camox_load(to, from);
+    if (elements > 0) camox_load(to, from);
   } else {
 #pragma unroll
     for (int c = 0; c < V; ++c)
-      if (c < columns) to[c] = __ldg(from + c * plan.a.p.x.stride[3]);
+      if (c < elements) to[c] = __ldg(from + c * plan.inner);
   }
 }
 
-/* The same of four rows from y >= 0 on, `stride` apart. A thread without columns never loads, so its zeros stay. `from` becomes
+/* The same of four rows from y >= 0 on, `stride` apart. A thread without elements never loads, so its zeros stay. `from` becomes
    the row after them. */
 template <typename T, int V>
 __device__ __forceinline__ void box_fetch(T (&to)[BOX_STEP][V], const box_bands &plan, const T *&from, int64_t stride, int y,
-                                          int end, int columns) {
+                                          int end, int elements) {
   const T *const rows[BOX_STEP] = {from, from + stride, from + 2 * stride, from + 2 * stride + stride};
   from = rows[3] + stride;
   if (plan.vectors && y + BOX_STEP <= end) {
-    if (columns > 0) {
+    if (elements > 0) {
 #pragma unroll
       for (int i = 0; i < BOX_STEP; ++i) camox_load(to[i], rows[i]);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < BOX_STEP; ++i) box_fetch_row(to[i], plan, rows[i], y + i, end, columns);
+    for (int i = 0; i < BOX_STEP; ++i) box_fetch_row(to[i], plan, rows[i], y + i, end, elements);
   }
 }
 
@@ -294,24 +311,22 @@ __device__ __forceinline__ void box_add_adjacent(float (&to)[V], const float (&f
   }
 }
 
-/* Where the columns of head and tail lie in shared memory, in floats. Held in registers: found again in each step they would
+/* Where the columns of head and tail lie in shared memory, in floats. HELD in registers: found again in each step they would
    take two instructions each, since the line of a segment's sum lies between its columns and the next one's. */
 template <int V>
 struct box_ends {
   int head[V - 1], tail[V - 1];
 };
 
-template <int V, int REACH>
+template <int V, bool HELD>
 __device__ __forceinline__ box_ends<V> box_ends_of(const box_spans &spans, int mine) {
-  box_ends<V> ends = {};
-  if constexpr (REACH == 0) {
+  box_ends<V> ends;
 #pragma unroll
-    for (int c = 0; c < V - 1; ++c) {
-      ends.head[c] = mine + spans.head.at + (c < spans.head.before_next ? c : c + 1) * BOX_STEP;
-      ends.tail[c] = mine + spans.tail.at + (c < spans.tail.before_next ? c : c + 1) * BOX_STEP;
-      camox_compute_late(ends.head[c]);
-      camox_compute_late(ends.tail[c]);
-    }
+  for (int c = 0; c < V - 1; ++c) {
+    ends.head[c] = mine + spans.head.at + (c < spans.head.before_next ? c : c + 1) * BOX_STEP;
+    ends.tail[c] = mine + spans.tail.at + (c < spans.tail.before_next ? c : c + 1) * BOX_STEP;
+    if (HELD) camox_compute_late(ends.head[c]);
+    if (HELD) camox_compute_late(ends.tail[c]);
   }
   return ends;
 }
@@ -327,10 +342,51 @@ __device__ __forceinline__ void box_add_lines(float (&to)[BOX_STEP], const float
   }
 }
 
+/* Puts the sum of a segment's columns behind them in shared memory, for those whose windows have all of them. */
+template <int V>
+__device__ __forceinline__ void box_put_whole(float *mine, const float (&sums)[BOX_STEP][V]) {
+  float whole[BOX_STEP];
+#pragma unroll
+  for (int i = 0; i < BOX_STEP; ++i) whole[i] = sums[i][0] + sums[i][1];
+#pragma unroll
+  for (int c = 2; c < V; c += 2)
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) whole[i] += sums[i][c] + sums[i][c + 1];
+  camox_store_shared(mine + V * BOX_STEP, whole);
+}
+
+/* Sums over the windows of a segment's columns, of the columns and segments in shared memory. */
+template <int V>
+__device__ __forceinline__ void box_add_segments(float (&sums)[BOX_STEP][V], const box_spans &spans, const float *segments,
+                                                 const float *mine, const box_ends<V> &ends) {
+  float sum[BOX_STEP] = {};
+  box_add_lines(sum, mine + spans.left, spans.left_columns, BOX_STEP);
+  box_add_lines(sum, mine + spans.whole, spans.whole_segments, BOX_STEP * box_segment_lines<V, 0>);
+  box_add_lines(sum, mine + spans.right, spans.right_columns, BOX_STEP);
+#pragma unroll
+  for (int i = 0; i < BOX_STEP; ++i) sums[i][V - 1] = sum[i];
+#pragma unroll
+  for (int c = V - 2; c >= 0; --c) {
+    float column[BOX_STEP];
+    camox_load_shared(column, segments + ends.head[c]);
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) sum[i] += column[i], sums[i][c] = sum[i];
+  }
+#pragma unroll
+  for (int i = 0; i < BOX_STEP; ++i) sum[i] = 0.0f;
+#pragma unroll
+  for (int c = 0; c < V - 1; ++c) {
+    float column[BOX_STEP];
+    camox_load_shared(column, segments + ends.tail[c]);
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) sum[i] = c > 0 ? sum[i] + column[i] : column[i], sums[i][c + 1] += sum[i];
+  }
+}
+
 /* Sums along the rows, of four rows at once. `mine`: the thread's segment, in shared memory. */
 template <int V, int REACH>
-__device__ __forceinline__ void box_across(float (&sums)[BOX_STEP][V], const box_bands &plan, float *segments, float *mine,
-                                           const box_ends<V> &ends) {
+__device__ __forceinline__ void box_across(float (&sums)[BOX_STEP][V], const box_bands &plan, const float *segments,
+                                           float *mine, const box_ends<V> &ends) {
   constexpr int pitch = BOX_STEP * box_segment_lines<V, REACH>;
   const auto put_column = [&](int line, int c) {
     const float column[BOX_STEP] = {sums[0][c], sums[1][c], sums[2][c], sums[3][c]};
@@ -358,43 +414,57 @@ __device__ __forceinline__ void box_across(float (&sums)[BOX_STEP][V], const box
     }
   } else {
     /* lines 0 ... V-1: the columns, line V: their sum */
-    const box_spans &spans = plan.spans;
-    float whole[BOX_STEP];
 #pragma unroll
-    for (int i = 0; i < BOX_STEP; ++i) whole[i] = sums[i][0] + sums[i][1];
-    put_column(0, 0), put_column(1, 1);
-#pragma unroll
-    for (int c = 2; c < V; c += 2) {
-      put_column(c, c), put_column(c + 1, c + 1);
-#pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i) whole[i] += sums[i][c] + sums[i][c + 1];
-    }
-    camox_store_shared(mine + V * BOX_STEP, whole);
+    for (int c = 0; c < V; ++c) put_column(c, c);
+    box_put_whole(mine, sums);
     __syncthreads();
-    float sum[BOX_STEP] = {};
-    box_add_lines(sum, mine + spans.left, spans.left_columns, BOX_STEP);
-    box_add_lines(sum, mine + spans.whole, spans.whole_segments, pitch);
-    box_add_lines(sum, mine + spans.right, spans.right_columns, BOX_STEP);
-#pragma unroll
-    for (int i = 0; i < BOX_STEP; ++i) sums[i][V - 1] = sum[i];
-#pragma unroll
-    for (int c = V - 2; c >= 0; --c) {
-      float column[BOX_STEP];
-      camox_load_shared(column, segments + ends.head[c]);
-#pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i) sum[i] += column[i], sums[i][c] = sum[i];
-    }
-#pragma unroll
-    for (int i = 0; i < BOX_STEP; ++i) sum[i] = 0.0f;
-#pragma unroll
-    for (int c = 0; c < V - 1; ++c) {
-      float column[BOX_STEP];
-      camox_load_shared(column, segments + ends.tail[c]);
-#pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i) sum[i] = c > 0 ? sum[i] + column[i] : column[i], sums[i][c + 1] += sum[i];
-    }
+    box_add_segments(sums, plan.spans, segments, mine, ends);
   }
   __syncthreads();
+}
+
+/* Sums along the rows of channels_last, of a segment of columns of one row. A line of it has four channels, not rows, so that
+   segments are added in the same way; its columns have been summed down by other threads. `windows`: by channel, then column. */
+__device__ __forceinline__ void box_across_channels_last(float (&windows)[BOX_STEP][BOX_SEGMENT], const box_bands &plan,
+                                                         const float *segments, float *mine) {
+  constexpr int pitch = BOX_STEP * box_segment_lines<BOX_SEGMENT, 0>, reach = 2;
+  float row[BOX_STEP][BOX_SEGMENT + 2 * reach];
+  const auto get_column = [&](const float *from, int column) {
+    float line[BOX_STEP];
+    camox_load_shared(line, from);
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) row[i][reach + column] = line[i];
+  };
+#pragma unroll
+  for (int k = 0; k < BOX_SEGMENT; ++k) get_column(mine + k * BOX_STEP, k);
+  if (plan.a.radius_x <= reach) {
+#pragma unroll
+    for (int k = 0; k < reach; ++k) {
+      get_column(mine - pitch + (BOX_SEGMENT - reach + k) * BOX_STEP, k - reach);
+      get_column(mine + pitch + k * BOX_STEP, BOX_SEGMENT + k);
+    }
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) {
+      if (plan.a.radius_x == reach) {
+        box_add_adjacent<BOX_SEGMENT, reach>(windows[i], row[i]);
+      } else {
+        float nearest[BOX_SEGMENT + 2];
+#pragma unroll
+        for (int k = 0; k < BOX_SEGMENT + 2; ++k) nearest[k] = row[i][reach - 1 + k];
+        box_add_adjacent<BOX_SEGMENT, 1>(windows[i], nearest);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i)
+#pragma unroll
+      for (int k = 0; k < BOX_SEGMENT; ++k) windows[i][k] = row[i][reach + k];
+    box_put_whole(mine, windows);
+    __syncthreads();
+    int here = static_cast<int>(mine - segments); /* the ends' places, in registers, would spill others */
+    camox_compute_late(here);
+    box_add_segments(windows, plan.spans, segments, mine, box_ends_of<BOX_SEGMENT, false>(plan.spans, here));
+  }
 }
 
 /* What a thread keeps of its columns while it iterates down them, in shared memory that no other thread touches. A warp's 32
@@ -425,15 +495,28 @@ struct box_history {
   }
 };
 
-/* Where x is divided before the sums: rows y and after, along the columns. */
 template <int N, int V>
-__device__ __forceinline__ void box_divide_rows(float (&rows)[N][V], const box_bands &plan, int y) {
+__device__ __forceinline__ void box_multiply(float (&lines)[N][V], float by) {
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+#pragma unroll
+    for (int k = 0; k < V; ++k) lines[i][k] *= by;
+}
+
+/* Rows, or pixels, from `first` on divided by the pixels that a window has along that side. */
+template <int N, int V>
+__device__ __forceinline__ void box_divide_lines(float (&lines)[N][V], int first, int radius, int64_t side) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const float share = box_share(y + i, static_cast<int>(plan.a.radius_y), plan.a.p.height);
+    const float share = box_share(first + i, radius, side);
 #pragma unroll
-    for (int k = 0; k < V; ++k) rows[i][k] *= share;
+    for (int k = 0; k < V; ++k) lines[i][k] *= share;
   }
+}
+
+template <int N, int V>
+__device__ __forceinline__ void box_divide_rows(float (&rows)[N][V], const box_bands &plan, int y) {
+  box_divide_lines(rows, y, static_cast<int>(plan.a.radius_y), plan.a.p.height);
 }
 
 /* The same along the row, from `column` on. */
@@ -465,16 +548,20 @@ __device__ __forceinline__ void box_complete_block(box_history<T, V> &history, i
 /* The rows above the leading rows of a band's first step, which are y and after. All are asked for before one is used. */
 template <typename T, int V>
 __device__ __forceinline__ void box_begin_history(box_history<T, V> &history, const box_bands &plan, const T *from, int y,
-                                                  int columns) {
+                                                  int elements) {
   const int height = static_cast<int>(plan.a.p.height), first = y - plan.ring_rows;
   from -= plan.ring_rows * plan.a.p.x.stride[2];
   for (int i = 0; i < plan.ring_rows; ++i, from += plan.a.p.x.stride[2]) {
     T *const to = history.ring + i * history.row;
     if (plan.vectors) {
-      camox_cp_async_16(to, from, columns > 0 && static_cast<unsigned>(first + i) < static_cast<unsigned>(height) ? 16 : 0);
+      const bool exists = elements > 0 && static_cast<unsigned>(first + i) < static_cast<unsigned>(height);
+      if constexpr (V * sizeof(T) == 16)
+        camox_cp_async_16(to, from, exists ? 16 : 0);
+      else
+        camox_cp_async_8(to, from, exists ? 8 : 0);
     } else {
       T row[V];
-      box_fetch_row(row, plan, from, first + i, height, columns);
+      box_fetch_row(row, plan, from, first + i, height, elements);
       camox_store_shared(to, row);
     }
   }
@@ -569,21 +656,36 @@ __device__ __forceinline__ void box_down(float (&sums)[BOX_STEP][V], box_history
     for (int k = 0; k < V; ++k) sum[k] = fmaf(trail[i][k], share[i], sum[k]), sums[i][k] = sum[k] + lead[i][k];
 }
 
-/* REACH: the radius along rows where it is 1, 2 or 3, else 0. TALL: windows of more than 3 rows. */
-template <typename T, int V, int REACH, bool TALL>
-__global__ void __launch_bounds__(box_resident_threads<V>, 1)
+/* REACH: the radius along rows where it is 1, 2 or 3, else 0. TALL: windows of more than 3 rows. LAST: channels_last, any radius
+   along rows with REACH 0. */
+template <typename T, int V, int REACH, bool TALL, bool LAST>
+__global__ void __launch_bounds__(box_resident_threads<V, LAST>, 1)
     box_bands_kernel(const __grid_constant__ box_bands plan, int64_t items) {
   CAMOX_DYNAMIC_SHARED(float, segments);
+  static_assert(!LAST || V == BOX_STEP, "a line of a segment has four channels");
+  /* rows of a step, which are as many as the lines of V elements that a thread writes: rows, or pixels of channels_last */
+  constexpr int lines = LAST ? BOX_SEGMENT : BOX_STEP, columns_of_segment = LAST ? BOX_SEGMENT : V;
   const camox_box_params &p = plan.a.p;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / CAMOX_WARP, lane = thread % CAMOX_WARP,
-            radius_y = static_cast<int>(plan.a.radius_y), height = static_cast<int>(p.height);
-  const int place = thread / plan.across, at = thread % plan.across, stretch = plan.across + plan.side;
-  constexpr int pitch = BOX_STEP * box_segment_lines<V, REACH>;
-  float *const mine = segments + pitch * (plan.side + place * stretch + at);
+            radius_y = static_cast<int>(plan.a.radius_y), radius_x = static_cast<int>(plan.a.radius_x),
+            height = static_cast<int>(p.height), width = static_cast<int>(p.width);
+  /* The thread's place down the columns: neighbouring threads are neighbours in memory. */
+  const int place = LAST ? thread % plan.planes : thread / plan.across, at = LAST ? thread / plan.planes : thread % plan.across;
+  /* And along the rows: in channels_last one of a step's rows, and a segment of it. */
+  const int row = LAST ? at / plan.segments : 0, segment = LAST ? at % plan.segments : at;
+  const int stretch = plan.segments + plan.side;
+  constexpr int pitch = BOX_STEP * box_segment_lines<columns_of_segment, REACH>;
+  const int row_pitch = pitch * stretch * plan.planes; /* channels_last: between a step's rows */
+  float *const plane_segments = segments + pitch * (plan.side + place * stretch);
+  float *const mine = plane_segments + row * row_pitch + pitch * segment;
+  float *const my_column = plane_segments + pitch * (at / BOX_SEGMENT) + at % BOX_SEGMENT * BOX_STEP;
   float *const rings = segments + pitch * plan.positions;
   box_history<T, V> history;
   history.ring = reinterpret_cast<T *>(rings) + warp * plan.ring_rows * history.row + lane * V;
-  history.totals = rings + plan.threads * plan.ring_rows * 4 + warp * plan.totals * history.total + lane * 4;
+  history.totals = rings +
+                   static_cast<int>(camox_ceil_div(plan.threads, CAMOX_WARP)) * plan.ring_rows * history.row *
+                       static_cast<int>(sizeof(T)) / 4 +
+                   warp * plan.totals * history.total + lane * 4;
   const bool before = p.kind == CAMOX_BOX_COUNTED_ADJOINT;
 
   for (int zero = thread; zero < plan.side * (plan.positions / stretch + 1); zero += plan.threads) {
@@ -593,52 +695,58 @@ __global__ void __launch_bounds__(box_resident_threads<V>, 1)
       camox_store_shared(segments + pitch * (zero / plan.side * stretch + zero % plan.side) + i, zeros);
   }
 
-  const box_ends<V> ends = box_ends_of<V, REACH>(plan.spans, static_cast<int>(mine - segments));
+  box_ends<columns_of_segment> ends = {};
+  if constexpr (REACH == 0 && !LAST) ends = box_ends_of<V, true>(plan.spans, static_cast<int>(mine - segments));
   const int64_t x_stride = p.x.stride[2], y_stride = p.y.stride[2];
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t tile, row_band, c;
     const int64_t plane_of = camox_divide(camox_divide(item, plan.tiles, &tile), plan.row_bands, &row_band) * plan.planes;
-    const int64_t plane = plane_of + place;
-    const int64_t b = camox_divide(plane, p.channels, &c);
-    const int64_t column = (tile * (plan.across - 2 * plan.halo) - plan.halo + at) * V;
-    const bool exists = place < plan.planes && b < p.batch && column >= 0 && column < p.width;
-    const int columns = exists ? static_cast<int>(min(p.width - column, static_cast<int64_t>(V))) : 0;
-    const bool writes = exists && at >= plan.halo && at < plan.across - plan.halo;
+    const int64_t b = camox_divide(plane_of + place, plan.together, &c);
+    if (LAST) c *= V;
+    const int first_column = (static_cast<int>(tile) * (plan.across - 2 * plan.halo) - plan.halo) * (LAST ? 1 : V);
+    const int column = first_column + at * (LAST ? 1 : V), written = LAST ? first_column + segment * BOX_SEGMENT : column;
+    const bool plane_exists = place < plan.planes && b < p.batch, exists = plane_exists && column >= 0 && column < width;
+    /* elements of a line that exist, when it is written and when it is read */
+    const int length = LAST ? static_cast<int>(min(p.channels - c, static_cast<int64_t>(V))) : min(width - column, V);
+    const int elements = exists ? length : 0, slot = LAST ? segment * BOX_SEGMENT : at;
+    const bool writes = plane_exists && written < width && slot >= plan.halo && slot < plan.across - plan.halo;
     int y = static_cast<int>(row_band) * plan.rows;
     const int last = min(y + plan.rows, height), end = min(last + radius_y, height); /* behind the rows written, and read */
 
     const float share = before || p.kind == CAMOX_BOX_COUNTED
                             ? 1.0f
                             : 1.0f / (static_cast<float>(p.window_height) * static_cast<float>(p.window_width));
-    int write_end = writes ? last : 0;
+    int write_end = writes ? last - row : 0;
     camox_compute_late(write_end);
 
     const T *const first = static_cast<const T *>(p.x.data) + box_offset(p.x, b, c, y + radius_y, column), *next = first;
-    T *out = static_cast<T *>(p.y.data) + box_offset(p.y, b, c, y, column);
-    T raw[BOX_STEP][V] = {};
-    box_fetch(raw, plan, next, x_stride, y + radius_y, end, columns);
+    T *out = static_cast<T *>(p.y.data) + box_offset(p.y, b, c, y + row, written);
+    T raw[lines / BOX_STEP][BOX_STEP][V] = {}; /* leading rows, loaded one step ahead */
+#pragma unroll
+    for (int i = 0; i < lines / BOX_STEP; ++i)
+      box_fetch(raw[i], plan, next, x_stride, y + i * BOX_STEP + radius_y, end, elements);
     float above[2][V]; /* not TALL: the two rows above the leading ones */
     if constexpr (TALL) {
-      box_begin_history(history, plan, first, y + radius_y, columns);
+      box_begin_history(history, plan, first, y + radius_y, elements);
     } else {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        T row[V];
-        box_fetch_row(row, plan, first + (i - 2) * x_stride, y + radius_y + i - 2, end, columns);
-        camox_to_floats(above[i], row);
+        T one[V];
+        box_fetch_row(one, plan, first + (i - 2) * x_stride, y + radius_y + i - 2, end, elements);
+        camox_to_floats(above[i], one);
       }
       if (before) box_divide_rows(above, plan, y + radius_y - 2);
     }
-#pragma unroll 1
-    for (; y < last; y += BOX_STEP) {
-      float sums[BOX_STEP][V];
+
+    /* Sums down the columns of windows around four rows from `at_row` on, which end with the leading rows `from`. */
+    const auto down = [&](float (&sums)[BOX_STEP][V], T(&from)[BOX_STEP][V], int at_row) {
       if constexpr (TALL) {
-        box_down(sums, history, plan, raw, y - radius_y);
+        box_down(sums, history, plan, from, at_row - radius_y);
       } else {
         float lead[BOX_STEP][V];
 #pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i) camox_to_floats(lead[i], raw[i]);
-        if (before) box_divide_rows(lead, plan, y + radius_y);
+        for (int i = 0; i < BOX_STEP; ++i) camox_to_floats(lead[i], from[i]);
+        if (before) box_divide_rows(lead, plan, at_row + radius_y);
 #pragma unroll
         for (int k = 0; k < V; ++k) {
           const float pairs[3] = {above[0][k] + above[1][k], lead[0][k] + lead[1][k], lead[2][k] + lead[3][k]};
@@ -649,24 +757,58 @@ __global__ void __launch_bounds__(box_resident_threads<V>, 1)
           above[0][k] = lead[2][k], above[1][k] = lead[3][k];
         }
       }
-      box_fetch(raw, plan, next, x_stride, y + BOX_STEP + radius_y, end, columns);
-
-      if (before) box_divide_columns(sums, plan, static_cast<int>(column));
-      box_across<V, REACH>(sums, plan, segments, mine, ends);
+      box_fetch(from, plan, next, x_stride, at_row + lines + radius_y, end, elements);
+    };
+#pragma unroll 1
+    for (; y < last; y += lines) {
+      float sums[lines][V];
+      if constexpr (LAST) {
 #pragma unroll
-      for (int i = 0; i < BOX_STEP; ++i)
+        for (int i = 0; i < lines; i += BOX_STEP) {
+          float rows[BOX_STEP][V];
+          down(rows, raw[i / BOX_STEP], y + i);
+          if (before) box_multiply(rows, box_share(column, radius_x, p.width));
 #pragma unroll
-        for (int k = 0; k < V; ++k) sums[i][k] *= share;
+          for (int k = 0; k < BOX_STEP; ++k) camox_store_shared(my_column + (i + k) * row_pitch, rows[k]);
+        }
+        __syncthreads();
+        float windows[BOX_STEP][BOX_SEGMENT];
+        box_across_channels_last(windows, plan, segments, mine);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < lines; ++i)
+#pragma unroll
+          for (int k = 0; k < V; ++k) sums[i][k] = windows[k][i];
+      } else {
+        down(sums, raw[0], y);
+        if (before) box_divide_columns(sums, plan, column);
+        box_across<V, REACH>(sums, plan, segments, mine, ends);
+      }
+      box_multiply(sums, share);
       if (p.kind == CAMOX_BOX_COUNTED) {
-        box_divide_columns(sums, plan, static_cast<int>(column));
-        box_divide_rows(sums, plan, y);
+        if constexpr (LAST) {
+          box_divide_lines(sums, written, radius_x, p.width);
+          box_multiply(sums, box_share(y + row, radius_y, p.height));
+        } else {
+          box_divide_columns(sums, plan, column);
+          box_divide_rows(sums, plan, y);
+        }
       }
       if (p.kind == CAMOX_BOX_STRUCTURE_WEIGHT) {
-        T center[BOX_STEP][V] = {};
-        const T *pixels = next - (2 * BOX_STEP + radius_y) * x_stride;
-        box_fetch(center, plan, pixels, x_stride, y, end, columns);
+        T center[lines][V] = {};
+        if constexpr (LAST) {
+          int up = 2 * lines + radius_y - row; /* `next` is so many rows below, in the thread's column down */
+          camox_compute_late(up);
+          const T *const pixels = next - up * x_stride + (written - column) * p.x.stride[3];
 #pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i) {
+          for (int i = 0; i < lines; ++i)
+            box_fetch_row(center[i], plan, pixels + i * p.x.stride[3], i, y < write_end ? width - written : 0, length);
+        } else {
+          const T *pixels = next - (2 * BOX_STEP + radius_y) * x_stride;
+          box_fetch(center, plan, pixels, x_stride, y, end, elements);
+        }
+#pragma unroll
+        for (int i = 0; i < lines; ++i) {
           float values[V];
           camox_to_floats(values, center[i]);
 #pragma unroll
@@ -676,16 +818,17 @@ __global__ void __launch_bounds__(box_resident_threads<V>, 1)
 #ifdef CAMOX_BREAK_BOX
       sums[0][0] += 1e-3f;
 #endif
-      const int rows = write_end - y;
-      if (plan.vectors && rows >= BOX_STEP) {
+      const int existing = !LAST ? write_end - y : y < write_end ? min(width - written, lines) : 0;
+      const int64_t line_stride = LAST ? p.y.stride[3] : y_stride;
+      if (plan.vectors && existing >= lines) {
 #pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i) camox_store_float(out + i * y_stride, sums[i]);
+        for (int i = 0; i < lines; ++i) camox_store_float(out + i * line_stride, sums[i]);
       } else {
 #pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i)
-          if (i < rows) camox_store_float(out + i * y_stride, sums[i], columns, plan.vectors);
+        for (int i = 0; i < lines; ++i)
+          if (i < existing) camox_store_float(out + i * line_stride, sums[i], LAST ? length : elements, plan.vectors);
       }
-      out += BOX_STEP * y_stride;
+      out += lines * y_stride;
     }
   }
 }
@@ -716,41 +859,56 @@ static inline box_spans box_spans_of(int radius, int lanes) {
 /* How blocks divide the images: of the numbers of planes and of row bands the ones with the least time on the multiprocessor
    with the most blocks. What a multiprocessor holds at once takes as long as its threads have steps, and too few threads wait
    for memory almost as long as BOX_BAND_THREADS. To begin a band costs a step, and a quarter of one for each two rows of its
-   ring. False where no tile fits a block. */
-static inline bool box_divide(box_bands &plan, int lanes, int lines, int resident_threads, int64_t processors,
-                              int64_t block_shared, int *shared) {
+   ring. False where no tile fits a block.
+     lanes          columns of a thread, and of a segment, of which channels_last has BOX_SEGMENT
+     lines          of a segment
+     row_bytes      of a thread in its ring
+     least_planes   that a block has beside each other, if it can */
+struct box_division {
+  bool last;
+  int lanes, lines, row_bytes, least_planes, most_threads, resident_threads;
+};
+
+static inline bool box_divide(box_bands &plan, const box_division &of, int64_t processors, int64_t block_shared, int *shared) {
   const camox_box_params &p = plan.a.p;
-  const int64_t vectors = camox_ceil_div(p.width, lanes), all_planes = p.batch * p.channels;
-  plan.side = static_cast<int>(camox_ceil_div(plan.a.radius_x, lanes));
+  const int segment = of.last ? BOX_SEGMENT : 1;     /* threads */
+  const int step = of.last ? BOX_SEGMENT : BOX_STEP; /* rows */
+  const int64_t vectors = camox_ceil_div(p.width, of.lanes * segment) * segment, all_planes = p.batch * plan.together;
+  plan.side = static_cast<int>(camox_ceil_div(plan.a.radius_x, of.lanes * segment));
   int64_t least = INT64_MAX;
   box_bands best = plan;
-  for (plan.threads = CAMOX_WARP; plan.threads <= BOX_BAND_THREADS; plan.threads += CAMOX_WARP) {
-    const bool tiles = vectors > plan.threads;
-    if (tiles && plan.threads < 4 * plan.side) continue; /* most would only serve the others */
-    plan.across = tiles ? plan.threads : static_cast<int>(vectors);
-    plan.halo = tiles ? plan.side : 0;
+  for (int threads = CAMOX_WARP; threads <= of.most_threads; threads += CAMOX_WARP) {
+    const int widest = threads / of.least_planes / segment * segment;
+    const bool tiles = vectors > widest;
+    plan.halo = tiles ? plan.side * segment : 0;
+    if (tiles && widest < 4 * plan.halo) continue; /* most would only serve the others */
+    plan.across = tiles ? widest : static_cast<int>(vectors);
+    if (plan.across == 0) continue;
     plan.tiles = camox_ceil_div(vectors, plan.across - 2 * plan.halo);
-    plan.planes = plan.threads / plan.across;
+    plan.planes = threads / plan.across;
     if (plan.planes > all_planes) plan.planes = static_cast<int>(all_planes);
-    plan.positions = plan.side + static_cast<int>(camox_ceil_div(plan.threads, plan.across)) * (plan.across + plan.side);
-    const int bytes = 16 * (lines * plan.positions + plan.threads * (plan.ring_rows + plan.totals * lanes / 4));
+    plan.segments = plan.across / segment;
+    plan.threads = of.last ? plan.planes * plan.across : threads; /* each of them takes part in the sums along rows */
+    const int rows = of.last ? step * plan.planes : static_cast<int>(camox_ceil_div(threads, plan.across));
+    plan.positions = plan.side + rows * (plan.segments + plan.side);
+    const int totals_bytes = (of.last ? BOX_STEP : of.lanes) * 4;
+    const int bytes = 16 * of.lines * plan.positions + threads * (plan.ring_rows * of.row_bytes + plan.totals * totals_bytes);
     if (bytes > block_shared) break;
     const int64_t by_shared = (block_shared + BOX_BLOCK_RESERVED) / (bytes + BOX_BLOCK_RESERVED),
-                  by_registers = resident_threads / plan.threads,
-                  resident = by_shared < by_registers ? by_shared : by_registers;
+                  by_registers = of.resident_threads / threads, resident = by_shared < by_registers ? by_shared : by_registers;
     const int64_t columns = camox_ceil_div(all_planes, plan.planes) * plan.tiles, at_once = processors * resident;
     const auto time_of = [&](int64_t blocks) {
-      const int64_t busy = camox_ceil_div(blocks, processors) * plan.threads;
+      const int64_t busy = camox_ceil_div(blocks, processors) * threads;
       return blocks == 0 ? 0 : busy + 7 * (busy < BOX_BAND_THREADS ? BOX_BAND_THREADS : busy);
     };
-    const int64_t most = camox_ceil_div(p.height, BOX_STEP);
+    const int64_t most = camox_ceil_div(p.height, step);
     for (int64_t bands = 1, steps = most; bands <= most; bands = steps > 1 ? camox_ceil_div(most, steps - 1) : most + 1) {
       steps = camox_ceil_div(most, bands); /* the next bands are the fewest of fewer steps */
       plan.row_bands = camox_ceil_div(most, steps);
-      plan.rows = static_cast<int>(steps) * BOX_STEP;
+      plan.rows = static_cast<int>(steps) * step;
       const int64_t blocks = columns * plan.row_bands;
       const int64_t time =
-          (blocks / at_once * time_of(at_once) + time_of(blocks % at_once)) * (4 * (steps + 1) + plan.a.radius_y);
+          (blocks / at_once * time_of(at_once) + time_of(blocks % at_once)) * (plan.rows + 4 + plan.a.radius_y);
       if (time >= least) continue;
       least = time, best = plan, *shared = bytes;
     }
@@ -759,47 +917,62 @@ static inline bool box_divide(box_bands &plan, int lanes, int lines, int residen
   return least < INT64_MAX;
 }
 
-template <typename T, int REACH, bool TALL>
+template <typename T, int V, int REACH, bool TALL, bool LAST>
 static int box_run_bands(const box_args &a, void *stream) {
-  constexpr int lanes = camox_lanes<T>::value;
   const camox_box_params &p = a.p;
   int device = 0, processors = 0, block_shared = 0, shared = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
+  constexpr int inner = LAST ? 1 : 3, row_bytes = V * static_cast<int>(sizeof(T));
   box_bands plan = {};
   plan.a = a;
-  plan.vectors = p.width % lanes == 0 && camox_aligned(p.x.data, 16) && camox_aligned(p.y.data, 16) && p.x.stride[3] == 1;
-  for (int i = 0; i < 3; ++i) plan.vectors = plan.vectors && p.x.stride[i] % lanes == 0;
+  plan.inner = p.x.stride[inner];
+  plan.together = LAST ? camox_ceil_div(p.channels, V) : p.channels;
+  plan.vectors = (LAST ? p.channels : p.width) % V == 0 && camox_aligned(p.x.data, row_bytes) &&
+                 camox_aligned(p.y.data, row_bytes) && plan.inner == 1;
+  for (int i = 0; i < 4; ++i)
+    if (i != inner) plan.vectors = plan.vectors && p.x.stride[i] % V == 0;
   plan.ring_rows = TALL ? static_cast<int>(2 * a.radius_y) : 0;
   plan.totals = TALL ? static_cast<int>(2 * a.radius_y - BOX_STEP) / BOX_STEP : 0;
-  if (REACH == 0) plan.spans = box_spans_of(static_cast<int>(a.radius_x), lanes);
-  if (!box_divide(plan, lanes, box_segment_lines<lanes, REACH>, box_resident_threads<lanes>, processors, block_shared, &shared))
-    return cudaErrorInvalidConfiguration;
-  const auto kernel = box_bands_kernel<T, lanes, REACH, TALL>;
+  if (REACH == 0) plan.spans = box_spans_of(static_cast<int>(a.radius_x), LAST ? BOX_SEGMENT : V);
+  box_division division = {};
+  division.last = LAST, division.lanes = LAST ? 1 : V, division.lines = box_segment_lines < LAST ? BOX_SEGMENT : V, REACH > ;
+  division.row_bytes = row_bytes, division.resident_threads = box_resident_threads<V, LAST>;
+  division.most_threads = LAST ? box_resident_threads<V, LAST> : BOX_BAND_THREADS;
+  /* channels_last: whole sectors of memory, unless there are fewer channels or shared memory is too small */
+  const int64_t sector = LAST ? BOX_SECTOR / row_bytes : 1;
+  division.least_planes = static_cast<int>(sector < plan.together ? sector : plan.together);
+  while (!box_divide(plan, division, processors, block_shared, &shared)) {
+    if (division.least_planes == 1) return cudaErrorInvalidConfiguration;
+    division.least_planes = 1;
+  }
+  const auto kernel = box_bands_kernel<T, V, REACH, TALL, LAST>;
   error = cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  const int64_t items = camox_ceil_div(p.batch * p.channels, plan.planes) * plan.row_bands * plan.tiles;
-  CAMOX_LAUNCH((box_bands_kernel<T, lanes, REACH, TALL>), camox_grid(items), plan.threads, shared, stream, plan, items);
+  const int64_t items = camox_ceil_div(p.batch * plan.together, plan.planes) * plan.row_bands * plan.tiles;
+  CAMOX_LAUNCH((box_bands_kernel<T, V, REACH, TALL, LAST>), camox_grid(items), plan.threads, shared, stream, plan, items);
   return cudaSuccess;
 }
 
-template <typename T>
+template <typename T, bool TALL>
 static int box_run_at_once(const box_args &a, void *stream) {
-  const bool tall = a.radius_y > 1;
+  constexpr int lanes = camox_lanes<T>::value;
+  if (a.p.channels_last) return box_run_bands<T, BOX_STEP, 0, TALL, true>(a, stream);
   switch (a.radius_x) {
-    case 1: return tall ? box_run_bands<T, 1, true>(a, stream) : box_run_bands<T, 1, false>(a, stream);
-    case 2: return tall ? box_run_bands<T, 2, true>(a, stream) : box_run_bands<T, 2, false>(a, stream);
-    case 3: return tall ? box_run_bands<T, 3, true>(a, stream) : box_run_bands<T, 3, false>(a, stream);
-    default: return tall ? box_run_bands<T, 0, true>(a, stream) : box_run_bands<T, 0, false>(a, stream);
+    case 1: return box_run_bands<T, lanes, 1, TALL, false>(a, stream);
+    case 2: return box_run_bands<T, lanes, 2, TALL, false>(a, stream);
+    case 3: return box_run_bands<T, lanes, 3, TALL, false>(a, stream);
+    default: return box_run_bands<T, lanes, 0, TALL, false>(a, stream);
   }
 }
 
 template <typename T>
 static int box_run(box_args a, void *stream) {
   const camox_box_params &p = a.p;
-  if (camox_box_is_one_launch(&p)) return box_run_at_once<T>(a, stream);
+  if (camox_box_is_one_launch(&p))
+    return a.radius_y > 1 ? box_run_at_once<T, true>(a, stream) : box_run_at_once<T, false>(a, stream);
   const int64_t elements = p.batch * p.channels * p.height * p.width;
   if (p.channels_last) {
     a.items = elements / p.width * camox_ceil_div(p.width, 2 * a.radius_x + 1);

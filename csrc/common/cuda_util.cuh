@@ -403,30 +403,43 @@ __device__ __forceinline__ float camox_block_sum(float x, float *scratch) {
   return camox_warp_sum(lane < THREADS / CAMOX_WARP ? scratch[lane] : 0.0f);
 }
 
-/* ---- cp.async: 16 bytes from global to shared memory; only the first valid_bytes are read, the rest become zeros ----
+/* ---- cp.async: 16 or 8 bytes from global to shared memory; only the first valid_bytes are read, the rest become zeros ----
    sm_75 has none: the copy is made at once, and commit and wait are empty. */
 #if defined(CAMOX_CUDA_EMULATOR) && CAMOX_CUDA_ARCH >= 800
 #define camox_cp_async_16(shared, global, valid_bytes) \
   camox_emulator_cp_async(shared, global, 16, valid_bytes, CAMOX_EMULATOR_SITE("cp.async"))
+#define camox_cp_async_8(shared, global, valid_bytes) \
+  camox_emulator_cp_async(shared, global, 8, valid_bytes, CAMOX_EMULATOR_SITE("cp.async"))
 static inline void camox_cp_async_commit(void) { camox_emulator_cp_async_commit(); }
 template <int PENDING>
 static inline void camox_cp_async_wait(void) {
   camox_emulator_cp_async_wait(PENDING);
 }
 #else
-__device__ __forceinline__ void camox_cp_async_16(void *shared, const void *global, int valid_bytes) {
+template <int BYTES>
+__device__ __forceinline__ void camox_cp_async(void *shared, const void *global, int valid_bytes) {
 #if CAMOX_CUDA_ARCH >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-               "l"(global), "r"(valid_bytes)
-               : "memory");
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) /* past L1, which smaller copies pass through */
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid_bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(global), "r"(valid_bytes), "n"(BYTES)
+                 : "memory");
 #else
-  if (valid_bytes == 16) {
-    *static_cast<uint4 *>(shared) = *static_cast<const uint4 *>(global);
+  if (valid_bytes == BYTES) {
+    typedef typename camox_word<BYTES>::type word;
+    *static_cast<word *>(shared) = *static_cast<const word *>(global);
   } else {
-    for (int i = 0; i < 16; ++i)
+    for (int i = 0; i < BYTES; ++i)
       static_cast<unsigned char *>(shared)[i] = i < valid_bytes ? static_cast<const unsigned char *>(global)[i] : 0;
   }
 #endif
+}
+__device__ __forceinline__ void camox_cp_async_16(void *shared, const void *global, int valid_bytes) {
+  camox_cp_async<16>(shared, global, valid_bytes);
+}
+__device__ __forceinline__ void camox_cp_async_8(void *shared, const void *global, int valid_bytes) {
+  camox_cp_async<8>(shared, global, valid_bytes);
 }
 __device__ __forceinline__ void camox_cp_async_commit(void) {
 #if CAMOX_CUDA_ARCH >= 800

@@ -18,6 +18,10 @@ SHAPES = [(1, 2, 1, 1), (1, 1, 1, 9), (1, 1, 9, 1), (2, 3, 9, 34), (1, 2, 70, 33
 WINDOWS = [(1, 1), (3, 3), (31, 5), (1, 33), (5, 65), (99, 1001)]
 # Around the windows that one launch serves, of 1 to 30 pixels on each side, and its paths: 3 rows; 3, 5 and 7 columns.
 ONE_LAUNCH_WINDOWS = [(1, 25), (3, 3), (5, 7), (7, 5), (9, 9), (11, 19), (61, 61), (61, 63), (63, 61)]
+# The same in channels_last, whose windows are of 1 to 15 pixels on each side.
+CHANNELS_LAST_WINDOWS = [(1, 25), (3, 3), (5, 5), (7, 7), (9, 9), (31, 31), (31, 33), (33, 31)]
+# Channels that are whole vectors and not; rows of several tiles; columns that are whole segments and not.
+CHANNELS_LAST_SHAPES = [(2, 20, 40, 24), (1, 6, 13, 43), (1, 9, 6, 700), (3, 4, 33, 88)]
 # Planes beside each other, with a vector's columns and not; rows of several tiles in float32, and in halves too; what
 # takes most shared memory, with halves and the largest windows.
 ONE_LAUNCH_SHAPES = [(3, 3, 13, 88), (1, 2, 70, 43), (1, 1, 7, 1100), (1, 1, 5, 2200), (1, 1, 64, 248)]
@@ -27,7 +31,8 @@ KINDS = ("MEAN", "COUNTED", "COUNTED_ADJOINT", "STRUCTURE_WEIGHT")
 def is_one_launch(x, window) -> bool:
     """camox_box_is_one_launch: without buffers, which the emulator would miss."""
     radius_y, radius_x = (min(length // 2, side - 1) for length, side in zip(window, x.shape[2:], strict=True))
-    return not is_channels_last(x) and radius_y <= 30 and 0 < radius_x <= 30
+    largest = 15 if is_channels_last(x) else 30
+    return radius_y <= largest and 0 < radius_x <= largest
 
 
 def run(x, kind, window, flush="end", arch=900, define="", **how):
@@ -68,13 +73,15 @@ def with_barriers(**how):
     """Rows of several warps and steps, with neighbours' columns and with sums of segments."""
     for dtype in (torch.float32, torch.bfloat16):
         x = random_image((1, 2, 24, 300), dtype)
-        yield [run(x, "MEAN", window, **how) for window in ((5, 5), (5, 31))]
+        last = random_image((1, 8, 24, 40), dtype, "channels_last")
+        yield [run(y, "MEAN", window, **how) for y in (x, last) for window in ((5, 5), (5, 31))]
 
 
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype and layout, and of contiguous images windows of each path."""
     for dtype in emulator.DTYPES.values():
-        run(torch.ones(1, 3, 3, 2).to(dtype, memory_format=torch.channels_last), "MEAN", (3, 3), arch=arch)
+        for window in ((3, 1), (3, 3), (5, 3)):
+            run(torch.ones(1, 3, 6, 2).to(dtype, memory_format=torch.channels_last), "MEAN", window, arch=arch)
         run(torch.ones(1, 1, 3, 4).to(dtype), "MEAN", (3, 1), arch=arch)
         for rows in (3, 5):
             for columns in (3, 5, 7, 17):

@@ -19,12 +19,17 @@ def test_box(dtype, kind, layout, arch):
             assert_close_to_reference(ours, same, truth)
 
 
-@pytest.mark.parametrize("window", box_cases.ONE_LAUNCH_WINDOWS)
-def test_box_in_one_launch(dtype, window, arch):
+@pytest.mark.parametrize(
+    "window, layout",
+    [(window, "contiguous") for window in box_cases.ONE_LAUNCH_WINDOWS]
+    + [(window, "channels_last") for window in box_cases.CHANNELS_LAST_WINDOWS],
+)
+def test_box_in_one_launch(dtype, window, layout, arch):
     orders = list(emulator.ORDERS)
-    for i, shape in enumerate(box_cases.ONE_LAUNCH_SHAPES):
+    shapes = box_cases.ONE_LAUNCH_SHAPES if layout == "contiguous" else box_cases.CHANNELS_LAST_SHAPES
+    for i, shape in enumerate(shapes):
         kind = box_cases.KINDS[(i + window[0] + window[1]) // 2 % len(box_cases.KINDS)]
-        x = random_image(shape, dtype, "contiguous", "offset" if i % 2 else "normal")
+        x = random_image(shape, dtype, layout, "offset" if i % 2 else "normal")
         ours = box_cases.run(x, kind, window, arch=arch, order=orders[i % len(orders)])
         same, truth = (box_cases.plain(y, kind, window) for y in (x, x.double()))
         assert_close_to_reference(ours, same, truth)

@@ -211,8 +211,9 @@ def test_box(monkeypatch, recorder):
     for name, value in zip(("BOX_SHAPE", "STRUCTURE_SHAPE"), shapes, strict=True):
         monkeypatch.setattr(cuda_model, name, value)
     for name, dtype in DTYPES.items():
-        for window in cuda_model.BOX_WINDOWS:
-            box_cases.run(random_image(shapes[0], dtype), "MEAN", (window, window))
+        for layout in ("contiguous", "channels_last"):
+            for window in cuda_model.BOX_WINDOWS:
+                box_cases.run(random_image(shapes[0], dtype, layout), "MEAN", (window, window))
         window = (cuda_model.STRUCTURE_WINDOW,) * 2
         box_cases.run(random_image(shapes[1], dtype), "STRUCTURE_WEIGHT", window)
         assert recorder.launches == modelled(cuda_model.box_cases(name))
