@@ -406,6 +406,7 @@ class Launch:
     prefetched: int = 0  # a step's loads are made so many steps earlier
     cached: bool = False  # reads what the kernel before wrote, or what other blocks read too: at the speed of L2
     cold: float = 0.0  # bytes of a cached launch that come from memory, or go there, all the same
+    written: float = 0.0  # bytes of a cached launch that go to memory, for which nothing waits
     waits: int = 0  # loads before its loop that a warp waits for
     of_last_block: bool = False  # no kernel: what the last block of the launch before does once it has counted itself
     halo: tuple[float, float] = (0.0, 0.0)
@@ -511,7 +512,7 @@ def timed(launch: Launch, kernel: Kernel, loop: HotLoop, gpu: Gpu) -> Timed | No
     alone += latency * (launch.waits + (1 if launch.prefetched else 0))
     again, survives = launch.halo
     lost = again if min(places, launch.blocks) * launch.threads * survives > gpu.cache else 0.0
-    memory = max((launch.traffic + lost) / speed, launch.cold / gpu.copy) / launch.blocks
+    memory = max((launch.traffic + lost) / speed, (launch.cold + launch.written) / gpu.copy) / launch.blocks
     through_cache = (launch.traffic + again + launch.read_beside) / launch.blocks
     of_block = (memory, through_cache, cycles, alone)
 
@@ -1101,6 +1102,7 @@ def moe_route_cases(dtype: str) -> list[Case]:
             32 * slots + blocks * counts,
             experts * (8 + 4 * (1 + warps)),
             cached=True,
+            written=16 * slots,
             beside=((count, steps), (total, totals)),
         )
         once = elements * size + 28 * slots
