@@ -46,7 +46,7 @@ BORROWED = (*SGEMM, CSRC / "box" / "box.c", CSRC / "box" / "box_cpu.c")  # linke
 BREAK = os.environ.get("CAMOX_BREAK", "")
 OPS = sorted({path.parent.name for path in CSRC.glob("*/*_bind.cpp")})
 X86 = platform.machine().lower() in ("x86_64", "amd64")
-# On x86-64 they serve CPUs without AVX2, and float64: -O3 takes a quarter longer for the same speed.
+# On x86-64 they serve CPUs without AVX2, and float64: -O3 takes a quarter longer to compile for the same speed.
 ISA_FLAGS = {"portable": ["-O2", "-fpeel-loops"] if X86 else []}
 if X86:
     ISA_FLAGS["avx2"] = ["-DCAMOX_SIMD_AVX2", "-mavx2", "-mfma", "-mf16c"]
