@@ -57,7 +57,7 @@ CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
 }
 #else
 /* In double the product is exact; a sum that is not is made odd, so that rounding it to float cannot round twice. */
-CAMOX_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
+CAMOX_CALLED vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
   for (int lane = 0; lane < VF32_LANES; ++lane) {
     double product = (double)a[lane] * b[lane], sum = product + c[lane], part = sum - product;
     double error = (product - (sum - part)) + (c[lane] - part);
@@ -106,7 +106,7 @@ static const float camox_exp_tail[] = {0.49999994f, 0.166665196f, 0.0416683927f,
 /* exp(r) for |r| <= ln(2)/2 */
 CAMOX_INLINE vf32 vf32_exp_reduced(vf32 r) { return vf32_set1(1) + (r + r * r * vf32_polynomial(r, camox_exp_tail, 5)); }
 
-CAMOX_INLINE vf32 vf32_exp(vf32 x) {
+CAMOX_CALLED vf32 vf32_exp(vf32 x) {
   vf32 round = vf32_set1(CAMOX_ROUND_F32);
   x = vf32_at_most(vf32_at_least(x, -105.0f), 89.0f);
   vf32 shifted = x * vf32_set1(1.44269504f) + round, n = shifted - round;
@@ -118,7 +118,7 @@ CAMOX_INLINE vf32 vf32_exp(vf32 x) {
 
 /* exp for terms of sums, whose bits differ between instruction sets anyhow: fused where there is an instruction for it, and
    log(2) in one part, which is 1 ULP at -45. */
-CAMOX_INLINE vf32 vf32_exp_term(vf32 x) {
+CAMOX_CALLED vf32 vf32_exp_term(vf32 x) {
 #if defined(CAMOX_SIMD_AVX512)
   const vf32 round = vf32_set1(CAMOX_ROUND_F32), one = vf32_set1(1);
   x = vf32_at_least(x, -105.0f);
@@ -133,7 +133,7 @@ CAMOX_INLINE vf32 vf32_exp_term(vf32 x) {
 }
 
 /* exp(x) for x <= 0 as a softmax needs it: within 2 ULP (more without fused products), 0 below -87, where it is < 2^-125. */
-CAMOX_INLINE vf32 vf32_exp_weight(vf32 x) {
+CAMOX_CALLED vf32 vf32_exp_weight(vf32 x) {
   const float *c = camox_exp_tail;
   const vf32 round = vf32_set1(CAMOX_ROUND_F32), one = vf32_set1(1), clamped = vf32_at_least(x, -87.0f);
   vf32 shifted = vf32_multiply_add(clamped, vf32_set1(1.44269504f), round), n = shifted - round, sum = vf32_set1(c[4]);
@@ -143,7 +143,7 @@ CAMOX_INLINE vf32 vf32_exp_weight(vf32 x) {
   return vf32_keep(~(vi32)(x < vf32_set1(-87)), (vf32)((vi32)sum + ((vi32)shifted << 23)));
 }
 
-CAMOX_INLINE vf32 vf32_erf(vf32 x) {
+CAMOX_CALLED vf32 vf32_erf(vf32 x) {
   static const float small[] = {0.128379166f, -0.376125753f, 0.112827323f, -0.0268030204f, 0.00505174277f, -0.000631835777f};
   /* -log2(erfc(a)) for 0.85 <= a <= 4 */
   static const float large[] = {0.000150799358f, 1.62744796f,    0.918302715f,    0.150799021f,
@@ -155,7 +155,7 @@ CAMOX_INLINE vf32 vf32_erf(vf32 x) {
   return vf32_select((vi32)(a < vf32_set1(0.85f)), inner, vf32_copysign(vf32_set1(1) - erfc, x));
 }
 
-CAMOX_INLINE vf32 vf32_tanh(vf32 x) {
+CAMOX_CALLED vf32 vf32_tanh(vf32 x) {
   static const float c[] = {-0.333332986f, 0.133319244f, -0.053783875f, 0.0207960643f, -0.00589521229f};
   vf32 a = vf32_at_most(vf32_abs(x), 10.0f), square = x * x, one = vf32_set1(1);
   vf32 outer = one - vf32_set1(2) / (vf32_exp(a + a) + one);
@@ -222,13 +222,13 @@ CAMOX_INLINE vf32 vf32_sin_reduced(vf32 r, vi32 quadrant) {
   return (vf32)((vi32)value ^ ((quadrant & 2) << 30));
 }
 
-CAMOX_INLINE vf32 vf32_sin(vf32 x) {
+CAMOX_CALLED vf32 vf32_sin(vf32 x) {
   vi32 quadrant;
   vf32 r = vf32_reduce_angle(x, &quadrant);
   return vf32_sin_reduced(r, quadrant);
 }
 
-CAMOX_INLINE vf32 vf32_cos(vf32 x) {
+CAMOX_CALLED vf32 vf32_cos(vf32 x) {
   vi32 quadrant;
   vf32 r = vf32_reduce_angle(x, &quadrant);
   return vf32_sin_reduced(r, quadrant + 1);
@@ -332,14 +332,14 @@ CAMOX_INLINE vf32 vf32_table_polynomial(const float *table, int columns, int pow
 #endif
 
 /* x Phi(x) = max(x, 0) - |x| Phi(-|x|): no cancellation on either side. */
-CAMOX_INLINE vf32 vf32_gelu(vf32 x) {
+CAMOX_CALLED vf32 vf32_gelu(vf32 x) {
   vf32 a = vf32_abs_at_most(x, 6.3f), round = vf32_set1(0x1p-1f * CAMOX_ROUND_F32), shifted = a + round;
   vf32 tail = vf32_table_polynomial(camox_gelu_tail, 16, 6, (vi32)shifted, a - (shifted - round));
   return vf32_fma(-a, tail, vf32_at_least(x, 0));
 }
 
 /* d gelu / dx = Phi(x) + x phi(x). Intervals of 1/4 would be too wide for its table. */
-CAMOX_INLINE vf32 vf32_gelu_grad(vf32 x) {
+CAMOX_CALLED vf32 vf32_gelu_grad(vf32 x) {
   vf32 a = vf32_at_most(vf32_abs(x), 6.2f), five = vf32_set1(5), round = vf32_set1(CAMOX_ROUND_F32);
   vf32 shifted = vf32_fma(a, five, round);
   vf32 grad = vf32_table_polynomial(camox_gelu_tail_grad, 32, 5, (vi32)shifted, vf32_fma(a, five, round - shifted));
@@ -357,7 +357,7 @@ CAMOX_INLINE vf64 vf64_rsqrt(vf64 v) { return vf64_set1(1) / vf64_sqrt(v); }
 CAMOX_INLINE vf64 vf64_power_of_two(vi64 n) { return (vf64)((n + 1023) << 52); }
 
 /* Not libm's: its exp is a symbol of GLIBC_2.29. */
-CAMOX_INLINE vf64 vf64_exp(vf64 x) {
+CAMOX_CALLED vf64 vf64_exp(vf64 x) {
   vf64 round = vf64_set1(0x1.8p52), one = vf64_set1(1);
   x = vf64_at_most(vf64_at_least(x, -746.0), 710.0);
   vf64 shifted = x * vf64_set1(0x1.71547652b82fep+0) + round, n = shifted - round;
@@ -373,7 +373,7 @@ CAMOX_INLINE vf64 vf64_exp_term(vf64 x) { return vf64_exp(x); }
 CAMOX_INLINE vf64 vf64_exp_weight(vf64 x) { return vf64_exp(x); }
 
 #define CAMOX_DEFINE_LIBM(name)                                            \
-  CAMOX_INLINE vf64 vf64_##name(vf64 x) {                                  \
+  CAMOX_CALLED vf64 vf64_##name(vf64 x) {                                  \
     for (int lane = 0; lane < VF64_LANES; ++lane) x[lane] = name(x[lane]); \
     return x;                                                              \
   }
@@ -385,12 +385,12 @@ CAMOX_DEFINE_LIBM(cos)
 
 CAMOX_INLINE vf64 vf64_gelu_tail(vf64 x) { return vf64_set1(0.5) * vf64_erfc(x * vf64_set1(0x1.6a09e667f3bcdp-1)); }
 
-CAMOX_INLINE vf64 vf64_gelu(vf64 x) {
+CAMOX_CALLED vf64 vf64_gelu(vf64 x) {
   vf64 a = vf64_at_most(vf64_abs(x), 64.0);
   return vf64_at_least(x, 0.0) - a * vf64_gelu_tail(a);
 }
 
-CAMOX_INLINE vf64 vf64_gelu_grad(vf64 x) {
+CAMOX_CALLED vf64 vf64_gelu_grad(vf64 x) {
   vf64 a = vf64_at_most(vf64_abs(x), 64.0);
   vf64 grad = vf64_gelu_tail(a) - a * vf64_set1(0x1.9884533d43651p-2) * vf64_exp(vf64_set1(-0.5) * a * a);
   return vf64_select((vi64)(x > vf64_set1(0)), vf64_set1(1) - grad, grad);
@@ -401,18 +401,18 @@ CAMOX_INLINE vf64 vf64_gelu_grad(vf64 x) {
    derivatives. The part of a derivative that decays like exp(-|x|) is taken at |x| <= limit, past which it is below every
    rounding, so that exp stays finite. */
 #define CAMOX_DEFINE_SIGMOIDS(V, T, SILU_LIMIT, GELU_LIMIT)                                                  \
-  CAMOX_INLINE V V##_sigmoid(V x) { return V##_set1(1) / (V##_set1(1) + V##_exp(-x)); }                      \
-  CAMOX_INLINE V V##_silu(V x) { return x / (V##_set1(1) + V##_exp(-x)); }                                   \
-  CAMOX_INLINE V V##_silu_grad(V x) {                                                                        \
+  CAMOX_CALLED V V##_sigmoid(V x) { return V##_set1(1) / (V##_set1(1) + V##_exp(-x)); }                      \
+  CAMOX_CALLED V V##_silu(V x) { return x / (V##_set1(1) + V##_exp(-x)); }                                   \
+  CAMOX_CALLED V V##_silu_grad(V x) {                                                                        \
     V clamped = V##_at_most(V##_at_least(x, -(T)(SILU_LIMIT)), (T)(SILU_LIMIT));                             \
     V e = V##_exp(-clamped), s = V##_set1(1) / (V##_set1(1) + e);                                            \
     return s + clamped * s * (e * s);                                                                        \
   }                                                                                                          \
-  CAMOX_INLINE V V##_gelu_tanh(V x) {                                                                        \
+  CAMOX_CALLED V V##_gelu_tanh(V x) {                                                                        \
     V u = V##_set1((T)1.5957691216057308) * (x + V##_set1((T)0.044715) * x * x * x);                         \
     return x * V##_sigmoid(u);                                                                               \
   }                                                                                                          \
-  CAMOX_INLINE V V##_gelu_tanh_grad(V x) {                                                                   \
+  CAMOX_CALLED V V##_gelu_tanh_grad(V x) {                                                                   \
     V clamped = V##_at_most(V##_at_least(x, -(T)(GELU_LIMIT)), (T)(GELU_LIMIT)), square = clamped * clamped; \
     V u = V##_set1((T)1.5957691216057308) * (clamped + V##_set1((T)0.044715) * clamped * square);            \
     V u_grad = V##_set1((T)1.5957691216057308) * (V##_set1(1) + V##_set1((T)(3 * 0.044715)) * square);       \

@@ -1,6 +1,11 @@
 /* 16-byte vectors that any CPU with GCC or Clang has (SSE2 on x86-64, NEON on arm64). */
 #define VF32_BYTES 16
 #define VF64_BYTES 16
+#ifndef __FP_FAST_FMAF
+/* Without FMA a single gelu or conversion of halves takes a hundred instructions and more: inlined for every row and tail, they
+   were most of the kernels' code and of the time to compile them. */
+#define CAMOX_CALLED static __attribute__((noinline, unused))
+#endif
 #include "simd_vector.h"
 
 CAMOX_INLINE vf32 vf32_sqrt(vf32 v) {
@@ -31,7 +36,7 @@ CAMOX_INLINE int vf64_any(vi64 mask) {
 
 CAMOX_INLINE vu32 vu32_select(vi32 mask, vu32 yes, vu32 no) { return (yes & (vu32)mask) | (no & ~(vu32)mask); }
 
-CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
+CAMOX_CALLED vf32 vload_f16(const uint16_t *from) {
   vu16 half;
   memcpy(&half, from, sizeof half);
   const vu32 word = __builtin_convertvector(half, vu32), magnitude = (word & 0x7fffu) << 13;
@@ -44,7 +49,7 @@ CAMOX_INLINE vf32 vload_f16(const uint16_t *from) {
   return (vf32)(value | (word & 0x8000u) << 16);
 }
 
-CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value) {
+CAMOX_CALLED void vstore_f16(uint16_t *to, vf32 value) {
   const vu32 sign = ((vu32)value >> 16) & 0x8000u, magnitude = (vu32)value & 0x7fffffffu;
   const vi32 bits = (vi32)magnitude;
   const vu32 normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;

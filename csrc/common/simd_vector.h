@@ -14,6 +14,9 @@ typedef int32_t vf32_mask_t;
 typedef int64_t vf64_mask_t;
 
 #define CAMOX_INLINE static inline __attribute__((always_inline, unused))
+#ifndef CAMOX_CALLED /* long functions */
+#define CAMOX_CALLED CAMOX_INLINE
+#endif
 
 /* memcpy is how C spells an unaligned vector access; it compiles to one instruction. */
 #define CAMOX_DEFINE_VECTOR(V, I, T, LANES)                                                         \
@@ -164,18 +167,18 @@ CAMOX_INLINE void vstore_f32(float *to, vf32 value) { vf32_store(to, value); }
 CAMOX_INLINE vf64 vload_f64(const double *from) { return vf64_load(from); }
 CAMOX_INLINE void vstore_f64(double *to, vf64 value) { vf64_store(to, value); }
 
-CAMOX_INLINE vf32 vload_f16(const uint16_t *from);
-CAMOX_INLINE void vstore_f16(uint16_t *to, vf32 value);
+CAMOX_CALLED vf32 vload_f16(const uint16_t *from);
+CAMOX_CALLED void vstore_f16(uint16_t *to, vf32 value);
 
 /* The first n lanes: loads fill the others with zero, stores write n elements. vload_part and vstore_part take 0 <= n < lanes,
    vload_n and vstore_n any n >= 0, from lanes on as a full vector. Instruction sets with masked accesses define the former. */
 #define CAMOX_DEFINE_PARTIAL(S, T, V, LANES)                       \
-  CAMOX_INLINE V vload_part_##S(const T *from, ptrdiff_t n) {      \
+  CAMOX_CALLED V vload_part_##S(const T *from, ptrdiff_t n) {      \
     T buffer[LANES] = {0};                                         \
     for (ptrdiff_t i = 0; i < n; ++i) buffer[i] = from[i];         \
     return vload_##S(buffer);                                      \
   }                                                                \
-  CAMOX_INLINE void vstore_part_##S(T *to, V value, ptrdiff_t n) { \
+  CAMOX_CALLED void vstore_part_##S(T *to, V value, ptrdiff_t n) { \
     T buffer[LANES];                                               \
     vstore_##S(buffer, value);                                     \
     for (ptrdiff_t i = 0; i < n; ++i) to[i] = buffer[i];           \
