@@ -4,7 +4,7 @@
 #ifndef __FP_FAST_FMAF
 /* Without FMA a single gelu or conversion of halves takes a hundred instructions and more: inlined for every row and tail, they
    were most of the kernels' code and of the time to compile them. */
-#define CAMOX_CALLED static __attribute__((noinline, unused))
+#define CAMOX_CALLED CAMOX_NOINLINE
 #endif
 #include "simd_vector.h"
 

@@ -14,6 +14,7 @@ typedef int32_t vf32_mask_t;
 typedef int64_t vf64_mask_t;
 
 #define CAMOX_INLINE static inline __attribute__((always_inline, unused))
+#define CAMOX_NOINLINE static __attribute__((noinline, unused))
 #ifndef CAMOX_CALLED /* long functions */
 #define CAMOX_CALLED CAMOX_INLINE
 #endif
@@ -171,24 +172,27 @@ CAMOX_CALLED vf32 vload_f16(const uint16_t *from);
 CAMOX_CALLED void vstore_f16(uint16_t *to, vf32 value);
 
 /* The first n lanes: loads fill the others with zero, stores write n elements. vload_part and vstore_part take 0 <= n < lanes,
-   vload_n and vstore_n any n >= 0, from lanes on as a full vector. Instruction sets with masked accesses define the former. */
-#define CAMOX_DEFINE_PARTIAL(S, T, V, LANES)                       \
-  CAMOX_CALLED V vload_part_##S(const T *from, ptrdiff_t n) {      \
-    T buffer[LANES] = {0};                                         \
-    for (ptrdiff_t i = 0; i < n; ++i) buffer[i] = from[i];         \
-    return vload_##S(buffer);                                      \
-  }                                                                \
-  CAMOX_CALLED void vstore_part_##S(T *to, V value, ptrdiff_t n) { \
-    T buffer[LANES];                                               \
-    vstore_##S(buffer, value);                                     \
-    for (ptrdiff_t i = 0; i < n; ++i) to[i] = buffer[i];           \
+   vload_n and vstore_n any n >= 0, from lanes on as a full vector. Instruction sets with masked accesses define the former;
+   others call them, as a row has one end: inlined they were a tenth of the kernels' code. */
+#define CAMOX_DEFINE_PARTIAL(S, T, V, LANES)                         \
+  CAMOX_NOINLINE V vload_part_##S(const T *from, ptrdiff_t n) {      \
+    T buffer[LANES] = {0};                                           \
+    for (ptrdiff_t i = 0; i < n; ++i) buffer[i] = from[i];           \
+    return vload_##S(buffer);                                        \
+  }                                                                  \
+  CAMOX_NOINLINE void vstore_part_##S(T *to, V value, ptrdiff_t n) { \
+    T buffer[LANES];                                                 \
+    vstore_##S(buffer, value);                                       \
+    for (ptrdiff_t i = 0; i < n; ++i) to[i] = buffer[i];             \
   }
 
-#define CAMOX_DEFINE_FIRST(S, T, V, LANES)                                                                                    \
-  CAMOX_INLINE V vload_n_##S(const T *from, ptrdiff_t n) { return n >= (LANES) ? vload_##S(from) : vload_part_##S(from, n); } \
-  CAMOX_INLINE void vstore_n_##S(T *to, V value, ptrdiff_t n) {                                                               \
-    if (n >= (LANES))                                                                                                         \
-      vstore_##S(to, value);                                                                                                  \
-    else                                                                                                                      \
-      vstore_part_##S(to, value, n);                                                                                          \
+#define CAMOX_DEFINE_FIRST(S, T, V, LANES)                                                \
+  CAMOX_INLINE V vload_n_##S(const T *from, ptrdiff_t n) {                                \
+    return __builtin_expect(n >= (LANES), 1) ? vload_##S(from) : vload_part_##S(from, n); \
+  }                                                                                       \
+  CAMOX_INLINE void vstore_n_##S(T *to, V value, ptrdiff_t n) {                           \
+    if (__builtin_expect(n >= (LANES), 1))                                                \
+      vstore_##S(to, value);                                                              \
+    else                                                                                  \
+      vstore_part_##S(to, value, n);                                                      \
   }
