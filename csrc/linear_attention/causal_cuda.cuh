@@ -109,9 +109,9 @@ template <typename T, int MEMORY, bool FEATURE>
 __device__ __forceinline__ void causal_load(float *to, int pitch, int columns, const causal_pass &p, const causal_side &side,
                                             const causal_chunk &at, int first) {
   constexpr int in_flight = MEMORY == LA_ANY ? 4 : 2; /* two of eight elements are a thread's share of 64 columns */
-  la_load_padded<T, MEMORY, FEATURE, in_flight>(to, pitch, CAUSAL_ROWS, columns, (columns + 15) / 16 * 16,
-                                                causal_rows<const T>(FEATURE ? side.feature : side.value, at, first),
-                                                causal_kept(side, at), p.feature_map);
+  la_load<T, MEMORY, in_flight>({to, pitch, columns, (columns + 15) / 16 * 16, FEATURE ? p.feature_map : CAMOX_FEATURE_IDENTITY,
+                                 causal_rows<const T>(FEATURE ? side.feature : side.value, at, first)},
+                                CAUSAL_ROWS, causal_kept(side, at));
 }
 
 /* M of the result's columns [first, + columns) and of terms [first_term, + terms), zeros up to a multiple of 16 terms. */
@@ -247,12 +247,23 @@ __device__ __forceinline__ void causal_put(Product &product, float *to, int pitc
 template <typename T>
 __device__ __forceinline__ float causal_feature_sum(const causal_pass &p, const causal_side &side, const causal_chunk &at,
                                                     int row, const float *line) {
+  constexpr int in_flight = 4;
   float sum = 0.0f;
   if (causal_kept(side, at)(row)) {
     const la_rows<const T> from = causal_rows<const T>(side.feature, at, 0);
-    for (int n = causal_lane(); n < p.n; n += CAMOX_WARP) {
-      const float f = la_feature<T>(camox_to_float(__ldg(from.base + row * from.row + n * from.column)), p.feature_map);
-      sum = fmaf(f, line ? line[n] : 1.0f, sum);
+#pragma unroll 1
+    for (int first = causal_lane(); first < p.n; first += in_flight * CAMOX_WARP) {
+      T raw[in_flight];
+#pragma unroll
+      for (int k = 0; k < in_flight; ++k) {
+        const int n = first + k * CAMOX_WARP;
+        raw[k] = n < p.n ? __ldg(from.base + row * from.row + n * from.column) : camox_from_float<T>(0.0f);
+      }
+#pragma unroll
+      for (int k = 0; k < in_flight; ++k) {
+        const int n = first + k * CAMOX_WARP;
+        if (n < p.n) sum = fmaf(la_feature<T>(camox_to_float(raw[k]), p.feature_map), line ? line[n] : 1.0f, sum);
+      }
     }
   }
   return camox_warp_sum(sum);
@@ -274,13 +285,20 @@ template <typename T, bool GRADIENT>
 __device__ __forceinline__ void causal_set_numbers(const causal_numbers &numbers, const causal_pass &p, const causal_chunk &at,
                                                    const float *record) {
   const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
+  const int sums = p.normalize == CAMOX_NORMALIZE_FEATURE ? 2 : !GRADIENT && sum && !p.of_keys ? 1 : 0;
+  const float *const line = sum ? record + p.n * p.d : nullptr;
+#pragma unroll 1
   for (int row = causal_warp(); row < CAUSAL_ROWS; row += CAUSAL_WARPS) {
     const bool valid = row < at.count;
     const int64_t position = causal_position(p, at, row);
-    float x = 1.0f, y = 1.0f, x_shift = 0.0f, y_shift = 0.0f;
+    float x = 1.0f, y = 1.0f, x_shift = 0.0f, y_shift = 0.0f, of_x = 0.0f, of_y = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < sums; ++i) {
+      of_x = of_y; /* after the last sum that of x, where there are two */
+      of_y = causal_feature_sum<T>(p, i ? p.y : p.x, at, row, line);
+    }
     if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
-      x = causal_inverse(causal_feature_sum<T>(p, p.x, at, row, nullptr));
-      y = causal_inverse(causal_feature_sum<T>(p, p.y, at, row, nullptr));
+      x = causal_inverse(of_x), y = causal_inverse(of_y);
       if (GRADIENT && valid) x_shift = p.x.dots[position];
     } else if (sum && p.of_keys) {
       if (valid) y = p.inverse[position];
@@ -288,7 +306,7 @@ __device__ __forceinline__ void causal_set_numbers(const causal_numbers &numbers
     } else if (sum && GRADIENT) {
       if (valid) x = p.inverse[position], x_shift = p.x.dots[position];
     } else if (sum) {
-      x_shift = causal_feature_sum<T>(p, p.x, at, row, record + p.n * p.d);
+      x_shift = of_y;
     }
     if (causal_lane() == 0)
       numbers.row[row] = x, numbers.column[row] = y, numbers.row_shift[row] = x_shift, numbers.column_shift[row] = y_shift;
@@ -310,8 +328,7 @@ __device__ __forceinline__ void causal_set_inverse(const causal_numbers &numbers
 /* ---- attend ---- */
 
 __device__ __forceinline__ bool causal_sees(const causal_pass &p, int row, int column) {
-  const int begin = p.of_keys ? row + (p.strict ? 1 : 0) : 0, end = p.of_keys ? CAUSAL_ROWS : row + (p.strict ? 0 : 1);
-  return column >= begin && column < end;
+  return (p.of_keys ? column - row : row - column) >= (p.strict ? 1 : 0);
 }
 
 /* C of the sums of a b^T. */
@@ -337,12 +354,14 @@ __device__ __forceinline__ void causal_add_seen(Product &product, const causal_p
   for (la_iterator it = la_iterator_of(columns); it.outer < CAUSAL_ROWS; la_step(it))
     zeros = fmaf(values[it.outer * pitch + it.inner], 0.0f, zeros);
   if (!__syncthreads_or(zeros != 0.0f)) return product.add({scores, pitch}, {values, pitch}, CAUSAL_ROWS);
-#pragma unroll
-  for (int e = 0; e < 16; ++e) {
-    const int row = product.row(e), column = product.column(e);
 #pragma unroll 1
-    for (int j = 0; j < CAUSAL_ROWS && column < columns; ++j)
-      if (causal_sees(p, row, j)) product.get(e) = fmaf(scores[row * pitch + j], values[j * pitch + column], product.get(e));
+  for (int j = 0; j < CAUSAL_ROWS; ++j) {
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      const int row = product.row(e), column = product.column(e);
+      if (column < columns && causal_sees(p, row, j))
+        product.get(e) = fmaf(scores[row * pitch + j], values[j * pitch + column], product.get(e));
+    }
   }
 }
 
@@ -407,8 +426,9 @@ __global__ void __launch_bounds__(CAUSAL_THREADS, 2) causal_attend_kernel(const 
     causal_product<TENSOR, CAUSAL_NN> result;
     for (int k = 0; k < all_terms; k += CAUSAL_TERMS) {
       const int terms = min(CAUSAL_TERMS, all_terms - k), padded = (terms + 15) / 16 * 16;
-      causal_load<T, MEMORY, !GRADIENT>(a, slice_pitch, terms, p, p.x, at, k);
-      if (first == 0) causal_load<T, MEMORY, !GRADIENT>(b, slice_pitch, terms, p, p.y, at, k);
+#pragma unroll 1
+      for (int i = 0; i < (first == 0 ? 2 : 1); ++i) /* by the same code */
+        causal_load<T, MEMORY, !GRADIENT>(i ? b : a, slice_pitch, terms, p, i ? p.y : p.x, at, k);
       causal_load_state<GRADIENT>(m, pitch, p, record, first, columns, k, terms);
       __syncthreads();
       if (first == 0) products.add({a, slice_pitch}, {b, slice_pitch}, padded);

@@ -85,31 +85,34 @@ __device__ __forceinline__ void la_step(la_iterator &it) {
   if (it.inner >= it.width) it.inner -= it.width, it.outer += 1;
 }
 
+/* Elements of a vector. */
+template <typename T, int MEMORY>
+static constexpr int la_lanes = MEMORY == LA_ANY ? 1 : camox_lanes<T>::value;
+
 /* Where item (outer, inner) begins. Columns as vectors: 16 columns beside each other for the banks of shared memory, two
-   vectors under each other for whole sectors of global memory. */
-template <int V, bool COLUMNS>
+   vectors under each other for whole sectors of global memory. LA_ANY: down, whether a column's elements are closer than a
+   row's. */
+template <int V, int MEMORY>
 struct la_place {
   int row, column;
-  __device__ __forceinline__ la_place(const la_iterator &it) {
-    if (!COLUMNS)
+  __device__ __forceinline__ la_place(const la_iterator &it, bool down) {
+    if (MEMORY == LA_ROWS)
       row = it.outer, column = it.inner * V;
-    else if (V == 1)
-      row = it.inner, column = it.outer;
-    else
+    else if (MEMORY == LA_COLUMNS)
       row = (it.outer * 2 + (it.inner & 1)) * V, column = it.inner >> 1;
+    else
+      row = down ? it.inner : it.outer, column = down ? it.outer : it.inner;
   }
 };
 
-template <int V, bool COLUMNS>
-__device__ __forceinline__ la_iterator la_iterator_over(int rows, int columns) {
-  if (!COLUMNS) return la_iterator_of(columns / V);
-  return la_iterator_of(V == 1 ? rows : 2 * columns);
+template <int V, int MEMORY>
+__device__ __forceinline__ la_iterator la_iterator_over(int rows, int columns, bool down) {
+  return la_iterator_of(MEMORY == LA_ROWS ? columns / V : MEMORY == LA_COLUMNS ? 2 * columns : down ? rows : columns);
 }
 
-template <int V, bool COLUMNS>
-__device__ __forceinline__ int la_outer(int rows, int columns) {
-  if (!COLUMNS) return rows;
-  return V == 1 ? columns : rows / (2 * V);
+template <int V, int MEMORY>
+__device__ __forceinline__ int la_outer(int rows, int columns, bool down) {
+  return MEMORY == LA_ROWS ? rows : MEMORY == LA_COLUMNS ? rows / (2 * V) : down ? columns : rows;
 }
 
 /* Rows [0, valid) of a view: base, and steps of a row and of a column. */
@@ -119,12 +122,21 @@ struct la_rows {
   int64_t row, column;
 };
 
+/* One head of a batch element. */
+struct la_sequence {
+  int64_t batch, head;
+};
+
+__device__ __forceinline__ la_sequence la_sequence_at(const la_pass &p, int64_t index) {
+  la_sequence at;
+  at.batch = camox_divide(index, p.heads, &at.head);
+  return at;
+}
+
 template <typename T>
-__device__ __forceinline__ la_rows<T> la_rows_at(const la_pass &p, const camox_view4 &view, int64_t sequence, int64_t t,
-                                                 int column = 0) {
-  int64_t h;
-  const int64_t b = camox_divide(sequence, p.heads, &h);
-  return {static_cast<T *>(view.data) + b * view.stride[0] + h * view.stride[1] + t * view.stride[2] + column * view.stride[3],
+__device__ __forceinline__ la_rows<T> la_rows_at(const camox_view4 &view, const la_sequence &at, int64_t t, int column = 0) {
+  return {static_cast<T *>(view.data) + at.batch * view.stride[0] + at.head * view.stride[1] + t * view.stride[2] +
+              column * view.stride[3],
           view.stride[2], view.stride[3]};
 }
 
@@ -137,117 +149,94 @@ struct la_kept {
   __device__ __forceinline__ la_kept at(int64_t t, int rows) const { return {rows, mask ? mask + t * step : nullptr, step}; }
 };
 
-__device__ __forceinline__ la_kept la_kept_at(const la_pass &p, int64_t sequence, int64_t t, int valid) {
-  int64_t h;
-  const int64_t b = camox_divide(sequence, p.heads, &h);
-  return {valid, p.mask ? p.mask + b * p.mask_stride[0] + t * p.mask_stride[1] : nullptr, p.mask_stride[1]};
+__device__ __forceinline__ la_kept la_kept_at(const la_pass &p, const la_sequence &at, int64_t t, int valid) {
+  return {valid, p.mask ? p.mask + at.batch * p.mask_stride[0] + t * p.mask_stride[1] : nullptr, p.mask_stride[1]};
 }
 
-template <typename T, int V, bool COLUMNS, bool FEATURE, int IN_FLIGHT>
-__device__ __forceinline__ void la_load_vectors(float *to, int pitch, int rows, int columns, int padded,
-                                                const la_rows<const T> &from, const la_kept &kept, int map) {
-  const int end = la_outer<V, COLUMNS>(rows, padded);
-  la_iterator it = la_iterator_over<V, COLUMNS>(rows, padded);
+/* A tile in shared memory and what it is loaded from: `columns` columns, map of them, and zeros up to `padded`. */
+template <typename T>
+struct la_tile {
+  float *to;
+  int pitch, columns, padded, map;
+  la_rows<const T> from;
+};
+
+/* Rows that are not kept are zeros. IN_FLIGHT: loads of a thread at once. */
+template <typename T, int MEMORY, int IN_FLIGHT>
+__device__ __forceinline__ void la_load(const la_tile<T> &tile, int rows, const la_kept &kept) {
+  constexpr int V = la_lanes<T, MEMORY>;
+  constexpr bool COLUMNS = MEMORY == LA_COLUMNS;
+  const la_rows<const T> &from = tile.from;
+  const bool down = from.row < from.column;
+  const int end = la_outer<V, MEMORY>(rows, tile.padded, down);
+  la_iterator it = la_iterator_over<V, MEMORY>(rows, tile.padded, down);
   while (it.outer < end) {
     T raw[IN_FLIGHT][V];
     unsigned present[IN_FLIGHT]; /* bits of the elements that count */
     la_iterator next = it;
 #pragma unroll
     for (int k = 0; k < IN_FLIGHT; ++k, la_step(next)) {
-      const la_place<V, COLUMNS> at(next);
+      const la_place<V, MEMORY> at(next, down);
       present[k] = 0;
 #pragma unroll
       for (int i = 0; i < V; ++i) raw[k][i] = camox_from_float<T>(0.0f);
-      if (next.outer >= end || at.column >= columns) continue;
-      const T *p = from.base + at.row * from.row + at.column * from.column;
-      if (!COLUMNS || V == 1) {
-        if (kept(at.row)) present[k] = ~0u;
-        if (present[k]) camox_load<V>(raw[k], p);
-      } else {
+      if (next.outer >= end || at.column >= tile.columns || at.row >= kept.valid) continue;
 #pragma unroll
-        for (int i = 0; i < V; ++i)
-          if (kept(at.row + i)) present[k] |= 1u << i;
-        if (at.row + V <= kept.valid) {
-          camox_load<V>(raw[k], p);
-        } else {
-#pragma unroll
-          for (int i = 0; i < V; ++i)
-            if (at.row + i < kept.valid) raw[k][i] = __ldg(p + i);
-        }
-      }
+      for (int i = 0; i < (COLUMNS ? V : 1); ++i)
+        if (kept(at.row + i)) present[k] |= COLUMNS ? 1u << i : ~0u;
+      if (present[k]) camox_load<V>(raw[k], from.base + at.row * from.row + at.column * from.column);
     }
 #pragma unroll
     for (int k = 0; k < IN_FLIGHT; ++k, la_step(it)) {
       if (it.outer >= end) break;
-      const la_place<V, COLUMNS> at(it);
+      const la_place<V, MEMORY> at(it, down);
       float value[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        value[i] = camox_to_float(raw[k][i]);
-        if (FEATURE) value[i] = la_feature<T>(value[i], map);
+        value[i] = la_feature<T>(camox_to_float(raw[k][i]), tile.map);
         if (!(present[k] >> i & 1)) value[i] = 0.0f;
       }
-      if constexpr (!COLUMNS || V == 1) {
-        camox_put_floats(to + at.row * pitch + at.column, value);
-      } else {
+      if constexpr (COLUMNS) {
 #pragma unroll
-        for (int i = 0; i < V; ++i) to[(at.row + i) * pitch + at.column] = value[i];
+        for (int i = 0; i < V; ++i) tile.to[(at.row + i) * tile.pitch + at.column] = value[i];
+      } else {
+        camox_put_floats(tile.to + at.row * tile.pitch + at.column, value);
       }
     }
   }
 }
 
-/* `columns` columns of a tile, f of them or themselves; rows that are not kept and columns up to `padded` are zeros.
-   IN_FLIGHT: loads of a thread at once. */
-template <typename T, int MEMORY, bool FEATURE, int IN_FLIGHT>
-__device__ __forceinline__ void la_load_padded(float *to, int pitch, int rows, int columns, int padded,
-                                               const la_rows<const T> &from, const la_kept &kept, int map) {
-  if constexpr (MEMORY != LA_ANY) {
-    la_load_vectors<T, camox_lanes<T>::value, MEMORY == LA_COLUMNS, FEATURE, IN_FLIGHT>(to, pitch, rows, columns, padded, from,
-                                                                                        kept, map);
-  } else if (from.row < from.column) {
-    la_load_vectors<T, 1, true, FEATURE, IN_FLIGHT>(to, pitch, rows, columns, padded, from, kept, map);
-  } else {
-    la_load_vectors<T, 1, false, FEATURE, IN_FLIGHT>(to, pitch, rows, columns, padded, from, kept, map);
-  }
-}
+/* Loads of a thread at once, as far as registers last. */
+template <int MEMORY>
+static constexpr int la_in_flight = MEMORY == LA_COLUMNS ? 2 : 4;
 
-/* The same with zeros up to a multiple of 4 columns. */
-template <typename T, int MEMORY, bool FEATURE>
-__device__ __forceinline__ void la_load(float *to, int pitch, int rows, int columns, const la_rows<const T> &from,
-                                        const la_kept &kept, int map) {
-  constexpr int in_flight = MEMORY == LA_COLUMNS ? 2 : 4; /* as far as registers last */
-  la_load_padded<T, MEMORY, FEATURE, in_flight>(to, pitch, rows, columns, la_padded(columns), from, kept, map);
-}
-
-template <typename T, int V, bool COLUMNS>
-__device__ __forceinline__ void la_store_vectors(const la_rows<T> &to, const float *from, int pitch, int rows, int columns,
-                                                 int valid) {
-  const int end = la_outer<V, COLUMNS>(rows, columns);
-  for (la_iterator it = la_iterator_over<V, COLUMNS>(rows, columns); it.outer < end; la_step(it)) {
-    const la_place<V, COLUMNS> at(it);
-    if (at.row >= valid) continue;
-    T *p = to.base + at.row * to.row + at.column * to.column;
-    float value[V];
-    if constexpr (!COLUMNS || V == 1) {
-      camox_get_floats(value, from + at.row * pitch + at.column);
-      camox_store_float(p, value);
-    } else {
-#pragma unroll
-      for (int i = 0; i < V; ++i) value[i] = from[(at.row + i) * pitch + at.column];
-      camox_store_float(p, value, valid - at.row);
-    }
+/* f of x, and y as it is, by the same code. */
+template <typename T, int MEMORY>
+__device__ __forceinline__ void la_load_both(const la_tile<T> &x, const la_tile<T> &y, int rows, const la_kept &kept) {
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const la_tile<T> tile = i ? y : x;
+    la_load<T, MEMORY, la_in_flight<MEMORY>>(tile, rows, kept);
   }
 }
 
 template <typename T, int MEMORY>
 __device__ __forceinline__ void la_store(const la_rows<T> &to, const float *from, int pitch, int rows, int columns, int valid) {
-  if constexpr (MEMORY != LA_ANY)
-    la_store_vectors<T, camox_lanes<T>::value, MEMORY == LA_COLUMNS>(to, from, pitch, rows, columns, valid);
-  else if (to.row < to.column)
-    la_store_vectors<T, 1, true>(to, from, pitch, rows, columns, valid);
-  else
-    la_store_vectors<T, 1, false>(to, from, pitch, rows, columns, valid);
+  constexpr int V = la_lanes<T, MEMORY>;
+  const bool down = to.row < to.column;
+  const int end = la_outer<V, MEMORY>(rows, columns, down);
+  for (la_iterator it = la_iterator_over<V, MEMORY>(rows, columns, down); it.outer < end; la_step(it)) {
+    const la_place<V, MEMORY> at(it, down);
+    if (at.row >= valid) continue;
+    float value[V];
+    if constexpr (MEMORY == LA_COLUMNS) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) value[i] = from[(at.row + i) * pitch + at.column];
+    } else {
+      camox_get_floats(value, from + at.row * pitch + at.column);
+    }
+    camox_store_float(to.base + at.row * to.row + at.column * to.column, value);
+  }
 }
 
 /* Rows [first_row, + rows) and columns [first_column, + columns) of the state, up to multiples of 4 with zeros. */
@@ -434,6 +423,7 @@ template <typename T>
 __device__ __forceinline__ float la_divisor(const la_pass &p, const float *x, int first, int columns, const float *line,
                                             const la_rows<const T> &whole, int row, bool kept) {
   float sum = 0.0f;
+#pragma unroll 2
   for (int n = static_cast<int>(threadIdx.x) % LA_LANES; n < p.n; n += LA_LANES) {
     float f = 0.0f;
     if (n >= first && n < first + columns)
@@ -463,17 +453,19 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_sum_kernel(const __grid_cons
     const int x_pitch = la_pitch(n), y_pitch = la_pitch(d);
     float *const x = shared, *const y = x + p.rows * x_pitch;
     const int64_t end = min(p.length, (chunk + 1) * p.chunk);
+    const la_sequence head = la_sequence_at(p, sequence);
     const float *const line = p.line + sequence * p.n;
     const la_sum_place at(n, d);
     la_sums sums = {};
     for (int64_t t = chunk * p.chunk; t < end; t += p.rows) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(p.rows)));
-      const la_kept kept = la_kept_at(p, sequence, t, valid);
-      la_load<T, MEMORY, true>(x, x_pitch, p.rows, n, la_rows_at<const T>(p, p.x, sequence, t, first_n), kept, p.feature_map);
-      la_load<T, MEMORY, false>(y, y_pitch, p.rows, d, la_rows_at<const T>(p, p.y, sequence, t, first_d), kept, 0);
+      const la_kept kept = la_kept_at(p, head, t, valid);
+      la_load_both<T, MEMORY>({x, x_pitch, n, la_padded(n), p.feature_map, la_rows_at<const T>(p.x, head, t, first_n)},
+                              {y, y_pitch, d, la_padded(d), CAMOX_FEATURE_IDENTITY, la_rows_at<const T>(p.y, head, t, first_d)},
+                              p.rows, kept);
       __syncthreads();
       if (p.weight != LA_PLAIN) {
-        const la_rows<const T> whole = la_rows_at<const T>(p, p.x, sequence, t);
+        const la_rows<const T> whole = la_rows_at<const T>(p.x, head, t);
         for (int r = row; r < p.rows; r += row_step) {
           float *const mine = x + r * x_pitch;
           const float weight = la_divide(p, 1.0f, la_divisor<T>(p, mine, first_n, n, line, whole, r, kept(r)));
@@ -529,13 +521,14 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_apply_kernel(const __grid_co
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const la_sequence head = la_sequence_at(p, sequence);
     const float *const line = p.line + sequence * p.n;
     if (resident) la_load_state(state, y_pitch, p, sequence, 0, p.n, 0, p.d);
     for (int64_t t = chunk * p.chunk; t < end; t += p.rows) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(p.rows)));
-      const la_kept kept = la_kept_at(p, sequence, t, valid);
-      const la_rows<const T> from = la_rows_at<const T>(p, p.x, sequence, t);
-      la_load<T, MEMORY, true>(x, x_pitch, p.rows, p.n, from, kept, p.feature_map);
+      const la_kept kept = la_kept_at(p, head, t, valid);
+      const la_rows<const T> from = la_rows_at<const T>(p.x, head, t);
+      la_load<T, MEMORY, la_in_flight<MEMORY>>({x, x_pitch, p.n, la_padded(p.n), p.feature_map, from}, p.rows, kept);
       __syncthreads();
       if (p.weight != LA_PLAIN) {
         for (int r = row; r < p.rows; r += row_step) {
@@ -555,12 +548,11 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_apply_kernel(const __grid_co
       __syncthreads();
       la_put_product(product, x, y_pitch, p.weight != LA_PLAIN ? weights : nullptr);
       __syncthreads();
-      la_rows<T> to = la_rows_at<T>(p, p.out, sequence, t);
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
       if (threadIdx.x == 0) x[0] += 1e-3f;
       __syncthreads();
 #endif
-      la_store<T, MEMORY>(to, x, y_pitch, p.rows, p.d, valid);
+      la_store<T, MEMORY>(la_rows_at<T>(p.out, head, t), x, y_pitch, p.rows, p.d, valid);
       __syncthreads();
     }
   }
@@ -583,17 +575,16 @@ __device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int
     if (p.weight != LA_PLAIN) {
       const float divisor = la_divisor<T>(p, f, 0, p.n, line, whole, r, true);
       weight = la_divide(p, 1.0f, divisor);
+#pragma unroll 2
       for (int n = lane; n < p.n; n += LA_LANES) dot = fmaf(f[n], g[n], dot);
       dot = la_divide(p, la_row_sum(dot), divisor); /* not times weight: where f is the sum, u - dot must be 0 */
       if (lane == 0) row_dots[r] = dot;
     }
-    const bool counts = kept(r) && weight != 0.0f;
+    const bool counts = kept(r) && weight != 0.0f, has_line = p.line && p.weight != LA_FEATURE;
+    const float factor = p.weight != LA_PLAIN ? -dot : p.line ? 1.0f : 0.0f; /* of the line, or of 1 */
+#pragma unroll 2
     for (int n = lane; n < p.n; n += LA_LANES) {
-      float added = 0.0f;
-      if (p.weight == LA_PLAIN)
-        added = p.line ? __ldg(line + n) : 0.0f;
-      else
-        added = p.weight == LA_FEATURE ? -dot : -dot * __ldg(line + n);
+      const float added = has_line ? factor * __ldg(line + n) : factor;
       g[n] = counts ? la_feature_derivative(f[n], p.feature_map) * (weight * (g[n] + added)) : 0.0f;
       f[n] *= weight;
     }
@@ -612,15 +603,17 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const la_sequence head = la_sequence_at(p, sequence);
     const float *const line = p.line + sequence * p.n;
     if (resident) la_load_state(state, y_pitch, p, sequence, 0, p.n, 0, p.d);
     la_sums sums = {};
     for (int64_t t = chunk * p.chunk; t < end; t += p.rows) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(p.rows)));
-      const la_kept kept = la_kept_at(p, sequence, t, valid);
-      const la_rows<const T> from = la_rows_at<const T>(p, p.x, sequence, t);
-      la_load<T, MEMORY, true>(x, x_pitch, p.rows, p.n, from, kept, p.feature_map);
-      la_load<T, MEMORY, false>(y, y_pitch, p.rows, p.d, la_rows_at<const T>(p, p.y, sequence, t), kept, 0);
+      const la_kept kept = la_kept_at(p, head, t, valid);
+      const la_rows<const T> from = la_rows_at<const T>(p.x, head, t);
+      la_load_both<T, MEMORY>({x, x_pitch, p.n, la_padded(p.n), p.feature_map, from},
+                              {y, y_pitch, p.d, la_padded(p.d), CAMOX_FEATURE_IDENTITY, la_rows_at<const T>(p.y, head, t)},
+                              p.rows, kept);
       __syncthreads();
       {
         la_product product(p.rows, p.n);
@@ -649,7 +642,7 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid
       if (threadIdx.x == 0) u[0] += 1e-3f;
       __syncthreads();
 #endif
-      la_store<T, MEMORY>(la_rows_at<T>(p, p.grad_x, sequence, t), u, x_pitch, p.rows, p.n, valid);
+      la_store<T, MEMORY>(la_rows_at<T>(p.grad_x, head, t), u, x_pitch, p.rows, p.n, valid);
       if (FUSION == LA_WITH_SUMS) la_add_products(sums, at, x, x_pitch, y, y_pitch, valid);
       if (FUSION != LA_WITH_APPLY && p.sums_line) la_add_line(sums, p.n, x, x_pitch, row_dots, valid);
       if constexpr (FUSION == LA_WITH_APPLY) {
@@ -658,7 +651,7 @@ __global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid
         __syncthreads();
         la_put_product(product, u, y_pitch, nullptr);
         __syncthreads();
-        la_store<T, MEMORY>(la_rows_at<T>(p, p.out, sequence, t), u, y_pitch, p.rows, p.d, valid);
+        la_store<T, MEMORY>(la_rows_at<T>(p.out, head, t), u, y_pitch, p.rows, p.d, valid);
       }
       __syncthreads();
     }
@@ -679,7 +672,7 @@ static bool la_vectors(const camox_linear_attention_params *p, const camox_view4
   if (view.stride[axis] != 1 || !camox_aligned(view.data, 16)) return false;
   for (int i = 0; i < 4; ++i)
     if (i != axis && sizes[i] > 1 && (view.stride[i] % lanes != 0 || (i > 1 && view.stride[i] > INT32_MAX))) return false;
-  return axis == 2 || dim % lanes == 0;
+  return (axis == 2 ? p->length : dim) % lanes == 0; /* vectors are whole */
 }
 
 /* How all tensors of a pass can be read and written. */

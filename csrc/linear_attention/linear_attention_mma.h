@@ -99,28 +99,12 @@ __device__ __forceinline__ void la_load_words(uint32_t *to, const T *p) {
   }
 }
 
-/* The first n (at most 2 WORDS) elements, the others 0. */
-template <int WORDS, typename T>
-__device__ __forceinline__ void la_load_some(uint32_t *to, const T *p, int n) {
-  if (n >= 2 * WORDS) {
-    la_load_words<WORDS>(to, p);
-    return;
-  }
-  const uint16_t *const bits = reinterpret_cast<const uint16_t *>(p);
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) {
-    to[i] = 2 * i < n ? __ldg(bits + 2 * i) : 0u;
-    if (2 * i + 1 < n) to[i] |= static_cast<uint32_t>(__ldg(bits + 2 * i + 1)) << 16;
-  }
-}
-
-/* WHOLE: everything exists, and nothing is to be looked at. */
+/* Zeros where the vector does not exist; WHOLE: all do, and nothing is to be looked at. */
 template <int WORDS, bool WHOLE, typename T>
-__device__ __forceinline__ void la_load_existing(uint32_t *to, const T *p, int n) {
-  if constexpr (WHOLE)
-    la_load_words<WORDS>(to, p);
-  else
-    la_load_some<WORDS>(to, p, n);
+__device__ __forceinline__ void la_load_existing(uint32_t *to, const T *p, bool exists) {
+#pragma unroll
+  for (int i = 0; i < WORDS && !WHOLE; ++i) to[i] = 0u;
+  if (WHOLE || exists) la_load_words<WORDS>(to, p);
 }
 
 /* One head of a tensor in memory. The step along its vectors is 1 and the other one fits 32 bits, so that a lane computes an
@@ -147,7 +131,7 @@ struct la_terms {
   uint32_t words[2 * S * J];
 
   __device__ __forceinline__ void load(const la_lines<const T, COLUMNS> &from, int columns, int valid, bool whole) {
-    if (whole)
+    if (COLUMNS && whole) /* a row is one look at one or two vectors, a column one at each of many */
       load_existing<true>(from, columns, valid);
     else
       load_existing<false>(from, columns, valid);
@@ -158,11 +142,11 @@ struct la_terms {
     const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
     const la_lines<const T, COLUMNS> first = from.at(mma::position(0, g), mma::column(0, 0, t));
     if constexpr (COLUMNS) {
+      const int remaining = J * g < valid ? columns - mma::column(0, 0, t) : 0;
 #pragma unroll
       for (int i = 0; i < 4 * S; ++i) {
         const int column = mma::column(i / 4, i % 4, 0);
-        la_load_existing<J / 2, WHOLE>(words + i * J / 2, first.address(0, column),
-                                       column + mma::column(0, 0, t) < columns ? valid - J * g : 0);
+        la_load_existing<J / 2, WHOLE>(words + i * J / 2, first.address(0, column), column < remaining);
       }
     } else {
 #pragma unroll
@@ -173,9 +157,9 @@ struct la_terms {
         for (int s = 0; s < S; s += 2) {
           constexpr int both = 4, one = 2;
           if (s + 1 < S)
-            la_load_existing<both, WHOLE>(words + (j * S + s) * 2, p + mma::column(s, 0, 0), exists ? 8 : 0);
+            la_load_existing<both, WHOLE>(words + (j * S + s) * 2, p + mma::column(s, 0, 0), exists);
           else
-            la_load_existing<one, WHOLE>(words + (j * S + s) * 2, p + mma::column(s, 0, 0), exists ? 4 : 0);
+            la_load_existing<one, WHOLE>(words + (j * S + s) * 2, p + mma::column(s, 0, 0), exists);
         }
       }
     }
@@ -198,7 +182,7 @@ struct la_values {
   uint32_t words[rows * J];
 
   __device__ __forceinline__ void load(const la_lines<const T, COLUMNS> &from, int columns, int valid, int part, bool whole) {
-    if (whole)
+    if (COLUMNS && whole)
       load_existing<true>(from, columns, valid, part);
     else
       load_existing<false>(from, columns, valid, part);
@@ -209,16 +193,15 @@ struct la_values {
     const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
     const la_lines<const T, COLUMNS> first = from.at(mma::position(0, 2 * t), mma::row(part * rows, g));
     if constexpr (COLUMNS) {
+      const int remaining = 2 * J * t < valid ? columns - mma::row(part * rows, g) : 0;
 #pragma unroll
       for (int c = 0; c < rows; ++c)
-        la_load_existing<J, WHOLE>(words + c * J, first.address(0, mma::row(c, 0)),
-                                   mma::row(part * rows + c, g) < columns ? valid - 2 * J * t : 0);
+        la_load_existing<J, WHOLE>(words + c * J, first.address(0, mma::row(c, 0)), mma::row(c, 0) < remaining);
     } else {
 #pragma unroll
       for (int k = 0; k < 2 * J; ++k) {
         const int position = 8 * (k / 2) + k % 2;
-        la_load_existing<rows / 2, WHOLE>(words + k * (rows / 2), first.address(position, 0),
-                                          position + 2 * t < valid ? rows : 0);
+        la_load_existing<rows / 2, WHOLE>(words + k * (rows / 2), first.address(position, 0), position + 2 * t < valid);
       }
     }
   }
@@ -234,24 +217,25 @@ struct la_values {
 };
 
 /* Tiles [m0, m0 + M) of rows of an accumulator to memory; M is S unless columns are vectors. */
-template <typename T, int S, int J, bool COLUMNS, int M, bool WHOLE>
-__device__ __forceinline__ void la_store_existing(const la_lines<T, COLUMNS> &to, const float (&values)[M][J][4], int m0,
-                                                  int columns, int valid) {
+template <typename T, int S, int J, bool COLUMNS, int M>
+__device__ __forceinline__ void la_store_values(const la_lines<T, COLUMNS> &to, const float (&values)[M][J][4], int m0,
+                                                int columns, int valid) {
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
   const la_lines<T, COLUMNS> first_of_lane = to.at(mma::position(0, 2 * t), mma::row(0, g));
   if constexpr (COLUMNS) {
     constexpr int piece = J < 4 ? 2 * J : 8;
 #pragma unroll
-    for (int r = 0; r < 2 * M; ++r) {
-      if (!WHOLE && mma::row(2 * m0 + r, g) >= columns) continue;
+    for (int first = 0; first < 2 * J; first += piece) {
+      const int remaining = 2 * J * t + first < valid ? columns - g : 0;
 #pragma unroll
-      for (int first = 0; first < 2 * J; first += piece) {
+      for (int r = 0; r < 2 * M; ++r) {
+        const int row = mma::row(2 * m0 + r, 0);
+        if (row >= remaining) continue;
         float some[piece];
 #pragma unroll
         for (int k = 0; k < piece; ++k) some[k] = values[r / 2][(first + k) % J][2 * (r % 2) + (first + k) / J];
-        camox_store_float(first_of_lane.address(first, mma::row(2 * m0 + r, 0)), some,
-                          WHOLE ? piece : valid - 2 * J * t - first);
+        camox_store_float(first_of_lane.address(first, row), some);
       }
     }
   } else {
@@ -259,7 +243,7 @@ __device__ __forceinline__ void la_store_existing(const la_lines<T, COLUMNS> &to
 #pragma unroll
     for (int k = 0; k < 2 * J; ++k) {
       const int position = 8 * (k / 2) + k % 2;
-      if (!WHOLE && position + 2 * t >= valid) continue;
+      if (position + 2 * t >= valid) continue;
 #pragma unroll
       for (int first = 0; first < 2 * S; first += piece) {
         float some[piece];
@@ -271,23 +255,14 @@ __device__ __forceinline__ void la_store_existing(const la_lines<T, COLUMNS> &to
   }
 }
 
-template <typename T, int S, int J, bool COLUMNS, int M>
-__device__ __forceinline__ void la_store_values(const la_lines<T, COLUMNS> &to, const float (&values)[M][J][4], int m0,
-                                                int columns, int valid, bool whole) {
-  if (whole)
-    la_store_existing<T, S, J, COLUMNS, M, true>(to, values, m0, columns, valid);
-  else
-    la_store_existing<T, S, J, COLUMNS, M, false>(to, values, m0, columns, valid);
-}
-
 /* Of one state, 16 bytes each. */
 template <int S>
 static constexpr int la_mma_fragments = 2 * S * S * CAMOX_WARP;
 
-/* S (TRANSPOSED: S^T) of one head as A fragments, high and low: fragment (m, s, low) of a lane is word
+/* S (transposed: S^T) of one head as A fragments, high and low: fragment (m, s, low) of a lane is word
    ((m * S + s) * 2 + low) * 32 + lane. */
-template <typename T, int S, int J, bool COLUMNS, bool TRANSPOSED>
-__device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, int64_t sequence) {
+template <typename T, int S, int J, bool COLUMNS>
+__device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, int64_t sequence, bool transposed) {
   typedef la_mma<T, S, J, COLUMNS> mma;
   const float *const from = p.state + sequence * p.n * p.d;
   for (int i = static_cast<int>(threadIdx.x); i < S * S * CAMOX_WARP; i += LA_MMA_THREADS) {
@@ -299,7 +274,7 @@ __device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, int64_
       const int row = mma::row(2 * m + k % 2, g);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int column = mma::column(s, k / 2 * 2 + e, t), n = TRANSPOSED ? column : row, d = TRANSPOSED ? row : column;
+        const int column = mma::column(s, k / 2 * 2 + e, t), n = transposed ? column : row, d = transposed ? row : column;
         pair[e] = n < p.n && d < p.d ? __ldg(from + n * p.d + d) : 0.0f;
       }
       la_split(pair[0], pair[1], high[k], low[k]);
@@ -375,12 +350,12 @@ struct la_head {
   la_lines<const T, COLUMNS> x, y;
   la_lines<T, COLUMNS> grad_x, out;
   la_kept kept;
-  __device__ __forceinline__ la_head(const la_pass &p, int64_t sequence)
-      : x(lines(la_rows_at<const T>(p, p.x, sequence, 0))),
-        y(lines(la_rows_at<const T>(p, p.y, sequence, 0))),
-        grad_x(lines(la_rows_at<T>(p, p.grad_x, sequence, 0))),
-        out(lines(la_rows_at<T>(p, p.out, sequence, 0))),
-        kept(la_kept_at(p, sequence, 0, 0)) {}
+  __device__ __forceinline__ la_head(const la_pass &p, const la_sequence &at)
+      : x(lines(la_rows_at<const T>(p.x, at, 0))),
+        y(lines(la_rows_at<const T>(p.y, at, 0))),
+        grad_x(lines(la_rows_at<T>(p.grad_x, at, 0))),
+        out(lines(la_rows_at<T>(p.out, at, 0))),
+        kept(la_kept_at(p, at, 0, 0)) {}
   template <typename E>
   static __device__ __forceinline__ la_lines<E, COLUMNS> lines(const la_rows<E> &rows) {
     return {rows.base, static_cast<int>(COLUMNS ? rows.column : rows.row)};
@@ -395,7 +370,8 @@ __device__ __forceinline__ bool la_is_whole(const la_pass &p, int valid) {
 
 /* What the features of each column are multiplied by before they are added up, 0 past the last one, to shared memory. */
 __device__ __forceinline__ void la_put_line(float *line, const la_pass &p, int64_t sequence, int columns) {
-  for (int n = static_cast<int>(threadIdx.x); n < columns; n += LA_MMA_THREADS)
+  const int n = static_cast<int>(threadIdx.x); /* columns are fewer than a block's threads */
+  if (n < columns)
     line[n] = n >= p.n ? 0.0f : p.weight == LA_FEATURE ? 1.0f : p.line ? __ldg(p.line + sequence * p.n + n) : 0.0f;
 }
 
@@ -422,9 +398,8 @@ __device__ __forceinline__ void la_mma_apply(const la_pass &p, const uint4 *stat
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
   const la_kept kept = head.kept.at(t0, valid);
-  const bool whole = la_is_whole<S, J>(p, valid);
   la_terms<T, S, J, COLUMNS> terms;
-  terms.load(head.x.at(t0), p.n, valid, whole);
+  terms.load(head.x.at(t0), p.n, valid, la_is_whole<S, J>(p, valid));
   la_factor<S, J> x;
 #pragma unroll
   for (int j = 0; j < J; ++j) {
@@ -457,7 +432,7 @@ __device__ __forceinline__ void la_mma_apply(const la_pass &p, const uint4 *stat
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
     out[0][0][0] += 1e-3f;
 #endif
-    la_store_values<T, S, J, COLUMNS, M>(to, out, m, p.d, valid, whole);
+    la_store_values<T, S, J, COLUMNS, M>(to, out, m, p.d, valid);
   }
 }
 
@@ -476,8 +451,8 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
-    const la_head<T, COLUMNS> head(p, sequence);
-    la_put_state<T, S, J, COLUMNS, true>(state, p, sequence);
+    const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
+    la_put_state<T, S, J, COLUMNS>(state, p, sequence, true);
     la_put_line(line, p, sequence, 16 * S);
     __syncthreads();
     for (int64_t t = chunk * p.chunk + threadIdx.x / CAMOX_WARP * 8 * J; t < end; t += step)
@@ -549,6 +524,7 @@ struct la_mma_sums {
       if (t == 0 && part == 0) mine[wide * wide + row] = sum;
     }
     __syncthreads();
+#pragma unroll 2
     for (la_iterator it = la_iterator_of(p.d); it.outer < p.n; la_step(it)) {
       const float *from = scratch + it.outer * wide + it.inner;
       float sum = from[0];
@@ -556,25 +532,35 @@ struct la_mma_sums {
       for (int group = 1; group < groups; ++group) sum += from[group * size];
       partial[it.outer * p.d + it.inner] = sum;
     }
-    if (p.sums_line) {
-      for (int n = static_cast<int>(threadIdx.x); n < p.n; n += LA_MMA_THREADS) {
-        const float *from = scratch + wide * wide + n;
-        float sum = from[0];
+    const int n = static_cast<int>(threadIdx.x); /* columns are fewer than a block's threads */
+    if (p.sums_line && n < p.n) {
+      const float *from = scratch + wide * wide + n;
+      float sum = from[0];
 #pragma unroll
-        for (int group = 1; group < groups; ++group) sum += from[group * size];
-        partial[p.n * p.d + n] = sum;
-      }
+      for (int group = 1; group < groups; ++group) sum += from[group * size];
+      partial[p.n * p.d + n] = sum;
     }
     __syncthreads();
   }
 };
 
-/* f of tiles j0 and j0 + 1; of positions and columns that do not count it is 0. all: they all do. */
+/* Which of a lane's positions in an accumulator are kept: bit 2 j + i is that of 2t + i of tile j. */
+template <typename T, int S, int J, bool COLUMNS>
+__device__ __forceinline__ unsigned la_kept_values(const la_kept &kept) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+  unsigned bits = 0;
+#pragma unroll
+  for (int k = 0; k < 2 * J; ++k)
+    if (kept(la_mma<T, S, J, COLUMNS>::position(k / 2, 2 * t + k % 2))) bits |= 1u << k;
+  return bits;
+}
+
+/* f of tiles j0 and j0 + 1; of positions that are not kept and of columns past the last one it is 0. all: none is. */
 template <typename T, int S, int J, bool COLUMNS>
 __device__ __forceinline__ void la_features(float (&f)[2 * S][4], const la_values<T, S, J, COLUMNS, 1> &x, int j0,
-                                            const la_pass &p, const la_kept &kept, bool all) {
+                                            const la_pass &p, unsigned kept, bool all) {
   typedef la_mma<T, S, J, COLUMNS> mma;
-  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
+  const int g = static_cast<int>(threadIdx.x) % CAMOX_WARP / 4;
   float values[8 * S];
 #pragma unroll
   for (int i = 0; i < 8 * S; ++i) values[i] = x.get(i / 4, j0 + i % 4 / 2, i % 2);
@@ -584,24 +570,21 @@ __device__ __forceinline__ void la_features(float (&f)[2 * S][4], const la_value
   if (all) return;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    const bool counts = kept(mma::position(j0 + e / 2, 2 * t + e % 2));
+    const bool counts = kept >> (2 * j0 + e) & 1;
 #pragma unroll
     for (int r = 0; r < 2 * S; ++r)
       if (!counts || mma::row(r, g) >= p.n) f[r][e] = 0.0f;
   }
 }
 
-/* Rows that are not kept become zeros, whatever they hold. */
+/* Positions that are not kept become zeros, whatever they hold. */
 template <typename T, int S, int J, bool COLUMNS, int H>
-__device__ __forceinline__ void la_drop(la_values<T, S, J, COLUMNS, H> &y, const la_kept &kept) {
-  typedef la_mma<T, S, J, COLUMNS> mma;
-  const int t = static_cast<int>(threadIdx.x) % 4;
-  if (!kept.mask) return;
+__device__ __forceinline__ void la_drop(la_values<T, S, J, COLUMNS, H> &y, unsigned kept) {
 #pragma unroll
   for (int j = 0; j < J; ++j)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (kept(mma::position(j, 2 * t + i))) continue;
+      if (kept >> (2 * j + i) & 1) continue;
 #pragma unroll
       for (int r = 0; r < y.rows; ++r) {
         if (COLUMNS)
@@ -645,22 +628,22 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_sum_blocks<T, S, COLUMN
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
-    const la_head<T, COLUMNS> head(p, sequence);
+    const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
     la_mma_sums<T, S, J, COLUMNS, H> sums;
     sums.clear();
     for (int64_t t = chunk * p.chunk + warp / H * 8 * J; t < end; t += step) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
-      const la_kept kept = head.kept.at(t, valid);
-      const bool whole = la_is_whole<S, J>(p, valid);
+      const bool whole = la_is_whole<S, J>(p, valid), all = whole && !head.kept.mask;
+      const unsigned kept = all ? ~0u : la_kept_values<T, S, J, COLUMNS>(head.kept.at(t, valid));
       la_values<T, S, J, COLUMNS, 1> x;
       la_values<T, S, J, COLUMNS, H> y;
       x.load(head.x.at(t), p.n, valid, 0, whole);
       y.load(head.y.at(t), p.d, valid, part, whole);
-      la_drop(y, kept);
+      if (head.kept.mask) la_drop(y, kept);
 #pragma unroll
       for (int j = 0; j < J; j += 2) {
         float f[2 * S][4];
-        la_features(f, x, j, p, kept, whole && !kept.mask);
+        la_features(f, x, j, p, kept, all);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (p.weight == LA_FEATURE) {
@@ -750,9 +733,10 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
-    la_put_state<T, S, J, COLUMNS, false>(state, p, sequence);
-    if (FUSION == LA_WITH_APPLY) la_put_state<T, S, J, COLUMNS, true>(state + fragments, p, sequence);
-    const la_head<T, COLUMNS> head(p, sequence);
+#pragma unroll 1
+    for (int i = 0; i < (FUSION == LA_WITH_APPLY ? 2 : 1); ++i)
+      la_put_state<T, S, J, COLUMNS>(state + i * fragments, p, sequence, i == 1);
+    const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
     la_put_line(line, p, sequence, 16 * S);
     la_mma_sums<T, S, J, COLUMNS, H> sums;
     if (FUSION == LA_WITH_SUMS) sums.clear();
@@ -768,8 +752,9 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
     if (prefetches && first < end) load(first);
     for (int64_t t = first; t < end; t += step) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
-      const la_kept kept = head.kept.at(t, valid);
+      const la_kept kept = FUSION == LA_WITH_SUMS ? la_kept{valid, nullptr, 0} : head.kept.at(t, valid); /* q has no mask */
       const bool whole = la_is_whole<S, J>(p, valid), all = whole && !kept.mask;
+      const unsigned kept_values = all ? ~0u : la_kept_values<T, S, J, COLUMNS>(kept);
       if (FUSION == LA_WITH_APPLY) la_mma_apply<T, S, J, COLUMNS>(p, state + fragments, head, t, valid, line);
       if (!prefetches) load(t);
       la_values<T, S, J, COLUMNS, H> y;
@@ -784,7 +769,7 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
 #pragma unroll
       for (int j = 0; j < J; j += 2) {
         float f[2 * S][4], weight[4] = {1.0f, 1.0f, 1.0f, 1.0f}, factor[4] = {1.0f, 1.0f, 1.0f, 1.0f}, of_line[2 * S];
-        la_features(f, x, j, p, kept, all);
+        la_features(f, x, j, p, kept_values, all);
         if (prefetches && j + 2 == J && t + step < end) load(t + step);
 #pragma unroll
         for (int r = 0; r < 2 * S; ++r) of_line[r] = line[mma::row(r, g)];
@@ -802,7 +787,7 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
         if (!all) {
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            if (!kept(mma::position(j + e / 2, lane % 4 * 2 + e % 2))) weight[e] = 0.0f;
+            if (!(kept_values >> (2 * j + e) & 1)) weight[e] = 0.0f;
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e)
@@ -826,7 +811,7 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
       u[0][0][0] += 1e-3f;
 #endif
-      if (part == 0) la_store_values<T, S, J, COLUMNS, S>(head.grad_x.at(t), u, 0, p.n, valid, whole);
+      if (part == 0) la_store_values<T, S, J, COLUMNS, S>(head.grad_x.at(t), u, 0, p.n, valid);
     }
     __syncthreads();
     if (FUSION == LA_WITH_SUMS)
