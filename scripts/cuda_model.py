@@ -1377,7 +1377,7 @@ def box_cases(dtype: str) -> list[Case]:
     def case(name, shape, window, weights=0, last=False):
         radius, elements, lanes = window // 2, math.prod(shape), BOX_STEP if last else 16 // size
         reach, tall = radius if radius <= 3 and not last else 0, "true" if radius > 1 else "false"
-        kernel = f"box_bands_kernel<{element}, {lanes}, {reach}, {tall}, {'true' if last else 'false'}>"
+        kernel = f"box_bands_kernel<{element}, {lanes}, {tall}, {'true' if last else 'false'}>"
         segment, rows_of_step = (BOX_SEGMENT, BOX_SEGMENT) if last else (lanes, BOX_STEP)
         marks, core = rows_of_step // BOX_STEP * down(radius, lanes), (0, 0, 0)
         own = 2 * BOX_SEGMENT if last else lanes  # lines of its columns
