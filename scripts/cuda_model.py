@@ -861,8 +861,9 @@ def norm_cases(dtype: str) -> list[Case]:
     tiles = BATCH * ceil_div(pixels, tile)
     bytes_each = ELEMENTS * size
     stats = 2 * 4 * BATCH * pixels
-    # the group's first channel is loaded too; all rows exist, and of the activations GELU has most arithmetic
-    step = Step(rows + 1, rows, row=True, most=r"\b(MUFU\.EX2|FSEL|FADD|FFMA)")
+    # the group's first channel is loaded too; all rows exist. Of the activations GELU has most of these, and as many in
+    # each of bfloat16's polynomials, whose last step is -1: the cheaper one, of a result, is meant
+    step = Step(rows + 1, rows, row=True, most=r"\b(MUFU\.EX2|FMNMX|FADD)|\bFFMA .*, -1$")
     scratch = 4 * (tile + threads // inner * tile)
     forward = Launch(
         f"norm2d_kernel<{element}, {lanes}, false, true>",
@@ -1377,7 +1378,7 @@ def box_cases(dtype: str) -> list[Case]:
     def case(name, shape, window, weights=0, last=False):
         radius, elements, lanes = window // 2, math.prod(shape), BOX_STEP if last else 16 // size
         reach, tall = radius if radius <= 3 and not last else 0, "true" if radius > 1 else "false"
-        kernel = f"box_bands_kernel<{element}, {lanes}, {reach}, {tall}, {'true' if last else 'false'}>"
+        kernel = f"box_bands_kernel<{element}, {lanes}, {tall}, {'true' if last else 'false'}>"
         segment, rows_of_step = (BOX_SEGMENT, BOX_SEGMENT) if last else (lanes, BOX_STEP)
         marks, core = rows_of_step // BOX_STEP * down(radius, lanes), (0, 0, 0)
         own = 2 * BOX_SEGMENT if last else lanes  # lines of its columns

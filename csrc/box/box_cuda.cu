@@ -217,11 +217,14 @@ __global__ void __launch_bounds__(BOX_THREADS) box_lines_kernel(const __grid_con
 template <int V, bool LAST>
 static constexpr int box_resident_threads = V == 8 || LAST ? 384 : 512;
 
-/* Lines of a segment in shared memory, of 16 bytes: one number of each of a step's four rows. Windows of up to 7 columns need
-   the outermost 2 * REACH columns, larger ones all V and their sum. An odd number, so that neighbouring threads' accesses fall
-   into different banks. */
-template <int V, int REACH>
-static constexpr int box_segment_lines = REACH > 0 ? 2 * REACH + 1 : V + 1;
+#define BOX_REACH 3 /* windows of up to 7 columns take their neighbours' outermost columns; not in channels_last */
+
+/* Lines of a segment in shared memory, of 16 bytes: one number of each of a step's four rows. Windows that reach into the
+   neighbours alone need the outermost 2 * radius columns, larger ones all V and their sum. An odd number, so that neighbouring
+   threads' accesses fall into different banks. */
+template <int V>
+static constexpr int box_segment_lines = V + 1;
+__host__ __device__ static constexpr int box_reaching_lines(int radius) { return 2 * radius + 1; }
 
 /* Adjacent columns of a row in shared memory, as a thread reads them: from `at` on, in floats from its own segment's first, and
    how many of them lie before the next segment. */
@@ -248,7 +251,8 @@ struct box_bands {
   int threads;      /* of a block */
   int across;       /* threads of a row or, where a row is longer than a block, of its tile, */
   int halo;         /* whose first and last so many only serve the others */
-  int segments;     /* of a row of a tile, in shared memory */
+  int segments;     /* of a row of a tile, in shared memory, */
+  int lines;        /* of a segment */
   int side;         /* segments that a window reaches into on each side; so many of zeros lie beside each row */
   int positions;    /* segments in shared memory, those of zeros too */
   int planes;       /* of a block, beside each other */
@@ -361,7 +365,7 @@ __device__ __forceinline__ void box_add_segments(float (&sums)[BOX_STEP][V], con
                                                  const float *mine, const box_ends<V> &ends) {
   float sum[BOX_STEP] = {};
   box_add_lines(sum, mine + spans.left, spans.left_columns, BOX_STEP);
-  box_add_lines(sum, mine + spans.whole, spans.whole_segments, BOX_STEP * box_segment_lines<V, 0>);
+  box_add_lines(sum, mine + spans.whole, spans.whole_segments, BOX_STEP * box_segment_lines<V>);
   box_add_lines(sum, mine + spans.right, spans.right_columns, BOX_STEP);
 #pragma unroll
   for (int i = 0; i < BOX_STEP; ++i) sums[i][V - 1] = sum[i];
@@ -383,42 +387,61 @@ __device__ __forceinline__ void box_add_segments(float (&sums)[BOX_STEP][V], con
   }
 }
 
-/* Sums along the rows, of four rows at once. `mine`: the thread's segment, in shared memory. */
-template <int V, int REACH>
+/* Puts a column of four rows into a line of shared memory. */
+template <int V>
+__device__ __forceinline__ void box_put_column(float *line, const float (&sums)[BOX_STEP][V], int c) {
+  const float column[BOX_STEP] = {sums[0][c], sums[1][c], sums[2][c], sums[3][c]};
+  camox_store_shared(line, column);
+}
+
+/* Sums along the rows, of four rows at once, over windows of 2 * REACH + 1 columns. `mine`: the thread's segment, in shared
+   memory. */
+template <int REACH, int V>
+__device__ __forceinline__ void box_across_neighbours(float (&sums)[BOX_STEP][V], float *mine) {
+  constexpr int pitch = BOX_STEP * box_reaching_lines(REACH);
+  /* lines 0 ... REACH-1: the first columns, the others: the last */
+#pragma unroll
+  for (int c = 0; c < REACH; ++c) {
+    box_put_column(mine + c * BOX_STEP, sums, c);
+    box_put_column(mine + (REACH + c) * BOX_STEP, sums, V - REACH + c);
+  }
+  __syncthreads();
+  float left[REACH][BOX_STEP], right[REACH][BOX_STEP];
+#pragma unroll
+  for (int c = 0; c < REACH; ++c) {
+    camox_load_shared(left[c], mine - pitch + (REACH + c) * BOX_STEP);
+    camox_load_shared(right[c], mine + pitch + c * BOX_STEP);
+  }
+#pragma unroll
+  for (int i = 0; i < BOX_STEP; ++i) {
+    float row[V + 2 * REACH];
+#pragma unroll
+    for (int c = 0; c < V; ++c) row[REACH + c] = sums[i][c];
+#pragma unroll
+    for (int c = 0; c < REACH; ++c) row[c] = left[c][i], row[REACH + V + c] = right[c][i];
+    box_add_adjacent<V, REACH>(sums[i], row);
+  }
+}
+
+/* The same over windows of any size. */
+template <int V>
 __device__ __forceinline__ void box_across(float (&sums)[BOX_STEP][V], const box_bands &plan, const float *segments,
                                            float *mine, const box_ends<V> &ends) {
-  constexpr int pitch = BOX_STEP * box_segment_lines<V, REACH>;
-  const auto put_column = [&](int line, int c) {
-    const float column[BOX_STEP] = {sums[0][c], sums[1][c], sums[2][c], sums[3][c]};
-    camox_store_shared(mine + line * BOX_STEP, column);
-  };
-  if constexpr (REACH > 0) {
-    /* lines 0 ... REACH-1: the first columns, the others: the last */
-#pragma unroll
-    for (int c = 0; c < REACH; ++c) put_column(c, c), put_column(REACH + c, V - REACH + c);
-    __syncthreads();
-    float left[REACH][BOX_STEP], right[REACH][BOX_STEP];
-#pragma unroll
-    for (int c = 0; c < REACH; ++c) {
-      camox_load_shared(left[c], mine - pitch + (REACH + c) * BOX_STEP);
-      camox_load_shared(right[c], mine + pitch + c * BOX_STEP);
-    }
-#pragma unroll
-    for (int i = 0; i < BOX_STEP; ++i) {
-      float row[V + 2 * REACH];
-#pragma unroll
-      for (int c = 0; c < V; ++c) row[REACH + c] = sums[i][c];
-#pragma unroll
-      for (int c = 0; c < REACH; ++c) row[c] = left[c][i], row[REACH + V + c] = right[c][i];
-      box_add_adjacent<V, REACH>(sums[i], row);
-    }
-  } else {
+  static_assert(BOX_REACH == 3, "a case for each of them");
+  const int64_t radius = plan.a.radius_x;
+  if (radius > BOX_REACH) {
     /* lines 0 ... V-1: the columns, line V: their sum */
 #pragma unroll
-    for (int c = 0; c < V; ++c) put_column(c, c);
+    for (int c = 0; c < V; ++c) box_put_column(mine + c * BOX_STEP, sums, c);
     box_put_whole(mine, sums);
     __syncthreads();
     box_add_segments(sums, plan.spans, segments, mine, ends);
+  } else if (radius == 1) {
+    box_across_neighbours<1>(sums, mine);
+  } else if (radius == 2) {
+    box_across_neighbours<2>(sums, mine);
+  } else {
+    box_across_neighbours<3>(sums, mine);
   }
   __syncthreads();
 }
@@ -427,7 +450,7 @@ __device__ __forceinline__ void box_across(float (&sums)[BOX_STEP][V], const box
    segments are added in the same way; its columns have been summed down by other threads. `windows`: by channel, then column. */
 __device__ __forceinline__ void box_across_channels_last(float (&windows)[BOX_STEP][BOX_SEGMENT], const box_bands &plan,
                                                          const float *segments, float *mine) {
-  constexpr int pitch = BOX_STEP * box_segment_lines<BOX_SEGMENT, 0>, reach = 2;
+  constexpr int pitch = BOX_STEP * box_segment_lines<BOX_SEGMENT>, reach = 2;
   float row[BOX_STEP][BOX_SEGMENT + 2 * reach];
   const auto get_column = [&](const float *from, int column) {
     float line[BOX_STEP];
@@ -656,9 +679,8 @@ __device__ __forceinline__ void box_down(float (&sums)[BOX_STEP][V], box_history
     for (int k = 0; k < V; ++k) sum[k] = fmaf(trail[i][k], share[i], sum[k]), sums[i][k] = sum[k] + lead[i][k];
 }
 
-/* REACH: the radius along rows where it is 1, 2 or 3, else 0. TALL: windows of more than 3 rows. LAST: channels_last, any radius
-   along rows with REACH 0. */
-template <typename T, int V, int REACH, bool TALL, bool LAST>
+/* TALL: windows of more than 3 rows. LAST: channels_last. */
+template <typename T, int V, bool TALL, bool LAST>
 __global__ void __launch_bounds__(box_resident_threads<V, LAST>, 1)
     box_bands_kernel(const __grid_constant__ box_bands plan, int64_t items) {
   CAMOX_DYNAMIC_SHARED(float, segments);
@@ -674,7 +696,7 @@ __global__ void __launch_bounds__(box_resident_threads<V, LAST>, 1)
   /* And along the rows: in channels_last one of a step's rows, and a segment of it. */
   const int row = LAST ? at / plan.segments : 0, segment = LAST ? at % plan.segments : at;
   const int stretch = plan.segments + plan.side;
-  constexpr int pitch = BOX_STEP * box_segment_lines<columns_of_segment, REACH>;
+  const int pitch = BOX_STEP * (LAST ? box_segment_lines<columns_of_segment> : plan.lines);
   const int row_pitch = pitch * stretch * plan.planes; /* channels_last: between a step's rows */
   float *const plane_segments = segments + pitch * (plan.side + place * stretch);
   float *const mine = plane_segments + row * row_pitch + pitch * segment;
@@ -688,15 +710,17 @@ __global__ void __launch_bounds__(box_resident_threads<V, LAST>, 1)
                    warp * plan.totals * history.total + lane * 4;
   const bool before = p.kind == CAMOX_BOX_COUNTED_ADJOINT;
 
+#pragma unroll 1
   for (int zero = thread; zero < plan.side * (plan.positions / stretch + 1); zero += plan.threads) {
     const float zeros[BOX_STEP] = {};
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < pitch; i += BOX_STEP)
       camox_store_shared(segments + pitch * (zero / plan.side * stretch + zero % plan.side) + i, zeros);
   }
 
   box_ends<columns_of_segment> ends = {};
-  if constexpr (REACH == 0 && !LAST) ends = box_ends_of<V, true>(plan.spans, static_cast<int>(mine - segments));
+  if constexpr (!LAST)
+    if (radius_x > BOX_REACH) ends = box_ends_of<V, true>(plan.spans, static_cast<int>(mine - segments));
   const int64_t x_stride = p.x.stride[2], y_stride = p.y.stride[2];
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t tile, row_band, c;
@@ -782,7 +806,7 @@ __global__ void __launch_bounds__(box_resident_threads<V, LAST>, 1)
       } else {
         down(sums, raw[0], y);
         if (before) box_divide_columns(sums, plan, column);
-        box_across<V, REACH>(sums, plan, segments, mine, ends);
+        box_across(sums, plan, segments, mine, ends);
       }
       box_multiply(sums, share);
       if (p.kind == CAMOX_BOX_COUNTED) {
@@ -861,12 +885,11 @@ static inline box_spans box_spans_of(int radius, int lanes) {
    for memory almost as long as BOX_BAND_THREADS. To begin a band costs a step, and a quarter of one for each two rows of its
    ring. False where no tile fits a block.
      lanes          columns of a thread, and of a segment, of which channels_last has BOX_SEGMENT
-     lines          of a segment
      row_bytes      of a thread in its ring
      least_planes   that a block has beside each other, if it can */
 struct box_division {
   bool last;
-  int lanes, lines, row_bytes, least_planes, most_threads, resident_threads;
+  int lanes, row_bytes, least_planes, most_threads, resident_threads;
 };
 
 static inline bool box_divide(box_bands &plan, const box_division &of, int64_t processors, int64_t block_shared, int *shared) {
@@ -892,7 +915,7 @@ static inline bool box_divide(box_bands &plan, const box_division &of, int64_t p
     const int rows = of.last ? step * plan.planes : static_cast<int>(camox_ceil_div(threads, plan.across));
     plan.positions = plan.side + rows * (plan.segments + plan.side);
     const int totals_bytes = (of.last ? BOX_STEP : of.lanes) * 4;
-    const int bytes = 16 * of.lines * plan.positions + threads * (plan.ring_rows * of.row_bytes + plan.totals * totals_bytes);
+    const int bytes = 16 * plan.lines * plan.positions + threads * (plan.ring_rows * of.row_bytes + plan.totals * totals_bytes);
     if (bytes > block_shared) break;
     const int64_t by_shared = (block_shared + BOX_BLOCK_RESERVED) / (bytes + BOX_BLOCK_RESERVED),
                   by_registers = of.resident_threads / threads, resident = by_shared < by_registers ? by_shared : by_registers;
@@ -917,7 +940,7 @@ static inline bool box_divide(box_bands &plan, const box_division &of, int64_t p
   return least < INT64_MAX;
 }
 
-template <typename T, int V, int REACH, bool TALL, bool LAST>
+template <typename T, int V, bool TALL, bool LAST>
 static int box_run_bands(const box_args &a, void *stream) {
   const camox_box_params &p = a.p;
   int device = 0, processors = 0, block_shared = 0, shared = 0;
@@ -936,9 +959,13 @@ static int box_run_bands(const box_args &a, void *stream) {
     if (i != inner) plan.vectors = plan.vectors && p.x.stride[i] % V == 0;
   plan.ring_rows = TALL ? static_cast<int>(2 * a.radius_y) : 0;
   plan.totals = TALL ? static_cast<int>(2 * a.radius_y - BOX_STEP) / BOX_STEP : 0;
-  if (REACH == 0) plan.spans = box_spans_of(static_cast<int>(a.radius_x), LAST ? BOX_SEGMENT : V);
+  constexpr int columns_of_segment = LAST ? BOX_SEGMENT : V;
+  const int radius_x = static_cast<int>(a.radius_x);
+  const bool reaches = !LAST && radius_x <= BOX_REACH;
+  plan.lines = reaches ? box_reaching_lines(radius_x) : box_segment_lines<columns_of_segment>;
+  if (!reaches) plan.spans = box_spans_of(radius_x, columns_of_segment);
   box_division division = {};
-  division.last = LAST, division.lanes = LAST ? 1 : V, division.lines = box_segment_lines < LAST ? BOX_SEGMENT : V, REACH > ;
+  division.last = LAST, division.lanes = LAST ? 1 : V;
   division.row_bytes = row_bytes, division.resident_threads = box_resident_threads<V, LAST>;
   division.most_threads = LAST ? box_resident_threads<V, LAST> : BOX_BAND_THREADS;
   /* channels_last: whole sectors of memory, unless there are fewer channels or shared memory is too small */
@@ -948,24 +975,19 @@ static int box_run_bands(const box_args &a, void *stream) {
     if (division.least_planes == 1) return cudaErrorInvalidConfiguration;
     division.least_planes = 1;
   }
-  const auto kernel = box_bands_kernel<T, V, REACH, TALL, LAST>;
+  const auto kernel = box_bands_kernel<T, V, TALL, LAST>;
   error = cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
   const int64_t items = camox_ceil_div(p.batch * plan.together, plan.planes) * plan.row_bands * plan.tiles;
-  CAMOX_LAUNCH((box_bands_kernel<T, V, REACH, TALL, LAST>), camox_grid(items), plan.threads, shared, stream, plan, items);
+  CAMOX_LAUNCH((box_bands_kernel<T, V, TALL, LAST>), camox_grid(items), plan.threads, shared, stream, plan, items);
   return cudaSuccess;
 }
 
 template <typename T, bool TALL>
 static int box_run_at_once(const box_args &a, void *stream) {
   constexpr int lanes = camox_lanes<T>::value;
-  if (a.p.channels_last) return box_run_bands<T, BOX_STEP, 0, TALL, true>(a, stream);
-  switch (a.radius_x) {
-    case 1: return box_run_bands<T, lanes, 1, TALL, false>(a, stream);
-    case 2: return box_run_bands<T, lanes, 2, TALL, false>(a, stream);
-    case 3: return box_run_bands<T, lanes, 3, TALL, false>(a, stream);
-    default: return box_run_bands<T, lanes, 0, TALL, false>(a, stream);
-  }
+  if (a.p.channels_last) return box_run_bands<T, BOX_STEP, TALL, true>(a, stream);
+  return box_run_bands<T, lanes, TALL, false>(a, stream);
 }
 
 template <typename T>

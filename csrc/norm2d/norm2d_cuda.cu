@@ -102,15 +102,17 @@ __device__ __forceinline__ void norm2d_gelu(float (&u)[N]) {
   }
 }
 
-/* IS_RESULT: no residual is added to it. Where one is, the first digits of the activation may cancel, and bfloat16 takes
+/* is_result: no residual is added to it. Where one is, the first digits of the activation may cancel, and bfloat16 takes
    float16's polynomial. */
-template <typename T, bool IS_RESULT, int V>
-__device__ __forceinline__ void norm2d_activate(float (&u)[V], camox_activation activation) {
+template <typename T, int V>
+__device__ __forceinline__ void norm2d_activate(float (&u)[V], camox_activation activation, bool is_result) {
   if (activation == CAMOX_ACT_GELU) {
     if constexpr (!camox_is_bfloat16<T>::value)
       norm2d_gelu<float>(u);
+    else if (is_result)
+      norm2d_gelu<T>(u);
     else
-      norm2d_gelu<typename camox_select<IS_RESULT, T, __half>::type>(u);
+      norm2d_gelu<__half>(u);
   } else if (activation == CAMOX_ACT_RELU) {
 #pragma unroll
     for (int i = 0; i < V; ++i) u[i] = u[i] < 0.0f ? 0.0f : u[i];
@@ -477,16 +479,14 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
             const int k = first_row + i / V, v = i % V, channel = norm2d_channel<LAST>(k, v);
             y[i] = fmaf(d[k][v] * scale[0][norm2d_pixel<LAST>(k, v)], weight[channel], bias[channel]);
           }
+          norm2d_activate<T>(y, p.activation, p.residual.data == nullptr);
           if (p.residual.data) {
-            norm2d_activate<T, false>(y, p.activation);
             T residual[together][V];
             norm2d_rows<const T> from = norm2d_rows_of<const T, shape>(plan, p.residual, tile, part, part.channel);
             from.first += first_row * from.step;
             norm2d_load(residual, from, part.rows >> first_row);
 #pragma unroll
             for (int i = 0; i < together * V; ++i) y[i] += camox_to_float(residual[i / V][i % V]);
-          } else {
-            norm2d_activate<T, true>(y, p.activation);
           }
 #ifdef CAMOX_BREAK_NORM2D
           y[0] += 1e-3f;
@@ -607,11 +607,11 @@ __global__ void __launch_bounds__(NORM2D_TEAM_THREADS, NORM2D_TEAM_BLOCKS)
       if (p.residual.data) {
         T residual[V];
         camox_load(residual, norm2d_place<const T>(p.residual, tile.batch, pixel, channel + k * step));
-        norm2d_activate<T, false>(y, p.activation);
+        norm2d_activate<T>(y, p.activation, false);
 #pragma unroll
         for (int i = 0; i < V; ++i) y[i] += camox_to_float(residual[i]);
       } else {
-        norm2d_activate<T, true>(y, p.activation);
+        norm2d_activate<T>(y, p.activation, true);
       }
 #ifdef CAMOX_BREAK_NORM2D
       y[0] += 1e-3f;
@@ -740,7 +740,8 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
 #pragma unroll
         for (int i = 0; i < shape::pixels; ++i) shift[i] *= -scale[i]; /* of the mean */
       }
-#pragma unroll
+      /* in planes element by element, too, each pass has code of its own: a loop would wait for one row's loads after another */
+#pragma unroll(WHOLE || (V == 1 && !LAST) ? 2 : 1)
       for (int pass = 0; pass < 2; ++pass) {
         if (pass == 1) {
           norm2d_load_totals<2, shape>(sums, plan, me, totals);
