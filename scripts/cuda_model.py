@@ -1077,7 +1077,7 @@ def moe_route_cases(dtype: str) -> list[Case]:
             inner=((best, top_k),),
         )
         choose = Launch(
-            f"moe_choose_kernel<false, {element}, {lanes}, {logits}>",
+            f"moe_choose_kernel<{lanes}, {logits}>",
             blocks,
             threads,
             row,
