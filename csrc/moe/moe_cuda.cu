@@ -699,6 +699,7 @@ __global__ void __launch_bounds__(MOE_THREADS)
     const int64_t row = camox_divide(item, vectors, &v), slot = row * p.top_k;
     T raw[N];
     camox_load<N>(raw, static_cast<const T *>(p.row) + row * p.row_stride + v * N);
+#pragma unroll 1 /* a copy's place is looked up in steps that wait for each other */
     for (int64_t k = 0; k < p.top_k; ++k) {
       const int64_t place = moe_place_of(p, slot + k);
       if (place >= 0)
