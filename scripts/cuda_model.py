@@ -1022,7 +1022,8 @@ def moe_cases(dtype: str) -> list[Case]:
     blocks = ceil_div(MOE_ROWS * MOE_ROW_SIZE // lanes, 256)
     once = (1 + top_k) * elements * size
     copied = "float" if size == 4 else "__half"  # dispatch copies bits
-    dispatch = Launch(f"moe_dispatch_kernel<{copied}, {lanes}>", blocks, 256, Step(1, top_k, row=True), 1, once)
+    step = Step(1, 1, row=True, inner=((Step(0, 1), top_k),))
+    dispatch = Launch(f"moe_dispatch_kernel<{copied}, {lanes}>", blocks, 256, step, 1, once)
     combine = Launch(
         f"moe_combine_kernel<{element}, {lanes}>", blocks, 256, Step(MOE_COPIES, 1, row=True, waits=2), 1, once
     )
@@ -1078,7 +1079,7 @@ def moe_route_cases(dtype: str) -> list[Case]:
             inner=((best, top_k),),
         )
         choose = Launch(
-            f"moe_choose_kernel<false, {element}, {lanes}, {logits}>",
+            f"moe_choose_kernel<{lanes}, {logits}>",
             blocks,
             threads,
             row,

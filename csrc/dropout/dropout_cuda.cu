@@ -77,6 +77,7 @@ __device__ __forceinline__ void dropout_fetch(dropout_item<V, FLAT> &item, const
     item.index = 0;
 #pragma unroll
     for (int view = 0; view < CAMOX_DROPOUT_VIEWS; ++view) item.offset[view] = 0;
+#pragma unroll 1 /* each dimension waits for the division before it */
     for (int d = a.dims - 1; d >= 0; --d) {
       int64_t coordinate = remaining;
       if (d > 0) remaining = camox_divide(remaining, a.size[d], &coordinate);
@@ -101,8 +102,13 @@ __device__ __forceinline__ void dropout_finish(const dropout_item<V, FLAT> &item
   } else if (FLAT || a.neighbours) {
     camox_keeps_all(keep, seed, item.index, a.threshold);
   } else {
+    /* A bit each, so that the calls of Philox can be a loop: V of them in a row would be most of the kernel's code. */
+    uint32_t kept = 0;
+#pragma unroll 2
+    for (int i = 0; i < V; ++i)
+      if (camox_keeps(seed, item.index + i * a.logical[a.dims - 1], a.threshold)) kept |= 1u << i;
 #pragma unroll
-    for (int i = 0; i < V; ++i) keep[i] = camox_keeps(seed, item.index + i * a.logical[a.dims - 1], a.threshold);
+    for (int i = 0; i < V; ++i) keep[i] = (kept >> i & 1) != 0;
   }
   float out[V], out_y[V];
 #pragma unroll

@@ -15,8 +15,8 @@
 
      dispatch  a thread: one vector of a row, read once, stored K times
      combine   a thread: one vector of a row = weighted sum of K vectors, 4 of them in flight
-     its backward  a warp or a block a row: the row's gradient stays in registers for all K copies, four of which are in
-                   flight; rows of several chunks: a warp a slot adds up their dot products
+     its backward  a warp or a block a row: the row's gradient stays in registers for all K copies (of 16-byte accesses),
+                   four of which are in flight; rows of several chunks: a warp a slot adds up their dot products
 
    A vector is the widest access that all rows allow: 16 bytes, 4 bytes or one element. Placing is one launch with choosing
    where all rows fit a block. Atomics are on integers alone, so the order of all that is written is set by the shape. */
@@ -82,39 +82,64 @@ __device__ __forceinline__ float moe_ordered_logit(uint32_t order) {
   return logit;
 }
 
-/* Logits of a row from expert `first` on, in accesses of 16 bytes where all rows allow it (`vectors`); -infinity of what is no
-   expert. */
+/* Logits of a row from expert `first` on, in accesses of 16 bytes where all rows allow it (`vectors`). What is no expert keeps
+   what raw has. */
+template <typename T, int VECTORS, int N>
+__device__ __forceinline__ void moe_load_raw(T (&raw)[VECTORS][N], const camox_moe_route_params &p, bool vectors, int64_t row,
+                                             bool exists, int first) {
+  const T *const x = static_cast<const T *>(p.logits) + row * p.logits_stride[0] + first * p.logits_stride[1];
+  const int experts = exists ? static_cast<int>(p.num_experts) - first : 0;
+  if (vectors) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      if (i * N < experts) camox_load(raw[i], x + i * N);
+  } else {
+#pragma unroll
+    for (int v = 0; v < VECTORS * N; ++v)
+      if (v < experts) raw[v / N][v % N] = __ldg(x + v * p.logits_stride[1]);
+  }
+}
+
+/* The same as floats; -infinity of what is no expert. */
 template <typename T, int V>
 __device__ __forceinline__ void moe_load_row(float (&value)[V], const camox_moe_route_params &p, bool vectors, int64_t row,
                                              bool exists, int first) {
   constexpr int lanes = camox_lanes<T>::value;
-  const T *const x = static_cast<const T *>(p.logits) + row * p.logits_stride[0] + first * p.logits_stride[1];
-  const int experts = exists ? static_cast<int>(p.num_experts) - first : 0;
   T raw[V / lanes][lanes];
 #pragma unroll
   for (int v = 0; v < V; ++v) raw[v / lanes][v % lanes] = camox_from_float<T>(-INFINITY);
-  if (vectors) {
-#pragma unroll
-    for (int i = 0; i < V / lanes; ++i)
-      if (i * lanes < experts) camox_load(raw[i], x + i * lanes);
-  } else {
-#pragma unroll
-    for (int v = 0; v < V; ++v)
-      if (v < experts) raw[v / lanes][v % lanes] = __ldg(x + v * p.logits_stride[1]);
-  }
+  moe_load_raw(raw, p, vectors, row, exists, first);
   camox_to_floats(value, raw[0]);
+}
+
+/* The same of any dtype, for a kernel so long that one has to serve all. Both half types are loaded by the same code. */
+template <int V>
+__device__ __forceinline__ void moe_load_row_of_any(float (&value)[V], const camox_moe_route_params &p, bool vectors,
+                                                    int64_t row, bool exists, int first) {
+  if (p.dtype == CAMOX_F32) {
+    moe_load_row<float>(value, p, vectors, row, exists, first);
+    return;
+  }
+  uint16_t raw[V / 8][8];
+#pragma unroll
+  for (int v = 0; v < V; ++v) raw[v / 8][v % 8] = p.dtype == CAMOX_BF16 ? 0xff80 : 0xfc00; /* -infinity */
+  moe_load_raw(raw, p, vectors, row, exists, first);
+  if (p.dtype == CAMOX_BF16)
+    camox_to_floats(value, reinterpret_cast<const __nv_bfloat16 *>(raw[0]));
+  else
+    camox_to_floats(value, reinterpret_cast<const __half *>(raw[0]));
 }
 
 /* The K experts of one row and their weights. Thread `lane` of the row holds the logits of V experts from lane * V on, and keeps
    choices lane + v * LANES. */
-template <typename T, int LANES, int V>
+template <int LANES, int V>
 __device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, bool vectors, int64_t row, bool exists,
                                                int lane, int *counts) {
   float value[V], kept[V] = {}, largest = -INFINITY, sum = 0.0f;
   uint32_t order[V]; /* 0 of what is no expert, or chosen */
   bool is_nan = false;
-  moe_load_row<T>(value, p, vectors, row, exists, lane * V);
-  const bool valid = exists && moe_is_valid(p, row);
+  const bool valid = exists && moe_is_valid(p, row); /* loaded before the logits are converted, which waits for them */
+  moe_load_row_of_any(value, p, vectors, row, exists, lane * V);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     order[v] = lane * V + v < static_cast<int>(p.num_experts) ? moe_order_of(value[v]) : 0;
@@ -206,6 +231,7 @@ __device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &s
   unsigned long long *const before = reinterpret_cast<unsigned long long *>(shared.base);
   /* total in the memory of next, which is not used yet */
   unsigned long long *const total = reinterpret_cast<unsigned long long *>(shared.next);
+#pragma unroll 1 /* here and in placing's other loops, which wait for shared memory or go round once: it is in many kernels */
   for (int e = thread; e < experts; e += threads) before[e] = total[e] = 0;
   __syncthreads();
   const int parts = experts < threads ? threads / experts : 1;
@@ -223,6 +249,7 @@ __device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &s
   __syncthreads();
   if (thread < CAMOX_WARP) {
     int64_t carry = 0;
+#pragma unroll 1
     for (int first = 0; first < experts; first += CAMOX_WARP) {
       const int e = first + thread;
       int64_t free_slots = 0, count = 0, end;
@@ -285,8 +312,10 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
     *exists = moe_is_expert(p, expert);
     return *exists ? static_cast<int>(expert) : -1;
   };
+#pragma unroll 1
   for (int i = thread; i < warps * experts; i += threads) shared.next[i] = 0;
   __syncthreads();
+#pragma unroll 1
   for (int slot = first + lane; slot < last; slot += CAMOX_WARP) {
     bool exists;
     const int expert = expert_of(slot, &exists);
@@ -294,6 +323,7 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
   }
   __syncthreads();
   for (int e = thread; e < experts; e += threads)
+#pragma unroll 1
     for (int w = 0, sum = 0; w < warps; ++w) {
       const int count = shared.next[w * experts + e];
       shared.next[w * experts + e] = sum, sum += count;
@@ -325,14 +355,14 @@ __device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory
   const moe_shared shared = moe_shared_of(memory, p.num_experts);
   const int64_t slots = p.rows * p.top_k;
   const int64_t copies = moe_scan(p, shared, block, blocks);
+#pragma unroll 1
   for (int64_t place = copies + block * blockDim.x + threadIdx.x; place < slots; place += blocks * blockDim.x)
     p.order[place] = -1;
   const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
   moe_place_block(p, shared, begin * p.top_k, end * p.top_k);
 }
 
-/* ALONE: one block has all rows, and places them too. */
-template <bool ALONE, typename T, int LANES, int V>
+template <int LANES, int V>
 __global__ void __launch_bounds__(LANES *V <= MOE_LARGE_EXPERTS ? MOE_LARGE_THREADS : MOE_THREADS, 1)
     moe_choose_kernel(const __grid_constant__ camox_moe_route_params p, bool vectors) {
   CAMOX_DYNAMIC_SHARED(unsigned char, memory);
@@ -345,16 +375,15 @@ __global__ void __launch_bounds__(LANES *V <= MOE_LARGE_EXPERTS ? MOE_LARGE_THRE
     __syncthreads();
     const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
     for (int64_t row = begin; row < end; row += groups)
-      moe_choose_row<T, LANES, V>(p, vectors, row + group, row + group < end, lane, counts);
+      moe_choose_row<LANES, V>(p, vectors, row + group, row + group < end, lane, counts);
     __syncthreads();
     for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) p.block_totals[block * p.num_experts + e] = counts[e];
     __syncthreads();
   }
-  if constexpr (ALONE) moe_place(p, memory, 0, 1, block_rows);
+  if (blocks == 1) moe_place(p, memory, 0, 1, block_rows);
 }
 
 /* moe_choose_kernel for experts that the caller chose: a thread a slot counts them. */
-template <bool ALONE>
 __global__ void __launch_bounds__(MOE_LARGE_THREADS, 1) moe_count_kernel(const __grid_constant__ camox_moe_route_params p) {
   CAMOX_DYNAMIC_SHARED(unsigned char, memory);
   int *const counts = reinterpret_cast<int *>(memory);
@@ -374,7 +403,7 @@ __global__ void __launch_bounds__(MOE_LARGE_THREADS, 1) moe_count_kernel(const _
     for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) p.block_totals[block * p.num_experts + e] = counts[e];
     __syncthreads();
   }
-  if constexpr (ALONE) moe_place(p, memory, 0, 1, block_rows);
+  if (blocks == 1) moe_place(p, memory, 0, 1, block_rows);
 }
 
 /* blocks, block_rows: what camox_moe_cuda_blocks and camox_moe_cuda_block_rows divide for. */
@@ -500,6 +529,7 @@ __device__ __forceinline__ int moe_softmax_of(const camox_moe_route_params &p, i
     if (logit > largest) largest = logit, index = e;
   }
   moe_warp_best(largest, index);
+#pragma unroll 1 /* mostly one or two, in a cache by now */
   for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) sum += expf(moe_logit<T>(p, row, e) - largest);
   sum = camox_warp_sum(sum);
   return index;
@@ -524,6 +554,7 @@ __global__ void __launch_bounds__(MOE_THREADS, 1) moe_aux_kernel(const __grid_co
         const float logsumexp = largest + logf(sum);
         mine[p.num_experts] = fmaf(logsumexp, logsumexp, mine[p.num_experts]), mine[p.num_experts + 1] += 1.0f;
       }
+#pragma unroll 1
       for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) mine[e] += expf(moe_logit<T>(p, row, e) - largest) / sum;
     }
     __syncthreads();
@@ -559,9 +590,11 @@ __global__ void __launch_bounds__(MOE_THREADS, 1) moe_aux_finish_kernel(const __
   const double number = sums[p.num_experts + 1] < 1 ? 1 : sums[p.num_experts + 1];
   double mean = 0, loss = 0, square = 1;
   if (p.aux == CAMOX_MOE_IMPORTANCE_CV2) {
+#pragma unroll 1
     for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) mean += sums[e];
     mean = moe_warp_sum(mean) / experts, square = mean * mean + 1e-10;
   }
+#pragma unroll 1
   for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
     const double count = static_cast<double>(p.counts[e]), off = sums[e] - mean;
     if (p.aux == CAMOX_MOE_SWITCH) loss += experts * count / (number * static_cast<double>(p.top_k)) / number * sums[e];
@@ -570,6 +603,7 @@ __global__ void __launch_bounds__(MOE_THREADS, 1) moe_aux_finish_kernel(const __
     if (p.aux == CAMOX_MOE_USAGE_MSE) loss += 0.01 * usage * usage / experts;
   }
   loss = p.aux == CAMOX_MOE_Z ? sums[p.num_experts] / number : moe_warp_sum(loss);
+#pragma unroll 1
   for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
     double derivative = 0;
     if (p.aux == CAMOX_MOE_Z) derivative = 2 / number;
@@ -595,9 +629,11 @@ __global__ void __launch_bounds__(MOE_THREADS) moe_aux_backward_kernel(const __g
     const float best = derivative[moe_softmax_of<T>(p, row, lane, largest, sum)];
     const auto share = [&](int64_t e) { return expf(moe_logit<T>(p, row, e) - largest) / sum; };
     if (p.aux != CAMOX_MOE_Z)
+#pragma unroll 1
       for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) dot = fmaf(derivative[e] - best, share(e), dot);
     dot = camox_warp_sum(dot);
     const float logsumexp = largest + logf(sum);
+#pragma unroll 1
     for (int64_t e = lane; e < p.num_experts; e += CAMOX_WARP) {
       const float factor = p.aux == CAMOX_MOE_Z ? derivative[e] * logsumexp : (derivative[e] - best) - dot;
       to[e] = camox_from_float<T>(valid ? grad * share(e) * factor : 0.0f);
@@ -649,6 +685,7 @@ __device__ __forceinline__ void moe_clear_vacant(const camox_moe_rows_params &p,
   }
   for (; place < camox_moe_places(&p); place += gridDim.x)
     if (camox_moe_vacant(&p, place))
+#pragma unroll 1
       for (int64_t v = threadIdx.x; v < vectors; v += MOE_THREADS) camox_store<N>(places + place * p.row_size + v * N, zeros);
 }
 
@@ -662,6 +699,7 @@ __global__ void __launch_bounds__(MOE_THREADS)
     const int64_t row = camox_divide(item, vectors, &v), slot = row * p.top_k;
     T raw[N];
     camox_load<N>(raw, static_cast<const T *>(p.row) + row * p.row_stride + v * N);
+#pragma unroll 1 /* a copy's place is looked up in steps that wait for each other */
     for (int64_t k = 0; k < p.top_k; ++k) {
       const int64_t place = moe_place_of(p, slot + k);
       if (place >= 0)
@@ -731,13 +769,14 @@ __device__ __forceinline__ float moe_sum_each(const float (&part)[MOE_COPIES], f
   return sum;
 }
 
-/* LANES threads a chunk of a row: a block, or a warp where rows are that short. A thread keeps its part of the row's gradient
-   in registers and goes through the row's copies four at a time: their loads are in flight together, and their dot products are
-   added up together. At four blocks of a multiprocessor nvcc would spill registers of narrow accesses. */
+/* LANES threads a chunk of a row: a block, or a warp where rows are that short. A thread goes through the row's copies four at a
+   time: their loads are in flight together, and their dot products are added up together. It keeps its part of the row's
+   gradient in registers; of narrow accesses, whose many steps would be long code, it loads each step's again. */
 template <typename T, int N, int LANES>
 __global__ void __launch_bounds__(MOE_THREADS, 3)
     moe_combine_backward_kernel(const __grid_constant__ camox_moe_rows_params p, int64_t vectors, int64_t chunks) {
   constexpr int steps = MOE_ELEMENTS_PER_THREAD / N, groups = MOE_THREADS / LANES;
+  constexpr int kept = N * sizeof(T) == 16 ? steps : 0;
   __shared__ float scratch[MOE_WARPS * MOE_COPIES];
   const int lane = static_cast<int>(threadIdx.x) % LANES, group = static_cast<int>(threadIdx.x) / LANES;
   T *const places = static_cast<T *>(p.grad_place);
@@ -749,11 +788,12 @@ __global__ void __launch_bounds__(MOE_THREADS, 3)
     if (groups > 1 && item >= items) break; /* the same for the whole warp */
     int64_t chunk;
     const int64_t row = camox_divide(item, chunks, &chunk), begin = chunk * (LANES * steps);
-    T grad[steps][N];
+    const T *const row_grad = static_cast<const T *>(p.row) + row * p.row_stride;
+    T grad[kept > 0 ? kept : 1][N];
 #pragma unroll
-    for (int s = 0; s < steps; ++s) {
+    for (int s = 0; s < kept; ++s) {
       const int64_t v = begin + s * LANES + lane;
-      if (v < vectors) camox_load<N>(grad[s], static_cast<const T *>(p.row) + row * p.row_stride + v * N);
+      if (v < vectors) camox_load<N>(grad[s], row_grad + v * N);
     }
     for (int64_t copy = 0; copy < p.top_k; copy += MOE_COPIES) {
       int64_t place[MOE_COPIES];
@@ -765,11 +805,12 @@ __global__ void __launch_bounds__(MOE_THREADS, 3)
         dot[j] = place[j] == -2 ? nanf("") : 0.0f;
         if (place[j] == -2 && lane == 0) moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
       }
-#pragma unroll
+#pragma unroll(kept > 0 ? kept : 1)
       for (int s = 0; s < steps; ++s) {
         const int64_t v = begin + s * LANES + lane;
         if (v >= vectors) continue;
-        T raw[MOE_COPIES][N];
+        T raw[MOE_COPIES][N], (&step_grad)[N] = grad[kept > 0 ? s : 0];
+        if (kept == 0) camox_load<N>(step_grad, row_grad + v * N);
 #pragma unroll
         for (int j = 0; j < MOE_COPIES; ++j)
           if (place[j] >= 0) camox_load<N>(raw[j], static_cast<const T *>(p.place) + place[j] * p.place_stride + v * N);
@@ -779,7 +820,7 @@ __global__ void __launch_bounds__(MOE_THREADS, 3)
           float product[N];
 #pragma unroll
           for (int i = 0; i < N; ++i) {
-            const float value = camox_to_float(grad[s][i]);
+            const float value = camox_to_float(step_grad[i]);
             product[i] = weight[j] * value;
             dot[j] = fmaf(value, camox_to_float(raw[j][i]), dot[j]);
 #ifdef CAMOX_BREAK_MOE
@@ -816,38 +857,44 @@ __global__ void __launch_bounds__(MOE_THREADS)
 /* ---- launchers ---- */
 
 /* Whether all rows of logits and their gradients can be accessed 16 bytes at a time. */
-template <typename T>
 static bool moe_has_vectors(const camox_moe_route_params *p) {
-  constexpr int lanes = camox_lanes<T>::value;
+  const int lanes = p->dtype == CAMOX_F32 ? 4 : 8;
   return p->num_experts % lanes == 0 && p->logits_stride[1] == 1 && p->logits_stride[0] % lanes == 0 &&
          camox_aligned(p->logits, 16) && camox_aligned(p->grad_logits, 16);
 }
 
-template <typename T, int LANES, int V>
+template <int LANES, int V>
 static void moe_launch_choose(const camox_moe_route_params *p, void *stream) {
-  const bool vectors = moe_has_vectors<T>(p);
   const int64_t blocks = camox_moe_cuda_blocks(p);
   const unsigned threads = moe_route_threads(p->num_experts);
-  const size_t shared = moe_shared_bytes(p->num_experts);
-  if (blocks == 1) {
-    CAMOX_LAUNCH((moe_choose_kernel<true, T, LANES, V>), 1, threads, shared, stream, *p, vectors);
-    return;
-  }
-  const size_t counts = static_cast<size_t>(p->num_experts) * sizeof(int);
-  CAMOX_LAUNCH((moe_choose_kernel<false, T, LANES, V>), camox_grid(blocks), threads, counts, stream, *p, vectors);
+  const size_t shared = moe_shared_bytes(p->num_experts), counts = static_cast<size_t>(p->num_experts) * sizeof(int);
+  CAMOX_LAUNCH((moe_choose_kernel<LANES, V>), camox_grid(blocks), threads, blocks == 1 ? shared : counts, stream, *p,
+               moe_has_vectors(p));
+  if (blocks == 1) return;
   CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), threads, shared, stream, *p, blocks, camox_moe_cuda_block_rows(p));
 }
 
-template <typename T>
-static void moe_launch_route(const camox_moe_route_params *p, void *stream) {
+extern "C" int camox_moe_route_cuda(const camox_moe_route_params *p, void *stream) {
+  if (p->dtype == CAMOX_F64) return cudaErrorInvalidValue;
   if (p->num_experts <= 8)
-    moe_launch_choose<T, 1, 8>(p, stream);
+    moe_launch_choose<1, 8>(p, stream);
   else if (p->num_experts <= 64)
-    moe_launch_choose<T, 8, 8>(p, stream);
+    moe_launch_choose<8, 8>(p, stream);
   else if (p->num_experts <= 256)
-    moe_launch_choose<T, 32, 8>(p, stream);
+    moe_launch_choose<32, 8>(p, stream);
   else
-    moe_launch_choose<T, 32, 32>(p, stream);
+    moe_launch_choose<32, 32>(p, stream);
+  return camox_launch_status();
+}
+
+extern "C" int camox_moe_place_cuda(const camox_moe_route_params *p, void *stream) {
+  const int64_t blocks = camox_moe_cuda_blocks(p);
+  const unsigned threads = moe_route_threads(p->num_experts);
+  const size_t shared = moe_shared_bytes(p->num_experts), counts = static_cast<size_t>(p->num_experts) * sizeof(int);
+  CAMOX_LAUNCH(moe_count_kernel, camox_grid(blocks), threads, blocks == 1 ? shared : counts, stream, *p);
+  if (blocks > 1)
+    CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), threads, shared, stream, *p, blocks, camox_moe_cuda_block_rows(p));
+  return camox_launch_status();
 }
 
 /* Calls launch<T>(p, stream) for the params' dtype. */
@@ -860,29 +907,12 @@ static void moe_launch_route(const camox_moe_route_params *p, void *stream) {
   }                                                           \
   return camox_launch_status()
 
-extern "C" int camox_moe_route_cuda(const camox_moe_route_params *p, void *stream) {
-  MOE_BY_DTYPE(moe_launch_route, p, stream);
-}
-
-extern "C" int camox_moe_place_cuda(const camox_moe_route_params *p, void *stream) {
-  const int64_t blocks = camox_moe_cuda_blocks(p);
-  const unsigned threads = moe_route_threads(p->num_experts);
-  const size_t shared = moe_shared_bytes(p->num_experts), counts = static_cast<size_t>(p->num_experts) * sizeof(int);
-  if (blocks == 1) {
-    CAMOX_LAUNCH((moe_count_kernel<true>), 1, threads, shared, stream, *p);
-    return camox_launch_status();
-  }
-  CAMOX_LAUNCH((moe_count_kernel<false>), camox_grid(blocks), threads, counts, stream, *p);
-  CAMOX_LAUNCH(moe_place_kernel, camox_grid(blocks), threads, shared, stream, *p, blocks, camox_moe_cuda_block_rows(p));
-  return camox_launch_status();
-}
-
 static unsigned moe_rows_grid(const camox_moe_route_params *p) { return camox_grid(camox_ceil_div(p->rows, MOE_WARPS)); }
 
 template <typename T, int LANES, int V>
 static void moe_launch_backward(const camox_moe_route_params *p, void *stream) {
   const unsigned grid = camox_grid(camox_ceil_div(p->rows, MOE_THREADS / LANES));
-  CAMOX_LAUNCH((moe_route_backward_kernel<LANES, V, T>), grid, MOE_THREADS, 0, stream, *p, moe_has_vectors<T>(p));
+  CAMOX_LAUNCH((moe_route_backward_kernel<LANES, V, T>), grid, MOE_THREADS, 0, stream, *p, moe_has_vectors(p));
 }
 
 template <typename T>
