@@ -181,15 +181,21 @@ __device__ __forceinline__ bdh_sums_of<T> bdh_state_of(const bdh_plan &plan, con
 template <int N>
 __device__ __forceinline__ void bdh_angles(float (&to)[N], const float *row, bool per_element, bool wide, int64_t c,
                                            int count) {
-  if (!wide || count < N) {
-    const float *const from = row + (per_element ? c : c / 2);
+  if (per_element) {
+    if (wide && count == N) {
+      camox_load_floats<N>(to, row + c);
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) to[i] = i < count ? __ldg(from + (per_element ? i : i / 2)) : 0.0f;
-  } else if (per_element) {
-    camox_load_floats<N>(to, row + c);
+      for (int i = 0; i < N; ++i) to[i] = i < count ? __ldg(row + c + i) : 0.0f;
+    }
   } else {
     float of_pairs[N / 2];
-    camox_load_floats<N / 2>(of_pairs, row + c / 2);
+    if (wide && count == N) {
+      camox_load_floats<N / 2>(of_pairs, row + c / 2);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) of_pairs[i] = 2 * i < count ? __ldg(row + c / 2 + i) : 0.0f;
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i] = of_pairs[i / 2];
   }
@@ -989,19 +995,15 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
     const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
     camox_tile_sums sums;
     camox_tile_clear(sums);
-    /* d w of the tile, then that of its mirror image: where causal, the one that is not 0 */
-    const int first = p.causal && above ? 1 : 0, last = p.causal && !above ? 0 : 1;
-#pragma unroll 1
-    for (int other = first; other <= last; ++other) {
-      const camox_tile_matrix<T> rows = other ? v : g, columns = other ? g : v;
-      camox_tile_multiply<P, false, false>(sums, ring, rows, at.row, columns, at.column, {0, p.value_dim});
-      if (!SOFTMAX && other < last) continue;
-      float *const to = other < last ? own : stage;
-      camox_tile_stage(to, sums);
-      if (!SOFTMAX) continue;
-      bdh_through_softmax(to, first < other ? own : nullptr, plan, at, other);
+    if (!(p.causal && above)) camox_tile_multiply<P, false, false>(sums, ring, g, at.row, v, at.column, {0, p.value_dim});
+    if (SOFTMAX && !p.causal) {
+      camox_tile_stage(own, sums);
+      bdh_through_softmax(own, nullptr, plan, at, false);
       camox_tile_clear(sums);
     }
+    if (!p.causal || above) camox_tile_multiply<P, false, false>(sums, ring, v, at.row, g, at.column, {0, p.value_dim});
+    camox_tile_stage(stage, sums);
+    if (SOFTMAX) bdh_through_softmax(stage, p.causal ? nullptr : own, plan, at, !p.causal || above);
     if (p.causal && at.row == at.column) {
 #pragma unroll 4
       for (int i = static_cast<int>(threadIdx.x); i < CAMOX_TILE * CAMOX_TILE; i += CAMOX_TILE_THREADS) {
