@@ -438,7 +438,7 @@ __device__ __forceinline__ float la_divisor(const la_pass &p, const float *x, in
 /* ---- sums: x, y -> partial ---- */
 
 template <typename T, int MEMORY>
-__global__ void __launch_bounds__(LA_THREADS, 1) la_sum_kernel(const __grid_constant__ la_pass p) {
+__global__ void __launch_bounds__(LA_THREADS, 2) la_sum_kernel(const __grid_constant__ la_pass p) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int across = static_cast<int>(camox_ceil_div(p.n, LA_RESIDENT)),
             along = static_cast<int>(camox_ceil_div(p.d, LA_RESIDENT));
@@ -512,7 +512,7 @@ __global__ void __launch_bounds__(LA_THREADS) la_state_kernel(const __grid_const
 /* ---- apply: x, state -> out ---- */
 
 template <typename T, int MEMORY>
-__global__ void __launch_bounds__(LA_THREADS, 1) la_apply_kernel(const __grid_constant__ la_pass p) {
+__global__ void __launch_bounds__(LA_THREADS, 2) la_apply_kernel(const __grid_constant__ la_pass p) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int x_pitch = la_pitch(p.n), y_pitch = la_pitch(p.d);
   float *const x = shared, *const weights = x + p.rows * max(x_pitch, y_pitch), *const state = weights + p.rows;
@@ -591,8 +591,13 @@ __device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int
   }
 }
 
+/* A second block of a multiprocessor, where registers last for it. */
+template <int FUSION>
+static constexpr int la_gradient_blocks = FUSION == LA_WITH_SUMS || (FUSION == LA_ALONE && CAMOX_CUDA_ARCH >= 900) ? 1 : 2;
+
 template <typename T, int MEMORY, int FUSION>
-__global__ void __launch_bounds__(LA_THREADS, 1) la_gradient_kernel(const __grid_constant__ la_pass p) {
+__global__ void __launch_bounds__(LA_THREADS, la_gradient_blocks<FUSION>)
+    la_gradient_kernel(const __grid_constant__ la_pass p) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int x_pitch = la_pitch(p.n), y_pitch = la_pitch(p.d), wide = max(x_pitch, y_pitch);
   float *const x = shared, *const y = x + p.rows * x_pitch, *const u = FUSION == LA_WITH_SUMS ? y + p.rows * y_pitch : y;
