@@ -37,10 +37,23 @@ def torch_findings(wheel: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
         done = tool("torch-abi-audit", "--json", "--check", "both", str(Path(folder) / "camox_ops"))
-    if done.returncode not in (0, 1) or not done.stdout.strip():
-        return [f"torch-abi-audit failed: {done.stderr.strip()}"]
-    found = judged(json.loads(done.stdout))
+        if done.returncode not in (0, 1) or not done.stdout.strip():
+            return [f"torch-abi-audit failed: {done.stderr.strip()}"]
+        report = json.loads(done.stdout)
+        for binary in report["extensions"] + report["bundled_libs"]:
+            binary["torch"]["min_torch_version"] = oldest_torch(Path(binary["path"]))
+    found = judged(report)
     return found or ([f"torch-abi-audit: {done.stderr.strip()}"] if done.returncode else [])
+
+
+def oldest_torch(binary: Path) -> str:
+    """The oldest torch that has what the binary cannot be loaded without. torch-abi-audit counts weak symbols too,
+    which are called only where a newer torch has them."""
+    from torch_abi_audit.torch_abi import classify_symbols
+
+    listed = subprocess.run(["nm", "-D", "--undefined-only", str(binary)], capture_output=True, text=True, check=True)
+    strong = [line.split()[1] for line in listed.stdout.splitlines() if line.split()[0] == "U"]
+    return classify_symbols([name.split("@", 1)[0] for name in strong]).min_torch_version
 
 
 def judged(report: dict) -> list[str]:

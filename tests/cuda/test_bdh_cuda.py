@@ -90,7 +90,7 @@ BDH_ROTATED_ONCE = [
 ]
 
 
-@pytest.mark.parametrize("memory", bdh_cases.MEMORY)
+@pytest.mark.parametrize("memory", IN_TURN)
 def test_bdh_rotated_once(memory, arch):
     """Half types in the state form with many columns of v: all heads at once, and one at a time. Over the layouts each
     shape and dtype meets every order."""
