@@ -24,7 +24,7 @@ static constexpr int rope_threads = SUMS ? 128 : 256;
 struct rope_plan {
   camox_rope_params p;
   int64_t rotated, vectors; /* of a token and head: accesses (or pairs of them) that are rotated, and all */
-  int64_t heads;            /* that one thread serves: at most ROPE_HEADS, or for sums all */
+  int64_t heads;            /* that one thread serves */
   int64_t chunks;           /* of that many heads */
   int64_t items;            /* threads with work */
   bool copies;              /* what is not rotated has to be copied */
@@ -125,7 +125,6 @@ __device__ __forceinline__ void rope_put(T *row, int64_t first, int64_t second, 
 template <typename T, int N>
 __device__ __forceinline__ void rope_pass(const T *x, T *y, int64_t x_step, int64_t y_step, int64_t x_first, int64_t y_first,
                                           int64_t heads, bool lost) {
-#pragma unroll 1 /* y may be x, so that a load waits for the store before it */
   for (int64_t h = 0; h < heads; ++h, x += x_step, y += y_step) {
     T raw[N];
     rope_load<N>(raw, x + x_first);
@@ -184,16 +183,18 @@ __global__ void __launch_bounds__(rope_threads<SUMS>, 1) rope_kernel(const __gri
     const int64_t x_first = first * p.x.stride[3], x_second = second * p.x.stride[3];
     const int64_t y_first = first * p.y.stride[3], y_second = second * p.y.stride[3];
     if constexpr (!SUMS) {
-      rope_raw<T, N, ADJACENT> raw[ROPE_HEADS];
+      for (int64_t begin = 0; begin < heads; begin += ROPE_HEADS) {
+        rope_raw<T, N, ADJACENT> raw[ROPE_HEADS];
 #pragma unroll
-      for (int k = 0; k < ROPE_HEADS; ++k)
-        if (k < heads) rope_fetch(raw[k], x + k * p.x.stride[1], x_first, x_second);
+        for (int k = 0; k < ROPE_HEADS; ++k)
+          if (begin + k < heads) rope_fetch(raw[k], x + (begin + k) * p.x.stride[1], x_first, x_second);
 #pragma unroll
-      for (int k = 0; k < ROPE_HEADS; ++k) {
-        if (k >= heads) continue;
-        float a[PAIRS], b_[PAIRS];
-        rope_pairs(a, b_, raw[k]);
-        rope_put<T, N, ADJACENT>(y + k * p.y.stride[1], y_first, y_second, a, b_, angles);
+        for (int k = 0; k < ROPE_HEADS; ++k) {
+          if (begin + k >= heads) continue;
+          float a[PAIRS], b_[PAIRS];
+          rope_pairs(a, b_, raw[k]);
+          rope_put<T, N, ADJACENT>(y + (begin + k) * p.y.stride[1], y_first, y_second, a, b_, angles);
+        }
       }
     } else {
       const T *input = static_cast<const T *>(p.input.data) + b * p.input.stride[0] + t * p.input.stride[2];
