@@ -46,14 +46,18 @@ def torch_findings(wheel: Path) -> list[str]:
     return found or ([f"torch-abi-audit: {done.stderr.strip()}"] if done.returncode else [])
 
 
+def needed_symbols(binary: Path) -> list[str]:
+    """What the binary cannot be loaded without: weak symbols are called only where a newer torch has them."""
+    listed = subprocess.run(["nm", "-D", "--undefined-only", str(binary)], capture_output=True, text=True, check=True)
+    symbols = [line.split() for line in listed.stdout.splitlines()]
+    return [name.split("@", 1)[0] for kind, name in symbols if kind == "U"]
+
+
 def oldest_torch(binary: Path) -> str:
-    """The oldest torch that has what the binary cannot be loaded without. torch-abi-audit counts weak symbols too,
-    which are called only where a newer torch has them."""
+    """The oldest torch that the binary can be loaded with; torch-abi-audit itself counts weak symbols too."""
     from torch_abi_audit.torch_abi import classify_symbols
 
-    listed = subprocess.run(["nm", "-D", "--undefined-only", str(binary)], capture_output=True, text=True, check=True)
-    strong = [line.split()[1] for line in listed.stdout.splitlines() if line.split()[0] == "U"]
-    return classify_symbols([name.split("@", 1)[0] for name in strong]).min_torch_version
+    return classify_symbols(needed_symbols(binary)).min_torch_version
 
 
 def judged(report: dict) -> list[str]:

@@ -76,6 +76,17 @@ def test_cuda_objects_of_other_architectures_lie_elsewhere():
     assert all(len(folder.split()) == 1 for folder in folders)
 
 
+def test_audit_leaves_weak_symbols_out(tmp_path):
+    source, library = tmp_path / "a.c", tmp_path / "a.so"
+    source.write_text(
+        "void needed(void); __attribute__((weak)) void wanted(void);\n"
+        "void call(void) { needed(); if (wanted) wanted(); }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    assert "needed" in audit.needed_symbols(library)
+    assert "wanted" not in audit.needed_symbols(library)
+
+
 def test_audit_judges():
     assert audit.judged(report()) == []
     assert "uses torch outside" in audit.judged(report(unstable_symbols=["_ZN2at3addE"]))[0]

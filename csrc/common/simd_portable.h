@@ -3,7 +3,7 @@
 #define VF64_BYTES 16
 #ifndef __FP_FAST_FMAF
 /* Without FMA a single gelu or conversion of halves takes a hundred instructions and more: inlined for every row and tail, they
-   were most of the kernels' code and of the time to compile them. */
+   were two fifths of the kernels' code. */
 #define CAMOX_CALLED CAMOX_NOINLINE
 #endif
 #include "simd_vector.h"

@@ -102,7 +102,7 @@ __device__ __forceinline__ void dropout_finish(const dropout_item<V, FLAT> &item
   } else if (FLAT || a.neighbours) {
     camox_keeps_all(keep, seed, item.index, a.threshold);
   } else {
-    /* A bit each, so that the calls of Philox can be a loop: V of them in a row would be most of the kernel's code. */
+    /* A bit each, so that the calls of Philox can be a loop: V copies of them are long code. */
     uint32_t kept = 0;
 #pragma unroll 2
     for (int i = 0; i < V; ++i)
