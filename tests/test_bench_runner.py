@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,11 +111,19 @@ def test_eviction_writes_three_times_the_last_level_cache(monkeypatch):
     assert machine.Eviction().facts()["written_between_calls"] == 5 << 20
 
 
-def test_a_sample_is_long_enough():
-    step = functools.partial(sum, range(2000))
+@pytest.mark.parametrize("of_step", [7_000, 3_000_000])
+def test_a_sample_is_long_enough(monkeypatch, of_step):
+    """By a clock that only the step moves, by so many nanoseconds."""
+    now = 0
+
+    def step():
+        nonlocal now
+        now += of_step
+
+    monkeypatch.setattr(common, "time", SimpleNamespace(perf_counter_ns=lambda: now))
     reps = common.repetitions(step, 0.002)
-    assert reps > 1
-    assert common.seconds_of(step, 2 * reps) > 0.002
+    assert common.seconds_of(step, reps) >= 0.002
+    assert reps == 1 or common.seconds_of(step, reps // 2) < 0.002
 
 
 def test_ratios_are_taken_within_a_round():
