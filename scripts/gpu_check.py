@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from copy import deepcopy
 from pathlib import Path
 
@@ -35,11 +36,13 @@ sys.path.append(str(ROOT))  # behind the installed wheel, which is what is teste
 from scripts import gpu_record  # noqa: E402
 
 OLDEST_TORCH = (2, 10)
-# Seconds of each part; what a part leaves over goes to the next one, and all together bound the whole run. The
+# Parts that time nothing run side by side: most of their time is the host's, which has cores for all of them.
+STAGES = (("environment",), ("correctness", "graphs", "tests", *gpu_record.SANITIZERS), ("bench",))
+# Seconds of each part; what a stage leaves over goes to the next one, and all together bound the whole run. The
 # environment waits for the first start of CUDA, which takes most of a minute on some machines.
 SECONDS = {
-    "quick": dict(zip(gpu_record.PARTS, (120, 100, 40, 100, 60, 60, 40, 40), strict=True)),
-    "full": dict(zip(gpu_record.PARTS, (120, 400, 150, 1500, 900, 240, 240, 240), strict=True)),
+    "quick": dict(zip(gpu_record.PARTS, (120, 180, 180, 250, 180, 180, 180, 180), strict=True)),
+    "full": dict(zip(gpu_record.PARTS, (120, 1200, 1200, 1500, 1200, 1200, 1200, 1200), strict=True)),
 }
 SECONDS["rehearsal"] = SECONDS["full"]
 GRACE_S = 5  # a part stops by itself this long before it is killed
@@ -666,11 +669,12 @@ def run_part(name: str, options, seconds: float, folder: Path, known: dict, miss
     while True:
         path = folder / f"{name}.json"
         path.unlink(missing_ok=True)
-        (folder / "known.json").write_text(json.dumps({**known, **data}))
+        known_path = folder / f"{name}.known"
+        known_path.write_text(json.dumps({**known, **data}))
         left = seconds - (time.monotonic() - begin)
         command = [sys.executable, str(Path(__file__).resolve()), name, "--section", str(path)]
         command += ["--device", options.device, "--mode", options.mode, "--seconds", str(max(1.0, left - GRACE_S))]
-        command += ["--known", str(folder / "known.json"), *(["--missing"] if missing else [])]
+        command += ["--known", str(known_path), *(["--missing"] if missing else [])]
         command += ["--ops", ",".join(options.ops)] if options.ops else []
         for file in options.tests or () if name == "tests" else ():
             command += ["--tests", file]
@@ -834,34 +838,52 @@ def run_all(options) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     record = new_record(options)
     boxes = SECONDS[options.mode]
-    deadline = begin + (options.seconds or sum(boxes.values()))
+    deadline = begin + (options.seconds or sum(max(boxes[name] for name in stage) for stage in STAGES))
     earlier_s = 0.0
-    for index, name in enumerate(gpu_record.PARTS):
-        why = why_not_run(name, options, record)
-        later = sum(boxes[n] for n in gpu_record.PARTS[index + 1 :] if not why_not_run(n, options, record))
+    for index, stage in enumerate(STAGES):
+        box, *later = (longest(boxes, names, options, record) for names in STAGES[index:])
         left = deadline - time.monotonic()
-        seconds = left if not later else max(min(boxes[name], left), left - later)
-        part = record["parts"][name]
-        if why or seconds < 2 * GRACE_S:
-            if part["status"] == "not run":
-                part["message"] = why or "time was up"
-            continue
-        print(f"== {name} ({seconds:.0f} s at most)", flush=True)
-        status, data = run_part(name, options, seconds, folder, record, options.missing)
-        print(f"{name}: {status['status']}: {status['message']}", flush=True)
-        record["sanitizers"] |= data.pop("sanitizers", {})
-        record |= data
-        record["parts"][name] = {**status, "seconds": round(status["seconds"] + part["seconds"], 1)}
-        if name == "environment":
-            record = merged(record, options)
-            earlier_s = record["seconds"]
-        taken = round(time.monotonic() - begin, 1)
-        record["seconds"], record["runs"][-1]["seconds"] = round(earlier_s + taken, 1), taken
-        save(record, options)  # after every part, so that a run that is cut off leaves what it found
+        seconds = left if not any(later) else max(min(box, left), left - sum(later))
+        chosen = []
+        for name in stage:
+            why = why_not_run(name, options, record)
+            if not why and seconds >= 2 * GRACE_S:
+                chosen.append(name)
+            elif record["parts"][name]["status"] == "not run":
+                record["parts"][name]["message"] = why or "time was up"
+        for name, status, data in run_together(chosen, options, seconds, folder, record):
+            print(f"{name}: {status['status']}: {status['message']}", flush=True)
+            record["sanitizers"] |= data.pop("sanitizers", {})
+            record |= data
+            so_far = record["parts"][name]["seconds"]
+            record["parts"][name] = {**status, "seconds": round(so_far + status["seconds"], 1)}
+            if name == "environment":
+                record = merged(record, options)
+                earlier_s = record["seconds"]
+            taken = round(time.monotonic() - begin, 1)
+            record["seconds"], record["runs"][-1]["seconds"] = round(earlier_s + taken, 1), taken
+            save(record, options)  # after every part, so that a run that is cut off leaves what it found
     path = save(record, options)
     print(gpu_record.summary(record))
     print(f"wrote {path}")
     return 1 if gpu_record.failed(record) else 0
+
+
+def longest(boxes: dict, names: tuple[str, ...], options, record: dict) -> float:
+    """Seconds that a stage of the run may take: those of the longest of its parts that are run."""
+    return max((boxes[name] for name in names if not why_not_run(name, options, record)), default=0)
+
+
+def run_together(names: list[str], options, seconds: float, folder: Path, record: dict):
+    """Runs parts side by side; yields each one's name, status and data as it ends."""
+    known = deepcopy(record)  # a part that is started again reads it, while the record goes on
+    if names:
+        print(f"== {', '.join(names)} ({seconds:.0f} s at most)", flush=True)
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        arguments = (options, seconds, folder, known, options.missing)
+        running = {pool.submit(run_part, name, *arguments): name for name in names}
+        for ended in as_completed(running):
+            yield running[ended], *ended.result()
 
 
 def parser() -> argparse.ArgumentParser:
