@@ -12,6 +12,7 @@ of an op in a training step; targets and tables use these times. Warm: the same 
 stay in the caches as far as they fit.
 """
 
+import contextvars
 import copy
 import gc
 import math
@@ -139,9 +140,23 @@ def on_gpu(shapes, rehearsal, size="large", directions=DIRECTIONS_ON_GPU, dtypes
     return mark
 
 
+_numbers_made_on = contextvars.ContextVar("numbers_made_on", default=CPU)
+
+
+@contextmanager
+def numbers_made_on(device: torch.device):
+    """Where random_tensor makes its tensors: on a GPU those of large images take no time."""
+    token = _numbers_made_on.set(device)
+    try:
+        yield
+    finally:
+        _numbers_made_on.reset(token)
+
+
 def random_tensor(shape, *, dtype=torch.float32, layout="contiguous", seed=0, scale=1.0) -> torch.Tensor:
-    """Normal numbers, the same for one seed whatever the layout."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu") * scale
+    """Normal numbers, the same for one seed on one device whatever the layout."""
+    device = _numbers_made_on.get()
+    x = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device) * scale
     return x.to(dtype, memory_format=torch.channels_last if layout == "channels_last" else torch.contiguous_format)
 
 
@@ -497,9 +512,10 @@ class Candidates:
         compiled = [name for name in functions if re.match(r"compile(_|$)", name)]
         self.to_compile = {name: functions.pop(name) for name in compiled}
         self.to_compile = {name: function for name, function in self.to_compile.items() if function is not None}
-        self.inputs = case.make_inputs() if device == CPU else tuple(t.to(device) for t in case.make_inputs())
         backward = case.direction == "forward_backward"
-        self.upstream = [g.to(device) for g in upstream_like(case, baseline, self.inputs)] if backward else []
+        with numbers_made_on(device):
+            self.inputs = case.make_inputs() if device == CPU else tuple(t.to(device) for t in case.make_inputs())
+            self.upstream = upstream_like(case, baseline, self.inputs) if backward else []
         self.accepted = {BASELINE: Candidate(case, baseline, self.inputs, self.upstream)}
         self.truth, self.numbers = {}, {}
         if case.verify is None:

@@ -2,6 +2,7 @@
 graphs, so that both can be tried where there is no GPU. A run on the CPU is a rehearsal: its record says so and nothing
 in it counts."""
 
+import gc
 import os
 import re
 import shutil
@@ -91,8 +92,9 @@ class Cuda:
     def empty_kernel(self) -> None:
         torch.cuda._sleep(0)
 
-    def capture(self, make_step: Callable) -> tuple[Callable, object]:
-        """make_step() -> step, both run on the stream that is captured -> (replay, what the captured step returned)."""
+    def capture(self, make_step: Callable) -> tuple:
+        """make_step() -> step, both run on the stream that is captured -> (graph, what the captured step returned); the
+        graph's replay() runs it again, its reset() gives its memory back."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -103,10 +105,28 @@ class Cuda:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             returned = step()
-        return graph.replay, returned
+        return graph, returned
 
     def release(self) -> None:
+        """Gives back what nothing refers to any more, what only refers to itself included."""
+        gc.collect()
         torch.cuda.empty_cache()
+
+
+class StepAgain:
+    """What stands for a graph on the CPU: a step, and what it returned at first, which a replay fills again."""
+
+    def __init__(self, step: Callable, returned):
+        self.step, self.returned = step, returned
+
+    def replay(self) -> None:
+        again = tensors(self.step())
+        with torch.no_grad():
+            for old, new in zip(tensors(self.returned), again, strict=True):
+                old.copy_(new)
+
+    def reset(self) -> None:
+        self.step = self.returned = None
 
 
 class Rehearsal:
@@ -142,17 +162,10 @@ class Rehearsal:
     def empty_kernel(self) -> None:
         pass
 
-    def capture(self, make_step: Callable) -> tuple[Callable, object]:
+    def capture(self, make_step: Callable) -> tuple:
         step = make_step()
         returned = step()
-
-        def replay():
-            again = tensors(step())
-            with torch.no_grad():
-                for old, new in zip(tensors(returned), again, strict=True):
-                    old.copy_(new)
-
-        return replay, returned
+        return StepAgain(step, returned), returned
 
     def release(self) -> None:
         pass

@@ -20,17 +20,20 @@ def call_us(device, step: Callable, calls: int = 20) -> float:
 
 def graph_samples(device, timed: cuda.TimedCase, direction: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of replays of graphs that hold one call, an empty kernel's and the copy's among them."""
-    times, kept = timed.directions[direction], []
+    times, graphs, kept = timed.directions[direction], {}, []
     replays = {"empty": device.empty_kernel, "copy": times.steps[cuda.FLOOR]}
     captured = {} if direction == "step" else times.makers  # an optimizer's step is not made for graphs
     for name, make in {**captured, **{n: lambda step=s: step for n, s in replays.items()}}.items():
         try:
-            replays[name], outputs = device.capture(make)
+            graphs[name], outputs = device.capture(make)
             kept.append(outputs)
         except Exception as error:
-            replays.pop(name, None)
             timed.refused[f"graph {direction} {name}"] = common.reason(error)
-    return cuda.measure(device, replays, rounds) if replays else {}
+    samples = cuda.measure(device, {name: graph.replay for name, graph in graphs.items()}, rounds) if graphs else {}
+    kept.clear()
+    for graph in graphs.values():
+        graph.reset()  # a graph holds its memory until then
+    return samples
 
 
 def microseconds(samples: dict[str, list[float]]) -> dict[str, dict[str, float]]:

@@ -372,14 +372,14 @@ def replay_differs(op, shape, dtype, layout: str, backward: bool, device) -> str
         outputs = tensors(op.ours(*inputs))
         return [*outputs, *(torch.autograd.grad(outputs, inputs, upstream) if backward else ())]
 
-    replay, returned = device.capture(lambda: lambda: step(*static))
+    graph, returned = device.capture(lambda: lambda: step(*static))
     for turn in (1, 2):
         with torch.no_grad():
             for tensor, values in zip(static, given, strict=True):
                 tensor.copy_(values.flip(-1) * (1 + turn / 4))
         for tensor in returned:
             tensor.detach().fill_(float("nan"))
-        replay()
+        graph.replay()
         device.synchronize()
         fresh = [_selftest.arranged(t.detach(), layout).requires_grad_(backward) for t in static]
         for index, (one, other) in enumerate(zip(returned, step(*fresh), strict=True)):
