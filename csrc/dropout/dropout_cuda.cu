@@ -56,20 +56,31 @@ __device__ __forceinline__ float dropout_open(float x) { return x < 0.0f ? 0.0f 
 __device__ __forceinline__ float dropout_where_open(float gate, float x) { return gate <= 0.0f ? 0.0f : x; }
 
 /* V elements of a thread: where they are, and what was read. FLAT: all tensors lie in the row-major order without gaps. */
-template <int V, bool FLAT>
+template <typename T, int V, bool FLAT>
 struct dropout_item {
   int64_t index, left; /* in the row-major order; elements up to the last */
   int64_t offset[FLAT ? 1 : CAMOX_DROPOUT_VIEWS];
-  float x[V], y[V], grad[V];
+  T x[V], y[V], grad[V]; /* as they are in memory: to convert one would be to wait for it before the next is asked for */
 };
 
 template <typename T, int V, bool FLAT>
-__device__ __forceinline__ T *dropout_at(const dropout_args &a, const dropout_item<V, FLAT> &item, int view) {
+__device__ __forceinline__ T *dropout_at(const dropout_args &a, const dropout_item<T, V, FLAT> &item, int view) {
   return static_cast<T *>(a.view[view].data) + (FLAT ? item.index : item.offset[FLAT ? 0 : view]);
 }
 
+/* V elements, or those that are left. */
+template <typename T, int V>
+__device__ __forceinline__ void dropout_load(T (&to)[V], const T *p, int64_t left, bool aligned) {
+  if (aligned && left >= V) {
+    camox_load<V>(to, p);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) to[i] = i < left ? __ldg(p + i) : camox_from_float<T>(0.0f);
+  }
+}
+
 template <typename T, int V, bool FLAT, int WHAT>
-__device__ __forceinline__ void dropout_fetch(dropout_item<V, FLAT> &item, const dropout_args &a, int64_t first) {
+__device__ __forceinline__ void dropout_fetch(dropout_item<T, V, FLAT> &item, const dropout_args &a, int64_t first) {
   item.left = a.elements - first; /* only a tensor of one dimension ends within a thread's elements */
   item.index = first;
   if constexpr (!FLAT) {
@@ -86,15 +97,15 @@ __device__ __forceinline__ void dropout_fetch(dropout_item<V, FLAT> &item, const
       for (int view = 0; view < CAMOX_DROPOUT_VIEWS; ++view) item.offset[view] += coordinate * a.view[view].stride[d];
     }
   }
-  camox_load_float(item.x, dropout_at<const T>(a, item, CAMOX_DROPOUT_X), item.left, a.aligned);
+  dropout_load(item.x, dropout_at(a, item, CAMOX_DROPOUT_X), item.left, a.aligned);
   if constexpr (WHAT != DROPOUT_PLAIN)
-    camox_load_float(item.y, dropout_at<const T>(a, item, CAMOX_DROPOUT_Y), item.left, a.aligned);
+    dropout_load(item.y, dropout_at(a, item, CAMOX_DROPOUT_Y), item.left, a.aligned);
   if constexpr (WHAT == DROPOUT_GATE_BACKWARD)
-    camox_load_float(item.grad, dropout_at<const T>(a, item, CAMOX_DROPOUT_GRAD), item.left, a.aligned);
+    dropout_load(item.grad, dropout_at(a, item, CAMOX_DROPOUT_GRAD), item.left, a.aligned);
 }
 
 template <typename T, int V, bool FLAT, int WHAT>
-__device__ __forceinline__ void dropout_finish(const dropout_item<V, FLAT> &item, const dropout_args &a, uint64_t seed) {
+__device__ __forceinline__ void dropout_finish(const dropout_item<T, V, FLAT> &item, const dropout_args &a, uint64_t seed) {
   bool keep[V];
   if (a.seed == nullptr) {
 #pragma unroll
@@ -110,23 +121,26 @@ __device__ __forceinline__ void dropout_finish(const dropout_item<V, FLAT> &item
 #pragma unroll
     for (int i = 0; i < V; ++i) keep[i] = (kept >> i & 1) != 0;
   }
-  float out[V], out_y[V];
+  float x[V], y[V], grad[V], out[V], out_y[V];
+  camox_to_floats(x, item.x);
+  if constexpr (WHAT != DROPOUT_PLAIN) camox_to_floats(y, item.y);
+  if constexpr (WHAT == DROPOUT_GATE_BACKWARD) camox_to_floats(grad, item.grad);
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     if constexpr (WHAT == DROPOUT_PLAIN) {
-      out[i] = keep[i] ? item.x[i] * a.scale : 0.0f;
+      out[i] = keep[i] ? x[i] * a.scale : 0.0f;
     } else if constexpr (WHAT == DROPOUT_GATE) {
-      out[i] = keep[i] ? dropout_open(item.x[i]) * dropout_open(item.y[i]) * a.scale : 0.0f;
+      out[i] = keep[i] ? dropout_open(x[i]) * dropout_open(y[i]) * a.scale : 0.0f;
     } else {
-      const float g = item.grad[i] * a.scale;
-      out[i] = keep[i] ? dropout_where_open(item.x[i], g * dropout_open(item.y[i])) : 0.0f;
-      out_y[i] = keep[i] ? dropout_where_open(item.y[i], g * dropout_open(item.x[i])) : 0.0f;
+      const float g = grad[i] * a.scale;
+      out[i] = keep[i] ? dropout_where_open(x[i], g * dropout_open(y[i])) : 0.0f;
+      out_y[i] = keep[i] ? dropout_where_open(y[i], g * dropout_open(x[i])) : 0.0f;
     }
   }
   out[0] = dropout_broken(out[0]);
-  camox_store_float(dropout_at<T>(a, item, CAMOX_DROPOUT_OUT), out, item.left, a.aligned);
+  camox_store_float(dropout_at(a, item, CAMOX_DROPOUT_OUT), out, item.left, a.aligned);
   if constexpr (WHAT == DROPOUT_GATE_BACKWARD)
-    camox_store_float(dropout_at<T>(a, item, CAMOX_DROPOUT_OUT_Y), out_y, item.left, a.aligned);
+    camox_store_float(dropout_at(a, item, CAMOX_DROPOUT_OUT_Y), out_y, item.left, a.aligned);
 }
 
 /* Items of a thread that are read before the first is finished: fewer would not keep memory busy. */
@@ -141,7 +155,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_kerne
   const uint64_t seed = a.seed ? static_cast<uint64_t>(__ldg(a.seed)) : 0;
   for (int64_t block = blockIdx.x; block * per_block < a.elements; block += gridDim.x) {
     const int64_t first = block * per_block + static_cast<int64_t>(threadIdx.x) * V;
-    dropout_item<V, FLAT> item[items];
+    dropout_item<T, V, FLAT> item[items];
 #pragma unroll
     for (int i = 0; i < items; ++i)
       if (first + i * DROPOUT_THREADS * V < a.elements)
