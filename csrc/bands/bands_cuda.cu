@@ -86,8 +86,9 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
     camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
     auto reader = camox_reader_at<T, V, LAST, CAMOX_BANDS_REACH>(plan.partition, p.x, CAMOX_BORDER_ZEROS, b, c, column, y, -2);
     auto out = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
-    camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw;
+    camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw, next; /* two rows are being loaded at any time */
     camox_fetch(raw, reader, p.x, CAMOX_BORDER_ZEROS, -2);
+    camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, -1);
     const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
 
     float above[V], sum3_above[V]; /* row r-1: pixels, and sums over 3 columns */
@@ -103,7 +104,8 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
       const camox_window<float, V, LAST, CAMOX_BANDS_REACH> x = camox_widen(raw);
       if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data)
         camox_store(bands_above<T>(plan, out, CAMOX_BANDS_INPUT, 0), raw.template part<V>(raw.x + x.center));
-      if (r < rows + 1) camox_fetch(raw, reader, p.x, CAMOX_BORDER_ZEROS, r + 1);
+      raw = next;
+      if (r < rows) camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, r + 2);
       float low[V], mid[V], high[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -324,10 +326,10 @@ struct bands_op {
     return plan;
   }
 
-  static void launch_kernel(void (*kernel)(bands_plan), const params *p, int lanes, void *stream) {
+  static void launch_kernel(void (*kernel)(bands_plan), const params *p, int lanes, int most_rows, void *stream) {
     bands_plan plan = plan_of(p);
     plan.partition = camox_partition_of(camox_places_of(kernel, BANDS_THREADS), p->channels_last, p->batch, p->channels,
-                                        p->height, p->width, lanes, BANDS_THREADS, 2 * CAMOX_BANDS_REACH);
+                                        p->height, p->width, lanes, BANDS_THREADS, 2 * CAMOX_BANDS_REACH, most_rows);
     const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, BANDS_THREADS));
     CAMOX_LAUNCH(kernel, grid, BANDS_THREADS, 0, stream, plan);
   }
@@ -335,12 +337,12 @@ struct bands_op {
   template <typename T, int V, bool LAST>
   static void launch(const params *p, bool backward, void *stream) {
     if (!backward)
-      launch_kernel(bands_kernel<T, V, LAST>, p, V, stream);
+      launch_kernel(bands_kernel<T, V, LAST>, p, V, CAMOX_FORWARD_BAND, stream);
     else if constexpr (LAST)
       camox_launch_tiles(bands_backward_channels_last_kernel<T, V>, plan_of(p), CAMOX_BANDS_REACH, BANDS_TILE_THREADS, V,
                          stream);
     else
-      launch_kernel(bands_backward_kernel<T, V>, p, V, stream);
+      launch_kernel(bands_backward_kernel<T, V>, p, V, CAMOX_LARGEST_BAND, stream);
   }
 
   template <typename T>

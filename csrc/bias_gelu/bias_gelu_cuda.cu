@@ -19,7 +19,6 @@
 #include "bias_gelu_plan.h"
 
 #define BIAS_GELU_THREADS 256
-#define BIAS_GELU_FILL 512 /* blocks that fill a large GPU: below it a block takes fewer columns */
 
 struct bias_gelu; /* tells the budget whose kernel of row_sums.cuh it is */
 
@@ -117,28 +116,38 @@ static bool bias_gelu_fits(const camox_bias_gelu_params *p, int lanes, int eleme
   return fits;
 }
 
+/* Of the backward: for so many bands as run at once, since more would only leave more partial sums to add up. partial has a row
+   for each work item of the CPU, so bands are at least as long. */
+static int64_t bias_gelu_band_rows(const camox_bias_gelu_params &p, int64_t bands) {
+  const int64_t least = camox_bias_gelu_item_rows(p.columns), rows = camox_ceil_div(p.rows, bands > 0 ? bands : 1);
+  return rows > least ? rows : least;
+}
+
 template <typename T, int V>
-static void bias_gelu_launch(bias_gelu_args a, bool backward, void *stream) {
-  a.vectors = a.p.columns / V;
+static void bias_gelu_launch(bias_gelu_args *a, bool backward, void *stream) {
+  a->vectors = a->p.columns / V;
   if (!backward) {
-    a.items = a.vectors * a.p.rows;
-    const unsigned grid = camox_grid(camox_ceil_div(a.items, BIAS_GELU_THREADS));
-    CAMOX_LAUNCH((bias_gelu_kernel<T, V>), grid, BIAS_GELU_THREADS, 0, stream, a);
+    a->items = a->vectors * a->p.rows;
+    const unsigned grid = camox_grid(camox_ceil_div(a->items, BIAS_GELU_THREADS));
+    CAMOX_LAUNCH((bias_gelu_kernel<T, V>), grid, BIAS_GELU_THREADS, 0, stream, *a);
     return;
   }
-  int64_t across = a.vectors < BIAS_GELU_THREADS ? a.vectors : BIAS_GELU_THREADS;
-  while (across >= 2 * CAMOX_WARP && camox_ceil_div(a.vectors, across) * a.bands < BIAS_GELU_FILL) across = (across + 1) / 2;
-  a.across = static_cast<int>(across), a.down = BIAS_GELU_THREADS / a.across;
-  a.slabs = camox_ceil_div(a.vectors, across);
-  if (a.down > a.band_rows) a.down = static_cast<int>(a.band_rows);
-  a.items = a.slabs * a.bands;
-  CAMOX_LAUNCH((bias_gelu_backward_kernel<T, V>), camox_grid(a.items), BIAS_GELU_THREADS, 0, stream, a);
+  const int64_t at_once = camox_places_of(bias_gelu_backward_kernel<T, V>, BIAS_GELU_THREADS).all();
+  int64_t across = a->vectors < BIAS_GELU_THREADS ? a->vectors : BIAS_GELU_THREADS;
+  a->band_rows = bias_gelu_band_rows(a->p, at_once / camox_ceil_div(a->vectors, across));
+  a->bands = camox_ceil_div(a->p.rows, a->band_rows);
+  while (across >= 2 * CAMOX_WARP && camox_ceil_div(a->vectors, across) * a->bands < at_once / 2) across = (across + 1) / 2;
+  a->across = static_cast<int>(across), a->down = BIAS_GELU_THREADS / a->across;
+  a->slabs = camox_ceil_div(a->vectors, across);
+  if (a->down > a->band_rows) a->down = static_cast<int>(a->band_rows);
+  a->items = a->slabs * a->bands;
+  CAMOX_LAUNCH((bias_gelu_backward_kernel<T, V>), camox_grid(a->items), BIAS_GELU_THREADS, 0, stream, *a);
 }
 
 template <typename T>
-static void bias_gelu_launch_widest(const bias_gelu_args &a, bool backward, void *stream) {
+static void bias_gelu_launch_widest(bias_gelu_args *a, bool backward, void *stream) {
   constexpr int lanes = camox_lanes<T>::value;
-  if (bias_gelu_fits(&a.p, lanes, static_cast<int>(sizeof(T))))
+  if (bias_gelu_fits(&a->p, lanes, static_cast<int>(sizeof(T))))
     bias_gelu_launch<T, lanes>(a, backward, stream);
   else
     bias_gelu_launch<T, 1>(a, backward, stream);
@@ -149,17 +158,12 @@ static bias_gelu_args bias_gelu_args_of(const camox_bias_gelu_params *p) {
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
   a.scale = static_cast<float>(camox_dropout_scale(a.threshold));
-  /* partial has a row for each work item of the CPU: bands are at least as long */
-  a.band_rows = camox_bias_gelu_item_rows(p->columns);
-  const int64_t least_rows = camox_ceil_div(p->rows, CAMOX_PARTIAL_ROWS);
-  if (a.band_rows < least_rows) a.band_rows = least_rows;
-  a.bands = camox_ceil_div(p->rows, a.band_rows);
   return a;
 }
 
-static int bias_gelu_run(const bias_gelu_args &a, bool backward, void *stream) {
-  if (a.p.rows * a.p.columns == 0) return cudaSuccess;
-  switch (a.p.dtype) {
+static int bias_gelu_run(bias_gelu_args *a, bool backward, void *stream) {
+  if (a->p.rows * a->p.columns == 0) return cudaSuccess;
+  switch (a->p.dtype) {
     case CAMOX_F32: bias_gelu_launch_widest<float>(a, backward, stream); break;
     case CAMOX_BF16: bias_gelu_launch_widest<__nv_bfloat16>(a, backward, stream); break;
     case CAMOX_F16: bias_gelu_launch_widest<__half>(a, backward, stream); break;
@@ -169,12 +173,13 @@ static int bias_gelu_run(const bias_gelu_args &a, bool backward, void *stream) {
 }
 
 extern "C" int camox_bias_gelu_cuda(const camox_bias_gelu_params *p, void *stream) {
-  return bias_gelu_run(bias_gelu_args_of(p), false, stream);
+  bias_gelu_args a = bias_gelu_args_of(p);
+  return bias_gelu_run(&a, false, stream);
 }
 
 extern "C" int camox_bias_gelu_backward_cuda(const camox_bias_gelu_params *p, void *stream) {
-  const bias_gelu_args a = bias_gelu_args_of(p);
-  const int error = bias_gelu_run(a, true, stream);
+  bias_gelu_args a = bias_gelu_args_of(p);
+  const int error = bias_gelu_run(&a, true, stream);
   if (error != cudaSuccess || p->columns == 0) return error;
   camox_row_sums sums = {static_cast<const float *>(p->partial), a.bands, p->columns, p->columns, {}};
   sums.out[0] = static_cast<float *>(p->grad_bias);

@@ -75,6 +75,7 @@ static inline unsigned camox_grid(int64_t items) {
    it waits for memory, and takes as long as with those: half of what it can hold, and 8 warps, two for each scheduler. */
 struct camox_places {
   int64_t processors, blocks, busy;
+  int64_t all() const { return processors * blocks; }
 };
 
 template <typename Kernel>
@@ -92,7 +93,7 @@ static inline camox_places camox_places_of(Kernel *kernel, int threads, size_t s
 
 /* Blocks of a launch that the multiprocessor with the most of them runs; its last ones count as what keeps it busy at least. */
 static inline int64_t camox_busiest(const camox_places &places, int64_t blocks) {
-  const int64_t at_once = places.processors * places.blocks;
+  const int64_t at_once = places.all();
   const int64_t remaining = camox_ceil_div(blocks % at_once, places.processors);
   const int64_t last = remaining == 0 ? 0 : remaining < places.busy ? places.busy : remaining;
   return blocks / at_once * places.blocks + last;

@@ -210,12 +210,12 @@ struct image_launcher {
   static constexpr bool backward_reads_x = true;
   static auto maps(const params *p) -> const camox_view4 (&)[1] { return reinterpret_cast<const camox_view4(&)[1]>(p->y); }
 
-  static void launch_kernel(void (*kernel)(image_plan), const params *p, int lanes, void *stream) {
+  static void launch_kernel(void (*kernel)(image_plan), const params *p, int lanes, int most_rows, void *stream) {
     image_plan plan = {};
     plan.p = *p;
     plan.number = static_cast<float>(p->number);
     plan.partition = camox_partition_of(camox_places_of(kernel, IMAGE_THREADS), p->channels_last, p->batch, p->channels,
-                                        p->height, p->width, lanes, IMAGE_THREADS, 2);
+                                        p->height, p->width, lanes, IMAGE_THREADS, 2, most_rows);
     const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, IMAGE_THREADS));
     CAMOX_LAUNCH(kernel, grid, IMAGE_THREADS, 0, stream, plan);
   }
@@ -223,9 +223,9 @@ struct image_launcher {
   template <typename T, int V, bool LAST>
   static void launch(const params *p, bool backward, void *stream) {
     if (backward)
-      launch_kernel(image_backward_kernel<T, LAST, CAMOX_OP>, p, 1, stream);
+      launch_kernel(image_backward_kernel<T, LAST, CAMOX_OP>, p, 1, CAMOX_LARGEST_BAND, stream);
     else
-      launch_kernel(image_kernel<T, V, LAST, CAMOX_OP>, p, V, stream);
+      launch_kernel(image_kernel<T, V, LAST, CAMOX_OP>, p, V, CAMOX_FORWARD_BAND, stream);
   }
 
   template <typename T>

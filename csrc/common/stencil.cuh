@@ -28,19 +28,23 @@ struct camox_partition {
 
 #define CAMOX_LEAST_BAND 2           /* rows */
 #define CAMOX_LARGEST_BAND (1 << 16) /* so that rows of a band are counted in 32 bits */
+/* Of a forward, which mostly writes: blocks that run at the same time then write close to each other, which memory is faster at.
+   On an H100 10 to 17% of the time of images of 88 rows, with bands of 30 rows before. */
+#define CAMOX_FORWARD_BAND 6
 
 /* Divides images into row bands for blocks of `per_block` threads that write. A band of more rows computes and reads less
    twice, `beside` rows in all; but the multiprocessor with the most blocks decides when the kernel ends, and its last blocks
-   count as what keeps it busy at least. So of the numbers of bands that give every place a block, the one with the fewest
-   steps on that multiprocessor; the most bands where none does. */
+   count as what keeps it busy at least. So of the numbers of bands that give every place a block and no band more than
+   `most_rows`, the one with the fewest steps on that multiprocessor; the most bands where none does. */
 static inline camox_partition camox_partition_of(const camox_places &places, bool last, int64_t batch, int64_t channels,
-                                                 int64_t height, int64_t width, int lanes, int64_t per_block, int beside) {
+                                                 int64_t height, int64_t width, int lanes, int64_t per_block, int beside,
+                                                 int most_rows) {
   camox_partition partition = {};
   partition.channels = channels, partition.height = height, partition.width = width;
   partition.vectors = (last ? channels : width) / lanes;
   const int64_t across = batch * partition.vectors * (last ? width : channels);
-  const int64_t most = camox_ceil_div(height, CAMOX_LEAST_BAND), least = camox_ceil_div(height, CAMOX_LARGEST_BAND);
-  const int64_t at_once = places.processors * places.blocks;
+  const int64_t most = camox_ceil_div(height, CAMOX_LEAST_BAND), least = camox_ceil_div(height, most_rows);
+  const int64_t at_once = places.all();
   int64_t bands = camox_ceil_div(at_once * per_block, across);
   bands = bands > most ? most : bands < least ? least : bands;
   int64_t fewest = INT64_MAX;
@@ -345,9 +349,9 @@ static inline void camox_launch_tiles(void (*kernel)(Plan), Plan plan, int reach
   const auto &p = plan.p;
   camox_tiles tiles = camox_tiles_of(p.channels / lanes, p.width, reach, most_threads);
   const int threads = camox_tile_threads(tiles);
-  plan.partition =
-      camox_partition_of(camox_places_of(kernel, threads), true, p.batch, tiles.chunks * tiles.chunk * lanes, p.height,
-                         tiles.across * (tiles.columns - 2 * reach), lanes, camox_tile_outputs(tiles), 2 * reach);
+  plan.partition = camox_partition_of(camox_places_of(kernel, threads), true, p.batch, tiles.chunks * tiles.chunk * lanes,
+                                      p.height, tiles.across * (tiles.columns - 2 * reach), lanes, camox_tile_outputs(tiles),
+                                      2 * reach, CAMOX_LARGEST_BAND);
   plan.partition.channels = p.channels, plan.partition.width = p.width, plan.partition.vectors = p.channels / lanes;
   tiles.blocks = p.batch * plan.partition.row_bands * tiles.across * tiles.chunks;
   plan.tiles = tiles;

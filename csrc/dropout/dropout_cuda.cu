@@ -98,8 +98,7 @@ __device__ __forceinline__ void dropout_fetch(dropout_item<T, V, FLAT> &item, co
     }
   }
   dropout_load(item.x, dropout_at(a, item, CAMOX_DROPOUT_X), item.left, a.aligned);
-  if constexpr (WHAT != DROPOUT_PLAIN)
-    dropout_load(item.y, dropout_at(a, item, CAMOX_DROPOUT_Y), item.left, a.aligned);
+  if constexpr (WHAT != DROPOUT_PLAIN) dropout_load(item.y, dropout_at(a, item, CAMOX_DROPOUT_Y), item.left, a.aligned);
   if constexpr (WHAT == DROPOUT_GATE_BACKWARD)
     dropout_load(item.grad, dropout_at(a, item, CAMOX_DROPOUT_GRAD), item.left, a.aligned);
 }
@@ -654,10 +653,11 @@ static bool norm_aligned(const camox_dropout_norm_params *p, int lanes, int elem
   return aligned;
 }
 
-/* Bands of the backward: at most CAMOX_PARTIAL_ROWS, and as many rows for each team of a block. */
-static void norm_set_bands(norm_args *a, int64_t teams) {
-  const int64_t least = camox_ceil_div(a->p.rows, CAMOX_PARTIAL_ROWS), wanted = camox_dropout_norm_item_rows(a->p.width);
-  a->band_rows = camox_ceil_div(least > wanted ? least : wanted, teams) * teams;
+/* Bands of the backward: as many as run at once, since more would only leave more partial sums to add up; as many rows for each
+   team of a block. partial has a row for each work item of the CPU, so bands are at least as long. */
+static void norm_set_bands(norm_args *a, int64_t teams, const camox_places &places) {
+  const int64_t wanted = camox_ceil_div(a->p.rows, places.all()), least = camox_dropout_norm_item_rows(a->p.width);
+  a->band_rows = camox_ceil_div(wanted > least ? wanted : least, teams) * teams;
   a->bands = camox_ceil_div(a->p.rows, a->band_rows);
 }
 
@@ -672,9 +672,9 @@ static void norm_launch_short(norm_args *a, void *stream) {
   for (a->team = 4; a->team * norm_short_width<V, BACKWARD> < a->p.width * CAMOX_WARP;) a->team *= 2;
   const int teams = DROPOUT_THREADS / a->team;
   if constexpr (BACKWARD) {
-    norm_set_bands(a, teams);
-    CAMOX_LAUNCH((dropout_norm_short_backward_kernel<T, V>), camox_grid(a->bands), DROPOUT_THREADS,
-                 teams * 2 * a->p.width * static_cast<int64_t>(sizeof(float)), stream, *a);
+    const int64_t shared = teams * 2 * a->p.width * static_cast<int64_t>(sizeof(float));
+    norm_set_bands(a, teams, camox_places_of(dropout_norm_short_backward_kernel<T, V>, DROPOUT_THREADS, shared));
+    CAMOX_LAUNCH((dropout_norm_short_backward_kernel<T, V>), camox_grid(a->bands), DROPOUT_THREADS, shared, stream, *a);
   } else {
     CAMOX_LAUNCH((dropout_norm_short_kernel<T, V>), camox_grid(camox_ceil_div(a->p.rows, teams)), DROPOUT_THREADS, 0, stream,
                  *a);
@@ -686,7 +686,7 @@ template <typename T, int V, bool WIDE, bool BACKWARD>
 static void norm_launch(norm_args *a, int64_t shared, void *stream) {
   constexpr int teams = WIDE ? 1 : DROPOUT_WARPS;
   if constexpr (BACKWARD) {
-    norm_set_bands(a, teams);
+    norm_set_bands(a, teams, camox_places_of(dropout_norm_backward_kernel<T, V, WIDE>, DROPOUT_THREADS, shared));
     CAMOX_LAUNCH((dropout_norm_backward_kernel<T, V, WIDE>), camox_grid(a->bands), DROPOUT_THREADS, shared, stream, *a);
   } else {
     CAMOX_LAUNCH((dropout_norm_kernel<T, V, WIDE>), camox_grid(camox_ceil_div(a->p.rows, teams)), DROPOUT_THREADS, shared,

@@ -1,6 +1,6 @@
 /* edge_maps on CUDA, with the division of work, windows and borders of common/stencil.cuh.
 
-     forward: a thread holds rows r-1, r, r+1 of its window as differences; row r+2 is being loaded
+     forward: a thread holds rows r-1, r, r+1 of its window as differences; rows r+2, r+3 are being loaded
        x  --16 B loads-->  top | at | bottom  -->  gx, gy, lap  -->  3 or 4 maps  --16 B stores-->
 
      backward: row r of the filters' gradients (d gx, d gy, d lap) adds to rows r-1, r, r+1 of grad_x
@@ -24,9 +24,9 @@
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
 
 /* The same of the forward: as many as registers allow without spilling. */
-template <int V, bool LAST>
+template <int V>
 struct edge_blocks {
-  static constexpr int forward = LAST && V == 8 ? 3 : 4;
+  static constexpr int forward = V == 8 ? 3 : 4;
 };
 
 struct edge_plan {
@@ -89,8 +89,7 @@ __device__ __forceinline__ edge_filters edge_filter(const edge_row<V> &top, cons
 }
 
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V, LAST>::forward)
-    edge_kernel(const __grid_constant__ edge_plan plan) {
+__global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V>::forward) edge_kernel(const __grid_constant__ edge_plan plan) {
   for (int64_t block = blockIdx.x; block * EDGE_THREADS < plan.partition.items; block += gridDim.x) {
     const int64_t item = block * EDGE_THREADS + threadIdx.x;
     if (item >= plan.partition.items) continue;
@@ -99,16 +98,19 @@ __global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V, LAST>::forward)
     auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, plan.p.x, plan.p.border, b, c, column, y, -1);
     auto out = camox_cursor_at<V>(plan.p.maps, plan.shared_view, b, c, y, column);
 
-    edge_raw<T, V, LAST> raw;
+    edge_raw<T, V, LAST> raw, next; /* two rows are being loaded at any time */
     camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
+    camox_fetch(next, reader, plan.p.x, plan.p.border, 0);
     edge_row<V> top = edge_features(raw, edge_row<V>{});
-    camox_fetch(raw, reader, plan.p.x, plan.p.border, 0);
-    edge_row<V> at = edge_features(raw, top);
     camox_fetch(raw, reader, plan.p.x, plan.p.border, 1);
+    edge_row<V> at = edge_features(next, top);
+    camox_fetch(next, reader, plan.p.x, plan.p.border, 2);
     const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.partition.rows)));
 #pragma unroll 2
     for (int row = 0; row < rows; ++row) {
       const edge_row<V> bottom = edge_features(raw, at);
+      raw = next;
+      if (row + 2 < rows) camox_fetch(next, reader, plan.p.x, plan.p.border, row + 3);
       float sobel[V], laplacian[V], gradient[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -120,7 +122,6 @@ __global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V, LAST>::forward)
         sobel[i] += 1e-3f;
 #endif
       }
-      if (row + 1 < rows) camox_fetch(raw, reader, plan.p.x, plan.p.border, row + 2);
       camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_SOBEL), sobel);
       camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_LAPLACIAN), laplacian);
       camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_GRADIENT), gradient);
@@ -428,17 +429,18 @@ static edge_plan edge_plan_of(const camox_edge_params *p) {
 }
 
 /* For a kernel whose blocks have `per_block` threads that write. */
-static void edge_launch_kernel(void (*kernel)(edge_plan), const camox_edge_params *p, int lanes, int per_block, void *stream) {
+static void edge_launch_kernel(void (*kernel)(edge_plan), const camox_edge_params *p, int lanes, int per_block, int most_rows,
+                               void *stream) {
   edge_plan plan = edge_plan_of(p);
   plan.partition = camox_partition_of(camox_places_of(kernel, EDGE_THREADS), p->channels_last, p->batch, p->channels, p->height,
-                                      p->width, lanes, per_block, 2);
+                                      p->width, lanes, per_block, 2, most_rows);
   const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, per_block));
   CAMOX_LAUNCH(kernel, grid, EDGE_THREADS, 0, stream, plan);
 }
 
 template <typename T, int V, bool LAST>
 static void edge_launch(const camox_edge_params *p, void *stream) {
-  edge_launch_kernel(edge_kernel<T, V, LAST>, p, V, EDGE_THREADS, stream);
+  edge_launch_kernel(edge_kernel<T, V, LAST>, p, V, EDGE_THREADS, CAMOX_FORWARD_BAND, stream);
 }
 
 template <typename T, int V, bool LAST>
@@ -446,7 +448,8 @@ static void edge_launch_backward(const camox_edge_params *p, void *stream) {
   if constexpr (LAST)
     camox_launch_tiles(edge_backward_channels_last_kernel<T, V>, edge_plan_of(p), 1, EDGE_TILE_THREADS, V, stream);
   else
-    edge_launch_kernel(edge_backward_kernel<T, V>, p, V, EDGE_THREADS / CAMOX_WARP * EDGE_WARP_OUTPUTS, stream);
+    edge_launch_kernel(edge_backward_kernel<T, V>, p, V, EDGE_THREADS / CAMOX_WARP * EDGE_WARP_OUTPUTS, CAMOX_LARGEST_BAND,
+                       stream);
 }
 
 template <typename T, int V>

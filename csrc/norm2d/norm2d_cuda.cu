@@ -939,7 +939,7 @@ static int norm2d_cut(norm2d_plan *plan, int most) {
    for each place of the GPU those with which the busiest multiprocessor is done first: to begin and end a block takes it
    about as long as half a tile. */
 static int64_t norm2d_share_tiles(const norm2d_plan &plan, const camox_places &places, int64_t most) {
-  const int64_t at_once = places.processors * places.blocks, least = camox_ceil_div(plan.tile_count, most);
+  const int64_t at_once = places.all(), least = camox_ceil_div(plan.tile_count, most);
   int64_t best = 1, fewest = INT64_MAX;
   for (int64_t waves = 1; waves <= 8; ++waves) {
     int64_t tiles = camox_ceil_div(plan.tile_count * plan.p.groups, waves * at_once);

@@ -1,6 +1,6 @@
 /* spatial_gradient on CUDA, with the division of work, windows and borders of common/stencil.cuh.
 
-     forward:  x        --16 B loads-->  top | at | bottom  -->  gx, gy  --16 B stores-->     row r+2 is being loaded
+     forward:  x        --16 B loads-->  top | at | bottom  -->  gx, gy  --16 B stores-->     rows r+2, r+3 are being loaded
      backward: gx, gy   --16 B loads-->  row r adds to rows r-1 (`above`, then complete), r (`at`) and r+1 of grad_x
 
    The op is linear: its backward iterates over the incoming gradients alone and needs nothing of other threads. Each element
@@ -56,17 +56,19 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::fo
     auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, p.x, p.border, b, c, column, y, -1);
     auto out = camox_cursor_at<V>(p.gradient, plan.shared_view, b, c, y, column);
 
-    camox_window<T, V, LAST, 1> raw, prefetched;
-    camox_fetch(raw, reader, p.x, p.border, -1);
-    camox_window<float, V, LAST, 1> top = camox_widen(raw);
-    camox_fetch(raw, reader, p.x, p.border, 0);
-    camox_window<float, V, LAST, 1> at = camox_widen(raw);
-    camox_fetch(prefetched, reader, p.x, p.border, 1);
+    camox_window<T, V, LAST, 1> first, second, raw, next; /* all asked for before one is used: their waits are one */
+    camox_fetch(first, reader, p.x, p.border, -1);
+    camox_fetch(second, reader, p.x, p.border, 0);
+    camox_fetch(raw, reader, p.x, p.border, 1);
+    camox_fetch(next, reader, p.x, p.border, 2);
+    camox_window<float, V, LAST, 1> top = camox_widen(first);
+    camox_window<float, V, LAST, 1> at = camox_widen(second);
     const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
 #pragma unroll 2
     for (int row = 0; row < rows; ++row) {
-      const camox_window<float, V, LAST, 1> bottom = camox_widen(prefetched);
-      if (row + 1 < rows) camox_fetch(prefetched, reader, p.x, p.border, row + 2);
+      const camox_window<float, V, LAST, 1> bottom = camox_widen(raw);
+      raw = next;
+      if (row + 2 < rows) camox_fetch(next, reader, p.x, p.border, row + 3);
       float gx[V], gy[V];
       gradient_filter(top, at, bottom, plan.side, plan.middle, gx, gy);
       camox_store_float(camox_at<T>(p.gradient, out, 0), gx);
@@ -209,13 +211,13 @@ struct gradient_op {
   static constexpr bool backward_reads_x = false;
   static auto maps(const params *p) -> const camox_view4 (&)[GRADIENT_MAPS] { return p->gradient; }
 
-  static void launch_kernel(void (*kernel)(gradient_plan), const params *p, int lanes, void *stream) {
+  static void launch_kernel(void (*kernel)(gradient_plan), const params *p, int lanes, int most_rows, void *stream) {
     gradient_plan plan = {};
     plan.p = *p;
     plan.shared_view = camox_first_map(p->gradient);
     plan.side = static_cast<float>(p->side), plan.middle = static_cast<float>(p->middle);
     plan.partition = camox_partition_of(camox_places_of(kernel, GRADIENT_THREADS), p->channels_last, p->batch, p->channels,
-                                        p->height, p->width, lanes, GRADIENT_THREADS, 2);
+                                        p->height, p->width, lanes, GRADIENT_THREADS, 2, most_rows);
     const unsigned grid = camox_grid(camox_ceil_div(plan.partition.items, GRADIENT_THREADS));
     CAMOX_LAUNCH(kernel, grid, GRADIENT_THREADS, 0, stream, plan);
   }
@@ -223,9 +225,9 @@ struct gradient_op {
   template <typename T, int V, bool LAST>
   static void launch(const params *p, bool backward, void *stream) {
     if (backward)
-      launch_kernel(spatial_gradient_backward_kernel<T, V, LAST>, p, V, stream);
+      launch_kernel(spatial_gradient_backward_kernel<T, V, LAST>, p, V, CAMOX_LARGEST_BAND, stream);
     else
-      launch_kernel(spatial_gradient_kernel<T, V, LAST>, p, V, stream);
+      launch_kernel(spatial_gradient_kernel<T, V, LAST>, p, V, CAMOX_FORWARD_BAND, stream);
   }
 
   template <typename T>
