@@ -566,6 +566,7 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
 BATCH, CHANNELS, HEIGHT, WIDTH = 32, 80, 88, 88
 ELEMENTS = BATCH * CHANNELS * HEIGHT * WIDTH
 DTYPES = {"float32": ("float", 4), "bfloat16": ("__nv_bfloat16", 2)}
+FORWARD_BAND = 6  # CAMOX_FORWARD_BAND
 PHILOX = r"IMAD\.(WIDE|HI)\.U32"
 
 
@@ -576,9 +577,10 @@ def busiest(processors: int, places: int, threads: int, blocks: int) -> int:
     return waves * places + (max(ceil_div(remaining, processors), busy) if remaining else 0)
 
 
-def row_bands(processors: int, blocks: int, threads: int, across: int, per_block: int, beside: int) -> int:
-    """Rows of a band as camox_partition_of in common/stencil.cuh divides images with so many threads of each row."""
-    first = min(ceil_div(processors * blocks * per_block, across), ceil_div(HEIGHT, 2))
+def row_bands(processors, blocks, threads, across: int, per_block: int, beside: int, most: int = HEIGHT) -> int:
+    """Rows of a band, at most so many, as camox_partition_of in common/stencil.cuh divides images with `across` threads
+    of each row."""
+    first = max(min(ceil_div(processors * blocks * per_block, across), ceil_div(HEIGHT, 2)), ceil_div(HEIGHT, most))
     fewest, rows = math.inf, HEIGHT
     for bands in range(first, min(4 * first, ceil_div(HEIGHT, 2)) + 1):
         band = ceil_div(HEIGHT, bands)
@@ -601,7 +603,8 @@ def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=12
 
     def launch(processors: int, blocks: int) -> Launch:
         across = BATCH * CHANNELS * WIDTH // lanes
-        band = row_bands(processors, blocks, 128, across, per_block, 2 * beside)
+        most = HEIGHT if "backward" in kernel else FORWARD_BAND
+        band = row_bands(processors, blocks, 128, across, per_block, 2 * beside, most)
         return Launch(
             kernel,
             ceil_div(across * ceil_div(HEIGHT, band), per_block),
@@ -609,7 +612,7 @@ def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=12
             step,
             band + 2 * beside if backward else band,
             ELEMENTS * size * tensors,
-            prefetched=1,
+            prefetched=1 if "backward" in kernel else 2,
             halo=(ELEMENTS * size * reads * 2 * beside / band, 16 * tensors * (band + 2 * beside)),
             read_beside=ELEMENTS * size * 2 * sum(columns) / together,
         )
@@ -748,21 +751,27 @@ def row_cases(dtype: str) -> list[Case]:
         2 * bytes_each,
     )
     cases.append(Case("bias_gelu", "bias_gelu", "forward", dtype, ELEMENTS, 2 * bytes_each, (forward,)))
-    # at most 2,048 bands of rows, and `across` threads of a block side by side, fewer where blocks are few
-    band_rows = max(item_rows(WIDTH), ceil_div(ROWS, PARTIAL_ROWS))
-    bands, across = ceil_div(ROWS, band_rows), min(vectors, 256)
-    while across >= 64 and ceil_div(vectors, across) * bands < 512:
-        across = (across + 1) // 2
-    backward = Launch(
-        f"bias_gelu_backward_kernel<{element}, {lanes}>",
-        ceil_div(vectors, across) * bands,
-        256,
-        Step(2, 1),
-        ceil_div(band_rows, min(256 // across, band_rows)),
-        3 * bytes_each + 4 * bands * WIDTH,
-    )
-    reduce = row_sums("bias_gelu", bands, WIDTH)
-    cases.append(Case("bias_gelu", "bias_gelu", "backward", dtype, ELEMENTS, 3 * bytes_each, (backward, reduce)))
+    # a band of rows for each block that runs at once; `across` threads of a block side by side, fewer of few bands
+    kernel = f"bias_gelu_backward_kernel<{element}, {lanes}>"
+
+    def bands_of(at_once: int, multiple: int) -> tuple[int, int]:
+        """(rows of a band, bands)"""
+        rows = ceil_div(max(item_rows(WIDTH), ceil_div(ROWS, at_once)), multiple) * multiple
+        return rows, ceil_div(ROWS, rows)
+
+    def gelu_backward(processors: int, blocks: int) -> Launch:
+        rows, bands = bands_of(processors * blocks, 1)
+        across = vectors
+        while across >= 64 and ceil_div(vectors, across) * bands < processors * blocks // 2:
+            across = (across + 1) // 2
+        steps, traffic = ceil_div(rows, min(256 // across, rows)), 3 * bytes_each + 4 * bands * WIDTH
+        return Launch(kernel, ceil_div(vectors, across) * bands, 256, Step(2, 1), steps, traffic)
+
+    def gelu_sums(processors: int, blocks: int) -> Launch:
+        return row_sums("bias_gelu", bands_of(processors * blocks, 1)[1], WIDTH)
+
+    backward = Divided(kernel, 256, gelu_backward), Divided(kernel, 256, gelu_sums)
+    cases.append(Case("bias_gelu", "bias_gelu", "backward", dtype, ELEMENTS, 3 * bytes_each, backward))
 
     # A row in the registers of a team of lanes. All loads of x and residual are issued, and all calls of Philox made,
     # those behind the row's end too. What a vector that does not exist skips in the forward has a branch in bfloat16;
@@ -787,19 +796,19 @@ def row_cases(dtype: str) -> list[Case]:
     name = "dropout_add_layer_norm"
     cases.append(Case("dropout", name, "forward", dtype, ELEMENTS, 3 * bytes_each, (forward,)))
     teams, each = in_team(2)
-    band_rows = ceil_div(max(item_rows(WIDTH), ceil_div(ROWS, PARTIAL_ROWS)), teams) * teams
-    bands = ceil_div(ROWS, band_rows)
-    backward = Launch(
-        f"dropout_norm_short_backward_kernel<{element}, {lanes}>",
-        bands,
-        256,
-        Step((3 + floats) * each, 2 * each, row=True, most=PHILOX),
-        band_rows / teams,
-        5 * bytes_each + 4 * bands * 2 * WIDTH,
-        shared=teams * 2 * WIDTH * 4,
-    )
-    reduce = row_sums("dropout", bands, 2 * WIDTH)
-    cases.append(Case("dropout", name, "backward", dtype, ELEMENTS, 5 * bytes_each, (backward, reduce)))
+    short, shared = f"dropout_norm_short_backward_kernel<{element}, {lanes}>", teams * 2 * WIDTH * 4
+    step = Step((3 + floats) * each, 2 * each, row=True, most=PHILOX)
+
+    def norm_rows_backward(processors: int, blocks: int) -> Launch:
+        rows, bands = bands_of(processors * blocks, teams)
+        traffic = 5 * bytes_each + 4 * bands * 2 * WIDTH
+        return Launch(short, bands, 256, step, rows / teams, traffic, shared=shared)
+
+    def norm_rows_sums(processors: int, blocks: int) -> Launch:
+        return row_sums("dropout", bands_of(processors * blocks, teams)[1], 2 * WIDTH)
+
+    backward = Divided(short, 256, norm_rows_backward, shared), Divided(short, 256, norm_rows_sums, shared)
+    cases.append(Case("dropout", name, "backward", dtype, ELEMENTS, 5 * bytes_each, backward))
     return cases
 
 
