@@ -30,13 +30,15 @@ def why_no_compiler() -> str:
 
 
 class Cuda:
-    """The first CUDA device, on torch's current stream."""
+    """The first CUDA device, all on one stream, which can be captured: a backward pass waits for the stream on which a
+    leaf was first used; where that is the default one, a capture fails, and the allocator frees nothing afterwards."""
 
     kind = "cuda"
 
     def __init__(self):
         self.torch_device = torch.device("cuda", 0)
         torch.cuda.set_device(self.torch_device)
+        torch.cuda.set_stream(torch.cuda.Stream())
         self.properties = torch.cuda.get_device_properties(0)
         self._flush = None
 
@@ -93,17 +95,14 @@ class Cuda:
         torch.cuda._sleep(0)
 
     def capture(self, make_step: Callable) -> tuple:
-        """make_step() -> step, both run on the stream that is captured -> (graph, what the captured step returned); the
-        graph's replay() runs it again, its reset() gives its memory back."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step = make_step()
-            for _ in range(3):
-                step()
+        """make_step() -> step -> (graph, what the captured step returned); the graph's replay() runs it again, its
+        reset() gives its memory back."""
+        step = make_step()
+        for _ in range(3):
+            step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             returned = step()
         return graph, returned
 
