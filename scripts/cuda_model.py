@@ -1,9 +1,10 @@
 """Predicts from machine code how near to a copy's speed the CUDA kernels run: estimates, until a GPU has been measured.
 
-    python scripts/cuda_model.py                         # compiles the ops below for three GPUs and prints the table
+    python scripts/cuda_model.py                         # compiles the ops below for four GPUs and prints the table
     python scripts/cuda_model.py --binary dist/X.whl     # of a wheel, or of libcamox_ops_cuda.so
     python scripts/cuda_model.py --check                 # exit status 1 where a prediction fell by more than 10%
     python scripts/cuda_model.py --update --ops edge     # writes csrc/cuda_model.json, here the lines of one op family
+    python scripts/cuda_model.py --measured FILE         # beside csrc/cuda_model.json, what a record of a GPU has
 
 A kernel's hot loop is found in its control flow (natural loops of the SASS), and in it the cheapest path that makes
 the memory accesses that CASES names: what a thread does per step, whatever is unrolled. From this path come
@@ -64,13 +65,14 @@ class Gpu:
 
 
 GPUS = (
+    Gpu("H100", "sm_90", 132, 1.75, 2964.0, 650.0, 50 << 20, 5500.0, 160.0, 128, 1024),
     Gpu("H200", "sm_90", 132, 1.75, 4300.0, 650.0, 50 << 20, 5500.0, 160.0, 128, 1024),
     Gpu("RTX 3090", "sm_86", 82, 1.70, 820.0, 500.0, 6 << 20, 1900.0, 140.0, 128, 256),
     Gpu("T4", "sm_75", 40, 1.35, 260.0, 500.0, 4 << 20, 900.0, 170.0, 64, 0),
 )
 COUNT = r"\bATOMG?\b"  # how a block counts itself, csrc/common/last_block.cuh
 MMA = 16 * 8 * 16  # multiply-adds of one HMMA of a warp
-ALU_LANES, MUFU_LANES, CACHE_LINE_BYTES = 64, 16, 128  # of a multiprocessor, per cycle, on all three
+ALU_LANES, MUFU_LANES, CACHE_LINE_BYTES = 64, 16, 128  # of a multiprocessor, per cycle, on all of them
 ISSUE = 0.85  # of the cycles in which four schedulers could issue, they do
 ALONE = 2.5  # cycles per instruction of a warp that has a scheduler for itself
 SHUFFLE, BARRIER = 24, 40  # cycles more, of each that a warp waits for
@@ -1529,6 +1531,42 @@ def printed(table: dict) -> str:
     return "\n".join(lines)
 
 
+# Groups of benchmarks that are not named like the model's cases.
+GROUPS = {
+    "layer_norm2d_gelu": "layer_norm2d{}",
+    "box_mean_3": "box_mean{} by 3",
+    "box_mean_31": "box_mean{} by 31",
+    "linear_attention_sum": "linear_attention{}",
+}
+
+
+def measured(record: dict) -> dict[str, float]:
+    """case -> percent of a copy's speed, of a record of scripts/gpu_check.py, at the sizes that the model has."""
+    found = {}
+    for entry in record["bench"]["entries"]:
+        layout = " channels_last" if entry["layout"] == "channels_last" else ""
+        name = GROUPS.get(entry["group"], entry["group"] + "{}").format(layout)
+        for direction, of in entry["directions"].items():
+            if entry["size"] in ("large", "route") and of["floor_bytes"]:
+                share = 100 * of["share_of_copy"]["median"]
+                found.setdefault(f"{name} {direction} {entry['dtype']}", round(share, 1))
+    return found
+
+
+def compared_with(record: dict, table: dict) -> str:
+    """A line for each case that a GPU of the model was measured at: predicted, measured, the predicted limit."""
+    name = record["environment"]["gpu"]
+    gpu = next((gpu.name for gpu in GPUS if gpu.name in name), None)
+    if gpu is None:
+        sys.exit(f"cuda_model: {name} is none of {', '.join(gpu.name for gpu in GPUS)}")
+    shares = measured(record)
+    lines = [f"{'% of a copy on ' + gpu:46} {'predicted':>9} {'measured':>9}  predicted limit"]
+    for case, of in table.items():
+        if case in shares and gpu in of:
+            lines.append(f"{case:46} {of[gpu]['percent_of_copy']:9.1f} {shares[case]:9.1f}  {of[gpu]['limit']}")
+    return "\n".join(lines)
+
+
 def read(cubin: Path) -> dict[str, Kernel]:
     cuobjdump = cuda_budget.tool("cuobjdump")
     usage = cuda_budget.resource_usage(cuobjdump, cubin)
@@ -1543,7 +1581,13 @@ def main() -> None:
     parser.add_argument("--ops", default=",".join(OPS), help="folders of the ops to predict (default: all modelled)")
     parser.add_argument("--check", action="store_true", help=f"compare with {TABLE.name}")
     parser.add_argument("--update", action="store_true", help=f"write {TABLE.name}")
+    parser.add_argument(
+        "--measured", type=Path, help="a record of scripts/gpu_check.py, to be printed beside the table"
+    )
     arguments = parser.parse_args()
+    if arguments.measured:
+        print(compared_with(json.loads(arguments.measured.read_text()), json.loads(TABLE.read_text())))
+        return
     ops = arguments.ops.split(",")
     if set(ops) - set(OPS):
         parser.error(f"--ops: some of {', '.join(OPS)}")

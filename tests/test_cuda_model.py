@@ -293,3 +293,35 @@ def test_the_assumptions_are_on_the_page():
         [f"{g.tensor}" if g.tensor else "none" for g in cuda_model.GPUS],
     ):
         assert f"| {' | '.join(row)} |" in page
+
+
+def test_a_record_stands_beside_the_predictions():
+    def entry(group, layout, share, size="large"):
+        direction = {"floor_bytes": 8, "share_of_copy": {"median": share}}
+        return {
+            "group": group,
+            "layout": layout,
+            "dtype": "float32",
+            "size": size,
+            "directions": {"forward": direction},
+        }
+
+    entries = [
+        entry("box_mean_3", "channels_last", 0.75),
+        entry("edge_maps", "contiguous", 0.9),
+        entry("edge_maps", "contiguous", 0.1, size="small"),
+    ]
+    record = {"environment": {"gpu": "NVIDIA H200"}, "bench": {"entries": entries}}
+    table = {
+        "box_mean channels_last by 3 forward float32": {"H200": {"percent_of_copy": 80.0, "limit": "memory"}},
+        "edge_maps forward float32": {"H200": {"percent_of_copy": 95.0, "limit": "issue"}},
+        "rope forward float32": {"H200": {"percent_of_copy": 99.0, "limit": "memory"}},
+    }
+    lines = [" ".join(line.split()) for line in cuda_model.compared_with(record, table).splitlines()[1:]]
+    assert lines == [
+        "box_mean channels_last by 3 forward float32 80.0 75.0 memory",
+        "edge_maps forward float32 95.0 90.0 issue",
+    ]
+    record["environment"]["gpu"] = "NVIDIA A100"
+    with pytest.raises(SystemExit, match="NVIDIA A100 is none of H100, H200, RTX 3090, T4"):
+        cuda_model.compared_with(record, table)
