@@ -31,7 +31,7 @@ def results_with_barriers(op):
         # those of products of tiles
         *(
             (op, *at)
-            for op in ("bdh", "linear_cross_entropy")
+            for op in ("bdh",)
             for at in emulator.barriers(emulator.CSRC / "common" / "tile_product.cuh")
         ),
         *(("bdh", *at) for at in emulator.barriers(emulator.CSRC / "common" / "large_product.cuh")),
