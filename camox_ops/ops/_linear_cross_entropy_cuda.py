@@ -32,7 +32,7 @@ def row_blocks(rows: int, classes: int) -> list[slice]:
 def forward(
     x, weight, target, bias, ignore_index, label_smoothing, reduction, make_x, make_weight, make_bias, *, rows_=None
 ):
-    """loss, top, log, and the gradients that make_* ask for, of x, weight and bias by a loss whose own gradient is 1."""
+    """loss, top, log, and the gradients of x, weight and bias that are asked for, of a loss whose own is 1."""
     making = make_x or make_weight or make_bias
     if making and reduction == LOSS_REDUCTIONS["none"]:
         raise ValueError(f"{OP}: the forward makes gradients of a mean or sum, and not in float64")
@@ -65,11 +65,13 @@ def backward(
     *,
     rows_=None,
 ):
-    """The gradients of x, weight and bias, of logits that are computed again."""
+    """The gradients of x, weight and bias, of logits and statistics that are computed again: a row's logits are read
+    for its gradient anyway."""
     counted = (target != ignore_index).sum(dtype=torch.float32) if reduction == LOSS_REDUCTIONS["mean"] else None
     options, needs = (ignore_index, label_smoothing), (needs_x, needs_weight, needs_bias)
+    statistics = tuple(torch.empty_like(top) for _ in range(3))
     grad_x, grad_weight, grad_bias = _over_blocks(
-        (x, weight, target, bias), (top, log, None), _row_grad(grad, counted), options, needs, rows_
+        (x, weight, target, bias), statistics, _row_grad(grad, counted), options, needs, rows_
     )
     return grad_x.to(x.dtype), grad_weight.to(x.dtype), grad_bias
 
@@ -80,9 +82,9 @@ def _row_grad(grad, counted):
 
 
 def _over_blocks(tensors, statistics, grad, options, needs, rows_):
-    """Runs all blocks; returns the gradients that `needs` names in float32, the others empty."""
+    """Runs all blocks, which fill the statistics: top, log and the rows' losses. Returns the gradients that `needs`
+    names in float32, the others empty."""
     x, weight, target, bias = tensors
-    top, log, loss = statistics
     rows_ = rows_ or torch.ops.camox_ops.linear_cross_entropy_rows_
     (rows, depth), classes = x.shape, weight.shape[0]
     needs_x, needs_weight, needs_bias = needs
@@ -102,8 +104,7 @@ def _over_blocks(tensors, statistics, grad, options, needs, rows_):
         dz = None if grad is None else memory.view(x.dtype)[:count, :classes]
         row_grad = grad if grad is None or grad.dim() == 0 else grad[block]
         _multiply(x[block], weight.t(), logits)
-        row_loss = None if loss is None else loss[block]
-        rows_(logits, target[block], bias, top[block], log[block], row_loss, row_grad, dz, *options)
+        rows_(logits, x[block], weight, target[block], bias, *(s[block] for s in statistics), row_grad, dz, *options)
         if needs_x:
             _multiply(dz, weight, grad_x[block])
         if needs_weight:

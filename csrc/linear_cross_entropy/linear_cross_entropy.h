@@ -91,19 +91,20 @@ camox_linear_cross_entropy_kernel *camox_linear_cross_entropy(camox_dtype dtype,
 
 /* CUDA: a block of rows between its products, which are cuBLAS' (camox_ops/ops/_linear_cross_entropy_cuda.py). */
 typedef struct {
-  camox_dtype dtype; /* of dz: float32, bfloat16 or float16 */
-  int64_t rows, classes;
+  camox_dtype dtype; /* of x, weight and dz: float32, bfloat16 or float16 */
+  int64_t rows, depth, classes;
   int64_t ignore_index;
   double smoothing;
-  float *logits;         /* [rows], without the bias, each row aligned to 16 bytes; dz is written over it */
-  int64_t pitch;         /* elements from one row of logits to the next */
-  const float *bias;     /* [V] or NULL */
-  const int64_t *target; /* [rows] */
-  float *top, *log;      /* [rows]; written where loss is, read otherwise */
-  float *loss;           /* [rows], or NULL where top and log are known */
-  const float *grad;     /* g of each row, or NULL: no dz. Rows that are ignored have 0 whatever it says. */
-  int64_t grad_stride;   /* 0: one g for all rows */
-  uint32_t *error_word;  /* of the device, may be NULL */
+  float *logits;          /* [rows], without the bias, each row aligned to 16 bytes; dz is written over it */
+  int64_t pitch;          /* elements from one row of logits to the next */
+  const void *x, *weight; /* [rows,D], [V,D]: what the logits are made of */
+  int64_t x_stride[2], weight_stride[2];
+  const float *bias;       /* [V] or NULL */
+  const int64_t *target;   /* [rows] */
+  float *top, *log, *loss; /* [rows] */
+  const float *grad;       /* g of each row, or NULL: no dz. Rows that are ignored have 0 whatever it says. */
+  int64_t grad_stride;     /* 0: one g for all rows */
+  uint32_t *error_word;    /* of the device, may be NULL */
 } camox_linear_cross_entropy_rows_params;
 
 int camox_linear_cross_entropy_rows_check(const camox_linear_cross_entropy_rows_params *p, const char *op);

@@ -13,6 +13,11 @@ constexpr const char* forward_op = "linear_cross_entropy";
 constexpr const char* backward_op = "linear_cross_entropy_backward";
 #endif
 
+void check_matrix(const Tensor& x, const char* op, const char* name) {
+  if (x.dim() == 2) return;
+  throw std::invalid_argument(std::string(op) + ": " + name + " must have 2 dimensions, got " + std::to_string(x.dim()));
+}
+
 void check_length(const Tensor& v, int64_t length, const char* op, const char* name) {
   if (v.dim() != 1 || v.size(0) != length)
     throw std::invalid_argument(std::string(op) + ": " + name + " must have shape (" + std::to_string(length) + ",), got " +
@@ -40,11 +45,6 @@ struct Arguments {
   double label_smoothing;
   int64_t reduction;
 };
-
-void check_matrix(const Tensor& x, const char* op, const char* name) {
-  if (x.dim() == 2) return;
-  throw std::invalid_argument(std::string(op) + ": " + name + " must have 2 dimensions, got " + std::to_string(x.dim()));
-}
 
 camox_linear_cross_entropy_params params_of(const Arguments& a, const char* op) {
   check_matrix(a.x, op, "x");
@@ -146,11 +146,11 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(const Tensor& g
 }
 
 #else
-// A block of rows of logits: writes top, log and loss, or reads top and log where there is no loss; then the gradient of the
-// logits in place, which dz is a view of in its own dtype, where grad is given.
-void linear_cross_entropy_rows_(const Tensor& logits, const Tensor& given_target, OptionalTensor given_bias, const Tensor& top,
-                                const Tensor& log, OptionalTensor loss, OptionalTensor given_grad, OptionalTensor dz,
-                                int64_t ignore_index, double label_smoothing) {
+// A block of rows of logits: top, log and loss, and then, where grad is given, the gradient of the logits in their place, which
+// dz is a view of in x's dtype.
+void linear_cross_entropy_rows_(const Tensor& logits, const Tensor& x, const Tensor& weight, const Tensor& given_target,
+                                OptionalTensor given_bias, const Tensor& top, const Tensor& log, const Tensor& loss,
+                                OptionalTensor given_grad, OptionalTensor dz, int64_t ignore_index, double label_smoothing) {
   const char* op = "linear_cross_entropy_rows_";
   const Tensor target = camox::as_contiguous(given_target);
   const OptionalTensor bias = as_contiguous(given_bias), grad = as_contiguous(given_grad);
@@ -164,18 +164,26 @@ void linear_cross_entropy_rows_(const Tensor& logits, const Tensor& given_target
     check_length(v, length, op, name);
     return static_cast<float*>(v.data_ptr());
   };
+  check_matrix(x, op, "x");
+  check_matrix(weight, op, "weight");
+  check_device(x, logits, op, "x");
+  check_dtype_and_device(weight, x, op, "weight");
+  p.dtype = dtype_of(x, op), p.depth = x.size(1);
+  if (x.size(0) != p.rows || weight.size(0) != p.classes || weight.size(1) != p.depth)
+    throw std::invalid_argument(std::string(op) + ": logits must have a row for each of x's and a column for each of weight's");
+  p.x = x.data_ptr(), p.weight = weight.data_ptr();
+  for (int64_t d = 0; d < 2; ++d) p.x_stride[d] = x.stride(d), p.weight_stride[d] = weight.stride(d);
   check_target(target, p.rows, logits, op);
   p.target = static_cast<const int64_t*>(target.data_ptr());
   if (bias.has_value()) p.bias = floats_of(*bias, p.classes, "bias");
-  p.top = floats_of(top, p.rows, "top"), p.log = floats_of(log, p.rows, "log");
-  if (loss.has_value()) p.loss = floats_of(*loss, p.rows, "loss");
+  p.top = floats_of(top, p.rows, "top"), p.log = floats_of(log, p.rows, "log"), p.loss = floats_of(loss, p.rows, "loss");
   if (grad.has_value() != dz.has_value()) throw std::invalid_argument(std::string(op) + ": grad and dz come together");
   if (grad.has_value()) {
     p.grad_stride = grad->dim();
     check_real(*grad, logits, p.grad_stride, op, "grad");
     if (p.grad_stride != 0) check_length(*grad, p.rows, op, "grad");
     p.grad = static_cast<const float*>(grad->data_ptr());
-    p.dtype = dtype_of(*dz, op);
+    check_dtype_and_device(*dz, x, op, "dz");
     if (dz->data_ptr() != logits.data_ptr() || dz->stride(0) * static_cast<int64_t>(dz->element_size()) != p.pitch * 4)
       throw std::invalid_argument(std::string(op) + ": dz must begin where logits does, in each row");
   }
@@ -197,8 +205,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
       "Tensor log, int ignore_index, float label_smoothing, int reduction, bool needs_x, bool needs_weight, bool needs_bias) "
       "-> (Tensor, Tensor, Tensor)");
   m.def(
-      "linear_cross_entropy_rows_(Tensor(a!) logits, Tensor target, Tensor? bias, Tensor(b!) top, Tensor(c!) log, "
-      "Tensor(d!)? loss, Tensor? grad, Tensor(e!)? dz, int ignore_index, float label_smoothing) -> ()");
+      "linear_cross_entropy_rows_(Tensor(a!) logits, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor(b!) top, "
+      "Tensor(c!) log, Tensor(d!) loss, Tensor? grad, Tensor(e!)? dz, int ignore_index, float label_smoothing) -> ()");
 }
 #endif
 

@@ -5,6 +5,11 @@
      +--------------------------------+        1  statistics    maximum, sum of exp and sum, each thread's own first; loss
      | row 0: z 0 1 2 ...             |        2  gradient      dz = g (exp(z - lse) - s/V - (1-s) [target]), in place
      +--------------------------------+
+
+   Tensor cores, which make the logits of half types, truncate their sums: a logit of 550, a sum of 513 squares, is off by
+   1e-3 on an H100, and so was the loss. The two logits that make up a large loss, the target's and the largest, are summed
+   again here.
+
    A half dz takes the first half of its row's bytes. Iteration i reads the bytes from 4096 i on and writes those from 2048 i
    on, so that nothing is overwritten that was not read, given one barrier per iteration:
 
@@ -52,20 +57,55 @@ __device__ __forceinline__ void lce_logits(float (&z)[LCE_LANES], const float *r
     if (j + i < classes) z[i] += __ldg(bias + j + i);
 }
 
-/* top, log and loss of a row, in every thread. */
-__device__ __forceinline__ void lce_statistics(const camox_linear_cross_entropy_rows_params &p, const lce_labels &labels,
-                                               const float *z_row, int64_t target, float *scratch, float &top, float &log,
-                                               float &loss) {
+/* The smallest class that a thread of the block names. */
+__device__ __forceinline__ int64_t lce_block_first(int64_t j, int64_t *scratch) {
+  const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
+  for (int offset = CAMOX_WARP / 2; offset > 0; offset /= 2) j = min(j, __shfl_xor_sync(CAMOX_FULL_MASK, j, offset));
+  __syncthreads(); /* the previous row has read scratch */
+  if (lane == 0) scratch[warp] = j;
+  __syncthreads();
+  for (int i = 0; i < LCE_THREADS / CAMOX_WARP; ++i) j = min(j, scratch[i]);
+  return j;
+}
+
+/* A logit without its bias, as a sum in float32, in the logit's place as well. */
+template <typename T>
+__device__ __forceinline__ float lce_exact_logit(const camox_linear_cross_entropy_rows_params &p, int64_t row, int64_t j,
+                                                 float *scratch) {
+  const T *const x = static_cast<const T *>(p.x) + row * p.x_stride[0];
+  const T *const weight = static_cast<const T *>(p.weight) + j * p.weight_stride[0];
+  float sum = 0.0f;
+  for (int64_t d = threadIdx.x; d < p.depth; d += LCE_THREADS)
+    sum += camox_to_float(__ldg(x + d * p.x_stride[1])) * camox_to_float(__ldg(weight + d * p.weight_stride[1]));
+  sum = camox_block_sum<LCE_THREADS>(sum, scratch);
+  if (threadIdx.x == 0) p.logits[row * p.pitch + j] = sum;
+  __syncthreads();
+  return sum;
+}
+
+struct lce_row {
+  float top, log, loss;
+};
+
+/* In every thread. */
+template <typename T>
+__device__ __forceinline__ lce_row lce_statistics(const camox_linear_cross_entropy_rows_params &p, const lce_labels &labels,
+                                                  int64_t row, int64_t target, float *scratch, int64_t *class_scratch) {
+  constexpr bool exact = sizeof(T) == sizeof(float); /* the logits already, not made by tensor cores */
+  const float *const z_row = p.logits + row * p.pitch;
   const bool is_class = target >= 0 && target < p.classes;
-  const float target_logit = is_class ? z_row[target] + (p.bias ? __ldg(p.bias + target) : 0.0f) : 0.0f;
+  float target_logit = 0.0f;
+  if (is_class) target_logit = exact ? z_row[target] : lce_exact_logit<T>(p, row, target, scratch);
+  if (is_class && p.bias) target_logit += __ldg(p.bias + target);
   float own_top = -INFINITY, sum = 0.0f, total = 0.0f;
+  int64_t own_class = p.classes; /* of own_top */
   for (int64_t j = threadIdx.x * LCE_LANES; j < p.classes; j += LCE_THREADS * LCE_LANES) {
     float z[LCE_LANES];
     lce_logits(z, z_row, p.bias, j, p.classes);
     float highest = own_top;
 #pragma unroll
     for (int i = 0; i < LCE_LANES; ++i) {
-      highest = fmaxf(highest, z[i]);
+      if (z[i] > highest) highest = z[i], own_class = j + i;
       if (p.smoothing > 0 && j + i < p.classes) total += z[i];
     }
     if (highest > own_top) sum = own_top > -INFINITY ? sum * expf(own_top - highest) : 0.0f, own_top = highest;
@@ -73,35 +113,43 @@ __device__ __forceinline__ void lce_statistics(const camox_linear_cross_entropy_
 #pragma unroll
     for (int i = 0; i < LCE_LANES; ++i) sum += expf(z[i] - (own_top > -INFINITY ? own_top : 0.0f));
   }
-  top = fmaxf(lce_block_max(own_top, scratch), -FLT_MAX);
-  log = logf(camox_block_sum<LCE_THREADS>(sum * expf(own_top - top), scratch));
+  const float top = fmaxf(lce_block_max(own_top, scratch), -FLT_MAX);
+  sum = camox_block_sum<LCE_THREADS>(sum * expf(own_top - top), scratch);
   if (p.smoothing > 0) total = camox_block_sum<LCE_THREADS>(total, scratch);
-  loss = 0.0f;
-  if (target == p.ignore_index) return;
-  if (!is_class) {
-    top = loss = NAN;
-    if (p.error_word && threadIdx.x == 0) atomicOr(p.error_word, static_cast<uint32_t>(CAMOX_ERROR_CROSS_ENTROPY_TARGET));
-    return;
+  if constexpr (!exact) {
+    const int64_t top_class = lce_block_first(own_top == top ? own_class : p.classes, class_scratch);
+    if (top_class < p.classes && top_class != target) {
+      const float logit = lce_exact_logit<T>(p, row, top_class, scratch) + (p.bias ? __ldg(p.bias + top_class) : 0.0f);
+      sum += expf(logit - top) - 1.0f;
+    }
   }
-  loss = labels.kept * (log + (top - target_logit));
+  const float log = logf(sum);
+  if (target == p.ignore_index) return {top, log, 0.0f};
+  if (!is_class) {
+    if (p.error_word && threadIdx.x == 0) atomicOr(p.error_word, static_cast<uint32_t>(CAMOX_ERROR_CROSS_ENTROPY_TARGET));
+    return {NAN, log, NAN};
+  }
+  float loss = labels.kept * (log + (top - target_logit));
   if (p.smoothing > 0) loss += static_cast<float>(p.smoothing) * (log + (top - total / static_cast<float>(p.classes)));
 #ifdef CAMOX_BREAK_LINEAR_CROSS_ENTROPY
   loss += 1e-3f * (1.0f + loss);
 #endif
+  return {top, log, loss};
 }
 
 /* dz over the row's logits. */
 template <typename T>
 __device__ __forceinline__ void lce_gradient(const camox_linear_cross_entropy_rows_params &p, const lce_labels &labels,
-                                             float *z_row, int64_t target, float g, float top, float log) {
-  T *const dz_row = reinterpret_cast<T *>(z_row);
+                                             int64_t row, int64_t target, float g, const lce_row &found) {
+  const float *const z_row = p.logits + row * p.pitch;
+  T *const dz_row = reinterpret_cast<T *>(p.logits + row * p.pitch);
   for (int64_t begin = 0; begin < p.classes; begin += LCE_THREADS * LCE_LANES) {
     const int64_t j = begin + threadIdx.x * LCE_LANES;
     float z[LCE_LANES];
     lce_logits(z, z_row, p.bias, j, p.classes);
 #pragma unroll
     for (int i = 0; i < LCE_LANES; ++i) {
-      float dz = expf(z[i] - top - log) - labels.uniform;
+      float dz = expf(z[i] - found.top - found.log) - labels.uniform;
       if (j + i == target) dz -= labels.kept;
       z[i] = target == p.ignore_index ? 0.0f : g * dz;
 #ifdef CAMOX_BREAK_LINEAR_CROSS_ENTROPY
@@ -117,17 +165,12 @@ template <typename T>
 __global__ void __launch_bounds__(LCE_THREADS)
     lce_rows_kernel(const __grid_constant__ camox_linear_cross_entropy_rows_params p, lce_labels labels) {
   __shared__ float scratch[LCE_THREADS / CAMOX_WARP];
+  __shared__ int64_t class_scratch[LCE_THREADS / CAMOX_WARP];
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    float *const z_row = p.logits + row * p.pitch;
     const int64_t target = __ldg(p.target + row);
-    float top, log, loss;
-    if (p.loss) {
-      lce_statistics(p, labels, z_row, target, scratch, top, log, loss);
-      if (threadIdx.x == 0) p.top[row] = top, p.log[row] = log, p.loss[row] = loss;
-    } else {
-      top = p.top[row], log = p.log[row];
-    }
-    if (p.grad) lce_gradient<T>(p, labels, z_row, target, __ldg(p.grad + row * p.grad_stride), top, log);
+    const lce_row found = lce_statistics<T>(p, labels, row, target, scratch, class_scratch);
+    if (threadIdx.x == 0) p.top[row] = found.top, p.log[row] = found.log, p.loss[row] = found.loss;
+    if (p.grad) lce_gradient<T>(p, labels, row, target, __ldg(p.grad + row * p.grad_stride), found);
   }
 }
 

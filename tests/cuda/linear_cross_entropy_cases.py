@@ -65,25 +65,26 @@ def run(x, weight, target, bias, grad, label_smoothing, reduction, biased, with_
 
 
 def emulated_rows(
-    logits, target, bias, top, log, loss, grad, dz, ignore_index, label_smoothing, errors, flush="end", **how
+    logits, x, weight, target, bias, top, log, loss, grad, dz, ignore_index, label_smoothing, errors, flush="end", **how
 ):
     """linear_cross_entropy_rows_, as its binding calls the launcher, on guarded copies."""
     structs, constants = emulator.header("common/types.h", "linear_cross_entropy/linear_cross_entropy.h")
     p = structs["camox_linear_cross_entropy_rows_params"]()
-    p.dtype = constants[DTYPE_CODES[torch.float32 if dz is None else dz.dtype]]
-    (p.rows, p.classes), p.pitch = logits.shape, logits.stride(0)
+    p.dtype = constants[DTYPE_CODES[x.dtype]]
+    (p.rows, p.depth), p.classes, p.pitch = x.shape, len(weight), logits.stride(0)
     p.ignore_index, p.smoothing = ignore_index, label_smoothing
     with emulator.guarded(flush) as memory:
         padded = logits.as_strided((p.rows, p.pitch), (p.pitch, 1))
         padded[:, p.classes :] = torch.nan  # spoils what reads it, and must stay
-        written = {"logits": padded, "top": top, "log": log} | ({} if loss is None else {"loss": loss})
-        read = {"target": target, "bias": bias, "grad": grad}
+        written = {"logits": padded, "top": top, "log": log, "loss": loss}
+        read = {"x": x, "weight": weight, "target": target, "bias": bias, "grad": grad}
         held = {name: memory.copy(tensor, name) for name, tensor in (written | read).items() if tensor is not None}
         held["error_word"] = memory.empty_strided((1,), (1,), torch.int32, "error_word").zero_()
         for name, tensor in held.items():
             setattr(p, name, tensor.data_ptr())
+        p.x_stride[:], p.weight_stride[:] = held["x"].stride(), held["weight"].stride()
         p.grad_stride = 0 if grad is None else grad.dim()
-        _call(p, "none" if dz is None else str(dz.dtype).removeprefix("torch."), **how)
+        _call(p, str(x.dtype).removeprefix("torch."), **how)
         for name, tensor in written.items():
             tensor.copy_(held[name])
         assert padded[:, p.classes :].isnan().all()
