@@ -57,11 +57,10 @@ __device__ __forceinline__ void lce_logits(float (&z)[LCE_LANES], const float *r
     if (j + i < classes) z[i] += __ldg(bias + j + i);
 }
 
-/* The smallest class that a thread of the block names. */
+/* The smallest class that a thread of the block names. scratch is free: a row uses it once, and has other barriers. */
 __device__ __forceinline__ int64_t lce_block_first(int64_t j, int64_t *scratch) {
   const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
   for (int offset = CAMOX_WARP / 2; offset > 0; offset /= 2) j = min(j, __shfl_xor_sync(CAMOX_FULL_MASK, j, offset));
-  __syncthreads(); /* the previous row has read scratch */
   if (lane == 0) scratch[warp] = j;
   __syncthreads();
   for (int i = 0; i < LCE_THREADS / CAMOX_WARP; ++i) j = min(j, scratch[i]);
