@@ -65,8 +65,8 @@ def run(x, weight, target, bias, grad, label_smoothing, reduction, biased, with_
 
 
 def emulated_rows(*tensors_and_options, errors, truncation=0.0, flush="end", **how):
-    """linear_cross_entropy_rows_, as its binding calls the launcher, on guarded copies. truncation: how far the products
-    of half types are from sums in float32, relatively, as those of tensor cores are."""
+    """linear_cross_entropy_rows_, as its binding calls the launcher, on guarded copies. truncation: how far products of
+    half types are from sums in float32, relatively, as those of tensor cores are."""
     logits, x, weight, target, bias, top, log, loss, grad, _, ignore_index, label_smoothing = tensors_and_options
     if x.element_size() == 2:
         logits *= 1 - truncation
