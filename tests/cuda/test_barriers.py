@@ -29,8 +29,11 @@ def results_with_barriers(op):
         # camox_block_sum's
         *(("dropout", *at) for at in emulator.barriers(emulator.CSRC / "common" / "cuda_util.cuh")),
         # those of products of tiles
-        *((op, *at) for op in ("bdh",) for at in emulator.barriers(emulator.CSRC / "common" / "tile_product.cuh")),
-        *(("bdh", *at) for at in emulator.barriers(emulator.CSRC / "common" / "large_product.cuh")),
+        *(
+            ("bdh", *at)
+            for header in ("tile_product.cuh", "large_product.cuh")
+            for at in emulator.barriers(emulator.CSRC / "common" / header)
+        ),
         # the last step of gradients of weights and biases
         *(
             (op, *at)
