@@ -35,12 +35,12 @@ def loss_of(pred, mask, weight):
 
 def published(*inputs):
     *outputs, mask = inputs
-    return sum(loss_of(pred, mask, weight_of(mask)) for pred in outputs)
+    return sum(loss_of(pred, mask, weight_of(mask)) for pred in outputs).float()  # as ours is beside half types too
 
 
 def published_weighted(*inputs):
     *outputs, mask, weight = inputs
-    return sum(loss_of(pred, mask, weight) for pred in outputs)
+    return sum(loss_of(pred, mask, weight) for pred in outputs).float()
 
 
 def inputs_of(shape, dtype, layout, weighted):

@@ -109,6 +109,7 @@ WITHOUT_GRADIENT = (
     "gemm",
     "grad_group_norms",
     "linear_attention_step",
+    "linear_cross_entropy_rows_",
     "moe_activation",
     "moe_activation_backward",
     "moe_experts_mm",

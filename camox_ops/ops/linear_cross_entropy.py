@@ -7,7 +7,7 @@ import numbers
 import torch
 
 from .._torch_private import in_transform, refuse_tangents
-from . import _check
+from . import _check, _linear_cross_entropy_cuda
 from ._codes import LOSS_REDUCTIONS, code_of
 from ._register import last_derivative, register, register_last_derivative
 
@@ -42,15 +42,16 @@ def linear_cross_entropy(
         dtype, logits are not rounded; each gradient is rounded once. Autocast casts x, weight and bias to its dtype, as
         it does for F.linear.
 
-    On the CPU the forward of a mean or sum makes the gradients that are required too, three products instead of four;
-    backward multiplies them by the loss' own gradient. It does not in float64 nor under torch.func.
+    The forward of a mean or sum makes the gradients that are required too, three products instead of four; backward
+    multiplies them by the loss' own gradient. It does not in float64 nor under torch.func.
 
     Saved for backward: x, weight, bias and target themselves, and two numbers for each row, its largest logit and
     the logarithm of its sum of exponentials relative to that; where the forward made gradients these too, in float32,
     as large as x, weight and bias. Elsewhere backward computes the logits again. Second derivatives and forward-mode
     AD raise NotImplementedError. The same bits on every run and for any number of threads.
 
-    On CUDA a row whose target is no class becomes NaN, and camox_ops.check_errors() raises.
+    On CUDA the products are torch.mm's, in float32 as torch.set_float32_matmul_precision says; a row whose target is no
+    class becomes NaN, and camox_ops.check_errors() raises.
 
     Raises:
         TypeError: x, weight or bias is not a dense tensor of one of these dtypes, target not one of int64; ignore_index
@@ -103,7 +104,7 @@ def _made_in_forward(x, weight, bias, reduction: int) -> tuple[bool, bool, bool]
     """Which gradients, of x, weight and bias, the forward makes beside the loss: those that are required, where the
     loss is one number, by whose gradient they are multiplied later. Tensors that a transform of torch.func follows do
     not say whether a gradient is required."""
-    one_number = reduction != LOSS_REDUCTIONS["none"] and x.device.type == "cpu" and x.dtype != torch.float64
+    one_number = reduction != LOSS_REDUCTIONS["none"] and x.device.type != "meta" and x.dtype != torch.float64
     transformed = not torch.compiler.is_compiling() and in_transform(x, weight)
     makes = one_number and torch.is_grad_enabled() and not transformed
     return tuple(makes and value is not None and value.requires_grad for value in (x, weight, bias))
@@ -174,3 +175,8 @@ def _fake_backward(
 
 _linear_cross_entropy = register(OP, fake=_fake, setup_context=_save, backward=_backward)
 _linear_cross_entropy_backward = register_last_derivative(OP, fake=_fake_backward)
+torch.library.register_fake("camox_ops::linear_cross_entropy_rows_", lambda *_: None)
+
+_cuda = torch.library.Library("camox_ops", "IMPL")
+_cuda.impl("linear_cross_entropy", _linear_cross_entropy_cuda.forward, "CUDA")
+_cuda.impl("linear_cross_entropy_backward", _linear_cross_entropy_cuda.backward, "CUDA")

@@ -5,18 +5,33 @@
 #include "../common/kernel_table.h"
 #include "linear_cross_entropy_plan.h"
 
+static int check_smoothing(double smoothing, const char *op) {
+  if (smoothing >= 0 && smoothing <= 1) return CAMOX_OK;
+  return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: label_smoothing must be in [0, 1], got %g", op, smoothing);
+}
+
+#ifdef CAMOX_CUDA_PART
+int camox_linear_cross_entropy_rows_check(const camox_linear_cross_entropy_rows_params *p, const char *op) {
+  const int64_t logits[2] = {p->rows, p->classes};
+  CAMOX_REQUIRE(camox_check_dtype(op, (int)p->dtype));
+  CAMOX_REQUIRE(check_smoothing(p->smoothing, op));
+  CAMOX_REQUIRE(camox_check_sizes(op, "logits", logits, 2));
+  if (p->pitch % 4 != 0 || p->pitch < p->classes || (uintptr_t)p->logits % 16 != 0)
+    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: logits must have rows of whole 16 bytes, got one every %lld elements", op,
+                      (long long)p->pitch);
+  return CAMOX_OK;
+}
+#else
 int camox_linear_cross_entropy_check(const camox_linear_cross_entropy_params *p, const char *op) {
   const int64_t x[2] = {p->rows, p->depth}, weight[2] = {p->classes, p->depth};
   CAMOX_REQUIRE(camox_check_dtype(op, (int)p->dtype));
   if (p->reduction < CAMOX_LOSS_MEAN || p->reduction > CAMOX_LOSS_NONE)
     return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: unknown reduction code %d", op, (int)p->reduction);
-  if (!(p->smoothing >= 0 && p->smoothing <= 1))
-    return camox_fail(CAMOX_INVALID_ARGUMENT, "%s: label_smoothing must be in [0, 1], got %g", op, p->smoothing);
+  CAMOX_REQUIRE(check_smoothing(p->smoothing, op));
   CAMOX_REQUIRE(camox_check_sizes(op, "x", x, 2));
   return camox_check_sizes(op, "weight", weight, 2);
 }
 
-#ifndef CAMOX_CUDA_PART
 CAMOX_KERNEL_TABLE(camox_linear_cross_entropy_kernel, camox_linear_cross_entropy, camox_linear_cross_entropy_kernel)
 
 int camox_linear_cross_entropy_check_targets(const camox_linear_cross_entropy_params *p, const char *op) {

@@ -9,8 +9,8 @@
    backward  with g the gradient of row[i], 0 where it is ignored:
      dz[i,j] = g[i] (exp(z[i,j] - lse[i]) - s / V - (1-s) [j = target[i]])
      grad_x = dz weight      grad_weight = dz^T x      grad_bias[j] = sum over i of dz[i,j]
-   forward with gradients  of a loss that is one number (MEAN, SUM), on the CPU, not in float64: these of g = 1 / number of
-             targets that are not ignored, or 1, in float32, which the loss' own gradient is multiplied into later
+   forward with gradients  of a loss that is one number (MEAN, SUM), not in float64: these of g = 1 / number of targets that
+             are not ignored, or 1, in float32, which the loss' own gradient is multiplied into later
    dtypes    x and weight float32, bfloat16, float16 computed in float32, float64 in float64; bias, top, log and loss in the dtype
              computed in. Each gradient is rounded once. Rows of x and weight have any strides.
    saved     x, weight, bias, target, top and log; the gradients that a forward has made.
@@ -53,7 +53,6 @@ typedef struct {
   int64_t row0, class0; /* the block of logits that the step works on */
   void *shared;         /* scratch of the call: camox_linear_cross_entropy_shared bytes */
   void *scratch;        /* of the thread: camox_linear_cross_entropy_scratch bytes, aligned to 64 */
-  uint32_t *error_word; /* CUDA: of the device, may be NULL */
 } camox_linear_cross_entropy_params;
 
 /* What a call does, one step after the other, each shared by threads. */
@@ -90,10 +89,28 @@ typedef void camox_linear_cross_entropy_kernel(const camox_linear_cross_entropy_
 /* The variant for this dtype on this instruction set, of every step. */
 camox_linear_cross_entropy_kernel *camox_linear_cross_entropy(camox_dtype dtype, camox_isa isa);
 
-/* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
-int64_t camox_linear_cross_entropy_cuda_shared(const camox_linear_cross_entropy_params *p);
-int camox_linear_cross_entropy_cuda(const camox_linear_cross_entropy_params *p, void *stream);
-int camox_linear_cross_entropy_backward_cuda(const camox_linear_cross_entropy_params *p, void *stream);
+/* CUDA: a block of rows between its products, which are cuBLAS' (camox_ops/ops/_linear_cross_entropy_cuda.py). */
+typedef struct {
+  camox_dtype dtype; /* of x, weight and dz: float32, bfloat16 or float16 */
+  int64_t rows, depth, classes;
+  int64_t ignore_index;
+  double smoothing;
+  float *logits;          /* [rows], without the bias, each row aligned to 16 bytes; dz is written over it */
+  int64_t pitch;          /* elements from one row of logits to the next */
+  const void *x, *weight; /* [rows,D], [V,D]: what the logits are made of */
+  int64_t x_stride[2], weight_stride[2];
+  const float *bias;       /* [V] or NULL */
+  const int64_t *target;   /* [rows] */
+  float *top, *log, *loss; /* [rows] */
+  const float *grad;       /* g of each row, or NULL: no dz. Rows that are ignored have 0 whatever it says. */
+  int64_t grad_stride;     /* 0: one g for all rows */
+  uint32_t *error_word;    /* of the device, may be NULL */
+} camox_linear_cross_entropy_rows_params;
+
+int camox_linear_cross_entropy_rows_check(const camox_linear_cross_entropy_rows_params *p, const char *op);
+
+/* Host wrapper of the kernel: 0 or a cudaError_t. */
+int camox_linear_cross_entropy_rows_cuda(const camox_linear_cross_entropy_rows_params *p, void *stream);
 
 #ifdef __cplusplus
 }

@@ -30,11 +30,10 @@ def results_with_barriers(op):
         *(("dropout", *at) for at in emulator.barriers(emulator.CSRC / "common" / "cuda_util.cuh")),
         # those of products of tiles
         *(
-            (op, *at)
-            for op in ("bdh", "linear_cross_entropy")
-            for at in emulator.barriers(emulator.CSRC / "common" / "tile_product.cuh")
+            ("bdh", *at)
+            for header in ("tile_product.cuh", "large_product.cuh")
+            for at in emulator.barriers(emulator.CSRC / "common" / header)
         ),
-        *(("bdh", *at) for at in emulator.barriers(emulator.CSRC / "common" / "large_product.cuh")),
         # the last step of gradients of weights and biases
         *(
             (op, *at)
