@@ -126,12 +126,15 @@ def _scaled(grad):
 
 def _multiply(a, b, out, accumulate=False) -> None:
     """a @ b in out, or added to it, in float32."""
-    options = {}
-    if a.dtype != out.dtype and a.is_cuda:
-        options = {"out_dtype": out.dtype}
-    elif a.dtype != out.dtype:  # PyTorch's CPU, where tests run this, has no product of half types in float32
+    if a.dtype != out.dtype and not a.is_cuda:
+        # PyTorch's CPU, where tests run this, has no product of halves in float32
         a, b = a.to(out.dtype), b.to(out.dtype)
-    if accumulate:
-        torch.addmm(out, a, b, out=out, **options)
+    same = a.dtype == out.dtype
+    if accumulate and same:
+        torch.addmm(out, a, b, out=out)
+    elif accumulate:
+        out += torch.mm(a, b, out_dtype=out.dtype)  # not every PyTorch adds a product of halves to float32
+    elif same:
+        torch.mm(a, b, out=out)
     else:
-        torch.mm(a, b, out=out, **options)
+        torch.mm(a, b, out=out, out_dtype=out.dtype)
