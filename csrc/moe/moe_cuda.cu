@@ -30,7 +30,7 @@
 #define MOE_WARPS (MOE_THREADS / CAMOX_WARP)
 #define MOE_ELEMENTS_PER_THREAD 16 /* elements of a row's gradient that a thread of combine's backward holds */
 #define MOE_LOADS 8                /* counts of blocks that a thread has in flight */
-#define MOE_MOST_PARTS 16          /* threads that add up an expert's counts */
+#define MOE_MOST_PARTS 32          /* threads that add up an expert's counts */
 #define MOE_LARGE_THREADS 1024     /* of a block that routes among at most MOE_LARGE_EXPERTS; more have MOE_THREADS */
 #define MOE_LARGE_EXPERTS 256
 
