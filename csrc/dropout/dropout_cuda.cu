@@ -270,7 +270,7 @@ __device__ __forceinline__ void norm_add_teams(float *partial, const float *team
 /* Vectors, or single elements, of a short row that a lane keeps in registers; in the backward of grad, z and two sums each. */
 #define NORM_VECTORS 4
 #define NORM_BACKWARD_VECTORS 2
-/* Blocks that a multiprocessor must hold: at most 128 registers a thread, or 64 of single elements, fewer of which are in flight. */
+/* Blocks that a multiprocessor must hold: at most 128 registers a thread, or 64 of single elements, which load less at once. */
 template <int V>
 static constexpr int norm_blocks = V == 1 ? 4 : 2;
 
