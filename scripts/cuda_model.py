@@ -1075,8 +1075,8 @@ def moe_route_cases(dtype: str) -> list[Case]:
         block_rows = max(MOE_BLOCK_ROWS, ceil_div(rows, MOE_BLOCKS))
         blocks, slots, elements = ceil_div(rows, block_rows), rows * top_k, rows * experts
         counts = 4 * blocks * experts
-        # the loop of rounds: two maxima over lanes by shuffles, or in one thread, which stores each choice
-        among_lanes = Step(6, 0, load=r"\bSHFL\b", store=r"\bSTG\b")
+        # the loop of rounds: a maximum over lanes and its expert by shuffles; or one thread, which stores each choice
+        among_lanes = Step(4, 0, load=r"\bSHFL\b", store=r"\bSTG\b")
         best = among_lanes if lanes > 1 else Step(1, 1, load=r"\bATOMS\b", store=r"\bSTG\b")
         assert top_k <= lanes or lanes == 1, "one pass over lanes"
         vectors = logits * size // 16
@@ -1104,8 +1104,9 @@ def moe_route_cases(dtype: str) -> list[Case]:
         inner = ((vote, 1 + (2 * experts - 1).bit_length()),)
         rank = Step(1, 2, row=True, load=r"\bLDG\.E\.64(\.SYS)? ", store=r"\bSTG\b", inner=inner)
         count = Step(1, 1, load=r"\bLDG\.E\.64(\.SYS)? ", store=r"\bATOMS\b")
-        total = Step(1, 0, load=r"\bLDG\.E(\.SYS)? ", store=r"\bSTG\b")
-        totals = ceil_div(blocks, max(threads // experts, 1))
+        total = Step(8, 0, load=r"\bLDG\.E(\.SYS)? ", store=r"\bSTG\b")
+        parts = min(threads // experts, 32)  # MOE_MOST_PARTS
+        totals = ceil_div(blocks, 8 * parts) * experts * parts / threads  # MOE_LOADS; the other threads add none
         place = Launch(
             "moe_place_kernel",
             blocks,
@@ -1113,7 +1114,7 @@ def moe_route_cases(dtype: str) -> list[Case]:
             rank,
             steps,
             32 * slots + blocks * counts,
-            experts * (8 + 4 * (1 + warps)),
+            experts * (8 + 4 + max(4 * warps, 16 * parts)),
             cached=True,
             written=16 * slots,
             beside=((count, steps), (total, totals)),

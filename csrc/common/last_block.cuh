@@ -63,16 +63,16 @@ static inline int camox_counter_row_of(unsigned long long stream) {
   return -1;
 }
 
-/* For launches of one call on this stream. own: CAMOX_COUNTERS numbers in memory of the call. A failure is reported by
-   camox_launch_status. */
-static inline camox_counters camox_counters_on(void *stream, uint32_t *own) {
+/* For launches of one call on this stream, which count in the first `counters` of a row. own: as many numbers in memory of the
+   call. A failure is reported by camox_launch_status. */
+static inline camox_counters camox_counters_on(void *stream, uint32_t *own, int counters = CAMOX_COUNTERS) {
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   unsigned long long number = 0;
   const bool plain = cudaStreamIsCapturing(on, &capture) == cudaSuccess && capture == cudaStreamCaptureStatusNone &&
                      cudaStreamGetId(on, &number) == cudaSuccess;
   const int row = plain ? camox_counter_row_of(number) : -1;
-  if (row < 0) (void)cudaMemsetAsync(own, 0, CAMOX_COUNTERS * sizeof *own, on);
+  if (row < 0) (void)cudaMemsetAsync(own, 0, static_cast<size_t>(counters) * sizeof *own, on);
   return {row, own};
 }
 

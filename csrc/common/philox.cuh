@@ -18,11 +18,19 @@ __device__ __forceinline__ bool camox_keeps(uint64_t seed, int64_t index, uint32
   return camox_philox_pick(words, static_cast<int>(index % CAMOX_PHILOX_ELEMENTS)) >= threshold;
 }
 
+/* Words of V elements. */
+template <int V>
+static constexpr int camox_keep_size = V == 1 ? 1 : V / 2;
+
 /* The words of elements index ... index + V - 1, two of each, the earlier in the low half. index is a multiple of V, which
    divides the elements of a call. */
 template <int V>
-__device__ __forceinline__ void camox_keep_words(uint32_t (&to)[V / 2], uint64_t seed, int64_t index) {
+__device__ __forceinline__ void camox_keep_words(uint32_t (&to)[camox_keep_size<V>], uint64_t seed, int64_t index) {
   const camox_philox_words words = camox_philox_group(seed, static_cast<uint64_t>(index) / CAMOX_PHILOX_ELEMENTS);
+  if constexpr (V == 1) {
+    to[0] = camox_philox_pick(words, static_cast<int>(index % CAMOX_PHILOX_ELEMENTS));
+    return;
+  }
   const bool later = V == 4 && (index & 4) != 0;
 #pragma unroll
   for (int i = 0; i < V / 2; ++i) to[i] = later ? words.word[(i + 2) % 4] : words.word[i];

@@ -280,10 +280,12 @@ __device__ __forceinline__ void norm_add_teams(float *partial, const float *team
   __syncthreads();
 }
 
-/* 16-byte vectors of a short row that a lane keeps in registers; in the backward of grad, z and two sums each. */
+/* Vectors, or single elements, of a short row that a lane keeps in registers; in the backward of grad, z and two sums each. */
 #define NORM_VECTORS 4
 #define NORM_BACKWARD_VECTORS 2
-#define NORM_BLOCKS 2 /* of them a multiprocessor must hold: at most 128 registers a thread */
+/* Blocks that a multiprocessor must hold: at most 128 registers a thread, or 64 of single elements, which load less at once. */
+template <int V>
+static constexpr int norm_blocks = V == 1 ? 4 : 2;
 
 /* A lane's vectors of a short row: vector k is at first + k * step in the tensors and at place + k * step in the row. */
 template <int VECTORS>
@@ -317,15 +319,15 @@ __device__ __forceinline__ void norm_row_load(T (&to)[VECTORS][V], const void *f
 /* s of a lane's elements, and the words that decide which of x are kept. All calls of Philox have one key, and are made
    together so that its rounds' keys are computed once. */
 template <typename T, int V, int VECTORS>
-__device__ __forceinline__ void norm_row_sums(float (&s)[VECTORS][V], uint32_t (&words)[VECTORS][V / 2], const norm_args &a,
-                                              uint64_t seed, const norm_row<VECTORS> &at) {
+__device__ __forceinline__ void norm_row_sums(float (&s)[VECTORS][V], uint32_t (&words)[VECTORS][camox_keep_size<V>],
+                                              const norm_args &a, uint64_t seed, const norm_row<VECTORS> &at) {
   T x[VECTORS][V], residual[VECTORS][V];
   norm_row_load(x, a.p.x, at);
   norm_row_load(residual, a.p.residual, at);
 #pragma unroll
   for (int k = 0; k < VECTORS; ++k)
 #pragma unroll
-    for (int i = 0; i < V / 2; ++i) words[k][i] = 0;
+    for (int i = 0; i < camox_keep_size<V>; ++i) words[k][i] = 0;
   if (a.p.seed) {
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) camox_keep_words<V>(words[k], seed, at.first + k * at.step);
@@ -350,7 +352,8 @@ __device__ __forceinline__ void norm_row_totals(float (&sums)[N], int team) {
 }
 
 template <typename T, int V>
-__global__ void __launch_bounds__(DROPOUT_THREADS, NORM_BLOCKS) dropout_norm_short_kernel(const __grid_constant__ norm_args a) {
+__global__ void __launch_bounds__(DROPOUT_THREADS, norm_blocks<V>)
+    dropout_norm_short_kernel(const __grid_constant__ norm_args a) {
   constexpr int vectors = NORM_VECTORS;
   const camox_dropout_norm_params &p = a.p;
   const int lane = static_cast<int>(threadIdx.x) & (a.team - 1), teams = DROPOUT_THREADS / a.team;
@@ -362,7 +365,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, NORM_BLOCKS) dropout_norm_sho
     const int64_t row = base + static_cast<int>(threadIdx.x) / a.team;
     const norm_row<vectors> at = norm_row_at<V, vectors>(a, row, lane);
     float s[vectors][V];
-    uint32_t words[vectors][V / 2];
+    uint32_t words[vectors][camox_keep_size<V>];
     norm_row_sums<T>(s, words, a, seed, at);
     const float first = s[0][0];
     float total[1] = {};
@@ -411,7 +414,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, NORM_BLOCKS) dropout_norm_sho
 }
 
 template <typename T, int V>
-__global__ void __launch_bounds__(DROPOUT_THREADS, NORM_BLOCKS)
+__global__ void __launch_bounds__(DROPOUT_THREADS, norm_blocks<V>)
     dropout_norm_short_backward_kernel(const __grid_constant__ norm_args a) {
   constexpr int vectors = NORM_BACKWARD_VECTORS;
   CAMOX_DYNAMIC_SHARED(float, shared);
@@ -429,7 +432,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, NORM_BLOCKS)
       T grads[vectors][V];
       norm_row_load(grads, p.grad, at);
       float z[vectors][V], d[vectors][V];
-      uint32_t words[vectors][V / 2];
+      uint32_t words[vectors][camox_keep_size<V>];
       norm_row_sums<T>(z, words, a, seed, at);
       const float first = __shfl_sync(CAMOX_FULL_MASK, z[0][0], first_lane);
       float scale = 0.0f, shift = 0.0f;
@@ -699,8 +702,7 @@ static void norm_launch_by_width(norm_args *a, void *stream) {
   const int64_t bytes = a->p.width * (BACKWARD ? 3 : 1) * static_cast<int64_t>(sizeof(float));
   const int64_t scratch = DROPOUT_WARPS * static_cast<int64_t>(sizeof(float)); /* static memory, which only wide kernels have */
   a->cached = bytes + scratch <= DROPOUT_SHARED;
-  if constexpr (V > 1)
-    if (a->p.width <= norm_short_width<V, BACKWARD>) return norm_launch_short<T, V, BACKWARD>(a, stream);
+  if (a->p.width <= norm_short_width<V, BACKWARD>) return norm_launch_short<T, V, BACKWARD>(a, stream);
   if constexpr (V == 1 || norm_short_width<V, BACKWARD> < norm_warp_width<BACKWARD>)
     if (a->p.width <= norm_warp_width<BACKWARD>) return norm_launch<T, V, false, BACKWARD>(a, bytes * DROPOUT_WARPS, stream);
   norm_launch<T, V, true, BACKWARD>(a, a->cached ? bytes : 0, stream);

@@ -1,7 +1,7 @@
 /* moe on CUDA.
 
      choose    LANES threads a row, one alone of up to 8 experts, each with V neighbouring logits as unsigned numbers of the same
-               order: K rounds of a maximum over registers and shuffles, then of the lowest expert that has it
+               order: K rounds of a maximum over registers and shuffles; the first thread that has it gives the expert
                                                                                      -> K experts and weights
                a block counts the slots of each expert                               -> block_totals [blocks, E]
      place     a block adds up the totals of the blocks before it, then ranks its own slots in their order:
@@ -10,7 +10,8 @@
                next [warps][E]    sums of the warps before                then: position = base[e] + rank
                rank in a warp     votes: lanes below with the same expert
 
-               both have large blocks up to 256 experts: a pass over rows or slots waits for memory once
+               both have large blocks up to 256 experts: a pass over rows or slots waits for memory once, and a thread loads
+               the expert of its first slot before the totals, whose loads are in flight together
      backward  LANES threads a row, as for choosing; gradients of weights reach the threads of their experts by shared memory
 
      dispatch  a thread: one vector of a row, read once, stored K times
@@ -28,8 +29,9 @@
 #define MOE_THREADS 256
 #define MOE_WARPS (MOE_THREADS / CAMOX_WARP)
 #define MOE_ELEMENTS_PER_THREAD 16 /* elements of a row's gradient that a thread of combine's backward holds */
-#define MOE_NONE INT32_MAX
-#define MOE_LARGE_THREADS 1024 /* of a block that routes among at most MOE_LARGE_EXPERTS; more have MOE_THREADS */
+#define MOE_LOADS 8                /* counts of blocks that a thread has in flight */
+#define MOE_MOST_PARTS 32          /* threads that add up an expert's counts */
+#define MOE_LARGE_THREADS 1024     /* of a block that routes among at most MOE_LARGE_EXPERTS; more have MOE_THREADS */
 #define MOE_LARGE_EXPERTS 256
 
 static_assert(MOE_THREADS * MOE_ELEMENTS_PER_THREAD == CAMOX_MOE_CHUNK, "a block holds a chunk");
@@ -64,6 +66,15 @@ __device__ __forceinline__ bool moe_row_any(bool is_true) {
   return (votes >> threadIdx.x % CAMOX_WARP / LANES * LANES & lanes) != 0;
 }
 
+/* The first of a row's threads in which it is true, as a lane of the warp. */
+template <int LANES>
+__device__ __forceinline__ int moe_row_first(bool is_true) {
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
+  if (LANES == 1) return lane;
+  const uint32_t of_row = CAMOX_FULL_MASK >> (CAMOX_WARP - LANES) << lane / LANES * LANES;
+  return __ffs(static_cast<int>(__ballot_sync(CAMOX_FULL_MASK, is_true) & of_row)) - 1;
+}
+
 __device__ __forceinline__ float moe_sigmoid(float x) { return camox_reciprocal(1.0f + expf(-x)); }
 
 /* An unsigned number with the order of the logits: the bits of a float have it once those of negative ones are inverted. 0.0
@@ -72,7 +83,8 @@ __device__ __forceinline__ uint32_t moe_order_of(float logit) {
   const float value = logit == logit ? logit + 0.0f : -INFINITY;
   uint32_t bits;
   __builtin_memcpy(&bits, &value, sizeof bits);
-  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+  const uint32_t sign = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
+  return bits ^ (sign | 0x80000000u);
 }
 
 __device__ __forceinline__ float moe_ordered_logit(uint32_t order) {
@@ -161,24 +173,26 @@ __device__ __forceinline__ void moe_choose_row(const camox_moe_route_params &p, 
     int choice = 0;
 #pragma unroll 1
     for (int k = 0; k < LANES && first + k < top_k; ++k) {
-      uint32_t best = order[0];
-      int expert = MOE_NONE;
+      uint32_t own = order[0];
 #pragma unroll
-      for (int v = 1; v < V; ++v) best = order[v] > best ? order[v] : best;
+      for (int v = 1; v < V; ++v) own = order[v] > own ? order[v] : own;
+      uint32_t best = own;
 #pragma unroll
       for (int offset = LANES / 2; offset > 0; offset /= 2) {
         const uint32_t other = __shfl_xor_sync(CAMOX_FULL_MASK, best, offset);
         best = other > best ? other : best;
       }
+      const int first_with_best = moe_row_first<LANES>(own == best);
+      bool is_left = first_with_best == static_cast<int>(threadIdx.x) % CAMOX_WARP;
+      int expert = 0;
 #pragma unroll
-      for (int v = V - 1; v >= 0; --v) expert = order[v] == best ? lane * V + v : expert;
-#pragma unroll
-      for (int offset = LANES / 2; offset > 0; offset /= 2) {
-        const int other = __shfl_xor_sync(CAMOX_FULL_MASK, expert, offset);
-        expert = other < expert ? other : expert;
+      for (int v = 0; v < V; ++v) { /* the lowest of several */
+        const bool is_best = order[v] == best;
+        if (is_left && is_best) order[v] = 0, expert = v;
+        is_left = is_left && !is_best;
       }
-#pragma unroll
-      for (int v = 0; v < V; ++v) order[v] = expert == lane * V + v ? 0 : order[v];
+      expert += lane * V;
+      if (LANES > 1) expert = __shfl_sync(CAMOX_FULL_MASK, expert, first_with_best);
       if (lane == k) order_of_choice = best, choice = expert;
     }
     if (first + lane >= top_k) continue;
@@ -207,44 +221,60 @@ struct moe_shared {
   int64_t *base; /* [E]: its offset and how many slots of earlier blocks chose it */
   int *limit;    /* [E]: how many more of its slots the capacity allows */
   int *next;     /* [warps][E]: how many slots of this block, in stretches before the warp's, chose it */
+  int64_t *sums; /* [parts][2][E], before next takes its place: the expert's slots in earlier blocks, and in all */
 };
-
-__device__ __forceinline__ moe_shared moe_shared_of(unsigned char *memory, int64_t experts) {
-  int64_t *const base = reinterpret_cast<int64_t *>(memory);
-  int *const next = reinterpret_cast<int *>(base + experts); /* where 64-bit totals may lie first */
-  return {base, next + blockDim.x / CAMOX_WARP * experts, next};
-}
 
 /* Threads of a block that chooses, counts or places. */
 static unsigned moe_route_threads(int64_t experts) { return experts <= MOE_LARGE_EXPERTS ? MOE_LARGE_THREADS : MOE_THREADS; }
 
+/* Threads of a block that add up the counts of one expert, each those of every parts-th block. */
+__host__ __device__ static inline int moe_parts(int threads, int experts) {
+  const int parts = threads / experts;
+  return parts < 1 ? 1 : parts < MOE_MOST_PARTS ? parts : MOE_MOST_PARTS;
+}
+
+/* Bytes of next or sums for each expert. */
+__host__ __device__ static inline int moe_scratch_bytes(int threads, int experts) {
+  const int next = threads / CAMOX_WARP * static_cast<int>(sizeof(int));
+  const int sums = moe_parts(threads, experts) * 2 * static_cast<int>(sizeof(int64_t));
+  return next > sums ? next : sums;
+}
+
+__device__ __forceinline__ moe_shared moe_shared_of(unsigned char *memory, int experts) {
+  int64_t *const base = reinterpret_cast<int64_t *>(memory), *const sums = base + experts;
+  unsigned char *const limit = memory + (sizeof *base + moe_scratch_bytes(static_cast<int>(blockDim.x), experts)) * experts;
+  return {base, reinterpret_cast<int *>(limit), reinterpret_cast<int *>(sums), sums};
+}
+
 static size_t moe_shared_bytes(int64_t experts) {
-  const size_t warps = moe_route_threads(experts) / CAMOX_WARP;
-  return static_cast<size_t>(experts) * (sizeof(int64_t) + sizeof(int) * (1 + warps));
+  const int threads = static_cast<int>(moe_route_threads(experts));
+  return static_cast<size_t>(experts) * (sizeof(int64_t) + sizeof(int) + moe_scratch_bytes(threads, static_cast<int>(experts)));
 }
 
 /* base and limit of this block, from the counts of all; how many copies there are in all. */
 __device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &shared, int64_t block, int64_t blocks) {
   __shared__ int64_t copies;
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int experts = static_cast<int>(p.num_experts);
-  unsigned long long *const before = reinterpret_cast<unsigned long long *>(shared.base);
-  /* total in the memory of next, which is not used yet */
-  unsigned long long *const total = reinterpret_cast<unsigned long long *>(shared.next);
-#pragma unroll 1 /* here and in placing's other loops, which wait for shared memory or go round once: it is in many kernels */
-  for (int e = thread; e < experts; e += threads) before[e] = total[e] = 0;
-  __syncthreads();
-  const int parts = experts < threads ? threads / experts : 1;
+  const int experts = static_cast<int>(p.num_experts), parts = moe_parts(threads, experts);
+#pragma unroll 1 /* here and in placing's other loops, which mostly go round once: it is in many kernels */
   for (int item = thread; item < experts * parts; item += threads) {
-    const int e = item % experts;
-    unsigned long long mine = 0, all = 0;
-    for (int b = item / experts; b < static_cast<int>(blocks); b += parts) {
-      const int count = p.block_totals[b * experts + e];
-      all += static_cast<unsigned long long>(count);
-      if (b < static_cast<int>(block)) mine += static_cast<unsigned long long>(count);
+    const int part = item / experts, e = item - part * experts;
+    int64_t before = 0, all = 0;
+#pragma unroll 1
+    for (int first = part; first < static_cast<int>(blocks); first += MOE_LOADS * parts) {
+      int count[MOE_LOADS];
+#pragma unroll
+      for (int i = 0; i < MOE_LOADS; ++i) {
+        const int b = first + i * parts;
+        count[i] = b < static_cast<int>(blocks) ? p.block_totals[b * experts + e] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < MOE_LOADS; ++i) {
+        all += count[i];
+        if (first + i * parts < static_cast<int>(block)) before += count[i];
+      }
     }
-    atomicAdd(before + e, mine);
-    atomicAdd(total + e, all);
+    shared.sums[2 * part * experts + e] = before, shared.sums[(2 * part + 1) * experts + e] = all;
   }
   __syncthreads();
   if (thread < CAMOX_WARP) {
@@ -252,22 +282,23 @@ __device__ int64_t moe_scan(const camox_moe_route_params &p, const moe_shared &s
 #pragma unroll 1
     for (int first = 0; first < experts; first += CAMOX_WARP) {
       const int e = first + thread;
-      int64_t free_slots = 0, count = 0, end;
-      if (e < experts) {
-        free_slots = p.capacity < 0 ? INT32_MAX : p.capacity - static_cast<int64_t>(before[e]);
-        count = static_cast<int64_t>(total[e]);
-        if (p.capacity >= 0 && count > p.capacity) count = p.capacity;
-      }
-      end = count;
+      int64_t before = 0, count = 0;
+      if (e < experts)
+#pragma unroll 8
+        for (int part = 0; part < parts; ++part)
+          before += shared.sums[2 * part * experts + e], count += shared.sums[(2 * part + 1) * experts + e];
+      if (p.capacity >= 0 && count > p.capacity) count = p.capacity;
+      int64_t end = count;
 #pragma unroll
       for (int offset = 1; offset < CAMOX_WARP; offset *= 2) {
         const int64_t other = __shfl_up_sync(CAMOX_FULL_MASK, end, offset);
         if (thread >= offset) end += other;
       }
       if (e < experts) {
-        shared.base[e] += carry + end - count;
+        const int64_t free_slots = p.capacity < 0 ? INT32_MAX : p.capacity - before, offset = carry + end - count;
+        shared.base[e] = offset + before;
         shared.limit[e] = static_cast<int>(free_slots < 0 ? 0 : free_slots < INT32_MAX ? free_slots : INT32_MAX);
-        if (block == 0) p.counts[e] = count, p.offsets[e] = carry + end - count;
+        if (block == 0) p.counts[e] = count, p.offsets[e] = offset;
       }
       carry += __shfl_sync(CAMOX_FULL_MASK, end, CAMOX_WARP - 1);
     }
@@ -296,15 +327,19 @@ __device__ __forceinline__ uint32_t moe_alike(int expert, int experts) {
   return alike;
 }
 
-/* Places of the slots [begin, end) of this block; ends with a barrier. */
-__device__ void moe_place_block(const camox_moe_route_params &p, const moe_shared &shared, int64_t begin, int64_t end) {
+/* Places of this block's slots, once all blocks have counted theirs; ends with a barrier. */
+__device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory, int64_t block, int64_t blocks,
+                          int64_t block_rows) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % CAMOX_WARP, warp = thread / CAMOX_WARP;
   const int threads = static_cast<int>(blockDim.x), warps = threads / CAMOX_WARP, experts = static_cast<int>(p.num_experts);
-  const int slots = static_cast<int>(end - begin), stretch = (slots + threads - 1) / threads * CAMOX_WARP;
+  const int64_t begin = block * block_rows * p.top_k, remaining = p.rows * p.top_k - begin, most = block_rows * p.top_k;
+  const int slots = static_cast<int>(remaining < most ? remaining : most);
+  const int stretch = (slots + threads - 1) / threads * CAMOX_WARP;
   const int first = warp * stretch, last = min(first + stretch, slots);
+  const moe_shared shared = moe_shared_of(memory, experts);
   int *const next = shared.next + warp * experts;
   /* Of the block's slot; -1 of one without a copy, whose expert exists nevertheless unless the caller chose another. */
-  const auto expert_of = [&](int slot, bool *exists) {
+  const auto load_expert = [&](int slot, bool *exists) {
     if (slot >= last) return -1;
     int64_t k;
     if (p.valid && !moe_is_valid(p, camox_divide(begin + slot, p.top_k, &k))) return -1;
@@ -312,6 +347,17 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
     *exists = moe_is_expert(p, expert);
     return *exists ? static_cast<int>(expert) : -1;
   };
+  bool first_exists = true;
+  const int first_expert = load_expert(first + lane, &first_exists); /* before the scan waits for memory; often the only one */
+  const auto expert_of = [&](int slot, bool *exists) {
+    if (slot >= first + CAMOX_WARP) return load_expert(slot, exists);
+    *exists = first_exists;
+    return first_expert;
+  };
+  const int64_t copies = moe_scan(p, shared, block, blocks);
+#pragma unroll 1
+  for (int64_t place = copies + block * threads + thread; place < p.rows * p.top_k; place += blocks * threads)
+    p.order[place] = -1;
 #pragma unroll 1
   for (int i = thread; i < warps * experts; i += threads) shared.next[i] = 0;
   __syncthreads();
@@ -322,12 +368,18 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
     if (expert >= 0) atomicAdd(next + expert, 1);
   }
   __syncthreads();
-  for (int e = thread; e < experts; e += threads)
 #pragma unroll 1
-    for (int w = 0, sum = 0; w < warps; ++w) {
-      const int count = shared.next[w * experts + e];
-      shared.next[w * experts + e] = sum, sum += count;
+  for (int e = thread; e < experts; e += threads) {
+    int sum = 0;
+#pragma unroll 1
+    for (int w = 0; w < warps; w += MOE_WARPS) { /* MOE_WARPS at a time: shared memory answers late */
+      int count[MOE_WARPS];
+#pragma unroll
+      for (int i = 0; i < MOE_WARPS; ++i) count[i] = shared.next[(w + i) * experts + e];
+#pragma unroll
+      for (int i = 0; i < MOE_WARPS; ++i) shared.next[(w + i) * experts + e] = sum, sum += count[i];
     }
+  }
   __syncthreads();
   for (int base = first; base < last; base += CAMOX_WARP) {
     bool exists = true;
@@ -348,18 +400,6 @@ __device__ void moe_place_block(const camox_moe_route_params &p, const moe_share
     }
   }
   __syncthreads();
-}
-
-__device__ void moe_place(const camox_moe_route_params &p, unsigned char *memory, int64_t block, int64_t blocks,
-                          int64_t block_rows) {
-  const moe_shared shared = moe_shared_of(memory, p.num_experts);
-  const int64_t slots = p.rows * p.top_k;
-  const int64_t copies = moe_scan(p, shared, block, blocks);
-#pragma unroll 1
-  for (int64_t place = copies + block * blockDim.x + threadIdx.x; place < slots; place += blocks * blockDim.x)
-    p.order[place] = -1;
-  const int64_t begin = block * block_rows, end = begin + block_rows < p.rows ? begin + block_rows : p.rows;
-  moe_place_block(p, shared, begin * p.top_k, end * p.top_k);
 }
 
 template <int LANES, int V>

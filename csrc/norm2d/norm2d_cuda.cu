@@ -31,7 +31,7 @@
 #define NORM2D_TARGET_THREADS 192 /* taken while accesses stay long: the loads of one block hide behind others' sums */
 #define NORM2D_FILL 512           /* blocks that fill a large GPU: below it tiles become smaller */
 #define NORM2D_LEAST_LANES 8      /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
-#define NORM2D_FEWEST_LANES 2     /* or 32, where there are many channels */
+#define NORM2D_FEWEST_LANES 2     /* or 32, where there are many channels; 8 of single elements, in few tiles */
 #define NORM2D_FEW_SHARES 256     /* shares of grad_weight and grad_bias: more than this many only of */
 #define NORM2D_SHARE_PIXELS 64    /* at least so many pixels */
 
@@ -915,7 +915,10 @@ static int norm2d_cut(norm2d_plan *plan, int most) {
     plan->scratch = plan->tile * plan->pixel_step;
   } else {
     const int64_t vectors = plan->pixels / V, slices = camox_ceil_div(plan->group_channels, rows);
-    const int fewest = V == 1 ? NORM2D_LEAST_LANES : NORM2D_FEWEST_LANES;
+    /* single elements side by side are short accesses, but of few tiles all channels in registers is worth more: a chunk is
+       waited for in each pass */
+    const bool fills = images * camox_ceil_div(vectors, NORM2D_LEAST_LANES) >= NORM2D_FILL;
+    const int fewest = V == 1 && fills ? NORM2D_LEAST_LANES : NORM2D_FEWEST_LANES;
     int lanes = CAMOX_WARP;
     while (lanes > 1 && lanes / 2 >= vectors) lanes /= 2;
     while (lanes > NORM2D_LEAST_LANES &&

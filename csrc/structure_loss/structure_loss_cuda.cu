@@ -2,28 +2,34 @@
 
      images      |             0             |             1             |   contiguous pixels
      work items  |    0    |    1    | 2  |    3    |    4    | 5  |      2048 pixels of an image, a block each
+     groups      |                            0                    ...      32 images, or more of very many images
 
-     forward     a block adds four sums over its pixels and counts itself; the last block adds the work items of each image,
-                 of which 8 to 32 threads have every 8th to 32nd, and makes the loss
+     forward     a block adds four sums over its pixels and counts itself in its group; the last block of a group adds the work
+                 items of each of its images, of which 8 to 32 threads have every 8th to 32nd, and counts the group; the last
+                 block of the last group makes the loss of the batch
      backward    a block makes the gradients of its pixels from the sums of their image
      both        V neighbouring pixels for each thread, 16 bytes of every tensor at once where all allow it
 
    Sums have an order that follows from the shape, and nothing is added by atomics: fixed bits. */
 #include "structure_loss.h"
 #include "structure_loss_plan.h"
-#define CAMOX_COUNTERS 1
+#define STRUCTURE_MOST_GROUPS 127
+#define CAMOX_COUNTERS (STRUCTURE_MOST_GROUPS + 1) /* of each group's blocks, and of the groups */
 #include "../common/last_block.cuh"
 
 #define STRUCTURE_THREADS 256
 #define STRUCTURE_WARPS (STRUCTURE_THREADS / CAMOX_WARP)
-#define STRUCTURE_LOADS 4 /* work items of a thread of the last block, in flight */
+#define STRUCTURE_LOADS 4  /* work items of a thread of a group's last block, in flight */
+#define STRUCTURE_GROUP 32 /* images whose sums a block adds at once, 8 threads each */
 
 struct structure_args {
   camox_structure_loss_params p;
   int64_t per_image, items; /* work items of an image and in all */
-  int lanes_log2;           /* of the threads that add the work items of an image */
+  int64_t group_images, groups;
+  int lanes_log2; /* of the threads that add the work items of an image */
   float smooth;
-  float *partial; /* [items, CAMOX_STRUCTURE_SUMS] */
+  float *partial;   /* [items, CAMOX_STRUCTURE_SUMS] */
+  float *of_groups; /* [groups, 2]: the totals of each group, where there are several */
   camox_counters counters;
 };
 
@@ -116,15 +122,28 @@ __device__ __forceinline__ void structure_block_sums(float (&sum)[CAMOX_STRUCTUR
   }
 }
 
-/* One block, when the sums of all work items are known: the sums of each image, and the loss. */
-__device__ __forceinline__ void structure_finish(const structure_args &a, float *scratch) {
-  float *const loss = static_cast<float *>(a.p.loss), *const sums = static_cast<float *>(a.p.sums);
+/* Over images: of a thread, a group or the batch. bce is 0 where no mean over the batch needs it. */
+struct structure_totals {
+  float loss, bce;
+};
+
+/* Over the block, in every thread. */
+__device__ __forceinline__ structure_totals structure_block_totals(const structure_args &a, structure_totals of_thread,
+                                                                   float *scratch) {
+  const float loss = camox_block_sum<STRUCTURE_THREADS>(of_thread.loss, scratch);
   const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
+  return {loss, weighted ? 0.0f : camox_block_sum<STRUCTURE_THREADS>(of_thread.bce, scratch)};
+}
+
+/* One block, when the sums of all work items of the images [begin, end) are known: the sums and the loss of each image. */
+__device__ __forceinline__ structure_totals structure_finish_images(const structure_args &a, int64_t begin, int64_t end,
+                                                                    float *scratch) {
+  float *const loss = static_cast<float *>(a.p.loss), *const sums = static_cast<float *>(a.p.sums);
   const int lanes = 1 << a.lanes_log2, thread = static_cast<int>(threadIdx.x), lane = thread & (lanes - 1);
-  float of_batch = 0.0f, total = 0.0f;
-  for (int64_t first = 0; first < a.p.images; first += STRUCTURE_THREADS >> a.lanes_log2) {
+  structure_totals total = {};
+  for (int64_t first = begin; first < end; first += STRUCTURE_THREADS >> a.lanes_log2) {
     const int64_t image = first + (thread >> a.lanes_log2);
-    const int items = image < a.p.images ? static_cast<int>(a.per_image) : 0;
+    const int items = image < end ? static_cast<int>(a.per_image) : 0;
     const uint4 *const partial = reinterpret_cast<const uint4 *>(a.partial) + image * a.per_image;
     float sum[CAMOX_STRUCTURE_SUMS] = {};
     for (int item = lane; item < items; item += STRUCTURE_LOADS * lanes) {
@@ -144,34 +163,49 @@ __device__ __forceinline__ void structure_finish(const structure_args &a, float 
 #pragma unroll
       for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] += __shfl_xor_sync(CAMOX_FULL_MASK, sum[k], other);
     }
-    if (lane > 0 || image >= a.p.images) continue;
+    if (lane > 0 || image >= end) continue;
     camox_store(sums + image * CAMOX_STRUCTURE_SUMS, sum);
-    of_batch += sum[CAMOX_STRUCTURE_BCE];
+    total.bce += sum[CAMOX_STRUCTURE_BCE];
     /* 1 - (I+s)/(U-I+s), of which a small U would leave no digits; U-2I is exact where I is about U/2 */
     const float inter = sum[CAMOX_STRUCTURE_INTER], rest = sum[CAMOX_STRUCTURE_UNION] - inter;
     float of_image = (rest - inter) / (rest + a.smooth);
-    if (weighted) of_image += sum[CAMOX_STRUCTURE_BCE] / sum[CAMOX_STRUCTURE_WEIGHT];
+    if (a.p.bce == CAMOX_BCE_WEIGHTED) of_image += sum[CAMOX_STRUCTURE_BCE] / sum[CAMOX_STRUCTURE_WEIGHT];
 #ifdef CAMOX_BREAK_STRUCTURE_LOSS
     of_image += 1e-3f;
 #endif
-    total += of_image;
+    total.loss += of_image;
     if (a.p.reduction == CAMOX_REDUCE_NONE) loss[image] = of_image;
   }
-  const float images = static_cast<float>(a.p.images);
-  float bce = 0.0f;
-  if (!weighted) bce = camox_block_sum<STRUCTURE_THREADS>(of_batch, scratch) / (images * static_cast<float>(a.p.pixels));
-  if (a.p.reduction == CAMOX_REDUCE_NONE) {
-    for (int64_t image = thread; image < a.p.images && !weighted; image += STRUCTURE_THREADS) loss[image] += bce;
-    return;
-  }
-  total = camox_block_sum<STRUCTURE_THREADS>(total, scratch);
-  if (thread > 0) return;
-  if (!weighted && a.p.images > 0) total += bce * images;
-  loss[0] = a.p.reduction == CAMOX_REDUCE_MEAN ? total / images : total;
+  return structure_block_totals(a, total, scratch);
 }
 
-/* Without work items one block finishes. V before T: kernels of <element, lanes> promise stores of vectors too
-   (scripts/cuda_budget.py), and this one stores sums. */
+/* One block, when the totals of all groups are known. */
+__device__ __forceinline__ structure_totals structure_add_groups(const structure_args &a, float *scratch) {
+  static_assert(STRUCTURE_MOST_GROUPS <= STRUCTURE_THREADS, "a thread a group");
+  structure_totals total = {};
+  if (threadIdx.x < a.groups) {
+    const float2 of_group = __ldcg(reinterpret_cast<const float2 *>(a.of_groups) + threadIdx.x);
+    total = {of_group.x, of_group.y};
+  }
+  return structure_block_totals(a, total, scratch);
+}
+
+/* One block, once all images are finished: the entropy's mean where it is over the batch, and the loss of the batch. */
+__device__ __forceinline__ void structure_finish_batch(const structure_args &a, structure_totals total) {
+  float *const loss = static_cast<float *>(a.p.loss);
+  const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
+  const float images = static_cast<float>(a.p.images), bce = total.bce / (images * static_cast<float>(a.p.pixels));
+  if (a.p.reduction == CAMOX_REDUCE_NONE) {
+    for (int64_t image = threadIdx.x; image < a.p.images && !weighted; image += STRUCTURE_THREADS)
+      loss[image] = __ldcg(loss + image) + bce;
+    return;
+  }
+  if (threadIdx.x > 0) return;
+  if (!weighted && a.p.images > 0) total.loss += bce * images;
+  loss[0] = a.p.reduction == CAMOX_REDUCE_MEAN ? total.loss / images : total.loss;
+}
+
+/* V before T: kernels of <element, lanes> promise stores of vectors too (scripts/cuda_budget.py), and this one stores sums. */
 template <int V, typename T>
 __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const __grid_constant__ structure_args a) {
   __shared__ __align__(16) float scratch[STRUCTURE_WARPS][CAMOX_STRUCTURE_SUMS];
@@ -194,10 +228,20 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const
     }
     structure_block_sums(sum, scratch);
     if (threadIdx.x == 0) camox_store(a.partial + index * CAMOX_STRUCTURE_SUMS, sum);
-    if (!camox_is_last_block(a.counters, 0, a.items)) continue;
-    structure_finish(a, scratch[0]);
+
+    int64_t place;
+    const int64_t group = camox_divide(item.image, a.group_images, &place), begin = item.image - place;
+    const int64_t end = begin + a.group_images < a.p.images ? begin + a.group_images : a.p.images;
+    if (!camox_is_last_block(a.counters, static_cast<int>(group), (end - begin) * a.per_image)) continue;
+    structure_totals total = structure_finish_images(a, begin, end, scratch[0]);
+    if (a.groups > 1) {
+      const float of_group[2] = {total.loss, total.bce};
+      if (threadIdx.x == 0) camox_store(a.of_groups + group * 2, of_group);
+      if (!camox_is_last_block(a.counters, static_cast<int>(a.groups), a.groups)) continue;
+      total = structure_add_groups(a, scratch[0]);
+    }
+    structure_finish_batch(a, total);
   }
-  if (a.items == 0) structure_finish(a, scratch[0]);
 }
 
 __device__ __forceinline__ float structure_grad_of(const structure_args &a, int64_t image) {
@@ -257,7 +301,7 @@ static bool structure_fits(const camox_structure_loss_params *p, int lanes, int 
 
 template <typename T, int V>
 static void structure_launch(const structure_args &a, bool backward, void *stream) {
-  const unsigned grid = camox_grid(a.items > 0 ? a.items : 1);
+  const unsigned grid = camox_grid(a.items);
   if (backward)
     CAMOX_LAUNCH((structure_loss_backward_kernel<T, V>), grid, STRUCTURE_THREADS, 0, stream, a);
   else
@@ -292,12 +336,30 @@ static int structure_run(const structure_args &a, bool backward, void *stream) {
   return camox_launch_status();
 }
 
+/* Without images, whose sum is 0, or without pixels, whose means are 0 / 0: NaN, which four bytes 0xff are. */
+static int structure_run_empty(const camox_structure_loss_params *p, void *stream) {
+  const int64_t losses = p->reduction == CAMOX_REDUCE_NONE ? p->images : 1;
+  const int loss = p->images == 0 && p->reduction == CAMOX_REDUCE_SUM ? 0 : 0xff;
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  (void)cudaMemsetAsync(p->loss, loss, static_cast<size_t>(losses) * sizeof(float), on);
+  (void)cudaMemsetAsync(p->sums, 0, static_cast<size_t>(p->images) * CAMOX_STRUCTURE_SUMS * sizeof(float), on);
+  return camox_launch_status();
+}
+
 extern "C" int camox_structure_loss_cuda(const camox_structure_loss_params *p, void *stream) {
   structure_args a = structure_args_of(p);
+  if (a.items == 0) return structure_run_empty(p, stream);
   a.lanes_log2 = p->images <= 8 ? 5 : p->images <= 16 ? 4 : 3;
+  const int64_t rounds = camox_ceil_div(p->images, STRUCTURE_GROUP * STRUCTURE_MOST_GROUPS);
+  a.group_images = STRUCTURE_GROUP * (rounds > 1 ? rounds : 1);
+  a.groups = camox_ceil_div(p->images, a.group_images);
+  /* partial has CAMOX_STRUCTURE_PARTIAL numbers for each work item, two more than the sums: room for the totals of the groups,
+     which have 32 work items and more each where there are several, and at its end for the counters of a captured launch */
   a.partial = static_cast<float *>(p->partial);
-  /* partial has CAMOX_STRUCTURE_PARTIAL numbers for each work item, more than the sums */
-  if (a.items > 0) a.counters = camox_counters_on(stream, static_cast<uint32_t *>(p->partial) + a.items * CAMOX_STRUCTURE_SUMS);
+  a.of_groups = a.partial + a.items * CAMOX_STRUCTURE_SUMS;
+  const int counters = a.groups > 1 ? static_cast<int>(a.groups) + 1 : 1;
+  uint32_t *const own = static_cast<uint32_t *>(p->partial) + a.items * CAMOX_STRUCTURE_PARTIAL - counters;
+  a.counters = camox_counters_on(stream, own, counters);
   return structure_run(a, false, stream);
 }
 

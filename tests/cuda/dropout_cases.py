@@ -19,6 +19,10 @@ NORM_SHAPES += [
     (1, 513),
     (1, 1536),
     (1, 1537),
+    (7, 63),
+    (3, 65),
+    (3, 127),
+    (3, 129),
     (67, 40),
     (65, 88),
     (17, 256),
@@ -118,7 +122,7 @@ def every_kernel(arch) -> None:
             dropout(x, seed, 0.5, arch=arch)
             sparse_gate(x, x, seed, 0.5, arch=arch)
             sparse_gate_backward(x, x, x, seed, 0.5, arch=arch)
-        for width in (8, 264, 1032, 7, 1544, 1543):
+        for width in (8, 264, 1032, 7, 129, 1544, 1543):
             x, weight = torch.ones(1, width).to(dtype), torch.ones(width)
             norm(x, x, weight, weight, x, seed, 0.5, arch=arch)
 

@@ -7,6 +7,8 @@ import torch
 from emulator import doubled
 from helpers import assert_close_to_reference
 
+from camox_ops import reference
+
 
 @pytest.mark.parametrize("probabilities", [False, True])
 def test_structure_loss(dtype, probabilities, arch):
@@ -43,9 +45,11 @@ def test_structure_loss_empty():
         inputs = cases.inputs_of(shape, torch.float32)
         if shape[0] == 0:
             inputs = (*inputs[:3], torch.zeros(1, 1))
-        loss, grad = cases.run(*inputs, bce="weighted", probabilities=False, reduction="mean")
-        assert loss.isnan()
-        assert grad.shape == inputs[0].shape
+        for options in cases.OPTIONS:
+            loss, grad = cases.run(*inputs, **options)
+            expected = reference.structure_loss(*inputs[:3], smooth=0.5, **options)
+            torch.testing.assert_close(loss, expected, equal_nan=True)
+            assert grad.shape == inputs[0].shape
 
 
 def test_the_gradient_of_an_infinite_logit_is_that_of_a_large_one(dtype):
@@ -73,14 +77,28 @@ def test_structure_loss_adds_work_items_in_one_order(order, images):
     assert all(map(torch.equal, cases.run(*inputs, **cases.OPTIONS[2], order=order), expected))
 
 
+@pytest.mark.parametrize("images, kinds", [(32, (0, 6, 8)), (33, (0, 6, 8)), (130, (0, 6, 8)), (127 * 32 + 1, (6,))])
+def test_structure_loss_finishes_groups_of_images(images, kinds):
+    """One group, groups of 32, and groups of 64 where there would be more groups than counters."""
+    inputs = cases.inputs_of((images, 4), torch.float32)
+    for options in (cases.OPTIONS[kind] for kind in kinds):
+        ours = cases.run(*inputs, **options, order="reverse")
+        assert_close_to_reference(ours, cases.plain(*inputs, **options), cases.plain(*doubled(*inputs), **options))
+        again = cases.run(*inputs, **options, order="random", grid_cap=5)
+        assert all(map(torch.equal, again, ours))
+
+
 def test_structure_loss_counts_its_blocks_apart_on_every_stream_and_in_graphs():
     """A call finds the counters as it left them; streams without counters left, and captured ones, bring their own."""
     inputs = cases.inputs_of((3, 16), torch.float32)
     expected = cases.run(*inputs, **cases.OPTIONS[0])
     for stream in (None, *range(1, 70), 1):
         assert all(map(torch.equal, cases.run(*inputs, **cases.OPTIONS[0], stream=stream), expected))
-    with emulator.captured():
-        assert all(map(torch.equal, cases.run(*inputs, **cases.OPTIONS[0]), expected))
+    for shape in ((3, 16), (33, 1)):
+        inputs = cases.inputs_of(shape, torch.float32)
+        expected = cases.run(*inputs, **cases.OPTIONS[0])
+        with emulator.captured():
+            assert all(map(torch.equal, cases.run(*inputs, **cases.OPTIONS[0]), expected))
 
 
 @pytest.mark.slow
