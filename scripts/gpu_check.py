@@ -307,7 +307,7 @@ def check_op(op, shape, dtype, offset: float, layout: str, device, numbers: dict
     ours = _selftest.run(op.ours, on_device, None)
     problems = []
     for what, mine, theirs, true in zip(("outputs", "gradients"), ours, numbers["same"], numbers["truth"], strict=True):
-        error, allowed = _selftest.worst(mine, theirs, true)
+        error, allowed = _selftest.worst(mine, theirs, true, op.terms)
         if not error <= allowed:
             problems.append(f"{what}: error {error:.3e}, allowed {allowed:.3e}")
         elif allowed:

@@ -1,6 +1,7 @@
 """Settings for every test: two threads, fresh tensors filled with NaN, hypothesis profiles."""
 
 import os
+from contextlib import nullcontext
 
 # Threads that wait by spinning starve each other when several test processes share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -8,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import hypothesis
 import pytest
 import torch
+from helpers import DEVICE
 
 hypothesis.settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None)
@@ -20,6 +22,13 @@ def pytest_collection_modifyitems(items):
         no_cuda = pytest.mark.skip(reason=f"CAMOX_TEST_DEVICE=cuda: torch {torch.__version__} is built without CUDA")
         for item in items:
             item.add_marker(no_cuda)
+
+
+@pytest.fixture
+def on_device():
+    """Tensors are made on the device that is tested; the CPU needs no mode for that, which would slow every call."""
+    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
+        yield
 
 
 @pytest.fixture(autouse=True)

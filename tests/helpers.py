@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch.distributed
+from torch.utils._pytree import tree_map_only
 
+from camox_ops._selftest import FLOAT32_SLACK, remainder_of
 from camox_ops.train import allocator
 
 # A machine with a GPU runs the same tests there: CAMOX_TEST_DEVICE=cuda.
@@ -16,16 +19,27 @@ DEVICE = torch.device(os.environ.get("CAMOX_TEST_DEVICE", "cpu"))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, *([torch.float64] if DEVICE.type == "cpu" else []))
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
 
+float64_on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 runs on the CPU only")
+on_device = pytest.mark.usefixtures("on_device")  # of conftest.py: what a test makes lies on DEVICE
+
+
+def on_device_of_test(values):
+    """Values of a parametrize mark, which is read before any fixture: their tensors of the CPU on DEVICE."""
+    return tree_map_only(torch.Tensor, lambda x: x.to(DEVICE) if x.device.type == "cpu" else x, values)
+
 
 def each(tensors):
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def assert_close_to_reference(ours, same_dtype, reference64, scale64: float = 0.0) -> None:
+def assert_close_to_reference(
+    ours, same_dtype, reference64, scale64: float = 0.0, terms: float = 0.0, roundings: float = 4.0
+) -> None:
     """max|ours - ref64| <= 2 max|torch in the same dtype - ref64| + 4 eps(dtype) max|ref64|, tensor by tensor.
 
     For float64 results the reference is no better than they are: scale64, the size of the terms that it adds up, takes
-    the place of max|ref64| where that is smaller."""
+    the place of max|ref64| where that is smaller. terms: their size where nothing but rounding may be left of them (see
+    remainder_of). roundings: in place of the 4."""
     for mine, theirs, truth in zip(each(ours), each(same_dtype), each(reference64), strict=True):
         assert mine.shape == truth.shape
         assert mine.dtype == theirs.dtype
@@ -38,17 +52,30 @@ def assert_close_to_reference(ours, same_dtype, reference64, scale64: float = 0.
         size = truth.abs().max().item()
         if mine.dtype == torch.float64:
             size = max(size, scale64)
-        allowed += 4 * torch.finfo(mine.dtype).eps * size
+        allowed += roundings * torch.finfo(mine.dtype).eps * size + remainder_of(mine.dtype, truth, terms)
         assert error <= allowed, f"error {error:.3e} > allowed {allowed:.3e} ({mine.dtype}, {tuple(mine.shape)})"
 
 
 def assert_one_rounding(half, float32) -> None:
-    """A half-precision result lies within one rounding of our own float32 result of the same inputs."""
+    """A half-precision result lies within one rounding of our own float32 result of the same inputs.
+
+    On CUDA a thread's vectors hold more halves than float32, so that sums are in another order: 4 eps of float32 of the
+    largest element."""
     for low, high in zip(each(half), each(float32), strict=True):
         info = torch.finfo(low.dtype)
         difference = (low.double() - high.double().clamp(-info.max, info.max)).abs()
         allowed = info.eps * high.double().abs() + info.smallest_normal * info.eps
+        if low.is_cuda and high.numel():
+            allowed += FLOAT32_SLACK * high.double().abs().max()
         assert torch.all(difference <= allowed), f"max excess {(difference - allowed).max().item():.3e}"
+
+
+def assert_same_sums(ours, others) -> None:
+    """The same bits of the same sums; on CUDA, where a layout or dtype has vectors of its own and so an order of its
+    sums, 8 eps of the largest element."""
+    for mine, other in zip(each(ours), each(others), strict=True):
+        rounding = 8 * torch.finfo(other.dtype).eps * other.abs().max().item() if other.is_cuda else 0.0
+        torch.testing.assert_close(mine, other, rtol=0.0, atol=rounding)
 
 
 def assert_close_around(ours, same_dtype, reference64, around, terms64=None, factor: float = 8.0) -> None:

@@ -16,6 +16,7 @@ from helpers import (
     assert_close_around,
     assert_close_to_reference,
     assert_one_rounding,
+    float64_on_cpu,
     outputs_and_gradients,
     random_image,
 )
@@ -105,6 +106,7 @@ class ImageOpTests:
         terms = torch.maximum(F.max_pool2d(x.double().abs(), 3, stride=1, padding=1), truth.abs())
         assert_close_around(ours, same, truth, lambda values: values, [terms], factor=self.factor)
 
+    @float64_on_cpu
     @every_border
     @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
     def test_grad(self, layout, border):

@@ -12,7 +12,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def parameters(channels, dtype=torch.float32, seed=7):
     generator = torch.Generator().manual_seed(seed)
-    weight, bias = torch.randn(2, channels, generator=generator, dtype=torch.float64)
+    weight, bias = torch.randn(2, channels, generator=generator, dtype=torch.float64, device="cpu")
     return weight.to(DEVICE, dtype), (bias / 2).to(DEVICE, dtype)
 
 

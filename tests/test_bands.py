@@ -3,7 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, module_numbers, random_image
+from helpers import (
+    DEVICE,
+    FLOATS,
+    LAYOUTS,
+    assert_close_to_reference,
+    assert_one_rounding,
+    float64_on_cpu,
+    module_numbers,
+    on_device,
+    random_image,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from test_edge import randomised
@@ -108,6 +118,7 @@ def test_grad_matches_reference(dtype, layout):
                 assert_one_rounding(ours, backward([None if g is None else g.float() for g in grads]))
 
 
+@float64_on_cpu
 def test_grad_of_some_bands():
     x = random_image((2, 3, 6, 7), torch.float64).requires_grad_()
     for index, chosen in enumerate(("low", "mid", "high")):
@@ -117,6 +128,7 @@ def test_grad_of_some_bands():
         torch.testing.assert_close(ours, truth)
 
 
+@float64_on_cpu
 @pytest.mark.parametrize("stacked", [False, True])
 def test_grad(stacked):
     for layout in ("contiguous", "channels_last"):
@@ -129,6 +141,7 @@ def test_grad(stacked):
         assert gradgradcheck(op, (x,), fast_mode=True)
 
 
+@float64_on_cpu
 def test_grad_of_the_backward_of_some_bands():
     grads = [random_image((1, 2, 4, 5), torch.float64, seed=i).requires_grad_() for i in range(4)]
     for chosen_bits in (0b1111, 0b0101, 0b1000):
@@ -238,6 +251,7 @@ def stock_frequency_expert_forward(expert, x):
     return branch(expert.fusion, features) + x
 
 
+@on_device
 @pytest.mark.parametrize("shape", [(2, 24, 6, 7), (1, 48, 14, 14), (3, 16, 1, 5)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_expert_matches_reference(shape, layout):
@@ -251,6 +265,7 @@ def test_expert_matches_reference(shape, layout):
     assert_close_to_reference(ours, stock, truth)
 
 
+@on_device
 def test_expert_names():
     layers = ("low_freq_conv", "mid_freq_conv", "high_freq_conv", "spatial_conv", "fusion")
     expert = cx.nn.FrequencyExpert(16)
@@ -268,6 +283,7 @@ def test_expert_names():
     assert torch.equal(other(x), expert(x))
 
 
+@on_device
 @pytest.mark.parametrize(
     ("of_x", "of_module", "autocast", "expected"),
     [
@@ -281,7 +297,7 @@ def test_expert_names():
 def test_expert_dtype(of_x, of_module, autocast, expected):
     expert = randomised(cx.nn.FrequencyExpert(16)).to(of_module)
     x = random_image((2, 16, 6, 7), of_x).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
         y = expert(x)
         # the public LayerNorm2d multiplies by its parameters, which promotes to their dtype
         assert (
@@ -303,6 +319,7 @@ def test_expert_of_no_images():
     assert x.grad.shape == x.shape
 
 
+@on_device
 def test_expert_compiles():
     expert = randomised(cx.nn.FrequencyExpert(16))
     x = random_image((2, 16, 6, 7)).requires_grad_()

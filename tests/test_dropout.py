@@ -90,7 +90,8 @@ def test_known_values():
 def test_p_is_rounded(p):
     threshold = dropout_threshold(p)
     assert abs(threshold / 65536 - p) <= 0.5 / 65536 or threshold == 65535
-    x = torch.ones(100_000, dtype=torch.float64, device=DEVICE).to(FLOATS[-1])
+    widest = torch.float64 if DEVICE.type == "cpu" else torch.float32
+    x = torch.ones(100_000, dtype=widest, device=DEVICE)
     y = op.dropout(x, seed_of(), p)
     mask = reference.dropout_mask(x.shape, seed_of(), p)
     assert torch.equal(y, mask * torch.tensor(65536.0, dtype=x.dtype, device=DEVICE) / (65536 - threshold))
@@ -230,8 +231,8 @@ def test_grad_matches_reference_norm(dtype, p):
         plain = [leaf.detach() for leaf in leaves[:3]]
         same = reference.dropout_add_layer_norm_backward(grad, *plain, seed, p)
         truth = reference.dropout_add_layer_norm_backward(*doubles([grad, *plain]), seed, p)
-        # A row of one element has no gradient but what rounding leaves.
-        assert_close_to_reference(ours, same, truth, scale64=300.0)
+        # A row of one element has no gradient but what rounding leaves of terms of the size of 1 / sqrt(eps).
+        assert_close_to_reference(ours, same, truth, scale64=300.0, terms=300.0)
 
 
 def test_grad_norm_keeps_digits_under_a_large_mean():

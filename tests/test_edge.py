@@ -8,7 +8,9 @@ from helpers import (
     LAYOUTS,
     assert_close_to_reference,
     assert_one_rounding,
+    float64_on_cpu,
     module_numbers,
+    on_device,
     random_image,
 )
 from hypothesis import given
@@ -107,6 +109,7 @@ def test_grad_matches_reference(dtype, layout, border):
             assert_one_rounding(ours, backward(x.float(), [g.float() for g in grads], eps, border))
 
 
+@float64_on_cpu
 def test_grad_of_some_maps():
     x = random_image((2, 3, 6, 7), torch.float64).requires_grad_()
     for chosen in ("sobel", "laplacian", "gradient"):
@@ -118,6 +121,7 @@ def test_grad_of_some_maps():
     assert not unused.requires_grad
 
 
+@float64_on_cpu
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_grad(border, stacked):
@@ -272,6 +276,7 @@ def randomised(module, seed=0):
     return module
 
 
+@on_device
 @pytest.mark.parametrize("shape", [(2, 24, 6, 7), (1, 48, 14, 14), (3, 16, 1, 5)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_expert_matches_reference(shape, layout):
@@ -294,6 +299,7 @@ def test_expert_matches_reference(shape, layout):
     assert_close_to_reference(ours, stock, truth)
 
 
+@on_device
 def test_expert_state_dict():
     expert = cx.nn.EdgeExpert(8)
     branches = ("sobel_branch", "laplacian_branch", "gradient_branch", "spatial_branch", "fusion")

@@ -1,7 +1,5 @@
 """The products of camox_ops.nn's projections: bfloat16 by csrc/gemm where the CPU has it, the rest by PyTorch."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from helpers import DEVICE, assert_close_to_reference
@@ -10,11 +8,7 @@ from torch.autograd import gradcheck
 from camox_ops.nn.projections import _MULTIPLIED as MULTIPLIED
 from camox_ops.nn.projections import project, project_heads
 
-
-@pytest.fixture(autouse=True)
-def on_device():
-    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def strided(shape, layout, seed=0):

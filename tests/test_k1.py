@@ -5,7 +5,6 @@ import csv
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import example_path
@@ -46,6 +45,7 @@ NODE = {
 }
 SHARED = {"output_norm.weight": (16,), "output_norm.bias": (16,)}
 SHARED |= {"output_proj.weight": (60, 16), "output_proj.bias": (60,)}
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def public_names(prefix="root", branching=BRANCHING):
@@ -54,12 +54,6 @@ def public_names(prefix="root", branching=BRANCHING):
     for child in range(branching[0] if branching else 0):
         found |= public_names(f"{prefix}.child_nodes.{child}", branching[1:])
     return found
-
-
-@pytest.fixture(autouse=True)
-def on_device():
-    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
-        yield
 
 
 def build(ops, branching=BRANCHING, seed=0, **sizes):

@@ -1,12 +1,18 @@
 """linear_attention."""
 
 import itertools
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, random_image
+from helpers import (
+    DEVICE,
+    FLOATS,
+    assert_close_to_reference,
+    assert_one_rounding,
+    on_device_of_test,
+    random_image,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -33,13 +39,7 @@ SIZES = (
     (1, 1, 1, 1, 1),
 )
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits and threads: on the CPU")
-
-
-@pytest.fixture(autouse=True)
-def on_device():
-    """Tensors are made on the device that is tested; the CPU needs no mode for that, which would slow every call."""
-    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def heads(shape, dtype=torch.float32, memory="contiguous", seed=0):
@@ -98,10 +98,12 @@ def assert_right(tensors, mask=None, state=None, **options):
     mine = numbers(ours, leaves, given, **options)
     truth = numbers(reference.linear_attention, leaves, given, torch.float64, **options)
     same = numbers(reference.linear_attention, leaves, given, tensors[0].dtype, **options)
+    # Tensor cores, which multiply causal chunks, cut off the digits of a sum that other units round: twice the error.
+    roundings = 8.0 if DEVICE.type == "cuda" and options.get("causal") else 4.0
     for one, other, true in zip(mine, same, truth, strict=True):
         # Both are sums of terms of either sign; in float64 the reference is no better than they are.
         scale = 16 * true.abs().max().item() if true.numel() else 0
-        assert_close_to_reference(one, other.to(one.dtype), true, scale64=scale)
+        assert_close_to_reference(one, other.to(one.dtype), true, scale64=scale, roundings=roundings)
     return mine
 
 
@@ -209,7 +211,8 @@ def test_state_carries_on(normalize):
     first, later = (tuple(t[:, :, part] for t in (q, k, v)) for part in (slice(0, 40), slice(40, 90)))
     _, state = cx.linear_attention(*first, normalize=normalize, return_state=True)
     out, (s2, z2) = cx.linear_attention(*later, normalize=normalize, initial_state=state, return_state=True)
-    torch.testing.assert_close(out, whole[:, :, 40:])
+    # Sums of either sign, divided elsewhere: what they differ by is of the size of the largest.
+    torch.testing.assert_close(out, whole[:, :, 40:], rtol=0, atol=1e-6 * whole.abs().max().item())
     torch.testing.assert_close(s2, s)
     assert (z2 is None) == (normalize != "sum")
     if z is not None:
@@ -277,7 +280,7 @@ def test_hundred_thousand_positions(normalize, dtype):
     given = upstream(ours(*leaves, **options))
     single = numbers(ours, leaves, given, torch.float32, **options)
     if dtype == torch.bfloat16:
-        assert_one_rounding(numbers(ours, leaves, given, **options), single)
+        assert_within_one_rounding(numbers(ours, leaves, given, **options), single)
     truth = numbers(reference.linear_attention, leaves, given, torch.float64, **options)
     same = numbers(reference.linear_attention, leaves, given, torch.float32, **options)
     assert_close_to_reference(single, same, truth)
@@ -806,7 +809,7 @@ STATE = (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4))
         ({"k": Q.to_sparse()}, TypeError, "k must be a dense tensor"),
         ({"v": Q.int()}, TypeError, "v must have dtype .* got int32"),
         ({"k": Q.bfloat16()}, TypeError, "k must have the dtype of q, float32, got bfloat16"),
-        ({"v": Q.double()}, TypeError, "v must have the dtype of q"),
+        ({"v": Q.half()}, TypeError, "v must have the dtype of q"),
         ({"q": Q[0]}, ValueError, r"q must have 4 dimensions \(B, H, T, N\), got shape \(3, 5, 4\)"),
         ({"q": Q[0], "layout": "bthd"}, ValueError, r"\(B, T, H, N\)"),
         ({"k": Q[:, :, :4]}, ValueError, r"k must have the shape of q, \(2, 3, 5, 4\), got \(2, 3, 4, 4\)"),
@@ -871,11 +874,7 @@ STATE = (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4))
     ],
 )
 def test_errors(changes, error, message):
-    arguments = {"q": Q, "k": Q, "v": Q, **changes}
-    arguments = {
-        name: v.to(DEVICE) if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v
-        for name, v in arguments.items()
-    }
+    arguments = on_device_of_test({"q": Q, "k": Q, "v": Q, **changes})
     tensors = [arguments.pop(name) for name in "qkv"]
     with pytest.raises(error, match=message) as caught:
         cx.linear_attention(*tensors, **arguments)

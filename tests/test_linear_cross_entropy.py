@@ -7,7 +7,14 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, outputs_and_gradients
+from helpers import (
+    DEVICE,
+    FLOATS,
+    assert_close_to_reference,
+    assert_one_rounding,
+    float64_on_cpu,
+    outputs_and_gradients,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -118,7 +125,7 @@ def test_shapes(shape, biased, reduction, label_smoothing):
         assert_close_to_reference(mine, theirs, right, scale64=4 * right.abs().max().item())
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 runs on the CPU only")
+@float64_on_cpu
 def test_grad():
     for reduction in REDUCTIONS:
         x, weight, target, bias = inputs_of((5, 3, 7), torch.float64, biased=True)

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,13 +20,7 @@ AUX_LOSSES = ("switch", "importance_cv2", "z", "usage_mse")
 ROUTES = ((1, 1, 1), (3, 7, 3), (15, 4, 4), (16, 8, 2), (17, 64, 8), (130, 5, 1), (300, 33, 6))
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits, threads and checks of values: on the CPU")
-
-
-@pytest.fixture(autouse=True)
-def on_device():
-    """Tensors are made on the device that is tested; the CPU needs no mode for that, which would slow every call."""
-    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def logits_of(rows, num_experts, dtype=torch.float32, seed=0, kind="normal"):

@@ -5,13 +5,13 @@ import functools
 
 import pytest
 import torch
-from helpers import assert_close_to_reference, module_numbers, random_image
+from helpers import DEVICE, FLOATS, assert_close_to_reference, module_numbers, on_device, random_image
 from patch_models import CHANNELS, NORMS, NOT_NORMS, Manual, Permuting, Wrapped
 from torch import nn
 
 import camox_ops as cx
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+pytestmark = on_device
 
 
 def made(name, table=NORMS):
@@ -57,7 +57,7 @@ def test_dtypes(name, dtype):
         for autocast in (False, True):
             x = random_image((2, CHANNELS, 17, 15), dtype)
             module, plain = copy.deepcopy(patched(name, own)[0]), made(name).to(own)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
                 try:
                     expected = plain(x)
                 except RuntimeError:

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -23,13 +22,7 @@ MEMORY = ("contiguous", "strided", "expanded", "swapped")
 # Dimensions of a head around one and two vectors of pairs (4, 8, 16 lanes), and far from them.
 DIMS = (2, 6, 16, 18, 32, 34, 64, 130)
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits, threads and checks of values: on the CPU")
-
-
-@pytest.fixture(autouse=True)
-def on_device():
-    """Tensors are made on the device that is tested; the CPU needs no mode for that, which would slow every call."""
-    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def heads(shape, dtype=torch.float32, memory="contiguous", seed=0):
@@ -135,6 +128,19 @@ def test_grad_matches_reference(dtype, memory, interleaved):
                 assert_close_to_reference(ours, same, truth, scale64=scale)
                 alone = torch.autograd.grad(cx.rope(x.requires_grad_(), cos, sin, **options), x, grad)
                 assert torch.equal(alone[0], ours[0])
+
+
+@pytest.mark.parametrize("kind", ["normal", "offset"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_grad_of_tables_of_many_tokens(dtype, kind):
+    """30,000 terms of a row, whose float32 sum in the order of the tokens would be off by many roundings."""
+    x, grad = random_image((30_000, 1, 2, 4), dtype, kind=kind), random_image((30_000, 1, 2, 4), dtype, seed=1)
+    for positions in (None, torch.zeros(2, dtype=torch.int64, device=DEVICE)):
+        inputs = (grad, x, *tables(2, 2, real_of(dtype)))
+        ours = backward(*inputs, positions=positions)[1:]
+        same = reference.rope_backward(*inputs, positions=positions)[1:]
+        truth = reference.rope_backward(*doubled(inputs), positions=positions)[1:]
+        assert_close_to_reference(ours, same, truth, scale64=60_000 * x.abs().max().item())
 
 
 @ON_CPU

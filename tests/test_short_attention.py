@@ -1,12 +1,11 @@
 """short_attention: values, gradients, padding, masks of dropout, what surrounds an op."""
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, on_device_of_test
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -20,12 +19,7 @@ MEMORY = ("contiguous", "packed", "strided", "heads_first", "expanded")
 SHAPES = [(9, 6, 8, 12), (3, 1, 1, 1), (5, 3, 3, 2), (2, 16, 5, 16), (2, 16, 3, 17), (3, 17, 2, 7), (2, 33, 1, 65)]
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits and threads: on the CPU")
 op = torch.ops.camox_ops
-
-
-@pytest.fixture(autouse=True)
-def on_device():
-    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def normal(shape, seed=0):
@@ -124,7 +118,7 @@ def test_grad_matches_reference(dtype, memory):
             same = reference.short_attention_backward(*inputs, *options)
             truth = reference.short_attention_backward(*doubled(inputs), *options)
             # A lone key's gradients are 0 but for rounding.
-            assert_close_to_reference(ours, same, truth, scale64=30.0)
+            assert_close_to_reference(ours, same, truth, scale64=30.0, terms=30.0)
             if dtype in HALVES:
                 floats = op.short_attention_backward(*(x.float() for x in inputs), *options)
                 assert_one_rounding(ours, floats)
@@ -176,9 +170,9 @@ def test_nan_stays_in_its_sequence_and_head():
 def test_scores_that_are_all_minus_infinity_give_zeros():
     for shape in ((2, 6, 2, 12), (2, 20, 2, 20)):
         q, k, v = torch.full(shape, -math.inf), torch.ones(shape), torch.ones(shape)
-        stock = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-        assert torch.equal(cx.short_attention(q, k, v), stock.transpose(1, 2))
-        assert not stock.any()
+        assert torch.equal(cx.short_attention(q, k, v), torch.zeros(shape))
+        if DEVICE.type == "cpu":  # on CUDA PyTorch's answer is that of the kernel it chooses, zeros or NaN
+            assert not F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).any()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -300,7 +294,7 @@ def test_seed_is_drawn_from_the_generator():
     ],
 )
 def test_errors(change, error, message):
-    arguments = {name: torch.ones(2, 3, 4, 5) for name in "qkv"} | change
+    arguments = {name: torch.ones(2, 3, 4, 5) for name in "qkv"} | on_device_of_test(change)
     with pytest.raises(error, match=f"short_attention: .*{message}"):
         cx.short_attention(**arguments)
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, random_image
+from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, float64_on_cpu, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -113,6 +113,7 @@ def test_grad_matches_reference(dtype, layout, border):
                 assert_one_rounding(ours, exact)
 
 
+@float64_on_cpu
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_grad(operator, border):
@@ -126,6 +127,7 @@ def test_grad(operator, border):
         assert gradgradcheck(op, (x,), fast_mode=True)
 
 
+@float64_on_cpu
 def test_grad_of_one_output():
     x = random_image((2, 3, 6, 7), torch.float64).requires_grad_()
     for index in range(2):
@@ -134,6 +136,7 @@ def test_grad_of_one_output():
         torch.testing.assert_close(ours, truth)
 
 
+@float64_on_cpu
 def test_grad_of_the_backward():
     grads = [random_image((1, 2, 4, 5), torch.float64, seed=i).requires_grad_() for i in range(2)]
     assert gradcheck(lambda gx, gy: backward((gx, gy), border="reflect"), grads)

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import example_path
@@ -51,12 +50,7 @@ PUBLIC_TEXT = {
     "attn.freqs": (1, 1, 1, 64),
     "embed.weight": (256, 24),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_device():
-    with nullcontext() if DEVICE.type == "cpu" else DEVICE:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def heads(batch=2, length=10, seed=0, dtype=torch.float32):

@@ -483,7 +483,7 @@ __global__ void __launch_bounds__(LA_THREADS, 2) la_sum_kernel(const __grid_cons
   }
 }
 
-/* ---- state: partial -> s, z ---- */
+/* ---- state: partial -> s, z, added up in float64: chunks may be many, and their sums of one sign ---- */
 
 struct la_state_args {
   const float *partial, *initial_s, *initial_z;
@@ -502,10 +502,10 @@ __global__ void __launch_bounds__(LA_THREADS) la_state_kernel(const __grid_const
     const int64_t place = of_s ? sequence * size + element : sequence * a.n + element - size;
     const float *const initial = of_s ? a.initial_s : a.initial_z;
     const float *from = a.partial + sequence * a.stored * row + element;
-    float sum = initial ? initial[place] : 0.0f;
+    double sum = initial ? static_cast<double>(initial[place]) : 0.0;
 #pragma unroll 8
-    for (int64_t chunk = 0; chunk < a.chunks; ++chunk, from += row) sum += __ldg(from);
-    (of_s ? a.s : a.z)[place] = sum;
+    for (int64_t chunk = 0; chunk < a.chunks; ++chunk, from += row) sum += static_cast<double>(__ldg(from));
+    (of_s ? a.s : a.z)[place] = static_cast<float>(sum);
   }
 }
 
@@ -585,7 +585,8 @@ __device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int
 #pragma unroll 2
     for (int n = lane; n < p.n; n += LA_LANES) {
       const float added = has_line ? factor * __ldg(line + n) : factor;
-      g[n] = counts ? la_feature_derivative(f[n], p.feature_map) * (weight * (g[n] + added)) : 0.0f;
+      /* The derivative of tiny features keeps a huge weight from taking the product to infinity. */
+      g[n] = counts ? la_feature_derivative(f[n], p.feature_map) * weight * (g[n] + added) : 0.0f;
       f[n] *= weight;
     }
   }

@@ -10,7 +10,8 @@
    dtypes    float32, bfloat16, float16 with float32 tables, computed in float32; float64 with float64 tables. One rounding,
              at the store. y may be x itself.
    backward  to x: the inverse rotation of the gradient; nothing is saved. To the tables, where needed: x is read again,
-             products are summed over heads, then over tokens, for each row of the tables in the order of the tokens.
+             products are summed over heads, then over tokens, for each row of the tables in the order of the tokens;
+             sums of many tokens in float64, so that their number costs no accuracy.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype, a negative size, an odd rotary_dim or one beyond D, tables of another
              width or shorter than T, both positions and cu_seqlens. Values, on the CPU: a position that is negative or past
              the tables, cu_seqlens that do not rise from 0 to T, a sequence longer than the tables. On CUDA the rows of such
@@ -47,6 +48,7 @@ typedef struct {
   void *grad_cos, *grad_sin; /* like cos, sin: every row is written */
   const int64_t *tokens;     /* with positions or cu_seqlens: tokens b*T+t sorted by their row of the tables, */
   const int64_t *row_begin;  /* and where the tokens of each row begin among them [table_length+1] */
+  double *totals;            /* on the CPU: the sums of rows of many tokens [table_length, 2, table_columns] */
   /* CUDA. */
   uint32_t *error_word; /* of the device, may be NULL */
   float *partial;       /* backward to the tables: the sums of each token over its heads [2, B*T, table_columns] */

@@ -1,5 +1,6 @@
 // Schemas and entries of rope.
 #include <algorithm>
+#include <memory>
 
 #include "../common/torch_util.h"
 #include "rope.h"
@@ -154,6 +155,8 @@ std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tenso
     camox_rope_sort_tokens(&p, order.data(), order.data() + p.table_length + 1);
     p.row_begin = order.data(), p.tokens = order.data() + p.table_length + 1;
   }
+  const std::unique_ptr<double[]> totals(new double[2 * p.table_length * p.table_columns]);
+  p.totals = totals.get();
   check(camox_rope_check(&p, 1));
   const int64_t items = camox_rope_backward_items(&p);
   run(camox_rope_backward(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0);

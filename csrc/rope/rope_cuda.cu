@@ -233,7 +233,8 @@ __global__ void __launch_bounds__(rope_threads<SUMS>, 1) rope_kernel(const __gri
   }
 }
 
-/* The sums of the tokens of one row of the tables and ROPE_SUM_THREADS columns, in the order of the tokens. */
+/* The sums of the tokens of one row of the tables and ROPE_SUM_THREADS columns, in the order of the tokens; in float64, as they
+   may be a hundred thousand. */
 __global__ void __launch_bounds__(ROPE_SUM_THREADS)
     rope_sum_kernel(const __grid_constant__ camox_rope_params p, int64_t groups, int64_t blocks) {
   __shared__ uint32_t found[ROPE_SUM_THREADS / CAMOX_WARP];
@@ -243,11 +244,11 @@ __global__ void __launch_bounds__(ROPE_SUM_THREADS)
     int64_t group;
     const int64_t row = camox_divide(block, groups, &group), column = group * ROPE_SUM_THREADS + thread;
     const bool writes = column < p.table_columns;
-    float cosine = 0.0f, sine = 0.0f;
+    double cosine = 0.0, sine = 0.0;
     const auto add = [&](int64_t token) {
       if (!writes) return;
-      cosine += p.partial[token * p.table_columns + column];
-      sine += p.partial[(tokens + token) * p.table_columns + column];
+      cosine += static_cast<double>(p.partial[token * p.table_columns + column]);
+      sine += static_cast<double>(p.partial[(tokens + token) * p.table_columns + column]);
     };
     if (p.positions) {
       for (int64_t base = 0; base < tokens; base += ROPE_SUM_THREADS) {
@@ -270,11 +271,12 @@ __global__ void __launch_bounds__(ROPE_SUM_THREADS)
       const int64_t sines = tokens * p.table_columns, step = p.length * p.table_columns;
       const float *from = p.partial + row * p.table_columns + column;
 #pragma unroll 8
-      for (int64_t b = 0; b < p.batch; ++b, from += step) cosine += from[0], sine += from[sines];
+      for (int64_t b = 0; b < p.batch; ++b, from += step)
+        cosine += static_cast<double>(from[0]), sine += static_cast<double>(from[sines]);
     }
     if (writes) {
-      static_cast<float *>(p.grad_cos)[row * p.table_columns + column] = cosine;
-      static_cast<float *>(p.grad_sin)[row * p.table_columns + column] = sine;
+      static_cast<float *>(p.grad_cos)[row * p.table_columns + column] = static_cast<float>(cosine);
+      static_cast<float *>(p.grad_sin)[row * p.table_columns + column] = static_cast<float>(sine);
     }
   }
 }

@@ -4,7 +4,8 @@
 
 #include "rope.h"
 
-#define CAMOX_ROPE_TILE 64 /* tokens of a tile at most */
+#define CAMOX_ROPE_TILE 64   /* tokens of a tile at most */
+#define CAMOX_ROPE_SUMMED 16 /* tokens whose products with all heads are added up before they go to float64 */
 
 /* A head's rows of a tile are about 16 KiB, so that its rows of the tables stay in the L1 cache from head to head. */
 static inline int64_t camox_rope_tile(const camox_rope_params *p) {

@@ -99,7 +99,8 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
   TEST(test_untouched(&y), "%s: written outside its elements", what);
   if (o.transposed) { /* the backward of a forward that was not */
     int64_t *order = malloc((size_t)(p.table_length + 1 + p.batch * p.length) * sizeof *order);
-    if (order == NULL) abort();
+    p.totals = malloc((size_t)(2 * p.table_length * p.table_columns + 1) * sizeof *p.totals);
+    if (order == NULL || p.totals == NULL) abort();
     if (o.rows != ROWS_OF_TOKENS) {
       camox_rope_sort_tokens(&p, order, order + p.table_length + 1);
       p.row_begin = order, p.tokens = order + p.table_length + 1;
@@ -111,7 +112,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
     TEST(test_untouched(&y), "%s: gradient written outside its elements", what);
     TEST(test_close(&grad_cos, truth_cos, &error, &allowed), "%s: cos's off by %g, allowed %g", what, error, allowed);
     TEST(test_close(&grad_sin, truth_sin, &error, &allowed), "%s: sin's off by %g, allowed %g", what, error, allowed);
-    free(order);
+    free(order), free(p.totals);
   }
   free(truth), free(truth_cos), free(truth_sin);
   test_image *const all[] = {&x, &input, &y, &cosines, &sines, &grad_cos, &grad_sin};

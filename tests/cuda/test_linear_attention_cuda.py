@@ -111,6 +111,15 @@ def test_linear_attention_rows_whose_sum_is_zero(dtype):
         assert all((ours[i][:, :, 3:5] == 0).all() for i in (0, 2, 3, 4))
 
 
+def test_linear_attention_of_tiny_features():
+    """1 / sum of features of 1e-35, times values of 1e6, is infinite; the gradient is not."""
+    for dim in (16, 6):
+        (q, k, v), options, *rest = attention_inputs((1, 1, 20, dim, dim), torch.float32, "dense", "feature")
+        q[:, :, 3:9], k[:, :, 5:15] = -80, -80
+        (ours,) = attention_runs(((q, k, 1e6 * v), options, *rest), {})
+        assert all(tensor.isfinite().all() for tensor in ours)
+
+
 def test_linear_attention_empty():
     for shape in ((0, 2, 4, 3, 5), (2, 0, 4, 3, 5), (2, 2, 0, 3, 5)):
         inputs = attention_inputs(shape, torch.float32, state=True)

@@ -128,6 +128,15 @@ def test_rope_many_heads_and_columns(order):
     assert_close_to_reference(ours, reference.rope_backward(grad, x, cos, sin, positions=positions), truth)
 
 
+@pytest.mark.parametrize("positions", [None, torch.zeros(1, dtype=torch.int64)])
+def test_rope_gradients_of_tables_of_many_tokens(positions):
+    x, grad = random_image((9000, 1, 1, 4), kind="offset"), random_image((9000, 1, 1, 4), seed=1)
+    cos, sin = rope_tables(1, 2)
+    ours = rope_cases.backward(grad, x, cos, sin, positions=positions)
+    truth = reference.rope_backward(*doubled(grad, x, cos, sin), positions=positions)
+    assert_close_to_reference(ours, reference.rope_backward(grad, x, cos, sin, positions=positions), truth)
+
+
 def test_rope_empty():
     for shape in ((0, 3, 4, 6), (2, 0, 4, 6), (2, 3, 0, 6), (2, 3, 4, 0)):
         x, (cos, sin) = torch.empty(shape), rope_tables(4, shape[3] // 2)
