@@ -754,10 +754,22 @@ def commit_of_tree() -> tuple[str, bool]:
     return (named, False) if named else machine.git_state(ROOT)
 
 
+def without_folders(found):
+    """The same, files of this tree and of packages named from there on: no record tells a machine's folders."""
+    if isinstance(found, dict):
+        return {key: without_folders(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [without_folders(value) for value in found]
+    if isinstance(found, str):
+        return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+(?=(?:benchmarks|camox_ops|scripts|tests|site-packages)/)", "", found)
+    return found
+
+
 def save(record: dict, options) -> Path:
     """Where the record was written; one that is not valid lies beside it as it is, and the ValueError says why."""
     record["targets"] = gpu_record.targets(record) if options.device == "cuda" else []
     path = record_path(record, options)
+    record = without_folders(record)
     try:
         gpu_record.write(record, path)
     except ValueError:

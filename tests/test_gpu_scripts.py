@@ -1142,3 +1142,10 @@ def test_errors(arguments):
 
 def test_ops_that_can_be_named():
     assert {op.name.split()[0] for op in _selftest.OPS} == set(gpu_record.OPS)
+
+
+def test_a_record_has_no_folders_of_a_machine():
+    text = "/home/me/tests/test_a.py:3: and /opt/v/lib/site-packages/torch/nn.py, tests/b.py, 3/camox_ops/4"
+    found = gpu_check.without_folders({"failures": [{"message": text}], "count": 3})
+    cut = "tests/test_a.py:3: and site-packages/torch/nn.py, tests/b.py, 3/camox_ops/4"
+    assert found == {"failures": [{"message": cut}], "count": 3}
