@@ -447,7 +447,7 @@ def tests(section: Section, files: list[str] | None = None) -> None:
     wanted = {Path(file).name: file for file in files or test_files(section.mode)}
     complete = {name for name, one in found.items() if section.missing and one["collected"] and not one["not_run"]}
     waiting, running = [name for name in wanted if name not in complete], {}
-    at_once = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+    at_once = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
     while waiting or running:
         while waiting and len(running) < at_once and not section.time_is_up():
             name = waiting.pop(0)
