@@ -51,8 +51,8 @@ class Called(TorchDispatchMode):
 
 
 def test_every_operator_is_checked():
-    """By the self-test, as correctness, graphs and sanitizers run it; the rest are its kernels writing elsewhere, and
-    products and activations that the CPU alone has."""
+    """By the self-test, as correctness, graphs and sanitizers run it; the rest are its kernels writing elsewhere,
+    products and activations that the CPU alone has, and a kernel that CUDA alone calls."""
     ours = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("camox_ops::")}
     with Called() as called:
         for op in _selftest.OPS:
@@ -62,6 +62,7 @@ def test_every_operator_is_checked():
         for name in (
             *("edge_maps_stacked", "frequency_bands_stacked", "rope_", "gemm"),
             *("moe_experts_mm", "moe_experts_mm_tn", "moe_activation", "moe_activation_backward"),
+            "linear_cross_entropy_rows_",
         )
     }
 
