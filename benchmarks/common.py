@@ -513,9 +513,8 @@ class Candidates:
         self.to_compile = {name: functions.pop(name) for name in compiled}
         self.to_compile = {name: function for name, function in self.to_compile.items() if function is not None}
         backward = case.direction == "forward_backward"
-        with numbers_made_on(device):
-            self.inputs = case.make_inputs() if device == CPU else tuple(t.to(device) for t in case.make_inputs())
-            self.upstream = upstream_like(case, baseline, self.inputs) if backward else []
+        self.inputs = case.make_inputs() if device == CPU else tuple(t.to(device) for t in case.make_inputs())
+        self.upstream = [g.to(device) for g in upstream_like(case, baseline, self.inputs)] if backward else []
         self.accepted = {BASELINE: Candidate(case, baseline, self.inputs, self.upstream)}
         self.truth, self.numbers = {}, {}
         if case.verify is None:

@@ -240,18 +240,19 @@ def time_case(device, choice: Choice, plan: Plan, deadline: float = math.inf, ea
 
     deadline: (time.monotonic) of compiling; each: called with the TimedCase and a direction once that is timed, while
     its steps can still be called."""
-    cases = choice.cases()
     timed = TimedCase(choice)
-    case = replace(cases[next(reversed(cases))], own_outputs=None, compare_with={})
-    candidates = common.Candidates(case, {"check": timed.check, "refused": timed.refused}, device.torch_device)
-    tried = False
-    for direction in choice.directions:
-        if choice.compiled and not tried and (choice.size, direction) in plan.compiled:
-            compile_all(device, candidates, deadline)
-            tried = True
-        timed.directions[direction] = time_direction(device, candidates, cases, direction, plan.rounds)
-        if each is not None:
-            each(timed, direction)
+    with common.numbers_made_on(device.torch_device):
+        cases = choice.cases()
+        case = replace(cases[next(reversed(cases))], own_outputs=None, compare_with={})
+        candidates = common.Candidates(case, {"check": timed.check, "refused": timed.refused}, device.torch_device)
+        tried = False
+        for direction in choice.directions:
+            if choice.compiled and not tried and (choice.size, direction) in plan.compiled:
+                compile_all(device, candidates, deadline)
+                tried = True
+            timed.directions[direction] = time_direction(device, candidates, cases, direction, plan.rounds)
+            if each is not None:
+                each(timed, direction)
     return timed
 
 

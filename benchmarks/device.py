@@ -95,8 +95,7 @@ class Cuda:
         torch.cuda._sleep(0)
 
     def capture(self, make_step: Callable) -> tuple:
-        """make_step() -> step -> (graph, what the captured step returned); the graph's replay() runs it again, its
-        reset() gives its memory back."""
+        """make_step() -> step -> (Captured, what the captured step returned)."""
         step = make_step()
         for _ in range(3):
             step()
@@ -104,7 +103,7 @@ class Cuda:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             returned = step()
-        return graph, returned
+        return Captured(graph, step), returned
 
     def release(self) -> None:
         """Gives back what nothing refers to any more, what only refers to itself included."""
@@ -126,6 +125,22 @@ class StepAgain:
 
     def reset(self) -> None:
         self.step = self.returned = None
+
+
+class Captured:
+    """A captured step, to be run again. It keeps the step: what that made before the capture, as a forward pass whose
+    backward was captured, is read again by every replay."""
+
+    def __init__(self, graph, step: Callable):
+        self.graph, self.step = graph, step
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def reset(self) -> None:
+        """Gives all its memory back."""
+        self.graph.reset()
+        self.step = None
 
 
 class Rehearsal:
@@ -164,7 +179,7 @@ class Rehearsal:
     def capture(self, make_step: Callable) -> tuple:
         step = make_step()
         returned = step()
-        return StepAgain(step, returned), returned
+        return Captured(StepAgain(step, returned), step), returned
 
     def release(self) -> None:
         pass

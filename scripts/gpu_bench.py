@@ -32,7 +32,7 @@ def graph_samples(device, timed: cuda.TimedCase, direction: str, rounds: int) ->
     samples = cuda.measure(device, {name: graph.replay for name, graph in graphs.items()}, rounds) if graphs else {}
     kept.clear()
     for graph in graphs.values():
-        graph.reset()  # a graph holds its memory until then
+        graph.reset()
     return samples
 
 

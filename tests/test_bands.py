@@ -260,6 +260,8 @@ def test_expert_matches_reference(shape, layout):
     x, grad = random_image(shape, layout=layout), random_image(shape, seed=1)
 
     ours = module_numbers(expert, expert, x, grad)
+    if DEVICE.type == "cuda":  # where avg_pool2d's backward is wrong in channels_last: pytorch/pytorch#188344
+        x = x.contiguous()
     stock = module_numbers(expert, lambda x: stock_frequency_expert_forward(expert, x), x, grad)
     truth = module_numbers(exact, lambda x: stock_frequency_expert_forward(exact, x), x.double(), grad.double())
     assert_close_to_reference(ours, stock, truth)

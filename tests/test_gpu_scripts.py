@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import gc
 import json
 import os
 import stat
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -1150,3 +1152,24 @@ def test_a_record_has_no_folders_of_a_machine():
     found = gpu_check.without_folders({"failures": [{"message": text}], "count": 3})
     cut = "tests/test_a.py:3: and site-packages/torch/nn.py, tests/b.py, 3/camox_ops/4"
     assert found == {"failures": [{"message": cut}], "count": 3}
+
+
+def test_a_captured_step_keeps_what_it_reads():
+    """A backward pass reads what its forward pass made before the capture."""
+
+    class Made:
+        value = 1.0
+
+    def make_step():
+        made = Made()
+        alive.append(weakref.ref(made))
+        return lambda: torch.full((2,), made.value)
+
+    alive = []
+    captured, _ = Rehearsal().capture(make_step)
+    gc.collect()
+    assert alive[0]() is not None
+    captured.replay()
+    captured.reset()
+    gc.collect()
+    assert alive[0]() is None

@@ -16,7 +16,8 @@ class LayerNorm2d(nn.Module):
     Drop-in replacement for LayerNorm2d of mahi-chan/camoXpert (models/backbone.py at 47e858c): same constructor and
     parameters, and the same dtype of the result in and out of autocast, the wider of x's and the parameters': a
     bfloat16 x (as convolutions give under autocast) and float32 parameters give float32, without the rounding to
-    bfloat16 on the way that the public module's formula has.
+    bfloat16 on the way that the public module's formula has. CUDA's autocast makes that formula's square float32, and
+    with it the result, whatever the parameters are.
 
     Args:
         num_features: C.
@@ -39,6 +40,8 @@ class LayerNorm2d(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x and residual (B, C, H, W) -> (B, C, H, W)."""
         dtype = torch.promote_types(x.dtype, torch.promote_types(self.weight.dtype, self.bias.dtype))
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+            dtype = torch.promote_types(dtype, torch.float32)
         weight, bias = self.weight.to(dtype), self.bias.to(dtype)
         residual = None if residual is None else residual.to(dtype)
         return layer_norm2d(

@@ -15,7 +15,9 @@ import torch
 from ._codes import LOSS_REDUCTIONS
 
 OP = "linear_cross_entropy"
-MOST_LOGITS = 16 << 20  # 64 MiB; fewer would read and write grad_weight more often
+MOST_LOGITS = (
+    8 << 20
+)  # 32 MiB, which the L2 cache of a large GPU holds; fewer would read and write grad_weight more often
 MOST_ROWS = 8192  # longer sums over the rows would lose digits of grad_weight
 FEWEST_ROWS = 128
 LARGEST_DZ = 1024.0  # of float16, whose gradients of a mean would be too small for it otherwise
