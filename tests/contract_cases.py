@@ -287,7 +287,7 @@ NORM2D = (
         inputs=norm2d_inputs,
         sums=(2, 3),
         sums_in_layouts=(0, 1, 2, 3),
-        saves=(0, 1, 2, (torch.float32, 70)),
+        saves=(0, 1, 2, (torch.float32, 140 if DEVICE.type == "cuda" else 70)),  # there variances too
     ),
     layer_norm2d(
         variant="gelu residual groups",
