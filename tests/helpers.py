@@ -33,13 +33,20 @@ def each(tensors):
 
 
 def assert_close_to_reference(
-    ours, same_dtype, reference64, scale64: float = 0.0, terms: float = 0.0, roundings: float = 4.0
+    ours,
+    same_dtype,
+    reference64,
+    scale64: float = 0.0,
+    terms: float = 0.0,
+    roundings: float = 4.0,
+    intermediate: float = 0.0,
 ) -> None:
     """max|ours - ref64| <= 2 max|torch in the same dtype - ref64| + 4 eps(dtype) max|ref64|, tensor by tensor.
 
     For float64 results the reference is no better than they are: scale64, the size of the terms that it adds up, takes
     the place of max|ref64| where that is smaller. terms: their size where nothing but rounding may be left of them (see
-    remainder_of). roundings: in place of the 4."""
+    remainder_of). roundings: in place of the 4. intermediate: what the rounding of values that the op
+    computes on its way adds, where the result says nothing of their size."""
     for mine, theirs, truth in zip(each(ours), each(same_dtype), each(reference64), strict=True):
         assert mine.shape == truth.shape
         assert mine.dtype == theirs.dtype
@@ -53,6 +60,7 @@ def assert_close_to_reference(
         if mine.dtype == torch.float64:
             size = max(size, scale64)
         allowed += roundings * torch.finfo(mine.dtype).eps * size + remainder_of(mine.dtype, truth, terms)
+        allowed += intermediate
         assert error <= allowed, f"error {error:.3e} > allowed {allowed:.3e} ({mine.dtype}, {tuple(mine.shape)})"
 
 

@@ -38,7 +38,8 @@ def inputs(length, n, d, dtype=torch.float32, batch=2, heads=3, value_heads=1, m
         q = random_image((batch, heads, length, n), torch.float64, memory, seed=1)
     q = (q * n**-0.25).to(dtype) if memory == "swapped" else q.to(dtype).mul_(n**-0.25)
     v = random_image((batch, value_heads, length, d), dtype, "strided" if memory == "strided" else "contiguous", seed=2)
-    angles = torch.rand(length + 2, n if each else n // 2, generator=torch.Generator().manual_seed(3)) * 6
+    size, generator = (length + 2, n if each else n // 2), torch.Generator().manual_seed(3)
+    angles = torch.rand(size, generator=generator, device="cpu") * 6
     cos, sin = (table.to(DEVICE, real_of(dtype)) for table in (angles.cos(), angles.sin()))
     return q, v, cos, sin
 

@@ -107,22 +107,26 @@ def assert_right(tensors, mask=None, state=None, **options):
     return mine
 
 
-def assert_within_one_rounding(half, float32, device=DEVICE):
+def assert_within_one_rounding(half, float32, device=DEVICE, terms=None):
     """Of our own float32 results, which on CUDA take exp from expf where halves take it from ex2.approx: that is off by
-    two units in the last place of float32, and by what the rounding of its argument adds."""
+    two units in the last place of float32, and by what the rounding of its argument adds. Beside halves the tensor
+    cores take a factor in float32 as the sum of two bfloat16, of 16 bits: 2^-18 of it is lost.
+
+    terms: how large the terms are that each result adds up, where they cancel but for a small part."""
     if device.type == "cpu":
         return assert_one_rounding(half, float32)
-    for low, high in zip(half, float32, strict=True):
+    for low, high, size in zip(half, float32, terms or [0.0] * len(float32), strict=True):
         info, high = torch.finfo(low.dtype), high.double()
         difference = (low.double() - high.clamp(-info.max, info.max)).abs()
         allowed = info.eps * high.abs() + info.smallest_normal * info.eps
-        allowed += 2**-19 * high.abs().max() if high.numel() else 0.0
+        allowed += 2**-19 * max(high.abs().max().item(), size) if high.numel() else 0.0
         assert torch.all(difference <= allowed), f"max excess {(difference - allowed).max().item():.3e}"
 
 
 def test_rounding_allowed_on_cuda():
-    """A state in float32 as ex2.approx leaves it, and one whose keys were rounded to half precision."""
-    state = random_image((1, 2, 6, 6), seed=1)
+    """A state in float32 as ex2.approx leaves it, and one whose keys were rounded to half precision. They lie on the
+    CPU, where assert_one_rounding allows nothing more."""
+    state = random_image((1, 2, 6, 6), seed=1).cpu()
     close, distant = (state * (1 + step * torch.ones_like(state)) for step in (3 * 2**-23, 2**-9))
     assert_within_one_rounding([close], [state], torch.device("cuda"))
     with pytest.raises(AssertionError, match="excess"):
@@ -270,6 +274,18 @@ def test_next_to_nothing_is_normalized():
         assert (one.double() - true).abs().max() <= 1e-5 * true.abs().max()
 
 
+def sizes_of_terms(q, k, v, state, grad, grad_state):
+    """How large the terms are that the gradients of q, k and v add up; state, and the gradients of out and state.
+
+    With values of mean 3 the rows of S are 3 times z, but for one part in hundreds, and that is all that the two terms
+    of the gradient of q, (grad S - (grad . out) z) / sum, leave of each other."""
+    (q, k), (s, *z) = (F.elu(x) + 1 for x in (q, k)), state
+    sum_q, sum_k = (q @ z[0][..., None], 1.0) if z else (q.sum(-1, keepdim=True), k.sum(-1, keepdim=True))
+    grad_state = ((q / sum_q).mT @ grad + grad_state).abs()
+    terms = grad.abs() @ s.abs().mT / sum_q, v.abs() @ grad_state.mT / sum_k, k / sum_k @ grad_state
+    return [size.max().item() for size in terms]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalize", ["sum", "feature"])
 def test_hundred_thousand_positions(normalize, dtype):
@@ -280,7 +296,10 @@ def test_hundred_thousand_positions(normalize, dtype):
     given = upstream(ours(*leaves, **options))
     single = numbers(ours, leaves, given, torch.float32, **options)
     if dtype == torch.bfloat16:
-        assert_within_one_rounding(numbers(ours, leaves, given, **options), single)
+        state = single[1:-3]
+        sizes = sizes_of_terms(*(x.float() for x in leaves), state, given[0].float(), given[1])
+        terms = [0.0, *(0.0 for _ in state), *sizes]
+        assert_within_one_rounding(numbers(ours, leaves, given, **options), single, terms=terms)
     truth = numbers(reference.linear_attention, leaves, given, torch.float64, **options)
     same = numbers(reference.linear_attention, leaves, given, torch.float32, **options)
     assert_close_to_reference(single, same, truth)
@@ -445,7 +464,8 @@ def test_causal_matches_reference_and_grad(dtype, causal):
 @pytest.mark.parametrize("size", [(1, 1, 70, 256, 130), (1, 1, 99, 2, 256), (1, 2, 16, 1, 1), (1, 1, 128, 64, 64)])
 def test_causal_matches_reference_of_large_heads(size):
     tensors, mask, state = inputs(size, masked=True, stateful=True)
-    assert_right(tensors, mask, state, causal=True, eps=1e-2)
+    # Of one feature q cancels but for eps, so that a small one leaves its gradient nothing but rounding.
+    assert_right(tensors, mask, state, causal=True, eps=1.0 if size[3] == 1 else 1e-2)
 
 
 @ON_CPU

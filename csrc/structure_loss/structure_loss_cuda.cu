@@ -100,7 +100,8 @@ __device__ __forceinline__ void structure_entropy(bool probabilities, float (&z)
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       const structure_sigmoid s = structure_sigmoid_of(z[i]);
-      bce[i] = structure_log1p_plus(s.e, fmaf(-z[i], m[i], fmaxf(z[i], 0.0f)));
+      const float share = (z[i] > 0.0f ? 1.0f : 0.0f) - m[i]; /* not max(z, 0) - z m: of infinite z that is NaN */
+      bce[i] = structure_log1p_plus(s.e, z[i] * share);
       z[i] = s.p;
     }
   }

@@ -60,6 +60,17 @@ def test_the_gradient_of_an_infinite_logit_is_that_of_a_large_one(dtype):
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("logit", [float("inf"), -float("inf")])
+def test_the_loss_of_an_infinite_logit_is_infinite(dtype, logit):
+    """Beside a mask between 0 and 1, and of +inf beside 0 too, as PyTorch has it."""
+    for options in cases.OPTIONS[:3] + cases.OPTIONS[6:9]:
+        logits, mask, *others = cases.inputs_of((3, 64), dtype)
+        logits[:, :, :, 5] = logit
+        for value in (0.3, 0.0) if logit > 0 else (0.3,):
+            mask[:, :, :, 5] = value
+            assert (cases.run(logits, mask, *others, **options)[0] == float("inf")).all()
+
+
 @pytest.mark.parametrize("logit", [-6, -10])
 def test_the_loss_of_empty_images_keeps_its_digits(dtype, logit):
     """1 - (I+s)/(U-I+s), of which the quotient is nearly 1."""
