@@ -755,12 +755,14 @@ def commit_of_tree() -> tuple[str, bool]:
 
 
 def without_folders(found):
-    """The same, files of this tree and of packages named from there on: no record tells a machine's folders."""
+    """The same, files of this tree and of packages named from there on: no record tells a machine's folders. Nor where
+    to read about an error of CUDA."""
     if isinstance(found, dict):
         return {key: without_folders(value) for key, value in found.items()}
     if isinstance(found, list):
         return [without_folders(value) for value in found]
     if isinstance(found, str):
+        found = re.sub(r" Search for `\w+' in https?://\S+( for more informat\w*\.?)?", "", found)
         return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+(?=(?:benchmarks|camox_ops|scripts|tests|site-packages)/)", "", found)
     return found
 

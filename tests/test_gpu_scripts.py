@@ -1148,10 +1148,13 @@ def test_ops_that_can_be_named():
 
 
 def test_a_record_has_no_folders_of_a_machine():
-    text = "/home/me/tests/test_a.py:3: and /opt/v/lib/site-packages/torch/nn.py, tests/b.py, 3/camox_ops/4"
+    text = "/some/tests/test_a.py:3: and /opt/v/lib/site-packages/torch/nn.py, tests/b.py, 3/camox_ops/4"
     found = gpu_check.without_folders({"failures": [{"message": text}], "count": 3})
     cut = "tests/test_a.py:3: and site-packages/torch/nn.py, tests/b.py, 3/camox_ops/4"
     assert found == {"failures": [{"message": cut}], "count": 3}
+    text = "CUDA error: out of memory"
+    more = " Search for `cudaErrorMemoryAllocation' in https://github.com/c.html for more informat"
+    assert gpu_check.without_folders([text + more]) == [text]
 
 
 def test_a_captured_step_keeps_what_it_reads():
