@@ -131,7 +131,7 @@ SEED = torch.tensor(0x0123456789ABCDEF)
 
 
 def with_barriers(**how):
-    for rows, width in ((9, 1544), (300, 40), (11, 520)):
+    for rows, width, cap in ((9, 1544, 1), (300, 40, 8), (11, 520, 1)):  # as many partial rows as blocks run at once
         x, residual, grad = (random_image((1, 1, rows, width), seed=i)[0, 0] for i in range(3))
         weight, bias = random_image((1, 1, 2, width), seed=4)[0, 0]
-        yield norm(x, residual, weight, bias, grad, SEED, 0.3, **how)
+        yield norm(x, residual, weight, bias, grad, SEED, 0.3, **{**how, "grid_cap": cap})
