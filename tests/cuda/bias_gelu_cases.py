@@ -58,4 +58,11 @@ def with_barriers(**how):
     """Blocks of fewer columns than a row has, and partial rows for more than one warp of the kernel that adds them."""
     for rows, columns, cap in ((90, 640, 1), (300, 40, 4)):  # as many partial rows as blocks run at once
         x, grad = (random_image((1, 1, rows, columns), seed=k)[0, 0] for k in (0, 1))
-        yield run(x, random_image((1, 1, 1, columns), seed=2).flatten(), grad, torch.tensor(5), 0.3, **{**how, "grid_cap": cap})
+        yield run(
+            x,
+            random_image((1, 1, 1, columns), seed=2).flatten(),
+            grad,
+            torch.tensor(5),
+            0.3,
+            **{**how, "grid_cap": cap},
+        )
