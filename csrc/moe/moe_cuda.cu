@@ -417,8 +417,8 @@ __global__ void __launch_bounds__(LANES *V <= MOE_LARGE_EXPERTS ? MOE_LARGE_THRE
     for (int64_t row = begin; row < end; row += groups)
       moe_choose_row<LANES, V>(p, vectors, row + group, row + group < end, lane, counts);
     __syncthreads();
+    /* what follows, the next block's zeros or placing, leaves an expert's count to the thread that has it here */
     for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) p.block_totals[block * p.num_experts + e] = counts[e];
-    __syncthreads();
   }
   if (blocks == 1) moe_place(p, memory, 0, 1, block_rows);
 }
@@ -440,8 +440,8 @@ __global__ void __launch_bounds__(MOE_LARGE_THREADS, 1) moe_count_kernel(const _
         moe_report(p.error_word, CAMOX_ERROR_MOE_PLACE);
     }
     __syncthreads();
+    /* what follows, the next block's zeros or placing, leaves an expert's count to the thread that has it here */
     for (int64_t e = threadIdx.x; e < p.num_experts; e += blockDim.x) p.block_totals[block * p.num_experts + e] = counts[e];
-    __syncthreads();
   }
   if (blocks == 1) moe_place(p, memory, 0, 1, block_rows);
 }
