@@ -502,7 +502,8 @@ class Candidates:
 
     def __init__(self, case: Case, entry: dict, device: torch.device = CPU):
         self.case, self.entry, self.device = case, entry, device
-        with nullcontext() if device == CPU else device:  # where the modules among them are made
+        # where the modules among them are made, and by the same numbers as those that a case checks them with
+        with nullcontext() if device == CPU else device, exact_float32(device):
             functions = dict(case.candidates())
         for needed in (SUBJECT, BASELINE):
             if needed not in functions:
@@ -512,8 +513,8 @@ class Candidates:
         compiled = [name for name in functions if re.match(r"compile(_|$)", name)]
         self.to_compile = {name: functions.pop(name) for name in compiled}
         self.to_compile = {name: function for name, function in self.to_compile.items() if function is not None}
-        backward = case.direction == "forward_backward"
         self.inputs = case.make_inputs() if device == CPU else tuple(t.to(device) for t in case.make_inputs())
+        backward = case.direction == "forward_backward"
         self.upstream = [g.to(device) for g in upstream_like(case, baseline, self.inputs)] if backward else []
         self.accepted = {BASELINE: Candidate(case, baseline, self.inputs, self.upstream)}
         self.truth, self.numbers = {}, {}

@@ -719,7 +719,7 @@ def dropout_cases(dtype: str) -> list[Case]:
 ROWS = BATCH * CHANNELS * HEIGHT  # of WIDTH elements, as a linear layer's output
 
 
-PARTIAL_ROWS = 2048  # CAMOX_PARTIAL_ROWS
+MOST_SHARES = 2048  # NORM2D_MOST_SHARES
 
 
 def item_rows(columns: int) -> int:
@@ -821,7 +821,7 @@ def norm_backward(
     the loop in which a block adds up its own grad_weight and grad_bias."""
     element, size = DTYPES[dtype]
     pixels = BATCH * HEIGHT * WIDTH
-    most = min(max(pixels // 64, 256), PARTIAL_ROWS, pixels)  # camox_norm2d_cuda_items
+    most = min(max(pixels // 64, 256), MOST_SHARES, pixels)  # camox_norm2d_cuda_items
     kernel = f"norm2d_backward_kernel<{element}, {16 // size}, {lines}, true>"
 
     def each(processors: int, blocks: int) -> int:

@@ -30,7 +30,6 @@ def graph_samples(device, timed: cuda.TimedCase, direction: str, rounds: int) ->
         except Exception as error:
             timed.refused[f"graph {direction} {name}"] = common.reason(error)
     samples = cuda.measure(device, {name: graph.replay for name, graph in graphs.items()}, rounds) if graphs else {}
-    kept.clear()
     for graph in graphs.values():
         graph.reset()
     return samples

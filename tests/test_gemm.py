@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from helpers import DEVICE, assert_close_to_reference
+from helpers import DEVICE, assert_close_to_reference, on_device
 from torch.autograd import gradcheck
 
 from camox_ops.nn.projections import _MULTIPLIED as MULTIPLIED
 from camox_ops.nn.projections import project, project_heads
 
-pytestmark = pytest.mark.usefixtures("on_device")
+pytestmark = on_device
 
 
 def strided(shape, layout, seed=0):

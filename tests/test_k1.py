@@ -10,7 +10,7 @@ from pathlib import Path
 import example_path
 import pytest
 import torch
-from helpers import DEVICE
+from helpers import DEVICE, on_device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import camox_ops as cx
@@ -45,7 +45,7 @@ NODE = {
 }
 SHARED = {"output_norm.weight": (16,), "output_norm.bias": (16,)}
 SHARED |= {"output_proj.weight": (60, 16), "output_proj.bias": (60,)}
-pytestmark = pytest.mark.usefixtures("on_device")
+pytestmark = on_device
 
 
 def public_names(prefix="root", branching=BRANCHING):

@@ -10,6 +10,7 @@ from helpers import (
     FLOATS,
     assert_close_to_reference,
     assert_one_rounding,
+    on_device,
     on_device_of_test,
     random_image,
 )
@@ -39,7 +40,7 @@ SIZES = (
     (1, 1, 1, 1, 1),
 )
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits and threads: on the CPU")
-pytestmark = pytest.mark.usefixtures("on_device")
+pytestmark = on_device
 
 
 def heads(shape, dtype=torch.float32, memory="contiguous", seed=0):

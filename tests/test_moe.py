@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, random_image
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, on_device, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -20,7 +20,7 @@ AUX_LOSSES = ("switch", "importance_cv2", "z", "usage_mse")
 ROUTES = ((1, 1, 1), (3, 7, 3), (15, 4, 4), (16, 8, 2), (17, 64, 8), (130, 5, 1), (300, 33, 6))
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits, threads and checks of values: on the CPU")
-pytestmark = pytest.mark.usefixtures("on_device")
+pytestmark = on_device
 
 
 def logits_of(rows, num_experts, dtype=torch.float32, seed=0, kind="normal"):

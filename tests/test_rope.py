@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, random_image
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, on_device, random_image
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,7 +22,7 @@ MEMORY = ("contiguous", "strided", "expanded", "swapped")
 # Dimensions of a head around one and two vectors of pairs (4, 8, 16 lanes), and far from them.
 DIMS = (2, 6, 16, 18, 32, 34, 64, 130)
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits, threads and checks of values: on the CPU")
-pytestmark = pytest.mark.usefixtures("on_device")
+pytestmark = on_device
 
 
 def heads(shape, dtype=torch.float32, memory="contiguous", seed=0):

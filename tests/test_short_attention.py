@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, on_device_of_test
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, on_device, on_device_of_test
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -19,7 +19,7 @@ MEMORY = ("contiguous", "packed", "strided", "heads_first", "expanded")
 SHAPES = [(9, 6, 8, 12), (3, 1, 1, 1), (5, 3, 3, 2), (2, 16, 5, 16), (2, 16, 3, 17), (3, 17, 2, 7), (2, 33, 1, 65)]
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits and threads: on the CPU")
 op = torch.ops.camox_ops
-pytestmark = pytest.mark.usefixtures("on_device")
+pytestmark = on_device
 
 
 def normal(shape, seed=0):

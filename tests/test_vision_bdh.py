@@ -12,7 +12,7 @@ import example_path
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, assert_close_to_reference
+from helpers import DEVICE, assert_close_to_reference, on_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import camox_ops as cx
@@ -50,7 +50,7 @@ PUBLIC_TEXT = {
     "attn.freqs": (1, 1, 1, 64),
     "embed.weight": (256, 24),
 }
-pytestmark = pytest.mark.usefixtures("on_device")
+pytestmark = on_device
 
 
 def heads(batch=2, length=10, seed=0, dtype=torch.float32):

@@ -16,8 +16,6 @@
 
 #define CAMOX_SUM_THREADS 1024
 #define CAMOX_SUM_COLUMNS 8
-/* Backward kernels write at most so many rows: 16 loads of each thread. */
-#define CAMOX_PARTIAL_ROWS 2048
 
 /* out: columns [0, split) go to out[0], the others to out[1]. */
 struct camox_row_sums {

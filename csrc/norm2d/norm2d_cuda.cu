@@ -33,7 +33,8 @@
 #define NORM2D_LEAST_LANES 8      /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
 #define NORM2D_FEWEST_LANES 2     /* or 32, where there are many channels; 8 of single elements, in few tiles */
 #define NORM2D_FEW_SHARES 256     /* shares of grad_weight and grad_bias: more than this many only of */
-#define NORM2D_SHARE_PIXELS 64    /* at least so many pixels */
+#define NORM2D_SHARE_PIXELS 64    /* at least so many pixels, */
+#define NORM2D_MOST_SHARES 2048   /* and at most so many: 16 loads of each thread that adds them up */
 
 struct norm2d; /* tells the budget whose kernel of row_sums.cuh it is */
 
@@ -876,7 +877,7 @@ extern "C" int64_t camox_norm2d_cuda_items(const camox_norm2d_params *p) {
   const int64_t pixels = p->batch * p->height * p->width;
   int64_t shares = pixels / NORM2D_SHARE_PIXELS;
   if (shares < NORM2D_FEW_SHARES) shares = NORM2D_FEW_SHARES;
-  if (shares > CAMOX_PARTIAL_ROWS) shares = CAMOX_PARTIAL_ROWS;
+  if (shares > NORM2D_MOST_SHARES) shares = NORM2D_MOST_SHARES;
   return shares < pixels ? shares : pixels;
 }
 
