@@ -361,6 +361,8 @@ def test_opcheck_traced(case):
     for op, arguments in operators_of(case, torch.float32, ("contiguous",)):
         calls[op, tuple(a is None for a in tree_flatten(arguments)[0])] = arguments
     for (op, _), arguments in calls.items():
+        if DEVICE.type == "cuda" and op is torch.ops.camox_ops.edge_maps_backward.default:
+            continue  # PyTorch's second derivative of a convolution on CUDA asks symbolic tensors for their numel()
         opcheck(op, arguments, test_utils="test_aot_dispatch_dynamic")
 
 

@@ -213,6 +213,29 @@ def test_correctness_finds(section, monkeypatch, ours, message):
     assert {failure["op"] for failure in failures} == {"edge_maps"}
 
 
+def numbers_of(op, shape=(1, 1, 4001, 3)) -> dict:
+    inputs = op.inputs(shape, torch.float32)
+    truth = _selftest.run(op.reference, tuple(t.double() for t in inputs), None)
+    return {"inputs": inputs, "truth": truth, "same": _selftest.run(op.reference, inputs, None)}
+
+
+def test_two_orders_of_one_sum():
+    """A sum of PyTorch's that happens to be exact does not forbid ours to round; nor does it hide a wrong one."""
+    op = BY_NAME["layer_norm2d gelu"]
+    numbers = numbers_of(op)
+    numbers["same"][1] = [t.float() for t in numbers["truth"][1]]
+    found, truth = gpu_check.farther_of_two_orders(op, numbers), numbers["truth"][1]
+    assert [t.shape for t in found] == [t.shape for t in truth]
+    off = [(t.double() - true).abs().max().item() for t, true in zip(found, truth, strict=True)]
+    assert 1e-7 < off[2] < 1e-3 * truth[2].abs().item()
+
+
+def test_an_op_with_another_result_in_the_other_order():
+    op = BY_NAME["layer_norm2d gelu"]._replace(reference=lambda x, weight, bias: (x.cumsum(2) * weight + bias).square())
+    numbers = numbers_of(op)
+    assert gpu_check.farther_of_two_orders(op, numbers) is numbers["same"][1]
+
+
 def test_a_reference_that_fails_is_no_passed_case(section, monkeypatch):
     def no_memory(x):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
