@@ -21,6 +21,7 @@
    the shares in order. No atomics: the same bits on every run. */
 #include "../common/gelu.cuh"
 #include "../common/row_sums.cuh"
+#include "../common/weights.cuh"
 #include "norm2d.h"
 
 #include <float.h>
@@ -261,18 +262,19 @@ __device__ __forceinline__ void norm2d_load_origin(T (&to)[shape::pixels], const
 }
 
 /* weight or bias of the thread's channels. */
-template <typename shape>
+template <typename T, typename shape>
 __device__ __forceinline__ void norm2d_load_affine(float (&to)[shape::channels], const norm2d_plan &plan,
                                                    const camox_norm2d_affine &affine, const norm2d_tile &tile,
                                                    const norm2d_part &part) {
-  const float *p = static_cast<const float *>(affine.data) + tile.group * plan.group_channels + part.channel;
-  if constexpr (shape::LAST) {
+  int64_t channel = tile.group * plan.group_channels + part.channel;
 #pragma unroll
-    for (int i = 0; i < shape::V; ++i) to[i] = 0.0f;
-    if (part.rows) camox_load_floats(to, p);
+  for (int i = 0; i < shape::channels; ++i) to[i] = 0.0f;
+  if constexpr (shape::LAST) {
+    if (part.rows) camox_load_weights<T>(to, affine.data, channel, plan.p.half_weights);
   } else {
 #pragma unroll
-    for (int k = 0; k < shape::rows; ++k, p += plan.outer) to[k] = part.rows >> k & 1 ? __ldg(p) : 0.0f;
+    for (int k = 0; k < shape::rows; ++k, channel += plan.outer)
+      if (part.rows >> k & 1) to[k] = camox_load_weight<T>(affine.data, channel, plan.p.half_weights);
   }
 }
 
@@ -469,8 +471,8 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
           continue;
         }
         float weight[shape::channels], bias[shape::channels];
-        norm2d_load_affine<shape>(weight, plan, p.weight, tile, part);
-        norm2d_load_affine<shape>(bias, plan, p.bias, tile, part);
+        norm2d_load_affine<T, shape>(weight, plan, p.weight, tile, part);
+        norm2d_load_affine<T, shape>(bias, plan, p.bias, tile, part);
         constexpr int together = WHOLE ? shape::rows : 1; /* rows that are activated together, with one branch to it */
 #pragma unroll
         for (int first_row = 0; first_row < shape::rows; first_row += together) {
@@ -594,15 +596,13 @@ __global__ void __launch_bounds__(NORM2D_TEAM_THREADS, NORM2D_TEAM_BLOCKS)
       stats[0] = mean, stats[p.batch * p.groups * plan.pixels] = scale;
     }
 
-    const float *weights = static_cast<const float *>(p.weight.data) + channel;
-    const float *biases = static_cast<const float *>(p.bias.data) + channel;
     T *out = norm2d_place<T>(p.y, tile.batch, pixel, channel);
 #pragma unroll
-    for (int k = 0; k < vectors; ++k, weights += step, biases += step, out += step) {
+    for (int k = 0; k < vectors; ++k, out += step) {
       if (k * step >= channels) continue;
       float weight[V], y[V];
-      camox_load_floats(weight, weights);
-      camox_load_floats(y, biases);
+      camox_load_weights<T>(weight, p.weight.data, channel + k * step, p.half_weights);
+      camox_load_weights<T>(y, p.bias.data, channel + k * step, p.half_weights);
 #pragma unroll
       for (int i = 0; i < V; ++i) y[i] = fmaf(d[k][i] * scale, weight[i], y[i]);
       if (p.residual.data) {
@@ -760,8 +760,8 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
           if (is_read) {
             norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
             norm2d_load(grad, norm2d_rows_of<const T, shape>(plan, p.grad, tile, part, part.channel), part.rows);
-            norm2d_load_affine<shape>(weight, plan, p.weight, tile, part);
-            norm2d_load_affine<shape>(bias, plan, p.bias, tile, part);
+            norm2d_load_affine<T, shape>(weight, plan, p.weight, tile, part);
+            norm2d_load_affine<T, shape>(bias, plan, p.bias, tile, part);
           }
           if (pass == 0 && !whole) {
 #pragma unroll
@@ -869,8 +869,9 @@ static bool norm2d_fits(camox_norm2d_params *p, bool lines, int lanes, int eleme
     if (!camox_aligned(views.view[i]->data, lanes * element) || (sizes[inner] > 1 && stride[inner] != 1)) return false;
     if ((sizes[0] > 1 && stride[0] % lanes != 0) || (sizes[across] > 1 && stride[across] % lanes != 0)) return false;
   }
-  const int floats = lanes < 4 ? 4 * lanes : 16;
-  return lines ? camox_aligned(p->weight.data, floats) && camox_aligned(p->bias.data, floats) : camox_aligned(p->stats, floats);
+  const int floats = lanes < 4 ? 4 * lanes : 16, weights = p->half_weights ? lanes * element : floats;
+  if (!lines) return camox_aligned(p->stats, floats);
+  return camox_aligned(p->weight.data, weights) && camox_aligned(p->bias.data, weights);
 }
 
 extern "C" int64_t camox_norm2d_cuda_items(const camox_norm2d_params *p) {
@@ -883,8 +884,8 @@ extern "C" int64_t camox_norm2d_cuda_items(const camox_norm2d_params *p) {
 
 /* Without shares the gradients become zeros. */
 static void norm2d_launch_row_sums(const camox_norm2d_params &p, int64_t shares, void *stream) {
-  camox_row_sums sums = {static_cast<const float *>(p.partial), shares, 2 * p.channels, p.channels, {}};
-  sums.out[0] = static_cast<float *>(p.grad_weight), sums.out[1] = static_cast<float *>(p.grad_bias);
+  camox_row_sums sums = {static_cast<const float *>(p.partial), shares, 2 * p.channels, p.channels, {}, CAMOX_F32};
+  sums.out[0] = p.grad_weight, sums.out[1] = p.grad_bias, sums.dtype = p.half_weights ? p.dtype : CAMOX_F32;
   camox_launch_row_sums<norm2d>(sums, stream);
 }
 
