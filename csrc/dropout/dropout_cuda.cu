@@ -259,8 +259,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
         camox_get_floats(s, cache + i);
       else
         norm_sums<T>(s, a, seed, start + i);
-      camox_load_weights<T>(w, p.weight.data, i, p.half_weights);
-      camox_load_weights<T>(b, p.bias.data, i, p.half_weights);
+      camox_load_affine<T>(w, b, p.weight.data, p.bias.data, i, p.half_weights);
 #pragma unroll
       for (int j = 0; j < V; ++j) y[j] = ((s[j] - mean) - mean_correction) * scale * w[j] + b[j];
       y[0] = dropout_broken(y[0]);
@@ -401,8 +400,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, norm_blocks<V>)
     for (int k = 0; k < vectors; ++k, y += at.step) {
       if (!at.exists[k]) continue;
       float w[V], b[V];
-      camox_load_weights<T>(w, p.weight.data, at.place + k * at.step, p.half_weights);
-      camox_load_weights<T>(b, p.bias.data, at.place + k * at.step, p.half_weights);
+      camox_load_affine<T>(w, b, p.weight.data, p.bias.data, at.place + k * at.step, p.half_weights);
 #pragma unroll
       for (int j = 0; j < V; ++j) b[j] = fmaf(fmaf(s[k][j], scale, shift), w[j], b[j]);
       b[0] = dropout_broken(b[0]);

@@ -262,20 +262,34 @@ __device__ __forceinline__ void norm2d_load_origin(T (&to)[shape::pixels], const
 }
 
 /* weight or bias of the thread's channels. */
-template <typename T, typename shape>
-__device__ __forceinline__ void norm2d_load_affine(float (&to)[shape::channels], const norm2d_plan &plan,
-                                                   const camox_norm2d_affine &affine, const norm2d_tile &tile,
-                                                   const norm2d_part &part) {
-  int64_t channel = tile.group * plan.group_channels + part.channel;
-#pragma unroll
-  for (int i = 0; i < shape::channels; ++i) to[i] = 0.0f;
+template <typename Weight, typename shape>
+__device__ __forceinline__ void norm2d_load_weights(float (&to)[shape::channels], const camox_norm2d_affine &affine,
+                                                    const norm2d_plan &plan, const norm2d_tile &tile, const norm2d_part &part) {
+  const Weight *from = static_cast<const Weight *>(affine.data) + tile.group * plan.group_channels + part.channel;
   if constexpr (shape::LAST) {
-    if (part.rows) camox_load_weights<T>(to, affine.data, channel, plan.p.half_weights);
+#pragma unroll
+    for (int i = 0; i < shape::V; ++i) to[i] = 0.0f;
+    if (part.rows) camox_load_weights(to, from);
   } else {
 #pragma unroll
-    for (int k = 0; k < shape::rows; ++k, channel += plan.outer)
-      if (part.rows >> k & 1) to[k] = camox_load_weight<T>(affine.data, channel, plan.p.half_weights);
+    for (int k = 0; k < shape::rows; ++k, from += plan.outer) to[k] = part.rows >> k & 1 ? camox_to_float(__ldg(from)) : 0.0f;
   }
+}
+
+/* Both. One branch for all channels: their loads then wait for nothing in between. */
+template <typename T, typename shape>
+__device__ __forceinline__ void norm2d_load_affine(float (&weight)[shape::channels], float (&bias)[shape::channels],
+                                                   const norm2d_plan &plan, const norm2d_tile &tile, const norm2d_part &part) {
+  const camox_norm2d_params &p = plan.p;
+  if constexpr (sizeof(T) == 2) {
+    if (p.half_weights) {
+      norm2d_load_weights<T, shape>(weight, p.weight, plan, tile, part);
+      norm2d_load_weights<T, shape>(bias, p.bias, plan, tile, part);
+      return;
+    }
+  }
+  norm2d_load_weights<float, shape>(weight, p.weight, plan, tile, part);
+  norm2d_load_weights<float, shape>(bias, p.bias, plan, tile, part);
 }
 
 /* ---- sums over the channels of a group ---- */
@@ -471,8 +485,7 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
           continue;
         }
         float weight[shape::channels], bias[shape::channels];
-        norm2d_load_affine<T, shape>(weight, plan, p.weight, tile, part);
-        norm2d_load_affine<T, shape>(bias, plan, p.bias, tile, part);
+        norm2d_load_affine<T, shape>(weight, bias, plan, tile, part);
         constexpr int together = WHOLE ? shape::rows : 1; /* rows that are activated together, with one branch to it */
 #pragma unroll
         for (int first_row = 0; first_row < shape::rows; first_row += together) {
@@ -601,8 +614,7 @@ __global__ void __launch_bounds__(NORM2D_TEAM_THREADS, NORM2D_TEAM_BLOCKS)
     for (int k = 0; k < vectors; ++k, out += step) {
       if (k * step >= channels) continue;
       float weight[V], y[V];
-      camox_load_weights<T>(weight, p.weight.data, channel + k * step, p.half_weights);
-      camox_load_weights<T>(y, p.bias.data, channel + k * step, p.half_weights);
+      camox_load_affine<T>(weight, y, p.weight.data, p.bias.data, channel + k * step, p.half_weights);
 #pragma unroll
       for (int i = 0; i < V; ++i) y[i] = fmaf(d[k][i] * scale, weight[i], y[i]);
       if (p.residual.data) {
@@ -760,8 +772,7 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
           if (is_read) {
             norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
             norm2d_load(grad, norm2d_rows_of<const T, shape>(plan, p.grad, tile, part, part.channel), part.rows);
-            norm2d_load_affine<T, shape>(weight, plan, p.weight, tile, part);
-            norm2d_load_affine<T, shape>(bias, plan, p.bias, tile, part);
+            norm2d_load_affine<T, shape>(weight, bias, plan, tile, part);
           }
           if (pass == 0 && !whole) {
 #pragma unroll
