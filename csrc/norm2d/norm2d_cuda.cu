@@ -361,20 +361,13 @@ __device__ __forceinline__ void norm2d_load_weights(float (&to)[shape::channels]
   }
 }
 
-/* Both. One branch for all channels: their loads then wait for nothing in between. */
+/* One branch for all channels: a conversion in a branch waits for its load. */
 template <typename T, typename shape>
-__device__ __forceinline__ void norm2d_load_affine(float (&weight)[shape::channels], float (&bias)[shape::channels],
+__device__ __forceinline__ void norm2d_load_affine(float (&to)[shape::channels], const camox_norm2d_affine &affine,
                                                    const norm2d_plan &plan, const norm2d_tile &tile, const norm2d_part &part) {
-  const camox_norm2d_params &p = plan.p;
-  if constexpr (sizeof(T) == 2) {
-    if (p.half_weights) {
-      norm2d_load_weights<T, shape>(weight, p.weight, plan, tile, part);
-      norm2d_load_weights<T, shape>(bias, p.bias, plan, tile, part);
-      return;
-    }
-  }
-  norm2d_load_weights<float, shape>(weight, p.weight, plan, tile, part);
-  norm2d_load_weights<float, shape>(bias, p.bias, plan, tile, part);
+  if constexpr (sizeof(T) == 2)
+    if (plan.p.half_weights) return norm2d_load_weights<T, shape>(to, affine, plan, tile, part);
+  norm2d_load_weights<float, shape>(to, affine, plan, tile, part);
 }
 
 /* ---- sums over the channels of a group ---- */
@@ -590,7 +583,8 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
           continue;
         }
         float weight[shape::channels], bias[shape::channels];
-        norm2d_load_affine<T, shape>(weight, bias, plan, tile, part);
+        norm2d_load_affine<T, shape>(weight, p.weight, plan, tile, part);
+        norm2d_load_affine<T, shape>(bias, p.bias, plan, tile, part);
         constexpr int together = WHOLE ? shape::rows : 1; /* rows that are activated together, with one branch to it */
 #pragma unroll
         for (int first_row = 0; first_row < shape::rows; first_row += together) {
@@ -803,10 +797,11 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[shape::channe
 }
 
 /* Blocks of the backward that a multiprocessor must hold. These kernels would spill a few bytes for a second block of
-   NORM2D_THREADS; of NORM2D_TARGET_THREADS it holds two all the same. */
+   NORM2D_THREADS; of NORM2D_TARGET_THREADS it holds two all the same. Staged rows need fewer registers. */
 template <typename T, int V, bool LAST, bool WHOLE>
 struct norm2d_backward_blocks {
-  static constexpr bool spills = V == 1 || (WHOLE && !camox_is_bfloat16<T>::value);
+  static constexpr bool stages = norm2d_stages<T, V, LAST, WHOLE, true> && CAMOX_CUDA_ARCH >= 800;
+  static constexpr bool spills = V == 1 || (WHOLE && !stages && !camox_is_bfloat16<T>::value);
   static constexpr int value = sizeof(T) == 2 && !LAST && spills ? 1 : NORM2D_BLOCKS;
 };
 
@@ -893,7 +888,8 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
               norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
               norm2d_load(grad, norm2d_rows_of<const T, shape>(plan, p.grad, tile, part, part.channel), part.rows);
             }
-            norm2d_load_affine<T, shape>(weight, bias, plan, tile, part);
+            norm2d_load_affine<T, shape>(weight, p.weight, plan, tile, part);
+            norm2d_load_affine<T, shape>(bias, p.bias, plan, tile, part);
           }
           if (pass == 0 && !whole) {
 #pragma unroll
