@@ -498,10 +498,14 @@ struct norm2d_most {
   static constexpr int threads = WHOLE && sizeof(T) == 4 ? NORM2D_FLOAT_THREADS : NORM2D_THREADS;
 };
 
+/* Blocks that a multiprocessor must hold. */
+template <typename T, int V, bool LAST>
+static constexpr int norm2d_blocks = sizeof(T) == 2 && V == 4 && !LAST ? 3 : NORM2D_BLOCKS;
+
 /* WHOLE, of planes: all channels of a group are one chunk, and each pass has code of its own, a third less than where a loop's
    turns branch to them. */
 template <typename T, int V, bool LAST, bool WHOLE>
-__global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
+__global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, norm2d_blocks<T, V, LAST>)
     norm2d_kernel(const __grid_constant__ norm2d_plan plan) {
   typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, WHOLE>> shape;
   CAMOX_DYNAMIC_SHARED(float, totals);
