@@ -1151,7 +1151,7 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
     int64_t blocks = plan.items;
     if (norm2d_stages<T, V, LAST, whole_planes, false> && whole && camox_device_is_sm80()) {
       shared += static_cast<size_t>(16 * threads * (1 + norm2d_rows_each<T, V, whole_planes>));
-      blocks = camox_places_of(kernel, threads, shared).all();
+      if (plan.items > NORM2D_FILL) blocks = camox_places_of(kernel, threads, shared).all(); /* else one tile of each */
     }
     CAMOX_LAUNCH(kernel, camox_grid(blocks < plan.items ? blocks : plan.items), threads, shared, stream, plan);
     return;
