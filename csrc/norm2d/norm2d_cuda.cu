@@ -15,6 +15,8 @@
    Of channels_last this is the backward, and the forward where a group has more channels than a warp has room for; otherwise a
    team of lanes has the channels of a pixel (norm2d_team_kernel).
 
+   Of planes whose channels are all in registers the next tile is on its way to shared memory meanwhile (staged tiles, below).
+
    V is the widest access that all tensors allow: 16 bytes, 8 bytes, or one element (planes with V = 1 take any strides).
    Groups of more channels than a block holds are iterated in chunks, which later passes load again (from the caches).
    A block of the backward iterates over several tiles and keeps its share of grad_weight and grad_bias; a second kernel adds
