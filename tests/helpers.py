@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from camox_ops._selftest import FLOAT32_SLACK, remainder_of
@@ -121,6 +122,30 @@ def outputs_and_gradients(op, inputs, grads):
     leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
     outputs = each(op(*leaves))
     return [y.detach() for y in outputs], list(torch.autograd.grad(outputs, leaves, grads))
+
+
+class CastsByTorch(TorchDispatchMode):
+    """Counts the conversions to another dtype that PyTorch makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += function is torch.ops.aten._to_copy.default
+        return function(*arguments, **(named or {}))
+
+
+def assert_reads_half_weights(op, inputs, weights, grad) -> None:
+    """op(*inputs, *weights), all of one half-precision dtype, has the bits of float32 weights of the same values, their
+    gradients those of float32 ones rounded once, and PyTorch converts none of them."""
+    with CastsByTorch() as casts:
+        outputs, grads = outputs_and_gradients(op, [*inputs, *weights], grad)
+    assert casts.count == 0
+    of_floats = outputs_and_gradients(op, [*inputs, *(weight.float() for weight in weights)], grad)
+    for ours, other in zip([*outputs, *grads], [*of_floats[0], *of_floats[1]], strict=True):
+        assert ours.dtype == grad.dtype
+        assert torch.equal(ours, other.to(grad.dtype))
 
 
 def module_numbers(module, forward, x, grad) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dropout_inputs import LAYOUTS, affine, normal
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, assert_reads_half_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -80,6 +80,15 @@ def test_grad_matches_reference(dtype, p):
         assert_close_to_reference(
             ours, same, reference.bias_gelu_backward(*doubles([grad, *plain]), seed, p), scale64=9.0
         )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_bias_is_read_as_it_is(dtype):
+    for shape, seed in (((2, 3, 17), None), ((259, 128), seed_of())):
+        inputs, grad = [normal(shape, dtype)], normal(shape, dtype, seed=2)
+        bias = bias_of(shape[-1]).to(dtype)
+        assert_reads_half_weights(lambda x, b, seed=seed: op.bias_gelu(x, b, seed, 0.1), inputs, [bias], grad)
+    assert_reads_half_weights(cx.bias_gelu, inputs, [bias], grad)
 
 
 @ON_CPU

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dropout_inputs import LAYOUTS, affine, normal
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, assert_reads_half_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -233,6 +233,30 @@ def test_grad_matches_reference_norm(dtype, p):
         truth = reference.dropout_add_layer_norm_backward(*doubles([grad, *plain]), seed, p)
         # A row of one element has no gradient but what rounding leaves of terms of the size of 1 / sqrt(eps).
         assert_close_to_reference(ours, same, truth, scale64=300.0, terms=300.0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_weights_of_norm_are_read_as_they_are(dtype):
+    for width, seed in ((17, None), (64, seed_of()), (520, None), (4100, seed_of())):
+        inputs, grad = [normal((5, width), dtype, seed=seed) for seed in (0, 1)], normal((5, width), dtype, seed=2)
+        weights = [weight.to(dtype) for weight in affine(width)]
+
+        def norm(*tensors, seed=seed):
+            return op.dropout_add_layer_norm(*tensors, seed, 0.1, 1e-5)[0]
+
+        assert_reads_half_weights(norm, inputs, weights, grad)
+    assert_reads_half_weights(cx.dropout_add_layer_norm, inputs, weights, grad)
+
+
+def test_norm_weight_and_bias_of_two_dtypes():
+    """The half-precision one is converted, and so is its gradient."""
+    x, weight, bias = normal((5, 24), torch.bfloat16), *affine(24)
+    leaves = [x, weight.bfloat16().requires_grad_(), bias.requires_grad_()]
+    y = cx.dropout_add_layer_norm(x, *leaves)
+    assert torch.equal(y, cx.dropout_add_layer_norm(x, x, leaves[1].float(), bias))
+    assert [grad.dtype for grad in torch.autograd.grad(y.sum(), leaves[1:])] == [torch.bfloat16, torch.float32]
+    with pytest.raises(ValueError, match="bias must have the dtype of weight"):
+        op.dropout_add_layer_norm(x, *leaves, None, 0.0, 1e-5)
 
 
 def test_grad_norm_keeps_digits_under_a_large_mean():

@@ -9,6 +9,7 @@ from helpers import (
     LAYOUTS,
     assert_close_to_reference,
     assert_one_rounding,
+    assert_reads_half_weights,
     assert_same_sums,
     float64_on_cpu,
     on_device,
@@ -143,6 +144,33 @@ def test_float32_parameters_beside_halves(dtype):
     full = forward_and_gradients(cx.layer_norm2d, x.float(), weight, bias, grad.float())
     assert_one_rounding([y, grad_x], full[:2])
     assert_same_sums([grad_weight, grad_bias], full[2:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_weights_are_read_as_they_are(dtype, layout):
+    for activation, shape in (("none", (2, 6, 5, 7)), ("gelu", (3, 32, 8, 16)), ("silu", (1, 80, 3, 5))):
+        x, grad = random_image(shape, dtype, layout), random_image(shape, dtype, layout, seed=1)
+
+        def op(x, weight, bias, activation=activation):
+            return cx.layer_norm2d(x, weight, bias, activation=activation, groups=2)
+
+        assert_reads_half_weights(op, [x], parameters(shape[1], dtype), grad)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_weight_and_bias_of_two_dtypes(dtype):
+    """The half-precision one is converted, and so is its gradient."""
+    x, grad, (weight, bias) = (
+        random_image((2, 12, 5, 7), dtype),
+        random_image((2, 12, 5, 7), dtype),
+        parameters(12, dtype),
+    )
+    wide = forward_and_gradients(cx.layer_norm2d, x, weight.float(), bias.float(), grad)
+    for pair in ((weight, bias.float()), (weight.float(), bias)):
+        ours = forward_and_gradients(cx.layer_norm2d, x, *pair, grad)
+        assert [y.dtype for y in ours[2:]] == [t.dtype for t in pair]
+        assert all(torch.equal(mine, other.to(mine.dtype)) for mine, other in zip(ours, wide, strict=True))
 
 
 @float64_on_cpu
@@ -317,6 +345,9 @@ def test_errors_from_c():
         ({"weight": torch.zeros(12)[::2]}, "weight must be contiguous, got stride 2"),
         ({"weight": weight.double()}, "weight must have dtype float32 beside this x"),
         ({"bias": bias.view(2, 3)}, "bias must have 1 dimensions, got 2"),
+        ({"x": x.half(), "weight": weight.half()}, "bias must have the dtype of weight"),
+        ({"x": x.half(), "bias": bias.half().view(2, 3)}, "bias must have 1 dimensions, got 2"),
+        ({"x": x.half(), "weight": torch.zeros(12).half()[::2], "bias": bias.half()}, "weight must be contiguous"),
         ({"residual": torch.zeros(1, 6, 2, 5)}, "residual has size 5 in dimension 3, expected 4"),
         ({"residual": x.half()}, "residual must have the dtype of x"),
         ({"eps": 0.0}, "eps must be > 0 and finite, got 0"),

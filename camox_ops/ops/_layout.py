@@ -40,6 +40,13 @@ def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return value if value.is_contiguous() else value.contiguous()
 
 
+def weights_as_read(weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight and a bias as the kernels read them, contiguous and in the wider of their dtypes: a call has one for
+    both."""
+    dtype = weight.dtype if weight.dtype == bias.dtype else torch.promote_types(weight.dtype, bias.dtype)
+    return as_read(weight, dtype), as_read(bias, dtype)
+
+
 def memory_order(sizes, strides) -> list[int]:
     """Dimensions in the order of their strides, the innermost last. Those of stride 0 or size 1 say nothing of it."""
     order = list(range(len(sizes)))

@@ -26,7 +26,7 @@ def bias_gelu(
     Args:
         x: (..., D), float32, bfloat16, float16 or float64: a product without its bias; any strides, of which all but
             contiguous ones are copied.
-        bias: (D,), in x's dtype; float32 is welcome beside a half-precision x and is then read as float32.
+        bias: (D,), in x's dtype; float32 is welcome beside a half-precision x.
         p, training, generator: as in camox_ops.dropout; p = 0 or training=False draws no seed and drops nothing.
 
     Returns:
@@ -51,7 +51,7 @@ def bias_gelu(
     _check.affine(op, "bias", bias, x, -1, "column")
     p = _check.probability(op, "p", p)
     seed = draw_seed(op, x, p, training, generator)
-    return _bias_gelu(x, as_read(bias, _check.computed_in(x)), seed, p)
+    return _bias_gelu(x, as_read(bias, bias.dtype), seed, p)
 
 
 def _save(ctx, inputs, output):
@@ -69,7 +69,7 @@ def _backward(ctx, grad):
 def _backward_backward(ctx, *grads):
     """Differentiates the formula in the dtype computed in."""
     grad, x, bias, seed = ctx.saved_tensors
-    real = bias.dtype
+    real = _check.computed_in(x)
 
     def backward(*tensors):
         outputs = reference.bias_gelu_backward(*tensors, seed, ctx.p)

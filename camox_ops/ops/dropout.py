@@ -8,7 +8,7 @@ import torch
 
 from .. import reference
 from . import _check
-from ._layout import as_read
+from ._layout import weights_as_read
 from ._random import draw_seed
 from ._register import register, register_last_derivative
 
@@ -108,7 +108,8 @@ def dropout_add_layer_norm(
     Args:
         x, residual: (..., D) of one shape and dtype, float32, bfloat16, float16 or float64; any strides, of which all
             but contiguous ones are copied.
-        weight, bias: (D,), in x's dtype; float32 is welcome beside a half-precision x and is then read as float32.
+        weight, bias: (D,), in x's dtype; float32 is welcome beside a half-precision x. Where one of
+            them alone is float32, the other is converted to it.
         p, training, generator: as in camox_ops.dropout; p = 0 or training=False draws no seed and drops nothing.
         eps: added to the variance, > 0 in float32 (float64 for float64). In the units of x squared.
 
@@ -136,8 +137,7 @@ def dropout_add_layer_norm(
     p = _check.probability(op, "p", p)
     eps = _check.eps(op, eps, x)
     seed = draw_seed(op, x, p, training, generator)
-    real = _check.computed_in(x)
-    return _dropout_add_layer_norm(x, residual, as_read(weight, real), as_read(bias, real), seed, p, eps)[0]
+    return _dropout_add_layer_norm(x, residual, *weights_as_read(weight, bias), seed, p, eps)[0]
 
 
 def _check_x(op: str, x: torch.Tensor) -> None:
@@ -194,7 +194,7 @@ def _gate_backward_backward(ctx, *grads):
 
 def _fake_norm(x, residual, weight, bias, seed, p, eps):
     rows = math.prod(x.shape[:-1])  # torch.Size.numel makes ints of SymInts, a graph for every shape
-    stats = weight.new_empty((2, rows))
+    stats = x.new_empty((2, rows), dtype=_check.computed_in(x))
     return torch.empty_like(x, memory_format=torch.contiguous_format), stats
 
 

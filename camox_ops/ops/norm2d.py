@@ -7,7 +7,7 @@ import torch
 from .. import reference
 from . import _check
 from ._codes import ACTIVATIONS, code_of, name_of
-from ._layout import as_read, empty_image
+from ._layout import empty_image, weights_as_read
 from ._register import fold_batch, one_by_one, register, unfold_batch
 
 
@@ -31,7 +31,8 @@ def layer_norm2d(
 
     Args:
         x: (B, C, H, W), float32, bfloat16, float16 or float64; any strides, any size from 0 on.
-        weight, bias: (C,), in x's dtype; float32 is welcome beside a half-precision x and is then read as float32.
+        weight, bias: (C,), in x's dtype; float32 is welcome beside a half-precision x. Where one of
+            them alone is float32, the other is converted to it.
         eps: added to the variance, > 0 in float32 (float64 for float64). In the units of x squared.
         activation: "none", "gelu" (x Phi(x), with erf), "gelu_tanh" (its tanh form), "relu" or "silu".
         residual: None or a tensor of x's shape and dtype, added after the activation.
@@ -53,7 +54,7 @@ def layer_norm2d(
             shape, devices differ, eps <= 0, groups does not divide C, an unknown activation.
 
     Source of the formula: LayerNorm2d in mahi-chan/camoXpert, models/backbone.py at 47e858c."""
-    if type(eps) is float and type(groups) is int and type(activation) is str and _are_float32(weight, bias):
+    if type(eps) is float and type(groups) is int and type(activation) is str and _are_alike(weight, bias):
         outputs = _layer_norm2d.attempt(x, weight, bias, residual, eps, groups, ACTIVATIONS.get(activation))
         if outputs is not None:
             return outputs[0]
@@ -65,14 +66,12 @@ def layer_norm2d(
     if residual is not None:
         _check.like("layer_norm2d", "residual", residual, x)
     _check_groups(groups, x)
-    real = _check.computed_in(x)
-    return _layer_norm2d(x, as_read(weight, real), as_read(bias, real), residual, eps, groups, activation_code)[0]
+    return _layer_norm2d(x, *weights_as_read(weight, bias), residual, eps, groups, activation_code)[0]
 
 
-def _are_float32(weight, bias) -> bool:
+def _are_alike(weight, bias) -> bool:
     """Whether the kernel reads them as they are, where they are right at all."""
-    tensors = isinstance(weight, torch.Tensor) and isinstance(bias, torch.Tensor)
-    return tensors and weight.dtype is bias.dtype is torch.float32
+    return isinstance(weight, torch.Tensor) and isinstance(bias, torch.Tensor) and weight.dtype is bias.dtype
 
 
 def _check_groups(groups: int, x: torch.Tensor) -> None:
@@ -84,7 +83,8 @@ def _check_groups(groups: int, x: torch.Tensor) -> None:
 
 def _fake(x, weight, bias, residual, eps, groups, activation, save):
     saved = 1 if activation == ACTIVATIONS["none"] and x.device.type != "cuda" else 2
-    stats = weight.new_empty((saved, x.shape[0] if save else 0, groups, *x.shape[2:]))
+    shape = (saved, x.shape[0] if save else 0, groups, *x.shape[2:])
+    stats = x.new_empty(shape, dtype=_check.computed_in(x))
     return empty_image(x, x.shape[1]), stats
 
 
@@ -113,7 +113,7 @@ def _save_backward(ctx, inputs, output):
 def _backward_backward(ctx, *grads):
     """Differentiates the formula in the dtype computed in; stats are functions of x, whose derivative covers them."""
     tensors = ctx.saved_tensors
-    real = tensors[2].dtype
+    real = _check.computed_in(tensors[1])
 
     def backward(grad, x, weight, bias):
         outputs = reference.layer_norm2d_backward(

@@ -4,7 +4,7 @@
      y = drop(gelu(x + bias))       gelu(u) = u/2 (1 + erf(u / sqrt(2)))
    drop      by the mask of common/philox.h over row-major indices; 0 where dropped, whatever x is there
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store. bias and its
-             gradient are in the dtype computed in.
+             gradient are in the dtype computed in, or in x's (half_bias).
    backward  grad_x = drop(grad) gelu'(x + bias), grad_bias = its sum over the rows of a work item, then over items.
    saved     x, bias and the seed; x + bias, gelu' and the mask are computed again.
    errors    CAMOX_INVALID_ARGUMENT: an unknown dtype, a negative size, p outside [0, 1), a bias of another length or not
@@ -26,8 +26,10 @@ typedef struct {
   const int64_t *seed; /* one number, where the tensors are; NULL: nothing is dropped, nothing scaled */
   int64_t rows, columns;
   const void *x;    /* [rows, columns] */
-  const void *bias; /* [bias_length], in the dtype computed in */
+  const void *bias; /* [bias_length] */
   int64_t bias_length, bias_stride;
+  int half_bias;    /* beside a half-precision x: grad_bias is in its dtype, on CUDA bias too. Else both, and on the CPU bias
+                       always, are in the dtype computed in */
   void *y;          /* forward: the output */
   const void *grad; /* backward: the incoming gradient */
   void *grad_x;     /* backward: the output, and so are the following */

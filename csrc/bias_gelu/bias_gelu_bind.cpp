@@ -1,5 +1,6 @@
 // Schemas and entries of bias_gelu.
 #include "../common/torch_util.h"
+#include "../common/weights_bind.h"
 #include "bias_gelu.h"
 
 namespace {
@@ -7,7 +8,7 @@ namespace {
 using namespace camox;
 
 // x is contiguous.
-camox_bias_gelu_params params_of(const Tensor& x, const Tensor& bias, const OptionalTensor& seed, double probability,
+camox_bias_gelu_params params_of(const Tensor& x, const Weights& bias, const OptionalTensor& seed, double probability,
                                  const char* op) {
   if (x.dim() < 1) throw std::invalid_argument(std::string(op) + ": x must have at least 1 dimension, got 0");
   camox_bias_gelu_params p{};
@@ -17,8 +18,8 @@ camox_bias_gelu_params params_of(const Tensor& x, const Tensor& bias, const Opti
   p.rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) p.rows *= x.size(d);
   p.x = x.data_ptr();
-  check_real(bias, x, 1, op, "bias");
-  p.bias = bias.data_ptr(), p.bias_length = bias.size(0), p.bias_stride = bias.stride(0);
+  p.bias = bias.data, p.bias_length = bias.length, p.bias_stride = bias.stride;
+  p.half_bias = bias.half;
   p.seed = seed_of(seed, x, op);
   check(camox_bias_gelu_check(&p));
   return p;
@@ -33,7 +34,8 @@ void compute(camox_bias_gelu_kernel* variant(camox_dtype, camox_isa), const camo
 
 Tensor bias_gelu(const Tensor& given, const Tensor& bias, OptionalTensor seed, double probability) {
   const Tensor x = as_contiguous(given);
-  camox_bias_gelu_params p = params_of(x, bias, seed, probability, "bias_gelu");
+  const Weights biases(bias, x, "bias_gelu", "bias");
+  camox_bias_gelu_params p = params_of(x, biases, seed, probability, "bias_gelu");
   Tensor y = empty_contiguous(x);
   p.y = y.data_ptr();
 #ifdef CAMOX_CUDA_PART
@@ -52,8 +54,9 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& given_grad, const Te
   if (!same) throw std::invalid_argument("bias_gelu_backward: grad must have the shape of x");
   check_dtype_and_device(given_grad, given, op, "grad");
   const Tensor x = as_contiguous(given), grad = as_contiguous(given_grad);
-  camox_bias_gelu_params p = params_of(x, bias, seed, probability, op);
-  Tensor grad_x = empty_contiguous(x), grad_bias = empty_real(x, {p.columns});
+  const Weights biases(bias, x, op, "bias");
+  camox_bias_gelu_params p = params_of(x, biases, seed, probability, op);
+  Tensor grad_x = empty_contiguous(x), grad_bias = empty_gradient(bias, p.columns);
   Tensor partial = empty_real(x, {camox_bias_gelu_items(&p), p.columns});
   p.grad = grad.data_ptr();
   p.grad_x = grad_x.data_ptr(), p.grad_bias = grad_bias.data_ptr(), p.partial = partial.data_ptr();

@@ -15,6 +15,7 @@
 #include "../common/gelu.cuh"
 #include "../common/philox.cuh"
 #include "../common/row_sums.cuh"
+#include "../common/weights.cuh"
 #include "bias_gelu.h"
 #include "bias_gelu_plan.h"
 
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_kernel(const __gr
     camox_divide(item, a.vectors, &vector);
     float x[V], bias[V];
     camox_load_float(x, static_cast<const T *>(a.p.x) + item * V);
-    camox_load_floats(bias, static_cast<const float *>(a.p.bias) + vector * V);
+    camox_load_weights<T>(bias, a.p.bias, vector * V, a.p.half_bias);
 #pragma unroll
     for (int i = 0; i < V; ++i) x[i] = camox_gelu<T>(x[i] + bias[i]);
     bias_gelu_drop(x, a, seed, item * V);
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(BIAS_GELU_THREADS) bias_gelu_backward_kernel(c
     const int64_t last = min((band + 1) * a.band_rows, a.p.rows);
     if (outer < a.down && column < a.p.columns) {
       float bias[V], sum[V] = {};
-      camox_load_floats(bias, static_cast<const float *>(a.p.bias) + column);
+      camox_load_weights<T>(bias, a.p.bias, column, a.p.half_bias);
       [[maybe_unused]] constexpr int rows_at_once = CAMOX_CUDA_ARCH >= 800 ? 2 : 1; /* two spill on sm_75 */
 #pragma unroll rows_at_once
       for (int64_t row = band * a.band_rows + outer; row < last; row += a.down) {
@@ -181,8 +182,9 @@ extern "C" int camox_bias_gelu_backward_cuda(const camox_bias_gelu_params *p, vo
   bias_gelu_args a = bias_gelu_args_of(p);
   const int error = bias_gelu_run(&a, true, stream);
   if (error != cudaSuccess || p->columns == 0) return error;
-  camox_row_sums sums = {static_cast<const float *>(p->partial), a.bands, p->columns, p->columns, {}};
-  sums.out[0] = static_cast<float *>(p->grad_bias);
+  camox_row_sums sums = {static_cast<const float *>(p->partial), a.bands, p->columns, p->columns, {},
+                         p->half_bias ? p->dtype : CAMOX_F32};
+  sums.out[0] = p->grad_bias;
   camox_launch_row_sums<bias_gelu>(sums, stream);
   return camox_launch_status();
 }

@@ -13,16 +13,29 @@
 #define CAMOX_ROW_SUMS_CUH
 
 #include "cuda_util.cuh"
+#include "types.h"
 
 #define CAMOX_SUM_THREADS 1024
 #define CAMOX_SUM_COLUMNS 8
 
-/* out: columns [0, split) go to out[0], the others to out[1]. */
+/* out: columns [0, split) go to out[0], the others to out[1], each sum rounded to `dtype` once. */
 struct camox_row_sums {
   const float *partial;
   int64_t rows, columns, split;
-  float *out[2];
+  void *out[2];
+  camox_dtype dtype; /* float32 or half-precision */
 };
+
+__device__ __forceinline__ void camox_store_row_sum(const camox_row_sums &a, int64_t column, float sum) {
+  void *const out = a.out[column < a.split ? 0 : 1];
+  const int64_t i = column < a.split ? column : column - a.split;
+  if (a.dtype == CAMOX_F32)
+    static_cast<float *>(out)[i] = sum;
+  else if (a.dtype == CAMOX_BF16)
+    static_cast<__nv_bfloat16 *>(out)[i] = camox_from_float<__nv_bfloat16>(sum);
+  else
+    static_cast<__half *>(out)[i] = camox_from_float<__half>(sum);
+}
 
 /* Over the lanes of a warp that have the same column. */
 template <int COLUMNS>
@@ -53,8 +66,7 @@ __global__ void __launch_bounds__(CAMOX_SUM_THREADS) camox_row_sums_kernel(const
       sum = 0.0f;
       for (int i = lane / COLUMNS; i < warps; i += CAMOX_WARP / COLUMNS) sum += sums[i][lane % COLUMNS];
       sum = camox_sum_column<COLUMNS>(sum);
-      if (lane < COLUMNS && column < a.columns)
-        a.out[column < a.split ? 0 : 1][column < a.split ? column : column - a.split] = sum;
+      if (lane < COLUMNS && column < a.columns) camox_store_row_sum(a, column, sum);
     }
     __syncthreads();
   }

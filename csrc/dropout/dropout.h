@@ -10,7 +10,7 @@
              backward       d = grad * weight; grad_residual = (d - mean(d) - z mean(d z)) / sqrt(var + eps),
                             grad_x = drop(grad_residual), grad_weight = sum(grad z), grad_bias = sum(grad)
    dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store. weight, bias and
-             sums over rows are in the dtype computed in.
+             their gradients are in the dtype computed in, or in x's (half_weights).
    saved     dropout: the seed. sparse_gate: x, y and the seed. dropout_add_layer_norm: x, residual, weight, the seed, and two
              numbers per row: the mean less the row's first s, which keeps its digits, and 1/sqrt(var + eps).
    errors    CAMOX_INVALID_ARGUMENT: p outside [0, 1), an unknown dtype, a negative size, more than CAMOX_DROPOUT_DIMS
@@ -54,7 +54,7 @@ typedef struct {
   camox_dropout_view view[CAMOX_DROPOUT_VIEWS];
 } camox_dropout_params;
 
-/* A (D,) tensor in the dtype computed in. */
+/* A (D,) tensor. */
 typedef struct {
   const void *data;
   int64_t length, stride;
@@ -68,9 +68,11 @@ typedef struct {
   int64_t rows, width;
   const void *x, *residual; /* [rows, width] */
   camox_dropout_affine weight, bias;
-  void *y;                       /* forward: the output */
-  void *stats;                   /* [2, rows]: mean - first s, 1/sqrt(var + eps); forward writes, backward reads */
-  const void *grad;              /* backward: the incoming gradient */
+  int half_weights; /* beside a half-precision x: grad_weight and grad_bias are in its dtype, on CUDA weight and bias
+                                    too. Else all of them, and on the CPU weight and bias always, are in the dtype computed in */
+  void *y;          /* forward: the output */
+  void *stats;      /* [2, rows]: mean - first s, 1/sqrt(var + eps); forward writes, backward reads */
+  const void *grad; /* backward: the incoming gradient */
   void *grad_x, *grad_residual;  /* backward: outputs, and so are the following; grad_x NULL without a seed */
   void *partial;                 /* [items, 2, width]: the work items' shares of grad_weight and grad_bias */
   void *grad_weight, *grad_bias; /* [width] */

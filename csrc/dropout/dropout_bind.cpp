@@ -1,5 +1,6 @@
 // Schemas and entries of dropout, sparse_gate and dropout_add_layer_norm.
 #include "../common/torch_util.h"
+#include "../common/weights_bind.h"
 #include "dropout.h"
 
 namespace {
@@ -75,14 +76,9 @@ std::tuple<Tensor, Tensor> sparse_gate_backward(const Tensor& grad, const Tensor
   return {grad_x, grad_y};
 }
 
-camox_dropout_affine affine_of(const Tensor& v, const Tensor& x, const char* op, const char* name) {
-  check_real(v, x, 1, op, name);
-  return {v.data_ptr(), v.size(0), v.stride(0)};
-}
-
 // x and residual are contiguous.
-camox_dropout_norm_params norm_params(const Tensor& x, const Tensor& residual, const Tensor& weight, const OptionalTensor& seed,
-                                      double probability, const char* op) {
+camox_dropout_norm_params norm_params(const Tensor& x, const Tensor& residual, const Weights& weight,
+                                      const OptionalTensor& seed, double probability, const char* op) {
   if (x.dim() < 1) throw std::invalid_argument(std::string(op) + ": x must have at least 1 dimension, got 0");
   check_same(residual, x, op, "residual");
   camox_dropout_norm_params p{};
@@ -94,7 +90,8 @@ camox_dropout_norm_params norm_params(const Tensor& x, const Tensor& residual, c
   p.rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) p.rows *= x.size(d);
   p.x = x.data_ptr(), p.residual = residual.data_ptr();
-  p.weight = affine_of(weight, x, op, "weight");
+  p.weight = {weight.data, weight.length, weight.stride};
+  p.half_weights = weight.half;
   return p;
 }
 
@@ -102,9 +99,11 @@ std::tuple<Tensor, Tensor> dropout_add_layer_norm(const Tensor& given_x, const T
                                                   const Tensor& bias, OptionalTensor seed, double probability, double eps) {
   const char* op = "dropout_add_layer_norm";
   Tensor x = as_contiguous(given_x), residual = as_contiguous(given_residual);
-  camox_dropout_norm_params p = norm_params(x, residual, weight, seed, probability, op);
+  const Weights weights(weight, x, op, "weight"), biases(bias, x, op, "bias");
+  check_alike(biases, weights, op);
+  camox_dropout_norm_params p = norm_params(x, residual, weights, seed, probability, op);
   p.eps = eps;
-  p.bias = affine_of(bias, x, op, "bias");
+  p.bias = {biases.data, biases.length, biases.stride};
   check(camox_dropout_norm_check(&p, false));
   Tensor y = empty_contiguous(x), stats = empty_real(x, {2, p.rows});
   p.y = y.data_ptr();
@@ -126,7 +125,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(const
   const char* op = "dropout_add_layer_norm_backward";
   Tensor grad = as_contiguous(given_grad), x = as_contiguous(given_x), residual = as_contiguous(given_residual),
          stats = as_contiguous(given_stats);
-  camox_dropout_norm_params p = norm_params(x, residual, weight, seed, probability, op);
+  const Weights weights(weight, x, op, "weight");
+  camox_dropout_norm_params p = norm_params(x, residual, weights, seed, probability, op);
   check(camox_dropout_norm_check(&p, true));
   check_same(grad, x, op, "grad");
   check_real(stats, x, 2, op, "stats");
@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(const
   const int64_t none = 0;
   Tensor grad_x = p.seed ? empty_contiguous(x) : empty_contiguous(x, dtype_code(x), 1, &none),
          grad_residual = empty_contiguous(x);
-  Tensor grad_weight = empty_real(x, {p.width}), grad_bias = empty_real(x, {p.width});
+  Tensor grad_weight = empty_gradient(weight, p.width), grad_bias = empty_gradient(weight, p.width);
   int64_t items = camox_dropout_norm_items(&p);
   Tensor partial = empty_real(x, {items, 2, p.width});
   p.grad = grad.data_ptr();

@@ -15,6 +15,7 @@
    No atomics: the same bits on every run. */
 #include "../common/philox.cuh"
 #include "../common/row_sums.cuh"
+#include "../common/weights.cuh"
 #include "dropout.h"
 #include "dropout_plan.h"
 
@@ -219,7 +220,6 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
   const camox_dropout_norm_params &p = a.p;
   const int lane = static_cast<int>(threadIdx.x) % team, slot = static_cast<int>(threadIdx.x) / team;
   const uint64_t seed = p.seed ? static_cast<uint64_t>(__ldg(p.seed)) : 0;
-  const float *const weight = static_cast<const float *>(p.weight.data), *const bias = static_cast<const float *>(p.bias.data);
   float *const cache = shared + slot * p.width, *const stats = static_cast<float *>(p.stats);
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * teams + slot; row < p.rows;
        row += static_cast<int64_t>(gridDim.x) * teams) {
@@ -259,8 +259,7 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, DROPOUT_BLOCKS) dropout_norm_
         camox_get_floats(s, cache + i);
       else
         norm_sums<T>(s, a, seed, start + i);
-      camox_load_floats(w, weight + i);
-      camox_load_floats(b, bias + i);
+      camox_load_affine<T>(w, b, p.weight.data, p.bias.data, i, p.half_weights);
 #pragma unroll
       for (int j = 0; j < V; ++j) y[j] = ((s[j] - mean) - mean_correction) * scale * w[j] + b[j];
       y[0] = dropout_broken(y[0]);
@@ -396,15 +395,12 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, norm_blocks<V>)
     const float scale = norm_scale(totals[1] * a.inverse - mean_correction * mean_correction, a);
     if (lane == 0 && row < p.rows) stats[row] = (mean - first) + mean_correction, stats[p.rows + row] = scale;
     const float shift = -mean_correction * scale;
-    const float *weight = static_cast<const float *>(p.weight.data) + at.place;
-    const float *bias = static_cast<const float *>(p.bias.data) + at.place;
     T *y = static_cast<T *>(p.y) + at.first;
 #pragma unroll
-    for (int k = 0; k < vectors; ++k, weight += at.step, bias += at.step, y += at.step) {
+    for (int k = 0; k < vectors; ++k, y += at.step) {
       if (!at.exists[k]) continue;
       float w[V], b[V];
-      camox_load_floats(w, weight);
-      camox_load_floats(b, bias);
+      camox_load_affine<T>(w, b, p.weight.data, p.bias.data, at.place + k * at.step, p.half_weights);
 #pragma unroll
       for (int j = 0; j < V; ++j) b[j] = fmaf(fmaf(s[k][j], scale, shift), w[j], b[j]);
       b[0] = dropout_broken(b[0]);
@@ -437,15 +433,14 @@ __global__ void __launch_bounds__(DROPOUT_THREADS, norm_blocks<V>)
       const float first = __shfl_sync(CAMOX_FULL_MASK, z[0][0], first_lane);
       float scale = 0.0f, shift = 0.0f;
       if (row < p.rows) scale = __ldg(stats + p.rows + row), shift = -__ldg(stats + row) * scale;
-      const float *weight = static_cast<const float *>(p.weight.data) + at.place;
       float totals[2] = {}; /* of d, of d * z; of vectors that do not exist the gradient is 0, and so is all that follows */
 #pragma unroll
-      for (int k = 0; k < vectors; ++k, weight += at.step) {
+      for (int k = 0; k < vectors; ++k) {
         float grad[V];
         camox_to_floats(grad, grads[k]);
 #pragma unroll
         for (int j = 0; j < V; ++j) d[k][j] = 0.0f;
-        if (at.exists[k]) camox_load_floats(d[k], weight);
+        if (at.exists[k]) camox_load_weights<T>(d[k], p.weight.data, at.place + k * at.step, p.half_weights);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           z[k][j] = fmaf(z[k][j] - first, scale, shift);
@@ -488,7 +483,7 @@ template <typename T, int V>
 __device__ __forceinline__ void norm_gradient(float (&grad)[V], float (&d)[V], const camox_dropout_norm_params &p,
                                               int64_t start, int64_t i) {
   camox_load_float(grad, static_cast<const T *>(p.grad) + start + i);
-  camox_load_floats(d, static_cast<const float *>(p.weight.data) + i);
+  camox_load_weights<T>(d, p.weight.data, i, p.half_weights);
 #pragma unroll
   for (int j = 0; j < V; ++j) d[j] *= grad[j];
 }
@@ -735,8 +730,8 @@ static int norm_run(const camox_dropout_norm_params *p, void *stream) {
     }
   }
   if constexpr (BACKWARD) {
-    camox_row_sums sums = {static_cast<const float *>(p->partial), a.bands, 2 * p->width, p->width, {}};
-    sums.out[0] = static_cast<float *>(p->grad_weight), sums.out[1] = static_cast<float *>(p->grad_bias);
+    camox_row_sums sums = {static_cast<const float *>(p->partial), a.bands, 2 * p->width, p->width, {}, CAMOX_F32};
+    sums.out[0] = p->grad_weight, sums.out[1] = p->grad_bias, sums.dtype = p->half_weights ? p->dtype : CAMOX_F32;
     camox_launch_row_sums<dropout>(sums, stream);
   }
   return camox_launch_status();

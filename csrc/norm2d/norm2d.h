@@ -5,8 +5,8 @@
    var       biased, from the differences to the mean, or to 0 where the mean is small beside it. The mean's own rounding is
              summed too and corrected, so a mean of 1e4 with a standard deviation of 1 costs no digits.
    act       none, gelu x Phi(x), gelu_tanh x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), relu, silu x sigmoid(x)
-   dtypes    x, residual, y in float32, bfloat16, float16, computed in float32; float64 in float64. weight and bias are in
-             the dtype computed in. One rounding, at the store.
+   dtypes    x, residual, y in float32, bfloat16, float16, computed in float32; float64 in float64. weight, bias and their
+             gradients are in the dtype computed in, or in x's (half_weights). One rounding, at the store.
    backward  needs x and stats: per pixel and group the mean as its difference from the group's first channel, which keeps
              all its digits, and, with an activation or on CUDA, 1/sqrt(var + eps). u and act' are recomputed.
              d relu / du at 0 is 0. With g = grad act'(u),
@@ -34,7 +34,7 @@ typedef enum {
   CAMOX_ACT_COUNT = 5
 } camox_activation;
 
-/* A (C,) tensor in the dtype computed in. */
+/* A (C,) tensor. */
 typedef struct {
   const void *data;
   int64_t length, stride;
@@ -47,6 +47,8 @@ typedef struct {
   int64_t batch, channels, height, width, groups;
   camox_view4 x; /* any strides, as all views here */
   camox_norm2d_affine weight, bias;
+  int half_weights; /* beside a half-precision x: grad_weight and grad_bias are in its dtype, on CUDA weight and bias too. Else
+                       all of them, and on the CPU weight and bias always, are in the dtype computed in */
   void *stats; /* [2, B, groups, H*W] in the dtype computed in: mean - first channel, 1/sqrt(var + eps); without an activation
                   the CPU has the first alone; forward: may be NULL */
   camox_view4 residual;          /* forward, optional */

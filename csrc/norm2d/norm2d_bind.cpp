@@ -1,18 +1,15 @@
 // Schemas and entries of layer_norm2d.
 #include "../common/torch_util.h"
+#include "../common/weights_bind.h"
 #include "norm2d.h"
 
 namespace {
 
 using namespace camox;
 
-camox_norm2d_affine affine_of(const Tensor& v, const Tensor& x, const char* name) {
-  check_real(v, x, 1, "layer_norm2d", name);
-  return {v.data_ptr(), v.size(0), v.stride(0)};
-}
-
-camox_norm2d_params norm2d_params(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps, int64_t groups,
+camox_norm2d_params norm2d_params(const Tensor& x, const Weights& weight, const Weights& bias, double eps, int64_t groups,
                                   int64_t activation) {
+  check_alike(bias, weight, "layer_norm2d");
   check_image(x, "layer_norm2d", "x");
   camox_norm2d_params p{};
   p.dtype = dtype_of(x, "layer_norm2d");
@@ -21,8 +18,9 @@ camox_norm2d_params norm2d_params(const Tensor& x, const Tensor& weight, const T
   p.batch = x.size(0), p.channels = x.size(1), p.height = x.size(2), p.width = x.size(3);
   p.groups = groups;
   p.x = view4(x);
-  p.weight = affine_of(weight, x, "weight");
-  p.bias = affine_of(bias, x, "bias");
+  p.weight = {weight.data, weight.length, weight.stride};
+  p.bias = {bias.data, bias.length, bias.stride};
+  p.half_weights = weight.half;
   check(camox_norm2d_check(&p));
   return p;
 }
@@ -59,7 +57,8 @@ void compute(const camox_norm2d_params& p, const Tensor& x, bool backward) {
 
 std::tuple<Tensor, Tensor> layer_norm2d(const Tensor& x, const Tensor& weight, const Tensor& bias, OptionalTensor residual,
                                         double eps, int64_t groups, int64_t activation, bool save) {
-  camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
+  const Weights weights(weight, x, "layer_norm2d", "weight"), biases(bias, x, "layer_norm2d", "bias");
+  camox_norm2d_params p = norm2d_params(x, weights, biases, eps, groups, activation);
   if (residual.has_value()) {
     check_like(*residual, x, p.channels, "layer_norm2d", "residual");
     p.residual = view4(*residual);
@@ -75,7 +74,8 @@ std::tuple<Tensor, Tensor> layer_norm2d(const Tensor& x, const Tensor& weight, c
 std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                                          const Tensor& bias, const Tensor& stats, double eps, int64_t groups,
                                                          int64_t activation) {
-  camox_norm2d_params p = norm2d_params(x, weight, bias, eps, groups, activation);
+  const Weights weights(weight, x, "layer_norm2d", "weight"), biases(bias, x, "layer_norm2d", "bias");
+  camox_norm2d_params p = norm2d_params(x, weights, biases, eps, groups, activation);
   check_like(grad, x, p.channels, "layer_norm2d_backward", "grad");
   check_real(stats, x, 5, "layer_norm2d_backward", "stats");
   const std::array<int64_t, 5> expected = {saved(p), p.batch, p.groups, p.height, p.width};
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, con
                                   std::to_string(d) + ", expected " + std::to_string(expected[d]));
   Tensor packed_stats = as_contiguous(stats);
   Tensor grad_x = empty_image(x, p.channels, is_channels_last(x));
-  Tensor grad_weight = empty_real(x, {p.channels}), grad_bias = empty_real(x, {p.channels});
+  Tensor grad_weight = empty_gradient(weight, p.channels), grad_bias = empty_gradient(bias, p.channels);
   Tensor partial = empty_real(x, {shares(p), 2, p.channels});
   p.grad = view4(grad);
   p.grad_x = view4(grad_x);

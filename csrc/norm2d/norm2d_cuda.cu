@@ -15,12 +15,15 @@
    Of channels_last this is the backward, and the forward where a group has more channels than a warp has room for; otherwise a
    team of lanes has the channels of a pixel (norm2d_team_kernel).
 
+   Of planes whose channels are all in registers the next tile is on its way to shared memory meanwhile (staged tiles, below).
+
    V is the widest access that all tensors allow: 16 bytes, 8 bytes, or one element (planes with V = 1 take any strides).
    Groups of more channels than a block holds are iterated in chunks, which later passes load again (from the caches).
    A block of the backward iterates over several tiles and keeps its share of grad_weight and grad_bias; a second kernel adds
    the shares in order. No atomics: the same bits on every run. */
 #include "../common/gelu.cuh"
 #include "../common/row_sums.cuh"
+#include "../common/weights.cuh"
 #include "norm2d.h"
 
 #include <float.h>
@@ -30,11 +33,17 @@
 #define NORM2D_BLOCKS 2           /* of which a multiprocessor must hold so many: at most 128 and 80 registers a thread */
 #define NORM2D_TARGET_THREADS 192 /* taken while accesses stay long: the loads of one block hide behind others' sums */
 #define NORM2D_FILL 512           /* blocks that fill a large GPU: below it tiles become smaller */
-#define NORM2D_LEAST_LANES 8      /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
-#define NORM2D_FEWEST_LANES 2     /* or 32, where there are many channels; 8 of single elements, in few tiles */
-#define NORM2D_FEW_SHARES 256     /* shares of grad_weight and grad_bias: more than this many only of */
-#define NORM2D_SHARE_PIXELS 64    /* at least so many pixels, */
-#define NORM2D_MOST_SHARES 2048   /* and at most so many: 16 loads of each thread that adds them up */
+#ifndef NORM2D_STAGED             /* bit 0: forward of halves, bit 1: backward of halves, bits 2, 3: of float32 */
+#define NORM2D_STAGED 3
+#endif
+#ifndef NORM2D_HALF_ROWS
+#define NORM2D_HALF_ROWS 8
+#endif
+#define NORM2D_LEAST_LANES 8    /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
+#define NORM2D_FEWEST_LANES 2   /* or 32, where there are many channels; 8 of single elements, in few tiles */
+#define NORM2D_FEW_SHARES 256   /* shares of grad_weight and grad_bias: more than this many only of */
+#define NORM2D_SHARE_PIXELS 64  /* at least so many pixels, */
+#define NORM2D_MOST_SHARES 2048 /* and at most so many: 16 loads of each thread that adds them up */
 
 struct norm2d; /* tells the budget whose kernel of row_sums.cuh it is */
 
@@ -49,6 +58,7 @@ struct norm2d_plan {
   int64_t tiles, tile_count;   /* tiles in an image, in all images */
   int64_t shares, share_tiles; /* blocks of a group, and the tiles of each */
   int64_t items;               /* blocks of all groups */
+  int staged;                  /* where staged tiles begin, in floats of shared memory */
   int scratch;                 /* floats of shared memory for the partial sums of one kind: pixel i's t-th of `terms` is at */
   int terms, pixel_step, term_step; /* i * pixel_step + t * term_step */
   int sum_shift;                    /* 1 << sum_shift threads add the sums of one pixel; of teams: have its channels */
@@ -64,7 +74,7 @@ struct norm2d_shape {
 /* A thread's rows. Where all channels of a group are in registers, more of halves: with 4 rows a third of the instructions is
    addresses and sums over threads, which are made once. */
 template <typename T, int V, bool WHOLE>
-static constexpr int norm2d_rows_each = V == 1 || (WHOLE && sizeof(T) == 2) ? 8 : 4;
+static constexpr int norm2d_rows_each = V == 1 || (WHOLE && sizeof(T) == 2) ? NORM2D_HALF_ROWS : 4;
 
 /* Which of the thread's pixels, or channels, element v of row k belongs to. */
 template <bool LAST>
@@ -177,6 +187,13 @@ __device__ __forceinline__ norm2d_tile norm2d_tile_at(const norm2d_plan &plan, i
   return tile;
 }
 
+/* The tile of a block of the forward. */
+__device__ __forceinline__ norm2d_tile norm2d_tile_of(const norm2d_plan &plan, int64_t item) {
+  int64_t index = item, group = 0;
+  if (plan.p.groups > 1) index = camox_divide(item, plan.p.groups, &group);
+  return norm2d_tile_at(plan, index, group);
+}
+
 __device__ __forceinline__ void norm2d_next_tile(norm2d_tile *tile, const norm2d_plan &plan) {
   tile->first += plan.tile;
   if (tile->first >= plan.pixels) tile->first = 0, ++tile->batch;
@@ -260,20 +277,99 @@ __device__ __forceinline__ void norm2d_load_origin(T (&to)[shape::pixels], const
   }
 }
 
+/* ---- staged tiles ---- */
+
+/* In planes whose channels are all in registers a block copies its next tile to shared memory while it computes one, so that
+   memory does not wait for sums. Each thread copies the vectors that it reads itself, so that no barrier is needed, into the
+   places of those that it has just read, in the backward row by row, which takes fewer registers:
+
+     16 bytes of each thread    origin | x, row 0 | grad, row 0 | x, row 1 | ...      grad: in the backward
+
+   Without cp.async (sm_75) nothing is staged. */
+template <typename T, int V, bool LAST, bool WHOLE, bool BACKWARD>
+static constexpr bool norm2d_stages =
+    WHOLE && !LAST && V * sizeof(T) == 16 && (NORM2D_STAGED >> (2 * (sizeof(T) == 4) + BACKWARD) & 1) != 0;
+
+/* What a thread copies of a tile. */
+template <typename T>
+struct norm2d_copy {
+  const T *origin;
+  norm2d_rows<const T> x, grad;
+  unsigned rows;
+};
+
+template <typename T, typename shape, bool BACKWARD>
+__device__ __forceinline__ norm2d_copy<T> norm2d_copy_of(const norm2d_plan &plan, const norm2d_tile &tile, norm2d_thread me) {
+  camox_compute_late(me.inner);
+  camox_compute_late(me.outer);
+  const norm2d_part part = norm2d_part_at<shape>(plan, tile, me, 0);
+  norm2d_copy<T> copy = {norm2d_rows_of<const T, shape>(plan, plan.p.x, tile, part, 0).first, {}, {}, part.rows};
+  copy.x = norm2d_rows_of<const T, shape>(plan, plan.p.x, tile, part, part.channel);
+  if constexpr (BACKWARD) copy.grad = norm2d_rows_of<const T, shape>(plan, plan.p.grad, tile, part, part.channel);
+  return copy;
+}
+
+template <typename T>
+__device__ __forceinline__ T *norm2d_staged(float *stage, int vector) {
+  const int place = vector * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+  return reinterpret_cast<T *>(stage) + place * camox_lanes<T>::value;
+}
+
+template <typename T>
+__device__ __forceinline__ void norm2d_copy_origin(float *stage, const norm2d_copy<T> &copy) {
+  if (copy.rows) camox_cp_async_16(norm2d_staged<T>(stage, 0), copy.origin, 16);
+}
+
+/* Rows are copied in order. */
+template <typename T, bool BACKWARD>
+__device__ __forceinline__ void norm2d_copy_row(float *stage, norm2d_copy<T> *copy, int k) {
+  constexpr int vectors = BACKWARD ? 2 : 1;
+  if (copy->rows >> k & 1) {
+    camox_cp_async_16(norm2d_staged<T>(stage, 1 + vectors * k), copy->x.first, 16);
+    if constexpr (BACKWARD) camox_cp_async_16(norm2d_staged<T>(stage, 2 + vectors * k), copy->grad.first, 16);
+  }
+  copy->x.first += copy->x.step;
+  if constexpr (BACKWARD) copy->grad.first += copy->grad.step;
+}
+
+template <typename T, typename shape, bool BACKWARD>
+__device__ __forceinline__ void norm2d_copy_tile(float *stage, norm2d_copy<T> copy) {
+  norm2d_copy_origin(stage, copy);
+#pragma unroll
+  for (int k = 0; k < shape::rows; ++k) norm2d_copy_row<T, BACKWARD>(stage, &copy, k);
+  camox_cp_async_commit();
+}
+
+/* Zeros of rows that do not exist. */
+template <typename T, int V>
+__device__ __forceinline__ void norm2d_load_staged(T (&to)[V], float *stage, int vector, bool exists) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) to[i] = camox_from_float<T>(0.0f);
+  if (exists) camox_load_shared<V>(to, norm2d_staged<T>(stage, vector));
+}
+
 /* weight or bias of the thread's channels. */
-template <typename shape>
-__device__ __forceinline__ void norm2d_load_affine(float (&to)[shape::channels], const norm2d_plan &plan,
-                                                   const camox_norm2d_affine &affine, const norm2d_tile &tile,
-                                                   const norm2d_part &part) {
-  const float *p = static_cast<const float *>(affine.data) + tile.group * plan.group_channels + part.channel;
+template <typename Weight, typename shape>
+__device__ __forceinline__ void norm2d_load_weights(float (&to)[shape::channels], const camox_norm2d_affine &affine,
+                                                    const norm2d_plan &plan, const norm2d_tile &tile, const norm2d_part &part) {
+  const Weight *from = static_cast<const Weight *>(affine.data) + tile.group * plan.group_channels + part.channel;
   if constexpr (shape::LAST) {
 #pragma unroll
     for (int i = 0; i < shape::V; ++i) to[i] = 0.0f;
-    if (part.rows) camox_load_floats(to, p);
+    if (part.rows) camox_load_weights(to, from);
   } else {
 #pragma unroll
-    for (int k = 0; k < shape::rows; ++k, p += plan.outer) to[k] = part.rows >> k & 1 ? __ldg(p) : 0.0f;
+    for (int k = 0; k < shape::rows; ++k, from += plan.outer) to[k] = part.rows >> k & 1 ? camox_to_float(__ldg(from)) : 0.0f;
   }
+}
+
+/* One branch for all channels: a conversion in a branch waits for its load. */
+template <typename T, typename shape>
+__device__ __forceinline__ void norm2d_load_affine(float (&to)[shape::channels], const camox_norm2d_affine &affine,
+                                                   const norm2d_plan &plan, const norm2d_tile &tile, const norm2d_part &part) {
+  if constexpr (sizeof(T) == 2)
+    if (plan.p.half_weights) return norm2d_load_weights<T, shape>(to, affine, plan, tile, part);
+  norm2d_load_weights<float, shape>(to, affine, plan, tile, part);
 }
 
 /* ---- sums over the channels of a group ---- */
@@ -404,19 +500,26 @@ struct norm2d_most {
   static constexpr int threads = WHOLE && sizeof(T) == 4 ? NORM2D_FLOAT_THREADS : NORM2D_THREADS;
 };
 
+/* Blocks that a multiprocessor must hold. */
+template <typename T, int V, bool LAST>
+static constexpr int norm2d_blocks = sizeof(T) == 2 && V == 4 && !LAST ? 3 : NORM2D_BLOCKS;
+
 /* WHOLE, of planes: all channels of a group are one chunk, and each pass has code of its own, a third less than where a loop's
    turns branch to them. */
 template <typename T, int V, bool LAST, bool WHOLE>
-__global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
+__global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, norm2d_blocks<T, V, LAST>)
     norm2d_kernel(const __grid_constant__ norm2d_plan plan) {
   typedef norm2d_shape<V, LAST, norm2d_rows_each<T, V, WHOLE>> shape;
   CAMOX_DYNAMIC_SHARED(float, totals);
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
+  constexpr bool stages = norm2d_stages<T, V, LAST, WHOLE, false> && CAMOX_CUDA_ARCH >= 800;
+  float *const stage = totals + plan.staged;
+  if constexpr (stages)
+    if (blockIdx.x < plan.items)
+      norm2d_copy_tile<T, shape, false>(stage, norm2d_copy_of<T, shape, false>(plan, norm2d_tile_of(plan, blockIdx.x), me));
   for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
-    int64_t index = item, group = 0;
-    if (p.groups > 1) index = camox_divide(item, p.groups, &group);
-    const norm2d_tile tile = norm2d_tile_at(plan, index, group);
+    const norm2d_tile tile = norm2d_tile_of(plan, item);
     camox_compute_late(me.inner);
     camox_compute_late(me.outer);
 
@@ -424,7 +527,12 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
     float d[shape::rows][V]; /* x less its origin, from pass 1 on less the mean of that */
     float mean[1][shape::pixels], scale[1][shape::pixels];
     const norm2d_part first = norm2d_part_at<shape>(plan, tile, me, 0);
-    norm2d_load_origin<T, shape>(origin, plan, tile, first);
+    if constexpr (stages) {
+      camox_cp_async_wait<0>();
+      norm2d_load_staged(origin, stage, 0, first.rows);
+    } else {
+      norm2d_load_origin<T, shape>(origin, plan, tile, first);
+    }
 #pragma unroll
     for (int i = 0; i < shape::pixels; ++i) mean[0][i] = scale[0][i] = 0.0f;
     const int chunks = WHOLE ? 1 : plan.chunks;
@@ -437,7 +545,15 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
         if (is_read) {
           T x[shape::rows][V];
           float origin_values[shape::pixels];
-          norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
+          if constexpr (stages) {
+#pragma unroll
+            for (int k = 0; k < shape::rows; ++k) norm2d_load_staged(x[k], stage, 1 + k, part.rows >> k & 1);
+            const int64_t next = item + gridDim.x;
+            if (next < plan.items)
+              norm2d_copy_tile<T, shape, false>(stage, norm2d_copy_of<T, shape, false>(plan, norm2d_tile_of(plan, next), me));
+          } else {
+            norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
+          }
           camox_to_floats(origin_values, origin);
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k) {
@@ -469,8 +585,8 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, NORM2D_BLOCKS)
           continue;
         }
         float weight[shape::channels], bias[shape::channels];
-        norm2d_load_affine<shape>(weight, plan, p.weight, tile, part);
-        norm2d_load_affine<shape>(bias, plan, p.bias, tile, part);
+        norm2d_load_affine<T, shape>(weight, p.weight, plan, tile, part);
+        norm2d_load_affine<T, shape>(bias, p.bias, plan, tile, part);
         constexpr int together = WHOLE ? shape::rows : 1; /* rows that are activated together, with one branch to it */
 #pragma unroll
         for (int first_row = 0; first_row < shape::rows; first_row += together) {
@@ -594,15 +710,12 @@ __global__ void __launch_bounds__(NORM2D_TEAM_THREADS, NORM2D_TEAM_BLOCKS)
       stats[0] = mean, stats[p.batch * p.groups * plan.pixels] = scale;
     }
 
-    const float *weights = static_cast<const float *>(p.weight.data) + channel;
-    const float *biases = static_cast<const float *>(p.bias.data) + channel;
     T *out = norm2d_place<T>(p.y, tile.batch, pixel, channel);
 #pragma unroll
-    for (int k = 0; k < vectors; ++k, weights += step, biases += step, out += step) {
+    for (int k = 0; k < vectors; ++k, out += step) {
       if (k * step >= channels) continue;
       float weight[V], y[V];
-      camox_load_floats(weight, weights);
-      camox_load_floats(y, biases);
+      camox_load_affine<T>(weight, y, p.weight.data, p.bias.data, channel + k * step, p.half_weights);
 #pragma unroll
       for (int i = 0; i < V; ++i) y[i] = fmaf(d[k][i] * scale, weight[i], y[i]);
       if (p.residual.data) {
@@ -686,10 +799,11 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[shape::channe
 }
 
 /* Blocks of the backward that a multiprocessor must hold. These kernels would spill a few bytes for a second block of
-   NORM2D_THREADS; of NORM2D_TARGET_THREADS it holds two all the same. */
+   NORM2D_THREADS; of NORM2D_TARGET_THREADS it holds two all the same. Staged rows need fewer registers. */
 template <typename T, int V, bool LAST, bool WHOLE>
 struct norm2d_backward_blocks {
-  static constexpr bool spills = V == 1 || (WHOLE && !camox_is_bfloat16<T>::value);
+  static constexpr bool stages = norm2d_stages<T, V, LAST, WHOLE, true> && CAMOX_CUDA_ARCH >= 800;
+  static constexpr bool spills = V == 1 || (WHOLE && !stages && !camox_is_bfloat16<T>::value);
   static constexpr int value = sizeof(T) == 2 && !LAST && spills ? 1 : NORM2D_BLOCKS;
 };
 
@@ -702,6 +816,8 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
   float *const scratch = totals + norm2d_totals_size(2, plan.tile);
+  constexpr bool stages = norm2d_stages<T, V, LAST, WHOLE, true> && CAMOX_CUDA_ARCH >= 800;
+  float *const stage = totals + plan.staged;
   constexpr int piece = V < 4 ? V : 4; /* elements computed together */
   for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
     int64_t share = item, group = 0;
@@ -715,14 +831,15 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
     const int chunks = WHOLE ? 1 : plan.chunks;
     const bool whole = WHOLE || (V * sizeof(T) < 16 && chunks == 1); /* those of 16-byte vectors are WHOLE if they can be */
     norm2d_tile tile = norm2d_tile_at(plan, begin, group);
+    if constexpr (stages)
+      if (begin < end) norm2d_copy_tile<T, shape, true>(stage, norm2d_copy_of<T, shape, true>(plan, tile, me));
     for (int64_t index = begin; index < end; ++index, norm2d_next_tile(&tile, plan)) {
       float z[shape::rows][V], d[shape::rows][V], origin[shape::pixels], sums[2][shape::pixels];
       float shift[shape::pixels], scale[shape::pixels]; /* z = (x - origin) * scale + shift */
       const norm2d_part first = norm2d_part_at<shape>(plan, tile, me, 0);
       {
         T values[shape::pixels];
-        norm2d_load_origin<T, shape>(values, plan, tile, first);
-        camox_to_floats(origin, values);
+        if constexpr (!stages) norm2d_load_origin<T, shape>(values, plan, tile, first);
         const float *stats = static_cast<const float *>(p.stats) + norm2d_stats_index(plan, tile);
         const float *stats_scale = stats + p.batch * p.groups * plan.pixels;
 #pragma unroll
@@ -738,6 +855,11 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
           camox_load_floats(shift, stats + me.inner * V);
           camox_load_floats(scale, stats_scale + me.inner * V);
         }
+        if constexpr (stages) {
+          camox_cp_async_wait<0>();
+          norm2d_load_staged(values, stage, 0, first.rows);
+        }
+        camox_to_floats(origin, values);
 #pragma unroll
         for (int i = 0; i < shape::pixels; ++i) shift[i] *= -scale[i]; /* of the mean */
       }
@@ -757,11 +879,19 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
           const bool is_read = pass == 0 || !whole;
           T x[shape::rows][V], grad[shape::rows][V];
           float weight[shape::channels], bias[shape::channels];
+          norm2d_copy<T> next = {};
           if (is_read) {
-            norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
-            norm2d_load(grad, norm2d_rows_of<const T, shape>(plan, p.grad, tile, part, part.channel), part.rows);
-            norm2d_load_affine<shape>(weight, plan, p.weight, tile, part);
-            norm2d_load_affine<shape>(bias, plan, p.bias, tile, part);
+            if constexpr (stages) {
+              norm2d_tile following = tile;
+              norm2d_next_tile(&following, plan);
+              if (index + 1 < end) next = norm2d_copy_of<T, shape, true>(plan, following, me);
+              norm2d_copy_origin(stage, next);
+            } else {
+              norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
+              norm2d_load(grad, norm2d_rows_of<const T, shape>(plan, p.grad, tile, part, part.channel), part.rows);
+            }
+            norm2d_load_affine<T, shape>(weight, p.weight, plan, tile, part);
+            norm2d_load_affine<T, shape>(bias, p.bias, plan, tile, part);
           }
           if (pass == 0 && !whole) {
 #pragma unroll
@@ -770,6 +900,13 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
           norm2d_rows<T> out = norm2d_rows_of<T, shape>(plan, p.grad_x, tile, part, part.channel);
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k, out.first += out.step) {
+            if constexpr (stages) {
+              if (is_read) {
+                norm2d_load_staged(x[k], stage, 1 + 2 * k, part.rows >> k & 1);
+                norm2d_load_staged(grad[k], stage, 2 + 2 * k, part.rows >> k & 1);
+                norm2d_copy_row<T, true>(stage, &next, k);
+              }
+            }
             /* of rows that do not exist g is 0, and so is all that follows */
 #pragma unroll
             for (int part_of = 0; is_read && part_of < V; part_of += piece) {
@@ -806,6 +943,8 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
 #endif
             camox_store_float(out.first, grad_x);
           }
+          if constexpr (stages)
+            if (is_read) camox_cp_async_commit();
           if (pass == 0 && !whole)
             norm2d_share<shape>(weight_sums, bias_sums, plan, me, {part.channel, chunk, partial, index > begin}, scratch);
         }
@@ -869,8 +1008,9 @@ static bool norm2d_fits(camox_norm2d_params *p, bool lines, int lanes, int eleme
     if (!camox_aligned(views.view[i]->data, lanes * element) || (sizes[inner] > 1 && stride[inner] != 1)) return false;
     if ((sizes[0] > 1 && stride[0] % lanes != 0) || (sizes[across] > 1 && stride[across] % lanes != 0)) return false;
   }
-  const int floats = lanes < 4 ? 4 * lanes : 16;
-  return lines ? camox_aligned(p->weight.data, floats) && camox_aligned(p->bias.data, floats) : camox_aligned(p->stats, floats);
+  const int floats = lanes < 4 ? 4 * lanes : 16, weights = p->half_weights ? lanes * element : floats;
+  if (!lines) return camox_aligned(p->stats, floats);
+  return camox_aligned(p->weight.data, weights) && camox_aligned(p->bias.data, weights);
 }
 
 extern "C" int64_t camox_norm2d_cuda_items(const camox_norm2d_params *p) {
@@ -883,8 +1023,8 @@ extern "C" int64_t camox_norm2d_cuda_items(const camox_norm2d_params *p) {
 
 /* Without shares the gradients become zeros. */
 static void norm2d_launch_row_sums(const camox_norm2d_params &p, int64_t shares, void *stream) {
-  camox_row_sums sums = {static_cast<const float *>(p.partial), shares, 2 * p.channels, p.channels, {}};
-  sums.out[0] = static_cast<float *>(p.grad_weight), sums.out[1] = static_cast<float *>(p.grad_bias);
+  camox_row_sums sums = {static_cast<const float *>(p.partial), shares, 2 * p.channels, p.channels, {}, CAMOX_F32};
+  sums.out[0] = p.grad_weight, sums.out[1] = p.grad_bias, sums.dtype = p.half_weights ? p.dtype : CAMOX_F32;
   camox_launch_row_sums<norm2d>(sums, stream);
 }
 
@@ -1001,14 +1141,22 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
     ++plan.sum_shift;
   int floats = (LAST ? sums : 2) * plan.scratch; /* planes in the forward: of the mean, of the variance */
   if (backward && LAST && floats < 2 * V * plan.inner * plan.outer) floats = 2 * V * plan.inner * plan.outer;
-  const size_t shared = sizeof(float) * static_cast<size_t>((sums * plan.tile + 3) / 4 * 4 + floats);
+  plan.staged = (sums * plan.tile + 3) / 4 * 4 + floats;
+  size_t shared = sizeof(float) * static_cast<size_t>(plan.staged);
   if (!backward) {
     plan.items = plan.tile_count * p->groups;
     const auto kernel = whole ? norm2d_kernel<T, V, LAST, whole_planes> : norm2d_kernel<T, V, LAST, false>;
-    CAMOX_LAUNCH(kernel, camox_grid(plan.items), threads, shared, stream, plan);
+    int64_t blocks = plan.items;
+    if (norm2d_stages<T, V, LAST, whole_planes, false> && whole && camox_device_is_sm80()) {
+      shared += static_cast<size_t>(16 * threads * (1 + norm2d_rows_each<T, V, whole_planes>));
+      if (plan.items > NORM2D_FILL) blocks = camox_places_of(kernel, threads, shared).all(); /* else one tile of each */
+    }
+    CAMOX_LAUNCH(kernel, camox_grid(blocks < plan.items ? blocks : plan.items), threads, shared, stream, plan);
     return;
   }
   whole = widest && plan.chunks == 1;
+  if (norm2d_stages<T, V, LAST, widest, true> && whole && camox_device_is_sm80())
+    shared += static_cast<size_t>(16 * threads * (1 + 2 * norm2d_rows_each<T, V, false>));
   const auto kernel = whole ? norm2d_backward_kernel<T, V, LAST, widest> : norm2d_backward_kernel<T, V, LAST, false>;
   plan.share_tiles = norm2d_share_tiles(plan, camox_places_of(kernel, threads, shared), camox_norm2d_cuda_items(p));
   plan.shares = camox_ceil_div(plan.tile_count, plan.share_tiles);

@@ -62,6 +62,8 @@ static inline double test_random(int bits) {
   return ldexp((double)(int64_t)(state >> (64 - bits)), 1 - bits) - 1;
 }
 
+static inline int test_is_half(camox_dtype dtype) { return dtype == CAMOX_BF16 || dtype == CAMOX_F16; }
+
 static inline double test_get(camox_dtype dtype, const void *data, int64_t index) {
   if (dtype == CAMOX_F32) return ((const float *)data)[index];
   if (dtype == CAMOX_F64) return ((const double *)data)[index];

@@ -121,6 +121,7 @@ static void test_norm(camox_isa isa, camox_dtype dtype, int64_t rows, int64_t wi
   camox_dtype real = dtype == CAMOX_F64 ? CAMOX_F64 : CAMOX_F32;
   enum { X, RESIDUAL, GRAD, WEIGHT, BIAS, INPUTS };
   enum { Y, GRAD_X, GRAD_RESIDUAL, GRAD_WEIGHT, GRAD_BIAS, OUTPUTS };
+  int half_weights = dropping && test_is_half(dtype);
   test_image in[INPUTS], out[OUTPUTS], stats = matrix(real, 2, rows, 0), partial;
   double *value[INPUTS], *truth[OUTPUTS];
   for (int i = 0; i < INPUTS; ++i) {
@@ -128,11 +129,11 @@ static void test_norm(camox_isa isa, camox_dtype dtype, int64_t rows, int64_t wi
     value[i] = test_values(&in[i], 0);
   }
   for (int i = 0; i < OUTPUTS; ++i) {
-    out[i] = i < GRAD_WEIGHT ? matrix(dtype, rows, width, 0) : matrix(real, 1, width, 0);
+    out[i] = i < GRAD_WEIGHT ? matrix(dtype, rows, width, 0) : matrix(half_weights ? dtype : real, 1, width, 0);
     truth[i] = test_values(&out[i], 1);
   }
   camox_dropout_norm_params p = {.dtype = dtype, .p = probability, .eps = 1e-2, .seed = dropping ? &seed : NULL};
-  p.rows = rows, p.width = width;
+  p.rows = rows, p.width = width, p.half_weights = half_weights;
   p.x = in[X].view.data, p.residual = in[RESIDUAL].view.data, p.grad = in[GRAD].view.data;
   p.weight = (camox_dropout_affine){in[WEIGHT].view.data, width, 1};
   p.bias = (camox_dropout_affine){in[BIAS].view.data, width, 1};

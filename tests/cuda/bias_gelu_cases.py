@@ -29,12 +29,12 @@ def run(x, bias, grad, seed, p, flush="end", **how):
 
         buffers = {name: memory.copy(t, name) for name, t in (("x", x), ("bias", bias), ("grad", grad))}
         buffers |= {name: new(name, rows, columns, dtype=x.dtype) for name in ("y", "grad_x")}
-        buffers |= {"partial": new("partial", rows, columns), "grad_bias": new("grad_bias", columns)}
+        buffers |= {"partial": new("partial", rows, columns), "grad_bias": new("grad_bias", columns, dtype=bias.dtype)}
         if seed is not None:
             buffers["seed"] = memory.copy(seed.reshape(1), "seed")
         for name, tensor in buffers.items():
             setattr(params, name, tensor.data_ptr())
-        params.bias_length, params.bias_stride = columns, 1
+        params.bias_length, params.bias_stride, params.half_bias = columns, 1, bias.dtype in emulator.HALVES
         _call("camox_bias_gelu_cuda", params, x, "forward", **how)
         _call("camox_bias_gelu_backward_cuda", params, x, "backward", **how)
         return [buffers[name].clone() for name in ("y", "grad_x", "grad_bias")]

@@ -93,7 +93,7 @@ def norm(x, residual, weight, bias, grad, seed, p, eps=1e-5, flush="end", **how)
         buffers = {name: memory.copy(tensor, name) for name, tensor in inputs.items()}
         buffers |= {"stats": new("stats", 2, rows), "partial": new("partial", rows, 2, width)}
         buffers |= {name: new(name, rows, width, dtype=x.dtype) for name in ("y", "grad_x", "grad_residual")}
-        buffers |= {name: new(name, width) for name in ("grad_weight", "grad_bias")}
+        buffers |= {name: new(name, width, dtype=weight.dtype) for name in ("grad_weight", "grad_bias")}
         for name, tensor in buffers.items():
             if name != "grad_x" or seed is not None:
                 setattr(params, name, tensor.data_ptr())
@@ -101,6 +101,7 @@ def norm(x, residual, weight, bias, grad, seed, p, eps=1e-5, flush="end", **how)
         for name, tensor in affine.items():
             field = getattr(params, name)
             field.data, field.length, field.stride = tensor.data_ptr(), width, 1
+        params.half_weights = weight.dtype in emulator.HALVES
         _call("camox_dropout_norm_cuda", params, x, "norm", **how)
         _call("camox_dropout_norm_backward_cuda", params, x, "norm backward", **how)
         names = ("y", "grad_x", "grad_residual", "grad_weight", "grad_bias")

@@ -68,13 +68,14 @@ def _params(memory, x, weight, bias, eps, activation, groups):
     p.x = _view(structs, memory.copy(x, "x"))
     p.weight = _affine(structs, memory, weight, "weight")
     p.bias = _affine(structs, memory, bias, "bias")
+    p.half_weights = weight.dtype in emulator.HALVES
     return p, structs
 
 
-def _row(memory, shape, name):
-    """A contiguous float32 tensor of NaN."""
+def _row(memory, shape, name, dtype=torch.float32):
+    """A contiguous tensor of NaN."""
     strides = torch.empty(shape, device="meta").stride()
-    return memory.empty_strided(shape, strides, torch.float32, name)
+    return memory.empty_strided(shape, strides, dtype, name)
 
 
 def forward(x, weight, bias, eps=1e-6, activation="none", residual=None, groups=1, flush="end", save=True, **how):
@@ -98,7 +99,7 @@ def backward(grad, x, weight, bias, stats, eps=1e-6, activation="none", groups=1
         p.stats = memory.copy(stats, "stats").data_ptr()
         outs = [
             _dense(memory, x, "grad_x"),
-            *(_row(memory, (x.shape[1],), f"grad_{name}") for name in ("weight", "bias")),
+            *(_row(memory, (x.shape[1],), f"grad_{name}", weight.dtype) for name in ("weight", "bias")),
         ]
         p.grad_x = _view(structs, outs[0])
         p.grad_weight, p.grad_bias = (out.data_ptr() for out in outs[1:])

@@ -33,6 +33,16 @@ def test_bias_gelu(dtype, dropped, arch):
         assert_right(ours, *inputs, seed)
 
 
+def test_bias_gelu_half_bias(arch):
+    """The bits of a float32 bias of the same values; its gradient is rounded once."""
+    for dtype in emulator.HALVES:
+        for shape in ((70, 16), (5, 7), (3, 520)):
+            x, bias, grad = inputs_of(shape, dtype)
+            ours = bias_gelu_cases.run(x, bias.to(dtype), grad, torch.tensor(99), 0.3, arch=arch)
+            full = bias_gelu_cases.run(x, bias.to(dtype).float(), grad, torch.tensor(99), 0.3, arch=arch)
+            assert all(torch.equal(mine, other.to(dtype)) for mine, other in zip(ours, full, strict=True))
+
+
 def test_bias_gelu_strides_over_a_small_grid(dtype, order):
     """A GPU that holds fewer blocks has fewer partial sums of grad_bias: the others have the same bits."""
     inputs, seed = inputs_of((90, 640), dtype), torch.tensor(5)

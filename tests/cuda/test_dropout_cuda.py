@@ -57,6 +57,17 @@ def test_dropout_add_layer_norm(dtype, p, arch):
             assert torch.equal(ours[1] == 0, ~reference.dropout_mask(shape, seed, p) | (ours[2] == 0))
 
 
+def test_dropout_add_layer_norm_half_weights(arch):
+    """The bits of float32 weights of the same values; their gradients are rounded once."""
+    for dtype in emulator.HALVES:
+        for shape in ((33, 17), (70, 8), (3, 1000), (3, 1544), (2, 4104)):
+            x, residual, grad = (normal(shape, dtype, seed=seed) for seed in range(3))
+            halves = [weight.to(dtype) for weight in affine(shape[-1])]
+            ours = dropout_cases.norm(x, residual, *halves, grad, SEED, 0.1, arch=arch)
+            full = dropout_cases.norm(x, residual, *(t.float() for t in halves), grad, SEED, 0.1, arch=arch)
+            assert all(torch.equal(mine, other.to(dtype)) for mine, other in zip(ours, full, strict=True))
+
+
 def test_dropout_stays_inside_at_both_ends(dtype, order):
     """Flush against a guard page at the end in the tests above, at the start here; unaligned too. The same bits."""
     x, y, grad = gate_inputs((1029,), dtype, "contiguous")

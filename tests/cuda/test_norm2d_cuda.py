@@ -161,6 +161,21 @@ def test_norm2d_slices(dtype):
         assert_right(ours, x, *others[:2], x, activation="silu", residual=x)
 
 
+@pytest.mark.parametrize("layout", norm2d_cases.LAYOUTS)
+def test_norm2d_half_weights(layout, arch):
+    """The bits of float32 weights of the same values; their gradients are rounded once. Shapes of every access, and
+    weights off the alignment of long ones."""
+    for dtype in HALVES:
+        for turn, shape in enumerate(((2, 24, 5, 7), (1, 12, 4, 4), (2, 32, 4, 8), (1, 1288, 1, 8), (1, 2056, 1, 8))):
+            x, weight, bias, grad = norm2d_inputs(shape, dtype, layout)
+            options = {"activation": "silu", "groups": 2 if turn % 2 else 1, "arch": arch}
+            halves = weight.to(dtype), bias.to(dtype)
+            ours = norm2d_cases.forward_and_gradients(x, *halves, grad, **options)
+            full = norm2d_cases.forward_and_gradients(x, *(t.float() for t in halves), grad, **options)
+            assert all(torch.equal(mine, other.to(dtype)) for mine, other in zip(ours, full, strict=True))
+            assert_right(ours, x, *halves, grad, activation="silu", groups=options["groups"])
+
+
 def test_norm2d_nan_and_inf_stay_in_their_pixel():
     for layout in ("contiguous", "channels_last"):
         for value in (float("nan"), float("inf")):
