@@ -1182,25 +1182,37 @@ def grad_cases(dtype: str) -> list[Case]:
 
 # images: a training batch of masks, and one that takes long enough for launches not to count
 STRUCTURE_BATCHES = (("structure_loss", 8), ("structure_loss of 32", 32))
-STRUCTURE_PIXELS, STRUCTURE_ITEM = 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS
+STRUCTURE_PIXELS, STRUCTURE_ITEM = 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS; too few for STRUCTURE_LONG_ITEM
+STRUCTURE_LANES = 4  # of the forward
 
 
 def structure_cases(dtype: str) -> list[Case]:
     """Logits with masks and weights in float32; a block has a work item. The last block of the forward adds the work
     items of each image by `adding` threads."""
     element, size = DTYPES[dtype]
-    lanes, floats = 16 // size, 4 // size  # vectors of mask and weight each beside one of logits
-    items, given = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), 1 + 2 * floats
+    items, backward_lanes = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), 16 // size
+    loads = 1 + 2 * backward_lanes // 4  # of the backward: logits, mask and weight
+    narrow = {"load": r"\bLDG\.E(\.\w+)*\.(64|128)\.CONSTANT\b"}
     cases = []
     for name, images in STRUCTURE_BATCHES:
         elements, blocks, adding = images * STRUCTURE_PIXELS, images * items, max(8, min(32, 256 // images))
 
-        def main(kernel, stores, waits, blocks=blocks, elements=elements):
-            step, steps = Step(given, stores, most=r"\bMUFU\.EX2\b"), STRUCTURE_PIXELS / items / 256 / lanes
-            return Launch(kernel, blocks, 256, step, steps, elements * ((1 + stores) * size + 8), waits=waits)
+        def main(kernel, lanes, step, blocks=blocks, elements=elements, **how):
+            steps, traffic = STRUCTURE_PIXELS / items / 256 / lanes, elements * ((1 + step.stores) * size + 8)
+            return Launch(kernel, blocks, 256, step, steps, traffic, **how)
 
-        forward = main(f"structure_loss_kernel<{lanes}, {element}>", 0, 0)
-        backward = main(f"structure_loss_backward_kernel<{element}, {lanes}>", 1, 1)  # waits for the sums of the image
+        logistic = r"\bMUFU\.EX2\b"
+        forward = main(
+            f"structure_loss_kernel<{STRUCTURE_LANES}, {element}>",
+            STRUCTURE_LANES,
+            Step(3, 0, most=logistic, **narrow),
+        )
+        backward = main(
+            f"structure_loss_backward_kernel<{element}, {backward_lanes}>",
+            backward_lanes,
+            Step(loads, 1, most=logistic),
+            waits=1,  # for the sums of the image
+        )
         last = Launch(
             forward.kernel,
             1,
