@@ -568,7 +568,7 @@ def predict(case: Case, gpu: Gpu, kernels: dict[str, Kernel]) -> Prediction | st
 BATCH, CHANNELS, HEIGHT, WIDTH = 32, 80, 88, 88
 ELEMENTS = BATCH * CHANNELS * HEIGHT * WIDTH
 DTYPES = {"float32": ("float", 4), "bfloat16": ("__nv_bfloat16", 2)}
-FORWARD_BAND = 6  # CAMOX_FORWARD_BAND
+FORWARD_BAND, BANDS_FORWARD_BAND = 6, 8  # CAMOX_FORWARD_BAND; of frequency_bands
 PHILOX = r"IMAD\.(WIDE|HI)\.U32"
 
 
@@ -582,7 +582,8 @@ def busiest(processors: int, places: int, threads: int, blocks: int) -> int:
 def row_bands(processors, blocks, threads, across: int, per_block: int, beside: int, most: int = HEIGHT) -> int:
     """Rows of a band, at most so many, as camox_partition_of in common/stencil.cuh divides images with `across` threads
     of each row."""
-    first = max(min(ceil_div(processors * blocks * per_block, across), ceil_div(HEIGHT, 2)), ceil_div(HEIGHT, most))
+    first = ceil_div(processors * blocks * per_block * 15, across * 16)
+    first = max(min(first, ceil_div(HEIGHT, 2)), ceil_div(HEIGHT, most))
     fewest, rows = math.inf, HEIGHT
     for bands in range(first, min(4 * first, ceil_div(HEIGHT, 2)) + 1):
         band = ceil_div(HEIGHT, bands)
@@ -605,7 +606,8 @@ def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=12
 
     def launch(processors: int, blocks: int) -> Launch:
         across = BATCH * CHANNELS * WIDTH // lanes
-        most = HEIGHT if "backward" in kernel else FORWARD_BAND
+        forward = BANDS_FORWARD_BAND if "bands" in kernel else FORWARD_BAND
+        most = HEIGHT if "backward" in kernel else forward
         band = row_bands(processors, blocks, 128, across, per_block, 2 * beside, most)
         return Launch(
             kernel,
@@ -1182,25 +1184,37 @@ def grad_cases(dtype: str) -> list[Case]:
 
 # images: a training batch of masks, and one that takes long enough for launches not to count
 STRUCTURE_BATCHES = (("structure_loss", 8), ("structure_loss of 32", 32))
-STRUCTURE_PIXELS, STRUCTURE_ITEM = 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS
+STRUCTURE_PIXELS, STRUCTURE_ITEM = 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS; too few for STRUCTURE_LONG_ITEM
+STRUCTURE_LANES = 4  # of the forward
 
 
 def structure_cases(dtype: str) -> list[Case]:
     """Logits with masks and weights in float32; a block has a work item. The last block of the forward adds the work
     items of each image by `adding` threads."""
     element, size = DTYPES[dtype]
-    lanes, floats = 16 // size, 4 // size  # vectors of mask and weight each beside one of logits
-    items, given = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), 1 + 2 * floats
+    items, backward_lanes = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), 16 // size
+    loads = 1 + 2 * backward_lanes // 4  # of the backward: logits, mask and weight
+    narrow = {"load": r"\bLDG\.E(\.\w+)*\.(64|128)\.CONSTANT\b"}
     cases = []
     for name, images in STRUCTURE_BATCHES:
         elements, blocks, adding = images * STRUCTURE_PIXELS, images * items, max(8, min(32, 256 // images))
 
-        def main(kernel, stores, waits, blocks=blocks, elements=elements):
-            step, steps = Step(given, stores, most=r"\bMUFU\.EX2\b"), STRUCTURE_PIXELS / items / 256 / lanes
-            return Launch(kernel, blocks, 256, step, steps, elements * ((1 + stores) * size + 8), waits=waits)
+        def main(kernel, lanes, step, blocks=blocks, elements=elements, **how):
+            steps, traffic = STRUCTURE_PIXELS / items / 256 / lanes, elements * ((1 + step.stores) * size + 8)
+            return Launch(kernel, blocks, 256, step, steps, traffic, **how)
 
-        forward = main(f"structure_loss_kernel<{lanes}, {element}>", 0, 0)
-        backward = main(f"structure_loss_backward_kernel<{element}, {lanes}>", 1, 1)  # waits for the sums of the image
+        logistic = r"\bMUFU\.EX2\b"
+        forward = main(
+            f"structure_loss_kernel<{STRUCTURE_LANES}, {element}>",
+            STRUCTURE_LANES,
+            Step(3, 0, most=logistic, **narrow),
+        )
+        backward = main(
+            f"structure_loss_backward_kernel<{element}, {backward_lanes}>",
+            backward_lanes,
+            Step(loads, 1, most=logistic),
+            waits=1,  # for the sums of the image
+        )
         last = Launch(
             forward.kernel,
             1,
@@ -1304,9 +1318,9 @@ def linear_attention_cases(dtype: str) -> list[Case]:
     ]
 
 
-# csrc/box/box_cuda.cu: threads of a block, rows of a step, columns of a segment of channels_last, the driver's bytes of
-# each block, bytes of a sector
-BOX_THREADS, BOX_STEP, BOX_SEGMENT, BOX_RESERVED, BOX_SECTOR = 256, 4, 8, 1024, 32
+# csrc/box/box_cuda.cu: threads of a block, those that keep a multiprocessor busy, elements of a thread, rows of a step,
+# columns of a segment of channels_last, the driver's bytes of each block, bytes of a sector
+BOX_THREADS, BOX_BUSY, BOX_LANES, BOX_STEP, BOX_SEGMENT, BOX_RESERVED, BOX_SECTOR = 256, 256, 4, 4, 8, 1024, 32
 # Multiprocessors of a GPU -> bytes of shared memory that one of its blocks may have
 BLOCK_SHARED = {
     gpu.processors: cuda_budget.LIMITS[gpu.arch][2] * 1024 - (gpu.arch != "sm_75") * BOX_RESERVED for gpu in GPUS
@@ -1319,7 +1333,7 @@ def box_divide(processors: int, shape, radius: int, size: int, last: bool) -> tu
     """(blocks, threads, rows of a band, bytes of shared memory) as box_divide in csrc/box/box_cuda.cu divides them, and
     how often an element is read besides: columns of two tiles, sectors that two blocks share."""
     batch, channels, height, width = shape
-    lanes = BOX_STEP if last else 16 // size  # elements of a thread
+    lanes = BOX_LANES
     segment, step = (BOX_SEGMENT, BOX_SEGMENT) if last else (1, BOX_STEP)  # threads, rows
     of_segment = BOX_SEGMENT if last else lanes  # columns
     together = ceil_div(channels, lanes) if last else channels
@@ -1328,7 +1342,7 @@ def box_divide(processors: int, shape, radius: int, size: int, last: bool) -> tu
     lines = 2 * radius + 1 if radius <= 3 and not last else of_segment + 1
     side = ceil_div(radius, of_segment)
     ring, totals = (2 * radius, (2 * radius - BOX_STEP) // BOX_STEP) if radius > 1 else (0, 0)
-    registers = 384 if last or lanes == 8 else 512
+    registers = 384 if last else 512
     best = (math.inf, 0, 0, 0, 0, 0.0)
     for least_planes in (min(BOX_SECTOR // (lanes * size), together) if last else 1, 1):
         for threads in range(WARP, (registers if last else BOX_THREADS) + 1, WARP):
@@ -1353,7 +1367,7 @@ def box_divide(processors: int, shape, radius: int, size: int, last: bool) -> tu
 
             def time_of(blocks, threads=threads):
                 busy = ceil_div(blocks, processors) * threads
-                return busy + 7 * max(busy, BOX_THREADS) if blocks else 0
+                return busy + 7 * max(busy, BOX_BUSY) if blocks else 0
 
             for bands in range(1, most + 1):
                 steps = ceil_div(most, bands)
@@ -1389,7 +1403,7 @@ def box_cases(dtype: str) -> list[Case]:
         return 4 + 4 + lanes * (4 + 2 * (radius % 2)) + totals
 
     def case(name, shape, window, weights=0, last=False):
-        radius, elements, lanes = window // 2, math.prod(shape), BOX_STEP if last else 16 // size
+        radius, elements, lanes = window // 2, math.prod(shape), BOX_LANES
         reach, tall = radius if radius <= 3 and not last else 0, "true" if radius > 1 else "false"
         kernel = f"box_bands_kernel<{element}, {lanes}, {tall}, {'true' if last else 'false'}>"
         segment, rows_of_step = (BOX_SEGMENT, BOX_SEGMENT) if last else (lanes, BOX_STEP)
@@ -1401,9 +1415,10 @@ def box_cases(dtype: str) -> list[Case]:
             marks += 4 * reach
         else:
             core = spans(radius, segment)
-            marks += own + 1 + 2 * (segment - 1) + sum(count > 0 for count in core)
-        inner = sum(core) - sum(count > 0 for count in core) + 1  # lines that loops add
-        sums = Step(1, 0, load=r"\bLDS\b", store=r"\bSTS\b")
+            # box_add_lines three times: four lines, in a loop; two, by a branch; one, under a predicate
+            marks += own + 1 + 2 * (segment - 1) + 3 + sum(4 * (n >= 4) + 2 * (n % 4 >= 2) for n in core)
+        inner = sum(n // 4 for n in core) - sum(n >= 4 for n in core) + 1  # passes of the loops
+        sums = Step(4, 0, load=r"\bLDS\b", store=r"\bSTS\b")
         narrow = {"load": r"\bLDG\.E(\.\w+)*\.64\b", "store": r"\bSTG\.E(\.\w+)*\.64\b"}
         step = Step(
             rows_of_step * (2 if weights else 1),
@@ -1439,7 +1454,7 @@ def box_cases(dtype: str) -> list[Case]:
         for window in BOX_WINDOWS:
             case(f"box_mean{layout} by {window}", BOX_SHAPE, window, last=bool(layout))
     # the mask's own pixels are read again, and multiplied
-    case("structure_weight", STRUCTURE_SHAPE, STRUCTURE_WINDOW, BOX_STEP * 16 // size)
+    case("structure_weight", STRUCTURE_SHAPE, STRUCTURE_WINDOW, BOX_STEP * BOX_LANES)
     return cases
 
 

@@ -4,7 +4,7 @@
    Contiguous images with windows of up to 61 x 61, channels_last with up to 31 x 31: one launch, x is read once and y written
    once (box_bands_kernel).
 
-              planes of a block, `across` threads each, V adjacent columns (16 bytes of x) to a thread
+              planes of a block, `across` threads each, V = 4 adjacent columns (8 or 16 bytes of x) to a thread
        row  4j     | t t t t | <-- trailing rows, from the ring in shared memory: the first rows of the step's windows
             4j+4   |         |
              ...   |         |     whole steps of 4 rows: their totals lie in shared memory
@@ -12,6 +12,7 @@
               |
               v  a block iterates down its row band, four rows of output to a step
 
+     load     the leading rows of the next step are asked for when a step begins, and have all of it to arrive.
      begin    the rows above the band's first leading rows are copied into the ring, all at once, and their totals are made.
      down     sum = trailing rows from the window's first on + totals between + leading rows to the window's last. The totals
               between are a sum over a window again: the end of one block of totals, whose sums to the end replace them once
@@ -207,15 +208,23 @@ __global__ void __launch_bounds__(BOX_THREADS) box_lines_kernel(const __grid_con
 /* ---- contiguous images, both directions at once: a block for planes beside each other and a row band ---- */
 
 #define BOX_BAND_THREADS 256 /* at most */
-#define BOX_STEP 4           /* rows of a step down the columns */
+#ifndef BOX_BUSY_THREADS     /* of a multiprocessor: with fewer a step takes almost as long */
+#define BOX_BUSY_THREADS 256
+#endif
+/* Elements of a thread: eight of a half type would be 16 bytes, but twice the instructions of a warp's step and 167 registers,
+   with which half as many warps run at (32,80,88,88). */
+#define BOX_LANES 4
+#define BOX_STEP 4 /* rows of a step down the columns */
+#ifndef BOX_EARLY
+#define BOX_EARLY 1
+#endif
 #define BOX_SEGMENT 8 /* channels_last: columns of a segment, and rows that are summed down before they are summed along */
 #define BOX_BLOCK_RESERVED 1024 /* bytes of shared memory that the driver takes for each block */
 #define BOX_SECTOR 32           /* bytes that memory is read in at least */
 
-/* Threads that a multiprocessor's registers are enough for: with 128 each, or 168 where a thread has 8 columns, or a step 8
-   rows. */
-template <int V, bool LAST>
-static constexpr int box_resident_threads = V == 8 || LAST ? 384 : 512;
+/* Threads that a multiprocessor's registers are enough for: with 128 each, or 168 where a step has 8 rows. */
+template <bool LAST>
+static constexpr int box_resident_threads = LAST ? 384 : 512;
 
 #define BOX_REACH 3 /* windows of up to 7 columns take their neighbours' outermost columns; not in channels_last */
 
@@ -335,15 +344,25 @@ __device__ __forceinline__ box_ends<V> box_ends_of(const box_spans &spans, int m
   return ends;
 }
 
-/* Adds `count` lines from `from` on, `pitch` floats apart. */
+/* Adds N lines from `from` on, `pitch` floats apart, all of them loaded before one is added. `from` becomes the line after them. */
+template <int N>
+__device__ __forceinline__ void box_add_lines_at_once(float (&to)[BOX_STEP], const float *&from, int pitch) {
+  float line[N][BOX_STEP];
+#pragma unroll
+  for (int n = 0; n < N; ++n) camox_load_shared(line[n], from + n * pitch);
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < BOX_STEP; ++i) to[i] += line[n][i];
+  from += N * pitch;
+}
+
+/* Adds `count` lines from `from` on: loaded one by one, a warp would wait for shared memory as often. */
 __device__ __forceinline__ void box_add_lines(float (&to)[BOX_STEP], const float *from, int count, int pitch) {
 #pragma unroll 1
-  for (; count > 0; --count, from += pitch) {
-    float line[BOX_STEP];
-    camox_load_shared(line, from);
-#pragma unroll
-    for (int i = 0; i < BOX_STEP; ++i) to[i] += line[i];
-  }
+  for (; count >= 4; count -= 4) box_add_lines_at_once<4>(to, from, pitch);
+  if (count >= 2) box_add_lines_at_once<2>(to, from, pitch);
+  if (count % 2 != 0) box_add_lines_at_once<1>(to, from, pitch);
 }
 
 /* Puts the sum of a segment's columns behind them in shared memory, for those whose windows have all of them. */
@@ -681,7 +700,7 @@ __device__ __forceinline__ void box_down(float (&sums)[BOX_STEP][V], box_history
 
 /* TALL: windows of more than 3 rows. LAST: channels_last. */
 template <typename T, int V, bool TALL, bool LAST>
-__global__ void __launch_bounds__(box_resident_threads<V, LAST>, 1)
+__global__ void __launch_bounds__(box_resident_threads<LAST>, 1)
     box_bands_kernel(const __grid_constant__ box_bands plan, int64_t items) {
   CAMOX_DYNAMIC_SHARED(float, segments);
   static_assert(!LAST || V == BOX_STEP, "a line of a segment has four channels");
@@ -764,12 +783,19 @@ __global__ void __launch_bounds__(box_resident_threads<V, LAST>, 1)
 
     /* Sums down the columns of windows around four rows from `at_row` on, which end with the leading rows `from`. */
     const auto down = [&](float (&sums)[BOX_STEP][V], T(&from)[BOX_STEP][V], int at_row) {
+      T rows[BOX_STEP][V];
+#pragma unroll
+      for (int i = 0; i < BOX_STEP; ++i)
+#pragma unroll
+        for (int k = 0; k < V; ++k) rows[i][k] = from[i][k];
+      /* the next rows have all of this step to arrive */
+      if (BOX_EARLY) box_fetch(from, plan, next, x_stride, at_row + lines + radius_y, end, elements);
       if constexpr (TALL) {
-        box_down(sums, history, plan, from, at_row - radius_y);
+        box_down(sums, history, plan, rows, at_row - radius_y);
       } else {
         float lead[BOX_STEP][V];
 #pragma unroll
-        for (int i = 0; i < BOX_STEP; ++i) camox_to_floats(lead[i], from[i]);
+        for (int i = 0; i < BOX_STEP; ++i) camox_to_floats(lead[i], rows[i]);
         if (before) box_divide_rows(lead, plan, at_row + radius_y);
 #pragma unroll
         for (int k = 0; k < V; ++k) {
@@ -781,7 +807,7 @@ __global__ void __launch_bounds__(box_resident_threads<V, LAST>, 1)
           above[0][k] = lead[2][k], above[1][k] = lead[3][k];
         }
       }
-      box_fetch(from, plan, next, x_stride, at_row + lines + radius_y, end, elements);
+      if (!BOX_EARLY) box_fetch(from, plan, next, x_stride, at_row + lines + radius_y, end, elements);
     };
 #pragma unroll 1
     for (; y < last; y += lines) {
@@ -882,7 +908,7 @@ static inline box_spans box_spans_of(int radius, int lanes) {
 
 /* How blocks divide the images: of the numbers of planes and of row bands the ones with the least time on the multiprocessor
    with the most blocks. What a multiprocessor holds at once takes as long as its threads have steps, and too few threads wait
-   for memory almost as long as BOX_BAND_THREADS. To begin a band costs a step, and a quarter of one for each two rows of its
+   for memory almost as long as BOX_BUSY_THREADS. To begin a band costs a step, and a quarter of one for each two rows of its
    ring. False where no tile fits a block.
      lanes          columns of a thread, and of a segment, of which channels_last has BOX_SEGMENT
      row_bytes      of a thread in its ring
@@ -922,7 +948,7 @@ static inline bool box_divide(box_bands &plan, const box_division &of, int64_t p
     const int64_t columns = camox_ceil_div(all_planes, plan.planes) * plan.tiles, at_once = processors * resident;
     const auto time_of = [&](int64_t blocks) {
       const int64_t busy = camox_ceil_div(blocks, processors) * threads;
-      return blocks == 0 ? 0 : busy + 7 * (busy < BOX_BAND_THREADS ? BOX_BAND_THREADS : busy);
+      return blocks == 0 ? 0 : busy + 7 * (busy < BOX_BUSY_THREADS ? BOX_BUSY_THREADS : busy);
     };
     const int64_t most = camox_ceil_div(p.height, step);
     for (int64_t bands = 1, steps = most; bands <= most; bands = steps > 1 ? camox_ceil_div(most, steps - 1) : most + 1) {
@@ -966,8 +992,8 @@ static int box_run_bands(const box_args &a, void *stream) {
   if (!reaches) plan.spans = box_spans_of(radius_x, columns_of_segment);
   box_division division = {};
   division.last = LAST, division.lanes = LAST ? 1 : V;
-  division.row_bytes = row_bytes, division.resident_threads = box_resident_threads<V, LAST>;
-  division.most_threads = LAST ? box_resident_threads<V, LAST> : BOX_BAND_THREADS;
+  division.row_bytes = row_bytes, division.resident_threads = box_resident_threads<LAST>;
+  division.most_threads = LAST ? box_resident_threads<LAST> : BOX_BAND_THREADS;
   /* channels_last: whole sectors of memory, unless there are fewer channels or shared memory is too small */
   const int64_t sector = LAST ? BOX_SECTOR / row_bytes : 1;
   division.least_planes = static_cast<int>(sector < plan.together ? sector : plan.together);
@@ -985,9 +1011,8 @@ static int box_run_bands(const box_args &a, void *stream) {
 
 template <typename T, bool TALL>
 static int box_run_at_once(const box_args &a, void *stream) {
-  constexpr int lanes = camox_lanes<T>::value;
-  if (a.p.channels_last) return box_run_bands<T, BOX_STEP, TALL, true>(a, stream);
-  return box_run_bands<T, lanes, TALL, false>(a, stream);
+  if (a.p.channels_last) return box_run_bands<T, BOX_LANES, TALL, true>(a, stream);
+  return box_run_bands<T, BOX_LANES, TALL, false>(a, stream);
 }
 
 template <typename T>

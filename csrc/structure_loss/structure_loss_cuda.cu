@@ -1,14 +1,16 @@
 /* structure_loss on CUDA.
 
      images      |             0             |             1             |   contiguous pixels
-     work items  |    0    |    1    | 2  |    3    |    4    | 5  |      2048 pixels of an image, a block each
+     work items  |    0    |    1    | 2  |    3    |    4    | 5  |      2048 pixels of an image, a block each; 8192 where a
+                                                                         forward has enough of these
      groups      |                            0                    ...      32 images, or more of very many images
 
      forward     a block adds four sums over its pixels and counts itself in its group; the last block of a group adds the work
                  items of each of its images, of which 8 to 32 threads have every 8th to 32nd, and counts the group; the last
                  block of the last group makes the loss of the batch
      backward    a block makes the gradients of its pixels from the sums of their image
-     both        V neighbouring pixels for each thread, 16 bytes of every tensor at once where all allow it
+     both        V neighbouring pixels for each thread at once where all tensors allow it: 16 bytes of mask and weight, and of
+                 the logits 8 or 16
 
    Sums have an order that follows from the shape, and nothing is added by atomics: fixed bits. */
 #include "structure_loss.h"
@@ -18,12 +20,30 @@
 #include "../common/last_block.cuh"
 
 #define STRUCTURE_THREADS 256
+#ifndef STRUCTURE_PREFETCH
+#define STRUCTURE_PREFETCH 0
+#endif
+#ifndef STRUCTURE_BOUNDS
+#if STRUCTURE_PREFETCH
+#define STRUCTURE_BOUNDS STRUCTURE_THREADS, 4
+#else
+#define STRUCTURE_BOUNDS STRUCTURE_THREADS
+#endif
+#endif
+#define STRUCTURE_LANES 4 /* of the forward: eight would take registers that four blocks on a multiprocessor do not leave */
+/* Of the forward, where images have this many of them: to begin a work item and to add up the sums of its threads costs as
+   many instructions as CAMOX_STRUCTURE_PIXELS do. */
+#ifndef STRUCTURE_LONG_ITEM
+#define STRUCTURE_LONG_ITEM 8192 /* pixels */
+#endif
+#define STRUCTURE_MANY_ITEMS 2048
 #define STRUCTURE_WARPS (STRUCTURE_THREADS / CAMOX_WARP)
 #define STRUCTURE_LOADS 4  /* work items of a thread of a group's last block, in flight */
 #define STRUCTURE_GROUP 32 /* images whose sums a block adds at once, 8 threads each */
 
 struct structure_args {
   camox_structure_loss_params p;
+  int item_pixels;          /* of a work item, at most */
   int64_t per_image, items; /* work items of an image and in all */
   int64_t group_images, groups;
   int lanes_log2; /* of the threads that add the work items of an image */
@@ -74,20 +94,23 @@ struct structure_item {
 
 __device__ __forceinline__ structure_item structure_item_of(const structure_args &a, int64_t index) {
   int64_t piece;
-  const int64_t image = camox_divide(index, a.per_image, &piece), begin = piece * CAMOX_STRUCTURE_PIXELS;
-  const int64_t left = a.p.pixels - begin, most = CAMOX_STRUCTURE_PIXELS;
-  return {image, image * a.p.pixels + begin, static_cast<int>(left < most ? left : most)};
+  const int64_t image = camox_divide(index, a.per_image, &piece), begin = piece * a.item_pixels;
+  const int64_t left = a.p.pixels - begin;
+  return {image, image * a.p.pixels + begin, left < a.item_pixels ? static_cast<int>(left) : a.item_pixels};
 }
 
-/* V pixels: logits, mask, weight. */
+/* V pixels as they lie in memory. */
 template <typename T, int V>
-__device__ __forceinline__ void structure_load(const structure_args &a, int64_t at, float (&z)[V], float (&m)[V],
-                                               float (&w)[V]) {
-  T raw[V];
-  camox_load(raw, static_cast<const T *>(a.p.logits) + at);
-  camox_load_floats(m, static_cast<const float *>(a.p.mask) + at);
-  camox_load_floats(w, static_cast<const float *>(a.p.weight) + at);
-  camox_to_floats(z, raw);
+struct structure_pixels {
+  T logits[V];
+  float mask[V], weight[V];
+};
+
+template <typename T, int V>
+__device__ __forceinline__ void structure_load(structure_pixels<T, V> &to, const structure_args &a, int64_t at) {
+  camox_load(to.logits, static_cast<const T *>(a.p.logits) + at);
+  camox_load_floats(to.mask, static_cast<const float *>(a.p.mask) + at);
+  camox_load_floats(to.weight, static_cast<const float *>(a.p.weight) + at);
 }
 
 /* p and the entropy of V pixels, p in the place of the logits. */
@@ -208,23 +231,36 @@ __device__ __forceinline__ void structure_finish_batch(const structure_args &a, 
 
 /* V before T: kernels of <element, lanes> promise stores of vectors too (scripts/cuda_budget.py), and this one stores sums. */
 template <int V, typename T>
-__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const __grid_constant__ structure_args a) {
+__global__ void __launch_bounds__(STRUCTURE_BOUNDS) structure_loss_kernel(const __grid_constant__ structure_args a) {
   __shared__ __align__(16) float scratch[STRUCTURE_WARPS][CAMOX_STRUCTURE_SUMS];
   const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
   for (int64_t index = blockIdx.x; index < a.items; index += gridDim.x) {
     const structure_item item = structure_item_of(a, index);
     float sum[CAMOX_STRUCTURE_SUMS] = {};
+#if STRUCTURE_PREFETCH
+    structure_pixels<T, V> next; /* loaded while the pixels before them are computed */
+    int pixel = static_cast<int>(threadIdx.x) * V;
+    if (pixel < item.pixels) structure_load(next, a, item.first + pixel);
+#pragma unroll 1
+    while (pixel < item.pixels) {
+      const structure_pixels<T, V> now = next;
+      pixel += STRUCTURE_THREADS * V;
+      if (pixel < item.pixels) structure_load(next, a, item.first + pixel);
+#else
     for (int pixel = static_cast<int>(threadIdx.x) * V; pixel < item.pixels; pixel += STRUCTURE_THREADS * V) {
-      float z[V], m[V], w[V], bce[V];
-      structure_load<T>(a, item.first + pixel, z, m, w);
-      structure_entropy(a.p.probabilities, z, m, bce);
+      structure_pixels<T, V> now;
+      structure_load(now, a, item.first + pixel);
+#endif
+      float p[V], bce[V];
+      camox_to_floats(p, now.logits);
+      structure_entropy(a.p.probabilities, p, now.mask, bce);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        const float masked = m[i] * w[i];
-        sum[CAMOX_STRUCTURE_WEIGHT] += w[i];
-        sum[CAMOX_STRUCTURE_BCE] = fmaf(weighted ? w[i] : 1.0f, bce[i], sum[CAMOX_STRUCTURE_BCE]);
-        sum[CAMOX_STRUCTURE_INTER] = fmaf(z[i], masked, sum[CAMOX_STRUCTURE_INTER]);
-        sum[CAMOX_STRUCTURE_UNION] += fmaf(z[i], w[i], masked);
+        const float weight = now.weight[i], masked = now.mask[i] * weight;
+        sum[CAMOX_STRUCTURE_WEIGHT] += weight;
+        sum[CAMOX_STRUCTURE_BCE] = fmaf(weighted ? weight : 1.0f, bce[i], sum[CAMOX_STRUCTURE_BCE]);
+        sum[CAMOX_STRUCTURE_INTER] = fmaf(p[i], masked, sum[CAMOX_STRUCTURE_INTER]);
+        sum[CAMOX_STRUCTURE_UNION] += fmaf(p[i], weight, masked);
       }
     }
     structure_block_sums(sum, scratch);
@@ -272,17 +308,20 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS, 4)
     const float base = grad * ((sum[CAMOX_STRUCTURE_INTER] + a.smooth) / below) / below, slope = base + grad / below;
     const float of_bce = weighted ? grad / sum[CAMOX_STRUCTURE_WEIGHT] : of_grads;
     for (int pixel = static_cast<int>(threadIdx.x) * V; pixel < item.pixels; pixel += STRUCTURE_THREADS * V) {
-      float z[V], m[V], w[V];
-      structure_load<T>(a, item.first + pixel, z, m, w);
+      structure_pixels<T, V> now;
+      structure_load(now, a, item.first + pixel);
+      float z[V];
+      camox_to_floats(z, now.logits);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        const float bce = weighted ? of_bce * w[i] : of_bce, iou = w[i] * (base - slope * m[i]);
+        const float m = now.mask[i], w = now.weight[i];
+        const float bce = weighted ? of_bce * w : of_bce, iou = w * (base - slope * m);
         if (a.p.probabilities) {
           const float product = z[i] * (1.0f - z[i]);
-          z[i] = bce * (z[i] - m[i]) * camox_reciprocal(product < 1e-12f ? 1e-12f : product) + iou;
+          z[i] = bce * (z[i] - m) * camox_reciprocal(product < 1e-12f ? 1e-12f : product) + iou;
         } else {
           const structure_sigmoid s = structure_sigmoid_of(z[i]);
-          z[i] = bce * (s.p - m[i]) + iou * s.slope;
+          z[i] = bce * (s.p - m) + iou * s.slope;
         }
       }
 #ifdef CAMOX_BREAK_STRUCTURE_LOSS
@@ -300,28 +339,25 @@ static bool structure_fits(const camox_structure_loss_params *p, int lanes, int 
          camox_aligned(p->logits, lanes * element) && camox_aligned(p->grad_logits, lanes * element);
 }
 
-template <typename T, int V>
-static void structure_launch(const structure_args &a, bool backward, void *stream) {
-  const unsigned grid = camox_grid(a.items);
-  if (backward)
-    CAMOX_LAUNCH((structure_loss_backward_kernel<T, V>), grid, STRUCTURE_THREADS, 0, stream, a);
-  else
-    CAMOX_LAUNCH((structure_loss_kernel<V, T>), grid, STRUCTURE_THREADS, 0, stream, a);
-}
-
 template <typename T>
-static void structure_launch_widest(const structure_args &a, bool backward, void *stream) {
-  constexpr int lanes = camox_lanes<T>::value;
-  if (structure_fits(&a.p, lanes, static_cast<int>(sizeof(T))))
-    structure_launch<T, lanes>(a, backward, stream);
+static void structure_launch(const structure_args &a, bool backward, void *stream) {
+  constexpr int element = static_cast<int>(sizeof(T)), lanes = STRUCTURE_LANES, backward_lanes = camox_lanes<T>::value;
+  const unsigned grid = camox_grid(a.items);
+  if (!backward && structure_fits(&a.p, lanes, element))
+    CAMOX_LAUNCH((structure_loss_kernel<lanes, T>), grid, STRUCTURE_THREADS, 0, stream, a);
+  else if (!backward)
+    CAMOX_LAUNCH((structure_loss_kernel<1, T>), grid, STRUCTURE_THREADS, 0, stream, a);
+  else if (structure_fits(&a.p, backward_lanes, element))
+    CAMOX_LAUNCH((structure_loss_backward_kernel<T, backward_lanes>), grid, STRUCTURE_THREADS, 0, stream, a);
   else
-    structure_launch<T, 1>(a, backward, stream);
+    CAMOX_LAUNCH((structure_loss_backward_kernel<T, 1>), grid, STRUCTURE_THREADS, 0, stream, a);
 }
 
-static structure_args structure_args_of(const camox_structure_loss_params *p) {
+static structure_args structure_args_of(const camox_structure_loss_params *p, int item_pixels) {
   structure_args a = {};
   a.p = *p;
-  a.per_image = camox_structure_items_per_image(p);
+  a.item_pixels = item_pixels;
+  a.per_image = camox_ceil_div(p->pixels, item_pixels);
   a.items = p->images * a.per_image;
   a.smooth = static_cast<float>(p->smooth);
   return a;
@@ -329,9 +365,9 @@ static structure_args structure_args_of(const camox_structure_loss_params *p) {
 
 static int structure_run(const structure_args &a, bool backward, void *stream) {
   switch (a.p.dtype) {
-    case CAMOX_F32: structure_launch_widest<float>(a, backward, stream); break;
-    case CAMOX_BF16: structure_launch_widest<__nv_bfloat16>(a, backward, stream); break;
-    case CAMOX_F16: structure_launch_widest<__half>(a, backward, stream); break;
+    case CAMOX_F32: structure_launch<float>(a, backward, stream); break;
+    case CAMOX_BF16: structure_launch<__nv_bfloat16>(a, backward, stream); break;
+    case CAMOX_F16: structure_launch<__half>(a, backward, stream); break;
     default: return cudaErrorInvalidValue;
   }
   return camox_launch_status();
@@ -348,7 +384,8 @@ static int structure_run_empty(const camox_structure_loss_params *p, void *strea
 }
 
 extern "C" int camox_structure_loss_cuda(const camox_structure_loss_params *p, void *stream) {
-  structure_args a = structure_args_of(p);
+  const bool many = p->images * camox_ceil_div(p->pixels, STRUCTURE_LONG_ITEM) >= STRUCTURE_MANY_ITEMS;
+  structure_args a = structure_args_of(p, many ? STRUCTURE_LONG_ITEM : CAMOX_STRUCTURE_PIXELS);
   if (a.items == 0) return structure_run_empty(p, stream);
   a.lanes_log2 = p->images <= 8 ? 5 : p->images <= 16 ? 4 : 3;
   const int64_t rounds = camox_ceil_div(p->images, STRUCTURE_GROUP * STRUCTURE_MOST_GROUPS);
@@ -365,6 +402,6 @@ extern "C" int camox_structure_loss_cuda(const camox_structure_loss_params *p, v
 }
 
 extern "C" int camox_structure_loss_backward_cuda(const camox_structure_loss_params *p, void *stream) {
-  const structure_args a = structure_args_of(p);
+  const structure_args a = structure_args_of(p, CAMOX_STRUCTURE_PIXELS);
   return a.items > 0 ? structure_run(a, true, stream) : cudaSuccess;
 }

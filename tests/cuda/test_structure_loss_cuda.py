@@ -99,6 +99,15 @@ def test_structure_loss_finishes_groups_of_images(images, kinds):
         assert all(map(torch.equal, again, ours))
 
 
+def test_structure_loss_of_many_images_has_longer_work_items(dtype):
+    """Of more than 2048 pixels, and more than a thread has at once."""
+    inputs = cases.inputs_of((2048, 2052), dtype)
+    ours = cases.run(*inputs, **cases.OPTIONS[2])
+    assert_close_to_reference(
+        ours, cases.plain(*inputs, **cases.OPTIONS[2]), cases.plain(*doubled(*inputs), **cases.OPTIONS[2])
+    )
+
+
 def test_structure_loss_counts_its_blocks_apart_on_every_stream_and_in_graphs():
     """A call finds the counters as it left them; streams without counters left, and captured ones, bring their own."""
     inputs = cases.inputs_of((3, 16), torch.float32)
