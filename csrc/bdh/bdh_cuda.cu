@@ -7,13 +7,14 @@
      pairs    e = d s + d s^T                                           grad_q   scale e r, rotated back
      state    z = r^T v, or r^T g
 
-     The forward of half types has two kernels beside these, for rows that are read 16 bytes at a time:
-     short    scores and values of two heads of at most 64 tokens, without softmax
-     large    z = r^T v, which makes r and stores it, and out = scale r z: the state form that is not causal, by tiles of
-              128 x 192 or 128 x 128 (../common/large_product.cuh)
+     Half types whose rows are read 16 bytes at a time have kernels beside these:
+     short    scores and values of two heads of at most 64 tokens, without softmax: the forward alone
+     large    the state form that is not causal, by tiles of 128 x 192 or 128 x 128 (../common/large_product.cuh):
+              z = r^T v, which makes r and stores it, and out = scale r z; for the backward z too, then from the stored r
+              dz = r^T g and grad_v = scale r dz, and grad_q of both states: scale [g v] [z dz]^T
 
      scratch  [ delta ][ scores of a band of rows ][ pairs of the same band ][ states of a segment of chunks ]
-              or, of large, [ r of a band of heads ][ their states, in the element type ]
+              or, of large, [ r of a band of heads ][ their states, in the element type: rows z, or z and dz ]
 
        T x T scores of a head             a band has as many heads, or rows or chunks of one, as fill a GPU;
        +--------------------+             since s is symmetric, bands need nothing of each other in the backward either
@@ -35,6 +36,8 @@
 #define BDH_HEADS_PER_BLOCK 8  /* of a block of grad_q, at most */
 #define BDH_HALVES 2           /* of the columns of q, where scores of a head are one tile */
 #define BDH_ROTATED_TILES 8192 /* of r in scratch, 64 MiB: at least a head's */
+#define BDH_GRAD_Q_COLUMNS 128 /* of a large tile of grad_q: its sums leave room in shared memory and registers for */
+#define BDH_GRAD_Q_BLOCKS 2    /* of which one multiplies while the other rotates back */
 #define BDH_SHORT_HEADS 2      /* of a block, which share their angles */
 #define BDH_SHORT_STAGES 3     /* each of tiles of q of both heads, of cosines and of sines */
 #define BDH_SHORT_TILES 4      /* of v in shared memory, each 64 columns */
@@ -59,16 +62,17 @@ struct bdh_plan {
   float *scores; /* [sequences, chunks, rows, chunk] of the band, or p.scores */
   void *pairs;   /* likewise, in the element type */
   void *rotated; /* [sequences, T, rotated_dim] r of the band; columns from N on are 0 */
-  int64_t rotated_dim, state_pitch;
-  float *delta;               /* [B*H, T] */
-  float *state[2];            /* [sequences, chunks, N, D]: r^T v, and r^T g */
-  float *carried[2];          /* [segments, N, D]: of the chunks before, or after, the band's; NULL where it has all */
-  int64_t heads_per_block;    /* of grad_q, in sequence: their angles are the same */
-  bool adds_heads;            /* a block of grad_v adds up the heads that share a v */
-  bool paired;                /* large tiles of r^T v are of two heads that share v */
-  bool has_state, has_scores; /* of what out and the gradients are made: both in causal state form */
-  bool masked;                /* the forward's scores: only keys that count */
-  bool weights;               /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
+  int64_t rotated_dim;
+  int64_t state_pitch, state_columns; /* of large states: elements of a row, and of z in it; those from D on are 0 */
+  float *delta;                       /* [B*H, T] */
+  float *state[2];                    /* [sequences, chunks, N, D]: r^T v, and r^T g */
+  float *carried[2];                  /* [segments, N, D]: of the chunks before, or after, the band's; NULL where it has all */
+  int64_t heads_per_block;            /* of grad_q, in sequence: their angles are the same */
+  bool adds_heads;                    /* a block of grad_v adds up the heads that share a v */
+  bool paired;                        /* large tiles of r^T v are of two heads that share v */
+  bool has_state, has_scores;         /* of what out and the gradients are made: both in causal state form */
+  bool masked;                        /* the forward's scores: only keys that count */
+  bool weights; /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
   bool wide_state, wide_q, wide_v, wide_out, wide_grad, wide_grad_q, wide_grad_v, wide_tables, wide_scores, wide_pairs,
       wide_partial;
 };
@@ -281,23 +285,30 @@ struct bdh_rotated {
     camox_round(values, x);
   }
 
-  /* d q from d r. */
+  /* d q from d r, of pieces that exist. USUAL: of usual(). */
+  template <bool USUAL>
   __device__ __forceinline__ void rotate_back(float (&grad)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = camox_tile_lanes<T>;
-    float cosines[V], sines[V];
-    angles(cosines, sines, r, c);
+    constexpr int V = camox_tile_lanes<T>, OF = USUAL ? 2 : 1; /* elements of one angle */
+    float cosines[V / OF], sines[V / OF];
+    T x[V];
+    if constexpr (USUAL) {
+      const angle_place at = place(r, c);
+      camox_load<V>(x, q.data + r * q.row + c);
+      camox_load_floats(cosines, at.cos);
+      camox_load_floats(sines, at.sin);
+    } else {
+      q.piece(x, r, c);
+      angles(cosines, sines, r, c);
+    }
 #pragma unroll
     for (int i = 0; i < V; i += 2) {
       const float first = grad[i];
-      grad[i] = fmaf(first, cosines[i], grad[i + 1] * sines[i + 1]);
-      grad[i + 1] = fmaf(grad[i + 1], cosines[i + 1], -first * sines[i]);
+      grad[i] = fmaf(first, cosines[i / OF], grad[i + 1] * sines[(i + 1) / OF]);
+      grad[i + 1] = fmaf(grad[i + 1], cosines[(i + 1) / OF], -first * sines[i / OF]);
     }
-    if (!relu) return;
-    T x[V];
-    q.piece(x, r, c);
 #pragma unroll
     for (int i = 0; i < V; ++i)
-      if (!(camox_to_float(x[i]) > 0.0f)) grad[i] = 0.0f;
+      if (relu && !(camox_to_float(x[i]) > 0.0f)) grad[i] = 0.0f;
   }
 };
 
@@ -760,9 +771,10 @@ __device__ __forceinline__ T *bdh_large_rotated(const bdh_plan &plan, int64_t sl
   return static_cast<T *>(plan.rotated) + slot * plan.p.length * plan.rotated_dim;
 }
 
+/* z, or dz, of a head: the backward has both in a row, so that for grad_q they are one matrix. */
 template <typename T>
-__device__ __forceinline__ T *bdh_large_state(const bdh_plan &plan, int64_t slot) {
-  return reinterpret_cast<T *>(plan.state[0]) + slot * plan.rotated_dim * plan.state_pitch;
+__device__ __forceinline__ T *bdh_large_state(const bdh_plan &plan, int64_t slot, bool of_grad) {
+  return reinterpret_cast<T *>(plan.state[0]) + slot * plan.rotated_dim * plan.state_pitch + (of_grad ? plan.state_columns : 0);
 }
 
 /* r as the first operand of r^T v: 32 tokens of 64 columns of two heads, whose angles are the same, or of 128 columns of one. A
@@ -831,38 +843,50 @@ struct bdh_large_rows {
   }
 };
 
-/* z = r^T v of the band's heads, rounded to the element type, and r on the way. */
-template <typename T, int COLUMNS>
+/* r from scratch as the first operand of r^T g. */
+template <typename T>
+struct bdh_large_stored_rows : camox_large_copy<T, CAMOX_LARGE_ROWS, true> {
+  __device__ __forceinline__ bdh_large_stored_rows(const bdh_plan &plan, const bdh_place &at, bool)
+      : camox_large_copy<T, CAMOX_LARGE_ROWS, true>(
+            {bdh_large_rotated<T>(plan, at.slot), plan.rotated_dim, plan.p.length, plan.rotated_dim}, at.column) {}
+};
+
+template <typename T, bool OF_GRAD>
+using bdh_large_state_rows = typename camox_select<OF_GRAD, bdh_large_stored_rows<T>, bdh_large_rows<T>>::type;
+
+/* z = r^T v of the band's heads, rounded to the element type, and r on the way; or OF_GRAD dz = r^T g of that r. */
+template <typename T, int COLUMNS, bool OF_GRAD>
 __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
     bdh_large_state_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   if constexpr (CAMOX_CUDA_ARCH >= 800) {
     CAMOX_DYNAMIC_SHARED(uint32_t, shared);
     const camox_bdh_params &p = plan.p;
-    const int heads = plan.paired ? 2 : 1, span = CAMOX_LARGE_ROWS / heads; /* of the block's rows; columns of r of each */
+    /* heads of the block's rows; columns of r of each: heads share v, but not g */
+    const int heads = plan.paired && !OF_GRAD ? 2 : 1, span = CAMOX_LARGE_ROWS / heads;
     BDH_FOR_TILES(item, items) {
       int64_t tile, column;
       const int64_t remaining = camox_divide(item, camox_ceil_div(p.value_dim, COLUMNS), &column);
       const int64_t slot = camox_divide(remaining, camox_ceil_div(plan.rotated_dim, span), &tile) * heads;
       bdh_place at = bdh_chunk_of(plan, slot);
       at.column = tile * span;
-      const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, true);
-      bdh_large_rows<T> r(plan, at, column == 0);
+      const camox_tile_matrix<T> v = bdh_view<T>(OF_GRAD ? p.grad : p.v, at, p.value_dim, true);
+      bdh_large_state_rows<T, OF_GRAD> r(plan, at, column == 0);
       column *= COLUMNS;
       camox_large_copy<T, COLUMNS, true> values({v.data, v.row, v.rows, v.columns}, column);
       camox_large_sums<COLUMNS> sums;
       camox_large_multiply<T, COLUMNS>(sums, shared, r, values, p.length);
-      camox_large_put<T, COLUMNS>(shared, sums, 1.0f, 1, camox_at_most<COLUMNS>(p.value_dim - column), true,
-                                  [&](int row) -> T * {
-                                    const int64_t of_head = at.column + row % span;
-                                    if (of_head >= plan.rotated_dim) return nullptr;
-                                    return bdh_large_state<T>(plan, at.slot + row / span) + of_head * plan.state_pitch + column;
-                                  });
+      camox_large_put<T, COLUMNS>(
+          shared, sums, 1.0f, 1, camox_at_most<COLUMNS>(plan.state_columns - column), true, [&](int row) -> T * {
+            const int64_t of_head = at.column + row % span;
+            if (of_head >= plan.rotated_dim) return nullptr;
+            return bdh_large_state<T>(plan, at.slot + row / span, OF_GRAD) + of_head * plan.state_pitch + column;
+          });
     }
   }
 }
 
-/* out = scale r z of the band's heads. */
-template <typename T, int COLUMNS>
+/* out = scale r z of the band's heads; or OF_GRAD their gradients of v, scale r dz, which of heads that share v go to p.partial. */
+template <typename T, int COLUMNS, bool OF_GRAD>
 __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
     bdh_large_out_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   if constexpr (CAMOX_CUDA_ARCH >= 800) {
@@ -875,17 +899,117 @@ __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
       at.row = row * CAMOX_LARGE_ROWS, at.column = column * COLUMNS;
       camox_large_copy<T, CAMOX_LARGE_ROWS, false> r(
           {bdh_large_rotated<T>(plan, at.slot), plan.rotated_dim, p.length, plan.rotated_dim}, at.row);
-      camox_large_copy<T, COLUMNS, true> z({bdh_large_state<T>(plan, at.slot), plan.state_pitch, plan.rotated_dim, p.value_dim},
-                                           at.column);
+      camox_large_copy<T, COLUMNS, true> z(
+          {bdh_large_state<T>(plan, at.slot, OF_GRAD), plan.state_pitch, plan.rotated_dim, p.value_dim}, at.column);
       camox_large_sums<COLUMNS> sums;
       camox_large_multiply<T, COLUMNS>(sums, shared, r, z, plan.rotated_dim);
 #ifdef CAMOX_BREAK_BDH
       sums[0][0][0] += 1e-3f;
 #endif
-      T *const out = bdh_at<T>(p.out, at);
-      camox_large_put<T, COLUMNS>(
-          shared, sums, plan.scale, p.out.stride[3], camox_at_most<COLUMNS>(p.value_dim - at.column), plan.wide_out,
-          [&](int below) -> T * { return at.row + below < p.length ? out + below * p.out.stride[2] : nullptr; });
+      const camox_view4 &view = OF_GRAD ? p.grad_v : p.out;
+      const int columns = camox_at_most<COLUMNS>(p.value_dim - at.column);
+      if (OF_GRAD && p.value_heads != p.heads) {
+        float *const partial = static_cast<float *>(p.partial) + at.sequence * p.length * p.value_dim + at.column;
+        camox_large_put_floats<COLUMNS>(sums, plan.scale, columns, plan.wide_partial, [&](int below) -> float * {
+          return at.row + below < p.length ? partial + (at.row + below) * p.value_dim : nullptr;
+        });
+      } else {
+        T *const out = bdh_at<T>(view, at);
+        camox_large_put<T, COLUMNS>(
+            shared, sums, plan.scale, view.stride[3], columns, OF_GRAD ? plan.wide_grad_v : plan.wide_out,
+            [&](int below) -> T * { return at.row + below < p.length ? out + below * view.stride[2] : nullptr; });
+      }
+    }
+  }
+}
+
+/* [g v] of a head as the first operand of grad_q: k is along the rows of g, then of v, each with zeros up to a whole step. */
+template <typename T>
+struct bdh_large_grad_rows {
+  typedef camox_large_copy<T, CAMOX_LARGE_ROWS, false> copy;
+  static constexpr bool ACROSS = false;
+  static constexpr int stages = copy::stages, more_words = 0;
+
+  copy grad, v;
+  int64_t first_of_v;
+
+  static __device__ __forceinline__ copy copy_of(const bdh_plan &plan, const bdh_place &at, const camox_view4 &view) {
+    const camox_tile_matrix<T> matrix = bdh_view<T>(view, at, plan.p.value_dim, true);
+    return copy({matrix.data, matrix.row, matrix.rows, matrix.columns}, at.row);
+  }
+
+  __device__ __forceinline__ bdh_large_grad_rows(const bdh_plan &plan, const bdh_place &at)
+      : grad(copy_of(plan, at, plan.p.grad)), v(copy_of(plan, at, plan.p.v)), first_of_v(plan.state_columns) {}
+
+  __device__ __forceinline__ void begin(uint32_t *tile, uint32_t *more, int64_t k) {
+    if (k < first_of_v)
+      grad.begin(tile, more, k);
+    else
+      v.begin(tile, more, k - first_of_v);
+  }
+
+  __device__ __forceinline__ void complete(uint32_t *, const uint32_t *, int64_t) {}
+};
+
+/* The stage's d r, times scale, to grad_q: rotated back and 0 where relu was, unless `grad_of_rotated`. USUAL: of r.usual(). */
+template <typename T, bool USUAL>
+__device__ __forceinline__ void bdh_large_put_grad_q(const float *stage, const bdh_plan &plan, const bdh_place &at,
+                                                     const bdh_rotated<T> &r) {
+  constexpr int V = camox_tile_lanes<T>, across = BDH_GRAD_Q_COLUMNS / V;
+  const camox_bdh_params &p = plan.p;
+  T *const to = bdh_at<T>(p.grad_q, at);
+  const int64_t rows = p.length - at.row, columns = p.dim - at.column;
+#pragma unroll(USUAL ? 2 : 1)
+  for (int place = static_cast<int>(threadIdx.x); place < CAMOX_LARGE_ROWS * across; place += CAMOX_LARGE_THREADS) {
+    const int row = place / across, column = place % across * V;
+    if (row >= rows || column >= columns) continue;
+    float grad[V];
+#pragma unroll
+    for (int i = 0; i < V; i += 4) {
+      float part[4];
+      camox_load_shared(part, stage + camox_large_stage_at(row, column + i));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) grad[i + j] = plan.scale * part[j];
+    }
+#ifdef CAMOX_BREAK_BDH
+    grad[0] += 1e-3f;
+#endif
+    if (!p.grad_of_rotated) r.template rotate_back<USUAL>(grad, at.row + row, at.column + column);
+    camox_tile_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, V,
+                     plan.wide_grad_q);
+  }
+}
+
+/* d r = scale [g v] [z dz]^T of the band's heads, made grad_q by way of shared memory.
+
+     k -->      D        D                      k -->      D        D
+             +--------+--------+                        +--------+--------+
+     tokens  |   g    |   v    |  128      columns of r |   z    |   dz   |  128      128 x 128 of d r --> stage --rotate back-->
+             +--------+--------+                        +--------+--------+
+   */
+template <typename T>
+__global__ void __launch_bounds__(CAMOX_LARGE_THREADS, BDH_GRAD_Q_BLOCKS)
+    bdh_large_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  if constexpr (CAMOX_CUDA_ARCH >= 800) {
+    CAMOX_DYNAMIC_SHARED(uint32_t, shared);
+    const camox_bdh_params &p = plan.p;
+    BDH_FOR_TILES(item, items) {
+      int64_t row, column;
+      const int64_t remaining = camox_divide(item, camox_ceil_div(p.dim, BDH_GRAD_Q_COLUMNS), &column);
+      bdh_place at = bdh_chunk_of(plan, camox_divide(remaining, camox_ceil_div(p.length, CAMOX_LARGE_ROWS), &row));
+      at.row = row * CAMOX_LARGE_ROWS, at.column = column * BDH_GRAD_Q_COLUMNS;
+      bdh_large_grad_rows<T> grads(plan, at);
+      camox_large_copy<T, BDH_GRAD_Q_COLUMNS, false> states(
+          {bdh_large_state<T>(plan, at.slot, false), plan.state_pitch, plan.rotated_dim, plan.state_pitch}, at.column);
+      camox_large_sums<BDH_GRAD_Q_COLUMNS> sums;
+      camox_large_multiply<T, BDH_GRAD_Q_COLUMNS>(sums, shared, grads, states, plan.state_pitch);
+      float *const stage = reinterpret_cast<float *>(shared);
+      camox_large_stage<BDH_GRAD_Q_COLUMNS>(stage, sums);
+      const bdh_rotated<T> r = bdh_rotated_of<T>(plan, at);
+      if (r.usual())
+        bdh_large_put_grad_q<T, true>(stage, plan, at, r);
+      else
+        bdh_large_put_grad_q<T, false>(stage, plan, at, r);
     }
   }
 }
@@ -1075,7 +1199,7 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_CUDA_ARCH >= 800 ? 3
 #ifdef CAMOX_BREAK_BDH
         grad[0] += 1e-3f;
 #endif
-        if (!p.grad_of_rotated) r.rotate_back(grad, at.row + row, at.column + column);
+        if (!p.grad_of_rotated) r.template rotate_back<false>(grad, at.row + row, at.column + column);
         camox_tile_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad,
                          columns - column, plan.wide_grad_q);
       }
@@ -1227,8 +1351,9 @@ static bool bdh_is_wide(const camox_bdh_params *p) {
 }
 
 /* Whether r is made once, for products by large tiles: tiles of 64 columns, of which there are several, would make it again. */
-static bool bdh_rotates_once(const camox_bdh_params *p) {
-  return p->dtype != CAMOX_F32 && bdh_by_state(p) && !p->causal && p->value_dim > CAMOX_TILE && bdh_is_wide(p);
+static bool bdh_rotates_once(const camox_bdh_params *p, bool backward) {
+  return p->dtype != CAMOX_F32 && bdh_by_state(p) && !p->causal && p->value_dim > CAMOX_TILE && bdh_is_wide(p) &&
+         (!backward || bdh_is_wide(p->grad, bdh_element_bytes(p)));
 }
 
 /* Whether scores and out of two heads are one block's, which copies the angles of pairs as well. */
@@ -1273,16 +1398,19 @@ static void bdh_plan_states(bdh_scratch &s, const camox_bdh_params *p, int64_t m
 static int64_t bdh_rotated_dim(const camox_bdh_params *p) {
   return camox_ceil_div(p->dim, CAMOX_LARGE_DEPTH) * CAMOX_LARGE_DEPTH;
 }
-static int64_t bdh_state_pitch(const camox_bdh_params *p) { return camox_ceil_div(p->value_dim, 8) * 8; }
+/* Of a row of z, whole steps of grad_q. */
+static int64_t bdh_state_columns(const camox_bdh_params *p) {
+  return camox_ceil_div(p->value_dim, CAMOX_LARGE_DEPTH) * CAMOX_LARGE_DEPTH;
+}
 
-/* Of the forward that rotates once, in bands of heads. */
-static bdh_scratch bdh_rotated_scratch_of(const camox_bdh_params *p) {
+/* Where r is made once, in bands of heads. */
+static bdh_scratch bdh_rotated_scratch_of(const camox_bdh_params *p, bool backward) {
   const int64_t columns = bdh_rotated_dim(p), tiles = bdh_tiles_of(p->length, columns), most = camox_grid(BDH_ROTATED_TILES);
   bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0, 0};
   if (s.sequences == 0) return s;
   if (s.sequences > most / tiles) s.sequences = most < 2 * tiles ? 1 : most / tiles / 2 * 2; /* pairs of heads */
   s.rotated = bdh_rounded(s.sequences * p->length * columns * bdh_element_bytes(p));
-  s.state = bdh_rounded(s.sequences * columns * bdh_state_pitch(p) * bdh_element_bytes(p));
+  s.state = bdh_rounded(s.sequences * columns * bdh_state_columns(p) * (backward ? 2 : 1) * bdh_element_bytes(p));
   return s;
 }
 
@@ -1318,7 +1446,9 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   plan.scores = static_cast<float *>(p->scores ? p->scores : scratch), scratch += s.scores;
   plan.pairs = scratch, scratch += s.pairs;
   plan.rotated = scratch, scratch += s.rotated;
-  plan.rotated_dim = bdh_rotated_dim(p), plan.state_pitch = bdh_state_pitch(p);
+  plan.rotated_dim = bdh_rotated_dim(p);
+  plan.state_columns = bdh_state_columns(p), plan.state_pitch = plan.state_columns * (backward ? 2 : 1);
+  plan.paired = p->value_heads != p->heads && p->heads % 2 == 0 && s.sequences % 2 == 0;
   for (int i = 0; i <= backward; ++i) {
     plan.state[i] = reinterpret_cast<float *>(scratch), scratch += s.state;
     plan.carried[i] = reinterpret_cast<float *>(scratch), scratch += s.carried;
@@ -1416,24 +1546,55 @@ static inline cudaError_t bdh_launch_large(bdh_kernel *kernel, int shared, int64
   return error;
 }
 
+/* z of the band's heads, or dz. */
+template <typename T, int COLUMNS, bool OF_GRAD>
+static inline cudaError_t bdh_launch_large_state(const bdh_plan &plan, void *stream) {
+  const int64_t heads = plan.paired && !OF_GRAD ? 2 : 1, groups = camox_ceil_div(plan.p.value_dim, COLUMNS);
+  return bdh_launch_large(
+      bdh_large_state_kernel<T, COLUMNS, OF_GRAD>, camox_large_shared<bdh_large_state_rows<T, OF_GRAD>, COLUMNS>,
+      plan.band.sequences / heads * groups * camox_ceil_div(plan.rotated_dim, CAMOX_LARGE_ROWS / heads), plan, stream);
+}
+
+/* out of the band's heads, or grad_v. */
+template <typename T, int COLUMNS, bool OF_GRAD>
+static inline cudaError_t bdh_launch_large_out(const bdh_plan &plan, void *stream) {
+  const int64_t groups = camox_ceil_div(plan.p.value_dim, COLUMNS);
+  return bdh_launch_large(bdh_large_out_kernel<T, COLUMNS, OF_GRAD>,
+                          camox_large_shared<camox_large_copy<T, CAMOX_LARGE_ROWS, false>, COLUMNS>,
+                          plan.band.sequences * groups * camox_ceil_div(plan.p.length, CAMOX_LARGE_ROWS), plan, stream);
+}
+
+template <typename T>
+static inline cudaError_t bdh_launch_large_grad_q(const bdh_plan &plan, void *stream) {
+  constexpr int shared = camox_large_shared<bdh_large_grad_rows<T>, BDH_GRAD_Q_COLUMNS>;
+  static_assert(shared >= CAMOX_LARGE_ROWS * BDH_GRAD_Q_COLUMNS * 4, "the stage takes the place of the ring");
+  const int64_t tiles = camox_ceil_div(plan.p.length, CAMOX_LARGE_ROWS) * camox_ceil_div(plan.p.dim, BDH_GRAD_Q_COLUMNS);
+  return bdh_launch_large(bdh_large_grad_q_kernel<T>, shared, plan.band.sequences * tiles, plan, stream);
+}
+
 template <typename T, int COLUMNS>
-static int bdh_run_rotated(const camox_bdh_params *p, void *stream) {
-  const bdh_scratch s = bdh_rotated_scratch_of(p);
-  bdh_plan plan = bdh_plan_of(p, s, false);
-  plan.paired = p->value_heads != p->heads && p->heads % 2 == 0 && s.sequences % 2 == 0;
-  const int64_t groups = camox_ceil_div(p->value_dim, COLUMNS), heads = plan.paired ? 2 : 1;
+static int bdh_run_rotated(const camox_bdh_params *p, bool backward, void *stream) {
+  const bdh_scratch s = bdh_rotated_scratch_of(p, backward);
+  bdh_plan plan = bdh_plan_of(p, s, backward);
   cudaError_t error = cudaSuccess;
-  bdh_for_row_bands<T>(plan, s, false, stream, [&] {
-    if (error == cudaSuccess)
-      error = bdh_launch_large(
-          bdh_large_state_kernel<T, COLUMNS>, camox_large_shared<bdh_large_rows<T>, COLUMNS>,
-          plan.band.sequences / heads * groups * camox_ceil_div(plan.rotated_dim, CAMOX_LARGE_ROWS / heads), plan, stream);
-    if (error == cudaSuccess)
-      error = bdh_launch_large(bdh_large_out_kernel<T, COLUMNS>,
-                               camox_large_shared<camox_large_copy<T, CAMOX_LARGE_ROWS, false>, COLUMNS>,
-                               plan.band.sequences * groups * camox_ceil_div(p->length, CAMOX_LARGE_ROWS), plan, stream);
+  bdh_for_row_bands<T>(plan, s, backward, stream, [&] {
+    if (error == cudaSuccess) error = bdh_launch_large_state<T, COLUMNS, false>(plan, stream);
+    if (!backward) {
+      if (error == cudaSuccess) error = bdh_launch_large_out<T, COLUMNS, false>(plan, stream);
+      return;
+    }
+    if (error == cudaSuccess) error = bdh_launch_large_state<T, COLUMNS, true>(plan, stream);
+    if (error == cudaSuccess) error = bdh_launch_large_out<T, COLUMNS, true>(plan, stream);
+    if (error == cudaSuccess) error = bdh_launch_large_grad_q<T>(plan, stream);
   });
   return error != cudaSuccess ? error : camox_launch_status();
+}
+
+/* By the columns that leave fewer of their tiles' empty. */
+template <typename T>
+static inline int bdh_run_rotated(const camox_bdh_params *p, bool backward, void *stream) {
+  const bool widest = camox_ceil_div(p->value_dim, 192) * 192 <= camox_ceil_div(p->value_dim, 128) * 128;
+  return widest ? bdh_run_rotated<T, 192>(p, backward, stream) : bdh_run_rotated<T, 128>(p, backward, stream);
 }
 
 template <typename T>
@@ -1453,11 +1614,7 @@ template <typename P>
 static int bdh_run(const camox_bdh_params *p, void *stream) {
   if constexpr (camox_may_be_sm80 && sizeof(P) == 2) {
     if (bdh_is_short(p) && camox_device_is_sm80()) return bdh_run_short<P>(p, stream);
-    if (bdh_rotates_once(p) && camox_device_is_sm80()) {
-      /* the columns that leave fewer of their tiles' empty */
-      const bool widest = camox_ceil_div(p->value_dim, 192) * 192 <= camox_ceil_div(p->value_dim, 128) * 128;
-      return widest ? bdh_run_rotated<P, 192>(p, stream) : bdh_run_rotated<P, 128>(p, stream);
-    }
+    if (bdh_rotates_once(p, false) && camox_device_is_sm80()) return bdh_run_rotated<P>(p, false, stream);
   }
   const bdh_scratch s = bdh_scratch_of(p, false);
   bdh_plan plan = bdh_plan_of(p, s, false);
@@ -1480,8 +1637,21 @@ static void bdh_launch_grad_q(bdh_plan &plan, void *stream) {
   BDH_LAUNCH((bdh_grad_q_kernel<P>), groups * bdh_tiles_of(plan.band.rows, plan.p.dim), 1, plan);
 }
 
+/* The heads' gradients of a v that they share. */
+template <typename T>
+static void bdh_launch_sum(const camox_bdh_params *p, void *stream) {
+  BDH_LAUNCH((bdh_sum_kernel<T>), p->batch * p->length * p->value_dim, CAMOX_TILE_THREADS, *p);
+}
+
 template <typename P>
 static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
+  if constexpr (camox_may_be_sm80 && sizeof(P) == 2) {
+    if (bdh_rotates_once(p, true) && camox_device_is_sm80()) {
+      const int error = bdh_run_rotated<P>(p, true, stream);
+      if (error == cudaSuccess && p->value_heads != p->heads) bdh_launch_sum<P>(p, stream);
+      return error != cudaSuccess ? error : camox_launch_status();
+    }
+  }
   const bdh_scratch s = bdh_scratch_of(p, true);
   bdh_plan plan = bdh_plan_of(p, s, true);
   const bool whole = s.rows == p->length;
@@ -1503,8 +1673,7 @@ static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
       BDH_LAUNCH((bdh_pairs_kernel<P, false>), bdh_tiles(plan, plan.chunk), 1, plan);
     bdh_launch_grad_q<P>(plan, stream);
   });
-  if (p->value_heads != p->heads && !plan.adds_heads)
-    BDH_LAUNCH((bdh_sum_kernel<camox_tile_element<P>>), p->batch * p->length * p->value_dim, CAMOX_TILE_THREADS, *p);
+  if (p->value_heads != p->heads && !plan.adds_heads) bdh_launch_sum<camox_tile_element<P>>(p, stream);
   return camox_launch_status();
 }
 
@@ -1519,9 +1688,9 @@ static int bdh_run_step(const camox_bdh_step_params *p, void *stream) {
 extern "C" int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward) {
   const bdh_scratch s = bdh_scratch_of(p, backward != 0);
   const int64_t bytes = s.delta + s.scores + s.pairs + (s.state + s.carried) * (backward ? 2 : 1);
-  if (backward || !bdh_rotates_once(p)) return bytes;
+  if (!bdh_rotates_once(p, backward != 0)) return bytes;
   /* whatever the device: the one that will run it need not be the current one */
-  const bdh_scratch rotated = bdh_rotated_scratch_of(p);
+  const bdh_scratch rotated = bdh_rotated_scratch_of(p, backward != 0);
   return bytes > rotated.rotated + rotated.state ? bytes : rotated.rotated + rotated.state;
 }
 
