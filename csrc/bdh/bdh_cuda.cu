@@ -2,7 +2,7 @@
    on their way into shared memory; float16 and bfloat16 on tensor cores, float32 (and bfloat16 on sm_75) by FMA, sums in float32.
 
      scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp per row
-              of a single tile: two products over half of q each
+              of a single tile: several products over a part of the columns of q each, added up by part_scores
      values   out = w v, or scale r z, or their sum                     grad_v   w^T g, or scale r (r^T g), or their sum
      pairs    e = d s + d s^T                                           grad_q   scale e r, rotated back
      state    z = r^T v, or r^T g
@@ -34,7 +34,7 @@
 #define BDH_TILES_AT_ONCE 2048 /* of scores, pairs and states in scratch, or the least there can be: enough to fill a GPU */
 #define BDH_FILL 256           /* blocks that fill a large GPU */
 #define BDH_HEADS_PER_BLOCK 8  /* of a block of grad_q, at most */
-#define BDH_HALVES 2           /* of the columns of q, where scores of a head are one tile */
+#define BDH_HALVES 2           /* of a part of the columns of q, where scores of a head are one tile */
 #define BDH_ROTATED_TILES 8192 /* of r in scratch, 64 MiB: at least a head's */
 #define BDH_GRAD_Q_COLUMNS 128 /* of a large tile of grad_q: its sums leave room in shared memory and registers for */
 #define BDH_GRAD_Q_BLOCKS 2    /* of which one multiplies while the other rotates back */
@@ -47,7 +47,9 @@
 
 /* Blocks that a multiprocessor shall hold of values, and of grad_v of scores: as many as their shared memory lets it. */
 template <typename P>
-constexpr int bdh_blocks = CAMOX_CUDA_ARCH >= 900 && camox_on_tensor_cores<P> ? 4 : CAMOX_TILE_BLOCKS;
+constexpr int bdh_blocks = CAMOX_CUDA_ARCH < 900 || !camox_on_tensor_cores<P> ? CAMOX_TILE_BLOCKS
+                           : sizeof(P) == 2                                   ? 4
+                                                                              : 3;
 
 /* The heads of a launch, and the rows and chunks of each; there is more than one chunk in causal state form alone. */
 struct bdh_row_band {
@@ -64,6 +66,8 @@ struct bdh_plan {
   void *rotated; /* [sequences, T, rotated_dim] r of the band; columns from N on are 0 */
   int64_t rotated_dim;
   int64_t state_pitch, state_columns; /* of large states: elements of a row, and of z in it; those from D on are 0 */
+  int64_t parts, part_columns;        /* of q, where scores are one tile */
+  float *part_scores;                 /* [sequences, chunks, parts, tile] where there are several */
   float *delta;                       /* [B*H, T] */
   float *state[2];                    /* [sequences, chunks, N, D]: r^T v, and r^T g */
   float *carried[2];                  /* [segments, N, D]: of the chunks before, or after, the band's; NULL where it has all */
@@ -175,9 +179,13 @@ struct bdh_sums_of {
 };
 
 template <typename T>
-__device__ __forceinline__ bdh_sums_of<T> bdh_state_of(const bdh_plan &plan, const bdh_place &at, int of_grad) {
-  const int64_t size = plan.p.dim * plan.p.value_dim;
-  return {plan.state[of_grad] + at.slot * size, plan.p.dim, plan.p.value_dim, plan.wide_state};
+__device__ __forceinline__ auto bdh_state_of(const bdh_plan &plan, const bdh_place &at, int of_grad) {
+  const camox_bdh_params &p = plan.p;
+  const float *const state = plan.state[of_grad] + at.slot * p.dim * p.value_dim;
+  if constexpr (sizeof(T) == 4)
+    return camox_tile_matrix<float>{state, p.value_dim, 1, p.dim, p.value_dim, plan.wide_state};
+  else
+    return bdh_sums_of<T>{state, p.dim, p.value_dim, plan.wide_state};
 }
 
 /* The first `count`, or all N, angles from column c of a row of a table that holds one per pair, or per_element; c and
@@ -262,9 +270,10 @@ struct bdh_rotated {
     return {cos + at, sin + at, c < q.columns ? camox_at_most<CAMOX_TILE>(q.rows - r) : 0};
   }
 
-  __device__ __forceinline__ void make_usual(T (&values)[camox_tile_lanes<T>], const angle_place &at, int below) const {
+  template <int V>
+  __device__ __forceinline__ void make_usual(T (&values)[V], const angle_place &at, int below) const {
     if (below >= at.rows) return;
-    float cosines[camox_tile_lanes<T> / 2], sines[camox_tile_lanes<T> / 2];
+    float cosines[V / 2], sines[V / 2];
     camox_load_floats(cosines, at.cos + below * table_columns);
     camox_load_floats(sines, at.sin + below * table_columns);
     rotate<2>(values, cosines, sines);
@@ -356,6 +365,17 @@ struct bdh_weights {
   }
 };
 
+/* The same of scores that are the weights already: float32 is copied as it lies. */
+template <typename T>
+__device__ __forceinline__ auto bdh_ready_weights(const bdh_plan &plan, const bdh_place &at, const float *scores,
+                                                  int64_t first_row, int64_t rows) {
+  if constexpr (sizeof(T) == 4)
+    return camox_tile_matrix<float>{
+        scores - first_row * plan.chunk, plan.chunk, 1, first_row + rows, at.length, plan.wide_scores};
+  else
+    return bdh_weights<T, false>{scores, plan.chunk, first_row, rows, at.length, nullptr, plan.p.causal != 0, plan.wide_scores};
+}
+
 /* ---- forward ---- */
 
 /* The first `rows` and `columns` of the stage to the other side of the diagonal of a dense matrix. */
@@ -407,22 +427,29 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
   }
 }
 
-/* The same of heads, or chunks, of a single tile, of which there are often fewer than a GPU has room for: both halves of a
-   block's threads sum over half of the columns of q. */
+/* A score of a sum of products, of a single tile. */
+__device__ __forceinline__ float bdh_tile_score(const bdh_plan &plan, float sum, int row, int column) {
+  return plan.masked && plan.p.causal && column >= row ? 0.0f : sum * plan.scale;
+}
+
+/* The same of heads, or chunks, of a single tile, of which there are often fewer than a GPU has room for: a block sums over a
+   part of the columns of q, and both halves of its threads over half of the part. Several parts go to scratch. */
 template <typename P>
 __global__ void __launch_bounds__(BDH_HALVES *CAMOX_TILE_THREADS, CAMOX_CUDA_ARCH == 750 ? 1 : 2)
     bdh_tile_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   __shared__ camox_tile_ring<CAMOX_TILE_RING, 1> rings[BDH_HALVES];
   float *const stage = reinterpret_cast<float *>(rings);
-  const camox_bdh_params &p = plan.p;
   const int half = static_cast<int>(threadIdx.x) / CAMOX_TILE_THREADS;
-  const int64_t columns = camox_ceil_div(p.dim, BDH_HALVES * camox_tile_depth<P>) * camox_tile_depth<P>;
+  const int64_t columns = plan.part_columns / BDH_HALVES;
+  const bool whole = plan.parts == 1;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, plan.chunk);
+    int64_t part;
+    const bdh_place at = bdh_place_of(plan, camox_divide(item, plan.parts, &part), plan.chunk);
     const bdh_rotated<camox_tile_element<P>> r = bdh_rotated_of<camox_tile_element<P>>(plan, at);
+    const int64_t first = part * plan.part_columns + half * columns;
     camox_tile_sums sums;
     camox_tile_clear(sums);
-    camox_tile_multiply<P, false, false>(sums, rings[half], r, 0, r, 0, {half * columns, (half + 1) * columns});
+    camox_tile_multiply<P, false, false>(sums, rings[half], r, 0, r, 0, {first, first + columns});
     __syncthreads();
     if (half > 0) camox_tile_to_stage(stage, sums);
     __syncthreads();
@@ -431,15 +458,32 @@ __global__ void __launch_bounds__(BDH_HALVES *CAMOX_TILE_THREADS, CAMOX_CUDA_ARC
       for (int i = 0; i < 32; ++i) {
         float &sum = sums[i / 16][i / 4 % 4][i % 4];
         sum += stage[camox_tile_stage_of(i / 2 * 2) + i % 2];
-        const bool counts = !plan.masked || !p.causal || camox_tile_column(i / 4 % 4, i) < camox_tile_row(i / 16, i % 4);
-        sum = counts ? sum * plan.scale : 0.0f;
+        if (whole) sum = bdh_tile_score(plan, sum, camox_tile_row(i / 16, i % 4), camox_tile_column(i / 4 % 4, i));
       }
       camox_tile_to_stage(stage, sums);
     }
     __syncthreads();
     const int tokens = static_cast<int>(at.length);
-    camox_tile_put<BDH_HALVES * CAMOX_TILE_THREADS>(stage, bdh_scores_of(plan, at.slot, at.sequence), plan.chunk, 1, tokens,
-                                                    tokens, plan.wide_scores);
+    float *const to = whole ? bdh_scores_of(plan, at.slot, at.sequence) : plan.part_scores + item * CAMOX_TILE_STAGE;
+    camox_tile_put<BDH_HALVES * CAMOX_TILE_THREADS>(stage, to, whole ? plan.chunk : CAMOX_TILE, 1, tokens, tokens,
+                                                    !whole || plan.wide_scores);
+  }
+}
+
+/* Scores of single tiles whose parts are in scratch, added up in order, an element a thread. */
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS)
+    bdh_part_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * CAMOX_TILE_THREADS + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * CAMOX_TILE_THREADS) {
+    int64_t row, column;
+    const bdh_place at = bdh_chunk_of(plan, camox_divide(camox_divide(item, plan.chunk, &column), plan.chunk, &row));
+    if (row >= at.length || column >= at.length) continue;
+    const float *const parts = plan.part_scores + at.slot * plan.parts * CAMOX_TILE_STAGE + row * CAMOX_TILE + column;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int64_t part = 0; part < plan.parts; ++part) sum += __ldg(parts + part * CAMOX_TILE_STAGE);
+    bdh_scores_of(plan, at.slot, at.sequence)[row * plan.chunk + column] =
+        bdh_tile_score(plan, sum, static_cast<int>(row), static_cast<int>(column));
   }
 }
 
@@ -704,14 +748,8 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, bdh_blocks<P>)
     camox_tile_clear(sums);
     if (plan.has_state) bdh_add_state<P>(sums, ring, plan, at, 0);
     if (plan.has_scores) {
-      const bdh_weights<T, false> w = {bdh_scores_of(plan, at.slot, at.sequence),
-                                       plan.chunk,
-                                       plan.band.first_row,
-                                       min(plan.band.rows, at.length),
-                                       at.length,
-                                       nullptr,
-                                       p.causal != 0,
-                                       plan.wide_scores};
+      const auto w = bdh_ready_weights<T>(plan, at, bdh_scores_of(plan, at.slot, at.sequence), plan.band.first_row,
+                                          min(plan.band.rows, at.length));
       const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
       const int64_t end = p.causal ? min(at.length, at.row + CAMOX_TILE) : at.length;
       camox_tile_multiply<P, false, true>(sums, ring, w, at.row, v, at.column, {0, end});
@@ -1230,17 +1268,22 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, WEIGHTS ? CAMOX_TILE_BLOCK
       bdh_place of_head = at;
       of_head.h += h;
       const camox_tile_matrix<T> g = bdh_view<T>(p.grad, of_head, p.value_dim, plan.wide_grad);
-      const float *const logsumexp =
-          p.softmax && !WEIGHTS ? static_cast<const float *>(p.logsumexp) + at.sequence * p.length : nullptr;
-      const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.slot, at.sequence + h),
-                                          plan.chunk,
-                                          WEIGHTS ? 0 : plan.band.first_row,
-                                          WEIGHTS ? at.length : min(plan.band.rows, at.length),
-                                          at.length,
-                                          logsumexp,
-                                          p.causal != 0,
-                                          plan.wide_scores};
-      camox_tile_multiply<P, WEIGHTS, true>(sums, ring, w, at.row, g, at.column, {p.causal ? at.row : 0, at.length});
+      const float *const scores = bdh_scores_of(plan, at.slot, at.sequence + h);
+      const camox_tile_range range = {p.causal ? at.row : 0, at.length};
+      if constexpr (WEIGHTS) {
+        camox_tile_multiply<P, true, true>(sums, ring, bdh_ready_weights<T>(plan, at, scores, 0, at.length), at.row, g,
+                                           at.column, range);
+      } else {
+        const bdh_weights<T, true> w = {scores,
+                                        plan.chunk,
+                                        plan.band.first_row,
+                                        min(plan.band.rows, at.length),
+                                        at.length,
+                                        p.softmax ? static_cast<const float *>(p.logsumexp) + at.sequence * p.length : nullptr,
+                                        p.causal != 0,
+                                        plan.wide_scores};
+        camox_tile_multiply<P, false, true>(sums, ring, w, at.row, g, at.column, range);
+      }
     }
     bdh_put_grad_v<T>(stage, sums, plan, at);
   }
@@ -1370,7 +1413,17 @@ struct bdh_scratch {
   int64_t delta, scores, pairs, state; /* a state for v, in the backward one for g: */
   int64_t carried;                     /* this too */
   int64_t rotated;                     /* with it state is of the element type */
+  int64_t parts, part_columns;         /* of the columns of q, where scores are a single tile: */
+  int64_t part_scores;                 /* those of the parts, if there are several */
 };
+
+/* All heads, each as one chunk. */
+static bdh_scratch bdh_one_band(const camox_bdh_params *p) {
+  bdh_scratch s = {};
+  s.sequences = bdh_heads(p), s.rows = s.chunk = p->length;
+  s.chunks = s.segment = 1;
+  return s;
+}
 
 static int64_t bdh_rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -1406,7 +1459,7 @@ static int64_t bdh_state_columns(const camox_bdh_params *p) {
 /* Where r is made once, in bands of heads. */
 static bdh_scratch bdh_rotated_scratch_of(const camox_bdh_params *p, bool backward) {
   const int64_t columns = bdh_rotated_dim(p), tiles = bdh_tiles_of(p->length, columns), most = camox_grid(BDH_ROTATED_TILES);
-  bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0, 0};
+  bdh_scratch s = bdh_one_band(p);
   if (s.sequences == 0) return s;
   if (s.sequences > most / tiles) s.sequences = most < 2 * tiles ? 1 : most / tiles / 2 * 2; /* pairs of heads */
   s.rotated = bdh_rounded(s.sequences * p->length * columns * bdh_element_bytes(p));
@@ -1414,11 +1467,25 @@ static bdh_scratch bdh_rotated_scratch_of(const camox_bdh_params *p, bool backwa
   return s;
 }
 
+/* Parts that make as many blocks as fill a GPU of the scores of single tiles; of the shape alone, because the parts are the
+   order of a sum. */
+static void bdh_plan_parts(bdh_scratch &s, const camox_bdh_params *p) {
+  const int64_t step = BDH_HALVES * camox_tile_depth<char> / bdh_element_bytes(p), steps = camox_ceil_div(p->dim, step);
+  const int64_t room = BDH_FILL / (bdh_heads(p) * camox_ceil_div(p->length, s.chunk));
+  s.part_columns = camox_ceil_div(steps, room < 1 ? 1 : room < steps ? room : steps) * step;
+  s.parts = camox_ceil_div(p->dim, s.part_columns);
+  if (s.chunk <= CAMOX_TILE && s.parts > 1)
+    s.part_scores = bdh_rounded(s.sequences * s.segment * s.parts * CAMOX_TILE_STAGE * 4);
+}
+
 static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
-  bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0, 0};
+  bdh_scratch s = bdh_one_band(p);
   if (s.sequences == 0) return s;
   if (backward && p->softmax) s.delta = bdh_rounded(s.sequences * p->length * 4);
-  if (p->scores && !backward) return s;
+  if (p->scores && !backward) {
+    bdh_plan_parts(s, p);
+    return s;
+  }
   const int64_t most = camox_grid(BDH_TILES_AT_ONCE);
   if (bdh_by_state(p)) {
     bdh_plan_states(s, p, most);
@@ -1432,7 +1499,7 @@ static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
     }
   }
   const int64_t elements = s.sequences * s.segment * s.rows * s.chunk;
-  if (!p->scores) s.scores = bdh_rounded(elements * 4);
+  if (!p->scores) s.scores = bdh_rounded(elements * 4), bdh_plan_parts(s, p);
   if (backward) s.pairs = bdh_rounded(elements * bdh_element_bytes(p));
   return s;
 }
@@ -1445,6 +1512,8 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   plan.delta = reinterpret_cast<float *>(scratch), scratch += s.delta;
   plan.scores = static_cast<float *>(p->scores ? p->scores : scratch), scratch += s.scores;
   plan.pairs = scratch, scratch += s.pairs;
+  plan.parts = s.parts, plan.part_columns = s.part_columns;
+  plan.part_scores = reinterpret_cast<float *>(scratch), scratch += s.part_scores;
   plan.rotated = scratch, scratch += s.rotated;
   plan.rotated_dim = bdh_rotated_dim(p);
   plan.state_columns = bdh_state_columns(p), plan.state_pitch = plan.state_columns * (backward ? 2 : 1);
@@ -1532,7 +1601,9 @@ static void bdh_launch_scores(const bdh_plan &plan, void *stream) {
   if (plan.chunk > CAMOX_TILE) {
     BDH_LAUNCH((bdh_scores_kernel<P>), bdh_tiles(plan, plan.chunk), 1, plan);
   } else if (slots > 0) {
-    CAMOX_LAUNCH((bdh_tile_scores_kernel<P>), camox_grid(slots), BDH_HALVES * CAMOX_TILE_THREADS, 0, stream, plan, slots);
+    const int64_t items = slots * plan.parts;
+    CAMOX_LAUNCH((bdh_tile_scores_kernel<P>), camox_grid(items), BDH_HALVES * CAMOX_TILE_THREADS, 0, stream, plan, items);
+    if (plan.parts > 1) BDH_LAUNCH(bdh_part_scores_kernel, slots * plan.chunk * plan.chunk, CAMOX_TILE_THREADS, plan);
   }
 }
 
@@ -1687,7 +1758,7 @@ static int bdh_run_step(const camox_bdh_step_params *p, void *stream) {
 
 extern "C" int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward) {
   const bdh_scratch s = bdh_scratch_of(p, backward != 0);
-  const int64_t bytes = s.delta + s.scores + s.pairs + (s.state + s.carried) * (backward ? 2 : 1);
+  const int64_t bytes = s.delta + s.scores + s.pairs + s.part_scores + (s.state + s.carried) * (backward ? 2 : 1);
   if (!bdh_rotates_once(p, backward != 0)) return bytes;
   /* whatever the device: the one that will run it need not be the current one */
   const bdh_scratch rotated = bdh_rotated_scratch_of(p, backward != 0);
