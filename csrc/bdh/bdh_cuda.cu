@@ -37,10 +37,11 @@
 #define BDH_HALVES 2           /* of a part of the columns of q, where scores of a head are one tile */
 #define BDH_ROTATED_TILES 8192 /* of r in scratch, 64 MiB: at least a head's */
 #define BDH_GRAD_Q_COLUMNS 128 /* of a large tile of grad_q: its sums leave room in shared memory and registers for */
-#define BDH_GRAD_Q_BLOCKS 2    /* of which one multiplies while the other rotates back */
-#define BDH_SHORT_HEADS 2      /* of a block, which share their angles */
-#define BDH_SHORT_STAGES 3     /* each of tiles of q of both heads, of cosines and of sines */
-#define BDH_SHORT_TILES 4      /* of v in shared memory, each 64 columns */
+#define BDH_GRAD_Q_BLOCKS (CAMOX_CUDA_ARCH >= 900 ? 2 : 1) /* of which one multiplies while the other rotates back, */
+#define BDH_GRAD_Q_AT_ONCE 4                               /* each thread so many pieces of 8 columns */
+#define BDH_SHORT_HEADS 2                                  /* of a block, which share their angles */
+#define BDH_SHORT_STAGES 3                                 /* each of tiles of q of both heads, of cosines and of sines */
+#define BDH_SHORT_TILES 4                                  /* of v in shared memory, each 64 columns */
 #define BDH_STEP_THREADS 256
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
@@ -294,30 +295,38 @@ struct bdh_rotated {
     camox_round(values, x);
   }
 
-  /* d q from d r, of pieces that exist. USUAL: of usual(). */
-  template <bool USUAL>
-  __device__ __forceinline__ void rotate_back(float (&grad)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = camox_tile_lanes<T>, OF = USUAL ? 2 : 1; /* elements of one angle */
-    float cosines[V / OF], sines[V / OF];
-    T x[V];
-    if constexpr (USUAL) {
-      const angle_place at = place(r, c);
-      camox_load<V>(x, q.data + r * q.row + c);
-      camox_load_floats(cosines, at.cos);
-      camox_load_floats(sines, at.sin);
-    } else {
-      q.piece(x, r, c);
-      angles(cosines, sines, r, c);
-    }
+  /* What d q takes of q and the angles for a piece of d r; OF elements have one angle. */
+  template <int OF>
+  struct backward_piece {
+    T x[camox_tile_lanes<T>];
+    float cosines[camox_tile_lanes<T> / OF], sines[camox_tile_lanes<T> / OF];
+  };
+
+  __device__ __forceinline__ void load(backward_piece<1> &to, int64_t r, int64_t c) const {
+    q.piece(to.x, r, c);
+    angles(to.cosines, to.sines, r, c);
+  }
+
+  /* Of usual(), a piece that exists. */
+  __device__ __forceinline__ void load(backward_piece<2> &to, int64_t r, int64_t c) const {
+    const angle_place at = place(r, c);
+    camox_load(to.x, q.data + r * q.row + c);
+    camox_load_floats(to.cosines, at.cos);
+    camox_load_floats(to.sines, at.sin);
+  }
+
+  /* d q from d r. */
+  template <int OF>
+  __device__ __forceinline__ void rotate_back(float (&grad)[camox_tile_lanes<T>], const backward_piece<OF> &own) const {
 #pragma unroll
-    for (int i = 0; i < V; i += 2) {
+    for (int i = 0; i < camox_tile_lanes<T>; i += 2) {
       const float first = grad[i];
-      grad[i] = fmaf(first, cosines[i / OF], grad[i + 1] * sines[(i + 1) / OF]);
-      grad[i + 1] = fmaf(grad[i + 1], cosines[(i + 1) / OF], -first * sines[i / OF]);
+      grad[i] = fmaf(first, own.cosines[i / OF], grad[i + 1] * own.sines[(i + 1) / OF]);
+      grad[i + 1] = fmaf(grad[i + 1], own.cosines[(i + 1) / OF], -first * own.sines[i / OF]);
     }
 #pragma unroll
-    for (int i = 0; i < V; ++i)
-      if (relu && !(camox_to_float(x[i]) > 0.0f)) grad[i] = 0.0f;
+    for (int i = 0; i < camox_tile_lanes<T>; ++i)
+      if (relu && !(camox_to_float(own.x[i]) > 0.0f)) grad[i] = 0.0f;
   }
 };
 
@@ -444,7 +453,7 @@ __global__ void __launch_bounds__(BDH_HALVES *CAMOX_TILE_THREADS, CAMOX_CUDA_ARC
   const bool whole = plan.parts == 1;
   BDH_FOR_TILES(item, items) {
     int64_t part;
-    const bdh_place at = bdh_place_of(plan, camox_divide(item, plan.parts, &part), plan.chunk);
+    const bdh_place at = bdh_chunk_of(plan, camox_divide(item, plan.parts, &part));
     const bdh_rotated<camox_tile_element<P>> r = bdh_rotated_of<camox_tile_element<P>>(plan, at);
     const int64_t first = part * plan.part_columns + half * columns;
     camox_tile_sums sums;
@@ -989,32 +998,44 @@ struct bdh_large_grad_rows {
   __device__ __forceinline__ void complete(uint32_t *, const uint32_t *, int64_t) {}
 };
 
-/* The stage's d r, times scale, to grad_q: rotated back and 0 where relu was, unless `grad_of_rotated`. USUAL: of r.usual(). */
-template <typename T, bool USUAL>
+/* The stage's d r, times scale, to grad_q: rotated back and 0 where relu was, unless `grad_of_rotated`. OF elements have one
+   angle: 2 where rows of q, grad_q and the angles are read and written 16 bytes at a time, several of them at once. */
+template <typename T, int OF>
 __device__ __forceinline__ void bdh_large_put_grad_q(const float *stage, const bdh_plan &plan, const bdh_place &at,
                                                      const bdh_rotated<T> &r) {
-  constexpr int V = camox_tile_lanes<T>, across = BDH_GRAD_Q_COLUMNS / V;
+  constexpr int V = camox_tile_lanes<T>, across = BDH_GRAD_Q_COLUMNS / V, step = CAMOX_LARGE_THREADS / across;
+  constexpr int at_once = OF == 2 ? BDH_GRAD_Q_AT_ONCE : 1;
   const camox_bdh_params &p = plan.p;
   T *const to = bdh_at<T>(p.grad_q, at);
-  const int64_t rows = p.length - at.row, columns = p.dim - at.column;
-#pragma unroll(USUAL ? 2 : 1)
-  for (int place = static_cast<int>(threadIdx.x); place < CAMOX_LARGE_ROWS * across; place += CAMOX_LARGE_THREADS) {
-    const int row = place / across, column = place % across * V;
-    if (row >= rows || column >= columns) continue;
-    float grad[V];
+  const int rows = camox_at_most<CAMOX_LARGE_ROWS>(p.length - at.row);
+  const int column = static_cast<int>(threadIdx.x) % across * V;
+  const bool rotated = OF == 1 && p.grad_of_rotated;
+  if (column >= p.dim - at.column) return;
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x) / across; first < rows; first += at_once * step) {
+    typename bdh_rotated<T>::template backward_piece<OF> own[at_once];
 #pragma unroll
-    for (int i = 0; i < V; i += 4) {
-      float part[4];
-      camox_load_shared(part, stage + camox_large_stage_at(row, column + i));
+    for (int i = 0; i < at_once; ++i)
+      if (!rotated) r.load(own[i], at.row + min(first + i * step, rows - 1), at.column + column);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) grad[i + j] = plan.scale * part[j];
-    }
+    for (int i = 0; i < at_once; ++i) {
+      const int row = min(first + i * step, rows - 1);
+      float grad[V];
+#pragma unroll
+      for (int j = 0; j < V; j += 4) {
+        float part[4];
+        camox_load_shared(part, stage + camox_large_stage_at(row, column + j));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) grad[j + k] = plan.scale * part[k];
+      }
 #ifdef CAMOX_BREAK_BDH
-    grad[0] += 1e-3f;
+      grad[0] += 1e-3f;
 #endif
-    if (!p.grad_of_rotated) r.template rotate_back<USUAL>(grad, at.row + row, at.column + column);
-    camox_tile_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, V,
-                     plan.wide_grad_q);
+      if (!rotated) r.rotate_back(grad, own[i]);
+      if (first + i * step < rows)
+        camox_tile_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, V,
+                         OF == 2 || plan.wide_grad_q);
+    }
   }
 }
 
@@ -1044,10 +1065,10 @@ __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, BDH_GRAD_Q_BLOCKS)
       float *const stage = reinterpret_cast<float *>(shared);
       camox_large_stage<BDH_GRAD_Q_COLUMNS>(stage, sums);
       const bdh_rotated<T> r = bdh_rotated_of<T>(plan, at);
-      if (r.usual())
-        bdh_large_put_grad_q<T, true>(stage, plan, at, r);
+      if (r.usual() && plan.wide_grad_q && !p.grad_of_rotated)
+        bdh_large_put_grad_q<T, 2>(stage, plan, at, r);
       else
-        bdh_large_put_grad_q<T, false>(stage, plan, at, r);
+        bdh_large_put_grad_q<T, 1>(stage, plan, at, r);
     }
   }
 }
@@ -1237,7 +1258,11 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_CUDA_ARCH >= 800 ? 3
 #ifdef CAMOX_BREAK_BDH
         grad[0] += 1e-3f;
 #endif
-        if (!p.grad_of_rotated) r.template rotate_back<false>(grad, at.row + row, at.column + column);
+        if (!p.grad_of_rotated) {
+          typename bdh_rotated<T>::template backward_piece<1> own;
+          r.load(own, at.row + row, at.column + column);
+          r.rotate_back(grad, own);
+        }
         camox_tile_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad,
                          columns - column, plan.wide_grad_q);
       }
@@ -1289,21 +1314,32 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, WEIGHTS ? CAMOX_TILE_BLOCK
   }
 }
 
-/* The gradient of a v that the heads share: theirs added up in order. */
-template <typename T>
+/* The gradient of a v that the heads share: theirs added up in order. A thread has V neighbouring elements. */
+template <typename T, int V>
 __global__ void __launch_bounds__(CAMOX_TILE_THREADS)
     bdh_sum_kernel(const __grid_constant__ camox_bdh_params p, int64_t items) {
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * CAMOX_TILE_THREADS + threadIdx.x; item < items;
        item += static_cast<int64_t>(gridDim.x) * CAMOX_TILE_THREADS) {
     int64_t row, column;
-    const int64_t b = camox_divide(camox_divide(item, p.value_dim, &column), p.length, &row);
+    const int64_t b = camox_divide(camox_divide(item * V, p.value_dim, &column), p.length, &row);
     const int64_t head = p.length * p.value_dim;
     const float *from = static_cast<const float *>(p.partial) + b * p.heads * head + row * p.value_dim + column;
-    float sum = 0.0f;
+    float sum[V] = {};
 #pragma unroll 4
-    for (int64_t h = 0; h < p.heads; ++h, from += head) sum += __ldg(from);
-    static_cast<T *>(p.grad_v.data)[b * p.grad_v.stride[0] + row * p.grad_v.stride[2] + column * p.grad_v.stride[3]] =
-        camox_from_float<T>(sum);
+    for (int64_t h = 0; h < p.heads; ++h, from += head) {
+      float of_head[V];
+      camox_load(of_head, from);
+#pragma unroll
+      for (int i = 0; i < V; ++i) sum[i] += of_head[i];
+    }
+    T rounded[V];
+    camox_round(rounded, sum);
+    T *const to =
+        static_cast<T *>(p.grad_v.data) + b * p.grad_v.stride[0] + row * p.grad_v.stride[2] + column * p.grad_v.stride[3];
+    if constexpr (V == 1)
+      *to = rounded[0];
+    else
+      camox_store(to, rounded);
   }
 }
 
@@ -1711,7 +1747,11 @@ static void bdh_launch_grad_q(bdh_plan &plan, void *stream) {
 /* The heads' gradients of a v that they share. */
 template <typename T>
 static void bdh_launch_sum(const camox_bdh_params *p, void *stream) {
-  BDH_LAUNCH((bdh_sum_kernel<T>), p->batch * p->length * p->value_dim, CAMOX_TILE_THREADS, *p);
+  const int64_t elements = p->batch * p->length * p->value_dim;
+  if (camox_aligned(p->partial, 16) && p->value_dim % 4 == 0 && bdh_is_wide(p->grad_v, bdh_element_bytes(p)))
+    BDH_LAUNCH((bdh_sum_kernel<T, 4>), elements / 4, CAMOX_TILE_THREADS, *p);
+  else
+    BDH_LAUNCH((bdh_sum_kernel<T, 1>), elements, CAMOX_TILE_THREADS, *p);
 }
 
 template <typename P>

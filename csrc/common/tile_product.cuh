@@ -169,16 +169,17 @@ __device__ __forceinline__ void camox_cp_async_4(void *shared, const void *globa
 __device__ __forceinline__ void camox_tile_copy_transposed(uint32_t *tile, const camox_tile_matrix<float> &from, int64_t row,
                                                            int64_t column) {
   const camox_tile_pairs own = camox_tile_pairs_of_thread();
+  const unsigned first = own.column + own.second_first, second = own.column + 1 - own.second_first;
   const unsigned rows = camox_at_most<CAMOX_TILE>(from.rows - row), columns = camox_at_most<CAMOX_TILE>(from.columns - column);
-  const float *at = from.data + (row + own.k) * from.row + column;
+  const int of_first = first < columns ? 4 : 0, of_second = second < columns ? 4 : 0;
+  const float *const at = from.data + (row + own.k) * from.row + column;
+  const float *from_first = at + first, *from_second = at + second;
+  const int64_t step = 4 * from.row;
 #pragma unroll
-  for (unsigned below = 0; below < camox_tile_depth<float>; below += 4, at += 4 * from.row) {
-#pragma unroll
-    for (unsigned i = 0; i < 2; ++i) {
-      const unsigned of_tile = own.column + (i ^ own.second_first);
-      camox_cp_async_4(tile + camox_tile_piece_at(of_tile, below / 4) + own.k, at + of_tile,
-                       own.k + below < rows && of_tile < columns ? 4 : 0);
-    }
+  for (unsigned below = 0; below < camox_tile_depth<float>; below += 4, from_first += step, from_second += step) {
+    const bool exists = own.k + below < rows;
+    camox_cp_async_4(tile + camox_tile_piece_at(first, below / 4) + own.k, from_first, exists ? of_first : 0);
+    camox_cp_async_4(tile + camox_tile_piece_at(second, below / 4) + own.k, from_second, exists ? of_second : 0);
   }
 }
 
