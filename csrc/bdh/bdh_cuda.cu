@@ -932,7 +932,7 @@ __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
   }
 }
 
-/* out = scale r z of the band's heads; or OF_GRAD their gradients of v, scale r dz, which of heads that share v go to p.partial. */
+/* out = scale r z of the band's heads; or OF_GRAD their gradients of v, scale r dz: of heads that share v to p.partial. */
 template <typename T, int COLUMNS, bool OF_GRAD>
 __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
     bdh_large_out_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
@@ -1039,13 +1039,13 @@ __device__ __forceinline__ void bdh_large_put_grad_q(const float *stage, const b
   }
 }
 
-/* d r = scale [g v] [z dz]^T of the band's heads, made grad_q by way of shared memory.
+/* d r = scale [g v] [z dz]^T of the band's heads, which becomes grad_q on its way to memory.
 
-     k -->      D        D                      k -->      D        D
-             +--------+--------+                        +--------+--------+
-     tokens  |   g    |   v    |  128      columns of r |   z    |   dz   |  128      128 x 128 of d r --> stage --rotate back-->
-             +--------+--------+                        +--------+--------+
-   */
+       k -->       D        D                k -->       D        D
+              +--------+--------+                   +--------+--------+
+       128    |   g    |   v    |   x        128    |   z    |   dz   |   = 128 x 128 of d r --> shared memory, float32
+     tokens   +--------+--------+       columns of  +--------+--------+              --scale, rotate back, relu--> grad_q
+                                             r                                                                            */
 template <typename T>
 __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, BDH_GRAD_Q_BLOCKS)
     bdh_large_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
@@ -1205,9 +1205,10 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
   }
 }
 
-/* d r = scale e r of the band's rows, or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum; rotated back and 0 where relu was, unless `grad_of_rotated`. A block has the same tile of plan.heads_per_block heads, and so
-   have the blocks beside it: angles come from the caches. Three blocks of a multiprocessor are what the shared memory of sm_80
-   lets be; float32 would take registers for two. */
+/* d r = scale e r of the band's rows, or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum; rotated back and 0
+   where relu was, unless `grad_of_rotated`. A block has the same tile of plan.heads_per_block heads, and so have the blocks
+   beside it: angles come from the caches. Three blocks of a multiprocessor are what the shared memory of sm_80 lets be; float32
+   would take registers for two. */
 template <typename P>
 __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_CUDA_ARCH >= 800 ? 3 : CAMOX_TILE_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {

@@ -264,8 +264,8 @@ __device__ __forceinline__ void camox_large_put_floats(const camox_large_sums<CO
   }
 }
 
-/* The sums in shared memory, [COLUMNS / 64] stages of 128 x 64 floats as in tile_product.cuh; the ring has room for 128 columns.
-   Barriers are around. */
+/* The sums in shared memory, [COLUMNS / 64] stages of 128 x 64 floats as in tile_product.cuh: 128 columns fit where the ring
+   of four stages was. */
 template <int COLUMNS>
 __device__ __forceinline__ void camox_large_stage(float *stage, const camox_large_sums<COLUMNS> &sums) {
   __syncthreads(); /* the last step is no longer read */

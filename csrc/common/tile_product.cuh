@@ -256,8 +256,8 @@ __device__ __forceinline__ void camox_tile_load_transposed(uint32_t *tile, const
   }
 }
 
-/* One operand's part in the steps of a product, whose tiles have k along their rows or, ACROSS, k as their rows. Both take the tile
-   at k: begin, some steps ahead, and complete. */
+/* One operand's part in the steps of a product, whose tiles have k along their rows or, ACROSS, k as their rows. Both take the
+   tile at k: begin, some steps ahead, and complete. */
 template <typename P, bool ACROSS, bool USUAL, typename Operand>
 struct camox_tile_side {
   using T = camox_tile_element<P>;
