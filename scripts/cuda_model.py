@@ -1013,10 +1013,10 @@ def product_cases(dtype: str) -> list[Case]:
             beside, products, paired = ceil_div(values, across), across // 4, 2 if heads % 2 == 0 else 1
             r, z, angles = sequences * tokens * padded * 2, sequences * padded * values * 2, tokens * columns * 4
             tiles = sequences // paired * ceil_div(padded, 128 // paired) * beside
-            kernel, copied = f"bdh_large_state_kernel<{element}, {across}>", 4 + across // 64
+            kernel, copied = f"bdh_large_state_kernel<{element}, {across}, false>", 4 + across // 64
             state = product(kernel, tiles, tokens, 32, copied, products, 16, 2, r + z, q + r + angles)
             tiles = sequences * ceil_div(tokens, 128) * beside
-            kernel, copied = f"bdh_large_out_kernel<{element}, {across}>", 2 + across // 64
+            kernel, copied = f"bdh_large_out_kernel<{element}, {across}, false>", 2 + across // 64
             launches = (state, product(kernel, tiles, padded, 32, copied, products, 0, 3, out, 0))
             moved, flop = 2 * q + v + out + 2 * z, 4 * sequences * tokens * columns * values
         cases.append(Case("bdh", f"bdh_attention{name}", "forward", dtype, elements, moved, launches, flop))

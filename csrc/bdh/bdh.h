@@ -17,8 +17,8 @@
    dtypes    q, v, out, g and their gradients float32, bfloat16, float16, tables and sums float32; float64 with float64.
              One rounding, at the store; with avx512_bf16 r, w and d s of the backward are bfloat16 where they are multiplied.
    saved     scores w [B,H,T,T] where camox_bdh_saves_scores, else with softmax the rows' log(sum(exp(s))) [B,H,T] (-inf
-             for a row without keys), else nothing. Nothing of (T,N) is written but grad_q: r is made in tiles; on CUDA a
-             forward of half types in state form may have r of some heads in scratch.
+             for a row without keys), else nothing. Nothing of (T,N) is written but grad_q: r is made in tiles; on CUDA
+             half types in state form may have r of some heads in scratch.
    work      items are B*H heads; those of the sum of grad_v over the heads B*T rows.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype, a negative size, N odd or 0, Hv neither 1 nor H, tables of another width
              or shorter than T, scale not > 0 and finite, softmax in state form, an output whose elements share memory.

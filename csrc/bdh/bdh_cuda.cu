@@ -2,18 +2,19 @@
    on their way into shared memory; float16 and bfloat16 on tensor cores, float32 (and bfloat16 on sm_75) by FMA, sums in float32.
 
      scores   s = scale r r^T, a tile and its mirror image at once      softmax  a warp per row
-              of a single tile: two products over half of q each
+              of a single tile: several products over a part of the columns of q each, added up by part_scores
      values   out = w v, or scale r z, or their sum                     grad_v   w^T g, or scale r (r^T g), or their sum
      pairs    e = d s + d s^T                                           grad_q   scale e r, rotated back
      state    z = r^T v, or r^T g
 
-     The forward of half types has two kernels beside these, for rows that are read 16 bytes at a time:
-     short    scores and values of two heads of at most 64 tokens, without softmax
-     large    z = r^T v, which makes r and stores it, and out = scale r z: the state form that is not causal, by tiles of
-              128 x 192 or 128 x 128 (../common/large_product.cuh)
+     Half types whose rows are read 16 bytes at a time have kernels beside these:
+     short    scores and values of two heads of at most 64 tokens, without softmax: the forward alone
+     large    the state form that is not causal, by tiles of 128 x 192 or 128 x 128 (../common/large_product.cuh):
+              z = r^T v, which makes r and stores it, and out = scale r z; for the backward z too, then from the stored r
+              dz = r^T g and grad_v = scale r dz, and grad_q of both states: scale [g v] [z dz]^T
 
      scratch  [ delta ][ scores of a band of rows ][ pairs of the same band ][ states of a segment of chunks ]
-              or, of large, [ r of a band of heads ][ their states, in the element type ]
+              or, of large, [ r of a band of heads ][ their states, in the element type: rows z, or z and dz ]
 
        T x T scores of a head             a band has as many heads, or rows or chunks of one, as fill a GPU;
        +--------------------+             since s is symmetric, bands need nothing of each other in the backward either
@@ -33,18 +34,23 @@
 #define BDH_TILES_AT_ONCE 2048 /* of scores, pairs and states in scratch, or the least there can be: enough to fill a GPU */
 #define BDH_FILL 256           /* blocks that fill a large GPU */
 #define BDH_HEADS_PER_BLOCK 8  /* of a block of grad_q, at most */
-#define BDH_HALVES 2           /* of the columns of q, where scores of a head are one tile */
+#define BDH_HALVES 2           /* of a part of the columns of q, where scores of a head are one tile */
 #define BDH_ROTATED_TILES 8192 /* of r in scratch, 64 MiB: at least a head's */
-#define BDH_SHORT_HEADS 2      /* of a block, which share their angles */
-#define BDH_SHORT_STAGES 3     /* each of tiles of q of both heads, of cosines and of sines */
-#define BDH_SHORT_TILES 4      /* of v in shared memory, each 64 columns */
+#define BDH_GRAD_Q_COLUMNS 128 /* of a large tile of grad_q: its sums leave room in shared memory and registers for */
+#define BDH_GRAD_Q_BLOCKS (CAMOX_CUDA_ARCH >= 900 ? 2 : 1) /* of which one multiplies while the other rotates back, */
+#define BDH_GRAD_Q_AT_ONCE 4                               /* each thread so many pieces of 8 columns */
+#define BDH_SHORT_HEADS 2                                  /* of a block, which share their angles */
+#define BDH_SHORT_STAGES 3                                 /* each of tiles of q of both heads, of cosines and of sines */
+#define BDH_SHORT_TILES 4                                  /* of v in shared memory, each 64 columns */
 #define BDH_STEP_THREADS 256
 #define BDH_STEP_COLUMNS 32 /* columns of the state of a block, whose warps share its rows */
 #define BDH_STEP_CHUNK 512  /* elements of r in shared memory */
 
 /* Blocks that a multiprocessor shall hold of values, and of grad_v of scores: as many as their shared memory lets it. */
 template <typename P>
-constexpr int bdh_blocks = CAMOX_CUDA_ARCH >= 900 && camox_on_tensor_cores<P> ? 4 : CAMOX_TILE_BLOCKS;
+constexpr int bdh_blocks = CAMOX_CUDA_ARCH < 900 || !camox_on_tensor_cores<P> ? CAMOX_TILE_BLOCKS
+                           : sizeof(P) == 2                                   ? 4
+                                                                              : 3;
 
 /* The heads of a launch, and the rows and chunks of each; there is more than one chunk in causal state form alone. */
 struct bdh_row_band {
@@ -59,16 +65,19 @@ struct bdh_plan {
   float *scores; /* [sequences, chunks, rows, chunk] of the band, or p.scores */
   void *pairs;   /* likewise, in the element type */
   void *rotated; /* [sequences, T, rotated_dim] r of the band; columns from N on are 0 */
-  int64_t rotated_dim, state_pitch;
-  float *delta;               /* [B*H, T] */
-  float *state[2];            /* [sequences, chunks, N, D]: r^T v, and r^T g */
-  float *carried[2];          /* [segments, N, D]: of the chunks before, or after, the band's; NULL where it has all */
-  int64_t heads_per_block;    /* of grad_q, in sequence: their angles are the same */
-  bool adds_heads;            /* a block of grad_v adds up the heads that share a v */
-  bool paired;                /* large tiles of r^T v are of two heads that share v */
-  bool has_state, has_scores; /* of what out and the gradients are made: both in causal state form */
-  bool masked;                /* the forward's scores: only keys that count */
-  bool weights;               /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
+  int64_t rotated_dim;
+  int64_t state_pitch, state_columns; /* of large states: elements of a row, and of z in it; those from D on are 0 */
+  int64_t parts, part_columns;        /* of q, where scores are one tile */
+  float *part_scores;                 /* [sequences, chunks, parts, tile] where there are several */
+  float *delta;                       /* [B*H, T] */
+  float *state[2];                    /* [sequences, chunks, N, D]: r^T v, and r^T g */
+  float *carried[2];                  /* [segments, N, D]: of the chunks before, or after, the band's; NULL where it has all */
+  int64_t heads_per_block;            /* of grad_q, in sequence: their angles are the same */
+  bool adds_heads;                    /* a block of grad_v adds up the heads that share a v */
+  bool paired;                        /* large tiles of r^T v are of two heads that share v */
+  bool has_state, has_scores;         /* of what out and the gradients are made: both in causal state form */
+  bool masked;                        /* the forward's scores: only keys that count */
+  bool weights; /* scores are p.scores with w from the forward; else, in the backward, s, and w follows from it */
   bool wide_state, wide_q, wide_v, wide_out, wide_grad, wide_grad_q, wide_grad_v, wide_tables, wide_scores, wide_pairs,
       wide_partial;
 };
@@ -171,9 +180,13 @@ struct bdh_sums_of {
 };
 
 template <typename T>
-__device__ __forceinline__ bdh_sums_of<T> bdh_state_of(const bdh_plan &plan, const bdh_place &at, int of_grad) {
-  const int64_t size = plan.p.dim * plan.p.value_dim;
-  return {plan.state[of_grad] + at.slot * size, plan.p.dim, plan.p.value_dim, plan.wide_state};
+__device__ __forceinline__ auto bdh_state_of(const bdh_plan &plan, const bdh_place &at, int of_grad) {
+  const camox_bdh_params &p = plan.p;
+  const float *const state = plan.state[of_grad] + at.slot * p.dim * p.value_dim;
+  if constexpr (sizeof(T) == 4)
+    return camox_tile_matrix<float>{state, p.value_dim, 1, p.dim, p.value_dim, plan.wide_state};
+  else
+    return bdh_sums_of<T>{state, p.dim, p.value_dim, plan.wide_state};
 }
 
 /* The first `count`, or all N, angles from column c of a row of a table that holds one per pair, or per_element; c and
@@ -258,9 +271,10 @@ struct bdh_rotated {
     return {cos + at, sin + at, c < q.columns ? camox_at_most<CAMOX_TILE>(q.rows - r) : 0};
   }
 
-  __device__ __forceinline__ void make_usual(T (&values)[camox_tile_lanes<T>], const angle_place &at, int below) const {
+  template <int V>
+  __device__ __forceinline__ void make_usual(T (&values)[V], const angle_place &at, int below) const {
     if (below >= at.rows) return;
-    float cosines[camox_tile_lanes<T> / 2], sines[camox_tile_lanes<T> / 2];
+    float cosines[V / 2], sines[V / 2];
     camox_load_floats(cosines, at.cos + below * table_columns);
     camox_load_floats(sines, at.sin + below * table_columns);
     rotate<2>(values, cosines, sines);
@@ -281,23 +295,38 @@ struct bdh_rotated {
     camox_round(values, x);
   }
 
+  /* What d q takes of q and the angles for a piece of d r; OF elements have one angle. */
+  template <int OF>
+  struct backward_piece {
+    T x[camox_tile_lanes<T>];
+    float cosines[camox_tile_lanes<T> / OF], sines[camox_tile_lanes<T> / OF];
+  };
+
+  __device__ __forceinline__ void load(backward_piece<1> &to, int64_t r, int64_t c) const {
+    q.piece(to.x, r, c);
+    angles(to.cosines, to.sines, r, c);
+  }
+
+  /* Of usual(), a piece that exists. */
+  __device__ __forceinline__ void load(backward_piece<2> &to, int64_t r, int64_t c) const {
+    const angle_place at = place(r, c);
+    camox_load(to.x, q.data + r * q.row + c);
+    camox_load_floats(to.cosines, at.cos);
+    camox_load_floats(to.sines, at.sin);
+  }
+
   /* d q from d r. */
-  __device__ __forceinline__ void rotate_back(float (&grad)[camox_tile_lanes<T>], int64_t r, int64_t c) const {
-    constexpr int V = camox_tile_lanes<T>;
-    float cosines[V], sines[V];
-    angles(cosines, sines, r, c);
+  template <int OF>
+  __device__ __forceinline__ void rotate_back(float (&grad)[camox_tile_lanes<T>], const backward_piece<OF> &own) const {
 #pragma unroll
-    for (int i = 0; i < V; i += 2) {
+    for (int i = 0; i < camox_tile_lanes<T>; i += 2) {
       const float first = grad[i];
-      grad[i] = fmaf(first, cosines[i], grad[i + 1] * sines[i + 1]);
-      grad[i + 1] = fmaf(grad[i + 1], cosines[i + 1], -first * sines[i]);
+      grad[i] = fmaf(first, own.cosines[i / OF], grad[i + 1] * own.sines[(i + 1) / OF]);
+      grad[i + 1] = fmaf(grad[i + 1], own.cosines[(i + 1) / OF], -first * own.sines[i / OF]);
     }
-    if (!relu) return;
-    T x[V];
-    q.piece(x, r, c);
 #pragma unroll
-    for (int i = 0; i < V; ++i)
-      if (!(camox_to_float(x[i]) > 0.0f)) grad[i] = 0.0f;
+    for (int i = 0; i < camox_tile_lanes<T>; ++i)
+      if (relu && !(camox_to_float(own.x[i]) > 0.0f)) grad[i] = 0.0f;
   }
 };
 
@@ -344,6 +373,17 @@ struct bdh_weights {
     camox_round(to, x);
   }
 };
+
+/* The same of scores that are the weights already: float32 is copied as it lies. */
+template <typename T>
+__device__ __forceinline__ auto bdh_ready_weights(const bdh_plan &plan, const bdh_place &at, const float *scores,
+                                                  int64_t first_row, int64_t rows) {
+  if constexpr (sizeof(T) == 4)
+    return camox_tile_matrix<float>{
+        scores - first_row * plan.chunk, plan.chunk, 1, first_row + rows, at.length, plan.wide_scores};
+  else
+    return bdh_weights<T, false>{scores, plan.chunk, first_row, rows, at.length, nullptr, plan.p.causal != 0, plan.wide_scores};
+}
 
 /* ---- forward ---- */
 
@@ -396,22 +436,29 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
   }
 }
 
-/* The same of heads, or chunks, of a single tile, of which there are often fewer than a GPU has room for: both halves of a
-   block's threads sum over half of the columns of q. */
+/* A score of a sum of products, of a single tile. */
+__device__ __forceinline__ float bdh_tile_score(const bdh_plan &plan, float sum, int row, int column) {
+  return plan.masked && plan.p.causal && column >= row ? 0.0f : sum * plan.scale;
+}
+
+/* The same of heads, or chunks, of a single tile, of which there are often fewer than a GPU has room for: a block sums over a
+   part of the columns of q, and both halves of its threads over half of the part. Several parts go to scratch. */
 template <typename P>
 __global__ void __launch_bounds__(BDH_HALVES *CAMOX_TILE_THREADS, CAMOX_CUDA_ARCH == 750 ? 1 : 2)
     bdh_tile_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   __shared__ camox_tile_ring<CAMOX_TILE_RING, 1> rings[BDH_HALVES];
   float *const stage = reinterpret_cast<float *>(rings);
-  const camox_bdh_params &p = plan.p;
   const int half = static_cast<int>(threadIdx.x) / CAMOX_TILE_THREADS;
-  const int64_t columns = camox_ceil_div(p.dim, BDH_HALVES * camox_tile_depth<P>) * camox_tile_depth<P>;
+  const int64_t columns = plan.part_columns / BDH_HALVES;
+  const bool whole = plan.parts == 1;
   BDH_FOR_TILES(item, items) {
-    const bdh_place at = bdh_place_of(plan, item, plan.chunk);
+    int64_t part;
+    const bdh_place at = bdh_chunk_of(plan, camox_divide(item, plan.parts, &part));
     const bdh_rotated<camox_tile_element<P>> r = bdh_rotated_of<camox_tile_element<P>>(plan, at);
+    const int64_t first = part * plan.part_columns + half * columns;
     camox_tile_sums sums;
     camox_tile_clear(sums);
-    camox_tile_multiply<P, false, false>(sums, rings[half], r, 0, r, 0, {half * columns, (half + 1) * columns});
+    camox_tile_multiply<P, false, false>(sums, rings[half], r, 0, r, 0, {first, first + columns});
     __syncthreads();
     if (half > 0) camox_tile_to_stage(stage, sums);
     __syncthreads();
@@ -420,15 +467,32 @@ __global__ void __launch_bounds__(BDH_HALVES *CAMOX_TILE_THREADS, CAMOX_CUDA_ARC
       for (int i = 0; i < 32; ++i) {
         float &sum = sums[i / 16][i / 4 % 4][i % 4];
         sum += stage[camox_tile_stage_of(i / 2 * 2) + i % 2];
-        const bool counts = !plan.masked || !p.causal || camox_tile_column(i / 4 % 4, i) < camox_tile_row(i / 16, i % 4);
-        sum = counts ? sum * plan.scale : 0.0f;
+        if (whole) sum = bdh_tile_score(plan, sum, camox_tile_row(i / 16, i % 4), camox_tile_column(i / 4 % 4, i));
       }
       camox_tile_to_stage(stage, sums);
     }
     __syncthreads();
     const int tokens = static_cast<int>(at.length);
-    camox_tile_put<BDH_HALVES * CAMOX_TILE_THREADS>(stage, bdh_scores_of(plan, at.slot, at.sequence), plan.chunk, 1, tokens,
-                                                    tokens, plan.wide_scores);
+    float *const to = whole ? bdh_scores_of(plan, at.slot, at.sequence) : plan.part_scores + item * CAMOX_TILE_STAGE;
+    camox_tile_put<BDH_HALVES * CAMOX_TILE_THREADS>(stage, to, whole ? plan.chunk : CAMOX_TILE, 1, tokens, tokens,
+                                                    !whole || plan.wide_scores);
+  }
+}
+
+/* Scores of single tiles whose parts are in scratch, added up in order, an element a thread. */
+__global__ void __launch_bounds__(CAMOX_TILE_THREADS)
+    bdh_part_scores_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * CAMOX_TILE_THREADS + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * CAMOX_TILE_THREADS) {
+    int64_t row, column;
+    const bdh_place at = bdh_chunk_of(plan, camox_divide(camox_divide(item, plan.chunk, &column), plan.chunk, &row));
+    if (row >= at.length || column >= at.length) continue;
+    const float *const parts = plan.part_scores + at.slot * plan.parts * CAMOX_TILE_STAGE + row * CAMOX_TILE + column;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int64_t part = 0; part < plan.parts; ++part) sum += __ldg(parts + part * CAMOX_TILE_STAGE);
+    bdh_scores_of(plan, at.slot, at.sequence)[row * plan.chunk + column] =
+        bdh_tile_score(plan, sum, static_cast<int>(row), static_cast<int>(column));
   }
 }
 
@@ -693,14 +757,8 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, bdh_blocks<P>)
     camox_tile_clear(sums);
     if (plan.has_state) bdh_add_state<P>(sums, ring, plan, at, 0);
     if (plan.has_scores) {
-      const bdh_weights<T, false> w = {bdh_scores_of(plan, at.slot, at.sequence),
-                                       plan.chunk,
-                                       plan.band.first_row,
-                                       min(plan.band.rows, at.length),
-                                       at.length,
-                                       nullptr,
-                                       p.causal != 0,
-                                       plan.wide_scores};
+      const auto w = bdh_ready_weights<T>(plan, at, bdh_scores_of(plan, at.slot, at.sequence), plan.band.first_row,
+                                          min(plan.band.rows, at.length));
       const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, plan.wide_v);
       const int64_t end = p.causal ? min(at.length, at.row + CAMOX_TILE) : at.length;
       camox_tile_multiply<P, false, true>(sums, ring, w, at.row, v, at.column, {0, end});
@@ -760,9 +818,10 @@ __device__ __forceinline__ T *bdh_large_rotated(const bdh_plan &plan, int64_t sl
   return static_cast<T *>(plan.rotated) + slot * plan.p.length * plan.rotated_dim;
 }
 
+/* z, or dz, of a head: the backward has both in a row, so that for grad_q they are one matrix. */
 template <typename T>
-__device__ __forceinline__ T *bdh_large_state(const bdh_plan &plan, int64_t slot) {
-  return reinterpret_cast<T *>(plan.state[0]) + slot * plan.rotated_dim * plan.state_pitch;
+__device__ __forceinline__ T *bdh_large_state(const bdh_plan &plan, int64_t slot, bool of_grad) {
+  return reinterpret_cast<T *>(plan.state[0]) + slot * plan.rotated_dim * plan.state_pitch + (of_grad ? plan.state_columns : 0);
 }
 
 /* r as the first operand of r^T v: 32 tokens of 64 columns of two heads, whose angles are the same, or of 128 columns of one. A
@@ -831,38 +890,50 @@ struct bdh_large_rows {
   }
 };
 
-/* z = r^T v of the band's heads, rounded to the element type, and r on the way. */
-template <typename T, int COLUMNS>
+/* r from scratch as the first operand of r^T g. */
+template <typename T>
+struct bdh_large_stored_rows : camox_large_copy<T, CAMOX_LARGE_ROWS, true> {
+  __device__ __forceinline__ bdh_large_stored_rows(const bdh_plan &plan, const bdh_place &at, bool)
+      : camox_large_copy<T, CAMOX_LARGE_ROWS, true>(
+            {bdh_large_rotated<T>(plan, at.slot), plan.rotated_dim, plan.p.length, plan.rotated_dim}, at.column) {}
+};
+
+template <typename T, bool OF_GRAD>
+using bdh_large_state_rows = typename camox_select<OF_GRAD, bdh_large_stored_rows<T>, bdh_large_rows<T>>::type;
+
+/* z = r^T v of the band's heads, rounded to the element type, and r on the way; or OF_GRAD dz = r^T g of that r. */
+template <typename T, int COLUMNS, bool OF_GRAD>
 __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
     bdh_large_state_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   if constexpr (CAMOX_CUDA_ARCH >= 800) {
     CAMOX_DYNAMIC_SHARED(uint32_t, shared);
     const camox_bdh_params &p = plan.p;
-    const int heads = plan.paired ? 2 : 1, span = CAMOX_LARGE_ROWS / heads; /* of the block's rows; columns of r of each */
+    /* heads of the block's rows; columns of r of each: heads share v, but not g */
+    const int heads = plan.paired && !OF_GRAD ? 2 : 1, span = CAMOX_LARGE_ROWS / heads;
     BDH_FOR_TILES(item, items) {
       int64_t tile, column;
       const int64_t remaining = camox_divide(item, camox_ceil_div(p.value_dim, COLUMNS), &column);
       const int64_t slot = camox_divide(remaining, camox_ceil_div(plan.rotated_dim, span), &tile) * heads;
       bdh_place at = bdh_chunk_of(plan, slot);
       at.column = tile * span;
-      const camox_tile_matrix<T> v = bdh_view<T>(p.v, at, p.value_dim, true);
-      bdh_large_rows<T> r(plan, at, column == 0);
+      const camox_tile_matrix<T> v = bdh_view<T>(OF_GRAD ? p.grad : p.v, at, p.value_dim, true);
+      bdh_large_state_rows<T, OF_GRAD> r(plan, at, column == 0);
       column *= COLUMNS;
       camox_large_copy<T, COLUMNS, true> values({v.data, v.row, v.rows, v.columns}, column);
       camox_large_sums<COLUMNS> sums;
       camox_large_multiply<T, COLUMNS>(sums, shared, r, values, p.length);
-      camox_large_put<T, COLUMNS>(shared, sums, 1.0f, 1, camox_at_most<COLUMNS>(p.value_dim - column), true,
-                                  [&](int row) -> T * {
-                                    const int64_t of_head = at.column + row % span;
-                                    if (of_head >= plan.rotated_dim) return nullptr;
-                                    return bdh_large_state<T>(plan, at.slot + row / span) + of_head * plan.state_pitch + column;
-                                  });
+      camox_large_put<T, COLUMNS>(
+          shared, sums, 1.0f, 1, camox_at_most<COLUMNS>(plan.state_columns - column), true, [&](int row) -> T * {
+            const int64_t of_head = at.column + row % span;
+            if (of_head >= plan.rotated_dim) return nullptr;
+            return bdh_large_state<T>(plan, at.slot + row / span, OF_GRAD) + of_head * plan.state_pitch + column;
+          });
     }
   }
 }
 
-/* out = scale r z of the band's heads. */
-template <typename T, int COLUMNS>
+/* out = scale r z of the band's heads; or OF_GRAD their gradients of v, scale r dz: of heads that share v to p.partial. */
+template <typename T, int COLUMNS, bool OF_GRAD>
 __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
     bdh_large_out_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
   if constexpr (CAMOX_CUDA_ARCH >= 800) {
@@ -875,17 +946,129 @@ __global__ void __launch_bounds__(CAMOX_LARGE_THREADS, 1)
       at.row = row * CAMOX_LARGE_ROWS, at.column = column * COLUMNS;
       camox_large_copy<T, CAMOX_LARGE_ROWS, false> r(
           {bdh_large_rotated<T>(plan, at.slot), plan.rotated_dim, p.length, plan.rotated_dim}, at.row);
-      camox_large_copy<T, COLUMNS, true> z({bdh_large_state<T>(plan, at.slot), plan.state_pitch, plan.rotated_dim, p.value_dim},
-                                           at.column);
+      camox_large_copy<T, COLUMNS, true> z(
+          {bdh_large_state<T>(plan, at.slot, OF_GRAD), plan.state_pitch, plan.rotated_dim, p.value_dim}, at.column);
       camox_large_sums<COLUMNS> sums;
       camox_large_multiply<T, COLUMNS>(sums, shared, r, z, plan.rotated_dim);
 #ifdef CAMOX_BREAK_BDH
       sums[0][0][0] += 1e-3f;
 #endif
-      T *const out = bdh_at<T>(p.out, at);
-      camox_large_put<T, COLUMNS>(
-          shared, sums, plan.scale, p.out.stride[3], camox_at_most<COLUMNS>(p.value_dim - at.column), plan.wide_out,
-          [&](int below) -> T * { return at.row + below < p.length ? out + below * p.out.stride[2] : nullptr; });
+      const camox_view4 &view = OF_GRAD ? p.grad_v : p.out;
+      const int columns = camox_at_most<COLUMNS>(p.value_dim - at.column);
+      if (OF_GRAD && p.value_heads != p.heads) {
+        float *const partial = static_cast<float *>(p.partial) + at.sequence * p.length * p.value_dim + at.column;
+        camox_large_put_floats<COLUMNS>(sums, plan.scale, columns, plan.wide_partial, [&](int below) -> float * {
+          return at.row + below < p.length ? partial + (at.row + below) * p.value_dim : nullptr;
+        });
+      } else {
+        T *const out = bdh_at<T>(view, at);
+        camox_large_put<T, COLUMNS>(
+            shared, sums, plan.scale, view.stride[3], columns, OF_GRAD ? plan.wide_grad_v : plan.wide_out,
+            [&](int below) -> T * { return at.row + below < p.length ? out + below * view.stride[2] : nullptr; });
+      }
+    }
+  }
+}
+
+/* [g v] of a head as the first operand of grad_q: k is along the rows of g, then of v, each with zeros up to a whole step. */
+template <typename T>
+struct bdh_large_grad_rows {
+  typedef camox_large_copy<T, CAMOX_LARGE_ROWS, false> copy;
+  static constexpr bool ACROSS = false;
+  static constexpr int stages = copy::stages, more_words = 0;
+
+  copy grad, v;
+  int64_t first_of_v;
+
+  static __device__ __forceinline__ copy copy_of(const bdh_plan &plan, const bdh_place &at, const camox_view4 &view) {
+    const camox_tile_matrix<T> matrix = bdh_view<T>(view, at, plan.p.value_dim, true);
+    return copy({matrix.data, matrix.row, matrix.rows, matrix.columns}, at.row);
+  }
+
+  __device__ __forceinline__ bdh_large_grad_rows(const bdh_plan &plan, const bdh_place &at)
+      : grad(copy_of(plan, at, plan.p.grad)), v(copy_of(plan, at, plan.p.v)), first_of_v(plan.state_columns) {}
+
+  __device__ __forceinline__ void begin(uint32_t *tile, uint32_t *more, int64_t k) {
+    if (k < first_of_v)
+      grad.begin(tile, more, k);
+    else
+      v.begin(tile, more, k - first_of_v);
+  }
+
+  __device__ __forceinline__ void complete(uint32_t *, const uint32_t *, int64_t) {}
+};
+
+/* The stage's d r, times scale, to grad_q: rotated back and 0 where relu was, unless `grad_of_rotated`. OF elements have one
+   angle: 2 where rows of q, grad_q and the angles are read and written 16 bytes at a time, several of them at once. */
+template <typename T, int OF>
+__device__ __forceinline__ void bdh_large_put_grad_q(const float *stage, const bdh_plan &plan, const bdh_place &at,
+                                                     const bdh_rotated<T> &r) {
+  constexpr int V = camox_tile_lanes<T>, across = BDH_GRAD_Q_COLUMNS / V, step = CAMOX_LARGE_THREADS / across;
+  constexpr int at_once = OF == 2 ? BDH_GRAD_Q_AT_ONCE : 1;
+  const camox_bdh_params &p = plan.p;
+  T *const to = bdh_at<T>(p.grad_q, at);
+  const int rows = camox_at_most<CAMOX_LARGE_ROWS>(p.length - at.row);
+  const int column = static_cast<int>(threadIdx.x) % across * V;
+  const bool rotated = OF == 1 && p.grad_of_rotated;
+  if (column >= p.dim - at.column) return;
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x) / across; first < rows; first += at_once * step) {
+    typename bdh_rotated<T>::template backward_piece<OF> own[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i)
+      if (!rotated) r.load(own[i], at.row + min(first + i * step, rows - 1), at.column + column);
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      const int row = min(first + i * step, rows - 1);
+      float grad[V];
+#pragma unroll
+      for (int j = 0; j < V; j += 4) {
+        float part[4];
+        camox_load_shared(part, stage + camox_large_stage_at(row, column + j));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) grad[j + k] = plan.scale * part[k];
+      }
+#ifdef CAMOX_BREAK_BDH
+      grad[0] += 1e-3f;
+#endif
+      if (!rotated) r.rotate_back(grad, own[i]);
+      if (first + i * step < rows)
+        camox_tile_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad, V,
+                         OF == 2 || plan.wide_grad_q);
+    }
+  }
+}
+
+/* d r = scale [g v] [z dz]^T of the band's heads, which becomes grad_q on its way to memory.
+
+       k -->       D        D                k -->       D        D
+              +--------+--------+                   +--------+--------+
+       128    |   g    |   v    |   x        128    |   z    |   dz   |   = 128 x 128 of d r --> shared memory, float32
+     tokens   +--------+--------+       columns of  +--------+--------+              --scale, rotate back, relu--> grad_q
+                                             r                                                                            */
+template <typename T>
+__global__ void __launch_bounds__(CAMOX_LARGE_THREADS, BDH_GRAD_Q_BLOCKS)
+    bdh_large_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
+  if constexpr (CAMOX_CUDA_ARCH >= 800) {
+    CAMOX_DYNAMIC_SHARED(uint32_t, shared);
+    const camox_bdh_params &p = plan.p;
+    BDH_FOR_TILES(item, items) {
+      int64_t row, column;
+      const int64_t remaining = camox_divide(item, camox_ceil_div(p.dim, BDH_GRAD_Q_COLUMNS), &column);
+      bdh_place at = bdh_chunk_of(plan, camox_divide(remaining, camox_ceil_div(p.length, CAMOX_LARGE_ROWS), &row));
+      at.row = row * CAMOX_LARGE_ROWS, at.column = column * BDH_GRAD_Q_COLUMNS;
+      bdh_large_grad_rows<T> grads(plan, at);
+      camox_large_copy<T, BDH_GRAD_Q_COLUMNS, false> states(
+          {bdh_large_state<T>(plan, at.slot, false), plan.state_pitch, plan.rotated_dim, plan.state_pitch}, at.column);
+      camox_large_sums<BDH_GRAD_Q_COLUMNS> sums;
+      camox_large_multiply<T, BDH_GRAD_Q_COLUMNS>(sums, shared, grads, states, plan.state_pitch);
+      float *const stage = reinterpret_cast<float *>(shared);
+      camox_large_stage<BDH_GRAD_Q_COLUMNS>(stage, sums);
+      const bdh_rotated<T> r = bdh_rotated_of<T>(plan, at);
+      if (r.usual() && plan.wide_grad_q && !p.grad_of_rotated)
+        bdh_large_put_grad_q<T, 2>(stage, plan, at, r);
+      else
+        bdh_large_put_grad_q<T, 1>(stage, plan, at, r);
     }
   }
 }
@@ -1022,9 +1205,10 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_TILE_BLOCKS)
   }
 }
 
-/* d r = scale e r of the band's rows, or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum; rotated back and 0 where relu was, unless `grad_of_rotated`. A block has the same tile of plan.heads_per_block heads, and so
-   have the blocks beside it: angles come from the caches. Three blocks of a multiprocessor are what the shared memory of sm_80
-   lets be; float32 would take registers for two. */
+/* d r = scale e r of the band's rows, or of the state form scale (g (r^T v)^T + v (r^T g)^T), or their sum; rotated back and 0
+   where relu was, unless `grad_of_rotated`. A block has the same tile of plan.heads_per_block heads, and so have the blocks
+   beside it: angles come from the caches. Three blocks of a multiprocessor are what the shared memory of sm_80 lets be; float32
+   would take registers for two. */
 template <typename P>
 __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_CUDA_ARCH >= 800 ? 3 : CAMOX_TILE_BLOCKS)
     bdh_grad_q_kernel(const __grid_constant__ bdh_plan plan, int64_t items) {
@@ -1075,7 +1259,11 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, CAMOX_CUDA_ARCH >= 800 ? 3
 #ifdef CAMOX_BREAK_BDH
         grad[0] += 1e-3f;
 #endif
-        if (!p.grad_of_rotated) r.rotate_back(grad, at.row + row, at.column + column);
+        if (!p.grad_of_rotated) {
+          typename bdh_rotated<T>::template backward_piece<1> own;
+          r.load(own, at.row + row, at.column + column);
+          r.rotate_back(grad, own);
+        }
         camox_tile_store(to + row * p.grad_q.stride[2] + column * p.grad_q.stride[3], p.grad_q.stride[3], grad,
                          columns - column, plan.wide_grad_q);
       }
@@ -1106,37 +1294,53 @@ __global__ void __launch_bounds__(CAMOX_TILE_THREADS, WEIGHTS ? CAMOX_TILE_BLOCK
       bdh_place of_head = at;
       of_head.h += h;
       const camox_tile_matrix<T> g = bdh_view<T>(p.grad, of_head, p.value_dim, plan.wide_grad);
-      const float *const logsumexp =
-          p.softmax && !WEIGHTS ? static_cast<const float *>(p.logsumexp) + at.sequence * p.length : nullptr;
-      const bdh_weights<T, !WEIGHTS> w = {bdh_scores_of(plan, at.slot, at.sequence + h),
-                                          plan.chunk,
-                                          WEIGHTS ? 0 : plan.band.first_row,
-                                          WEIGHTS ? at.length : min(plan.band.rows, at.length),
-                                          at.length,
-                                          logsumexp,
-                                          p.causal != 0,
-                                          plan.wide_scores};
-      camox_tile_multiply<P, WEIGHTS, true>(sums, ring, w, at.row, g, at.column, {p.causal ? at.row : 0, at.length});
+      const float *const scores = bdh_scores_of(plan, at.slot, at.sequence + h);
+      const camox_tile_range range = {p.causal ? at.row : 0, at.length};
+      if constexpr (WEIGHTS) {
+        camox_tile_multiply<P, true, true>(sums, ring, bdh_ready_weights<T>(plan, at, scores, 0, at.length), at.row, g,
+                                           at.column, range);
+      } else {
+        const bdh_weights<T, true> w = {scores,
+                                        plan.chunk,
+                                        plan.band.first_row,
+                                        min(plan.band.rows, at.length),
+                                        at.length,
+                                        p.softmax ? static_cast<const float *>(p.logsumexp) + at.sequence * p.length : nullptr,
+                                        p.causal != 0,
+                                        plan.wide_scores};
+        camox_tile_multiply<P, false, true>(sums, ring, w, at.row, g, at.column, range);
+      }
     }
     bdh_put_grad_v<T>(stage, sums, plan, at);
   }
 }
 
-/* The gradient of a v that the heads share: theirs added up in order. */
-template <typename T>
+/* The gradient of a v that the heads share: theirs added up in order. A thread has V neighbouring elements. */
+template <typename T, int V>
 __global__ void __launch_bounds__(CAMOX_TILE_THREADS)
     bdh_sum_kernel(const __grid_constant__ camox_bdh_params p, int64_t items) {
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * CAMOX_TILE_THREADS + threadIdx.x; item < items;
        item += static_cast<int64_t>(gridDim.x) * CAMOX_TILE_THREADS) {
     int64_t row, column;
-    const int64_t b = camox_divide(camox_divide(item, p.value_dim, &column), p.length, &row);
+    const int64_t b = camox_divide(camox_divide(item * V, p.value_dim, &column), p.length, &row);
     const int64_t head = p.length * p.value_dim;
     const float *from = static_cast<const float *>(p.partial) + b * p.heads * head + row * p.value_dim + column;
-    float sum = 0.0f;
+    float sum[V] = {};
 #pragma unroll 4
-    for (int64_t h = 0; h < p.heads; ++h, from += head) sum += __ldg(from);
-    static_cast<T *>(p.grad_v.data)[b * p.grad_v.stride[0] + row * p.grad_v.stride[2] + column * p.grad_v.stride[3]] =
-        camox_from_float<T>(sum);
+    for (int64_t h = 0; h < p.heads; ++h, from += head) {
+      float of_head[V];
+      camox_load(of_head, from);
+#pragma unroll
+      for (int i = 0; i < V; ++i) sum[i] += of_head[i];
+    }
+    T rounded[V];
+    camox_round(rounded, sum);
+    T *const to =
+        static_cast<T *>(p.grad_v.data) + b * p.grad_v.stride[0] + row * p.grad_v.stride[2] + column * p.grad_v.stride[3];
+    if constexpr (V == 1)
+      *to = rounded[0];
+    else
+      camox_store(to, rounded);
   }
 }
 
@@ -1227,8 +1431,9 @@ static bool bdh_is_wide(const camox_bdh_params *p) {
 }
 
 /* Whether r is made once, for products by large tiles: tiles of 64 columns, of which there are several, would make it again. */
-static bool bdh_rotates_once(const camox_bdh_params *p) {
-  return p->dtype != CAMOX_F32 && bdh_by_state(p) && !p->causal && p->value_dim > CAMOX_TILE && bdh_is_wide(p);
+static bool bdh_rotates_once(const camox_bdh_params *p, bool backward) {
+  return p->dtype != CAMOX_F32 && bdh_by_state(p) && !p->causal && p->value_dim > CAMOX_TILE && bdh_is_wide(p) &&
+         (!backward || bdh_is_wide(p->grad, bdh_element_bytes(p)));
 }
 
 /* Whether scores and out of two heads are one block's, which copies the angles of pairs as well. */
@@ -1245,7 +1450,17 @@ struct bdh_scratch {
   int64_t delta, scores, pairs, state; /* a state for v, in the backward one for g: */
   int64_t carried;                     /* this too */
   int64_t rotated;                     /* with it state is of the element type */
+  int64_t parts, part_columns;         /* of the columns of q, where scores are a single tile: */
+  int64_t part_scores;                 /* those of the parts, if there are several */
 };
+
+/* All heads, each as one chunk. */
+static bdh_scratch bdh_one_band(const camox_bdh_params *p) {
+  bdh_scratch s = {};
+  s.sequences = bdh_heads(p), s.rows = s.chunk = p->length;
+  s.chunks = s.segment = 1;
+  return s;
+}
 
 static int64_t bdh_rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -1273,24 +1488,41 @@ static void bdh_plan_states(bdh_scratch &s, const camox_bdh_params *p, int64_t m
 static int64_t bdh_rotated_dim(const camox_bdh_params *p) {
   return camox_ceil_div(p->dim, CAMOX_LARGE_DEPTH) * CAMOX_LARGE_DEPTH;
 }
-static int64_t bdh_state_pitch(const camox_bdh_params *p) { return camox_ceil_div(p->value_dim, 8) * 8; }
+/* Of a row of z, whole steps of grad_q. */
+static int64_t bdh_state_columns(const camox_bdh_params *p) {
+  return camox_ceil_div(p->value_dim, CAMOX_LARGE_DEPTH) * CAMOX_LARGE_DEPTH;
+}
 
-/* Of the forward that rotates once, in bands of heads. */
-static bdh_scratch bdh_rotated_scratch_of(const camox_bdh_params *p) {
+/* Where r is made once, in bands of heads. */
+static bdh_scratch bdh_rotated_scratch_of(const camox_bdh_params *p, bool backward) {
   const int64_t columns = bdh_rotated_dim(p), tiles = bdh_tiles_of(p->length, columns), most = camox_grid(BDH_ROTATED_TILES);
-  bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0, 0};
+  bdh_scratch s = bdh_one_band(p);
   if (s.sequences == 0) return s;
   if (s.sequences > most / tiles) s.sequences = most < 2 * tiles ? 1 : most / tiles / 2 * 2; /* pairs of heads */
   s.rotated = bdh_rounded(s.sequences * p->length * columns * bdh_element_bytes(p));
-  s.state = bdh_rounded(s.sequences * columns * bdh_state_pitch(p) * bdh_element_bytes(p));
+  s.state = bdh_rounded(s.sequences * columns * bdh_state_columns(p) * (backward ? 2 : 1) * bdh_element_bytes(p));
   return s;
 }
 
+/* Parts that make as many blocks as fill a GPU of the scores of single tiles; of the shape alone, because the parts are the
+   order of a sum. */
+static void bdh_plan_parts(bdh_scratch &s, const camox_bdh_params *p) {
+  const int64_t step = BDH_HALVES * camox_tile_depth<char> / bdh_element_bytes(p), steps = camox_ceil_div(p->dim, step);
+  const int64_t room = BDH_FILL / (bdh_heads(p) * camox_ceil_div(p->length, s.chunk));
+  s.part_columns = camox_ceil_div(steps, room < 1 ? 1 : room < steps ? room : steps) * step;
+  s.parts = camox_ceil_div(p->dim, s.part_columns);
+  if (s.chunk <= CAMOX_TILE && s.parts > 1)
+    s.part_scores = bdh_rounded(s.sequences * s.segment * s.parts * CAMOX_TILE_STAGE * 4);
+}
+
 static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
-  bdh_scratch s = {bdh_heads(p), p->length, p->length, 1, 1, 0, 0, 0, 0, 0, 0};
+  bdh_scratch s = bdh_one_band(p);
   if (s.sequences == 0) return s;
   if (backward && p->softmax) s.delta = bdh_rounded(s.sequences * p->length * 4);
-  if (p->scores && !backward) return s;
+  if (p->scores && !backward) {
+    bdh_plan_parts(s, p);
+    return s;
+  }
   const int64_t most = camox_grid(BDH_TILES_AT_ONCE);
   if (bdh_by_state(p)) {
     bdh_plan_states(s, p, most);
@@ -1304,7 +1536,7 @@ static bdh_scratch bdh_scratch_of(const camox_bdh_params *p, bool backward) {
     }
   }
   const int64_t elements = s.sequences * s.segment * s.rows * s.chunk;
-  if (!p->scores) s.scores = bdh_rounded(elements * 4);
+  if (!p->scores) s.scores = bdh_rounded(elements * 4), bdh_plan_parts(s, p);
   if (backward) s.pairs = bdh_rounded(elements * bdh_element_bytes(p));
   return s;
 }
@@ -1317,8 +1549,12 @@ static bdh_plan bdh_plan_of(const camox_bdh_params *p, const bdh_scratch &s, boo
   plan.delta = reinterpret_cast<float *>(scratch), scratch += s.delta;
   plan.scores = static_cast<float *>(p->scores ? p->scores : scratch), scratch += s.scores;
   plan.pairs = scratch, scratch += s.pairs;
+  plan.parts = s.parts, plan.part_columns = s.part_columns;
+  plan.part_scores = reinterpret_cast<float *>(scratch), scratch += s.part_scores;
   plan.rotated = scratch, scratch += s.rotated;
-  plan.rotated_dim = bdh_rotated_dim(p), plan.state_pitch = bdh_state_pitch(p);
+  plan.rotated_dim = bdh_rotated_dim(p);
+  plan.state_columns = bdh_state_columns(p), plan.state_pitch = plan.state_columns * (backward ? 2 : 1);
+  plan.paired = p->value_heads != p->heads && p->heads % 2 == 0 && s.sequences % 2 == 0;
   for (int i = 0; i <= backward; ++i) {
     plan.state[i] = reinterpret_cast<float *>(scratch), scratch += s.state;
     plan.carried[i] = reinterpret_cast<float *>(scratch), scratch += s.carried;
@@ -1402,7 +1638,9 @@ static void bdh_launch_scores(const bdh_plan &plan, void *stream) {
   if (plan.chunk > CAMOX_TILE) {
     BDH_LAUNCH((bdh_scores_kernel<P>), bdh_tiles(plan, plan.chunk), 1, plan);
   } else if (slots > 0) {
-    CAMOX_LAUNCH((bdh_tile_scores_kernel<P>), camox_grid(slots), BDH_HALVES * CAMOX_TILE_THREADS, 0, stream, plan, slots);
+    const int64_t items = slots * plan.parts;
+    CAMOX_LAUNCH((bdh_tile_scores_kernel<P>), camox_grid(items), BDH_HALVES * CAMOX_TILE_THREADS, 0, stream, plan, items);
+    if (plan.parts > 1) BDH_LAUNCH(bdh_part_scores_kernel, slots * plan.chunk * plan.chunk, CAMOX_TILE_THREADS, plan);
   }
 }
 
@@ -1416,24 +1654,55 @@ static inline cudaError_t bdh_launch_large(bdh_kernel *kernel, int shared, int64
   return error;
 }
 
+/* z of the band's heads, or dz. */
+template <typename T, int COLUMNS, bool OF_GRAD>
+static inline cudaError_t bdh_launch_large_state(const bdh_plan &plan, void *stream) {
+  const int64_t heads = plan.paired && !OF_GRAD ? 2 : 1, groups = camox_ceil_div(plan.p.value_dim, COLUMNS);
+  return bdh_launch_large(
+      bdh_large_state_kernel<T, COLUMNS, OF_GRAD>, camox_large_shared<bdh_large_state_rows<T, OF_GRAD>, COLUMNS>,
+      plan.band.sequences / heads * groups * camox_ceil_div(plan.rotated_dim, CAMOX_LARGE_ROWS / heads), plan, stream);
+}
+
+/* out of the band's heads, or grad_v. */
+template <typename T, int COLUMNS, bool OF_GRAD>
+static inline cudaError_t bdh_launch_large_out(const bdh_plan &plan, void *stream) {
+  const int64_t groups = camox_ceil_div(plan.p.value_dim, COLUMNS);
+  return bdh_launch_large(bdh_large_out_kernel<T, COLUMNS, OF_GRAD>,
+                          camox_large_shared<camox_large_copy<T, CAMOX_LARGE_ROWS, false>, COLUMNS>,
+                          plan.band.sequences * groups * camox_ceil_div(plan.p.length, CAMOX_LARGE_ROWS), plan, stream);
+}
+
+template <typename T>
+static inline cudaError_t bdh_launch_large_grad_q(const bdh_plan &plan, void *stream) {
+  constexpr int shared = camox_large_shared<bdh_large_grad_rows<T>, BDH_GRAD_Q_COLUMNS>;
+  static_assert(shared >= CAMOX_LARGE_ROWS * BDH_GRAD_Q_COLUMNS * 4, "the stage takes the place of the ring");
+  const int64_t tiles = camox_ceil_div(plan.p.length, CAMOX_LARGE_ROWS) * camox_ceil_div(plan.p.dim, BDH_GRAD_Q_COLUMNS);
+  return bdh_launch_large(bdh_large_grad_q_kernel<T>, shared, plan.band.sequences * tiles, plan, stream);
+}
+
 template <typename T, int COLUMNS>
-static int bdh_run_rotated(const camox_bdh_params *p, void *stream) {
-  const bdh_scratch s = bdh_rotated_scratch_of(p);
-  bdh_plan plan = bdh_plan_of(p, s, false);
-  plan.paired = p->value_heads != p->heads && p->heads % 2 == 0 && s.sequences % 2 == 0;
-  const int64_t groups = camox_ceil_div(p->value_dim, COLUMNS), heads = plan.paired ? 2 : 1;
+static int bdh_run_rotated(const camox_bdh_params *p, bool backward, void *stream) {
+  const bdh_scratch s = bdh_rotated_scratch_of(p, backward);
+  bdh_plan plan = bdh_plan_of(p, s, backward);
   cudaError_t error = cudaSuccess;
-  bdh_for_row_bands<T>(plan, s, false, stream, [&] {
-    if (error == cudaSuccess)
-      error = bdh_launch_large(
-          bdh_large_state_kernel<T, COLUMNS>, camox_large_shared<bdh_large_rows<T>, COLUMNS>,
-          plan.band.sequences / heads * groups * camox_ceil_div(plan.rotated_dim, CAMOX_LARGE_ROWS / heads), plan, stream);
-    if (error == cudaSuccess)
-      error = bdh_launch_large(bdh_large_out_kernel<T, COLUMNS>,
-                               camox_large_shared<camox_large_copy<T, CAMOX_LARGE_ROWS, false>, COLUMNS>,
-                               plan.band.sequences * groups * camox_ceil_div(p->length, CAMOX_LARGE_ROWS), plan, stream);
+  bdh_for_row_bands<T>(plan, s, backward, stream, [&] {
+    if (error == cudaSuccess) error = bdh_launch_large_state<T, COLUMNS, false>(plan, stream);
+    if (!backward) {
+      if (error == cudaSuccess) error = bdh_launch_large_out<T, COLUMNS, false>(plan, stream);
+      return;
+    }
+    if (error == cudaSuccess) error = bdh_launch_large_state<T, COLUMNS, true>(plan, stream);
+    if (error == cudaSuccess) error = bdh_launch_large_out<T, COLUMNS, true>(plan, stream);
+    if (error == cudaSuccess) error = bdh_launch_large_grad_q<T>(plan, stream);
   });
   return error != cudaSuccess ? error : camox_launch_status();
+}
+
+/* By the columns that leave fewer of their tiles' empty. */
+template <typename T>
+static inline int bdh_run_rotated(const camox_bdh_params *p, bool backward, void *stream) {
+  const bool widest = camox_ceil_div(p->value_dim, 192) * 192 <= camox_ceil_div(p->value_dim, 128) * 128;
+  return widest ? bdh_run_rotated<T, 192>(p, backward, stream) : bdh_run_rotated<T, 128>(p, backward, stream);
 }
 
 template <typename T>
@@ -1453,11 +1722,7 @@ template <typename P>
 static int bdh_run(const camox_bdh_params *p, void *stream) {
   if constexpr (camox_may_be_sm80 && sizeof(P) == 2) {
     if (bdh_is_short(p) && camox_device_is_sm80()) return bdh_run_short<P>(p, stream);
-    if (bdh_rotates_once(p) && camox_device_is_sm80()) {
-      /* the columns that leave fewer of their tiles' empty */
-      const bool widest = camox_ceil_div(p->value_dim, 192) * 192 <= camox_ceil_div(p->value_dim, 128) * 128;
-      return widest ? bdh_run_rotated<P, 192>(p, stream) : bdh_run_rotated<P, 128>(p, stream);
-    }
+    if (bdh_rotates_once(p, false) && camox_device_is_sm80()) return bdh_run_rotated<P>(p, false, stream);
   }
   const bdh_scratch s = bdh_scratch_of(p, false);
   bdh_plan plan = bdh_plan_of(p, s, false);
@@ -1480,8 +1745,25 @@ static void bdh_launch_grad_q(bdh_plan &plan, void *stream) {
   BDH_LAUNCH((bdh_grad_q_kernel<P>), groups * bdh_tiles_of(plan.band.rows, plan.p.dim), 1, plan);
 }
 
+/* The heads' gradients of a v that they share. */
+template <typename T>
+static void bdh_launch_sum(const camox_bdh_params *p, void *stream) {
+  const int64_t elements = p->batch * p->length * p->value_dim;
+  if (camox_aligned(p->partial, 16) && p->value_dim % 4 == 0 && bdh_is_wide(p->grad_v, bdh_element_bytes(p)))
+    BDH_LAUNCH((bdh_sum_kernel<T, 4>), elements / 4, CAMOX_TILE_THREADS, *p);
+  else
+    BDH_LAUNCH((bdh_sum_kernel<T, 1>), elements, CAMOX_TILE_THREADS, *p);
+}
+
 template <typename P>
 static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
+  if constexpr (camox_may_be_sm80 && sizeof(P) == 2) {
+    if (bdh_rotates_once(p, true) && camox_device_is_sm80()) {
+      const int error = bdh_run_rotated<P>(p, true, stream);
+      if (error == cudaSuccess && p->value_heads != p->heads) bdh_launch_sum<P>(p, stream);
+      return error != cudaSuccess ? error : camox_launch_status();
+    }
+  }
   const bdh_scratch s = bdh_scratch_of(p, true);
   bdh_plan plan = bdh_plan_of(p, s, true);
   const bool whole = s.rows == p->length;
@@ -1503,8 +1785,7 @@ static int bdh_run_backward(const camox_bdh_params *p, void *stream) {
       BDH_LAUNCH((bdh_pairs_kernel<P, false>), bdh_tiles(plan, plan.chunk), 1, plan);
     bdh_launch_grad_q<P>(plan, stream);
   });
-  if (p->value_heads != p->heads && !plan.adds_heads)
-    BDH_LAUNCH((bdh_sum_kernel<camox_tile_element<P>>), p->batch * p->length * p->value_dim, CAMOX_TILE_THREADS, *p);
+  if (p->value_heads != p->heads && !plan.adds_heads) bdh_launch_sum<camox_tile_element<P>>(p, stream);
   return camox_launch_status();
 }
 
@@ -1518,10 +1799,10 @@ static int bdh_run_step(const camox_bdh_step_params *p, void *stream) {
 
 extern "C" int64_t camox_bdh_cuda_scratch(const camox_bdh_params *p, int backward) {
   const bdh_scratch s = bdh_scratch_of(p, backward != 0);
-  const int64_t bytes = s.delta + s.scores + s.pairs + (s.state + s.carried) * (backward ? 2 : 1);
-  if (backward || !bdh_rotates_once(p)) return bytes;
+  const int64_t bytes = s.delta + s.scores + s.pairs + s.part_scores + (s.state + s.carried) * (backward ? 2 : 1);
+  if (!bdh_rotates_once(p, backward != 0)) return bytes;
   /* whatever the device: the one that will run it need not be the current one */
-  const bdh_scratch rotated = bdh_rotated_scratch_of(p);
+  const bdh_scratch rotated = bdh_rotated_scratch_of(p, backward != 0);
   return bytes > rotated.rotated + rotated.state ? bytes : rotated.rotated + rotated.state;
 }
 

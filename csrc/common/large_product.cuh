@@ -1,6 +1,8 @@
 /* Products of large tiles for CUDA, of matrices of half types: 128 rows by 128 or 192 columns a block of 8 warps, on tensor
    cores from sm_80 on. Each operand is read from L2 a third or half as often as by the tiles of 64 x 64 of tile_product.cuh.
    The second operand lies ready in memory; of the first a thread may still make something of the pieces that it copied itself.
+   What is made of the sums goes to memory rounded (camox_large_put), in float32 (camox_large_put_floats), or by way of shared
+   memory in float32 (camox_large_stage), where a thread takes adjacent columns of a row.
 
      global memory  --cp.async-->  a ring of stages in shared memory  --ldmatrix-->  fragments in registers
      step i + stages - 1           the steps before it: landing                      step i: product, 32 terms of the sum
@@ -31,7 +33,7 @@ constexpr int camox_large_words = (CAMOX_LARGE_ROWS + COLUMNS) * CAMOX_LARGE_DEP
 template <typename Rows, int COLUMNS>
 constexpr int camox_large_shared = Rows::stages * camox_large_words<Rows, COLUMNS> * 4;
 
-/* Adjacent elements, rows aligned to 16 bytes. Where k is along the rows, columns are whole steps. */
+/* Adjacent elements, rows aligned to 16 bytes. */
 template <typename T>
 struct camox_large_matrix {
   const T *data;
@@ -60,10 +62,11 @@ struct camox_large_copy {
   const T *from[pieces]; /* of the first step */
   unsigned to[pieces];
   int bytes[pieces], row[pieces]; /* row: of the tile, where rows are k */
-  int64_t step, rows;
+  int64_t step, end;              /* end: of k, where k is along the rows from this thread's piece on */
 
   __device__ __forceinline__ camox_large_copy(const camox_large_matrix<T> &matrix, int64_t first)
-      : step(ACROSS ? CAMOX_LARGE_DEPTH * matrix.pitch : CAMOX_LARGE_DEPTH), rows(matrix.rows) {
+      : step(ACROSS ? CAMOX_LARGE_DEPTH * matrix.pitch : CAMOX_LARGE_DEPTH),
+        end(ACROSS ? matrix.rows : matrix.columns - threadIdx.x % across * 8) {
 #pragma unroll
     for (unsigned i = 0; i < pieces; ++i) {
       const unsigned item = threadIdx.x + i * CAMOX_LARGE_THREADS, down = item / across, piece = item % across;
@@ -82,10 +85,11 @@ struct camox_large_copy {
 
   /* Nothing is read of 0 bytes. */
   __device__ __forceinline__ void begin(uint32_t *tile, uint32_t *, int64_t k) {
-    const int remaining = ACROSS ? camox_at_most<CAMOX_LARGE_DEPTH>(rows - k) : CAMOX_LARGE_DEPTH;
+    const int remaining = ACROSS ? camox_at_most<CAMOX_LARGE_DEPTH>(end - k) : camox_at_most<8>(end - k) * 2;
 #pragma unroll
     for (unsigned i = 0; i < pieces; ++i) {
-      camox_cp_async_16(tile + to[i], from[i], !ACROSS || row[i] < remaining ? bytes[i] : 0);
+      const int read = ACROSS ? (row[i] < remaining ? bytes[i] : 0) : min(bytes[i], remaining);
+      camox_cp_async_16(tile + to[i], from[i], read);
       from[i] += step;
     }
   }
@@ -122,8 +126,8 @@ __device__ __forceinline__ unsigned camox_large_second(unsigned fragment) {
   return ACROSS ? fragment + 16 * WIDTH / 2 : fragment ^ 8;
 }
 
-/* sums += the product of a stage. */
-template <typename T, int COLUMNS, bool ACROSS>
+/* sums += the product of a stage. A_ACROSS, B_ACROSS: of the first and of the second operand. */
+template <typename T, int COLUMNS, bool A_ACROSS, bool B_ACROSS>
 __device__ __forceinline__ void camox_large_step(camox_large_sums<COLUMNS> &sums, const uint32_t *stage,
                                                  const unsigned (&of_rows)[4], const unsigned (&of_columns)[COLUMNS / 64]) {
   const uint32_t *const second = stage + CAMOX_LARGE_ROWS * CAMOX_LARGE_DEPTH / 2;
@@ -132,11 +136,12 @@ __device__ __forceinline__ void camox_large_step(camox_large_sums<COLUMNS> &sums
     uint32_t rows[4][4], columns[COLUMNS / 64][4];
 #pragma unroll
     for (int n = 0; n < COLUMNS / 64; ++n)
-      camox_ldmatrix_x4<true>(columns[n], second + (half ? camox_large_second<COLUMNS, true>(of_columns[n]) : of_columns[n]));
+      camox_ldmatrix_x4<B_ACROSS>(columns[n],
+                                  second + (half ? camox_large_second<COLUMNS, B_ACROSS>(of_columns[n]) : of_columns[n]));
 #pragma unroll
     for (int m = 0; m < 4; ++m)
-      camox_ldmatrix_x4<ACROSS>(rows[m],
-                                stage + (half ? camox_large_second<CAMOX_LARGE_ROWS, ACROSS>(of_rows[m]) : of_rows[m]));
+      camox_ldmatrix_x4<A_ACROSS>(rows[m],
+                                  stage + (half ? camox_large_second<CAMOX_LARGE_ROWS, A_ACROSS>(of_rows[m]) : of_rows[m]));
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
 #pragma unroll
@@ -149,12 +154,12 @@ __device__ __forceinline__ void camox_large_step(camox_large_sums<COLUMNS> &sums
 }
 
 /* sums = the product of the block's rows of the first operand and columns of the second, over k of [0, depth). */
-template <typename T, int COLUMNS, typename Rows>
+template <typename T, int COLUMNS, bool B_ACROSS, typename Rows>
 __device__ __forceinline__ void camox_large_multiply(camox_large_sums<COLUMNS> &sums, uint32_t *shared, Rows &of_a,
-                                                     camox_large_copy<T, COLUMNS, true> &of_b, int64_t depth) {
+                                                     camox_large_copy<T, COLUMNS, B_ACROSS> &of_b, int64_t depth) {
   constexpr int words = camox_large_words<Rows, COLUMNS>, a_words = CAMOX_LARGE_ROWS * CAMOX_LARGE_DEPTH / 2;
   constexpr int more = a_words + COLUMNS * CAMOX_LARGE_DEPTH / 2, stages = Rows::stages;
-  constexpr bool ACROSS = Rows::ACROSS;
+  constexpr bool A_ACROSS = Rows::ACROSS;
   const auto begin = [&](int stage, int64_t k) {
     if (k < depth) {
       uint32_t *const to = shared + stage * words;
@@ -165,10 +170,10 @@ __device__ __forceinline__ void camox_large_multiply(camox_large_sums<COLUMNS> &
   unsigned of_rows[4], of_columns[COLUMNS / 64];
 #pragma unroll
   for (unsigned m = 0; m < 4; ++m)
-    of_rows[m] = camox_large_fragment<CAMOX_LARGE_ROWS, ACROSS, true>(threadIdx.x / 128 * 64 + m * 16);
+    of_rows[m] = camox_large_fragment<CAMOX_LARGE_ROWS, A_ACROSS, true>(threadIdx.x / 128 * 64 + m * 16);
 #pragma unroll
   for (unsigned n = 0; n < COLUMNS / 64; ++n)
-    of_columns[n] = camox_large_fragment<COLUMNS, true, false>(threadIdx.x / CAMOX_WARP % 4 * (COLUMNS / 4) + n * 16);
+    of_columns[n] = camox_large_fragment<COLUMNS, B_ACROSS, false>(threadIdx.x / CAMOX_WARP % 4 * (COLUMNS / 4) + n * 16);
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
 #pragma unroll
@@ -188,9 +193,13 @@ __device__ __forceinline__ void camox_large_multiply(camox_large_sums<COLUMNS> &
     of_a.complete(of_step, of_step + more, k);
     __syncthreads(); /* all pieces of this step are in place, and the stage of the step before is free again */
     begin(stage == 0 ? stages - 1 : stage - 1, k + (stages - 1) * CAMOX_LARGE_DEPTH);
-    camox_large_step<T, COLUMNS, ACROSS>(sums, of_step, of_rows, of_columns);
+    camox_large_step<T, COLUMNS, A_ACROSS, B_ACROSS>(sums, of_step, of_rows, of_columns);
     stage = stage == stages - 1 ? 0 : stage + 1;
   }
+}
+
+__device__ __forceinline__ int camox_large_stage_at(int row, int column) {
+  return column / CAMOX_TILE * CAMOX_LARGE_ROWS * CAMOX_TILE + camox_tile_stage_at(row, column % CAMOX_TILE);
 }
 
 /* factor * sums, rounded once, by way of shared memory, where each row is permuted as in a tile. place(row): where the first of
@@ -232,6 +241,47 @@ __device__ __forceinline__ void camox_large_put(uint32_t *shared, const camox_la
         if (column + i < columns) at[i * column_stride] = values[i];
     }
   }
+}
+
+/* factor * sums in float32, straight to memory: the four lanes of a row write 32 bytes, a whole sector. place(row) as above;
+   wide: pairs of adjacent columns are aligned to 8 bytes. */
+template <int COLUMNS, typename Place>
+__device__ __forceinline__ void camox_large_put_floats(const camox_large_sums<COLUMNS> &sums, float factor, int columns,
+                                                       bool wide, const Place &place) {
+#pragma unroll
+  for (unsigned m = 0; m < 4; ++m) {
+#pragma unroll
+    for (unsigned e = 0; e < 4; e += 2) {
+      float *const first = place(static_cast<int>(camox_large_row(m, e)));
+      if (!first) continue;
+#pragma unroll
+      for (unsigned n = 0; n < COLUMNS / 32; ++n) {
+        const int column = static_cast<int>(camox_large_column<COLUMNS>(n, e));
+        const float pair[2] = {factor * sums[m][n][e], factor * sums[m][n][e + 1]};
+        camox_store_float(first + column, pair, columns - column, wide);
+      }
+    }
+  }
+}
+
+/* The sums in shared memory, [COLUMNS / 64] stages of 128 x 64 floats as in tile_product.cuh: 128 columns fit where the ring
+   of four stages was. */
+template <int COLUMNS>
+__device__ __forceinline__ void camox_large_stage(float *stage, const camox_large_sums<COLUMNS> &sums) {
+  __syncthreads(); /* the last step is no longer read */
+#pragma unroll
+  for (unsigned m = 0; m < 4; ++m) {
+#pragma unroll
+    for (unsigned n = 0; n < COLUMNS / 32; ++n) {
+#pragma unroll
+      for (unsigned e = 0; e < 4; e += 2) {
+        const int row = static_cast<int>(camox_large_row(m, e)), column = static_cast<int>(camox_large_column<COLUMNS>(n, e));
+        const float pair[2] = {sums[m][n][e], sums[m][n][e + 1]};
+        camox_store_shared(stage + camox_large_stage_at(row, column), pair);
+      }
+    }
+  }
+  __syncthreads();
 }
 
 #endif

@@ -15,14 +15,15 @@
        +------------------+      +------------------+     +--------+--------+
 
    Both lie there as in memory: ldmatrix transposes 8 x 8 elements on their way to the tensor cores where rows are k. It moves
-   16 bits at a time: float32, and bfloat16 on sm_75, are transposed when they are stored to shared memory instead.
+   16 bits at a time: float32, and bfloat16 on sm_75, are transposed on their way to shared memory instead, float32 by copies of
+   4 bytes.
 
    An operand is a struct of
      piece(to, r, c)   the 16 bytes of elements from column c of its row r on, 0 beyond its ends
      copied            whether they are made of as many bytes in memory: those of memory(), a camox_tile_matrix,
      made              by make(values, r, c), in place, unless they are the same
      usual()           where all of it is aligned and whole; then place(r, c) once per step and
-                       make_usual(values, place, below) for the piece so many rows below are cheaper than make
+                       make_usual(values, place, below) for the piece, or pair, so many rows below are cheaper than make
    The loop over the steps exists twice: for usual operands, with nothing else in it, and for any. */
 #ifndef CAMOX_TILE_PRODUCT_CUH
 #define CAMOX_TILE_PRODUCT_CUH
@@ -145,6 +146,59 @@ __device__ __forceinline__ void camox_tile_copy(uint32_t *tile, const camox_tile
   }
 }
 
+/* In a float32 tile that is transposed on its way a thread has two adjacent columns, at every fourth k. A warp copies 4 k of 8
+   columns at a time, whose words are in different banks, as lanes 16 ... 31 begin with the second column. */
+struct camox_tile_pairs {
+  unsigned column, k, second_first;
+};
+
+__device__ __forceinline__ camox_tile_pairs camox_tile_pairs_of_thread(void) {
+  const unsigned thread = camox_tile_thread();
+  return {thread / CAMOX_WARP * 16 + thread % CAMOX_WARP / 4 * 2, thread % 4, thread / 16 % 2};
+}
+
+__device__ __forceinline__ void camox_cp_async_4(void *shared, const void *global, int valid_bytes) {
+#if defined(CAMOX_CUDA_EMULATOR) && CAMOX_CUDA_ARCH >= 800
+  camox_emulator_cp_async(shared, global, 4, valid_bytes, CAMOX_EMULATOR_SITE("cp.async"));
+#else
+  camox_cp_async<4>(shared, global, valid_bytes);
+#endif
+}
+
+/* The copy of the tile whose rows are k, transposed, begins. */
+__device__ __forceinline__ void camox_tile_copy_transposed(uint32_t *tile, const camox_tile_matrix<float> &from, int64_t row,
+                                                           int64_t column) {
+  const camox_tile_pairs own = camox_tile_pairs_of_thread();
+  const unsigned first = own.column + own.second_first, second = own.column + 1 - own.second_first;
+  const unsigned rows = camox_at_most<CAMOX_TILE>(from.rows - row), columns = camox_at_most<CAMOX_TILE>(from.columns - column);
+  const int of_first = first < columns ? 4 : 0, of_second = second < columns ? 4 : 0;
+  const float *const at = from.data + (row + own.k) * from.row + column;
+  const float *from_first = at + first, *from_second = at + second;
+  const int64_t step = 4 * from.row;
+#pragma unroll
+  for (unsigned below = 0; below < camox_tile_depth<float>; below += 4, from_first += step, from_second += step) {
+    const bool exists = own.k + below < rows;
+    camox_cp_async_4(tile + camox_tile_piece_at(first, below / 4) + own.k, from_first, exists ? of_first : 0);
+    camox_cp_async_4(tile + camox_tile_piece_at(second, below / 4) + own.k, from_second, exists ? of_second : 0);
+  }
+}
+
+/* ... and this thread's pairs of it have landed. */
+template <typename Operand>
+__device__ __forceinline__ void camox_tile_make_transposed(uint32_t *tile, const Operand &operand, int64_t row,
+                                                           int64_t column) {
+  const camox_tile_pairs own = camox_tile_pairs_of_thread();
+  const auto place = operand.place(row + own.k, column + own.column);
+#pragma unroll
+  for (unsigned below = 0; below < camox_tile_depth<float>; below += 4) {
+    float *const first = reinterpret_cast<float *>(tile + camox_tile_piece_at(own.column, below / 4) + own.k);
+    float *const second = reinterpret_cast<float *>(tile + camox_tile_piece_at(own.column + 1, below / 4) + own.k);
+    float pair[2] = {*first, *second};
+    operand.make_usual(pair, place, static_cast<int>(below));
+    *first = pair[0], *second = pair[1];
+  }
+}
+
 /* ... and this thread's pieces of it have landed. */
 template <bool USUAL, typename T, typename Operand>
 __device__ __forceinline__ void camox_tile_make(uint32_t *tile, const Operand &operand, int64_t row, int64_t column) {
@@ -202,12 +256,13 @@ __device__ __forceinline__ void camox_tile_load_transposed(uint32_t *tile, const
   }
 }
 
-/* One operand's part in the steps of a product, whose tiles have k along their rows or, ACROSS, k as their rows. Both take the tile
-   at k: begin, some steps ahead, and complete. */
+/* One operand's part in the steps of a product, whose tiles have k along their rows or, ACROSS, k as their rows. Both take the
+   tile at k: begin, some steps ahead, and complete. */
 template <typename P, bool ACROSS, bool USUAL, typename Operand>
 struct camox_tile_side {
   using T = camox_tile_element<P>;
-  static constexpr bool transposed = ACROSS && camox_tile_transposes<P>, can_be_copied = Operand::copied && !transposed;
+  static constexpr bool transposed = ACROSS && camox_tile_transposes<P>;
+  static constexpr bool can_be_copied = Operand::copied && (!transposed || (USUAL && sizeof(P) == 4 && CAMOX_CUDA_ARCH >= 800));
 
   const Operand &operand;
   int64_t first;
@@ -218,14 +273,21 @@ struct camox_tile_side {
   }
 
   __device__ __forceinline__ void begin(uint32_t *tile, int64_t k) const {
-    if constexpr (can_be_copied)
-      if (copies()) camox_tile_copy(tile, operand.memory(), ACROSS ? k : first, ACROSS ? first : k);
+    const int64_t row = ACROSS ? k : first, column = ACROSS ? first : k;
+    if constexpr (can_be_copied && transposed) {
+      camox_tile_copy_transposed(tile, operand.memory(), row, column);
+    } else if constexpr (can_be_copied) {
+      if (copies()) camox_tile_copy(tile, operand.memory(), row, column);
+    }
   }
 
   __device__ __forceinline__ void complete(uint32_t *tile, int64_t k) const {
     const int64_t row = ACROSS ? k : first, column = ACROSS ? first : k;
     if (copies()) {
-      if constexpr (Operand::copied && Operand::made) camox_tile_make<USUAL, T>(tile, operand, row, column);
+      if constexpr (can_be_copied && transposed && Operand::made)
+        camox_tile_make_transposed(tile, operand, row, column);
+      else if constexpr (Operand::copied && Operand::made)
+        camox_tile_make<USUAL, T>(tile, operand, row, column);
     } else if constexpr (transposed) {
       camox_tile_load_transposed<T>(tile, operand, row, column);
     } else if constexpr (!USUAL || !can_be_copied) {
@@ -383,7 +445,7 @@ __device__ __forceinline__ void camox_tile_multiply(camox_tile_sums &sums, camox
                                                     int64_t a_first, const B &b, int64_t b_first, camox_tile_range range,
                                                     bool same = OPERANDS == 1) {
   __syncthreads(); /* what the ring held is no longer read */
-  if (camox_on_tensor_cores<P> && a.usual() && b.usual()) {
+  if ((sizeof(P) == 4 || camox_on_tensor_cores<P>) && a.usual() && b.usual()) {
     camox_tile_steps<P, A_ACROSS, B_ACROSS, true>(sums, ring, a, a_first, b, b_first, range, same);
   } else {
     camox_tile_steps<P, A_ACROSS, B_ACROSS, false>(sums, ring, a, a_first, b, b_first, range, same);

@@ -182,7 +182,11 @@ def every_kernel(arch) -> None:
         if not tf32:  # short heads, and rotated once: tiles of 128 and of 192 columns
             q, table = q.repeat(1, 1, 1, 2), table.repeat(1, 2)
             for form, columns in ((1, 8), (2, 128), (2, 192)):
-                forward(q, v[..., :1].repeat(1, 1, 1, columns), table, table, save="nothing", form=form, how=how)
+                v = v[..., :1].repeat(1, 1, 1, columns)
+                grad = v.repeat(1, 2, 1, 1)
+                backward(grad, q, v, table, table, save="nothing", form=form, how=how)
+        q, table = q[..., :1].repeat(1, 1, 1, 130), table[:, :1].repeat(1, 65)  # two parts of the columns of q
+        forward(q, v, table, table, save="scores", softmax=True, tf32=tf32, how=how)
 
 
 def bdh_inputs(shape, value_dim, dtype, memory="contiguous", shared=True, each=False):
@@ -206,8 +210,8 @@ def with_barriers(**how):
     inputs = bdh_inputs((1, 2, 40, 400), 24, torch.float32)  # one tile of scores, seven steps in each half
     yield bdh_kernels(*inputs, causal=1, save="scores", how=how)
     # rotated once: two tiles each way, five steps, so that the last is in the first of the stages
-    _, *inputs = bdh_inputs((1, 2, 136, 136), 200, torch.bfloat16)
-    yield forward(*inputs, save="nothing", form=2, how=how)[:1]
+    inputs = bdh_inputs((1, 2, 136, 136), 200, torch.bfloat16)
+    yield bdh_kernels(*inputs, save="nothing", form=2, how=how)
     # short heads, two at a time: five steps, tiles of v of each, and of both
     for heads, shared in ((3, False), (4, True)):
         _, *inputs = bdh_inputs((1, heads, 64, 264), 136, torch.bfloat16, shared=shared)
