@@ -710,28 +710,36 @@ __global__ void __launch_bounds__(NORM2D_TEAM_THREADS, NORM2D_TEAM_BLOCKS)
       stats[0] = mean, stats[p.batch * p.groups * plan.pixels] = scale;
     }
 
-    T *out = norm2d_place<T>(p.y, tile.batch, pixel, channel);
+    /* of either kind of weights: nvcc would issue the loads of both for each vector */
+    const auto write = [&](const auto *weights, const auto *biases) {
+      T *out = norm2d_place<T>(p.y, tile.batch, pixel, channel);
 #pragma unroll
-    for (int k = 0; k < vectors; ++k, out += step) {
-      if (k * step >= channels) continue;
-      float weight[V], y[V];
-      camox_load_affine<T>(weight, y, p.weight.data, p.bias.data, channel + k * step, p.half_weights);
+      for (int k = 0; k < vectors; ++k, weights += step, biases += step, out += step) {
+        if (k * step >= channels) continue;
+        float weight[V], y[V];
+        camox_load_weights(weight, weights);
+        camox_load_weights(y, biases);
 #pragma unroll
-      for (int i = 0; i < V; ++i) y[i] = fmaf(d[k][i] * scale, weight[i], y[i]);
-      if (p.residual.data) {
-        T residual[V];
-        camox_load(residual, norm2d_place<const T>(p.residual, tile.batch, pixel, channel + k * step));
-        norm2d_activate<T>(y, p.activation, false);
+        for (int i = 0; i < V; ++i) y[i] = fmaf(d[k][i] * scale, weight[i], y[i]);
+        if (p.residual.data) {
+          T residual[V];
+          camox_load(residual, norm2d_place<const T>(p.residual, tile.batch, pixel, channel + k * step));
+          norm2d_activate<T>(y, p.activation, false);
 #pragma unroll
-        for (int i = 0; i < V; ++i) y[i] += camox_to_float(residual[i]);
-      } else {
-        norm2d_activate<T>(y, p.activation, true);
-      }
+          for (int i = 0; i < V; ++i) y[i] += camox_to_float(residual[i]);
+        } else {
+          norm2d_activate<T>(y, p.activation, true);
+        }
 #ifdef CAMOX_BREAK_NORM2D
-      y[0] += 1e-3f;
+        y[0] += 1e-3f;
 #endif
-      camox_store_float(out, y);
-    }
+        camox_store_float(out, y);
+      }
+    };
+    if (sizeof(T) == 2 && p.half_weights)
+      write(static_cast<const T *>(p.weight.data) + channel, static_cast<const T *>(p.bias.data) + channel);
+    else
+      write(static_cast<const float *>(p.weight.data) + channel, static_cast<const float *>(p.bias.data) + channel);
   }
 }
 
