@@ -35,6 +35,7 @@
 #define BDH_FILL 256           /* blocks that fill a large GPU */
 #define BDH_HEADS_PER_BLOCK 8  /* of a block of grad_q, at most */
 #define BDH_HALVES 2           /* of a part of the columns of q, where scores of a head are one tile */
+#define BDH_PART_STEPS 4       /* of a part at least */
 #define BDH_ROTATED_TILES 8192 /* of r in scratch, 64 MiB: at least a head's */
 #define BDH_GRAD_Q_COLUMNS 128 /* of a large tile of grad_q: its sums leave room in shared memory and registers for */
 #define BDH_GRAD_Q_BLOCKS (CAMOX_CUDA_ARCH >= 900 ? 2 : 1) /* of which one multiplies while the other rotates back, */
@@ -1504,12 +1505,13 @@ static bdh_scratch bdh_rotated_scratch_of(const camox_bdh_params *p, bool backwa
   return s;
 }
 
-/* Parts that make as many blocks as fill a GPU of the scores of single tiles; of the shape alone, because the parts are the
-   order of a sum. */
+/* Parts that make as many blocks as fill a GPU of the scores of single tiles, each of steps enough to use the whole ring; of the
+   shape alone, because the parts are the order of a sum. */
 static void bdh_plan_parts(bdh_scratch &s, const camox_bdh_params *p) {
   const int64_t step = BDH_HALVES * camox_tile_depth<char> / bdh_element_bytes(p), steps = camox_ceil_div(p->dim, step);
   const int64_t room = BDH_FILL / (bdh_heads(p) * camox_ceil_div(p->length, s.chunk));
-  s.part_columns = camox_ceil_div(steps, room < 1 ? 1 : room < steps ? room : steps) * step;
+  const int64_t least = BDH_PART_STEPS, of_part = camox_ceil_div(steps, room < 1 ? 1 : room);
+  s.part_columns = (of_part > least ? of_part : least) * step;
   s.parts = camox_ceil_div(p->dim, s.part_columns);
   if (s.chunk <= CAMOX_TILE && s.parts > 1)
     s.part_scores = bdh_rounded(s.sequences * s.segment * s.parts * CAMOX_TILE_STAGE * 4);

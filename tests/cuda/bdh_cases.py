@@ -185,7 +185,7 @@ def every_kernel(arch) -> None:
                 v = v[..., :1].repeat(1, 1, 1, columns)
                 grad = v.repeat(1, 2, 1, 1)
                 backward(grad, q, v, table, table, save="nothing", form=form, how=how)
-        q, table = q[..., :1].repeat(1, 1, 1, 130), table[:, :1].repeat(1, 65)  # two parts of the columns of q
+        q, table = q[..., :1].repeat(1, 1, 1, 520), table[:, :1].repeat(1, 260)  # several parts of the columns of q
         forward(q, v, table, table, save="scores", softmax=True, tf32=tf32, how=how)
 
 
@@ -207,7 +207,7 @@ def with_barriers(**how):
     for dtype, (causal, softmax) in itertools.product((torch.bfloat16, torch.float32), ((1, 0), (0, 1), (1, 1))):
         inputs = bdh_inputs((1, 2, 70, 70), 66, dtype)
         yield bdh_kernels(*inputs, causal=causal, softmax=softmax, save="logsumexp" if softmax else "nothing", how=how)
-    inputs = bdh_inputs((1, 2, 40, 400), 24, torch.float32)  # one tile of scores, seven steps in each half
+    inputs = bdh_inputs((1, 2, 40, 400), 24, torch.float32)  # one tile of scores in two parts, four steps in each half
     yield bdh_kernels(*inputs, causal=1, save="scores", how=how)
     # rotated once: two tiles each way, five steps, so that the last is in the first of the stages
     inputs = bdh_inputs((1, 2, 136, 136), 200, torch.bfloat16)
