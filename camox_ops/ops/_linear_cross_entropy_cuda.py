@@ -15,11 +15,11 @@ import torch
 from ._codes import LOSS_REDUCTIONS
 
 OP = "linear_cross_entropy"
-MOST_LOGITS = (
-    8 << 20
-)  # 32 MiB, which the L2 cache of a large GPU holds; fewer would read and write grad_weight more often
+# 256 MiB. Fewer would read and write grad_weight more often, and start more kernels, than a cache for logits saves.
+MOST_LOGITS = 64 << 20
 MOST_ROWS = 8192  # longer sums over the rows would lose digits of grad_weight
 FEWEST_ROWS = 128
+ADDS_HALVES = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)  # a product of them to float32, on CUDA
 LARGEST_DZ = 1024.0  # of float16, whose gradients of a mean would be too small for it otherwise
 
 
@@ -91,13 +91,15 @@ def _over_blocks(tensors, statistics, grad, options, needs, rows_):
     (rows, depth), classes = x.shape, weight.shape[0]
     needs_x, needs_weight, needs_bias = needs
     grad_x = x.new_empty((rows, depth) if needs_x else (0, 0), dtype=torch.float32)
-    grad_weight = x.new_zeros((classes, depth) if needs_weight else (0, 0), dtype=torch.float32)
+    grad_weight = x.new_empty((classes, depth) if needs_weight else (0, 0), dtype=torch.float32)
     grad_bias = x.new_zeros((classes if needs_bias else 0,), dtype=torch.float32)
     undo = None
     if grad is not None and x.dtype == torch.float16:
         grad, undo = _scaled(grad)
 
     blocks = row_blocks(rows, classes)
+    if not blocks:
+        grad_weight.zero_()
     pitch = -(-max(classes, 1) // 4) * 4  # rows of whole 16 bytes
     memory = x.new_empty((blocks[0].stop if blocks else 0, pitch), dtype=torch.float32)
     for block in blocks:
@@ -110,7 +112,7 @@ def _over_blocks(tensors, statistics, grad, options, needs, rows_):
         if needs_x:
             _multiply(dz, weight, grad_x[block])
         if needs_weight:
-            _multiply(dz.t(), x[block], grad_weight, accumulate=True)
+            _multiply(dz.t(), x[block], grad_weight, accumulate=block.start > 0)
         if needs_bias:
             grad_bias += dz.sum(0, dtype=torch.float32)
 
@@ -134,8 +136,10 @@ def _multiply(a, b, out, accumulate=False) -> None:
     same = a.dtype == out.dtype
     if accumulate and same:
         torch.addmm(out, a, b, out=out)
+    elif accumulate and ADDS_HALVES:
+        torch.addmm(out, a, b, out=out, out_dtype=out.dtype)
     elif accumulate:
-        out += torch.mm(a, b, out_dtype=out.dtype)  # not every PyTorch adds a product of halves to float32
+        out += torch.mm(a, b, out_dtype=out.dtype)
     elif same:
         torch.mm(a, b, out=out)
     else:

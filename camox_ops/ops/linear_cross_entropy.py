@@ -160,7 +160,12 @@ def _multiplied(ctx, grad):
     x, weight, _, _, _, _, *made = ctx.saved_tensors
     gradients = iter(made)
     places = zip(ctx.made, (x.dtype, weight.dtype, grad.dtype), strict=True)
-    return tuple((next(gradients) * grad).to(dtype) if was_made else None for was_made, dtype in places)
+    return tuple(_product(next(gradients), grad, dtype) if was_made else None for was_made, dtype in places)
+
+
+def _product(gradient, grad, dtype):
+    """In this dtype, rounded once and by one kernel."""
+    return torch.mul(gradient, grad, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
 def _fake_backward(

@@ -208,16 +208,11 @@ __global__ void __launch_bounds__(BOX_THREADS) box_lines_kernel(const __grid_con
 /* ---- contiguous images, both directions at once: a block for planes beside each other and a row band ---- */
 
 #define BOX_BAND_THREADS 256 /* at most */
-#ifndef BOX_BUSY_THREADS     /* of a multiprocessor: with fewer a step takes almost as long */
-#define BOX_BUSY_THREADS 256
-#endif
+#define BOX_BUSY_THREADS 256 /* of a multiprocessor: with fewer a step takes almost as long */
 /* Elements of a thread: eight of a half type would be 16 bytes, but twice the instructions of a warp's step and 167 registers,
    with which half as many warps run at (32,80,88,88). */
 #define BOX_LANES 4
-#define BOX_STEP 4 /* rows of a step down the columns */
-#ifndef BOX_EARLY
-#define BOX_EARLY 1
-#endif
+#define BOX_STEP 4    /* rows of a step down the columns */
 #define BOX_SEGMENT 8 /* channels_last: columns of a segment, and rows that are summed down before they are summed along */
 #define BOX_BLOCK_RESERVED 1024 /* bytes of shared memory that the driver takes for each block */
 #define BOX_SECTOR 32           /* bytes that memory is read in at least */
@@ -789,7 +784,7 @@ __global__ void __launch_bounds__(box_resident_threads<LAST>, 1)
 #pragma unroll
         for (int k = 0; k < V; ++k) rows[i][k] = from[i][k];
       /* the next rows have all of this step to arrive */
-      if (BOX_EARLY) box_fetch(from, plan, next, x_stride, at_row + lines + radius_y, end, elements);
+      box_fetch(from, plan, next, x_stride, at_row + lines + radius_y, end, elements);
       if constexpr (TALL) {
         box_down(sums, history, plan, rows, at_row - radius_y);
       } else {
@@ -807,7 +802,6 @@ __global__ void __launch_bounds__(box_resident_threads<LAST>, 1)
           above[0][k] = lead[2][k], above[1][k] = lead[3][k];
         }
       }
-      if (!BOX_EARLY) box_fetch(from, plan, next, x_stride, at_row + lines + radius_y, end, elements);
     };
 #pragma unroll 1
     for (; y < last; y += lines) {

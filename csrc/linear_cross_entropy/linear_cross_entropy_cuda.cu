@@ -1,7 +1,7 @@
 /* linear_cross_entropy on CUDA: what happens to a block of rows of logits between the products, which cuBLAS makes (the loop
    over blocks is in camox_ops/ops/_linear_cross_entropy_cuda.py).
 
-     z = x W^T     [rows][pitch] float32       a block of threads per row, 4 classes per thread and iteration:
+     z = x W^T     [rows][pitch] float32       a block of threads per row, twice 4 classes per thread and iteration:
      +--------------------------------+        1  statistics    maximum, sum of exp and sum, each thread's own first; loss
      | row 0: z 0 1 2 ...             |        2  gradient      dz = g (exp(z - lse) - s/V - (1-s) [target]), in place
      +--------------------------------+
@@ -10,10 +10,10 @@
    1e-3 on an H100, and so was the loss. The two logits that make up a large loss, the target's and the largest, are summed
    again here.
 
-   A half dz takes the first half of its row's bytes. Iteration i reads the bytes from 4096 i on and writes those from 2048 i
+   A half dz takes the first half of its row's bytes. Iteration i reads the bytes from 16384 i on and writes those from 8192 i
    on, so that nothing is overwritten that was not read, given one barrier per iteration:
 
-     row, in bytes   0        2048      4096      6144      8192
+     row, in bytes   0        8192      16384     24576     32768
      reads           |  iteration 0       |  iteration 1      |
      writes          | iter. 0 | iter. 1  |
 
@@ -24,8 +24,10 @@
 #include "../common/device_errors.h"
 #include "linear_cross_entropy.h"
 
-#define LCE_THREADS 256
-#define LCE_LANES 4 /* classes of a thread at once: 16 bytes */
+#define LCE_THREADS 512
+#define LCE_LANES 4                         /* adjacent classes of a thread: 16 bytes */
+#define LCE_PIECES 2                        /* of so many, whose loads are under way together */
+#define LCE_PIECE (LCE_THREADS * LCE_LANES) /* classes from one piece of a thread to its next */
 
 /* Factors of the labels: of every class, and of the target beside that. */
 struct lce_labels {
@@ -41,20 +43,28 @@ __device__ __forceinline__ float lce_block_max(float x, float *scratch) {
   return camox_warp_max(scratch[lane % (LCE_THREADS / CAMOX_WARP)]);
 }
 
-/* Logits from class j on, with the bias; -inf beyond the last. Not by camox_load, whose read-only path forbids that the row is
-   written in this kernel. */
-__device__ __forceinline__ void lce_logits(float (&z)[LCE_LANES], const float *row, const float *bias, int64_t j,
+/* The thread's logits of an iteration, whose first is class j, with the bias; -inf beyond the last. Not by camox_load, whose
+   read-only path forbids that the row is written in this kernel. */
+__device__ __forceinline__ void lce_logits(float (&z)[LCE_PIECES][LCE_LANES], const float *row, const float *bias, int64_t j,
                                            int64_t classes) {
-  if (j + LCE_LANES <= classes) {
-    __builtin_memcpy(static_cast<void *>(z), __builtin_assume_aligned(row + j, sizeof z), sizeof z);
+  if (j + (LCE_PIECES - 1) * LCE_PIECE + LCE_LANES <= classes) {
+#pragma unroll
+    for (int piece = 0; piece < LCE_PIECES; ++piece)
+      __builtin_memcpy(static_cast<void *>(z[piece]), __builtin_assume_aligned(row + j + piece * LCE_PIECE, sizeof z[piece]),
+                       sizeof z[piece]);
   } else {
 #pragma unroll
-    for (int i = 0; i < LCE_LANES; ++i) z[i] = j + i < classes ? row[j + i] : -INFINITY;
+    for (int i = 0; i < LCE_PIECES * LCE_LANES; ++i) {
+      const int64_t at = j + i / LCE_LANES * LCE_PIECE + i % LCE_LANES;
+      z[i / LCE_LANES][i % LCE_LANES] = at < classes ? row[at] : -INFINITY;
+    }
   }
   if (!bias) return;
 #pragma unroll
-  for (int i = 0; i < LCE_LANES; ++i)
-    if (j + i < classes) z[i] += __ldg(bias + j + i);
+  for (int i = 0; i < LCE_PIECES * LCE_LANES; ++i) {
+    const int64_t at = j + i / LCE_LANES * LCE_PIECE + i % LCE_LANES;
+    if (at < classes) z[i / LCE_LANES][i % LCE_LANES] += __ldg(bias + at);
+  }
 }
 
 /* The smallest class that a thread of the block names. scratch is free: a row uses it once, and has other barriers. */
@@ -98,19 +108,21 @@ __device__ __forceinline__ lce_row lce_statistics(const camox_linear_cross_entro
   if (is_class && p.bias) target_logit += __ldg(p.bias + target);
   float own_top = -INFINITY, sum = 0.0f, total = 0.0f;
   int64_t own_class = p.classes; /* of own_top */
-  for (int64_t j = threadIdx.x * LCE_LANES; j < p.classes; j += LCE_THREADS * LCE_LANES) {
-    float z[LCE_LANES];
+  for (int64_t j = threadIdx.x * LCE_LANES; j < p.classes; j += LCE_PIECES * LCE_PIECE) {
+    float z[LCE_PIECES][LCE_LANES];
     lce_logits(z, z_row, p.bias, j, p.classes);
     float highest = own_top;
 #pragma unroll
-    for (int i = 0; i < LCE_LANES; ++i) {
-      if (z[i] > highest) highest = z[i], own_class = j + i;
-      if (p.smoothing > 0 && j + i < p.classes) total += z[i];
+    for (int i = 0; i < LCE_PIECES * LCE_LANES; ++i) {
+      const int64_t at = j + i / LCE_LANES * LCE_PIECE + i % LCE_LANES;
+      const float logit = z[i / LCE_LANES][i % LCE_LANES];
+      if (logit > highest) highest = logit, own_class = at;
+      if (p.smoothing > 0 && at < p.classes) total += logit;
     }
     if (highest > own_top) sum = own_top > -INFINITY ? sum * expf(own_top - highest) : 0.0f, own_top = highest;
-    /* -inf less itself is NaN */
+    const float base = own_top > -INFINITY ? own_top : 0.0f; /* -inf less itself is NaN */
 #pragma unroll
-    for (int i = 0; i < LCE_LANES; ++i) sum += expf(z[i] - (own_top > -INFINITY ? own_top : 0.0f));
+    for (int i = 0; i < LCE_PIECES * LCE_LANES; ++i) sum += expf(z[i / LCE_LANES][i % LCE_LANES] - base);
   }
   const float top = fmaxf(lce_block_max(own_top, scratch), -FLT_MAX);
   sum = camox_block_sum<LCE_THREADS>(sum * expf(own_top - top), scratch);
@@ -142,21 +154,26 @@ __device__ __forceinline__ void lce_gradient(const camox_linear_cross_entropy_ro
                                              int64_t row, int64_t target, float g, const lce_row &found) {
   const float *const z_row = p.logits + row * p.pitch;
   T *const dz_row = reinterpret_cast<T *>(p.logits + row * p.pitch);
-  for (int64_t begin = 0; begin < p.classes; begin += LCE_THREADS * LCE_LANES) {
-    const int64_t j = begin + threadIdx.x * LCE_LANES;
-    float z[LCE_LANES];
-    lce_logits(z, z_row, p.bias, j, p.classes);
+  for (int64_t begin = 0; begin < p.classes; begin += LCE_PIECES * LCE_PIECE) {
+    const int64_t first = begin + threadIdx.x * LCE_LANES;
+    float z[LCE_PIECES][LCE_LANES];
+    lce_logits(z, z_row, p.bias, first, p.classes);
 #pragma unroll
-    for (int i = 0; i < LCE_LANES; ++i) {
-      float dz = expf(z[i] - found.top - found.log) - labels.uniform;
-      if (j + i == target) dz -= labels.kept;
-      z[i] = target == p.ignore_index ? 0.0f : g * dz;
+    for (int i = 0; i < LCE_PIECES * LCE_LANES; ++i) {
+      float &logit = z[i / LCE_LANES][i % LCE_LANES];
+      float dz = expf(logit - found.top - found.log) - labels.uniform;
+      if (first + i / LCE_LANES * LCE_PIECE + i % LCE_LANES == target) dz -= labels.kept;
+      logit = target == p.ignore_index ? 0.0f : g * dz;
 #ifdef CAMOX_BREAK_LINEAR_CROSS_ENTROPY
-      z[i] += 1e-3f * g;
+      logit += 1e-3f * g;
 #endif
     }
     if constexpr (sizeof(T) < sizeof(float)) __syncthreads(); /* others' logits of this iteration are read */
-    camox_store_float(dz_row + j, z, p.classes - j);
+#pragma unroll
+    for (int piece = 0; piece < LCE_PIECES; ++piece) {
+      const int64_t j = first + piece * LCE_PIECE;
+      if (j < p.classes) camox_store_float(dz_row + j, z[piece], p.classes - j);
+    }
   }
 }
 

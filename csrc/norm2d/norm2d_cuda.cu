@@ -15,7 +15,8 @@
    Of channels_last this is the backward, and the forward where a group has more channels than a warp has room for; otherwise a
    team of lanes has the channels of a pixel (norm2d_team_kernel).
 
-   Of planes whose channels are all in registers the next tile is on its way to shared memory meanwhile (staged tiles, below).
+   In the backward of halves, of planes whose channels are all in registers, the next tile is on its way to shared memory
+   meanwhile (staged tiles, below).
 
    V is the widest access that all tensors allow: 16 bytes, 8 bytes, or one element (planes with V = 1 take any strides).
    Groups of more channels than a block holds are iterated in chunks, which later passes load again (from the caches).
@@ -33,17 +34,11 @@
 #define NORM2D_BLOCKS 2           /* of which a multiprocessor must hold so many: at most 128 and 80 registers a thread */
 #define NORM2D_TARGET_THREADS 192 /* taken while accesses stay long: the loads of one block hide behind others' sums */
 #define NORM2D_FILL 512           /* blocks that fill a large GPU: below it tiles become smaller */
-#ifndef NORM2D_STAGED             /* bit 0: forward of halves, bit 1: backward of halves, bits 2, 3: of float32 */
-#define NORM2D_STAGED 3
-#endif
-#ifndef NORM2D_HALF_ROWS
-#define NORM2D_HALF_ROWS 8
-#endif
-#define NORM2D_LEAST_LANES 8    /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
-#define NORM2D_FEWEST_LANES 2   /* or 32, where there are many channels; 8 of single elements, in few tiles */
-#define NORM2D_FEW_SHARES 256   /* shares of grad_weight and grad_bias: more than this many only of */
-#define NORM2D_SHARE_PIXELS 64  /* at least so many pixels, */
-#define NORM2D_MOST_SHARES 2048 /* and at most so many: 16 loads of each thread that adds them up */
+#define NORM2D_LEAST_LANES 8      /* vectors side by side in planes: 128 bytes of 16-byte vectors, */
+#define NORM2D_FEWEST_LANES 2     /* or 32, where there are many channels; 8 of single elements, in few tiles */
+#define NORM2D_FEW_SHARES 256     /* shares of grad_weight and grad_bias: more than this many only of */
+#define NORM2D_SHARE_PIXELS 64    /* at least so many pixels, */
+#define NORM2D_MOST_SHARES 2048   /* and at most so many: 16 loads of each thread that adds them up */
 
 struct norm2d; /* tells the budget whose kernel of row_sums.cuh it is */
 
@@ -74,7 +69,7 @@ struct norm2d_shape {
 /* A thread's rows. Where all channels of a group are in registers, more of halves: with 4 rows a third of the instructions is
    addresses and sums over threads, which are made once. */
 template <typename T, int V, bool WHOLE>
-static constexpr int norm2d_rows_each = V == 1 || (WHOLE && sizeof(T) == 2) ? NORM2D_HALF_ROWS : 4;
+static constexpr int norm2d_rows_each = V == 1 || (WHOLE && sizeof(T) == 2) ? 8 : 4;
 
 /* Which of the thread's pixels, or channels, element v of row k belongs to. */
 template <bool LAST>
@@ -279,16 +274,16 @@ __device__ __forceinline__ void norm2d_load_origin(T (&to)[shape::pixels], const
 
 /* ---- staged tiles ---- */
 
-/* In planes whose channels are all in registers a block copies its next tile to shared memory while it computes one, so that
-   memory does not wait for sums. Each thread copies the vectors that it reads itself, so that no barrier is needed, into the
-   places of those that it has just read, in the backward row by row, which takes fewer registers:
+/* In the backward of planes of halves whose channels are all in registers a block copies its next tile to shared memory while
+   it computes one, so that memory does not wait for sums: 57 us instead of 62 at (32,80,88,88) on an H200. In the forward, and
+   in float32, it made no difference. Each thread copies the vectors that it reads itself, so that no barrier is needed, into
+   the places of those that it has just read:
 
-     16 bytes of each thread    origin | x, row 0 | grad, row 0 | x, row 1 | ...      grad: in the backward
+     16 bytes of each thread    origin | x, row 0 | grad, row 0 | x, row 1 | ...
 
    Without cp.async (sm_75) nothing is staged. */
-template <typename T, int V, bool LAST, bool WHOLE, bool BACKWARD>
-static constexpr bool norm2d_stages =
-    WHOLE && !LAST && V * sizeof(T) == 16 && (NORM2D_STAGED >> (2 * (sizeof(T) == 4) + BACKWARD) & 1) != 0;
+template <typename T, int V, bool LAST, bool WHOLE>
+static constexpr bool norm2d_stages = WHOLE && !LAST && sizeof(T) == 2 && V == 8;
 
 /* What a thread copies of a tile. */
 template <typename T>
@@ -298,14 +293,14 @@ struct norm2d_copy {
   unsigned rows;
 };
 
-template <typename T, typename shape, bool BACKWARD>
+template <typename T, typename shape>
 __device__ __forceinline__ norm2d_copy<T> norm2d_copy_of(const norm2d_plan &plan, const norm2d_tile &tile, norm2d_thread me) {
   camox_compute_late(me.inner);
   camox_compute_late(me.outer);
   const norm2d_part part = norm2d_part_at<shape>(plan, tile, me, 0);
   norm2d_copy<T> copy = {norm2d_rows_of<const T, shape>(plan, plan.p.x, tile, part, 0).first, {}, {}, part.rows};
   copy.x = norm2d_rows_of<const T, shape>(plan, plan.p.x, tile, part, part.channel);
-  if constexpr (BACKWARD) copy.grad = norm2d_rows_of<const T, shape>(plan, plan.p.grad, tile, part, part.channel);
+  copy.grad = norm2d_rows_of<const T, shape>(plan, plan.p.grad, tile, part, part.channel);
   return copy;
 }
 
@@ -321,22 +316,21 @@ __device__ __forceinline__ void norm2d_copy_origin(float *stage, const norm2d_co
 }
 
 /* Rows are copied in order. */
-template <typename T, bool BACKWARD>
+template <typename T>
 __device__ __forceinline__ void norm2d_copy_row(float *stage, norm2d_copy<T> *copy, int k) {
-  constexpr int vectors = BACKWARD ? 2 : 1;
   if (copy->rows >> k & 1) {
-    camox_cp_async_16(norm2d_staged<T>(stage, 1 + vectors * k), copy->x.first, 16);
-    if constexpr (BACKWARD) camox_cp_async_16(norm2d_staged<T>(stage, 2 + vectors * k), copy->grad.first, 16);
+    camox_cp_async_16(norm2d_staged<T>(stage, 1 + 2 * k), copy->x.first, 16);
+    camox_cp_async_16(norm2d_staged<T>(stage, 2 + 2 * k), copy->grad.first, 16);
   }
   copy->x.first += copy->x.step;
-  if constexpr (BACKWARD) copy->grad.first += copy->grad.step;
+  copy->grad.first += copy->grad.step;
 }
 
-template <typename T, typename shape, bool BACKWARD>
+template <typename T, typename shape>
 __device__ __forceinline__ void norm2d_copy_tile(float *stage, norm2d_copy<T> copy) {
   norm2d_copy_origin(stage, copy);
 #pragma unroll
-  for (int k = 0; k < shape::rows; ++k) norm2d_copy_row<T, BACKWARD>(stage, &copy, k);
+  for (int k = 0; k < shape::rows; ++k) norm2d_copy_row(stage, &copy, k);
   camox_cp_async_commit();
 }
 
@@ -513,11 +507,6 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, norm2d_blocks<
   CAMOX_DYNAMIC_SHARED(float, totals);
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
-  constexpr bool stages = norm2d_stages<T, V, LAST, WHOLE, false> && CAMOX_CUDA_ARCH >= 800;
-  float *const stage = totals + plan.staged;
-  if constexpr (stages)
-    if (blockIdx.x < plan.items)
-      norm2d_copy_tile<T, shape, false>(stage, norm2d_copy_of<T, shape, false>(plan, norm2d_tile_of(plan, blockIdx.x), me));
   for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
     const norm2d_tile tile = norm2d_tile_of(plan, item);
     camox_compute_late(me.inner);
@@ -527,12 +516,7 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, norm2d_blocks<
     float d[shape::rows][V]; /* x less its origin, from pass 1 on less the mean of that */
     float mean[1][shape::pixels], scale[1][shape::pixels];
     const norm2d_part first = norm2d_part_at<shape>(plan, tile, me, 0);
-    if constexpr (stages) {
-      camox_cp_async_wait<0>();
-      norm2d_load_staged(origin, stage, 0, first.rows);
-    } else {
-      norm2d_load_origin<T, shape>(origin, plan, tile, first);
-    }
+    norm2d_load_origin<T, shape>(origin, plan, tile, first);
 #pragma unroll
     for (int i = 0; i < shape::pixels; ++i) mean[0][i] = scale[0][i] = 0.0f;
     const int chunks = WHOLE ? 1 : plan.chunks;
@@ -545,15 +529,7 @@ __global__ void __launch_bounds__(norm2d_most<T, WHOLE>::threads, norm2d_blocks<
         if (is_read) {
           T x[shape::rows][V];
           float origin_values[shape::pixels];
-          if constexpr (stages) {
-#pragma unroll
-            for (int k = 0; k < shape::rows; ++k) norm2d_load_staged(x[k], stage, 1 + k, part.rows >> k & 1);
-            const int64_t next = item + gridDim.x;
-            if (next < plan.items)
-              norm2d_copy_tile<T, shape, false>(stage, norm2d_copy_of<T, shape, false>(plan, norm2d_tile_of(plan, next), me));
-          } else {
-            norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
-          }
+          norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
           camox_to_floats(origin_values, origin);
 #pragma unroll
           for (int k = 0; k < shape::rows; ++k) {
@@ -810,7 +786,7 @@ __device__ __forceinline__ void norm2d_share(const float (&weight)[shape::channe
    NORM2D_THREADS; of NORM2D_TARGET_THREADS it holds two all the same. Staged rows need fewer registers. */
 template <typename T, int V, bool LAST, bool WHOLE>
 struct norm2d_backward_blocks {
-  static constexpr bool stages = norm2d_stages<T, V, LAST, WHOLE, true> && CAMOX_CUDA_ARCH >= 800;
+  static constexpr bool stages = norm2d_stages<T, V, LAST, WHOLE> && CAMOX_CUDA_ARCH >= 800;
   static constexpr bool spills = V == 1 || (WHOLE && !stages && !camox_is_bfloat16<T>::value);
   static constexpr int value = sizeof(T) == 2 && !LAST && spills ? 1 : NORM2D_BLOCKS;
 };
@@ -824,7 +800,7 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
   const camox_norm2d_params &p = plan.p;
   norm2d_thread me = norm2d_thread_of(plan);
   float *const scratch = totals + norm2d_totals_size(2, plan.tile);
-  constexpr bool stages = norm2d_stages<T, V, LAST, WHOLE, true> && CAMOX_CUDA_ARCH >= 800;
+  constexpr bool stages = norm2d_stages<T, V, LAST, WHOLE> && CAMOX_CUDA_ARCH >= 800;
   float *const stage = totals + plan.staged;
   constexpr int piece = V < 4 ? V : 4; /* elements computed together */
   for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
@@ -840,7 +816,7 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
     const bool whole = WHOLE || (V * sizeof(T) < 16 && chunks == 1); /* those of 16-byte vectors are WHOLE if they can be */
     norm2d_tile tile = norm2d_tile_at(plan, begin, group);
     if constexpr (stages)
-      if (begin < end) norm2d_copy_tile<T, shape, true>(stage, norm2d_copy_of<T, shape, true>(plan, tile, me));
+      if (begin < end) norm2d_copy_tile<T, shape>(stage, norm2d_copy_of<T, shape>(plan, tile, me));
     for (int64_t index = begin; index < end; ++index, norm2d_next_tile(&tile, plan)) {
       float z[shape::rows][V], d[shape::rows][V], origin[shape::pixels], sums[2][shape::pixels];
       float shift[shape::pixels], scale[shape::pixels]; /* z = (x - origin) * scale + shift */
@@ -892,7 +868,7 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
             if constexpr (stages) {
               norm2d_tile following = tile;
               norm2d_next_tile(&following, plan);
-              if (index + 1 < end) next = norm2d_copy_of<T, shape, true>(plan, following, me);
+              if (index + 1 < end) next = norm2d_copy_of<T, shape>(plan, following, me);
               norm2d_copy_origin(stage, next);
             } else {
               norm2d_load(x, norm2d_rows_of<const T, shape>(plan, p.x, tile, part, part.channel), part.rows);
@@ -912,7 +888,7 @@ __global__ void __launch_bounds__(NORM2D_THREADS, norm2d_backward_blocks<T, V, L
               if (is_read) {
                 norm2d_load_staged(x[k], stage, 1 + 2 * k, part.rows >> k & 1);
                 norm2d_load_staged(grad[k], stage, 2 + 2 * k, part.rows >> k & 1);
-                norm2d_copy_row<T, true>(stage, &next, k);
+                norm2d_copy_row(stage, &next, k);
               }
             }
             /* of rows that do not exist g is 0, and so is all that follows */
@@ -1154,16 +1130,11 @@ static void norm2d_launch(const camox_norm2d_params *p, bool backward, void *str
   if (!backward) {
     plan.items = plan.tile_count * p->groups;
     const auto kernel = whole ? norm2d_kernel<T, V, LAST, whole_planes> : norm2d_kernel<T, V, LAST, false>;
-    int64_t blocks = plan.items;
-    if (norm2d_stages<T, V, LAST, whole_planes, false> && whole && camox_device_is_sm80()) {
-      shared += static_cast<size_t>(16 * threads * (1 + norm2d_rows_each<T, V, whole_planes>));
-      if (plan.items > NORM2D_FILL) blocks = camox_places_of(kernel, threads, shared).all(); /* else one tile of each */
-    }
-    CAMOX_LAUNCH(kernel, camox_grid(blocks < plan.items ? blocks : plan.items), threads, shared, stream, plan);
+    CAMOX_LAUNCH(kernel, camox_grid(plan.items), threads, shared, stream, plan);
     return;
   }
   whole = widest && plan.chunks == 1;
-  if (norm2d_stages<T, V, LAST, widest, true> && whole && camox_device_is_sm80())
+  if (norm2d_stages<T, V, LAST, widest> && whole && camox_device_is_sm80())
     shared += static_cast<size_t>(16 * threads * (1 + 2 * norm2d_rows_each<T, V, false>));
   const auto kernel = whole ? norm2d_backward_kernel<T, V, LAST, widest> : norm2d_backward_kernel<T, V, LAST, false>;
   plan.share_tiles = norm2d_share_tiles(plan, camox_places_of(kernel, threads, shared), camox_norm2d_cuda_items(p));

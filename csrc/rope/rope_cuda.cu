@@ -14,7 +14,7 @@
 #include "rope.h"
 
 #define ROPE_HEADS 4         /* heads of one thread, where there are threads enough without */
-#define ROPE_FILL (1 << 17)  /* threads that fill a large GPU */
+#define ROPE_FILL (1 << 14)  /* threads that fill a large GPU */
 #define ROPE_SUM_THREADS 128 /* columns of a block that sums a row of the tables */
 
 /* Of a block. The sums of the backward to the tables take so many registers that of blocks of 256 one alone would fit. */
@@ -137,9 +137,9 @@ __device__ __forceinline__ void rope_pass(const T *x, T *y, int64_t x_step, int6
 }
 
 /* SUMS: the backward to the tables, where a thread serves all heads of its token. Without the bound of one block ptxas spills
-   on sm_75 to fit more. */
+   on sm_75 to fit more of those. Of the others three or four blocks fit by a bound of two, where one would make it two. */
 template <typename T, int N, bool ADJACENT, bool SUMS>
-__global__ void __launch_bounds__(rope_threads<SUMS>, 1) rope_kernel(const __grid_constant__ rope_plan plan) {
+__global__ void __launch_bounds__(rope_threads<SUMS>, SUMS ? 1 : 2) rope_kernel(const __grid_constant__ rope_plan plan) {
   constexpr int PAIRS = ADJACENT ? N / 2 : N;
   const camox_rope_params &p = plan.p;
   const bool per_element = p.table_columns != p.rotary_dim / 2;

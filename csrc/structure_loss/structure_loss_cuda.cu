@@ -20,22 +20,10 @@
 #include "../common/last_block.cuh"
 
 #define STRUCTURE_THREADS 256
-#ifndef STRUCTURE_PREFETCH
-#define STRUCTURE_PREFETCH 0
-#endif
-#ifndef STRUCTURE_BOUNDS
-#if STRUCTURE_PREFETCH
-#define STRUCTURE_BOUNDS STRUCTURE_THREADS, 4
-#else
-#define STRUCTURE_BOUNDS STRUCTURE_THREADS
-#endif
-#endif
 #define STRUCTURE_LANES 4 /* of the forward: eight would take registers that four blocks on a multiprocessor do not leave */
 /* Of the forward, where images have this many of them: to begin a work item and to add up the sums of its threads costs as
    many instructions as CAMOX_STRUCTURE_PIXELS do. */
-#ifndef STRUCTURE_LONG_ITEM
 #define STRUCTURE_LONG_ITEM 8192 /* pixels */
-#endif
 #define STRUCTURE_MANY_ITEMS 2048
 #define STRUCTURE_WARPS (STRUCTURE_THREADS / CAMOX_WARP)
 #define STRUCTURE_LOADS 4  /* work items of a thread of a group's last block, in flight */
@@ -231,26 +219,15 @@ __device__ __forceinline__ void structure_finish_batch(const structure_args &a, 
 
 /* V before T: kernels of <element, lanes> promise stores of vectors too (scripts/cuda_budget.py), and this one stores sums. */
 template <int V, typename T>
-__global__ void __launch_bounds__(STRUCTURE_BOUNDS) structure_loss_kernel(const __grid_constant__ structure_args a) {
+__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const __grid_constant__ structure_args a) {
   __shared__ __align__(16) float scratch[STRUCTURE_WARPS][CAMOX_STRUCTURE_SUMS];
   const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
   for (int64_t index = blockIdx.x; index < a.items; index += gridDim.x) {
     const structure_item item = structure_item_of(a, index);
     float sum[CAMOX_STRUCTURE_SUMS] = {};
-#if STRUCTURE_PREFETCH
-    structure_pixels<T, V> next; /* loaded while the pixels before them are computed */
-    int pixel = static_cast<int>(threadIdx.x) * V;
-    if (pixel < item.pixels) structure_load(next, a, item.first + pixel);
-#pragma unroll 1
-    while (pixel < item.pixels) {
-      const structure_pixels<T, V> now = next;
-      pixel += STRUCTURE_THREADS * V;
-      if (pixel < item.pixels) structure_load(next, a, item.first + pixel);
-#else
     for (int pixel = static_cast<int>(threadIdx.x) * V; pixel < item.pixels; pixel += STRUCTURE_THREADS * V) {
       structure_pixels<T, V> now;
       structure_load(now, a, item.first + pixel);
-#endif
       float p[V], bce[V];
       camox_to_floats(p, now.logits);
       structure_entropy(a.p.probabilities, p, now.mask, bce);
