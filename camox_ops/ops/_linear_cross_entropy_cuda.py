@@ -15,17 +15,19 @@ import torch
 from ._codes import LOSS_REDUCTIONS
 
 OP = "linear_cross_entropy"
-# 256 MiB. Fewer would read and write grad_weight more often, and start more kernels, than a cache for logits saves.
-MOST_LOGITS = 64 << 20
+# Of a block: 64 MiB of them, and more where a block of twice depth rows has more, as each block reads and writes all of
+# grad_weight; 256 MiB at most. A cache does not hold them, which costs less than smaller blocks.
+FEW_LOGITS, MOST_LOGITS = 16 << 20, 64 << 20
 MOST_ROWS = 8192  # longer sums over the rows would lose digits of grad_weight
 FEWEST_ROWS = 128
 ADDS_HALVES = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)  # a product of them to float32, on CUDA
 LARGEST_DZ = 1024.0  # of float16, whose gradients of a mean would be too small for it otherwise
 
 
-def row_blocks(rows: int, classes: int) -> list[slice]:
+def row_blocks(rows: int, depth: int, classes: int) -> list[slice]:
     """Blocks of rows of about one size."""
-    most = max(FEWEST_ROWS, min(MOST_ROWS, MOST_LOGITS // max(classes, 1)))
+    logits = min(MOST_LOGITS, max(FEW_LOGITS, 2 * depth * classes))
+    most = max(FEWEST_ROWS, min(MOST_ROWS, logits // max(classes, 1)))
     size = -(-rows // max(1, -(-rows // most)))
     size = max(-(-size // 64) * 64, 1)
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
@@ -97,7 +99,7 @@ def _over_blocks(tensors, statistics, grad, options, needs, rows_):
     if grad is not None and x.dtype == torch.float16:
         grad, undo = _scaled(grad)
 
-    blocks = row_blocks(rows, classes)
+    blocks = row_blocks(rows, depth, classes)
     if not blocks:
         grad_weight.zero_()
     pitch = -(-max(classes, 1) // 4) * 4  # rows of whole 16 bytes

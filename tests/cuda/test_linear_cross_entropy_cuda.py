@@ -37,7 +37,7 @@ def test_linear_cross_entropy_of_several_blocks_of_rows(dtype, monkeypatch):
     """The last one shorter."""
     monkeypatch.setattr(cases.loop, "FEWEST_ROWS", 1)
     monkeypatch.setattr(cases.loop, "MOST_ROWS", 64)
-    assert len(cases.loop.row_blocks(150, 70)) == 3
+    assert len(cases.loop.row_blocks(150, 8, 70)) == 3
     for options in cases.OPTIONS:
         assert_right(cases.inputs_of((150, 8, 70), dtype), options)
 
