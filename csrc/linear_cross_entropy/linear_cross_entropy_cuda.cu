@@ -43,6 +43,9 @@ __device__ __forceinline__ float lce_block_max(float x, float *scratch) {
   return camox_warp_max(scratch[lane % (LCE_THREADS / CAMOX_WARP)]);
 }
 
+/* The class of the thread's i-th logit of an iteration whose first is class j. */
+__device__ __forceinline__ int64_t lce_class(int64_t j, int i) { return j + i / LCE_LANES * LCE_PIECE + i % LCE_LANES; }
+
 /* The thread's logits of an iteration, whose first is class j, with the bias; -inf beyond the last. Not by camox_load, whose
    read-only path forbids that the row is written in this kernel. */
 __device__ __forceinline__ void lce_logits(float (&z)[LCE_PIECES][LCE_LANES], const float *row, const float *bias, int64_t j,
@@ -55,14 +58,14 @@ __device__ __forceinline__ void lce_logits(float (&z)[LCE_PIECES][LCE_LANES], co
   } else {
 #pragma unroll
     for (int i = 0; i < LCE_PIECES * LCE_LANES; ++i) {
-      const int64_t at = j + i / LCE_LANES * LCE_PIECE + i % LCE_LANES;
+      const int64_t at = lce_class(j, i);
       z[i / LCE_LANES][i % LCE_LANES] = at < classes ? row[at] : -INFINITY;
     }
   }
   if (!bias) return;
 #pragma unroll
   for (int i = 0; i < LCE_PIECES * LCE_LANES; ++i) {
-    const int64_t at = j + i / LCE_LANES * LCE_PIECE + i % LCE_LANES;
+    const int64_t at = lce_class(j, i);
     if (at < classes) z[i / LCE_LANES][i % LCE_LANES] += __ldg(bias + at);
   }
 }
@@ -114,7 +117,7 @@ __device__ __forceinline__ lce_row lce_statistics(const camox_linear_cross_entro
     float highest = own_top;
 #pragma unroll
     for (int i = 0; i < LCE_PIECES * LCE_LANES; ++i) {
-      const int64_t at = j + i / LCE_LANES * LCE_PIECE + i % LCE_LANES;
+      const int64_t at = lce_class(j, i);
       const float logit = z[i / LCE_LANES][i % LCE_LANES];
       if (logit > highest) highest = logit, own_class = at;
       if (p.smoothing > 0 && at < p.classes) total += logit;
@@ -162,7 +165,7 @@ __device__ __forceinline__ void lce_gradient(const camox_linear_cross_entropy_ro
     for (int i = 0; i < LCE_PIECES * LCE_LANES; ++i) {
       float &logit = z[i / LCE_LANES][i % LCE_LANES];
       float dz = expf(logit - found.top - found.log) - labels.uniform;
-      if (first + i / LCE_LANES * LCE_PIECE + i % LCE_LANES == target) dz -= labels.kept;
+      if (lce_class(first, i) == target) dz -= labels.kept;
       logit = target == p.ignore_index ? 0.0f : g * dz;
 #ifdef CAMOX_BREAK_LINEAR_CROSS_ENTROPY
       logit += 1e-3f * g;
