@@ -2,7 +2,7 @@
 
 eager is the arithmetic of the public model in stock PyTorch, its error path read on the host. Both update the nodes of
 the path alone. The learning rate is 0, so that every step is the same step but for its dropout; logits, gradients and
-paths are compared without dropout first.
+paths are compared without dropout first. camox_graph, on a GPU, replays camox's step as a CUDA graph.
 """
 
 import copy
@@ -21,11 +21,11 @@ LARGEST_ERROR = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 class TrainStep(nn.Module):
     """Forward, backward, error path and update of one model: words -> loss."""
 
-    def __init__(self, model, autocast):
+    def __init__(self, model, autocast, graph=False):
         super().__init__()
         from examples.k1.training import Stepper
 
-        self.stepper = Stepper(model.train(), lr=0.0, bf16=autocast)
+        self.stepper = Stepper(model.train(), lr=0.0, bf16=autocast, graph=graph)
 
     def forward(self, words):
         return self.stepper.step(words, words.roll(-1, 1))
@@ -66,6 +66,7 @@ def step_case(shape, dtype=torch.float32, sizes=None) -> Case:
     def candidates():
         camox_attr("linear_cross_entropy")
         camox_attr("grad_group_norms")
+        from examples.common.graph import WARM_UP
         from examples.k1.training import Config, build_model
 
         def build(ops):
@@ -77,6 +78,10 @@ def step_case(shape, dtype=torch.float32, sizes=None) -> Case:
             inputs = words().to(torch.get_default_device())
             require_equal(models, inputs, dtype)
             steps = {name: TrainStep(model, dtype == torch.bfloat16) for name, model in models.items()}
+            if inputs.is_cuda:
+                steps["camox_graph"] = TrainStep(build("camox"), dtype == torch.bfloat16, graph=True)
+                for _ in range(WARM_UP + 1):
+                    steps["camox_graph"](inputs)
             expected["loss"] = steps["eager"](inputs).item()
         return {**steps, "compile": None}
 

@@ -166,11 +166,14 @@ def host_us(device, step: Callable) -> float:
     return 1e6 * taken
 
 
-def measure(device, steps: dict[str, Callable], rounds: int, cold: bool = True) -> dict[str, list[float]]:
+def measure(
+    device, steps: dict[str, Callable], rounds: int, cold: bool = True, with_host: bool = False
+) -> dict[str, list[float]]:
     """Seconds of every step on the device, one sample a round, the steps in turns: cold, each after the L2 cache was
-    filled with other data, or warm, each after an untimed call of its own."""
+    filled with other data, or warm, each after an untimed call of its own. with_host: the device waits for the host
+    where that is slower."""
     names = list(steps)
-    head_starts = {name: 2 * host_us(device, steps[name]) + 20 for name in names}
+    head_starts = {name: 0 if with_host else 2 * host_us(device, steps[name]) + 20 for name in names}
     samples = {name: [] for name in names}
     for turn in range(rounds):
         marks = {}
@@ -277,12 +280,13 @@ def time_direction(device, candidates: common.Candidates, cases: dict, direction
     for step in steps.values():
         step()  # under no_grad a compiled function is another one than that whose numbers were checked
     graphs = common.graphs_compiled()
-    cold = measure(device, {**steps, **floor}, rounds)
+    with_host = direction == "step"  # of a training loop, in which nothing goes before a step that could hide it
+    cold = measure(device, {**steps, **floor}, rounds, with_host=with_host)
     if common.graphs_compiled() != graphs:
         for name in [name for name in steps if name.startswith("compile")]:
             candidates.entry["refused"][f"{direction} {name}"] = "recompiled while it was timed"
             del cold[name], steps[name], makers[name]
-    warm = measure(device, {**steps, **floor}, max(3, rounds // 3), cold=False)
+    warm = measure(device, {**steps, **floor}, max(3, rounds // 3), cold=False, with_host=with_host)
     return Timed(count, cold, warm, {**steps, **floor}, makers)
 
 

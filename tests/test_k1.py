@@ -272,6 +272,24 @@ def test_steps_match_the_plain_trainer(updates):
         assert (value - second[name]).abs().mean() <= 1e-4, name
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("updates", attribution.UPDATES)
+def test_a_graph_replays_the_same_steps(updates):
+    models = [build("camox") for _ in range(2)]
+    steppers = [
+        training.Stepper(made, lr=0.01, updates=updates, graph=graph)
+        for made, graph in zip(models, (False, True), strict=True)
+    ]
+    for seed in range(8):
+        losses = [stepper.step(*words(seed=seed)) for stepper in steppers]
+        assert torch.equal(*losses)
+        assert torch.equal(*(stepper.last.path for stepper in steppers))
+        assert torch.equal(*(made.buffer() for made in models))
+    assert steppers[1].run.graph is not None
+    with pytest.raises(ValueError, match=r"argument 0 .* of shape \(3, 12\), got .* of shape \(2, 12\)"):
+        steppers[1].step(*words(batch=2))
+
+
 class Reads(TorchDispatchMode):
     """Counts the operators that make the host wait for a value."""
 
@@ -422,6 +440,8 @@ def test_weights_to_begin_with(tmp_path):
         (["--num-heads", "5"], "embed_dim must be a multiple of num_heads=5, got 128"),
         (["--dropout", "1"], "dropout must be in [0, 1), got 1.0"),
         (["--resume", "--init", "a"], "init and resume exclude each other"),
+        (["--graph"], "graph needs ops camox on a CUDA device, got ops camox on cpu"),
+        (["--graph", "--device", "cuda", "--ops", "torch"], "graph needs ops camox on a CUDA device, got ops torch on"),
     ],
 )
 def test_command_line_errors(arguments, message, tmp_path, capsys):

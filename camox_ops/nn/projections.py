@@ -2,7 +2,7 @@
 
 On the CPU, products of float32 and, on CPUs with AVX512-BF16, of bfloat16 are our own (csrc/gemm), which copy no
 operand and write heads where they belong; MKL, which torch.mm asks, takes AVX2 for float32 on AMD's processors.
-Everything else is torch.mm and torch.bmm.
+Everything else is torch's own: there the products of small models wait for the host, which does as little as it can.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .. import _C
+from .._torch_private import in_transform
 from ..ops import _check
 from ..ops._register import last_derivative
 
@@ -24,9 +25,11 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"project: x (..., K) and weight (K, N) must share K, got shapes {tuple(x.shape)} and {tuple(weight.shape)}"
         )
+    if x.device.type != "cpu" or x.dtype not in _MULTIPLIED:
+        return x @ weight
     if x.dim() == 1:
-        return _Project.apply(x[None], weight)[0]
-    return _Project.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return _apply(_Project, x[None], weight)[0]
+    return _apply(_Project, x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
 def project_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -39,7 +42,7 @@ def project_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             "project_heads: x (M, H, K) and weight (H, K, N) must share H and K, "
             f"got shapes {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    return _ProjectHeads.apply(x, weight)
+    return _apply(_ProjectHeads, x, weight)
 
 
 def _operands(op: str, x, weight) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +78,14 @@ def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _product(a, b, False) if _is_ours(a, b) else torch.bmm(a, b)
 
 
+def _apply(function: type[torch.autograd.Function], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """function.apply, of its eager twin where no transform and no compiler needs setup_context: torch looks up the
+    signature of a Function that has one in every call, which takes longer than a small product."""
+    if torch.compiler.is_compiling() or in_transform():
+        return function.apply(x, weight)
+    return _EAGER[function].apply(x, weight)
+
+
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(x, weight):
@@ -89,8 +100,8 @@ class _Project(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
         return (
-            _Project.apply(grad, weight.t()) if needs_x else None,
-            _Project.apply(x.t(), grad) if needs_weight else None,
+            _apply(_Project, grad, weight.t()) if needs_x else None,
+            _apply(_Project, x.t(), grad) if needs_weight else None,
         )
 
 
@@ -112,6 +123,21 @@ class _ProjectHeads(torch.autograd.Function):
             _heads(grad, weight.mT) if needs_x else None,
             _bmm(x.permute(1, 2, 0), grad.transpose(0, 1)) if needs_weight else None,
         )
+
+
+def _eager(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The same Function without setup_context."""
+
+    def forward(ctx, *args):
+        output = function.forward(*args)
+        function.setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    return type(function.__name__, (torch.autograd.Function,), methods)
+
+
+_EAGER = {function: _eager(function) for function in (_Project, _ProjectHeads)}
 
 
 def _heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ applied, so that nodes off the path are trained too, with all of their gradient 
 In both a branch is its node and all nodes below it, and the norm of several gradients is the sum of their norms.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ SMALLEST_OF_LEAF = 0.5
 WITHOUT_GRADIENT = {"root": 0.05, "between": 0.1, "leaf": 1.0}  # the scales where all norms are 0
 
 
-@dataclass
-class Attribution:
+class Attribution(NamedTuple):
     """What one step found, as tensors of the device; nodes by number, level by level.
 
     path (depth,) int64, norms (nodes,) of every branch after clipping, scales (nodes,) of every node's update, with

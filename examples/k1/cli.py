@@ -35,6 +35,7 @@ HELP = {
     "resume": "go on from last.pth in --checkpoint-dir, to the same numbers as an unbroken run",
     "init": "weights to begin with: of this program or of the public code",
     "device": "cpu, cuda or cuda:N",
+    "graph": "replay each step as a CUDA graph: the host launches its kernels once; for --ops camox on a GPU",
     "log_interval": "steps between readings of loss and path, the only moments that wait for the GPU",
     "save_interval": "steps between checkpoints",
 }

@@ -7,6 +7,13 @@ import torch
 BETAS, EPS = (0.9, 0.999), 1e-8
 
 
+def plain_adamw(parameters, lr, weight_decay):
+    """PyTorch's AdamW, which on a GPU can be part of a CUDA graph."""
+    parameters = list(parameters)
+    capturable = parameters[0].is_cuda
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True, capturable=capturable)
+
+
 class PathAdamW:
     """AdamW of a tree's shared parameters and of the nodes on a path; other nodes keep weights and moments as they are.
 
@@ -17,7 +24,7 @@ class PathAdamW:
 
     def __init__(self, tree, lr=1e-3, weight_decay=0.01):
         self.tree, self.weight_decay = tree, weight_decay
-        self.shared = torch.optim.AdamW(tree.shared_parameters(), lr=lr, weight_decay=weight_decay, fused=True)
+        self.shared = plain_adamw(tree.shared_parameters(), lr, weight_decay)
         self.param_groups = self.shared.param_groups
         buffer = tree.buffer()
         self.mean, self.square = torch.zeros_like(buffer), torch.zeros_like(buffer)

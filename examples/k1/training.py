@@ -13,11 +13,12 @@ from camox_ops.train import LossMeter
 
 from ..common import checkpoint
 from ..common.bdh import check_ops
+from ..common.graph import GraphedStep
 from ..common.text import windows
-from .attribution import ErrorPath, PlainErrorPath, check_updates
+from .attribution import Attribution, ErrorPath, PlainErrorPath, check_updates
 from .baseline import BaselineTransformer
 from .data import build_corpus, check_corpus, texts
-from .optimizer import PathAdamW
+from .optimizer import PathAdamW, plain_adamw
 from .report import node_lines, node_rows, path_lines, write_tree
 from .tree import HierarchicalTree
 
@@ -59,6 +60,7 @@ class Config:
     resume: bool = False
     init: str | None = None
     device: str = "cpu"
+    graph: bool = False
     log_interval: int = 50
     save_interval: int = 500
 
@@ -80,6 +82,8 @@ class Config:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         check_ops(self.ops)
         check_updates(self.updates)
+        if self.graph and (self.ops != "camox" or not self.device.startswith("cuda")):
+            raise ValueError(f"graph needs ops camox on a CUDA device, got ops {self.ops} on {self.device}")
         if self.resume and self.init:
             raise ValueError("init and resume exclude each other: a resumed run has its weights already")
         self.children()
@@ -110,17 +114,14 @@ def build_model(config):
     return HierarchicalTree(config.vocab_size, tree_depth=len(children) + 1, branching_factor=children or None, **sizes)
 
 
-def plain_adamw(model, lr, weight_decay):
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, fused=True)
-
-
 class Stepper:
     """One training step of a model: loss, backward, error path, update. The baseline has no path.
 
     With ops "camox" no step waits for the device. The norms and scales of `last`, an Attribution, are tensors of it.
+    graph: steps are replayed as a CUDA graph, all of them with inputs of one shape.
     """
 
-    def __init__(self, model, lr=1e-3, weight_decay=0.01, grad_clip=1.0, updates="path", bf16=False):
+    def __init__(self, model, lr=1e-3, weight_decay=0.01, grad_clip=1.0, updates="path", bf16=False, graph=False):
         self.model, self.grad_clip, self.bf16, self.last = model, grad_clip, bf16, None
         self.attribute, by_path = None, False
         if isinstance(model, HierarchicalTree):
@@ -128,24 +129,33 @@ class Stepper:
             self.attribute = kind(model, grad_clip, updates)
             by_path = kind is ErrorPath and updates == "path"
         self.by_path = by_path
-        self.optimizer = (PathAdamW if by_path else plain_adamw)(model, lr, weight_decay)
+        self.optimizer = (
+            PathAdamW(model, lr, weight_decay) if by_path else plain_adamw(model.parameters(), lr, weight_decay)
+        )
+        self.run = GraphedStep(self.compute) if graph else self.compute
 
     def step(self, inputs, targets):
         """The loss, on the device."""
-        device = inputs.device.type
+        loss, *found = self.run(inputs, targets)
+        self.last = Attribution(*found) if found else None
+        return loss
+
+    def compute(self, inputs, targets):
+        """(loss,) and after it what an Attribution holds, of a model with a path."""
+        device, found = inputs.device.type, ()
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
             loss = self.model.loss(inputs, targets)
         loss.backward()
         if self.attribute is None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
         else:
-            self.last = self.attribute()
+            found = self.attribute()
         if self.by_path:
-            self.optimizer.step(self.last.path)
+            self.optimizer.step(found.path)
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss.detach(), *found
 
 
 def draw_batch(corpus, config, step):
@@ -192,7 +202,7 @@ class Trainer:
         if config.init:
             self.load_weights(config.init)
         self.stepper = Stepper(
-            self.model, config.lr, config.weight_decay, config.grad_clip, config.updates, config.bf16
+            self.model, config.lr, config.weight_decay, config.grad_clip, config.updates, config.bf16, config.graph
         )
         nodes, depth = (len(self.model.nodes), len(self.model.levels)) if config.model == "tree" else (0, 0)
         # how often a node lay on the path, per domain
@@ -215,6 +225,8 @@ class Trainer:
         try:
             self.model.load_state_dict(state["model_state_dict"])
             self.stepper.optimizer.load_state_dict(state["optimizer_state_dict"])
+            for group in self.stepper.optimizer.param_groups:  # a checkpoint may be of another device
+                group["capturable"] = self.device.type == "cuda"
             self.counts.copy_(state["counts"])
             if state["domains"] != self.corpus.domains:
                 raise ValueError(f"it has domains {state['domains']}, the texts {self.corpus.domains}")

@@ -4,7 +4,7 @@ Written from the architecture of PlanetDestroyyer/self-learning-k-1 (k1_system/c
 constructor and names of parameters, so that its checkpoints load. A checkpoint of one op set loads into the other.
 """
 
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import nn
@@ -198,7 +198,9 @@ class HierarchicalTree(nn.Module):
         )
         # queries of all nodes, then keys, then values: heads of all nodes are the heads of one attention
         by_role = in_weight.view(count, 3, width, width).transpose(0, 1).reshape(-1, width)
-        qkv = project(rows, by_role.t()) + in_bias.view(count, 3, width).transpose(0, 1).flatten()
+        qkv = project(rows, by_role.t())
+        # a bias of autocast's dtype keeps the sum in it, as it is in a linear layer
+        qkv = qkv + in_bias.view(count, 3, width).transpose(0, 1).flatten().to(qkv.dtype)
         qkv = qkv.view(batch, length, 3, count * self.num_heads, width // self.num_heads)
         attended = causal_attention(*qkv.unbind(2), self.dropout, self.training).reshape(-1, count, width)
         x = project_heads(attended, out_weight.mT) + out_bias + rows[:, None]
@@ -259,13 +261,14 @@ def fits(tensor, count):
 
 def lie_in(rows, tensors):
     """Whether lists of tensors are, one after the other, the contiguous rows."""
-    place, size = rows.data_ptr(), rows.element_size()
-    for own in tensors:
-        for tensor in own:
-            if tensor.data_ptr() != place or tensor.dtype != rows.dtype or not tensor.is_contiguous():
-                return False
-            place += tensor.numel() * size
-    return place == rows.data_ptr() + rows.numel() * size
+    # list by list, not in one loop: for hundreds of tensors in every step
+    tensors = list(chain.from_iterable(tensors))
+    if not all(tensor.is_contiguous() for tensor in tensors) or {tensor.dtype for tensor in tensors} != {rows.dtype}:
+        return False
+    sizes = [tensor.numel() * rows.element_size() for tensor in tensors]
+    places = list(accumulate(sizes, initial=rows.data_ptr()))
+    end = rows.data_ptr() + rows.numel() * rows.element_size()
+    return places == [*(tensor.data_ptr() for tensor in tensors), end]
 
 
 class _Stacked(torch.autograd.Function):

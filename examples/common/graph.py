@@ -1,0 +1,51 @@
+"""A training step as a CUDA graph: the host queues its kernels once, and later steps replay them."""
+
+import torch
+
+WARM_UP = 3  # steps before the capture, in which the optimizer's state and the libraries' workspaces are made
+
+
+class GraphedStep:
+    """step(*tensors) -> tuple of tensors: WARM_UP calls run it as it is, the next captures it, and that and all further
+    ones replay the capture.
+
+    The step must not wait for the device, and a replay reads and writes the very tensors of the capture: weights and
+    moments that were moved or replaced since are not seen, nor is another learning rate. Dropout draws new numbers in
+    every replay. Arguments keep shape and dtype, ValueError otherwise; what a call returns is the caller's own.
+    """
+
+    def __init__(self, step):
+        self.step, self.calls, self.graph = step, 0, None
+        # Leaves of autograd remember the stream of their first use, and a capture may not wait for the default stream.
+        self.stream = torch.cuda.Stream()
+
+    def __call__(self, *inputs):
+        if self.graph is None and self.calls < WARM_UP:
+            self.calls += 1
+            return self.run_aside(inputs)
+        if self.graph is None:
+            self.capture(inputs)
+        for number, (kept, new) in enumerate(zip(self.inputs, inputs, strict=True)):
+            if kept.shape != new.shape or kept.dtype != new.dtype:
+                raise ValueError(
+                    f"argument {number} of a captured step must stay {kept.dtype} of shape {tuple(kept.shape)}, "
+                    f"got {new.dtype} of shape {tuple(new.shape)}"
+                )
+            kept.copy_(new)
+        self.graph.replay()
+        return tuple(output.clone() for output in self.outputs)
+
+    def run_aside(self, inputs):
+        outer = torch.cuda.current_stream()
+        self.stream.wait_stream(outer)
+        with torch.cuda.stream(self.stream):
+            found = self.step(*inputs)
+        outer.wait_stream(self.stream)
+        return found
+
+    def capture(self, inputs):
+        self.inputs = tuple(tensor.clone() for tensor in inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            self.outputs = self.step(*self.inputs)
+        self.graph = graph
