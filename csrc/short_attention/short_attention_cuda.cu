@@ -1,8 +1,9 @@
-/* short_attention on CUDA: a block has some consecutive (s,h), its items, and a thread one token of an item. Neighbours in a
-   warp are neighbouring items, whose heads lie side by side in memory.
+/* short_attention on CUDA. Longer sequences of half types are those of short_attention_mma.cuh; here, for all others, a block has
+   some consecutive (s,h), its items, and a thread one token of an item. Neighbours in a warp are neighbouring items, whose heads
+   lie side by side in memory.
 
-     shared memory, floats:  | q [items][T][pitch] | k | v | (grad) | weights [items][T*T, odd] | (score_grads) |
-                               staged with 16 B loads where they fit in 48 KB, else read where they lie
+     shared memory, floats:  | q [items][T][pitch] | k | v | (grad) | weights [items][T][row] | (score_grads) |
+                               staged with 16 B loads where an item fits, else read where they lie
      forward, a thread:      row i of weights = softmax(q_i k^T), then out_i = row v, SA_CHUNK columns in registers at a time
      backward, a thread:     rows i of weights and score_grads, then grad_q_i; barrier;
                              columns j of both: grad_k_j and grad_v_j over the tokens that attend to j
@@ -14,6 +15,7 @@
 
 #define SA_THREADS 128
 #define SA_SHARED (48 << 10) /* bytes a block has without asking for more */
+#define SA_NEIGHBOURS 8      /* threads whose accesses of 16 bytes are one of all banks */
 #define SA_CHUNK 16
 #define SA_KEYS 4 /* scores of a thread at a time */
 
@@ -24,8 +26,21 @@ struct sa_args {
   int64_t items, groups;
   int group;            /* items of a block */
   int pitch, item_size; /* floats of a staged row and of a staged item */
-  int weights;          /* floats of an item's weights, odd so that neighbouring items are in other banks */
+  int row, weights;     /* floats of a token's weights and of an item's, odd so that neighbouring items are in other banks */
 };
+
+__device__ __forceinline__ int64_t sa_offset(const sa_args &a, const camox_view4 &view, int64_t item) {
+  int64_t h;
+  const int64_t s = camox_divide(item, a.p.heads, &h);
+  return s * view.stride[0] + h * view.stride[2];
+}
+
+__device__ __forceinline__ const uint8_t *sa_padding(const sa_args &a, int64_t item) {
+  int64_t h;
+  return a.p.padding ? a.p.padding + camox_divide(item, a.p.heads, &h) * a.p.padding_stride[0] : nullptr;
+}
+
+#include "short_attention_mma.cuh"
 
 /* The rows of one item of one tensor. */
 template <typename T, bool STAGED>
@@ -51,17 +66,6 @@ struct sa_rows {
     }
   }
 };
-
-__device__ __forceinline__ int64_t sa_offset(const sa_args &a, const camox_view4 &view, int64_t item) {
-  int64_t h;
-  const int64_t s = camox_divide(item, a.p.heads, &h);
-  return s * view.stride[0] + h * view.stride[2];
-}
-
-__device__ __forceinline__ const uint8_t *sa_padding(const sa_args &a, int64_t item) {
-  int64_t h;
-  return a.p.padding ? a.p.padding + camox_divide(item, a.p.heads, &h) * a.p.padding_stride[0] : nullptr;
-}
 
 /* A view's tokens of the block's items -> shared memory, V elements an access. */
 template <typename T, int V>
@@ -237,7 +241,7 @@ __global__ void __launch_bounds__(SA_THREADS, sa_blocks<T, V, STAGED>)
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
-      float *const row = weights + item * a.weights + i * length;
+      float *const row = weights + item * a.weights + i * a.row;
       const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
       const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
       const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
@@ -277,8 +281,8 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
-      float *const row = weights + item * a.weights + i * length, *const score_grad =
-                                                                      score_grads + item * a.weights + i * length;
+      float *const row = weights + item * a.weights + i * a.row;
+      float *const score_grad = score_grads + item * a.weights + i * a.row;
       const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
       const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
       const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
@@ -306,8 +310,8 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
       const int item = token % items, j = token / items;
       const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
       const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
-      sa_combine<T, V>(a, a.p.grad_k, first + item, j, score_grads + item * a.weights + j, length, q);
-      sa_combine<T, V>(a, a.p.grad_v, first + item, j, weights + item * a.weights + j, length, grad);
+      sa_combine<T, V>(a, a.p.grad_k, first + item, j, score_grads + item * a.weights + j, a.row, q);
+      sa_combine<T, V>(a, a.p.grad_v, first + item, j, weights + item * a.weights + j, a.row, grad);
     }
   }
 }
@@ -339,21 +343,34 @@ static sa_args sa_args_of(const camox_short_attention_params *p) {
   sa_args a = {};
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
-  a.kept = static_cast<float>(camox_dropout_scale(a.threshold));
+  a.kept = p->seed ? static_cast<float>(camox_dropout_scale(a.threshold)) : 1.0f;
   a.items = p->sequences * p->heads;
-  a.weights = static_cast<int>(p->length * p->length) | 1;
   return a;
+}
+
+/* Bytes of shared memory that a block has if it asks for them. */
+static int64_t sa_most_shared(void) {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+    return SA_SHARED;
+  return bytes;
 }
 
 /* How many items a block takes and the bytes that they need; whether they are staged. */
 static int64_t sa_plan(sa_args *a, bool backward, bool *staged) {
+  /* Neighbouring threads have the same token of neighbouring items, or of few long ones neighbouring tokens: their rows must
+     be in different banks then. */
+  const bool few = a->p.length > SA_THREADS / SA_NEIGHBOURS;
+  a->row = static_cast<int>(few ? a->p.length | 1 : a->p.length);
+  a->weights = static_cast<int>(a->p.length * a->row) | 1;
   const int64_t weights = (backward ? 2 : 1) * static_cast<int64_t>(a->weights), tensors = backward ? 4 : 3;
-  const int64_t pitch = camox_ceil_div(a->p.dim, 4) * 4;
+  const int64_t multiple_of_4 = camox_ceil_div(a->p.dim, 4) * 4;
+  const int64_t pitch = few && multiple_of_4 % 8 == 0 ? multiple_of_4 + 4 : multiple_of_4;
   int64_t item_size = a->p.length * pitch;
-  /* 16-byte accesses of eight neighbouring items then meet all banks */
   while (item_size % 32 != 4) item_size += 4;
   int64_t floats = tensors * item_size + weights;
-  *staged = floats * 4 <= SA_SHARED;
+  *staged = floats * 4 <= SA_SHARED || floats * 4 <= sa_most_shared();
   if (!*staged) floats = weights;
   a->pitch = *staged ? static_cast<int>(pitch) : 0;
   a->item_size = *staged ? static_cast<int>(item_size) : 0;
@@ -364,34 +381,59 @@ static int64_t sa_plan(sa_args *a, bool backward, bool *staged) {
   return a->group * floats * 4;
 }
 
+typedef void sa_kernel(sa_args);
+
 template <typename T, int V, bool STAGED>
 static void sa_launch(const sa_args &a, bool backward, int64_t bytes, void *stream) {
-  const unsigned grid = camox_grid(a.groups);
-  if (backward)
-    CAMOX_LAUNCH((short_attention_backward_kernel<T, V, STAGED>), grid, SA_THREADS, bytes, stream, a);
-  else
-    CAMOX_LAUNCH((short_attention_kernel<T, V, STAGED>), grid, SA_THREADS, bytes, stream, a);
+  sa_kernel *const kernel = backward ? short_attention_backward_kernel<T, V, STAGED> : short_attention_kernel<T, V, STAGED>;
+  if (bytes > SA_SHARED) /* a failure makes the launch fail, which is reported */
+    cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(bytes));
+  CAMOX_LAUNCH(kernel, camox_grid(a.groups), SA_THREADS, bytes, stream, a);
 }
 
 template <typename T>
-static void sa_launch_widest(const camox_short_attention_params *p, bool backward, void *stream) {
-  sa_args a = sa_args_of(p);
+static void sa_launch_widest(const sa_args &args, bool backward, void *stream) {
+  sa_args a = args;
   bool staged;
   const int64_t bytes = sa_plan(&a, backward, &staged);
   if (!staged)
     sa_launch<T, 1, false>(a, backward, bytes, stream);
-  else if (sa_fits(p, backward, 4, static_cast<int>(sizeof(T))))
+  else if (sa_fits(&a.p, backward, 4, static_cast<int>(sizeof(T))))
     sa_launch<T, 4, true>(a, backward, bytes, stream);
   else
     sa_launch<T, 1, true>(a, backward, bytes, stream);
 }
 
+template <typename T, int DIM>
+static void sa_launch_mma(const sa_args &a, bool backward, void *stream) {
+  const auto kernel = backward ? short_attention_mma_backward_kernel<T, DIM> : short_attention_mma_kernel<T, DIM>;
+  const int threads = static_cast<int>(camox_ceil_div(a.p.length, SA_MMA_ROWS)) * CAMOX_WARP;
+  CAMOX_LAUNCH(kernel, camox_grid(a.items), threads, 0, stream, a);
+}
+
+template <typename T>
+static void sa_launch_half(const sa_args &a, bool backward, void *stream) {
+  constexpr bool on_sm75 = !camox_is_bfloat16<T>::value;
+  if constexpr (camox_may_be_sm80 || on_sm75) {
+    if (a.p.length > SA_MMA_ROWS && a.p.dim <= 64 && sa_fits(&a.p, backward, 8, 2) && (on_sm75 || camox_device_is_sm80())) {
+      if (a.p.dim <= 32)
+        sa_launch_mma<T, 32>(a, backward, stream);
+      else
+        sa_launch_mma<T, 64>(a, backward, stream);
+      return;
+    }
+  }
+  sa_launch_widest<T>(a, backward, stream);
+}
+
 static int sa_run(const camox_short_attention_params *p, bool backward, void *stream) {
   if (p->sequences * p->length * p->heads * p->dim == 0) return cudaSuccess;
+  const sa_args a = sa_args_of(p);
   switch (p->dtype) {
-    case CAMOX_F32: sa_launch_widest<float>(p, backward, stream); break;
-    case CAMOX_BF16: sa_launch_widest<__nv_bfloat16>(p, backward, stream); break;
-    case CAMOX_F16: sa_launch_widest<__half>(p, backward, stream); break;
+    case CAMOX_F32: sa_launch_widest<float>(a, backward, stream); break;
+    case CAMOX_BF16: sa_launch_half<__nv_bfloat16>(a, backward, stream); break;
+    case CAMOX_F16: sa_launch_half<__half>(a, backward, stream); break;
     default: return cudaErrorInvalidValue;
   }
   return camox_launch_status();
