@@ -29,15 +29,23 @@ struct sa_args {
   int row, weights;     /* floats of a token's weights and of an item's, odd so that neighbouring items are in other banks */
 };
 
-__device__ __forceinline__ int64_t sa_offset(const sa_args &a, const camox_view4 &view, int64_t item) {
-  int64_t h;
-  const int64_t s = camox_divide(item, a.p.heads, &h);
-  return s * view.stride[0] + h * view.stride[2];
+/* Sequence and head of an item. */
+struct sa_place {
+  int64_t s, h;
+};
+
+__device__ __forceinline__ sa_place sa_place_of(const sa_args &a, int64_t item) {
+  sa_place place;
+  place.s = camox_divide(item, a.p.heads, &place.h);
+  return place;
 }
 
-__device__ __forceinline__ const uint8_t *sa_padding(const sa_args &a, int64_t item) {
-  int64_t h;
-  return a.p.padding ? a.p.padding + camox_divide(item, a.p.heads, &h) * a.p.padding_stride[0] : nullptr;
+__device__ __forceinline__ int64_t sa_offset(const camox_view4 &view, const sa_place &item) {
+  return item.s * view.stride[0] + item.h * view.stride[2];
+}
+
+__device__ __forceinline__ const uint8_t *sa_padding(const sa_args &a, const sa_place &item) {
+  return a.p.padding ? a.p.padding + item.s * a.p.padding_stride[0] : nullptr;
 }
 
 #include "short_attention_mma.cuh"
@@ -75,7 +83,8 @@ __device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camo
     const int d = i % vectors * V, row_index = i / vectors, item = row_index % items, t = row_index / items;
     float x[V] = {};
     if (d < dim) {
-      const T *const row = static_cast<const T *>(view.data) + sa_offset(a, view, first + item) + t * view.stride[1];
+      const T *const row =
+          static_cast<const T *>(view.data) + sa_offset(view, sa_place_of(a, first + item)) + t * view.stride[1];
       if constexpr (V > 1)
         camox_load_float(x, row + d);
       else
@@ -91,7 +100,7 @@ __device__ __forceinline__ void sa_zero_padded(float *keys, int tensor, const sa
   const int length = static_cast<int>(a.p.length);
   for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
     const int item = token % items, t = token / items;
-    if (__ldg(sa_padding(a, first + item) + t * a.p.padding_stride[1]) == 0) continue;
+    if (__ldg(sa_padding(a, sa_place_of(a, first + item)) + t * a.p.padding_stride[1]) == 0) continue;
     float *const row = keys + item * a.item_size + t * a.pitch;
     for (int d = 0; d < a.pitch; ++d) row[d] = row[tensor + d] = 0.0f;
   }
@@ -105,9 +114,10 @@ __device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const
   if constexpr (STAGED) {
     rows.shared = staged + item * a.item_size;
   } else {
-    rows.global = static_cast<const T *>(view.data) + sa_offset(a, view, first + item);
+    const sa_place place = sa_place_of(a, first + item);
+    rows.global = static_cast<const T *>(view.data) + sa_offset(view, place);
     rows.token = view.stride[1], rows.inner = view.stride[3];
-    rows.padding = keys ? sa_padding(a, first + item) : nullptr, rows.padding_step = a.p.padding_stride[1];
+    rows.padding = keys ? sa_padding(a, place) : nullptr, rows.padding_step = a.p.padding_stride[1];
   }
   return rows;
 }
@@ -136,8 +146,8 @@ __device__ __forceinline__ void sa_dot_products(float *to, const sa_rows<T, STAG
 }
 
 /* Scores -> weights of one token, in place; zeros past the keys. */
-__device__ __forceinline__ void sa_softmax(float *row, const sa_args &a, int64_t s, int keys) {
-  const uint8_t *const padding = a.p.padding ? a.p.padding + s * a.p.padding_stride[0] : nullptr;
+__device__ __forceinline__ void sa_softmax(float *row, const sa_args &a, const sa_place &place, int keys) {
+  const uint8_t *const padding = sa_padding(a, place);
   const int length = static_cast<int>(a.p.length);
   const float scale = static_cast<float>(a.p.scale);
   float largest = -3.402823466e38f, sum = 0.0f;
@@ -179,7 +189,7 @@ template <typename T, int V, bool STAGED>
 __device__ __forceinline__ void sa_combine(const sa_args &a, const camox_view4 &view, int64_t item, int t, const float *weight,
                                            int step, const sa_rows<T, STAGED> &rows) {
   const int length = static_cast<int>(a.p.length);
-  T *const to = static_cast<T *>(view.data) + sa_offset(a, view, item) + t * view.stride[1];
+  T *const to = static_cast<T *>(view.data) + sa_offset(view, sa_place_of(a, item)) + t * view.stride[1];
   for (int first = 0; first < rows.dim; first += SA_CHUNK) {
     float sum[SA_CHUNK / 4][4] = {};
     for (int j = 0; j < length; ++j) {
@@ -246,8 +256,7 @@ __global__ void __launch_bounds__(SA_THREADS, sa_blocks<T, V, STAGED>)
       const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
       const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
       sa_dot_products(row, q, i, k, keys);
-      int64_t h;
-      sa_softmax(row, a, camox_divide(first + item, a.p.heads, &h), keys);
+      sa_softmax(row, a, sa_place_of(a, first + item), keys);
       sa_factors factors = sa_factors_of(a);
       const int64_t index = ((first + item) * length + i) * length;
       if (a.p.seed)
@@ -289,8 +298,7 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
       const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
       sa_dot_products(row, q, i, k, keys);
       sa_dot_products(score_grad, grad, i, v, keys);
-      int64_t h;
-      sa_softmax(row, a, camox_divide(first + item, a.p.heads, &h), keys);
+      sa_softmax(row, a, sa_place_of(a, first + item), keys);
       sa_factors factors = sa_factors_of(a);
       const int64_t index = ((first + item) * length + i) * length;
       const float scale = static_cast<float>(a.p.scale);

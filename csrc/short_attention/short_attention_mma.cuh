@@ -49,7 +49,7 @@ __device__ __forceinline__ unsigned sa_mma_piece_at(unsigned row, unsigned piece
 __device__ __forceinline__ uint64_t sa_mma_first_bits(int count) { return count > 0 ? UINT64_MAX >> (64 - count) : 0; }
 
 /* Bit j: key j exists and is not padded. All lanes of a warp call. */
-__device__ __forceinline__ uint64_t sa_mma_keys(const sa_args &a, int64_t item) {
+__device__ __forceinline__ uint64_t sa_mma_keys(const sa_args &a, const sa_place &item) {
   const int length = static_cast<int>(a.p.length);
   const uint8_t *const padding = sa_padding(a, item);
   if (padding == nullptr) return sa_mma_first_bits(length);
@@ -65,11 +65,11 @@ __device__ __forceinline__ uint64_t sa_mma_keys(const sa_args &a, int64_t item) 
 
 /* The copy of an item's tokens begins; those whose bit is not set become zeros, as a weight of 0 does not silence a NaN. */
 template <typename T, int DIM>
-__device__ __forceinline__ void sa_mma_copy(uint32_t *tile, const sa_args &a, const camox_view4 &view, int64_t item,
+__device__ __forceinline__ void sa_mma_copy(uint32_t *tile, const sa_args &a, const camox_view4 &view, const sa_place &item,
                                             uint64_t tokens) {
   constexpr unsigned pieces = DIM / 8;
   const unsigned piece = threadIdx.x % pieces, dim_pieces = static_cast<unsigned>(a.p.dim) / 8;
-  const T *const from = static_cast<const T *>(view.data) + sa_offset(a, view, item);
+  const T *const from = static_cast<const T *>(view.data) + sa_offset(view, item);
 #pragma unroll
   for (unsigned i = 0; i < SA_MMA_ROWS * pieces / CAMOX_WARP; ++i) {
     const unsigned row = (threadIdx.x + i * blockDim.x) / pieces;
@@ -168,11 +168,11 @@ __device__ __forceinline__ void sa_mma_transpose(uint32_t (&words)[4]) {
 /* Rows from `row` on of an item's output: sums times the factor of the lane's two rows. The lanes of a row exchange their pairs,
    so that each has 16 bytes to store. */
 template <typename T, int DIM>
-__device__ __forceinline__ void sa_mma_put(const sa_args &a, const camox_view4 &view, int64_t item, unsigned row,
+__device__ __forceinline__ void sa_mma_put(const sa_args &a, const camox_view4 &view, const sa_place &item, unsigned row,
                                            sa_mma_sums<DIM> &sums, const float (&factor)[2]) {
   const unsigned lane = threadIdx.x % CAMOX_WARP, length = static_cast<unsigned>(a.p.length);
   const unsigned dim_pieces = static_cast<unsigned>(a.p.dim) / 8;
-  T *const to = static_cast<T *>(view.data) + sa_offset(a, view, item);
+  T *const to = static_cast<T *>(view.data) + sa_offset(view, item);
 #ifdef CAMOX_BREAK_SHORT_ATTENTION
   sums[0][0] += 1e-3f;
 #endif
@@ -255,27 +255,34 @@ __device__ __forceinline__ void sa_mma_softmax(sa_mma_scores &scores, float (&in
   for (int half = 0; half < 2; ++half) {
     float largest = -3.402823466e38f, sum = 0.0f;
 #pragma unroll
-    for (int n = 0; n < SA_MMA_TILES; ++n) {
+    for (int n = 0; n < SA_MMA_TILES; n += 2) {
       if (n >= tiles) continue;
 #pragma unroll
-      for (int e = half * 2; e < half * 2 + 2; ++e) {
-        scores[n][e] = sa_mma_has(masks.seen, n, e) ? scores[n][e] * scale : -INFINITY;
-        largest = fmaxf(largest, scores[n][e]);
+      for (int i = 0; i < 4; ++i) {
+        float &score = scores[n + i / 2][half * 2 + i % 2];
+        score = sa_mma_has(masks.seen, n + i / 2, half * 2 + i % 2) ? score * scale : -INFINITY;
+        largest = fmaxf(largest, score);
       }
     }
     largest = camox_team_max(largest, 4);
 #pragma unroll
-    for (int n = 0; n < SA_MMA_TILES; ++n) {
+    for (int n = 0; n < SA_MMA_TILES; n += 2) {
       if (n >= tiles) continue;
 #pragma unroll
-      for (int e = half * 2; e < half * 2 + 2; ++e) {
-        scores[n][e] = camox_exp2(scores[n][e] - largest);
-        sum += scores[n][e];
+      for (int i = 0; i < 4; ++i) {
+        float &score = scores[n + i / 2][half * 2 + i % 2];
+        score = camox_exp2(score - largest);
+        sum += score;
       }
     }
     sum = camox_team_sum(sum, 4);
     inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
   }
+}
+
+/* Of the block; from one lane, as nvcc would take branches on it for those of each lane, and guard every shuffle after them. */
+__device__ __forceinline__ unsigned sa_mma_warp(void) {
+  return __shfl_sync(CAMOX_FULL_MASK, threadIdx.x / CAMOX_WARP, 0);
 }
 
 /* Tiles of keys that the warp's queries see. */
@@ -286,17 +293,18 @@ __device__ __forceinline__ int sa_mma_tiles_of(const sa_args &a, unsigned warp) 
 /* ---- kernels ---- */
 
 template <typename T, int DIM>
-__global__ void __launch_bounds__(SA_MMA_THREADS) short_attention_mma_kernel(const __grid_constant__ sa_args a) {
+__global__ void __launch_bounds__(SA_MMA_THREADS, 5) short_attention_mma_kernel(const __grid_constant__ sa_args a) {
   if constexpr (camox_on_tensor_cores<T>) {
     __shared__ __align__(16) uint32_t q[sa_mma_words<DIM>], k[sa_mma_words<DIM>], v[sa_mma_words<DIM>];
-    const unsigned warp = threadIdx.x / CAMOX_WARP, row = warp * SA_MMA_ROWS;
+    const unsigned warp = sa_mma_warp(), row = warp * SA_MMA_ROWS;
     const int tiles = sa_mma_tiles_of(a, warp);
     for (int64_t item = blockIdx.x; item < a.items; item += gridDim.x) {
-      const uint64_t keys = sa_mma_keys(a, item);
+      const sa_place place = sa_place_of(a, item);
+      const uint64_t keys = sa_mma_keys(a, place);
       __syncthreads(); /* the item before is no longer read */
-      sa_mma_copy<T, DIM>(q, a, a.p.q, item, sa_mma_first_bits(static_cast<int>(a.p.length)));
-      sa_mma_copy<T, DIM>(k, a, a.p.k, item, keys);
-      sa_mma_copy<T, DIM>(v, a, a.p.v, item, keys);
+      sa_mma_copy<T, DIM>(q, a, a.p.q, place, sa_mma_first_bits(static_cast<int>(a.p.length)));
+      sa_mma_copy<T, DIM>(k, a, a.p.k, place, keys);
+      sa_mma_copy<T, DIM>(v, a, a.p.v, place, keys);
       camox_cp_async_commit();
       const sa_mma_masks masks = sa_mma_masks_of(a, item, keys, row, tiles);
       camox_cp_async_wait<0>();
@@ -320,7 +328,7 @@ __global__ void __launch_bounds__(SA_MMA_THREADS) short_attention_mma_kernel(con
         sa_mma_add<T, DIM>(out, factors, v, n * 8);
       }
       const float factor[2] = {inverse[0] * a.kept, inverse[1] * a.kept};
-      sa_mma_put<T, DIM>(a, a.p.out, item, row, out, factor);
+      sa_mma_put<T, DIM>(a, a.p.out, place, row, out, factor);
     }
   }
 }
@@ -330,16 +338,17 @@ __global__ void __launch_bounds__(SA_MMA_THREADS) short_attention_mma_backward_k
   if constexpr (camox_on_tensor_cores<T>) {
     __shared__ __align__(16) uint32_t q[sa_mma_words<DIM>], k[sa_mma_words<DIM>], v[sa_mma_words<DIM>], grad[sa_mma_words<DIM>];
     __shared__ __align__(16) uint32_t weights[sa_mma_words<SA_MMA_TOKENS>], score_grads[sa_mma_words<SA_MMA_TOKENS>];
-    const unsigned lane = threadIdx.x % CAMOX_WARP, warp = threadIdx.x / CAMOX_WARP, row = warp * SA_MMA_ROWS;
+    const unsigned lane = threadIdx.x % CAMOX_WARP, warp = sa_mma_warp(), row = warp * SA_MMA_ROWS;
     const int tiles = sa_mma_tiles_of(a, warp);
     const float scale = static_cast<float>(a.p.scale);
     for (int64_t item = blockIdx.x; item < a.items; item += gridDim.x) {
-      const uint64_t keys = sa_mma_keys(a, item), tokens = sa_mma_first_bits(static_cast<int>(a.p.length));
+      const sa_place place = sa_place_of(a, item);
+      const uint64_t keys = sa_mma_keys(a, place), tokens = sa_mma_first_bits(static_cast<int>(a.p.length));
       __syncthreads(); /* the item before is no longer read */
-      sa_mma_copy<T, DIM>(q, a, a.p.q, item, tokens);
-      sa_mma_copy<T, DIM>(k, a, a.p.k, item, keys);
-      sa_mma_copy<T, DIM>(v, a, a.p.v, item, keys);
-      sa_mma_copy<T, DIM>(grad, a, a.p.grad, item, tokens);
+      sa_mma_copy<T, DIM>(q, a, a.p.q, place, tokens);
+      sa_mma_copy<T, DIM>(k, a, a.p.k, place, keys);
+      sa_mma_copy<T, DIM>(v, a, a.p.v, place, keys);
+      sa_mma_copy<T, DIM>(grad, a, a.p.grad, place, tokens);
       camox_cp_async_commit();
       const sa_mma_masks masks = sa_mma_masks_of(a, item, keys, row, tiles);
       camox_cp_async_wait<0>();
@@ -351,13 +360,15 @@ __global__ void __launch_bounds__(SA_MMA_THREADS) short_attention_mma_backward_k
       sa_mma_softmax(w, inverse, a, masks, tiles);
       sa_mma_multiply<T, DIM>(dw, grad, v, row, tiles);
 #pragma unroll
-      for (int n = 0; n < SA_MMA_TILES; ++n) {
+      for (int n = 0; n < SA_MMA_TILES; n += 2) {
         if (n >= tiles) continue;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          w[n][e] *= inverse[e / 2];
-          dw[n][e] = sa_mma_has(masks.kept, n, e) ? dw[n][e] * a.kept : 0.0f;
-          mean[e / 2] = fmaf(w[n][e], dw[n][e], mean[e / 2]);
+        for (int i = 0; i < 8; ++i) {
+          const int half = i % 4 / 2;
+          float &weight = w[n + i / 4][i % 4], &weight_grad = dw[n + i / 4][i % 4];
+          weight *= inverse[half];
+          weight_grad = sa_mma_has(masks.kept, n + i / 4, i % 4) ? weight_grad * a.kept : 0.0f;
+          mean[half] = fmaf(weight, weight_grad, mean[half]);
         }
       }
       mean[0] = camox_team_sum(mean[0], 4), mean[1] = camox_team_sum(mean[1], 4);
@@ -381,7 +392,7 @@ __global__ void __launch_bounds__(SA_MMA_THREADS) short_attention_mma_backward_k
         sa_mma_add<T, DIM>(sums, pairs, k, n * 8);
       }
       const float scales[2] = {scale, scale}, kept[2] = {a.kept, a.kept};
-      sa_mma_put<T, DIM>(a, a.p.grad_q, item, row, sums, scales);
+      sa_mma_put<T, DIM>(a, a.p.grad_q, place, row, sums, scales);
       __syncthreads();
 
       sa_mma_sums<DIM> grad_v;
@@ -395,8 +406,8 @@ __global__ void __launch_bounds__(SA_MMA_THREADS) short_attention_mma_backward_k
         camox_ldmatrix_x4<true>(factors, weights + at);
         sa_mma_add<T, DIM>(grad_v, factors, grad, query);
       }
-      sa_mma_put<T, DIM>(a, a.p.grad_k, item, row, sums, scales);
-      sa_mma_put<T, DIM>(a, a.p.grad_v, item, row, grad_v, kept);
+      sa_mma_put<T, DIM>(a, a.p.grad_k, place, row, sums, scales);
+      sa_mma_put<T, DIM>(a, a.p.grad_v, place, row, grad_v, kept);
     }
   }
 }
