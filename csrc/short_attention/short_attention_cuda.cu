@@ -75,34 +75,34 @@ struct sa_rows {
   }
 };
 
-/* A view's tokens of the block's items -> shared memory, V elements an access. */
-template <typename T, int V>
-__device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camox_view4 &view, int64_t first, int items) {
+/* The tokens of the block's items -> shared memory, V elements an access: q, k, v and in the backward grad, each a.group items.
+   Keys and values of padded tokens become zeros: a weight of 0 does not silence a NaN. */
+template <typename T, int V, bool BACKWARD>
+__device__ __forceinline__ void sa_stage(float *to, const sa_args &a, int64_t first, int items) {
+  const camox_view4 *const views[] = {&a.p.q, &a.p.k, &a.p.v, &a.p.grad};
   const int length = static_cast<int>(a.p.length), dim = static_cast<int>(a.p.dim), vectors = a.pitch / V;
   for (int i = static_cast<int>(threadIdx.x); i < vectors * items * length; i += SA_THREADS) {
     const int d = i % vectors * V, row_index = i / vectors, item = row_index % items, t = row_index / items;
-    float x[V] = {};
-    if (d < dim) {
-      const T *const row =
-          static_cast<const T *>(view.data) + sa_offset(view, sa_place_of(a, first + item)) + t * view.stride[1];
-      if constexpr (V > 1)
-        camox_load_float(x, row + d);
-      else
-        x[0] = camox_to_float(__ldg(row + d * view.stride[3]));
+    const sa_place place = sa_place_of(a, first + item);
+    const uint8_t *const padding = sa_padding(a, place);
+    const bool padded = padding != nullptr && __ldg(padding + t * a.p.padding_stride[1]) != 0;
+#pragma unroll
+    for (int k = 0; k < (BACKWARD ? 4 : 3); ++k) {
+      const camox_view4 &view = *views[k];
+      float x[V] = {};
+      if (d < dim) {
+        const T *const row = static_cast<const T *>(view.data) + sa_offset(view, place) + t * view.stride[1];
+        if constexpr (V > 1)
+          camox_load_float(x, row + d);
+        else
+          x[0] = camox_to_float(__ldg(row + d * view.stride[3]));
+      }
+      if (padded && (k == 1 || k == 2)) {
+#pragma unroll
+        for (int c = 0; c < V; ++c) x[c] = 0.0f;
+      }
+      camox_put_floats(to + (k * a.group + item) * a.item_size + t * a.pitch + d, x);
     }
-    camox_put_floats(to + item * a.item_size + t * a.pitch + d, x);
-  }
-}
-
-/* Zeros for the staged keys and values of padded tokens: a weight of 0 does not silence a NaN. The values lie `tensor` floats
-   after the keys. */
-__device__ __forceinline__ void sa_zero_padded(float *keys, int tensor, const sa_args &a, int64_t first, int items) {
-  const int length = static_cast<int>(a.p.length);
-  for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
-    const int item = token % items, t = token / items;
-    if (__ldg(sa_padding(a, sa_place_of(a, first + item)) + t * a.p.padding_stride[1]) == 0) continue;
-    float *const row = keys + item * a.item_size + t * a.pitch;
-    for (int d = 0; d < a.pitch; ++d) row[d] = row[tensor + d] = 0.0f;
   }
 }
 
@@ -240,14 +240,8 @@ __global__ void __launch_bounds__(SA_THREADS, sa_blocks<T, V, STAGED>)
     const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
     if constexpr (STAGED) {
       __syncthreads();
-      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
-      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
-      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
+      sa_stage<T, V, false>(shared, a, first, items);
       __syncthreads();
-      if (a.p.padding) {
-        sa_zero_padded(staged_k, tensor, a, first, items);
-        __syncthreads();
-      }
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
@@ -278,15 +272,8 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
     const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
     __syncthreads();
     if constexpr (STAGED) {
-      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
-      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
-      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
-      sa_stage<T, V>(staged_grad, a, a.p.grad, first, items);
+      sa_stage<T, V, true>(shared, a, first, items);
       __syncthreads();
-      if (a.p.padding) {
-        sa_zero_padded(staged_k, tensor, a, first, items);
-        __syncthreads();
-      }
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
@@ -303,13 +290,16 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
       const int64_t index = ((first + item) * length + i) * length;
       const float scale = static_cast<float>(a.p.scale);
       float mean = 0.0f;
+      uint64_t kept = 0; /* bit j: weight j is */
       for (int j = 0; j < keys; ++j) {
-        score_grad[j] *= factors.at(a, index + j);
+        const float factor = factors.at(a, index + j);
+        kept |= static_cast<uint64_t>(factor != 0.0f) << j;
+        score_grad[j] *= factor;
         mean = fmaf(row[j], score_grad[j], mean);
       }
       for (int j = 0; j < length; ++j) {
         score_grad[j] = j < keys ? row[j] * (score_grad[j] - mean) * scale : 0.0f;
-        row[j] = j < keys ? row[j] * factors.at(a, index + j) : 0.0f;
+        row[j] = kept >> j & 1 ? row[j] * a.kept : 0.0f;
       }
       sa_combine<T, V>(a, a.p.grad_q, first + item, i, score_grad, 1, k);
     }
