@@ -222,15 +222,12 @@ __device__ __forceinline__ void sa_combine(const sa_args &a, const camox_view4 &
   }
 }
 
-/* Blocks of a multiprocessor, 0: as nvcc finds them. On sm_75 it would have eight of staged float16, and spill. */
-template <typename T, int V, bool STAGED>
-static constexpr int sa_blocks = CAMOX_CUDA_ARCH == 750 && STAGED && V > 1 && sizeof(T) == 2 && !camox_is_bfloat16<T>::value
-                                     ? 5
-                                     : 0;
+/* Blocks of a multiprocessor, 0: as nvcc finds them. On sm_75 it would have seven or eight, and spill. */
+template <bool STAGED>
+static constexpr int sa_blocks = CAMOX_CUDA_ARCH == 750 && STAGED ? 5 : 0;
 
 template <typename T, int V, bool STAGED>
-__global__ void __launch_bounds__(SA_THREADS, sa_blocks<T, V, STAGED>)
-    short_attention_kernel(const __grid_constant__ sa_args a) {
+__global__ void __launch_bounds__(SA_THREADS, sa_blocks<STAGED>) short_attention_kernel(const __grid_constant__ sa_args a) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int length = static_cast<int>(a.p.length), tensor = STAGED ? a.group * a.item_size : 0;
   float *const staged_q = shared, *const staged_k = shared + tensor, *const staged_v = shared + 2 * tensor;
@@ -261,7 +258,8 @@ __global__ void __launch_bounds__(SA_THREADS, sa_blocks<T, V, STAGED>)
 }
 
 template <typename T, int V, bool STAGED>
-__global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(const __grid_constant__ sa_args a) {
+__global__ void __launch_bounds__(SA_THREADS, sa_blocks<STAGED>)
+    short_attention_backward_kernel(const __grid_constant__ sa_args a) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int length = static_cast<int>(a.p.length), tensor = STAGED ? a.group * a.item_size : 0;
   float *const staged_q = shared, *const staged_k = shared + tensor, *const staged_v = shared + 2 * tensor;
