@@ -79,6 +79,7 @@ struct sa_rows {
    Keys and values of padded tokens become zeros: a weight of 0 does not silence a NaN. */
 template <typename T, int V, bool BACKWARD>
 __device__ __forceinline__ void sa_stage(float *to, const sa_args &a, int64_t first, int items) {
+  constexpr int tensors = BACKWARD ? 4 : 3;
   const camox_view4 *const views[] = {&a.p.q, &a.p.k, &a.p.v, &a.p.grad};
   const int length = static_cast<int>(a.p.length), dim = static_cast<int>(a.p.dim), vectors = a.pitch / V;
   for (int i = static_cast<int>(threadIdx.x); i < vectors * items * length; i += SA_THREADS) {
@@ -86,22 +87,22 @@ __device__ __forceinline__ void sa_stage(float *to, const sa_args &a, int64_t fi
     const sa_place place = sa_place_of(a, first + item);
     const uint8_t *const padding = sa_padding(a, place);
     const bool padded = padding != nullptr && __ldg(padding + t * a.p.padding_stride[1]) != 0;
+    const int column = d < dim ? d : 0;
+    T x[tensors][V];
+    /* no branch between the loads, so that all are under way at once */
 #pragma unroll
-    for (int k = 0; k < (BACKWARD ? 4 : 3); ++k) {
+    for (int k = 0; k < tensors; ++k) {
       const camox_view4 &view = *views[k];
-      float x[V] = {};
-      if (d < dim) {
-        const T *const row = static_cast<const T *>(view.data) + sa_offset(view, place) + t * view.stride[1];
-        if constexpr (V > 1)
-          camox_load_float(x, row + d);
-        else
-          x[0] = camox_to_float(__ldg(row + d * view.stride[3]));
-      }
-      if (padded && (k == 1 || k == 2)) {
+      camox_load(x[k], static_cast<const T *>(view.data) + sa_offset(view, place) + t * view.stride[1] +
+                           (V > 1 ? column : column * view.stride[3]));
+    }
 #pragma unroll
-        for (int c = 0; c < V; ++c) x[c] = 0.0f;
-      }
-      camox_put_floats(to + (k * a.group + item) * a.item_size + t * a.pitch + d, x);
+    for (int k = 0; k < tensors; ++k) {
+      const bool exists = d < dim && !(padded && (k == 1 || k == 2));
+      float values[V];
+#pragma unroll
+      for (int c = 0; c < V; ++c) values[c] = exists ? camox_to_float(x[k][c]) : 0.0f;
+      camox_put_floats(to + (k * a.group + item) * a.item_size + t * a.pitch + d, values);
     }
   }
 }
