@@ -281,9 +281,7 @@ __device__ __forceinline__ void sa_mma_softmax(sa_mma_scores &scores, float (&in
 }
 
 /* Of the block; from one lane, as nvcc would take branches on it for those of each lane, and guard every shuffle after them. */
-__device__ __forceinline__ unsigned sa_mma_warp(void) {
-  return __shfl_sync(CAMOX_FULL_MASK, threadIdx.x / CAMOX_WARP, 0);
-}
+__device__ __forceinline__ unsigned sa_mma_warp(void) { return __shfl_sync(CAMOX_FULL_MASK, threadIdx.x / CAMOX_WARP, 0); }
 
 /* Tiles of keys that the warp's queries see. */
 __device__ __forceinline__ int sa_mma_tiles_of(const sa_args &a, unsigned warp) {
