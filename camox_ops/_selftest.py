@@ -46,7 +46,7 @@ class Op(NamedTuple):
     channel under a norm, a single key of an attention.
     half_slack: how far, as a share of the largest element, half precision may be from one rounding of our own float32
     result on CUDA: more where exp is ex2.approx there (linear_attention); None where tensor cores round the factors of
-    products to half precision, which leaves nothing to compare (bdh_attention)."""
+    products to half precision, which leaves nothing to compare (bdh_attention, longer short_attention)."""
 
     name: str
     ours: Callable
@@ -160,18 +160,28 @@ def packed_heads(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tens
     return (torch.stack(heads(shape, dtype), 1),)
 
 
-def attention_with_padding(q, k, v, function) -> torch.Tensor:
+def attention_with_padding(q, k, v, function, causal=False) -> torch.Tensor:
     """(S, T, H, D) with dropout; every third key of every second sequence is padding."""
     # Made on q's device: a CUDA graph cannot capture a copy from the host.
     sequences, tokens = (torch.arange(size, device=q.device) for size in q.shape[:2])
     padding = sequences[:, None] % 2 * (tokens % 3) == 1
-    return function(q, k, v, padding, seed_on(q.device), False, 0.5, 0.25)
+    return function(q, k, v, padding, seed_on(q.device), causal, 0.5, 0.25)
 
 
 def attention_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q, k and v of sequences of six tokens and heads of twelve."""
-    sequences = max(2, torch.Size(shape).numel() // (6 * 4 * 12))
-    return tuple(image((sequences, 6, 3, 4, 12), dtype)[0].unbind(2))
+    return projection(shape, dtype, 6, 4, 12)
+
+
+def long_attention_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The same of 41 tokens and heads of 32: on CUDA half types are multiplied by tensor cores."""
+    return projection(shape, dtype, 41, 2, 32)
+
+
+def projection(shape, dtype, tokens: int, heads: int, columns: int) -> tuple[torch.Tensor, ...]:
+    """q, k and v of as many sequences as have about the elements of this shape each, two at least."""
+    sequences = max(2, torch.Size(shape).numel() // (tokens * heads * columns))
+    return tuple(image((sequences, tokens, 3, heads, columns), dtype)[0].unbind(2))
 
 
 def rows_and_classes(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -398,6 +408,14 @@ OPS = (
         attention_inputs,
         stock_attention,
         offset=False,
+    ),
+    Op(
+        "short_attention causal",
+        lambda q, k, v: attention_with_padding(q, k, v, torch.ops.camox_ops.short_attention, causal=True),
+        lambda q, k, v: attention_with_padding(q, k, v, reference.short_attention, causal=True),
+        long_attention_inputs,
+        offset=False,
+        half_slack=None,
     ),
     Op(
         "sparse_gate",

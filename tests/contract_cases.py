@@ -549,6 +549,7 @@ short_attention = Case(
     large=((300, 6, 8, 12), (40, 20, 3, 20)),
     empty=((0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)),
     beyond=((3, 4, 2, 8), 0),
+    near_in_layouts_on_cuda=True,
     sums=(0, 1, 2, 3),
     cast=3,
     keeps="last innermost",

@@ -632,6 +632,7 @@ def test_shapes_of_their_own():
     assert measured >= {
         ("linear_attention_sum", (16, 8, 7744, 32), "bfloat16"),
         ("short_attention", (6400, 6, 8, 12), "bfloat16"),
+        ("short_attention_causal", (32, 64, 96, 32), "bfloat16"),
         ("moe_route", (16384, 64), "float32"),
         ("moe_dispatch", (32, 48, 56, 56), "float32"),
         ("moe_combine", (32, 48, 56, 56), "bfloat16"),
@@ -665,7 +666,7 @@ def test_benchmarks_of_their_own_shapes_run(name, monkeypatch):
         assert measured["floor_bytes"] > 0 or "step" in entry["directions"] or entry["group"] == "moe_layer"
     outcomes = gpu_record.targets(whole_record(entry))
     assert [one for one in outcomes if one["name"].startswith(f"{entry['group']}/")] or name.startswith(
-        ("bench_bdh", "bench_linear")
+        ("bench_bdh", "bench_linear", "bench_short_attention.make_case_causal")
     )
 
 

@@ -5,7 +5,8 @@
      weight[i]   = softmax(score[i]), zeros for an i without a key
      out[i]      = sum_j drop(weight[i][j]) v[j]
    keep      of weight (s,h,i,j): element ((s H + h) T + i) T + j of a dropout mask of common/philox.h, kept ones scaled
-   dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store.
+   dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store; on CUDA's tensor
+             cores (short_attention_mma.cuh) also of weights and d, which second products take in the half type.
    backward  the scores and the mask are computed again: it reads q, k, v and grad. With w = weight, m = keep * its scale,
              e[i][j] = m grad[i].v[j] and d = w (e - sum_j w e): grad_q = scale d k, grad_k = scale d^T q, grad_v = (w m)^T grad
    saved     q, k, v, the padding and the seed. Not out, nor the rows' log-sums: at this length they cost more to read than

@@ -1,8 +1,9 @@
-/* short_attention on CUDA: a block has some consecutive (s,h), its items, and a thread one token of an item. Neighbours in a
-   warp are neighbouring items, whose heads lie side by side in memory.
+/* short_attention on CUDA. Longer sequences of half types are those of short_attention_mma.cuh; here, for all others, a block has
+   some consecutive (s,h), its items, and a thread one token of an item. Neighbours in a warp are neighbouring items, whose heads
+   lie side by side in memory.
 
-     shared memory, floats:  | q [items][T][pitch] | k | v | (grad) | weights [items][T*T, odd] | (score_grads) |
-                               staged with 16 B loads where they fit in 48 KB, else read where they lie
+     shared memory, floats:  | q [items][T][pitch] | k | v | (grad) | weights [items][T][row] | (score_grads) |
+                               staged with 16 B loads where an item fits, else read where they lie
      forward, a thread:      row i of weights = softmax(q_i k^T), then out_i = row v, SA_CHUNK columns in registers at a time
      backward, a thread:     rows i of weights and score_grads, then grad_q_i; barrier;
                              columns j of both: grad_k_j and grad_v_j over the tokens that attend to j
@@ -14,6 +15,7 @@
 
 #define SA_THREADS 128
 #define SA_SHARED (48 << 10) /* bytes a block has without asking for more */
+#define SA_NEIGHBOURS 8      /* threads whose accesses of 16 bytes are one of all banks */
 #define SA_CHUNK 16
 #define SA_KEYS 4 /* scores of a thread at a time */
 
@@ -24,8 +26,29 @@ struct sa_args {
   int64_t items, groups;
   int group;            /* items of a block */
   int pitch, item_size; /* floats of a staged row and of a staged item */
-  int weights;          /* floats of an item's weights, odd so that neighbouring items are in other banks */
+  int row, weights;     /* floats of a token's weights and of an item's, odd so that neighbouring items are in other banks */
 };
+
+/* Sequence and head of an item. */
+struct sa_place {
+  int64_t s, h;
+};
+
+__device__ __forceinline__ sa_place sa_place_of(const sa_args &a, int64_t item) {
+  sa_place place;
+  place.s = camox_divide(item, a.p.heads, &place.h);
+  return place;
+}
+
+__device__ __forceinline__ int64_t sa_offset(const camox_view4 &view, const sa_place &item) {
+  return item.s * view.stride[0] + item.h * view.stride[2];
+}
+
+__device__ __forceinline__ const uint8_t *sa_padding(const sa_args &a, const sa_place &item) {
+  return a.p.padding ? a.p.padding + item.s * a.p.padding_stride[0] : nullptr;
+}
+
+#include "short_attention_mma.cuh"
 
 /* The rows of one item of one tensor. */
 template <typename T, bool STAGED>
@@ -52,44 +75,35 @@ struct sa_rows {
   }
 };
 
-__device__ __forceinline__ int64_t sa_offset(const sa_args &a, const camox_view4 &view, int64_t item) {
-  int64_t h;
-  const int64_t s = camox_divide(item, a.p.heads, &h);
-  return s * view.stride[0] + h * view.stride[2];
-}
-
-__device__ __forceinline__ const uint8_t *sa_padding(const sa_args &a, int64_t item) {
-  int64_t h;
-  return a.p.padding ? a.p.padding + camox_divide(item, a.p.heads, &h) * a.p.padding_stride[0] : nullptr;
-}
-
-/* A view's tokens of the block's items -> shared memory, V elements an access. */
-template <typename T, int V>
-__device__ __forceinline__ void sa_stage(float *to, const sa_args &a, const camox_view4 &view, int64_t first, int items) {
+/* The tokens of the block's items -> shared memory, V elements an access: q, k, v and in the backward grad, each a.group items.
+   Keys and values of padded tokens become zeros: a weight of 0 does not silence a NaN. */
+template <typename T, int V, bool BACKWARD>
+__device__ __forceinline__ void sa_stage(float *to, const sa_args &a, int64_t first, int items) {
+  constexpr int tensors = BACKWARD ? 4 : 3;
+  const camox_view4 *const views[] = {&a.p.q, &a.p.k, &a.p.v, &a.p.grad};
   const int length = static_cast<int>(a.p.length), dim = static_cast<int>(a.p.dim), vectors = a.pitch / V;
   for (int i = static_cast<int>(threadIdx.x); i < vectors * items * length; i += SA_THREADS) {
     const int d = i % vectors * V, row_index = i / vectors, item = row_index % items, t = row_index / items;
-    float x[V] = {};
-    if (d < dim) {
-      const T *const row = static_cast<const T *>(view.data) + sa_offset(a, view, first + item) + t * view.stride[1];
-      if constexpr (V > 1)
-        camox_load_float(x, row + d);
-      else
-        x[0] = camox_to_float(__ldg(row + d * view.stride[3]));
+    const sa_place place = sa_place_of(a, first + item);
+    const uint8_t *const padding = sa_padding(a, place);
+    const bool padded = padding != nullptr && __ldg(padding + t * a.p.padding_stride[1]) != 0;
+    const int column = d < dim ? d : 0;
+    T x[tensors][V];
+    /* no branch between the loads, so that all are under way at once */
+#pragma unroll
+    for (int k = 0; k < tensors; ++k) {
+      const camox_view4 &view = *views[k];
+      camox_load(x[k], static_cast<const T *>(view.data) + sa_offset(view, place) + t * view.stride[1] +
+                           (V > 1 ? column : column * view.stride[3]));
     }
-    camox_put_floats(to + item * a.item_size + t * a.pitch + d, x);
-  }
-}
-
-/* Zeros for the staged keys and values of padded tokens: a weight of 0 does not silence a NaN. The values lie `tensor` floats
-   after the keys. */
-__device__ __forceinline__ void sa_zero_padded(float *keys, int tensor, const sa_args &a, int64_t first, int items) {
-  const int length = static_cast<int>(a.p.length);
-  for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
-    const int item = token % items, t = token / items;
-    if (__ldg(sa_padding(a, first + item) + t * a.p.padding_stride[1]) == 0) continue;
-    float *const row = keys + item * a.item_size + t * a.pitch;
-    for (int d = 0; d < a.pitch; ++d) row[d] = row[tensor + d] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < tensors; ++k) {
+      const bool exists = d < dim && !(padded && (k == 1 || k == 2));
+      float values[V];
+#pragma unroll
+      for (int c = 0; c < V; ++c) values[c] = exists ? camox_to_float(x[k][c]) : 0.0f;
+      camox_put_floats(to + (k * a.group + item) * a.item_size + t * a.pitch + d, values);
+    }
   }
 }
 
@@ -101,9 +115,10 @@ __device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const
   if constexpr (STAGED) {
     rows.shared = staged + item * a.item_size;
   } else {
-    rows.global = static_cast<const T *>(view.data) + sa_offset(a, view, first + item);
+    const sa_place place = sa_place_of(a, first + item);
+    rows.global = static_cast<const T *>(view.data) + sa_offset(view, place);
     rows.token = view.stride[1], rows.inner = view.stride[3];
-    rows.padding = keys ? sa_padding(a, first + item) : nullptr, rows.padding_step = a.p.padding_stride[1];
+    rows.padding = keys ? sa_padding(a, place) : nullptr, rows.padding_step = a.p.padding_stride[1];
   }
   return rows;
 }
@@ -132,8 +147,8 @@ __device__ __forceinline__ void sa_dot_products(float *to, const sa_rows<T, STAG
 }
 
 /* Scores -> weights of one token, in place; zeros past the keys. */
-__device__ __forceinline__ void sa_softmax(float *row, const sa_args &a, int64_t s, int keys) {
-  const uint8_t *const padding = a.p.padding ? a.p.padding + s * a.p.padding_stride[0] : nullptr;
+__device__ __forceinline__ void sa_softmax(float *row, const sa_args &a, const sa_place &place, int keys) {
+  const uint8_t *const padding = sa_padding(a, place);
   const int length = static_cast<int>(a.p.length);
   const float scale = static_cast<float>(a.p.scale);
   float largest = -3.402823466e38f, sum = 0.0f;
@@ -175,7 +190,7 @@ template <typename T, int V, bool STAGED>
 __device__ __forceinline__ void sa_combine(const sa_args &a, const camox_view4 &view, int64_t item, int t, const float *weight,
                                            int step, const sa_rows<T, STAGED> &rows) {
   const int length = static_cast<int>(a.p.length);
-  T *const to = static_cast<T *>(view.data) + sa_offset(a, view, item) + t * view.stride[1];
+  T *const to = static_cast<T *>(view.data) + sa_offset(view, sa_place_of(a, item)) + t * view.stride[1];
   for (int first = 0; first < rows.dim; first += SA_CHUNK) {
     float sum[SA_CHUNK / 4][4] = {};
     for (int j = 0; j < length; ++j) {
@@ -208,15 +223,12 @@ __device__ __forceinline__ void sa_combine(const sa_args &a, const camox_view4 &
   }
 }
 
-/* Blocks of a multiprocessor, 0: as nvcc finds them. On sm_75 it would have eight of staged float16, and spill. */
-template <typename T, int V, bool STAGED>
-static constexpr int sa_blocks = CAMOX_CUDA_ARCH == 750 && STAGED && V > 1 && sizeof(T) == 2 && !camox_is_bfloat16<T>::value
-                                     ? 5
-                                     : 0;
+/* Blocks of a multiprocessor, 0: as nvcc finds them. On sm_75 it would have seven or eight, and spill. */
+template <bool STAGED>
+static constexpr int sa_blocks = CAMOX_CUDA_ARCH == 750 && STAGED ? 5 : 0;
 
 template <typename T, int V, bool STAGED>
-__global__ void __launch_bounds__(SA_THREADS, sa_blocks<T, V, STAGED>)
-    short_attention_kernel(const __grid_constant__ sa_args a) {
+__global__ void __launch_bounds__(SA_THREADS, sa_blocks<STAGED>) short_attention_kernel(const __grid_constant__ sa_args a) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int length = static_cast<int>(a.p.length), tensor = STAGED ? a.group * a.item_size : 0;
   float *const staged_q = shared, *const staged_k = shared + tensor, *const staged_v = shared + 2 * tensor;
@@ -226,24 +238,17 @@ __global__ void __launch_bounds__(SA_THREADS, sa_blocks<T, V, STAGED>)
     const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
     if constexpr (STAGED) {
       __syncthreads();
-      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
-      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
-      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
+      sa_stage<T, V, false>(shared, a, first, items);
       __syncthreads();
-      if (a.p.padding) {
-        sa_zero_padded(staged_k, tensor, a, first, items);
-        __syncthreads();
-      }
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
-      float *const row = weights + item * a.weights + i * length;
+      float *const row = weights + item * a.weights + i * a.row;
       const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
       const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
       const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
       sa_dot_products(row, q, i, k, keys);
-      int64_t h;
-      sa_softmax(row, a, camox_divide(first + item, a.p.heads, &h), keys);
+      sa_softmax(row, a, sa_place_of(a, first + item), keys);
       sa_factors factors = sa_factors_of(a);
       const int64_t index = ((first + item) * length + i) * length;
       if (a.p.seed)
@@ -254,7 +259,8 @@ __global__ void __launch_bounds__(SA_THREADS, sa_blocks<T, V, STAGED>)
 }
 
 template <typename T, int V, bool STAGED>
-__global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(const __grid_constant__ sa_args a) {
+__global__ void __launch_bounds__(SA_THREADS, sa_blocks<STAGED>)
+    short_attention_backward_kernel(const __grid_constant__ sa_args a) {
   CAMOX_DYNAMIC_SHARED(float, shared);
   const int length = static_cast<int>(a.p.length), tensor = STAGED ? a.group * a.item_size : 0;
   float *const staged_q = shared, *const staged_k = shared + tensor, *const staged_v = shared + 2 * tensor;
@@ -265,39 +271,34 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
     const int items = static_cast<int>(min(static_cast<int64_t>(a.group), a.items - first));
     __syncthreads();
     if constexpr (STAGED) {
-      sa_stage<T, V>(staged_q, a, a.p.q, first, items);
-      sa_stage<T, V>(staged_k, a, a.p.k, first, items);
-      sa_stage<T, V>(staged_v, a, a.p.v, first, items);
-      sa_stage<T, V>(staged_grad, a, a.p.grad, first, items);
+      sa_stage<T, V, true>(shared, a, first, items);
       __syncthreads();
-      if (a.p.padding) {
-        sa_zero_padded(staged_k, tensor, a, first, items);
-        __syncthreads();
-      }
     }
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
-      float *const row = weights + item * a.weights + i * length, *const score_grad =
-                                                                      score_grads + item * a.weights + i * length;
+      float *const row = weights + item * a.weights + i * a.row;
+      float *const score_grad = score_grads + item * a.weights + i * a.row;
       const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
       const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
       const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
       const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
       sa_dot_products(row, q, i, k, keys);
       sa_dot_products(score_grad, grad, i, v, keys);
-      int64_t h;
-      sa_softmax(row, a, camox_divide(first + item, a.p.heads, &h), keys);
+      sa_softmax(row, a, sa_place_of(a, first + item), keys);
       sa_factors factors = sa_factors_of(a);
       const int64_t index = ((first + item) * length + i) * length;
       const float scale = static_cast<float>(a.p.scale);
       float mean = 0.0f;
+      uint64_t kept = 0; /* bit j: weight j is */
       for (int j = 0; j < keys; ++j) {
-        score_grad[j] *= factors.at(a, index + j);
+        const float factor = factors.at(a, index + j);
+        kept |= static_cast<uint64_t>(factor != 0.0f) << j;
+        score_grad[j] *= factor;
         mean = fmaf(row[j], score_grad[j], mean);
       }
       for (int j = 0; j < length; ++j) {
         score_grad[j] = j < keys ? row[j] * (score_grad[j] - mean) * scale : 0.0f;
-        row[j] = j < keys ? row[j] * factors.at(a, index + j) : 0.0f;
+        row[j] = kept >> j & 1 ? row[j] * a.kept : 0.0f;
       }
       sa_combine<T, V>(a, a.p.grad_q, first + item, i, score_grad, 1, k);
     }
@@ -306,8 +307,8 @@ __global__ void __launch_bounds__(SA_THREADS) short_attention_backward_kernel(co
       const int item = token % items, j = token / items;
       const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
       const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
-      sa_combine<T, V>(a, a.p.grad_k, first + item, j, score_grads + item * a.weights + j, length, q);
-      sa_combine<T, V>(a, a.p.grad_v, first + item, j, weights + item * a.weights + j, length, grad);
+      sa_combine<T, V>(a, a.p.grad_k, first + item, j, score_grads + item * a.weights + j, a.row, q);
+      sa_combine<T, V>(a, a.p.grad_v, first + item, j, weights + item * a.weights + j, a.row, grad);
     }
   }
 }
@@ -339,21 +340,34 @@ static sa_args sa_args_of(const camox_short_attention_params *p) {
   sa_args a = {};
   a.p = *p;
   a.threshold = camox_dropout_threshold(p->p);
-  a.kept = static_cast<float>(camox_dropout_scale(a.threshold));
+  a.kept = p->seed ? static_cast<float>(camox_dropout_scale(a.threshold)) : 1.0f;
   a.items = p->sequences * p->heads;
-  a.weights = static_cast<int>(p->length * p->length) | 1;
   return a;
+}
+
+/* Bytes of shared memory that a block has if it asks for them. */
+static int64_t sa_most_shared(void) {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+    return SA_SHARED;
+  return bytes;
 }
 
 /* How many items a block takes and the bytes that they need; whether they are staged. */
 static int64_t sa_plan(sa_args *a, bool backward, bool *staged) {
+  /* Neighbouring threads have the same token of neighbouring items, or of few long ones neighbouring tokens: their rows must
+     be in different banks then. */
+  const bool few = a->p.length > SA_THREADS / SA_NEIGHBOURS;
+  a->row = static_cast<int>(few ? a->p.length | 1 : a->p.length);
+  a->weights = static_cast<int>(a->p.length * a->row) | 1;
   const int64_t weights = (backward ? 2 : 1) * static_cast<int64_t>(a->weights), tensors = backward ? 4 : 3;
-  const int64_t pitch = camox_ceil_div(a->p.dim, 4) * 4;
+  const int64_t multiple_of_4 = camox_ceil_div(a->p.dim, 4) * 4;
+  const int64_t pitch = few && multiple_of_4 % 8 == 0 ? multiple_of_4 + 4 : multiple_of_4;
   int64_t item_size = a->p.length * pitch;
-  /* 16-byte accesses of eight neighbouring items then meet all banks */
   while (item_size % 32 != 4) item_size += 4;
   int64_t floats = tensors * item_size + weights;
-  *staged = floats * 4 <= SA_SHARED;
+  *staged = floats * 4 <= SA_SHARED || floats * 4 <= sa_most_shared();
   if (!*staged) floats = weights;
   a->pitch = *staged ? static_cast<int>(pitch) : 0;
   a->item_size = *staged ? static_cast<int>(item_size) : 0;
@@ -364,34 +378,59 @@ static int64_t sa_plan(sa_args *a, bool backward, bool *staged) {
   return a->group * floats * 4;
 }
 
+typedef void sa_kernel(sa_args);
+
 template <typename T, int V, bool STAGED>
 static void sa_launch(const sa_args &a, bool backward, int64_t bytes, void *stream) {
-  const unsigned grid = camox_grid(a.groups);
-  if (backward)
-    CAMOX_LAUNCH((short_attention_backward_kernel<T, V, STAGED>), grid, SA_THREADS, bytes, stream, a);
-  else
-    CAMOX_LAUNCH((short_attention_kernel<T, V, STAGED>), grid, SA_THREADS, bytes, stream, a);
+  sa_kernel *const kernel = backward ? short_attention_backward_kernel<T, V, STAGED> : short_attention_kernel<T, V, STAGED>;
+  if (bytes > SA_SHARED) /* a failure makes the launch fail, which is reported */
+    cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(bytes));
+  CAMOX_LAUNCH(kernel, camox_grid(a.groups), SA_THREADS, bytes, stream, a);
 }
 
 template <typename T>
-static void sa_launch_widest(const camox_short_attention_params *p, bool backward, void *stream) {
-  sa_args a = sa_args_of(p);
+static void sa_launch_widest(const sa_args &args, bool backward, void *stream) {
+  sa_args a = args;
   bool staged;
   const int64_t bytes = sa_plan(&a, backward, &staged);
   if (!staged)
     sa_launch<T, 1, false>(a, backward, bytes, stream);
-  else if (sa_fits(p, backward, 4, static_cast<int>(sizeof(T))))
+  else if (sa_fits(&a.p, backward, 4, static_cast<int>(sizeof(T))))
     sa_launch<T, 4, true>(a, backward, bytes, stream);
   else
     sa_launch<T, 1, true>(a, backward, bytes, stream);
 }
 
+template <typename T, int DIM>
+static void sa_launch_mma(const sa_args &a, bool backward, void *stream) {
+  const auto kernel = backward ? short_attention_mma_backward_kernel<T, DIM> : short_attention_mma_kernel<T, DIM>;
+  const int threads = static_cast<int>(camox_ceil_div(a.p.length, SA_MMA_ROWS)) * CAMOX_WARP;
+  CAMOX_LAUNCH(kernel, camox_grid(a.items), threads, 0, stream, a);
+}
+
+template <typename T>
+static void sa_launch_half(const sa_args &a, bool backward, void *stream) {
+  constexpr bool on_sm75 = !camox_is_bfloat16<T>::value;
+  if constexpr (camox_may_be_sm80 || on_sm75) {
+    if (a.p.length > SA_MMA_ROWS && a.p.dim <= 64 && sa_fits(&a.p, backward, 8, 2) && (on_sm75 || camox_device_is_sm80())) {
+      if (a.p.dim <= 32)
+        sa_launch_mma<T, 32>(a, backward, stream);
+      else
+        sa_launch_mma<T, 64>(a, backward, stream);
+      return;
+    }
+  }
+  sa_launch_widest<T>(a, backward, stream);
+}
+
 static int sa_run(const camox_short_attention_params *p, bool backward, void *stream) {
   if (p->sequences * p->length * p->heads * p->dim == 0) return cudaSuccess;
+  const sa_args a = sa_args_of(p);
   switch (p->dtype) {
-    case CAMOX_F32: sa_launch_widest<float>(p, backward, stream); break;
-    case CAMOX_BF16: sa_launch_widest<__nv_bfloat16>(p, backward, stream); break;
-    case CAMOX_F16: sa_launch_widest<__half>(p, backward, stream); break;
+    case CAMOX_F32: sa_launch_widest<float>(a, backward, stream); break;
+    case CAMOX_BF16: sa_launch_half<__nv_bfloat16>(a, backward, stream); break;
+    case CAMOX_F16: sa_launch_half<__half>(a, backward, stream); break;
     default: return cudaErrorInvalidValue;
   }
   return camox_launch_status();

@@ -12,8 +12,11 @@ from helpers import random_image
 SOURCE = emulator.CSRC / "short_attention" / "short_attention_cuda.cu"
 MEMORY = ("contiguous", "packed", "strided", "expanded")
 # (S, T, H, D): EmberFormer's; one of everything; whole accesses and none; more tokens than a block's threads have; more
-# columns than a chunk; too much for shared memory in the backward, then in both.
+# columns than a chunk; more shared memory than 48 KB; too much for shared memory.
 SHAPES = [(5, 6, 8, 12), (1, 1, 1, 1), (3, 3, 2, 4), (2, 2, 3, 7), (1, 17, 2, 20), (1, 40, 1, 36), (1, 64, 1, 70)]
+SHAPES += [(1, 9, 1, 2200)]
+# Of tensor cores: two warps and four, the last one's tokens in part and all; rows of some pieces and of all.
+MMA_SHAPES = [(2, 21, 2, 24), (1, 64, 2, 32), (1, 33, 2, 40), (1, 48, 1, 64)]
 
 
 def _view(structs, tensor):
@@ -78,16 +81,17 @@ def _call(name, params, x, direction, arch=900, define="", **how):
 def every_kernel(arch) -> None:
     """Runs each kernel at its smallest: every dtype, access width and place that rows are read from."""
     for dtype in emulator.DTYPES.values():
-        for shape in ((1, 2, 1, 4), (1, 2, 1, 3), (1, 2, 1, 3100)):
+        for shape in ((1, 2, 1, 4), (1, 2, 1, 3), (1, 2, 1, 9700), (1, 17, 1, 8), (1, 17, 1, 40)):
             x = torch.ones(shape).to(dtype)
             forward(x, x, x, None, None, False, 1.0, 0.0, arch=arch)
             backward(x, x, x, x, None, None, False, 1.0, 0.0, arch=arch)
 
 
 def with_barriers(**how):
-    grad, *qkv = random_image((40, 20, 6, 4 * 12)).unflatten(3, (4, 12)).unbind(3)
-    padding = random_image((1, 1, 40, 20), seed=3)[0, 0] > 0.7
-    qkv[1:] = (x.masked_fill(padding[:, :, None, None], math.nan) for x in qkv[1:])
-    options = (padding, torch.tensor(7), False, 0.3, 0.2)
-    yield [forward(*qkv, *options, **how)]
-    yield backward(grad, *qkv, *options, **how)
+    for dtype, (s, t, h, d) in ((torch.float32, (40, 20, 6, 12)), (torch.bfloat16, (2, 33, 2, 24))):
+        grad, *qkv = random_image((s, t, h, 4 * d), dtype).unflatten(3, (4, d)).unbind(3)
+        padding = random_image((1, 1, s, t), seed=3)[0, 0] > 0.7
+        qkv[1:] = (x.masked_fill(padding[:, :, None, None], math.nan) for x in qkv[1:])
+        options = (padding, torch.tensor(7), False, 0.3, 0.2)
+        yield [forward(*qkv, *options, **how)]
+        yield backward(grad, *qkv, *options, **how)

@@ -14,10 +14,10 @@ from helpers import assert_close_to_reference, random_image
 from camox_ops import reference
 
 
-def short_attention_inputs(dtype, memory):
+def short_attention_inputs(shapes, dtype, memory):
     """(grad, q, k, v, options, order): padding, dropout and causal in turn."""
     cases, orders = [], list(emulator.ORDERS)
-    for i, shape in enumerate(short_attention_cases.SHAPES):
+    for i, shape in enumerate(shapes):
         s, t, h, d = shape
         x = random_image((s, t, 3 * h, d), dtype).view(s, t, 3, h, d).unbind(2)
         if memory == "strided":
@@ -36,9 +36,8 @@ def short_attention_inputs(dtype, memory):
     return cases
 
 
-@pytest.mark.parametrize("memory", short_attention_cases.MEMORY)
-def test_short_attention(dtype, memory, arch):
-    for grad, *qkv, options, order in short_attention_inputs(dtype, memory):
+def assert_short_attention(shapes, dtype, memory, arch):
+    for grad, *qkv, options, order in short_attention_inputs(shapes, dtype, memory):
         ours = short_attention_cases.forward(*qkv, *options, arch=arch, order=order)
         same, truth = (reference.short_attention(*x, *options) for x in (qkv, doubled(*qkv)))
         assert_close_to_reference(ours, same, truth)
@@ -50,8 +49,21 @@ def test_short_attention(dtype, memory, arch):
         assert_close_to_reference(ours, same, truth)
 
 
-def test_short_attention_strides_over_a_small_grid(dtype, order):
-    q, k, v, grad = random_image((4, 50, 6, 4 * 12), dtype).unflatten(3, (4, 12)).transpose(1, 2)[:, :, :20].unbind(3)
+@pytest.mark.parametrize("memory", short_attention_cases.MEMORY)
+def test_short_attention(dtype, memory, arch):
+    assert_short_attention(short_attention_cases.SHAPES, dtype, memory, arch)
+
+
+@pytest.mark.parametrize("memory", ("contiguous", "packed", "expanded"))
+@pytest.mark.parametrize("dtype", emulator.HALVES, ids=str)
+def test_short_attention_on_tensor_cores(dtype, memory, arch):
+    assert_short_attention(short_attention_cases.MMA_SHAPES, dtype, memory, arch)
+
+
+@pytest.mark.parametrize("dim", (12, 16))
+def test_short_attention_strides_over_a_small_grid(dtype, order, dim):
+    x = random_image((4, 50, 6, 4 * dim), dtype).unflatten(3, (4, dim)).transpose(1, 2)[:, :, :20]
+    q, k, v, grad = x.unbind(3)
     options = (None, torch.tensor(7), False, 0.3, 0.2)
     capped = {"grid_cap": 2, "order": order}
     out = short_attention_cases.forward(q, k, v, *options)
@@ -61,18 +73,23 @@ def test_short_attention_strides_over_a_small_grid(dtype, order):
         assert torch.equal(mine, theirs)
 
 
-def test_short_attention_masks_are_those_of_the_cpu():
-    q, k = random_image((3, 6, 4, 2 * 6)).unflatten(3, (2, 6)).unbind(3)
+@pytest.mark.parametrize(
+    ("dtype", "length", "dim"), [(torch.float32, 6, 6), (torch.bfloat16, 64, 64), (torch.float16, 21, 24)]
+)
+def test_short_attention_masks_are_those_of_the_cpu(dtype, length, dim):
+    shape = (3, length, 4, dim)
+    q, k = (random_image(shape, dtype, seed=seed) / dim for seed in (1, 2))
     options = (None, torch.tensor(-5), False, 1.0, 0.4)
-    eye = torch.eye(6).view(1, 6, 1, 6).expand(3, 6, 4, 6)
+    eye = torch.eye(length, dim, dtype=dtype).view(1, length, 1, dim).expand(shape)
     cpu = torch.ops.camox_ops.short_attention(q, k, eye, *options)
     assert torch.equal(short_attention_cases.forward(q, k, eye, *options) == 0, cpu == 0)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_short_attention_padded_keys_and_values_may_hold_anything(dtype):
-    """Staged in shared memory, by vectors and by elements, and read where they lie."""
-    for shape, causal in itertools.product(((5, 6, 2, 12), (5, 5, 2, 7), (2, 40, 1, 100)), (False, True)):
+    """Staged in shared memory, by vectors and by elements, for tensor cores, and read where they lie."""
+    shapes = ((5, 6, 2, 12), (5, 5, 2, 7), (2, 40, 1, 32), (2, 9, 1, 2200))
+    for shape, causal in itertools.product(shapes, (False, True)):
         grad, q, k, v = (normal(shape, dtype, seed=seed) for seed in range(4))
         padding = normal(shape[:2], seed=5) > 0.3
         options = (padding, None, causal, 0.3, 0.0)
@@ -95,9 +112,10 @@ def test_short_attention_empty():
 
 @pytest.mark.slow
 def test_short_attention_broken_build_is_noticed():
-    x = random_image((2, 3, 2, 4))
     options = (None, None, False, 0.5, 0.0)
-    wrong = short_attention_cases.forward(x, x, x, *options, define="CAMOX_BREAK_SHORT_ATTENTION")
-    assert not torch.allclose(wrong, short_attention_cases.forward(x, x, x, *options), atol=1e-4)
-    wrong = short_attention_cases.backward(x, x, x, x, *options, define="CAMOX_BREAK_SHORT_ATTENTION")[0]
-    assert not torch.allclose(wrong, short_attention_cases.backward(x, x, x, x, *options)[0], atol=1e-4)
+    for shape, dtype in (((2, 3, 2, 4), torch.float32), ((2, 17, 2, 8), torch.float16)):
+        x = random_image(shape, dtype)
+        wrong = short_attention_cases.forward(x, x, x, *options, define="CAMOX_BREAK_SHORT_ATTENTION")
+        assert not torch.allclose(wrong, short_attention_cases.forward(x, x, x, *options), atol=1e-4)
+        wrong = short_attention_cases.backward(x, x, x, x, *options, define="CAMOX_BREAK_SHORT_ATTENTION")[0]
+        assert not torch.allclose(wrong, short_attention_cases.backward(x, x, x, x, *options)[0], atol=1e-4)
