@@ -715,11 +715,12 @@ static void la_set_queries(la_pass *pass, const camox_linear_attention_params *p
   if (pass->weight == LA_DIVIDE) pass->line = static_cast<const float *>(p->z);
 }
 
-/* Steps of 16 columns with which tensor cores serve a pass, or 0. */
-template <int MEMORY>
+/* Steps of 16 columns with which tensor cores serve a pass, or 0. Of float32 registers last for 2. */
+template <typename T, int MEMORY>
 static int la_mma_steps(const la_pass &pass) {
-  const int widest = pass.n > pass.d ? pass.n : pass.d, steps = widest <= 16 ? 1 : widest <= 32 ? 2 : 4;
-  const bool fits = MEMORY == LA_COLUMNS || (pass.n == 16 * steps && pass.d == 16 * steps);
+  const int widest = pass.n > pass.d ? pass.n : pass.d;
+  const int steps = widest <= 16 && sizeof(T) == 2 ? 1 : widest <= 32 ? 2 : sizeof(T) == 2 ? 4 : 0;
+  const bool fits = MEMORY == LA_COLUMNS || (pass.n == 16 * steps && pass.d == 16 * steps); /* 0 steps: never */
   return fits && camox_device_is_sm80() ? steps : 0;
 }
 
@@ -800,12 +801,16 @@ typedef enum { LA_SUMS = 0, LA_APPLY = 1, LA_GRADIENT_OF_QUERIES = 2, LA_GRADIEN
 template <typename T, int S, bool COLUMNS>
 static void la_launch_mma(const la_pass &pass, la_work work, void *stream) {
   const unsigned grid = camox_grid(pass.batch * pass.heads * pass.chunks);
-  const size_t fragments = sizeof(uint4) * la_mma_fragments<S>, line = sizeof(float) * 16 * S;
+  const size_t fragments = sizeof(uint4) * la_mma_fragments<T, S>, line = sizeof(float) * 16 * S;
   const size_t sums = sizeof(float) * (LA_MMA_WARPS / la_mma_sharing<S>)*16 * S * (16 * S + 1);
+  const size_t sum_ring = sizeof(uint32_t) * la_mma_sum_ring<T, S, COLUMNS>;
+  const size_t apply_ring = sizeof(uint32_t) * la_mma_apply_ring<T, S, COLUMNS>;
   switch (work) {
-    case LA_SUMS: CAMOX_LAUNCH((la_mma_sum_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, sums, stream, pass); break;
+    case LA_SUMS:
+      CAMOX_LAUNCH((la_mma_sum_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, sum_ring > sums ? sum_ring : sums, stream, pass);
+      break;
     case LA_APPLY:
-      CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments + line, stream, pass);
+      CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments + line + apply_ring, stream, pass);
       break;
     case LA_GRADIENT_OF_QUERIES:
       CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_SUMS>), grid, LA_MMA_THREADS, sums, stream, pass);
@@ -818,11 +823,12 @@ static void la_launch_mma(const la_pass &pass, la_work work, void *stream) {
 
 template <typename T, int MEMORY>
 static void la_launch_fused(const la_pass &pass, la_work work, void *stream) {
-  if constexpr (camox_may_be_sm80 && sizeof(T) == 2 && MEMORY != LA_ANY) {
-    switch (la_mma_steps<MEMORY>(pass)) {
-      case 1: return la_launch_mma<T, 1, MEMORY == LA_COLUMNS>(pass, work, stream);
-      case 2: return la_launch_mma<T, 2, MEMORY == LA_COLUMNS>(pass, work, stream);
-      case 4: return la_launch_mma<T, 4, MEMORY == LA_COLUMNS>(pass, work, stream);
+  if constexpr (camox_may_be_sm80 && MEMORY != LA_ANY) {
+    const int steps = la_mma_steps<T, MEMORY>(pass);
+    if (steps == 2) return la_launch_mma<T, 2, MEMORY == LA_COLUMNS>(pass, work, stream);
+    if constexpr (sizeof(T) == 2) {
+      if (steps == 1) return la_launch_mma<T, 1, MEMORY == LA_COLUMNS>(pass, work, stream);
+      if (steps == 4) return la_launch_mma<T, 4, MEMORY == LA_COLUMNS>(pass, work, stream);
     }
   }
   constexpr int memory = sizeof(T) == 2 ? LA_ANY : MEMORY; /* half types of vectors are for tensor cores */
