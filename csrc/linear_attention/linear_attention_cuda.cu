@@ -22,10 +22,22 @@
 #define LA_LANES 8      /* that share a row */
 #define LA_SLICE 3072   /* floats of a slice of a larger state */
 #define LA_SHARED 12000 /* floats of shared memory of a block */
+/* Chunks up to which each block that reads a state adds them up itself: they lie in L2, a kernel of its own is 5 us. */
+#ifndef LA_ADDED_CHUNKS
+#define LA_ADDED_CHUNKS 8
+#endif
 
 typedef enum { LA_PLAIN = 0, LA_FEATURE = 1, LA_DIVIDE = 2 } la_weight; /* 1, 1 / sum f, 1 / (f . line + eps) */
 typedef enum { LA_ALONE = 0, LA_WITH_SUMS = 1, LA_WITH_APPLY = 2 } la_fusion;
 typedef enum { LA_ANY = 0, LA_ROWS = 1, LA_COLUMNS = 2 } la_memory; /* any strides; 16-byte vectors of a row; of a column */
+
+/* Sums of chunks to s and z: the state or its gradient. */
+struct la_state_args {
+  const float *partial, *initial_s, *initial_z;
+  float *s, *z;
+  int64_t sequences, chunks, stored; /* B*H; chunks to add up, and those that partial has room for */
+  int n, d;
+};
 
 /* One pass over x and y. */
 struct la_pass {
@@ -38,6 +50,7 @@ struct la_pass {
   const uint8_t *mask;           /* of the rows of x */
   int64_t mask_stride[2];
   const float *state, *line; /* [B*H,N,D], [B*H,N] or NULL */
+  la_state_args added;       /* where state is NULL: the pass adds up the chunks itself, and writes the state */
   float *partial;
   bool sums_line; /* z or dz too */
   int rows;       /* of a tile */
@@ -485,27 +498,30 @@ __global__ void __launch_bounds__(LA_THREADS, 2) la_sum_kernel(const __grid_cons
 
 /* ---- state: partial -> s, z, added up in float64: chunks may be many, and their sums of one sign ---- */
 
-struct la_state_args {
-  const float *partial, *initial_s, *initial_z;
-  float *s, *z;
-  int64_t sequences, chunks, stored; /* B*H; chunks to add up, and those that partial has room for */
-  int n, d;
-};
+/* Where element i of a head's state lies, those of s before those of z. */
+__device__ __forceinline__ float *la_state_element(const la_state_args &a, int64_t sequence, int64_t i) {
+  const int64_t size = static_cast<int64_t>(a.n) * a.d;
+  return i < size ? a.s + sequence * size + i : a.z + sequence * a.n + i - size;
+}
+
+/* The sum of element i in the order of the chunks. */
+__device__ __forceinline__ float la_add_chunks(const la_state_args &a, int64_t sequence, int64_t i) {
+  const int64_t size = static_cast<int64_t>(a.n) * a.d, row = size + a.n;
+  const float *const initial = i < size ? a.initial_s : a.initial_z;
+  const float *from = a.partial + sequence * a.stored * row + i;
+  double sum = initial ? static_cast<double>(initial[i < size ? sequence * size + i : sequence * a.n + i - size]) : 0.0;
+#pragma unroll 8
+  for (int64_t chunk = 0; chunk < a.chunks; ++chunk, from += row) sum += static_cast<double>(__ldg(from));
+  return static_cast<float>(sum);
+}
 
 __global__ void __launch_bounds__(LA_THREADS) la_state_kernel(const __grid_constant__ la_state_args a) {
-  const int64_t size = static_cast<int64_t>(a.n) * a.d, row = size + a.n, elements = a.z ? row : size;
+  const int64_t elements = static_cast<int64_t>(a.n) * (a.z ? a.d + 1 : a.d);
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * LA_THREADS + threadIdx.x; i < a.sequences * elements;
        i += static_cast<int64_t>(gridDim.x) * LA_THREADS) {
     int64_t element;
     const int64_t sequence = camox_divide(i, elements, &element);
-    const bool of_s = element < size;
-    const int64_t place = of_s ? sequence * size + element : sequence * a.n + element - size;
-    const float *const initial = of_s ? a.initial_s : a.initial_z;
-    const float *from = a.partial + sequence * a.stored * row + element;
-    double sum = initial ? static_cast<double>(initial[place]) : 0.0;
-#pragma unroll 8
-    for (int64_t chunk = 0; chunk < a.chunks; ++chunk, from += row) sum += static_cast<double>(__ldg(from));
-    (of_s ? a.s : a.z)[place] = static_cast<float>(sum);
+    *la_state_element(a, sequence, element) = la_add_chunks(a, sequence, element);
   }
 }
 
@@ -724,6 +740,14 @@ static int la_mma_steps(const la_pass &pass) {
   return fits && camox_device_is_sm80() ? steps : 0;
 }
 
+/* Whether the kernel of a pass can add up the chunks itself: one on tensor cores that has room for the state. */
+template <typename T>
+static bool la_adds_chunks(const la_pass &pass, la_memory memory) {
+  if (!camox_may_be_sm80 || memory == LA_ANY) return false;
+  const int steps = memory == LA_ROWS ? la_mma_steps<T, LA_ROWS>(pass) : la_mma_steps<T, LA_COLUMNS>(pass);
+  return steps == 1 || steps == 2;
+}
+
 static bool la_large(const la_pass &pass) { return pass.n > LA_RESIDENT || pass.d > LA_RESIDENT; }
 
 static int la_threads(const la_pass &pass) {
@@ -780,19 +804,8 @@ static void la_launch_gradient(la_pass pass, void *stream) {
                sizeof(float) * pass.shared, stream, pass);
 }
 
-static void la_launch_state(const la_pass &pass, int64_t stored, const void *initial_s, const void *initial_z, void *s, void *z,
-                            void *stream) {
-  const int64_t sequences = pass.batch * pass.heads, elements = sequences * pass.n * (pass.d + (z ? 1 : 0));
-  const la_state_args args = {pass.partial,
-                              static_cast<const float *>(initial_s),
-                              static_cast<const float *>(initial_z),
-                              static_cast<float *>(s),
-                              static_cast<float *>(z),
-                              sequences,
-                              pass.chunks,
-                              stored,
-                              pass.n,
-                              pass.d};
+static void la_launch_state(const la_state_args &args, void *stream) {
+  const int64_t elements = args.sequences * args.n * (args.d + (args.z ? 1 : 0));
   CAMOX_LAUNCH(la_state_kernel, camox_grid(camox_ceil_div(elements, LA_THREADS)), LA_THREADS, 0, stream, args);
 }
 
@@ -805,19 +818,26 @@ static void la_launch_mma(const la_pass &pass, la_work work, void *stream) {
   const size_t sums = sizeof(float) * (LA_MMA_WARPS / la_mma_sharing<S>)*16 * S * (16 * S + 1);
   const size_t sum_ring = sizeof(uint32_t) * la_mma_sum_ring<T, S, COLUMNS>;
   const size_t apply_ring = sizeof(uint32_t) * la_mma_apply_ring<T, S, COLUMNS>;
+  const size_t added = pass.state ? 0 : sizeof(float) * 16 * S * (16 * S + 1);
   switch (work) {
     case LA_SUMS:
       CAMOX_LAUNCH((la_mma_sum_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, sum_ring > sums ? sum_ring : sums, stream, pass);
       break;
     case LA_APPLY:
-      CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments + line + apply_ring, stream, pass);
-      break;
-    case LA_GRADIENT_OF_QUERIES:
-      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_SUMS>), grid, LA_MMA_THREADS, sums, stream, pass);
-      break;
-    case LA_GRADIENT_OF_KEYS:
-      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_APPLY>), grid, LA_MMA_THREADS, 2 * fragments + line, stream,
+      CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments + line + apply_ring + added, stream,
                    pass);
+      break;
+    case LA_GRADIENT_OF_QUERIES: {
+      const size_t ring = sizeof(uint32_t) * la_mma_gradient_ring_words<T, S, COLUMNS, LA_WITH_SUMS>;
+      const size_t shared = fragments + line + ring > sums ? fragments + line + ring : sums;
+      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_SUMS>), grid, LA_MMA_THREADS, shared, stream, pass);
+      break;
+    }
+    case LA_GRADIENT_OF_KEYS: {
+      const size_t ring = sizeof(uint32_t) * la_mma_gradient_ring_words<T, S, COLUMNS, LA_WITH_APPLY>;
+      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_APPLY>), grid, LA_MMA_THREADS,
+                   2 * fragments + line + ring + added, stream, pass);
+    }
   }
 }
 
@@ -855,6 +875,34 @@ static void la_launch(const la_pass &pass, la_work work, int memory, void *strea
   la_launch_sums<T, LA_ANY>(sums, stream);
 }
 
+static la_state_args la_sums_of(const camox_linear_attention_params *p, const void *initial_s, const void *initial_z, void *s,
+                                void *z) {
+  return {static_cast<const float *>(p->partial),
+          static_cast<const float *>(initial_s),
+          static_cast<const float *>(initial_z),
+          static_cast<float *>(s),
+          static_cast<float *>(z),
+          p->batch * p->heads,
+          camox_ceil_div(p->length, p->chunk),
+          p->chunks,
+          static_cast<int>(p->key_dim),
+          static_cast<int>(p->value_dim)};
+}
+
+/* Adds up the chunks' sums, in a kernel of its own or in each block that needs them, then launches the pass that reads the state. */
+template <typename T>
+static void la_launch_with_state(la_pass pass, la_work work, const la_state_args &sums, const camox_linear_attention_params *p,
+                                 void *stream) {
+  const la_memory memory = la_memory_of(p, pass, sizeof(T));
+  if (p->length > 0 && sums.chunks <= LA_ADDED_CHUNKS && la_adds_chunks<T>(pass, memory)) {
+    pass.added = sums;
+  } else {
+    la_launch_state(sums, stream);
+    pass.state = sums.s;
+  }
+  if (p->length > 0) la_launch<T>(pass, work, memory, stream);
+}
+
 template <typename T>
 static void la_forward(const camox_linear_attention_params *p, void *stream) {
   la_pass keys = la_pass_of(p), queries = la_pass_of(p);
@@ -864,11 +912,9 @@ static void la_forward(const camox_linear_attention_params *p, void *stream) {
     keys.y = p->v, keys.sums_line = sum;
     la_launch<T>(keys, LA_SUMS, la_memory_of(p, keys, sizeof(T)), stream);
   }
-  la_launch_state(keys, p->chunks, p->initial_s, p->initial_z, p->s, sum ? p->z : nullptr, stream);
-  if (p->length == 0) return;
   la_set_queries(&queries, p);
-  queries.out = p->out, queries.state = static_cast<const float *>(p->s);
-  la_launch<T>(queries, LA_APPLY, la_memory_of(p, queries, sizeof(T)), stream);
+  queries.out = p->out;
+  la_launch_with_state<T>(queries, LA_APPLY, la_sums_of(p, p->initial_s, p->initial_z, p->s, sum ? p->z : nullptr), p, stream);
 }
 
 template <typename T>
@@ -880,12 +926,11 @@ static void la_backward(const camox_linear_attention_params *p, void *stream) {
     queries.y = p->grad, queries.grad_x = p->grad_q, queries.state = static_cast<const float *>(p->s), queries.sums_line = sum;
     la_launch<T>(queries, LA_GRADIENT_OF_QUERIES, la_memory_of(p, queries, sizeof(T)), stream);
   }
-  la_launch_state(keys, p->chunks, p->grad_s, p->grad_z, p->sum_s, sum ? p->sum_z : nullptr, stream);
-  if (p->length == 0) return;
   la_set_keys(&keys, p);
-  keys.y = p->v, keys.grad_x = p->grad_k, keys.out = p->grad_v, keys.state = static_cast<const float *>(p->sum_s);
+  keys.y = p->v, keys.grad_x = p->grad_k, keys.out = p->grad_v;
   if (sum) keys.line = static_cast<const float *>(p->sum_z);
-  la_launch<T>(keys, LA_GRADIENT_OF_KEYS, la_memory_of(p, keys, sizeof(T)), stream);
+  la_launch_with_state<T>(keys, LA_GRADIENT_OF_KEYS, la_sums_of(p, p->grad_s, p->grad_z, p->sum_s, sum ? p->sum_z : nullptr), p,
+                          stream);
 }
 
 extern "C" int camox_linear_attention_cuda(const camox_linear_attention_params *p, void *stream) {

@@ -36,21 +36,21 @@ template <typename T, int S, bool COLUMNS>
 static constexpr int la_mma_apply_tiles = COLUMNS && S > 2 ? 4 : la_mma_tiles<T, S>;
 template <typename T, int S>
 static constexpr int la_mma_apply_blocks = S > 2 ? 2 : 4;
-/* Of la_mma_gradient_kernel: beside the sums of LA_WITH_SUMS registers last for half as many tiles, and for as many that are
-   loaded while these are computed. */
-template <typename T, int S, int FUSION>
-static constexpr bool la_mma_gradient_prefetches = sizeof(T) == 2 && FUSION == LA_WITH_SUMS && S == 2;
-template <typename T, int S, int FUSION>
-static constexpr int la_mma_gradient_tiles = la_mma_gradient_prefetches<T, S, FUSION> ? 2 : la_mma_tiles<T, S>;
-/* A third block would spill where the low parts of float16 take most registers: of rows, and on sm_86. */
-template <typename T, bool COLUMNS>
-static constexpr bool la_mma_tight = !camox_is_bfloat16<T>::value && (!COLUMNS || CAMOX_CUDA_ARCH == 860);
+/* Whether a gradient's tiles come through a ring: of larger heads a vector of positions is 4 bytes, which cp.async is not for. */
+template <int S>
+static constexpr bool la_mma_gradient_ring = S <= 2;
+/* Beside sums a third block would spill before sm_90, and where low parts take most registers: of float32 and float16 in rows. */
 template <typename T, int S, bool COLUMNS, int FUSION>
 static constexpr int la_mma_gradient_blocks =
-    S == 1 || (la_mma_gradient_prefetches<T, S, FUSION> && !la_mma_tight<T, COLUMNS>) ? 3 : 2;
+    S > 2 || (S == 2 && FUSION == LA_WITH_SUMS &&
+              (CAMOX_CUDA_ARCH < 900 || sizeof(T) == 4 || !(COLUMNS || camox_is_bfloat16<T>::value)))
+        ? 2
+        : 3;
 /* Sums take more registers than the product with the state, and more again where y has a low part too. */
-template <typename T, int S>
-static constexpr int la_mma_sum_blocks = S > 2 ? 2 : S == 2 && !camox_is_bfloat16<T>::value ? 3 : 4;
+template <typename T, int S, bool COLUMNS>
+static constexpr int la_mma_sum_blocks = S > 2                                                                           ? 2
+                                         : S == 2 && !(camox_is_bfloat16<T>::value && COLUMNS && CAMOX_CUDA_ARCH != 860) ? 3
+                                                                                                                         : 4;
 /* Warps that share the columns of y, so that their sums fit. */
 template <int S>
 static constexpr int la_mma_sharing = S > 2 ? 2 : 1;
@@ -127,7 +127,9 @@ __device__ __forceinline__ void la_split(float a, float b, uint32_t (&parts)[PAR
 
 /* Pieces of 4, 2 or 1 words in which a vector is loaded. */
 template <int WORDS>
-static constexpr int la_piece = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
+static constexpr int la_piece = WORDS % 4 == 0   ? 4
+                                : WORDS % 2 == 0 ? 2
+                                                 : 1;
 
 template <int WORDS, typename T>
 __device__ __forceinline__ void la_load_words(uint32_t *to, const T *p) {
@@ -257,7 +259,9 @@ struct la_terms {
     if (!COLUMNS) return words[(j * S + s) * 2 + k];
     return la_halves(words[((4 * s + 2 * k) * J + j) / 2], words[((4 * s + 2 * k + 1) * J + j) / 2], j & 1);
   }
-  static __device__ __forceinline__ int index(int j, int s, int i) { return COLUMNS ? (4 * s + i) * J + j : (j * S + s) * 4 + i; }
+  static __device__ __forceinline__ int index(int j, int s, int i) {
+    return COLUMNS ? (4 * s + i) * J + j : (j * S + s) * 4 + i;
+  }
   __device__ __forceinline__ float get(int j, int s, int i) const { return la_element<T>(words, index(j, s, i)); }
 };
 
@@ -309,7 +313,9 @@ struct la_values {
     return COLUMNS ? la_halves(words[c * J + j / 2], words[c * J + (J + j) / 2], j & 1)
                    : la_halves(words[2 * j * (rows / 2) + c / 2], words[(2 * j + 1) * (rows / 2) + c / 2], c & 1);
   }
-  static __device__ __forceinline__ int index(int c, int j, int i) { return COLUMNS ? c * 2 * J + J * i + j : (2 * j + i) * rows + c; }
+  static __device__ __forceinline__ int index(int c, int j, int i) {
+    return COLUMNS ? c * 2 * J + J * i + j : (2 * j + i) * rows + c;
+  }
   __device__ __forceinline__ float get(int c, int j, int i) const { return la_element<T>(words, index(c, j, i)); }
 };
 
@@ -354,14 +360,13 @@ __device__ __forceinline__ void la_store_values(const la_lines<T, COLUMNS> &to, 
 
 /* Of one state, 16 bytes each. */
 template <typename T, int S>
-static constexpr int la_mma_fragments = la_mma<T, S, 2, false>::parts *S *S *CAMOX_WARP;
+static constexpr int la_mma_fragments = la_mma<T, S, 2, false>::parts * S * S * CAMOX_WARP;
 
 /* S (transposed: S^T) of one head as A fragments of all parts: fragment (m, s, part) of a lane is word
    ((m * S + s) * parts + part) * 32 + lane. */
 template <typename T, int S, int J, bool COLUMNS>
-__device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, int64_t sequence, bool transposed) {
+__device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, const float *from, bool transposed) {
   typedef la_mma<T, S, J, COLUMNS> mma;
-  const float *const from = p.state + sequence * p.n * p.d;
   for (int i = static_cast<int>(threadIdx.x); i < S * S * CAMOX_WARP; i += LA_MMA_THREADS) {
     const int lane = i % CAMOX_WARP, g = lane / 4, t = lane % 4, m = i / CAMOX_WARP / S, s = i / CAMOX_WARP % S;
     uint32_t a[4][mma::parts];
@@ -372,7 +377,7 @@ __device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, int64_
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = mma::column(s, k / 2 * 2 + e, t), n = transposed ? column : row, d = transposed ? row : column;
-        pair[e] = n < p.n && d < p.d ? __ldg(from + n * p.d + d) : 0.0f;
+        pair[e] = n < p.n && d < p.d ? from[n * p.d + d] : 0.0f;
       }
       la_split(pair[0], pair[1], a[k]);
     }
@@ -475,11 +480,29 @@ __device__ __forceinline__ bool la_is_whole(const la_pass &p, int valid) {
   return valid == 8 * J && p.n == 16 * S && p.d == 16 * S;
 }
 
+/* The state of one head and its line, which may be NULL. */
+struct la_head_state {
+  const float *s, *line;
+};
+
+/* Of one head: as it lies in memory, or the sums of its chunks, to shared memory, which the block of the first chunk writes to
+   memory too. */
+__device__ __forceinline__ la_head_state la_state_of(const la_pass &p, int64_t sequence, int64_t chunk, float *sums) {
+  if (p.state) return {p.state + sequence * p.n * p.d, p.line ? p.line + sequence * p.n : nullptr};
+  const la_state_args &a = p.added;
+  const int size = a.n * a.d, elements = a.z ? size + a.n : size;
+  for (int i = static_cast<int>(threadIdx.x); i < elements; i += LA_MMA_THREADS) {
+    sums[i] = la_add_chunks(a, sequence, i);
+    if (chunk == 0) *la_state_element(a, sequence, i) = sums[i];
+  }
+  __syncthreads();
+  return {sums, a.z ? sums + size : nullptr};
+}
+
 /* What the features of each column are multiplied by before they are added up, 0 past the last one, to shared memory. */
-__device__ __forceinline__ void la_put_line(float *line, const la_pass &p, int64_t sequence, int columns) {
+__device__ __forceinline__ void la_put_line(float *to, const la_pass &p, const float *line, int columns) {
   const int n = static_cast<int>(threadIdx.x); /* columns are fewer than a block's threads */
-  if (n < columns)
-    line[n] = n >= p.n ? 0.0f : p.weight == LA_FEATURE ? 1.0f : p.line ? __ldg(p.line + sequence * p.n + n) : 0.0f;
+  if (n < columns) to[n] = n >= p.n ? 0.0f : p.weight == LA_FEATURE ? 1.0f : line ? line[n] : 0.0f;
 }
 
 /* f of all `x`, in place. The map is looked at once: elements have no branches. */
@@ -525,8 +548,7 @@ __device__ __forceinline__ void la_mma_apply(const la_terms<T, S, J, COLUMNS> &t
 #pragma unroll
     for (int s = 0; s < S; ++s)
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        la_split(f[4 * s + 2 * k] * weight, f[4 * s + 2 * k + 1] * weight, x.part[j][s][k]);
+      for (int k = 0; k < 2; ++k) la_split(f[4 * s + 2 * k] * weight, f[4 * s + 2 * k + 1] * weight, x.part[j][s][k]);
   }
   constexpr int M = COLUMNS ? 1 : S;
   const la_lines<T, COLUMNS> to = head.out.at(t0);
@@ -544,45 +566,48 @@ __device__ __forceinline__ void la_mma_apply(const la_terms<T, S, J, COLUMNS> &t
 /* Words of the rings of a block. */
 template <typename T, int S, bool COLUMNS>
 static constexpr int la_mma_apply_ring =
-    la_mma_apply_slots<S> *la_terms<T, S, la_mma_apply_tiles<T, S, COLUMNS>, COLUMNS>::size *LA_MMA_THREADS;
+    la_mma_apply_slots<S> * la_terms<T, S, la_mma_apply_tiles<T, S, COLUMNS>, COLUMNS>::size * LA_MMA_THREADS;
 
 /* out = f(q) S / (f(q) . z + eps). A block has a chunk of a head, a warp of it takes tiles of 8 J positions, each by itself:
 
      chunk   | warp 0 | warp 1 | warp 2 | warp 3 | warp 0 | ...
      tile    ring -> q -> f(q) / (f(q) . z + eps) as B, in registers -> times S^T -> out
 
-   In shared memory: S^T as fragments, z, the warps' rings. */
+   In shared memory: S^T as fragments, z, the warps' rings; the state where this kernel adds up the chunks. */
 template <typename T, int S, bool COLUMNS>
 __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_apply_blocks<T, S>)
     la_mma_apply_kernel(const __grid_constant__ la_pass p) {
   constexpr int J = la_mma_apply_tiles<T, S, COLUMNS>, step = 8 * J * LA_MMA_WARPS, slots = la_mma_apply_slots<S>;
   typedef la_terms<T, S, J, COLUMNS> terms_type;
+  constexpr int slot_words = terms_type::size * CAMOX_WARP;
   CAMOX_DYNAMIC_SHARED(uint4, state);
   float *const line = reinterpret_cast<float *>(state + la_mma_fragments<T, S>);
   const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
-  uint32_t *const ring = reinterpret_cast<uint32_t *>(line + 16 * S) + warp * slots * terms_type::size * CAMOX_WARP;
+  uint32_t *const rings = reinterpret_cast<uint32_t *>(line + 16 * S), *const ring = rings + warp * slots * slot_words;
+  float *const sums = reinterpret_cast<float *>(rings + la_mma_apply_ring<T, S, COLUMNS>);
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
-    const auto copy = [&](int64_t t, int slot) {
+    const auto copy = [&](int64_t t, uint32_t *slot) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
-      if (valid > 0)
-        terms_type::copy(ring + slot * terms_type::size * CAMOX_WARP, head.x.at(t), p.n, valid, la_is_whole<S, J>(p, valid));
+      if (valid > 0) terms_type::copy(slot, head.x.at(t), p.n, valid, la_is_whole<S, J>(p, valid));
       camox_cp_async_commit();
     };
     const int64_t first = chunk * p.chunk + warp * 8 * J;
 #pragma unroll
-    for (int slot = 0; slot < slots; ++slot) copy(first + slot * step, slot);
-    la_put_state<T, S, J, COLUMNS>(state, p, sequence, true);
-    la_put_line(line, p, sequence, 16 * S);
+    for (int slot = 0; slot < slots; ++slot) copy(first + slot * step, ring + slot * slot_words);
+    const la_head_state of_head = la_state_of(p, sequence, chunk, sums);
+    la_put_state<T, S, J, COLUMNS>(state, p, of_head.s, true);
+    la_put_line(line, p, of_head.line, 16 * S);
     __syncthreads();
-    int slot = 0;
-    for (int64_t t = first; t < end; t += step, slot = slot + 1 < slots ? slot + 1 : 0) {
+    uint32_t *slot = ring;
+    for (int64_t t = first; t < end; t += step) {
       terms_type terms;
       camox_cp_async_wait<slots - 1>();
-      terms.take(ring + slot * terms_type::size * CAMOX_WARP);
+      terms.take(slot);
       copy(t + slots * step, slot);
+      slot = slot + slot_words < ring + slots * slot_words ? slot + slot_words : ring;
       la_mma_apply(terms, p, state, head, t, static_cast<int>(min(end - t, static_cast<int64_t>(8 * J))), line);
     }
     __syncthreads();
@@ -631,13 +656,13 @@ struct la_mma_sums {
 #pragma unroll
       for (int m = 0; m < S; ++m) {
         float sum[4] = {};
-        float(&to)[4] = fresh ? sum : s[m][c];
+        float (&to)[4] = fresh ? sum : s[m][c];
 #pragma unroll
         for (int below = mma::parts - 1; below >= 0; --below)
 #pragma unroll
           for (int part = 0; part <= below; ++part) {
             if (below - part >= mma::value_parts) continue;
-            const uint32_t(&xs)[4][mma::parts] = x_parts[m];
+            const uint32_t (&xs)[4][mma::parts] = x_parts[m];
             const uint32_t a[4] = {xs[0][part], xs[1][part], xs[2][part], xs[3][part]};
             const uint32_t b[2] = {y_parts[0][below - part], y_parts[1][below - part]};
             camox_mma_m16n8k16<__nv_bfloat16>(to, a, b);
@@ -744,7 +769,7 @@ __device__ __forceinline__ void la_drop(la_terms<T, S, J, COLUMNS> &x, const la_
 }
 
 template <typename T, int S, bool COLUMNS>
-static constexpr int la_mma_sum_ring = LA_MMA_SLOTS *LA_MMA_THREADS *
+static constexpr int la_mma_sum_ring = LA_MMA_SLOTS * LA_MMA_THREADS *
                                        (la_values<T, S, la_mma_tiles<T, S>, COLUMNS, 1>::size +
                                         la_values<T, S, la_mma_tiles<T, S>, COLUMNS, la_mma_sharing<S>>::size);
 
@@ -755,7 +780,7 @@ static constexpr int la_mma_sum_ring = LA_MMA_SLOTS *LA_MMA_THREADS *
 
    The sums of the warps are added in shared memory, where the rings lay, at the end, in rising order. */
 template <typename T, int S, bool COLUMNS>
-__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_sum_blocks<T, S>)
+__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_sum_blocks<T, S, COLUMNS>)
     la_mma_sum_kernel(const __grid_constant__ la_pass p) {
   constexpr int J = la_mma_tiles<T, S>, H = la_mma_sharing<S>, step = 8 * J * LA_MMA_WARPS / H, slots = LA_MMA_SLOTS;
   typedef la_values<T, S, J, COLUMNS, 1> x_type;
@@ -862,6 +887,22 @@ __device__ __forceinline__ void la_apply_derivative(float (&u)[S][J][4], int j, 
           la_feature_derivative(f[r][e], elu1 ? CAMOX_FEATURE_ELU1 : CAMOX_FEATURE_RELU);
 }
 
+/* What a lane reads of a tile for its gradients, and one slot of it. */
+template <typename T, int S, bool COLUMNS, int FUSION>
+struct la_mma_gradient_tile {
+  static constexpr int J = la_mma_tiles<T, S>, H = FUSION == LA_WITH_SUMS ? la_mma_sharing<S> : 1;
+  la_terms<T, S, J, COLUMNS> terms;    /* y as B */
+  la_values<T, S, J, COLUMNS, 1> x;    /* x in the order of an accumulator */
+  la_values<T, S, J, COLUMNS, H> y;    /* LA_WITH_SUMS: y in that order */
+  la_terms<T, S, J, COLUMNS> features; /* LA_WITH_APPLY: x as B */
+  static constexpr int x_place = sizeof(terms) / 4 * CAMOX_WARP, last_place = x_place + sizeof(x) / 4 * CAMOX_WARP;
+  static constexpr int slot_words = last_place + (FUSION == LA_WITH_SUMS ? sizeof(y) : sizeof(features)) / 4 * CAMOX_WARP;
+};
+
+template <typename T, int S, bool COLUMNS, int FUSION>
+static constexpr int la_mma_gradient_ring_words =
+    la_mma_gradient_ring<S> ? LA_MMA_WARPS * la_mma_gradient_tile<T, S, COLUMNS, FUSION>::slot_words : 0;
+
 /* LA_WITH_SUMS: the gradient of q, and a chunk's part of dS and dz. LA_WITH_APPLY: the gradients of k and v. Blocks, warps and
    tiles are those of la_mma_sum_kernel; of a tile
 
@@ -870,55 +911,78 @@ __device__ __forceinline__ void la_apply_derivative(float (&u)[S][J][4], int j, 
      f = f(x)         x in the order of an accumulator, which is that of u: what follows is element by element
      weight, factor   of each position, from sums over the lanes that share it
      grad_x           f' weight (u + factor line)
-     LA_WITH_SUMS     dS += (f weight)^T y, y in the order of an accumulator: loaded again, out of L1
+     LA_WITH_SUMS     dS += (f weight)^T y, y in the order of an accumulator
 
-   In shared memory: the state as fragments, for LA_WITH_APPLY transposed too, and the line. Where a kernel prefetches, y as B and
-   x of a warp's next tile are loaded as soon as those of this tile have been used. */
+   In shared memory: the state as fragments, for LA_WITH_APPLY transposed too, the line, the warps' rings of one slot, which holds
+   y and x in each order that they are read in; the state where this kernel adds up the chunks. */
 template <typename T, int S, bool COLUMNS, int FUSION>
 __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, COLUMNS, FUSION>)
     la_mma_gradient_kernel(const __grid_constant__ la_pass p) {
-  constexpr int J = la_mma_gradient_tiles<T, S, FUSION>, H = FUSION == LA_WITH_SUMS ? la_mma_sharing<S> : 1,
-                step = 8 * J * LA_MMA_WARPS / H;
+  typedef la_mma_gradient_tile<T, S, COLUMNS, FUSION> tile;
+  constexpr int J = tile::J, H = tile::H, step = 8 * J * LA_MMA_WARPS / H;
   constexpr int fragments = la_mma_fragments<T, S>;
-  constexpr bool prefetches = la_mma_gradient_prefetches<T, S, FUSION>;
+  constexpr bool has_ring = la_mma_gradient_ring<S>;
   typedef la_mma<T, S, J, COLUMNS> mma;
   CAMOX_DYNAMIC_SHARED(uint4, state);
   float *const line = reinterpret_cast<float *>(state + (FUSION == LA_WITH_APPLY ? 2 : 1) * fragments);
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4;
   const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, part = warp % H;
+  uint32_t *const rings = reinterpret_cast<uint32_t *>(line + 16 * S), *const slot = rings + warp * tile::slot_words;
+  float *const added = reinterpret_cast<float *>(rings + la_mma_gradient_ring_words<T, S, COLUMNS, FUSION>);
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
+    const auto copy = [&](int64_t t) {
+      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
+      if (valid > 0) {
+        const bool whole = la_is_whole<S, J>(p, valid);
+        decltype(tile::terms)::copy(slot, head.y.at(t), p.d, valid, whole);
+        decltype(tile::x)::copy(slot + tile::x_place, head.x.at(t), p.n, valid, 0, whole);
+        if constexpr (FUSION == LA_WITH_SUMS)
+          decltype(tile::y)::copy(slot + tile::last_place, head.y.at(t), p.d, valid, part, whole);
+        else
+          decltype(tile::features)::copy(slot + tile::last_place, head.x.at(t), p.n, valid, whole);
+      }
+      camox_cp_async_commit();
+    };
+    const int64_t first = chunk * p.chunk + warp / H * 8 * J;
+    if constexpr (has_ring) copy(first);
+    const la_head_state of_head = la_state_of(p, sequence, chunk, added);
 #pragma unroll 1
     for (int i = 0; i < (FUSION == LA_WITH_APPLY ? 2 : 1); ++i)
-      la_put_state<T, S, J, COLUMNS>(state + i * fragments, p, sequence, i == 1);
-    const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
-    la_put_line(line, p, sequence, 16 * S);
+      la_put_state<T, S, J, COLUMNS>(state + i * fragments, p, of_head.s, i == 1);
+    la_put_line(line, p, of_head.line, 16 * S);
     la_mma_sums<T, S, J, COLUMNS, H> sums;
     if (FUSION == LA_WITH_SUMS) sums.clear();
     __syncthreads();
-    la_terms<T, S, J, COLUMNS> terms;
-    la_values<T, S, J, COLUMNS, 1> x;
-    const int64_t first = chunk * p.chunk + warp / H * 8 * J;
-    const auto load = [&](int64_t t) {
-      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
-      terms.load(head.y.at(t), p.d, valid, la_is_whole<S, J>(p, valid));
-      x.load(head.x.at(t), p.n, valid, 0, la_is_whole<S, J>(p, valid));
-    };
-    if (prefetches && first < end) load(first);
     for (int64_t t = first; t < end; t += step) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
       const la_kept kept = FUSION == LA_WITH_SUMS ? la_kept{valid, nullptr, 0} : head.kept.at(t, valid); /* q has no mask */
       const bool whole = la_is_whole<S, J>(p, valid), all = whole && !kept.mask;
       const unsigned kept_values = all ? ~0u : la_kept_values<T, S, J, COLUMNS>(kept);
-      if (FUSION == LA_WITH_APPLY) {
-        la_terms<T, S, J, COLUMNS> features;
-        features.load(head.x.at(t), p.n, valid, whole);
-        la_mma_apply(features, p, state + fragments, head, t, valid, line);
-      }
-      if (!prefetches) load(t);
+      la_terms<T, S, J, COLUMNS> terms;
+      la_values<T, S, J, COLUMNS, 1> x;
       la_values<T, S, J, COLUMNS, H> y;
-      if (FUSION == LA_WITH_SUMS) y.load(head.y.at(t), p.d, valid, part, whole);
+      {
+        la_terms<T, S, J, COLUMNS> features;
+        if constexpr (has_ring) {
+          camox_cp_async_wait<0>();
+          terms.take(slot);
+          x.take(slot + tile::x_place);
+          if (FUSION == LA_WITH_SUMS) y.take(slot + tile::last_place);
+          if (FUSION == LA_WITH_APPLY) features.take(slot + tile::last_place);
+          copy(t + step);
+        } else {
+          if (FUSION == LA_WITH_APPLY) features.load(head.x.at(t), p.n, valid, whole);
+        }
+        if (FUSION == LA_WITH_APPLY) la_mma_apply(features, p, state + fragments, head, t, valid, line);
+      }
+      if constexpr (!has_ring) {
+        terms.load(head.y.at(t), p.d, valid, whole);
+        x.load(head.x.at(t), p.n, valid, 0, whole);
+        if (FUSION == LA_WITH_SUMS) y.load(head.y.at(t), p.d, valid, part, whole);
+      }
       float u[S][J][4];
       {
         la_drop(terms, kept);
@@ -930,7 +994,6 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
       for (int j = 0; j < J; j += 2) {
         float f[2 * S][4], weight[4] = {1.0f, 1.0f, 1.0f, 1.0f}, factor[4] = {1.0f, 1.0f, 1.0f, 1.0f}, of_line[2 * S];
         la_features(f, x, j, p, kept_values, all);
-        if (prefetches && j + 2 == J && t + step < end) load(t + step);
 #pragma unroll
         for (int r = 0; r < 2 * S; ++r) of_line[r] = line[mma::row(r, g)];
         if (p.weight != LA_PLAIN) {
