@@ -16,7 +16,7 @@
 /* A multiprocessor holds three blocks; four of bfloat16 heads that are channels, forward; two of float32, backward. Of wider
    float32 heads, which are not for tensor cores, there are two waves of four. */
 static int64_t work_items(const camox_linear_attention_params *p) {
-  const bool f32 = p->dtype == CAMOX_F32, four = p->dtype == CAMOX_BF16 && p->k.stride[2] == 1;
+  const int f32 = p->dtype == CAMOX_F32, four = p->dtype == CAMOX_BF16 && p->k.stride[2] == 1;
   int64_t blocks = p->backward ? (f32 ? 2 : 3) : (four ? 4 : 3);
   blocks *= CAMOX_LINEAR_ATTENTION_WAVES;
   if (f32 && (p->key_dim > 32 || p->value_dim > 32)) blocks = 8;
