@@ -504,24 +504,24 @@ __device__ __forceinline__ float *la_state_element(const la_state_args &a, int64
   return i < size ? a.s + sequence * size + i : a.z + sequence * a.n + i - size;
 }
 
-/* The sum of element i in the order of the chunks. */
-__device__ __forceinline__ float la_add_chunks(const la_state_args &a, int64_t sequence, int64_t i) {
-  const int64_t size = static_cast<int64_t>(a.n) * a.d, row = size + a.n;
-  const float *const initial = i < size ? a.initial_s : a.initial_z;
-  const float *from = a.partial + sequence * a.stored * row + i;
-  double sum = initial ? static_cast<double>(initial[i < size ? sequence * size + i : sequence * a.n + i - size]) : 0.0;
-#pragma unroll 8
-  for (int64_t chunk = 0; chunk < a.chunks; ++chunk, from += row) sum += static_cast<double>(__ldg(from));
-  return static_cast<float>(sum);
+/* What the chunks are added to. */
+__device__ __forceinline__ double la_initial(const la_state_args &a, int64_t sequence, int64_t i) {
+  const int64_t size = static_cast<int64_t>(a.n) * a.d;
+  const float *const from = i < size ? a.initial_s : a.initial_z;
+  return from ? static_cast<double>(from[i < size ? sequence * size + i : sequence * a.n + i - size]) : 0.0;
 }
 
 __global__ void __launch_bounds__(LA_THREADS) la_state_kernel(const __grid_constant__ la_state_args a) {
-  const int64_t elements = static_cast<int64_t>(a.n) * (a.z ? a.d + 1 : a.d);
+  const int64_t size = static_cast<int64_t>(a.n) * a.d, row = size + a.n, elements = a.z ? row : size;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * LA_THREADS + threadIdx.x; i < a.sequences * elements;
        i += static_cast<int64_t>(gridDim.x) * LA_THREADS) {
     int64_t element;
     const int64_t sequence = camox_divide(i, elements, &element);
-    *la_state_element(a, sequence, element) = la_add_chunks(a, sequence, element);
+    const float *from = a.partial + sequence * a.stored * row + element;
+    double sum = la_initial(a, sequence, element);
+#pragma unroll 8
+    for (int64_t chunk = 0; chunk < a.chunks; ++chunk, from += row) sum += static_cast<double>(__ldg(from));
+    *la_state_element(a, sequence, element) = static_cast<float>(sum);
   }
 }
 

@@ -25,6 +25,8 @@
 #ifndef CAMOX_LINEAR_ATTENTION_MMA_H
 #define CAMOX_LINEAR_ATTENTION_MMA_H
 
+#include <float.h>
+
 #define LA_MMA_WARPS 4
 #define LA_MMA_THREADS (LA_MMA_WARPS * CAMOX_WARP)
 
@@ -485,14 +487,27 @@ struct la_head_state {
   const float *s, *line;
 };
 
+/* Whether a kernel of this size has room in shared memory for a state that it adds up. */
+template <int S>
+static constexpr bool la_mma_adds_chunks = S <= 2;
+
 /* Of one head: as it lies in memory, or the sums of its chunks, to shared memory, which the block of the first chunk writes to
    memory too. */
+template <bool ADDS>
 __device__ __forceinline__ la_head_state la_state_of(const la_pass &p, int64_t sequence, int64_t chunk, float *sums) {
-  if (p.state) return {p.state + sequence * p.n * p.d, p.line ? p.line + sequence * p.n : nullptr};
+  if (!ADDS || p.state) return {p.state + sequence * p.n * p.d, p.line ? p.line + sequence * p.n : nullptr};
   const la_state_args &a = p.added;
-  const int size = a.n * a.d, elements = a.z ? size + a.n : size;
+  const int size = a.n * a.d, row = size + a.n, elements = a.z ? row : size;
+  const float *const from = a.partial + sequence * a.stored * row;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < elements; i += LA_MMA_THREADS) {
-    sums[i] = la_add_chunks(a, sequence, i);
+    float parts[LA_ADDED_CHUNKS];
+#pragma unroll
+    for (int k = 0; k < LA_ADDED_CHUNKS; ++k) parts[k] = k < a.chunks ? __ldg(from + k * row + i) : 0.0f;
+    double sum = la_initial(a, sequence, i);
+#pragma unroll
+    for (int k = 0; k < LA_ADDED_CHUNKS; ++k) sum += static_cast<double>(parts[k]);
+    sums[i] = static_cast<float>(sum);
     if (chunk == 0) *la_state_element(a, sequence, i) = sums[i];
   }
   __syncthreads();
@@ -520,6 +535,13 @@ __device__ __forceinline__ void la_apply_feature_map(float (&x)[N], int map) {
   }
 }
 
+/* 1 / b; for LA_FEATURE of 0 it is 0. Of halves one instruction, without a branch, to which a subnormal number is 0. */
+template <typename T>
+__device__ __forceinline__ float la_reciprocal(const la_pass &p, float b) {
+  if (sizeof(T) == 4) return la_divide(p, 1.0f, b);
+  return p.weight == LA_FEATURE && fabsf(b) < FLT_MIN ? 0.0f : camox_reciprocal(b);
+}
+
 /* out = f(x) S of the positions from `t0` on: x in the order of B, weighted, times S^T. Columns past the last one meet zeros of
    S^T and of the line. */
 template <typename T, int S, int J, bool COLUMNS>
@@ -528,28 +550,33 @@ __device__ __forceinline__ void la_mma_apply(const la_terms<T, S, J, COLUMNS> &t
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
   const la_kept kept = head.kept.at(t0, valid);
+  float f[J * 4 * S]; /* of all tiles, step by step: of one after the other each would wait for its sum */
+#pragma unroll
+  for (int i = 0; i < J * 4 * S; ++i) f[i] = terms.get(i / (4 * S), i / 4 % S, i % 4);
+  la_apply_feature_map<T>(f, p.feature_map);
+  if (kept.mask) {
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      if (kept(mma::position(j, g))) continue;
+#pragma unroll
+      for (int i = 0; i < 4 * S; ++i) f[j * 4 * S + i] = 0.0f; /* also in the place of a NaN */
+    }
+  }
+  if (p.weight != LA_PLAIN) {
+    float sums[J] = {};
+#pragma unroll
+    for (int i = 0; i < J * 4 * S; ++i)
+      sums[i / (4 * S)] = fmaf(f[i], line[mma::column(i / 4 % S, i % 4, t)], sums[i / (4 * S)]);
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      const float weight = la_reciprocal<T>(p, la_sum_terms(sums[j]) + (p.weight == LA_DIVIDE ? p.eps : 0.0f));
+#pragma unroll
+      for (int i = 0; i < 4 * S; ++i) f[j * 4 * S + i] *= weight;
+    }
+  }
   la_factor<S, J, mma::parts> x;
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
-    float f[4 * S], weight = 1.0f;
-#pragma unroll
-    for (int i = 0; i < 4 * S; ++i) f[i] = terms.get(j, i / 4, i % 4);
-    la_apply_feature_map<T>(f, p.feature_map);
-    if (kept.mask && !kept(mma::position(j, g))) {
-#pragma unroll
-      for (int i = 0; i < 4 * S; ++i) f[i] = 0.0f; /* also in the place of a NaN */
-    }
-    if (p.weight != LA_PLAIN) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 4 * S; ++i) sum = fmaf(f[i], line[mma::column(i / 4, i % 4, t)], sum);
-      weight = la_divide(p, 1.0f, la_sum_terms(sum) + (p.weight == LA_DIVIDE ? p.eps : 0.0f));
-    }
-#pragma unroll
-    for (int s = 0; s < S; ++s)
-#pragma unroll
-      for (int k = 0; k < 2; ++k) la_split(f[4 * s + 2 * k] * weight, f[4 * s + 2 * k + 1] * weight, x.part[j][s][k]);
-  }
+  for (int i = 0; i < J * 4 * S; i += 2) la_split(f[i], f[i + 1], x.part[i / (4 * S)][i / 4 % S][i / 2 % 2]);
   constexpr int M = COLUMNS ? 1 : S;
   const la_lines<T, COLUMNS> to = head.out.at(t0);
 #pragma unroll
@@ -595,9 +622,9 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_apply_blocks<T, S>)
       camox_cp_async_commit();
     };
     const int64_t first = chunk * p.chunk + warp * 8 * J;
-#pragma unroll
+#pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) copy(first + slot * step, ring + slot * slot_words);
-    const la_head_state of_head = la_state_of(p, sequence, chunk, sums);
+    const la_head_state of_head = la_state_of<la_mma_adds_chunks<S>>(p, sequence, chunk, sums);
     la_put_state<T, S, J, COLUMNS>(state, p, of_head.s, true);
     la_put_line(line, p, of_head.line, 16 * S);
     __syncthreads();
@@ -803,7 +830,7 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_sum_blocks<T, S, COLUMN
       camox_cp_async_commit();
     };
     const int64_t first = chunk * p.chunk + warp / H * 8 * J;
-#pragma unroll
+#pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) copy(first + slot * step, ring + slot * slot_words);
     la_mma_sums<T, S, J, COLUMNS, H> sums;
     sums.clear();
@@ -830,7 +857,7 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_sum_blocks<T, S, COLUMN
             float sum = 0.0f;
 #pragma unroll
             for (int r = 0; r < 2 * S; ++r) sum += f[r][e];
-            const float weight = la_divide(p, 1.0f, la_sum_values(sum));
+            const float weight = la_reciprocal<T>(p, la_sum_values(sum));
 #pragma unroll
             for (int r = 0; r < 2 * S; ++r) f[r][e] *= weight;
           }
@@ -948,7 +975,8 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
     };
     const int64_t first = chunk * p.chunk + warp / H * 8 * J;
     if constexpr (has_ring) copy(first);
-    const la_head_state of_head = la_state_of(p, sequence, chunk, added);
+    const la_head_state of_head =
+        la_state_of < FUSION == LA_WITH_APPLY && la_mma_adds_chunks < S >> (p, sequence, chunk, added);
 #pragma unroll 1
     for (int i = 0; i < (FUSION == LA_WITH_APPLY ? 2 : 1); ++i)
       la_put_state<T, S, J, COLUMNS>(state + i * fragments, p, of_head.s, i == 1);
