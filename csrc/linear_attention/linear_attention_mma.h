@@ -539,7 +539,8 @@ __device__ __forceinline__ void la_apply_feature_map(float (&x)[N], int map) {
 template <typename T>
 __device__ __forceinline__ float la_reciprocal(const la_pass &p, float b) {
   if (sizeof(T) == 4) return la_divide(p, 1.0f, b);
-  return p.weight == LA_FEATURE && fabsf(b) < FLT_MIN ? 0.0f : camox_reciprocal(b);
+  const float reciprocal = camox_reciprocal(b);
+  return (p.weight == LA_FEATURE) & (fabsf(b) < FLT_MIN) ? 0.0f : reciprocal;
 }
 
 /* out = f(x) S of the positions from `t0` on: x in the order of B, weighted, times S^T. Columns past the last one meet zeros of
@@ -587,6 +588,32 @@ __device__ __forceinline__ void la_mma_apply(const la_terms<T, S, J, COLUMNS> &t
     out[0][0][0] += 1e-3f;
 #endif
     la_store_values<T, S, J, COLUMNS, M>(to, out, m, p.d, valid);
+  }
+}
+
+/* f of four positions, each over its sum. Of the lanes g of a position each pair adds up the sum g / 2, in fewer exchanges than
+   all of them all sums, and divides once. */
+template <typename T, int S>
+__device__ __forceinline__ void la_divide_by_sums(float (&f)[2 * S][4], const la_pass &p) {
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
+  float sums[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8 * S; ++i) sums[i % 4] += f[i / 4][i % 4];
+#pragma unroll
+  for (int half = 2; half > 0; half /= 2) {
+    const bool upper = g & 2 * half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float other = upper ? sums[i] : sums[i + half];
+      sums[i] = (upper ? sums[i + half] : sums[i]) + __shfl_xor_sync(CAMOX_FULL_MASK, other, 8 * half);
+    }
+  }
+  const float weight = la_reciprocal<T>(p, sums[0] + __shfl_xor_sync(CAMOX_FULL_MASK, sums[0], 4));
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float of_position = __shfl_sync(CAMOX_FULL_MASK, weight, 8 * e + t);
+#pragma unroll
+    for (int r = 0; r < 2 * S; ++r) f[r][e] *= of_position;
   }
 }
 
@@ -851,18 +878,10 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_sum_blocks<T, S, COLUMN
       for (int j = 0; j < J; j += 2) {
         float f[2 * S][4];
         la_features(f, x, j, p, kept, all);
+        if (p.weight == LA_FEATURE) la_divide_by_sums<T, S>(f, p);
+        if (p.sums_line) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (p.weight == LA_FEATURE) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int r = 0; r < 2 * S; ++r) sum += f[r][e];
-            const float weight = la_reciprocal<T>(p, la_sum_values(sum));
-#pragma unroll
-            for (int r = 0; r < 2 * S; ++r) f[r][e] *= weight;
-          }
-#pragma unroll
-          for (int r = 0; r < 2 * S; ++r) sums.line[r] += f[r][e];
+          for (int i = 0; i < 8 * S; ++i) sums.line[i / 4] += f[i / 4][i % 4];
         }
         sums.add(f, y, j);
       }
