@@ -574,7 +574,8 @@ __global__ void __launch_bounds__(LA_THREADS, 2) la_apply_kernel(const __grid_co
   }
 }
 
-/* ---- gradient: x, y, state, line -> grad_x, and partial (LA_WITH_SUMS) or out (LA_WITH_APPLY) ---- */
+/* ---- gradient: x, y, state, line -> grad_x, and partial (LA_WITH_SUMS) or out (LA_WITH_APPLY); for any strides, because loads
+   are a small part of it ---- */
 
 /* With u = y S^T, row by row, f = f(x), w = 1, 1 / sum f or 1 / (f . line + eps), dot = w f . u:
      LA_PLAIN    grad_x = f' (u + line)           x becomes f
@@ -612,7 +613,7 @@ __device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int
 template <int FUSION>
 static constexpr int la_gradient_blocks = FUSION == LA_WITH_SUMS || (FUSION == LA_ALONE && CAMOX_CUDA_ARCH >= 900) ? 1 : 2;
 
-template <typename T, int MEMORY, int FUSION>
+template <typename T, int FUSION>
 __global__ void __launch_bounds__(LA_THREADS, la_gradient_blocks<FUSION>)
     la_gradient_kernel(const __grid_constant__ la_pass p) {
   CAMOX_DYNAMIC_SHARED(float, shared);
@@ -633,7 +634,7 @@ __global__ void __launch_bounds__(LA_THREADS, la_gradient_blocks<FUSION>)
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(p.rows)));
       const la_kept kept = la_kept_at(p, head, t, valid);
       const la_rows<const T> from = la_rows_at<const T>(p.x, head, t);
-      la_load_both<T, MEMORY>({x, x_pitch, p.n, la_padded(p.n), p.feature_map, from},
+      la_load_both<T, LA_ANY>({x, x_pitch, p.n, la_padded(p.n), p.feature_map, from},
                               {y, y_pitch, p.d, la_padded(p.d), CAMOX_FEATURE_IDENTITY, la_rows_at<const T>(p.y, head, t)},
                               p.rows, kept);
       __syncthreads();
@@ -664,7 +665,7 @@ __global__ void __launch_bounds__(LA_THREADS, la_gradient_blocks<FUSION>)
       if (threadIdx.x == 0) u[0] += 1e-3f;
       __syncthreads();
 #endif
-      la_store<T, MEMORY>(la_rows_at<T>(p.grad_x, head, t), u, x_pitch, p.rows, p.n, valid);
+      la_store<T, LA_ANY>(la_rows_at<T>(p.grad_x, head, t), u, x_pitch, p.rows, p.n, valid);
       if (FUSION == LA_WITH_SUMS) la_add_products(sums, at, x, x_pitch, y, y_pitch, valid);
       if (FUSION != LA_WITH_APPLY && p.sums_line) la_add_line(sums, p.n, x, x_pitch, row_dots, valid);
       if constexpr (FUSION == LA_WITH_APPLY) {
@@ -673,7 +674,7 @@ __global__ void __launch_bounds__(LA_THREADS, la_gradient_blocks<FUSION>)
         __syncthreads();
         la_put_product(product, u, y_pitch, nullptr);
         __syncthreads();
-        la_store<T, MEMORY>(la_rows_at<T>(p.out, head, t), u, y_pitch, p.rows, p.d, valid);
+        la_store<T, LA_ANY>(la_rows_at<T>(p.out, head, t), u, y_pitch, p.rows, p.d, valid);
       }
       __syncthreads();
     }
@@ -791,7 +792,7 @@ static void la_launch_apply(la_pass pass, void *stream) {
                sizeof(float) * pass.shared, stream, pass);
 }
 
-template <typename T, int MEMORY, int FUSION>
+template <typename T, int FUSION>
 static void la_launch_gradient(la_pass pass, void *stream) {
   const int x_pitch = la_pitch(pass.n), y_pitch = la_pitch(pass.d);
   const int floats = x_pitch + (FUSION == LA_WITH_SUMS ? y_pitch + x_pitch : la_most(x_pitch, y_pitch)) + 1;
@@ -800,7 +801,7 @@ static void la_launch_gradient(la_pass pass, void *stream) {
   const int state = la_padded(pass.n) * la_pitch(pass.slice);
   pass.rows = la_rows_of(pass, la_most(pass.n, FUSION == LA_WITH_APPLY ? pass.d : 1), floats, state);
   pass.shared = la_most(pass.rows * floats + state, FUSION == LA_WITH_SUMS ? la_sum_floats(pass) : LA_THREADS);
-  CAMOX_LAUNCH((la_gradient_kernel<T, MEMORY, FUSION>), camox_grid(pass.batch * pass.heads * pass.chunks), la_threads(pass),
+  CAMOX_LAUNCH((la_gradient_kernel<T, FUSION>), camox_grid(pass.batch * pass.heads * pass.chunks), la_threads(pass),
                sizeof(float) * pass.shared, stream, pass);
 }
 
@@ -855,8 +856,8 @@ static void la_launch_fused(const la_pass &pass, la_work work, void *stream) {
   switch (work) {
     case LA_SUMS: return la_launch_sums<T, memory>(pass, stream);
     case LA_APPLY: return la_launch_apply<T, memory>(pass, stream);
-    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, memory, LA_WITH_SUMS>(pass, stream);
-    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, memory, LA_WITH_APPLY>(pass, stream);
+    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, LA_WITH_SUMS>(pass, stream);
+    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, LA_WITH_APPLY>(pass, stream);
   }
 }
 
@@ -868,7 +869,7 @@ static void la_launch(const la_pass &pass, la_work work, int memory, void *strea
     return la_launch_fused<T, LA_ANY>(pass, work, stream);
   }
   /* larger heads take one kernel more backward, each for any strides */
-  if (work >= LA_GRADIENT_OF_QUERIES) la_launch_gradient<T, LA_ANY, LA_ALONE>(pass, stream);
+  if (work >= LA_GRADIENT_OF_QUERIES) la_launch_gradient<T, LA_ALONE>(pass, stream);
   if (work == LA_APPLY || work == LA_GRADIENT_OF_KEYS) return la_launch_apply<T, LA_ANY>(pass, stream);
   la_pass sums = pass;
   if (work == LA_GRADIENT_OF_QUERIES) sums.sums_line = false; /* the gradient's own kernel has added it up */
