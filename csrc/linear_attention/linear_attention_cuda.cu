@@ -12,7 +12,7 @@
 
    The state of heads up to LA_RESIDENT stays in shared memory; a larger one passes through in slices, and the backward takes
    one kernel more for each direction. Loads and stores are 16 bytes along a row or a column where strides allow. Sums over T
-   have a fixed order: no atomics. bfloat16 and float16 that can be read in vectors go to linear_attention_mma.h instead. */
+   have a fixed order: no atomics. What can be read in vectors goes to linear_attention_mma.h instead where tensor cores serve it. */
 #include "../common/cuda_util.cuh"
 #include "linear_attention.h"
 
