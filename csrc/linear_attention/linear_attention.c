@@ -13,13 +13,13 @@
 #ifndef CAMOX_LINEAR_ATTENTION_WAVES
 #define CAMOX_LINEAR_ATTENTION_WAVES 1
 #endif
-/* A multiprocessor holds three blocks; four of bfloat16 heads that are channels, forward; two of float32, backward. Of wider
-   float32 heads, which are not for tensor cores, there are two waves of four. */
+/* A multiprocessor holds three blocks, or four of bfloat16 heads that are channels, forward. Of float32 it holds two or three,
+   backward: six are whole waves of both. Of wider float32 heads, which are not for tensor cores, there are two waves of four. */
 static int64_t work_items(const camox_linear_attention_params *p) {
-  const int f32 = p->dtype == CAMOX_F32, four = p->dtype == CAMOX_BF16 && p->k.stride[2] == 1;
-  int64_t blocks = p->backward ? (f32 ? 2 : 3) : (four ? 4 : 3);
-  blocks *= CAMOX_LINEAR_ATTENTION_WAVES;
-  if (f32 && (p->key_dim > 32 || p->value_dim > 32)) blocks = 8;
+  const int four = p->dtype == CAMOX_BF16 && p->k.stride[2] == 1 && !p->backward;
+  int64_t blocks = CAMOX_LINEAR_ATTENTION_WAVES * (four ? 4 : 3);
+  if (p->dtype == CAMOX_F32 && p->backward) blocks = 6;
+  if (p->dtype == CAMOX_F32 && (p->key_dim > 32 || p->value_dim > 32)) blocks = 8;
   return blocks * p->multiprocessors;
 }
 #define CAMOX_LINEAR_ATTENTION_WORK_ITEMS(p) work_items(p)
