@@ -159,7 +159,6 @@ struct la_to_registers {
 };
 
 /* Or into a slot of the warp's ring: a piece of each lane side by side. */
-template <bool WHOLE>
 struct la_to_slot {
   uint32_t *slot;
 
@@ -172,11 +171,11 @@ struct la_to_slot {
       uint32_t *const to = slot + (first + i) * CAMOX_WARP + lane * piece;
       const uint32_t *const from = reinterpret_cast<const uint32_t *>(p) + i;
       if constexpr (piece == 4)
-        camox_cp_async_16(to, from, WHOLE || exists ? 16 : 0);
+        camox_cp_async_16(to, from, exists ? 16 : 0);
       else if constexpr (piece == 2)
-        camox_cp_async_8(to, from, WHOLE || exists ? 8 : 0);
+        camox_cp_async_8(to, from, exists ? 8 : 0);
       else
-        *to = WHOLE || exists ? __ldg(from) : 0u;
+        *to = exists ? __ldg(from) : 0u;
     }
   }
 };
@@ -227,12 +226,8 @@ struct la_terms {
     else
       put_all(la_to_registers<false>{words}, from, columns, valid);
   }
-  static __device__ __forceinline__ void copy(uint32_t *slot, const la_lines<const T, COLUMNS> &from, int columns, int valid,
-                                              bool whole) {
-    if (COLUMNS && whole)
-      put_all(la_to_slot<true>{slot}, from, columns, valid);
-    else
-      put_all(la_to_slot<false>{slot}, from, columns, valid);
+  static __device__ __forceinline__ void copy(uint32_t *slot, const la_lines<const T, COLUMNS> &from, int columns, int valid) {
+    put_all(la_to_slot{slot}, from, columns, valid);
   }
   __device__ __forceinline__ void take(const uint32_t *slot) { la_take<vector>(words, slot); }
 
@@ -284,11 +279,8 @@ struct la_values {
       put_all(la_to_registers<false>{words}, from, columns, valid, part);
   }
   static __device__ __forceinline__ void copy(uint32_t *slot, const la_lines<const T, COLUMNS> &from, int columns, int valid,
-                                              int part, bool whole) {
-    if (COLUMNS && whole)
-      put_all(la_to_slot<true>{slot}, from, columns, valid, part);
-    else
-      put_all(la_to_slot<false>{slot}, from, columns, valid, part);
+                                              int part) {
+    put_all(la_to_slot{slot}, from, columns, valid, part);
   }
   __device__ __forceinline__ void take(const uint32_t *slot) { la_take<vector>(words, slot); }
 
@@ -645,7 +637,7 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_apply_blocks<T, S>)
     const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
     const auto copy = [&](int64_t t, uint32_t *slot) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
-      if (valid > 0) terms_type::copy(slot, head.x.at(t), p.n, valid, la_is_whole<S, J>(p, valid));
+      if (valid > 0) terms_type::copy(slot, head.x.at(t), p.n, valid);
       camox_cp_async_commit();
     };
     const int64_t first = chunk * p.chunk + warp * 8 * J;
@@ -850,9 +842,8 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_sum_blocks<T, S, COLUMN
     const auto copy = [&](int64_t t, uint32_t *slot) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
       if (valid > 0) {
-        const bool whole = la_is_whole<S, J>(p, valid);
-        x_type::copy(slot, head.x.at(t), p.n, valid, 0, whole);
-        y_type::copy(slot + x_words, head.y.at(t), p.d, valid, part, whole);
+        x_type::copy(slot, head.x.at(t), p.n, valid, 0);
+        y_type::copy(slot + x_words, head.y.at(t), p.d, valid, part);
       }
       camox_cp_async_commit();
     };
@@ -982,13 +973,12 @@ __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, C
     const auto copy = [&](int64_t t) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
       if (valid > 0) {
-        const bool whole = la_is_whole<S, J>(p, valid);
-        decltype(tile::terms)::copy(slot, head.y.at(t), p.d, valid, whole);
-        decltype(tile::x)::copy(slot + tile::x_place, head.x.at(t), p.n, valid, 0, whole);
+        decltype(tile::terms)::copy(slot, head.y.at(t), p.d, valid);
+        decltype(tile::x)::copy(slot + tile::x_place, head.x.at(t), p.n, valid, 0);
         if constexpr (FUSION == LA_WITH_SUMS)
-          decltype(tile::y)::copy(slot + tile::last_place, head.y.at(t), p.d, valid, part, whole);
+          decltype(tile::y)::copy(slot + tile::last_place, head.y.at(t), p.d, valid, part);
         else
-          decltype(tile::features)::copy(slot + tile::last_place, head.x.at(t), p.n, valid, whole);
+          decltype(tile::features)::copy(slot + tile::last_place, head.x.at(t), p.n, valid);
       }
       camox_cp_async_commit();
     };
