@@ -21,7 +21,7 @@
    no warp waits for another one.
 
      slot 0 | tile t     -> registers -> products, while the next ones are under way; then tile t + 2 steps
-     slot 1 | tile t + 1 step                                                                            */
+     slot 1 | tile t + 1 step                                                                                 */
 #ifndef CAMOX_LINEAR_ATTENTION_MMA_H
 #define CAMOX_LINEAR_ATTENTION_MMA_H
 
@@ -77,7 +77,7 @@ struct la_mma {
   static __device__ __forceinline__ int position(int j, int g) { return COLUMNS ? J * g + j : 8 * j + g; }
 };
 
-/* The low or high half of a word, or the word. */
+/* The low or high half of a word. */
 template <typename T>
 __device__ __forceinline__ float la_half(uint32_t word, int high) {
   if constexpr (camox_is_bfloat16<T>::value) return __uint_as_float(high ? word & 0xffff0000u : word << 16);
@@ -158,7 +158,8 @@ struct la_to_registers {
   }
 };
 
-/* Or into a slot of the warp's ring: a piece of each lane side by side. */
+/* Or into a slot of the warp's ring: a piece of each lane side by side. One of 4 bytes, which cp.async in csrc/common does not
+   copy, at once. */
 struct la_to_slot {
   uint32_t *slot;
 
