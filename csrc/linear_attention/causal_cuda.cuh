@@ -212,7 +212,9 @@ struct causal_product<true, KIND> {
       two[0] = from.data[k * from.pitch + row], two[1] = from.data[(k + 1) * from.pitch + row];
     else
       camox_load_shared(two, from.data + row * from.pitch + k);
-    la_split(two[0], two[1], high, low);
+    uint32_t parts[2];
+    la_split(two[0], two[1], parts);
+    high = parts[0], low = parts[1];
   }
 
   __device__ __forceinline__ void add(causal_factor a, causal_factor b, int terms) {

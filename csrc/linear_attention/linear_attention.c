@@ -8,10 +8,21 @@
 
 /* A call has about this many work items, of chunks between the shortest and the longest: a longer chunk rounds more, and on the
    CPU leaves the cache before the next head of the same positions is read; a shorter one has more partial sums in memory. On
-   CUDA at most as many as two waves of blocks: the few blocks of a third would take as long as a full one. A multiprocessor
-   holds three blocks of halves, or four of float32. */
+   CUDA at most as many as blocks run at once: the few blocks of another wave would take as long as a full one. */
 #ifdef CAMOX_CUDA_PART
-#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS(p) (2 * (p)->multiprocessors * ((p)->dtype == CAMOX_F32 ? 4 : 3))
+#ifndef CAMOX_LINEAR_ATTENTION_WAVES
+#define CAMOX_LINEAR_ATTENTION_WAVES 1
+#endif
+/* A multiprocessor holds three blocks, or four of bfloat16 heads that are channels, forward. Of float32 it holds two or three,
+   backward: six are whole waves of both. Of wider float32 heads, which are not for tensor cores, there are two waves of four. */
+static int64_t work_items(const camox_linear_attention_params *p) {
+  const int four = p->dtype == CAMOX_BF16 && p->k.stride[2] == 1 && !p->backward;
+  int64_t blocks = CAMOX_LINEAR_ATTENTION_WAVES * (four ? 4 : 3);
+  if (p->dtype == CAMOX_F32 && p->backward) blocks = 6;
+  if (p->dtype == CAMOX_F32 && (p->key_dim > 32 || p->value_dim > 32)) blocks = 8;
+  return blocks * p->multiprocessors;
+}
+#define CAMOX_LINEAR_ATTENTION_WORK_ITEMS(p) work_items(p)
 #define CAMOX_LINEAR_ATTENTION_CHUNKS(items, sequences) ((items) > (sequences) ? (items) / (sequences) : 1)
 #define CAMOX_LINEAR_ATTENTION_MIN_CHUNK 128
 #define CAMOX_LINEAR_ATTENTION_MAX_CHUNK(p) 4096

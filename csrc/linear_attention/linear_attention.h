@@ -61,6 +61,7 @@ typedef struct {
   void *sum_s, *sum_z;                /* real [B,H,N,D], [B,H,N]: dS, dz, written */
   /* Scratch of both directions, which the binding allocates after camox_linear_attention_plan: a row for each chunk. */
   int64_t multiprocessors; /* of the GPU, in the CUDA part */
+  int backward;            /* whether the chunks are those of the backward */
   int64_t chunk, chunks;
   void *partial; /* real [B*H, chunks, N*D + N]: a chunk's part of S as [N,D], then of z as [N] (sum only); dS and dz alike */
   void *scratch; /* CPU: CAMOX_LINEAR_ATTENTION_SCRATCH bytes of this thread alone, aligned to 64 bytes */
@@ -68,7 +69,7 @@ typedef struct {
 
 #define CAMOX_LINEAR_ATTENTION_SCRATCH (480 << 10)
 
-/* Sets chunk and chunks; the sizes and, in the CUDA part, multiprocessors must be set. */
+/* Sets chunk and chunks; the sizes must be set, in the CUDA part dtype, k, multiprocessors and backward too. */
 void camox_linear_attention_plan(camox_linear_attention_params *p);
 
 int camox_linear_attention_check(const camox_linear_attention_params *p, int backward);

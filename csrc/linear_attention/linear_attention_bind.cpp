@@ -27,8 +27,9 @@ const void* real_data(const OptionalTensor& y, const Tensor& q, std::initializer
 }
 
 camox_linear_attention_params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& key_mask,
-                                        int64_t feature_map, int64_t normalize, double eps) {
+                                        int64_t feature_map, int64_t normalize, double eps, bool backward) {
   camox_linear_attention_params p{};
+  p.backward = backward;
   p.dtype = dtype_of(q, op);
   p.feature_map = code_of(feature_map, CAMOX_FEATURE_IDENTITY, op, "feature map"),
   p.normalize = code_of(normalize, CAMOX_NORMALIZE_NONE, op, "normalization"), p.eps = eps;
@@ -86,7 +87,7 @@ void run_steps(Variant variant, const camox_linear_attention_params& p) {
 std::tuple<Tensor, Tensor, Tensor> linear_attention(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor key_mask,
                                                     OptionalTensor initial_s, OptionalTensor initial_z, int64_t feature_map,
                                                     int64_t normalize, double eps) {
-  camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps);
+  camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps, false);
   p.initial_s = real_data(initial_s, q, {p.batch, p.heads, p.key_dim, p.value_dim}, "initial_s");
   p.initial_z = real_data(initial_z, q, {p.batch, p.heads, p.key_dim}, "initial_z");
   Tensor out = empty_in_order(q, {p.batch, p.heads, p.length, p.value_dim}, 4);
@@ -135,7 +136,7 @@ std::tuple<Tensor, Tensor> backward_into(const std::array<Tensor, 3>& grad_qkv, 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_backward(
     const Tensor& grad, OptionalTensor grad_s, OptionalTensor grad_z, const Tensor& q, const Tensor& k, const Tensor& v,
     OptionalTensor key_mask, const Tensor& s, const Tensor& z, int64_t feature_map, int64_t normalize, double eps) {
-  camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps);
+  camox_linear_attention_params p = params_of(q, k, v, key_mask, feature_map, normalize, eps, true);
   const std::vector<int64_t> keys = {p.batch, p.heads, p.length, p.key_dim};
   Tensor grad_q = empty_in_order(q, keys, 4), grad_k = empty_in_order(k, keys, 4);
   Tensor grad_v = empty_in_order(v, {p.batch, p.heads, p.length, p.value_dim}, 4);
@@ -159,7 +160,7 @@ Tensor linear_attention_packed_backward(const Tensor& grad, OptionalTensor grad_
                                         OptionalTensor key_mask, const Tensor& s, const Tensor& z, int64_t feature_map,
                                         int64_t normalize, double eps) {
   const Tensor q = part_of(qkv, 0);
-  auto p = params_of(q, part_of(qkv, 1), part_of(qkv, 2), key_mask, feature_map, normalize, eps);
+  auto p = params_of(q, part_of(qkv, 1), part_of(qkv, 2), key_mask, feature_map, normalize, eps, true);
   auto sizes = qkv.sizes();
   Tensor grad_qkv = empty_in_order(qkv, {sizes.begin(), sizes.end()}, 5);
   backward_into({part_of(grad_qkv, 0), part_of(grad_qkv, 1), part_of(grad_qkv, 2)}, {grad, grad_s, grad_z}, s, z, p);

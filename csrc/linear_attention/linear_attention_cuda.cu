@@ -12,7 +12,7 @@
 
    The state of heads up to LA_RESIDENT stays in shared memory; a larger one passes through in slices, and the backward takes
    one kernel more for each direction. Loads and stores are 16 bytes along a row or a column where strides allow. Sums over T
-   have a fixed order: no atomics. bfloat16 and float16 that can be read in vectors go to linear_attention_mma.h instead. */
+   have a fixed order: no atomics. What can be read in vectors goes to linear_attention_mma.h instead where tensor cores serve it. */
 #include "../common/cuda_util.cuh"
 #include "linear_attention.h"
 
@@ -22,10 +22,22 @@
 #define LA_LANES 8      /* that share a row */
 #define LA_SLICE 3072   /* floats of a slice of a larger state */
 #define LA_SHARED 12000 /* floats of shared memory of a block */
+/* Chunks up to which each block that reads a state adds them up itself: they lie in L2, a kernel of its own is 5 us. */
+#ifndef LA_ADDED_CHUNKS
+#define LA_ADDED_CHUNKS 8
+#endif
 
 typedef enum { LA_PLAIN = 0, LA_FEATURE = 1, LA_DIVIDE = 2 } la_weight; /* 1, 1 / sum f, 1 / (f . line + eps) */
 typedef enum { LA_ALONE = 0, LA_WITH_SUMS = 1, LA_WITH_APPLY = 2 } la_fusion;
 typedef enum { LA_ANY = 0, LA_ROWS = 1, LA_COLUMNS = 2 } la_memory; /* any strides; 16-byte vectors of a row; of a column */
+
+/* Sums of chunks to s and z: the state or its gradient. */
+struct la_state_args {
+  const float *partial, *initial_s, *initial_z;
+  float *s, *z;
+  int64_t sequences, chunks, stored; /* B*H; chunks to add up, and those that partial has room for */
+  int n, d;
+};
 
 /* One pass over x and y. */
 struct la_pass {
@@ -38,6 +50,7 @@ struct la_pass {
   const uint8_t *mask;           /* of the rows of x */
   int64_t mask_stride[2];
   const float *state, *line; /* [B*H,N,D], [B*H,N] or NULL */
+  la_state_args added;       /* where state is NULL: the pass adds up the chunks itself, and writes the state */
   float *partial;
   bool sums_line; /* z or dz too */
   int rows;       /* of a tile */
@@ -485,12 +498,18 @@ __global__ void __launch_bounds__(LA_THREADS, 2) la_sum_kernel(const __grid_cons
 
 /* ---- state: partial -> s, z, added up in float64: chunks may be many, and their sums of one sign ---- */
 
-struct la_state_args {
-  const float *partial, *initial_s, *initial_z;
-  float *s, *z;
-  int64_t sequences, chunks, stored; /* B*H; chunks to add up, and those that partial has room for */
-  int n, d;
-};
+/* Where element i of a head's state lies, those of s before those of z. */
+__device__ __forceinline__ float *la_state_element(const la_state_args &a, int64_t sequence, int64_t i) {
+  const int64_t size = static_cast<int64_t>(a.n) * a.d;
+  return i < size ? a.s + sequence * size + i : a.z + sequence * a.n + i - size;
+}
+
+/* What the chunks are added to. */
+__device__ __forceinline__ double la_initial(const la_state_args &a, int64_t sequence, int64_t i) {
+  const int64_t size = static_cast<int64_t>(a.n) * a.d;
+  const float *const from = i < size ? a.initial_s : a.initial_z;
+  return from ? static_cast<double>(from[i < size ? sequence * size + i : sequence * a.n + i - size]) : 0.0;
+}
 
 __global__ void __launch_bounds__(LA_THREADS) la_state_kernel(const __grid_constant__ la_state_args a) {
   const int64_t size = static_cast<int64_t>(a.n) * a.d, row = size + a.n, elements = a.z ? row : size;
@@ -498,14 +517,11 @@ __global__ void __launch_bounds__(LA_THREADS) la_state_kernel(const __grid_const
        i += static_cast<int64_t>(gridDim.x) * LA_THREADS) {
     int64_t element;
     const int64_t sequence = camox_divide(i, elements, &element);
-    const bool of_s = element < size;
-    const int64_t place = of_s ? sequence * size + element : sequence * a.n + element - size;
-    const float *const initial = of_s ? a.initial_s : a.initial_z;
     const float *from = a.partial + sequence * a.stored * row + element;
-    double sum = initial ? static_cast<double>(initial[place]) : 0.0;
+    double sum = la_initial(a, sequence, element);
 #pragma unroll 8
     for (int64_t chunk = 0; chunk < a.chunks; ++chunk, from += row) sum += static_cast<double>(__ldg(from));
-    (of_s ? a.s : a.z)[place] = static_cast<float>(sum);
+    *la_state_element(a, sequence, element) = static_cast<float>(sum);
   }
 }
 
@@ -558,7 +574,8 @@ __global__ void __launch_bounds__(LA_THREADS, 2) la_apply_kernel(const __grid_co
   }
 }
 
-/* ---- gradient: x, y, state, line -> grad_x, and partial (LA_WITH_SUMS) or out (LA_WITH_APPLY) ---- */
+/* ---- gradient: x, y, state, line -> grad_x, and partial (LA_WITH_SUMS) or out (LA_WITH_APPLY); for any strides, because loads
+   are a small part of it ---- */
 
 /* With u = y S^T, row by row, f = f(x), w = 1, 1 / sum f or 1 / (f . line + eps), dot = w f . u:
      LA_PLAIN    grad_x = f' (u + line)           x becomes f
@@ -596,7 +613,7 @@ __device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int
 template <int FUSION>
 static constexpr int la_gradient_blocks = FUSION == LA_WITH_SUMS || (FUSION == LA_ALONE && CAMOX_CUDA_ARCH >= 900) ? 1 : 2;
 
-template <typename T, int MEMORY, int FUSION>
+template <typename T, int FUSION>
 __global__ void __launch_bounds__(LA_THREADS, la_gradient_blocks<FUSION>)
     la_gradient_kernel(const __grid_constant__ la_pass p) {
   CAMOX_DYNAMIC_SHARED(float, shared);
@@ -617,7 +634,7 @@ __global__ void __launch_bounds__(LA_THREADS, la_gradient_blocks<FUSION>)
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(p.rows)));
       const la_kept kept = la_kept_at(p, head, t, valid);
       const la_rows<const T> from = la_rows_at<const T>(p.x, head, t);
-      la_load_both<T, MEMORY>({x, x_pitch, p.n, la_padded(p.n), p.feature_map, from},
+      la_load_both<T, LA_ANY>({x, x_pitch, p.n, la_padded(p.n), p.feature_map, from},
                               {y, y_pitch, p.d, la_padded(p.d), CAMOX_FEATURE_IDENTITY, la_rows_at<const T>(p.y, head, t)},
                               p.rows, kept);
       __syncthreads();
@@ -648,7 +665,7 @@ __global__ void __launch_bounds__(LA_THREADS, la_gradient_blocks<FUSION>)
       if (threadIdx.x == 0) u[0] += 1e-3f;
       __syncthreads();
 #endif
-      la_store<T, MEMORY>(la_rows_at<T>(p.grad_x, head, t), u, x_pitch, p.rows, p.n, valid);
+      la_store<T, LA_ANY>(la_rows_at<T>(p.grad_x, head, t), u, x_pitch, p.rows, p.n, valid);
       if (FUSION == LA_WITH_SUMS) la_add_products(sums, at, x, x_pitch, y, y_pitch, valid);
       if (FUSION != LA_WITH_APPLY && p.sums_line) la_add_line(sums, p.n, x, x_pitch, row_dots, valid);
       if constexpr (FUSION == LA_WITH_APPLY) {
@@ -657,7 +674,7 @@ __global__ void __launch_bounds__(LA_THREADS, la_gradient_blocks<FUSION>)
         __syncthreads();
         la_put_product(product, u, y_pitch, nullptr);
         __syncthreads();
-        la_store<T, MEMORY>(la_rows_at<T>(p.out, head, t), u, y_pitch, p.rows, p.d, valid);
+        la_store<T, LA_ANY>(la_rows_at<T>(p.out, head, t), u, y_pitch, p.rows, p.d, valid);
       }
       __syncthreads();
     }
@@ -715,12 +732,21 @@ static void la_set_queries(la_pass *pass, const camox_linear_attention_params *p
   if (pass->weight == LA_DIVIDE) pass->line = static_cast<const float *>(p->z);
 }
 
-/* Steps of 16 columns with which tensor cores serve a pass, or 0. */
-template <int MEMORY>
+/* Steps of 16 columns with which tensor cores serve a pass, or 0. Of float32 registers last for 2. */
+template <typename T, int MEMORY>
 static int la_mma_steps(const la_pass &pass) {
-  const int widest = pass.n > pass.d ? pass.n : pass.d, steps = widest <= 16 ? 1 : widest <= 32 ? 2 : 4;
-  const bool fits = MEMORY == LA_COLUMNS || (pass.n == 16 * steps && pass.d == 16 * steps);
+  const int widest = pass.n > pass.d ? pass.n : pass.d;
+  const int steps = widest <= 16 && sizeof(T) == 2 ? 1 : widest <= 32 ? 2 : sizeof(T) == 2 ? 4 : 0;
+  const bool fits = MEMORY == LA_COLUMNS || (pass.n == 16 * steps && pass.d == 16 * steps); /* 0 steps: never */
   return fits && camox_device_is_sm80() ? steps : 0;
+}
+
+/* Whether the kernel of a pass can add up the chunks itself: one on tensor cores that has room for the state. */
+template <typename T>
+static bool la_adds_chunks(const la_pass &pass, la_memory memory) {
+  if (!camox_may_be_sm80 || memory == LA_ANY) return false;
+  const int steps = memory == LA_ROWS ? la_mma_steps<T, LA_ROWS>(pass) : la_mma_steps<T, LA_COLUMNS>(pass);
+  return steps == 1 || steps == 2;
 }
 
 static bool la_large(const la_pass &pass) { return pass.n > LA_RESIDENT || pass.d > LA_RESIDENT; }
@@ -766,7 +792,7 @@ static void la_launch_apply(la_pass pass, void *stream) {
                sizeof(float) * pass.shared, stream, pass);
 }
 
-template <typename T, int MEMORY, int FUSION>
+template <typename T, int FUSION>
 static void la_launch_gradient(la_pass pass, void *stream) {
   const int x_pitch = la_pitch(pass.n), y_pitch = la_pitch(pass.d);
   const int floats = x_pitch + (FUSION == LA_WITH_SUMS ? y_pitch + x_pitch : la_most(x_pitch, y_pitch)) + 1;
@@ -775,23 +801,12 @@ static void la_launch_gradient(la_pass pass, void *stream) {
   const int state = la_padded(pass.n) * la_pitch(pass.slice);
   pass.rows = la_rows_of(pass, la_most(pass.n, FUSION == LA_WITH_APPLY ? pass.d : 1), floats, state);
   pass.shared = la_most(pass.rows * floats + state, FUSION == LA_WITH_SUMS ? la_sum_floats(pass) : LA_THREADS);
-  CAMOX_LAUNCH((la_gradient_kernel<T, MEMORY, FUSION>), camox_grid(pass.batch * pass.heads * pass.chunks), la_threads(pass),
+  CAMOX_LAUNCH((la_gradient_kernel<T, FUSION>), camox_grid(pass.batch * pass.heads * pass.chunks), la_threads(pass),
                sizeof(float) * pass.shared, stream, pass);
 }
 
-static void la_launch_state(const la_pass &pass, int64_t stored, const void *initial_s, const void *initial_z, void *s, void *z,
-                            void *stream) {
-  const int64_t sequences = pass.batch * pass.heads, elements = sequences * pass.n * (pass.d + (z ? 1 : 0));
-  const la_state_args args = {pass.partial,
-                              static_cast<const float *>(initial_s),
-                              static_cast<const float *>(initial_z),
-                              static_cast<float *>(s),
-                              static_cast<float *>(z),
-                              sequences,
-                              pass.chunks,
-                              stored,
-                              pass.n,
-                              pass.d};
+static void la_launch_state(const la_state_args &args, void *stream) {
+  const int64_t elements = args.sequences * args.n * (args.d + (args.z ? 1 : 0));
   CAMOX_LAUNCH(la_state_kernel, camox_grid(camox_ceil_div(elements, LA_THREADS)), LA_THREADS, 0, stream, args);
 }
 
@@ -800,37 +815,49 @@ typedef enum { LA_SUMS = 0, LA_APPLY = 1, LA_GRADIENT_OF_QUERIES = 2, LA_GRADIEN
 template <typename T, int S, bool COLUMNS>
 static void la_launch_mma(const la_pass &pass, la_work work, void *stream) {
   const unsigned grid = camox_grid(pass.batch * pass.heads * pass.chunks);
-  const size_t fragments = sizeof(uint4) * la_mma_fragments<S>, line = sizeof(float) * 16 * S;
+  const size_t fragments = sizeof(uint4) * la_mma_fragments<T, S>, line = sizeof(float) * 16 * S;
   const size_t sums = sizeof(float) * (LA_MMA_WARPS / la_mma_sharing<S>)*16 * S * (16 * S + 1);
+  const size_t sum_ring = sizeof(uint32_t) * la_mma_sum_ring<T, S, COLUMNS>;
+  const size_t apply_ring = sizeof(uint32_t) * la_mma_apply_ring<T, S, COLUMNS>;
+  const size_t added = pass.state ? 0 : sizeof(float) * 16 * S * (16 * S + 1);
   switch (work) {
-    case LA_SUMS: CAMOX_LAUNCH((la_mma_sum_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, sums, stream, pass); break;
+    case LA_SUMS:
+      CAMOX_LAUNCH((la_mma_sum_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, sum_ring > sums ? sum_ring : sums, stream, pass);
+      break;
     case LA_APPLY:
-      CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments + line, stream, pass);
-      break;
-    case LA_GRADIENT_OF_QUERIES:
-      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_SUMS>), grid, LA_MMA_THREADS, sums, stream, pass);
-      break;
-    case LA_GRADIENT_OF_KEYS:
-      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_APPLY>), grid, LA_MMA_THREADS, 2 * fragments + line, stream,
+      CAMOX_LAUNCH((la_mma_apply_kernel<T, S, COLUMNS>), grid, LA_MMA_THREADS, fragments + line + apply_ring + added, stream,
                    pass);
+      break;
+    case LA_GRADIENT_OF_QUERIES: {
+      const size_t ring = sizeof(uint32_t) * la_mma_gradient_ring_words<T, S, COLUMNS, LA_WITH_SUMS>;
+      const size_t shared = fragments + line + ring > sums ? fragments + line + ring : sums;
+      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_SUMS>), grid, LA_MMA_THREADS, shared, stream, pass);
+      break;
+    }
+    case LA_GRADIENT_OF_KEYS: {
+      const size_t ring = sizeof(uint32_t) * la_mma_gradient_ring_words<T, S, COLUMNS, LA_WITH_APPLY>;
+      CAMOX_LAUNCH((la_mma_gradient_kernel<T, S, COLUMNS, LA_WITH_APPLY>), grid, LA_MMA_THREADS,
+                   2 * fragments + line + ring + added, stream, pass);
+    }
   }
 }
 
 template <typename T, int MEMORY>
 static void la_launch_fused(const la_pass &pass, la_work work, void *stream) {
-  if constexpr (camox_may_be_sm80 && sizeof(T) == 2 && MEMORY != LA_ANY) {
-    switch (la_mma_steps<MEMORY>(pass)) {
-      case 1: return la_launch_mma<T, 1, MEMORY == LA_COLUMNS>(pass, work, stream);
-      case 2: return la_launch_mma<T, 2, MEMORY == LA_COLUMNS>(pass, work, stream);
-      case 4: return la_launch_mma<T, 4, MEMORY == LA_COLUMNS>(pass, work, stream);
+  if constexpr (camox_may_be_sm80 && MEMORY != LA_ANY) {
+    const int steps = la_mma_steps<T, MEMORY>(pass);
+    if (steps == 2) return la_launch_mma<T, 2, MEMORY == LA_COLUMNS>(pass, work, stream);
+    if constexpr (sizeof(T) == 2) {
+      if (steps == 1) return la_launch_mma<T, 1, MEMORY == LA_COLUMNS>(pass, work, stream);
+      if (steps == 4) return la_launch_mma<T, 4, MEMORY == LA_COLUMNS>(pass, work, stream);
     }
   }
   constexpr int memory = sizeof(T) == 2 ? LA_ANY : MEMORY; /* half types of vectors are for tensor cores */
   switch (work) {
     case LA_SUMS: return la_launch_sums<T, memory>(pass, stream);
     case LA_APPLY: return la_launch_apply<T, memory>(pass, stream);
-    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, memory, LA_WITH_SUMS>(pass, stream);
-    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, memory, LA_WITH_APPLY>(pass, stream);
+    case LA_GRADIENT_OF_QUERIES: return la_launch_gradient<T, LA_WITH_SUMS>(pass, stream);
+    case LA_GRADIENT_OF_KEYS: return la_launch_gradient<T, LA_WITH_APPLY>(pass, stream);
   }
 }
 
@@ -842,11 +869,39 @@ static void la_launch(const la_pass &pass, la_work work, int memory, void *strea
     return la_launch_fused<T, LA_ANY>(pass, work, stream);
   }
   /* larger heads take one kernel more backward, each for any strides */
-  if (work >= LA_GRADIENT_OF_QUERIES) la_launch_gradient<T, LA_ANY, LA_ALONE>(pass, stream);
+  if (work >= LA_GRADIENT_OF_QUERIES) la_launch_gradient<T, LA_ALONE>(pass, stream);
   if (work == LA_APPLY || work == LA_GRADIENT_OF_KEYS) return la_launch_apply<T, LA_ANY>(pass, stream);
   la_pass sums = pass;
   if (work == LA_GRADIENT_OF_QUERIES) sums.sums_line = false; /* the gradient's own kernel has added it up */
   la_launch_sums<T, LA_ANY>(sums, stream);
+}
+
+static la_state_args la_sums_of(const camox_linear_attention_params *p, const void *initial_s, const void *initial_z, void *s,
+                                void *z) {
+  return {static_cast<const float *>(p->partial),
+          static_cast<const float *>(initial_s),
+          static_cast<const float *>(initial_z),
+          static_cast<float *>(s),
+          static_cast<float *>(z),
+          p->batch * p->heads,
+          camox_ceil_div(p->length, p->chunk),
+          p->chunks,
+          static_cast<int>(p->key_dim),
+          static_cast<int>(p->value_dim)};
+}
+
+/* Adds up the chunks' sums, in a kernel of its own or in each block that needs them, then launches the pass that reads the state. */
+template <typename T>
+static void la_launch_with_state(la_pass pass, la_work work, const la_state_args &sums, const camox_linear_attention_params *p,
+                                 void *stream) {
+  const la_memory memory = la_memory_of(p, pass, sizeof(T));
+  if (p->length > 0 && sums.chunks <= LA_ADDED_CHUNKS && la_adds_chunks<T>(pass, memory)) {
+    pass.added = sums;
+  } else {
+    la_launch_state(sums, stream);
+    pass.state = sums.s;
+  }
+  if (p->length > 0) la_launch<T>(pass, work, memory, stream);
 }
 
 template <typename T>
@@ -858,11 +913,9 @@ static void la_forward(const camox_linear_attention_params *p, void *stream) {
     keys.y = p->v, keys.sums_line = sum;
     la_launch<T>(keys, LA_SUMS, la_memory_of(p, keys, sizeof(T)), stream);
   }
-  la_launch_state(keys, p->chunks, p->initial_s, p->initial_z, p->s, sum ? p->z : nullptr, stream);
-  if (p->length == 0) return;
   la_set_queries(&queries, p);
-  queries.out = p->out, queries.state = static_cast<const float *>(p->s);
-  la_launch<T>(queries, LA_APPLY, la_memory_of(p, queries, sizeof(T)), stream);
+  queries.out = p->out;
+  la_launch_with_state<T>(queries, LA_APPLY, la_sums_of(p, p->initial_s, p->initial_z, p->s, sum ? p->z : nullptr), p, stream);
 }
 
 template <typename T>
@@ -874,12 +927,11 @@ static void la_backward(const camox_linear_attention_params *p, void *stream) {
     queries.y = p->grad, queries.grad_x = p->grad_q, queries.state = static_cast<const float *>(p->s), queries.sums_line = sum;
     la_launch<T>(queries, LA_GRADIENT_OF_QUERIES, la_memory_of(p, queries, sizeof(T)), stream);
   }
-  la_launch_state(keys, p->chunks, p->grad_s, p->grad_z, p->sum_s, sum ? p->sum_z : nullptr, stream);
-  if (p->length == 0) return;
   la_set_keys(&keys, p);
-  keys.y = p->v, keys.grad_x = p->grad_k, keys.out = p->grad_v, keys.state = static_cast<const float *>(p->sum_s);
+  keys.y = p->v, keys.grad_x = p->grad_k, keys.out = p->grad_v;
   if (sum) keys.line = static_cast<const float *>(p->sum_z);
-  la_launch<T>(keys, LA_GRADIENT_OF_KEYS, la_memory_of(p, keys, sizeof(T)), stream);
+  la_launch_with_state<T>(keys, LA_GRADIENT_OF_KEYS, la_sums_of(p, p->grad_s, p->grad_z, p->sum_s, sum ? p->sum_z : nullptr), p,
+                          stream);
 }
 
 extern "C" int camox_linear_attention_cuda(const camox_linear_attention_params *p, void *stream) {

@@ -1,5 +1,5 @@
-/* Heads of up to 16 S on tensor cores, for bfloat16 and float16 from sm_80 on: the kernels of linear_attention_cuda.cu, from
-   memory to registers and back. Each warp takes 8 J positions at a time, by itself; positions are columns of every product:
+/* Heads of up to 16 S on tensor cores, from sm_80 on: the kernels of linear_attention_cuda.cu, from memory to registers and back.
+   Each warp takes 8 J positions at a time, by itself; positions are columns of every product:
 
      M X      M: S^T or S, in shared memory as fragments; X: rows of f(q), f(k), v or a gradient, as B
      x^T y    x, y in the order of an accumulator, so that the result of one product is the A of the next
@@ -10,43 +10,61 @@
      in B                position g of each of J tiles,           4 S columns
      in an accumulator   positions 2t, 2t+1 of each of J tiles,   2 S columns
 
-   float32 values go in as the sum of two bfloat16 (16 bits of mantissa), without the product of both low parts. */
+   Features and the state are float32 and go in as sums of bfloat16, high part first: of two (16 bits of mantissa) where T is a
+   half type, of three (24 bits, which is all of them) where T is float. So does T, but for bfloat16, which is one. A product of
+   two sums leaves out the products of parts that are below its last bit:
+
+     parts   half: 2    (0,1) (1,0) (0,0)                         of a bfloat16 (1,0) (0,0)
+             float: 3   (0,2) (1,1) (2,0) (0,1) (1,0) (0,0)       small ones first
+
+   A lane's tiles on the way from memory lie in shared memory, in a ring: it copies by cp.async what it will read itself, so that
+   no warp waits for another one.
+
+     slot 0 | tile t     -> registers -> products, while the next ones are under way; then tile t + 2 steps
+     slot 1 | tile t + 1 step                                                                                 */
 #ifndef CAMOX_LINEAR_ATTENTION_MMA_H
 #define CAMOX_LINEAR_ATTENTION_MMA_H
+
+#include <float.h>
 
 #define LA_MMA_WARPS 4
 #define LA_MMA_THREADS (LA_MMA_WARPS * CAMOX_WARP)
 
 /* Tiles of 8 positions that a warp takes at a time, and blocks of a multiprocessor, as registers last. */
+template <typename T, int S>
+static constexpr int la_mma_tiles = sizeof(T) == 4 || S > 2 ? 2 : 4;
+/* Vectors of positions are 8 bytes at least. */
+template <typename T, int S, bool COLUMNS>
+static constexpr int la_mma_apply_tiles = COLUMNS && S > 2 ? 4 : la_mma_tiles<T, S>;
+template <typename T, int S>
+static constexpr int la_mma_apply_blocks = S > 2 ? 2 : 4;
+/* Whether a gradient's tiles come through a ring: of larger heads a vector of positions is 4 bytes, which cp.async is not for. */
 template <int S>
-static constexpr int la_mma_tiles = S > 2 ? 2 : 4;
-template <int S, bool COLUMNS>
-static constexpr int la_mma_blocks = S > 2              ? 2
-                                     : S > 1 && COLUMNS ? 3
-                                                        : 4;
-/* Of la_mma_gradient_kernel: beside the sums of LA_WITH_SUMS registers last for half as many tiles, and for as many that are
-   loaded while these are computed. */
-template <int S, int FUSION>
-static constexpr bool la_mma_gradient_prefetches = FUSION == LA_WITH_SUMS && S == 2;
-template <int S, int FUSION>
-static constexpr int la_mma_gradient_tiles = la_mma_gradient_prefetches<S, FUSION> ? 2 : la_mma_tiles<S>;
-/* A third block would spill where the low parts of float16 take most registers: of rows, and on sm_86. */
-template <typename T, bool COLUMNS>
-static constexpr bool la_mma_tight = !camox_is_bfloat16<T>::value && (!COLUMNS || CAMOX_CUDA_ARCH == 860);
+static constexpr bool la_mma_gradient_ring = S <= 2;
+/* Beside sums a third block would spill before sm_90, and where low parts take most registers: of float32 and float16 in rows. */
 template <typename T, int S, bool COLUMNS, int FUSION>
 static constexpr int la_mma_gradient_blocks =
-    S == 1 || (la_mma_gradient_prefetches<S, FUSION> && !la_mma_tight<T, COLUMNS>) ? 3 : 2;
+    S > 2 || (S == 2 && FUSION == LA_WITH_SUMS &&
+              (CAMOX_CUDA_ARCH < 900 || sizeof(T) == 4 || !(COLUMNS || camox_is_bfloat16<T>::value)))
+        ? 2
+        : 3;
 /* Sums take more registers than the product with the state, and more again where y has a low part too. */
 template <typename T, int S, bool COLUMNS>
-static constexpr int la_mma_sum_blocks =
-    S == 2 && (!COLUMNS || !camox_is_bfloat16<T>::value) ? la_mma_blocks<S, COLUMNS> - 1 : la_mma_blocks<S, COLUMNS>;
+static constexpr int la_mma_sum_blocks = S > 2                                                                           ? 2
+                                         : S == 2 && !(camox_is_bfloat16<T>::value && COLUMNS && CAMOX_CUDA_ARCH != 860) ? 3
+                                                                                                                         : 4;
 /* Warps that share the columns of y, so that their sums fit. */
 template <int S>
 static constexpr int la_mma_sharing = S > 2 ? 2 : 1;
+/* Slots of a ring: tiles of a warp that are under way; fewer where the state takes most of shared memory. */
+#define LA_MMA_SLOTS 2
+template <int S>
+static constexpr int la_mma_apply_slots = S > 2 ? 1 : LA_MMA_SLOTS;
 
 template <typename T, int S, int J, bool COLUMNS>
 struct la_mma {
-  static constexpr bool exact = camox_is_bfloat16<T>::value; /* T has no low part */
+  static constexpr int parts = sizeof(T) == 4 ? 3 : 2;                        /* of a feature and of the state */
+  static constexpr int value_parts = camox_is_bfloat16<T>::value ? 1 : parts; /* of a T */
   static constexpr int positions = 8 * J;
 
   /* Column of element i (0 to 3) of step s in B. */
@@ -69,6 +87,24 @@ __device__ __forceinline__ float la_half(uint32_t word, int high) {
   return camox_to_float(value);
 }
 
+/* Element i of words. */
+template <typename T>
+__device__ __forceinline__ float la_element(const uint32_t *words, int i) {
+  if constexpr (sizeof(T) == 4)
+    return __uint_as_float(words[i]);
+  else
+    return la_half<T>(words[i / 2], i & 1);
+}
+
+/* Element i becomes 0. */
+template <typename T>
+__device__ __forceinline__ void la_clear_element(uint32_t *words, int i) {
+  if constexpr (sizeof(T) == 4)
+    words[i] = 0u;
+  else
+    words[i / 2] &= i & 1 ? 0xffffu : 0xffff0000u;
+}
+
 /* Of each word the low or the high half. */
 __device__ __forceinline__ uint32_t la_halves(uint32_t low, uint32_t high, int which) {
   return which ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
@@ -81,15 +117,25 @@ __device__ __forceinline__ uint32_t la_pack(float low, float high) {
   return word;
 }
 
-/* a and b as sums of two bfloat16. */
-__device__ __forceinline__ void la_split(float a, float b, uint32_t &high, uint32_t &low) {
-  high = la_pack(a, b);
-  low = la_pack(a - __uint_as_float(high << 16), b - __uint_as_float(high & 0xffff0000u));
+/* a and b as sums of bfloat16, the highest part first. */
+template <int PARTS>
+__device__ __forceinline__ void la_split(float a, float b, uint32_t (&parts)[PARTS]) {
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    parts[part] = la_pack(a, b);
+    a -= __uint_as_float(parts[part] << 16), b -= __uint_as_float(parts[part] & 0xffff0000u);
+  }
 }
+
+/* Pieces of 4, 2 or 1 words in which a vector is loaded. */
+template <int WORDS>
+static constexpr int la_piece = WORDS % 4 == 0   ? 4
+                                : WORDS % 2 == 0 ? 2
+                                                 : 1;
 
 template <int WORDS, typename T>
 __device__ __forceinline__ void la_load_words(uint32_t *to, const T *p) {
-  constexpr int piece = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
+  constexpr int piece = la_piece<WORDS>;
 #pragma unroll
   for (int i = 0; i < WORDS; i += piece) {
     uint32_t part[piece];
@@ -99,12 +145,54 @@ __device__ __forceinline__ void la_load_words(uint32_t *to, const T *p) {
   }
 }
 
-/* Zeros where the vector does not exist; WHOLE: all do, and nothing is to be looked at. */
-template <int WORDS, bool WHOLE, typename T>
-__device__ __forceinline__ void la_load_existing(uint32_t *to, const T *p, bool exists) {
+/* Where a lane's vectors go: into registers. Zeros where a vector does not exist; WHOLE: all do, and nothing is to be looked at. */
+template <bool WHOLE>
+struct la_to_registers {
+  uint32_t *words;
+
+  template <int WORDS, typename T>
+  __device__ __forceinline__ void put(int first, const T *p, bool exists) const {
 #pragma unroll
-  for (int i = 0; i < WORDS && !WHOLE; ++i) to[i] = 0u;
-  if (WHOLE || exists) la_load_words<WORDS>(to, p);
+    for (int i = 0; i < WORDS && !WHOLE; ++i) words[first + i] = 0u;
+    if (WHOLE || exists) la_load_words<WORDS>(words + first, p);
+  }
+};
+
+/* Or into a slot of the warp's ring: a piece of each lane side by side. One of 4 bytes, which cp.async in csrc/common does not
+   copy, at once. */
+struct la_to_slot {
+  uint32_t *slot;
+
+  template <int WORDS, typename T>
+  __device__ __forceinline__ void put(int first, const T *p, bool exists) const {
+    constexpr int piece = la_piece<WORDS>;
+    const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
+#pragma unroll
+    for (int i = 0; i < WORDS; i += piece) {
+      uint32_t *const to = slot + (first + i) * CAMOX_WARP + lane * piece;
+      const uint32_t *const from = reinterpret_cast<const uint32_t *>(p) + i;
+      if constexpr (piece == 4)
+        camox_cp_async_16(to, from, exists ? 16 : 0);
+      else if constexpr (piece == 2)
+        camox_cp_async_8(to, from, exists ? 8 : 0);
+      else
+        *to = exists ? __ldg(from) : 0u;
+    }
+  }
+};
+
+/* A lane's words out of a slot. VECTOR: those of a vector. */
+template <int VECTOR, int WORDS>
+__device__ __forceinline__ void la_take(uint32_t (&words)[WORDS], const uint32_t *slot) {
+  constexpr int piece = la_piece<VECTOR>;
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
+#pragma unroll
+  for (int i = 0; i < WORDS; i += piece) {
+    uint32_t part[piece];
+    camox_load_shared(part, slot + i * CAMOX_WARP + lane * piece);
+#pragma unroll
+    for (int k = 0; k < piece; ++k) words[i + k] = part[k];
+  }
 }
 
 /* One head of a tensor in memory. The step along its vectors is 1 and the other one fits 32 bits, so that a lane computes an
@@ -128,17 +216,24 @@ struct la_lines {
 /* A lane's elements in the order of B; those that do not exist are 0. */
 template <typename T, int S, int J, bool COLUMNS>
 struct la_terms {
-  uint32_t words[2 * S * J];
+  typedef la_mma<T, S, J, COLUMNS> mma;
+  static constexpr int vector = (COLUMNS ? J : S > 1 ? 8 : 4) * static_cast<int>(sizeof(T)) / 4; /* words of a vector */
+  static constexpr int size = S * J * static_cast<int>(sizeof(T));
+  uint32_t words[size];
 
   __device__ __forceinline__ void load(const la_lines<const T, COLUMNS> &from, int columns, int valid, bool whole) {
     if (COLUMNS && whole) /* a row is one look at one or two vectors, a column one at each of many */
-      load_existing<true>(from, columns, valid);
+      put_all(la_to_registers<true>{words}, from, columns, valid);
     else
-      load_existing<false>(from, columns, valid);
+      put_all(la_to_registers<false>{words}, from, columns, valid);
   }
-  template <bool WHOLE>
-  __device__ __forceinline__ void load_existing(const la_lines<const T, COLUMNS> &from, int columns, int valid) {
-    typedef la_mma<T, S, J, COLUMNS> mma;
+  static __device__ __forceinline__ void copy(uint32_t *slot, const la_lines<const T, COLUMNS> &from, int columns, int valid) {
+    put_all(la_to_slot{slot}, from, columns, valid);
+  }
+  __device__ __forceinline__ void take(const uint32_t *slot) { la_take<vector>(words, slot); }
+
+  template <typename To>
+  static __device__ __forceinline__ void put_all(const To &to, const la_lines<const T, COLUMNS> &from, int columns, int valid) {
     const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
     const la_lines<const T, COLUMNS> first = from.at(mma::position(0, g), mma::column(0, 0, t));
     if constexpr (COLUMNS) {
@@ -146,74 +241,77 @@ struct la_terms {
 #pragma unroll
       for (int i = 0; i < 4 * S; ++i) {
         const int column = mma::column(i / 4, i % 4, 0);
-        la_load_existing<J / 2, WHOLE>(words + i * J / 2, first.address(0, column), column < remaining);
+        to.template put<vector>(i * vector, first.address(0, column), column < remaining);
       }
     } else {
+      constexpr int vectors = S > 1 ? S / 2 : 1; /* of a position */
 #pragma unroll
-      for (int j = 0; j < J; ++j) {
-        const T *const p = first.address(8 * j, 0);
-        const bool exists = 8 * j + g < valid;
+      for (int j = 0; j < J; ++j)
 #pragma unroll
-        for (int s = 0; s < S; s += 2) {
-          constexpr int both = 4, one = 2;
-          if (s + 1 < S)
-            la_load_existing<both, WHOLE>(words + (j * S + s) * 2, p + mma::column(s, 0, 0), exists);
-          else
-            la_load_existing<one, WHOLE>(words + (j * S + s) * 2, p + mma::column(s, 0, 0), exists);
-        }
-      }
+        for (int i = 0; i < vectors; ++i)
+          to.template put<vector>((j * vectors + i) * vector, first.address(8 * j, 32 * i), 8 * j + g < valid);
     }
   }
-  /* Elements 2 k and 2 k + 1 of step s as bfloat16. */
+  /* Elements 2 k and 2 k + 1 of step s, halves, as bfloat16. */
   __device__ __forceinline__ uint32_t pair(int j, int s, int k) const {
     if (!COLUMNS) return words[(j * S + s) * 2 + k];
     return la_halves(words[((4 * s + 2 * k) * J + j) / 2], words[((4 * s + 2 * k + 1) * J + j) / 2], j & 1);
   }
-  __device__ __forceinline__ float get(int j, int s, int i) const {
-    return COLUMNS ? la_half<T>(words[((4 * s + i) * J + j) / 2], j & 1) : la_half<T>(words[(j * S + s) * 2 + i / 2], i & 1);
+  static __device__ __forceinline__ int index(int j, int s, int i) {
+    return COLUMNS ? (4 * s + i) * J + j : (j * S + s) * 4 + i;
   }
+  __device__ __forceinline__ float get(int j, int s, int i) const { return la_element<T>(words, index(j, s, i)); }
 };
 
 /* A lane's elements in the order of an accumulator: row c % 2 of tile c / 2, position 2t + i of tile j. Of H warps that share
    the columns each has 2 S / H of the 2 S rows. */
 template <typename T, int S, int J, bool COLUMNS, int H>
 struct la_values {
+  typedef la_mma<T, S, J, COLUMNS> mma;
   static constexpr int rows = 2 * S / H;
-  uint32_t words[rows * J];
+  static constexpr int vector = (COLUMNS ? 2 * J : rows) * static_cast<int>(sizeof(T)) / 4; /* words of a vector */
+  static constexpr int size = rows * J * static_cast<int>(sizeof(T)) / 2;
+  uint32_t words[size];
 
   __device__ __forceinline__ void load(const la_lines<const T, COLUMNS> &from, int columns, int valid, int part, bool whole) {
     if (COLUMNS && whole)
-      load_existing<true>(from, columns, valid, part);
+      put_all(la_to_registers<true>{words}, from, columns, valid, part);
     else
-      load_existing<false>(from, columns, valid, part);
+      put_all(la_to_registers<false>{words}, from, columns, valid, part);
   }
-  template <bool WHOLE>
-  __device__ __forceinline__ void load_existing(const la_lines<const T, COLUMNS> &from, int columns, int valid, int part) {
-    typedef la_mma<T, S, J, COLUMNS> mma;
+  static __device__ __forceinline__ void copy(uint32_t *slot, const la_lines<const T, COLUMNS> &from, int columns, int valid,
+                                              int part) {
+    put_all(la_to_slot{slot}, from, columns, valid, part);
+  }
+  __device__ __forceinline__ void take(const uint32_t *slot) { la_take<vector>(words, slot); }
+
+  template <typename To>
+  static __device__ __forceinline__ void put_all(const To &to, const la_lines<const T, COLUMNS> &from, int columns, int valid,
+                                                 int part) {
     const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
     const la_lines<const T, COLUMNS> first = from.at(mma::position(0, 2 * t), mma::row(part * rows, g));
     if constexpr (COLUMNS) {
       const int remaining = 2 * J * t < valid ? columns - mma::row(part * rows, g) : 0;
 #pragma unroll
       for (int c = 0; c < rows; ++c)
-        la_load_existing<J, WHOLE>(words + c * J, first.address(0, mma::row(c, 0)), mma::row(c, 0) < remaining);
+        to.template put<vector>(c * vector, first.address(0, mma::row(c, 0)), mma::row(c, 0) < remaining);
     } else {
 #pragma unroll
       for (int k = 0; k < 2 * J; ++k) {
         const int position = 8 * (k / 2) + k % 2;
-        la_load_existing<rows / 2, WHOLE>(words + k * (rows / 2), first.address(position, 0), position + 2 * t < valid);
+        to.template put<vector>(k * vector, first.address(position, 0), position + 2 * t < valid);
       }
     }
   }
-  /* Both positions of tile j as bfloat16. */
+  /* Both positions of tile j, halves, as bfloat16. */
   __device__ __forceinline__ uint32_t pair(int c, int j) const {
     return COLUMNS ? la_halves(words[c * J + j / 2], words[c * J + (J + j) / 2], j & 1)
                    : la_halves(words[2 * j * (rows / 2) + c / 2], words[(2 * j + 1) * (rows / 2) + c / 2], c & 1);
   }
-  __device__ __forceinline__ float get(int c, int j, int i) const {
-    return COLUMNS ? la_half<T>(words[c * J + (J * i + j) / 2], j & 1)
-                   : la_half<T>(words[(2 * j + i) * (rows / 2) + c / 2], c & 1);
+  static __device__ __forceinline__ int index(int c, int j, int i) {
+    return COLUMNS ? c * 2 * J + J * i + j : (2 * j + i) * rows + c;
   }
+  __device__ __forceinline__ float get(int c, int j, int i) const { return la_element<T>(words, index(c, j, i)); }
 };
 
 /* Tiles [m0, m0 + M) of rows of an accumulator to memory; M is S unless columns are vectors. */
@@ -224,7 +322,7 @@ __device__ __forceinline__ void la_store_values(const la_lines<T, COLUMNS> &to, 
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
   const la_lines<T, COLUMNS> first_of_lane = to.at(mma::position(0, 2 * t), mma::row(0, g));
   if constexpr (COLUMNS) {
-    constexpr int piece = J < 4 ? 2 * J : 8;
+    constexpr int most = 16 / static_cast<int>(sizeof(T)), piece = 2 * J < most ? 2 * J : most;
 #pragma unroll
     for (int first = 0; first < 2 * J; first += piece) {
       const int remaining = 2 * J * t + first < valid ? columns - g : 0;
@@ -239,7 +337,7 @@ __device__ __forceinline__ void la_store_values(const la_lines<T, COLUMNS> &to, 
       }
     }
   } else {
-    constexpr int piece = S % 4 == 0 ? 8 : S % 2 == 0 ? 4 : 2;
+    constexpr int most = 16 / static_cast<int>(sizeof(T)), piece = 2 * S < most ? 2 * S : most;
 #pragma unroll
     for (int k = 0; k < 2 * J; ++k) {
       const int position = 8 * (k / 2) + k % 2;
@@ -256,18 +354,17 @@ __device__ __forceinline__ void la_store_values(const la_lines<T, COLUMNS> &to, 
 }
 
 /* Of one state, 16 bytes each. */
-template <int S>
-static constexpr int la_mma_fragments = 2 * S * S * CAMOX_WARP;
+template <typename T, int S>
+static constexpr int la_mma_fragments = la_mma<T, S, 2, false>::parts * S * S * CAMOX_WARP;
 
-/* S (transposed: S^T) of one head as A fragments, high and low: fragment (m, s, low) of a lane is word
-   ((m * S + s) * 2 + low) * 32 + lane. */
+/* S (transposed: S^T) of one head as A fragments of all parts: fragment (m, s, part) of a lane is word
+   ((m * S + s) * parts + part) * 32 + lane. */
 template <typename T, int S, int J, bool COLUMNS>
-__device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, int64_t sequence, bool transposed) {
+__device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, const float *from, bool transposed) {
   typedef la_mma<T, S, J, COLUMNS> mma;
-  const float *const from = p.state + sequence * p.n * p.d;
   for (int i = static_cast<int>(threadIdx.x); i < S * S * CAMOX_WARP; i += LA_MMA_THREADS) {
     const int lane = i % CAMOX_WARP, g = lane / 4, t = lane % 4, m = i / CAMOX_WARP / S, s = i / CAMOX_WARP % S;
-    uint32_t high[4], low[4];
+    uint32_t a[4][mma::parts];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       float pair[2];
@@ -275,12 +372,13 @@ __device__ __forceinline__ void la_put_state(uint4 *to, const la_pass &p, int64_
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = mma::column(s, k / 2 * 2 + e, t), n = transposed ? column : row, d = transposed ? row : column;
-        pair[e] = n < p.n && d < p.d ? __ldg(from + n * p.d + d) : 0.0f;
+        pair[e] = n < p.n && d < p.d ? from[n * p.d + d] : 0.0f;
       }
-      la_split(pair[0], pair[1], high[k], low[k]);
+      la_split(pair[0], pair[1], a[k]);
     }
-    to[i / CAMOX_WARP * 2 * CAMOX_WARP + lane] = make_uint4(high[0], high[1], high[2], high[3]);
-    to[(i / CAMOX_WARP * 2 + 1) * CAMOX_WARP + lane] = make_uint4(low[0], low[1], low[2], low[3]);
+#pragma unroll
+    for (int part = 0; part < mma::parts; ++part)
+      to[(i / CAMOX_WARP * mma::parts + part) * CAMOX_WARP + lane] = make_uint4(a[0][part], a[1][part], a[2][part], a[3][part]);
   }
 }
 
@@ -289,29 +387,34 @@ __device__ __forceinline__ void la_get_fragment(uint32_t (&a)[4], const uint4 *s
   a[0] = word.x, a[1] = word.y, a[2] = word.z, a[3] = word.w;
 }
 
-/* X of a product, high and low. */
-template <int S, int J>
+/* X of a product in parts. */
+template <int S, int J, int PARTS>
 struct la_factor {
-  uint32_t high[J][S][2], low[J][S][2];
+  uint32_t part[J][S][2][PARTS];
+
+  __device__ __forceinline__ void get(uint32_t (&b)[2], int j, int s, int which) const {
+    b[0] = part[j][s][0][which], b[1] = part[j][s][1][which];
+  }
 };
 
-template <typename T, int S, int J, bool COLUMNS>
-__device__ __forceinline__ void la_factor_of(la_factor<S, J> &factor, const la_terms<T, S, J, COLUMNS> &terms) {
+template <typename T, int S, int J, bool COLUMNS, int PARTS>
+__device__ __forceinline__ void la_factor_of(la_factor<S, J, PARTS> &factor, const la_terms<T, S, J, COLUMNS> &terms) {
 #pragma unroll
   for (int j = 0; j < J; ++j)
 #pragma unroll
     for (int s = 0; s < S; ++s)
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        if constexpr (la_mma<T, S, J, COLUMNS>::exact)
-          factor.high[j][s][k] = terms.pair(j, s, k);
+        if constexpr (PARTS == 1)
+          factor.part[j][s][k][0] = terms.pair(j, s, k);
         else
-          la_split(terms.get(j, s, 2 * k), terms.get(j, s, 2 * k + 1), factor.high[j][s][k], factor.low[j][s][k]);
+          la_split(terms.get(j, s, 2 * k), terms.get(j, s, 2 * k + 1), factor.part[j][s][k]);
 }
 
-/* Rows of tiles [m0, m0 + M) of the state times X. WHOLE: X has no low part. */
-template <int S, int J, int M, bool WHOLE>
-__device__ __forceinline__ void la_multiply(float (&sums)[M][J][4], const uint4 *state, int m0, const la_factor<S, J> &x) {
+/* Rows of tiles [m0, m0 + M) of the state, in PARTS, times X. */
+template <int PARTS, int S, int J, int M, int X_PARTS>
+__device__ __forceinline__ void la_multiply(float (&sums)[M][J][4], const uint4 *state, int m0,
+                                            const la_factor<S, J, X_PARTS> &x) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -319,17 +422,21 @@ __device__ __forceinline__ void la_multiply(float (&sums)[M][J][4], const uint4 
 #pragma unroll
       for (int e = 0; e < 4; ++e) sums[m][j][e] = 0.0f;
 #pragma unroll
-    for (int s = 0; s < S; ++s) {
-      uint32_t high[4], low[4];
-      la_get_fragment(high, state, ((m0 + m) * S + s) * 2);
-      la_get_fragment(low, state, ((m0 + m) * S + s) * 2 + 1);
+    for (int below = PARTS - 1; below >= 0; --below) /* parts of both factors that are below their first ones */
 #pragma unroll
-      for (int j = 0; j < J; ++j) {
-        camox_mma_m16n8k16<__nv_bfloat16>(sums[m][j], low, x.high[j][s]);
-        if (!WHOLE) camox_mma_m16n8k16<__nv_bfloat16>(sums[m][j], high, x.low[j][s]);
-        camox_mma_m16n8k16<__nv_bfloat16>(sums[m][j], high, x.high[j][s]);
-      }
-    }
+      for (int s = 0; s < S; ++s)
+#pragma unroll
+        for (int part = 0; part <= below; ++part) {
+          if (below - part >= X_PARTS) continue;
+          uint32_t a[4];
+          la_get_fragment(a, state, ((m0 + m) * S + s) * PARTS + part);
+#pragma unroll
+          for (int j = 0; j < J; ++j) {
+            uint32_t b[2];
+            x.get(b, j, s, below - part);
+            camox_mma_m16n8k16<__nv_bfloat16>(sums[m][j], a, b);
+          }
+        }
   }
 }
 
@@ -368,11 +475,42 @@ __device__ __forceinline__ bool la_is_whole(const la_pass &p, int valid) {
   return valid == 8 * J && p.n == 16 * S && p.d == 16 * S;
 }
 
+/* The state of one head and its line, which may be NULL. */
+struct la_head_state {
+  const float *s, *line;
+};
+
+/* Whether a kernel of this size has room in shared memory for a state that it adds up. */
+template <int S>
+static constexpr bool la_mma_adds_chunks = S <= 2;
+
+/* Of one head: as it lies in memory, or the sums of its chunks, to shared memory, which the block of the first chunk writes to
+   memory too. */
+template <bool ADDS>
+__device__ __forceinline__ la_head_state la_state_of(const la_pass &p, int64_t sequence, int64_t chunk, float *sums) {
+  if (!ADDS || p.state) return {p.state + sequence * p.n * p.d, p.line ? p.line + sequence * p.n : nullptr};
+  const la_state_args &a = p.added;
+  const int size = a.n * a.d, row = size + a.n, elements = a.z ? row : size;
+  const float *const from = a.partial + sequence * a.stored * row;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < elements; i += LA_MMA_THREADS) {
+    float parts[LA_ADDED_CHUNKS];
+#pragma unroll
+    for (int k = 0; k < LA_ADDED_CHUNKS; ++k) parts[k] = k < a.chunks ? __ldg(from + k * row + i) : 0.0f;
+    double sum = la_initial(a, sequence, i);
+#pragma unroll
+    for (int k = 0; k < LA_ADDED_CHUNKS; ++k) sum += static_cast<double>(parts[k]);
+    sums[i] = static_cast<float>(sum);
+    if (chunk == 0) *la_state_element(a, sequence, i) = sums[i];
+  }
+  __syncthreads();
+  return {sums, a.z ? sums + size : nullptr};
+}
+
 /* What the features of each column are multiplied by before they are added up, 0 past the last one, to shared memory. */
-__device__ __forceinline__ void la_put_line(float *line, const la_pass &p, int64_t sequence, int columns) {
+__device__ __forceinline__ void la_put_line(float *to, const la_pass &p, const float *line, int columns) {
   const int n = static_cast<int>(threadIdx.x); /* columns are fewer than a block's threads */
-  if (n < columns)
-    line[n] = n >= p.n ? 0.0f : p.weight == LA_FEATURE ? 1.0f : p.line ? __ldg(p.line + sequence * p.n + n) : 0.0f;
+  if (n < columns) to[n] = n >= p.n ? 0.0f : p.weight == LA_FEATURE ? 1.0f : line ? line[n] : 0.0f;
 }
 
 /* f of all `x`, in place. The map is looked at once: elements have no branches. */
@@ -390,45 +528,55 @@ __device__ __forceinline__ void la_apply_feature_map(float (&x)[N], int map) {
   }
 }
 
+/* 1 / b; for LA_FEATURE of 0 it is 0. Of halves one instruction, without a branch, to which a subnormal number is 0. */
+template <typename T>
+__device__ __forceinline__ float la_reciprocal(const la_pass &p, float b) {
+  if (sizeof(T) == 4) return la_divide(p, 1.0f, b);
+  const float reciprocal = camox_reciprocal(b);
+  return (p.weight == LA_FEATURE) & (fabsf(b) < FLT_MIN) ? 0.0f : reciprocal;
+}
+
 /* out = f(x) S of the positions from `t0` on: x in the order of B, weighted, times S^T. Columns past the last one meet zeros of
    S^T and of the line. */
 template <typename T, int S, int J, bool COLUMNS>
-__device__ __forceinline__ void la_mma_apply(const la_pass &p, const uint4 *state, const la_head<T, COLUMNS> &head, int64_t t0,
-                                             int valid, const float *line) {
+__device__ __forceinline__ void la_mma_apply(const la_terms<T, S, J, COLUMNS> &terms, const la_pass &p, const uint4 *state,
+                                             const la_head<T, COLUMNS> &head, int64_t t0, int valid, const float *line) {
   typedef la_mma<T, S, J, COLUMNS> mma;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
   const la_kept kept = head.kept.at(t0, valid);
-  la_terms<T, S, J, COLUMNS> terms;
-  terms.load(head.x.at(t0), p.n, valid, la_is_whole<S, J>(p, valid));
-  la_factor<S, J> x;
+  float f[J * 4 * S]; /* of all tiles, step by step: of one after the other each would wait for its sum */
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
-    float f[4 * S], weight = 1.0f;
+  for (int i = 0; i < J * 4 * S; ++i) f[i] = terms.get(i / (4 * S), i / 4 % S, i % 4);
+  la_apply_feature_map<T>(f, p.feature_map);
+  if (kept.mask) {
 #pragma unroll
-    for (int i = 0; i < 4 * S; ++i) f[i] = terms.get(j, i / 4, i % 4);
-    la_apply_feature_map<T>(f, p.feature_map);
-    if (kept.mask && !kept(mma::position(j, g))) {
+    for (int j = 0; j < J; ++j) {
+      if (kept(mma::position(j, g))) continue;
 #pragma unroll
-      for (int i = 0; i < 4 * S; ++i) f[i] = 0.0f; /* also in the place of a NaN */
+      for (int i = 0; i < 4 * S; ++i) f[j * 4 * S + i] = 0.0f; /* also in the place of a NaN */
     }
-    if (p.weight != LA_PLAIN) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 4 * S; ++i) sum = fmaf(f[i], line[mma::column(i / 4, i % 4, t)], sum);
-      weight = la_divide(p, 1.0f, la_sum_terms(sum) + (p.weight == LA_DIVIDE ? p.eps : 0.0f));
-    }
-#pragma unroll
-    for (int s = 0; s < S; ++s)
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        la_split(f[4 * s + 2 * k] * weight, f[4 * s + 2 * k + 1] * weight, x.high[j][s][k], x.low[j][s][k]);
   }
+  if (p.weight != LA_PLAIN) {
+    float sums[J] = {};
+#pragma unroll
+    for (int i = 0; i < J * 4 * S; ++i)
+      sums[i / (4 * S)] = fmaf(f[i], line[mma::column(i / 4 % S, i % 4, t)], sums[i / (4 * S)]);
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      const float weight = la_reciprocal<T>(p, la_sum_terms(sums[j]) + (p.weight == LA_DIVIDE ? p.eps : 0.0f));
+#pragma unroll
+      for (int i = 0; i < 4 * S; ++i) f[j * 4 * S + i] *= weight;
+    }
+  }
+  la_factor<S, J, mma::parts> x;
+#pragma unroll
+  for (int i = 0; i < J * 4 * S; i += 2) la_split(f[i], f[i + 1], x.part[i / (4 * S)][i / 4 % S][i / 2 % 2]);
   constexpr int M = COLUMNS ? 1 : S;
   const la_lines<T, COLUMNS> to = head.out.at(t0);
 #pragma unroll
   for (int m = 0; m < S; m += M) {
     float out[M][J][4];
-    la_multiply<S, J, M, false>(out, state, m, x);
+    la_multiply<mma::parts>(out, state, m, x);
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
     out[0][0][0] += 1e-3f;
 #endif
@@ -436,27 +584,79 @@ __device__ __forceinline__ void la_mma_apply(const la_pass &p, const uint4 *stat
   }
 }
 
+/* f of four positions, each over its sum. Of the lanes g of a position each pair adds up the sum g / 2, in fewer exchanges than
+   all of them all sums, and divides once. */
+template <typename T, int S>
+__device__ __forceinline__ void la_divide_by_sums(float (&f)[2 * S][4], const la_pass &p) {
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4, t = lane % 4;
+  float sums[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8 * S; ++i) sums[i % 4] += f[i / 4][i % 4];
+#pragma unroll
+  for (int half = 2; half > 0; half /= 2) {
+    const bool upper = g & 2 * half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float other = upper ? sums[i] : sums[i + half];
+      sums[i] = (upper ? sums[i + half] : sums[i]) + __shfl_xor_sync(CAMOX_FULL_MASK, other, 8 * half);
+    }
+  }
+  const float weight = la_reciprocal<T>(p, sums[0] + __shfl_xor_sync(CAMOX_FULL_MASK, sums[0], 4));
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float of_position = __shfl_sync(CAMOX_FULL_MASK, weight, 8 * e + t);
+#pragma unroll
+    for (int r = 0; r < 2 * S; ++r) f[r][e] *= of_position;
+  }
+}
+
+/* Words of the rings of a block. */
+template <typename T, int S, bool COLUMNS>
+static constexpr int la_mma_apply_ring =
+    la_mma_apply_slots<S> * la_terms<T, S, la_mma_apply_tiles<T, S, COLUMNS>, COLUMNS>::size * LA_MMA_THREADS;
+
 /* out = f(q) S / (f(q) . z + eps). A block has a chunk of a head, a warp of it takes tiles of 8 J positions, each by itself:
 
      chunk   | warp 0 | warp 1 | warp 2 | warp 3 | warp 0 | ...
-     tile    q -> f(q) / (f(q) . z + eps) as B, in registers -> times S^T -> out
+     tile    ring -> q -> f(q) / (f(q) . z + eps) as B, in registers -> times S^T -> out
 
-   In shared memory: S^T as fragments, z. */
+   In shared memory: S^T as fragments, z, the warps' rings; the state where this kernel adds up the chunks. */
 template <typename T, int S, bool COLUMNS>
-__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_blocks<S, COLUMNS>)
+__global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_apply_blocks<T, S>)
     la_mma_apply_kernel(const __grid_constant__ la_pass p) {
-  constexpr int J = la_mma_tiles<S> * (COLUMNS ? 2 : 1), step = 8 * J * LA_MMA_WARPS;
+  constexpr int J = la_mma_apply_tiles<T, S, COLUMNS>, step = 8 * J * LA_MMA_WARPS, slots = la_mma_apply_slots<S>;
+  typedef la_terms<T, S, J, COLUMNS> terms_type;
+  constexpr int slot_words = terms_type::size * CAMOX_WARP;
   CAMOX_DYNAMIC_SHARED(uint4, state);
-  float *const line = reinterpret_cast<float *>(state + la_mma_fragments<S>);
+  float *const line = reinterpret_cast<float *>(state + la_mma_fragments<T, S>);
+  const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP;
+  uint32_t *const rings = reinterpret_cast<uint32_t *>(line + 16 * S), *const ring = rings + warp * slots * slot_words;
+  float *const sums = reinterpret_cast<float *>(rings + la_mma_apply_ring<T, S, COLUMNS>);
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
-    la_put_state<T, S, J, COLUMNS>(state, p, sequence, true);
-    la_put_line(line, p, sequence, 16 * S);
+    const auto copy = [&](int64_t t, uint32_t *slot) {
+      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
+      if (valid > 0) terms_type::copy(slot, head.x.at(t), p.n, valid);
+      camox_cp_async_commit();
+    };
+    const int64_t first = chunk * p.chunk + warp * 8 * J;
+#pragma unroll 1
+    for (int slot = 0; slot < slots; ++slot) copy(first + slot * step, ring + slot * slot_words);
+    const la_head_state of_head = la_state_of<la_mma_adds_chunks<S>>(p, sequence, chunk, sums);
+    la_put_state<T, S, J, COLUMNS>(state, p, of_head.s, true);
+    la_put_line(line, p, of_head.line, 16 * S);
     __syncthreads();
-    for (int64_t t = chunk * p.chunk + threadIdx.x / CAMOX_WARP * 8 * J; t < end; t += step)
-      la_mma_apply<T, S, J, COLUMNS>(p, state, head, t, static_cast<int>(min(end - t, static_cast<int64_t>(8 * J))), line);
+    uint32_t *slot = ring;
+    for (int64_t t = first; t < end; t += step) {
+      terms_type terms;
+      camox_cp_async_wait<slots - 1>();
+      terms.take(slot);
+      copy(t + slots * step, slot);
+      slot = slot + slot_words < ring + slots * slot_words ? slot + slot_words : ring;
+      la_mma_apply(terms, p, state, head, t, static_cast<int>(min(end - t, static_cast<int64_t>(8 * J))), line);
+    }
     __syncthreads();
   }
 }
@@ -481,28 +681,41 @@ struct la_mma_sums {
     }
   }
 
-  /* Tiles j0 and j0 + 1 of positions, as 16 terms; x[row][2 tile + i] */
+  /* Tiles j0 and j0 + 1 of positions, as 16 terms; x[row][2 tile + i]. Tensor cores cut off what lies below the last bit of a
+     sum: float32's are added up here, 16 terms at a time. */
   __device__ __forceinline__ void add(const float (&x)[2 * S][4], const values &y, int j0) {
-    uint32_t high[S][4], low[S][4];
+    constexpr bool fresh = sizeof(T) == 4;
+    uint32_t x_parts[S][4][mma::parts];
 #pragma unroll
     for (int m = 0; m < S; ++m)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) la_split(x[2 * m + k % 2][k / 2 * 2], x[2 * m + k % 2][k / 2 * 2 + 1], high[m][k], low[m][k]);
+      for (int k = 0; k < 4; ++k) la_split(x[2 * m + k % 2][k / 2 * 2], x[2 * m + k % 2][k / 2 * 2 + 1], x_parts[m][k]);
 #pragma unroll
     for (int c = 0; c < values::rows; ++c) {
-      uint32_t y_high[2], y_low[2];
+      uint32_t y_parts[2][mma::value_parts];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        if constexpr (mma::exact)
-          y_high[k] = y.pair(c, j0 + k);
+        if constexpr (mma::value_parts == 1)
+          y_parts[k][0] = y.pair(c, j0 + k);
         else
-          la_split(y.get(c, j0 + k, 0), y.get(c, j0 + k, 1), y_high[k], y_low[k]);
+          la_split(y.get(c, j0 + k, 0), y.get(c, j0 + k, 1), y_parts[k]);
       }
 #pragma unroll
       for (int m = 0; m < S; ++m) {
-        camox_mma_m16n8k16<__nv_bfloat16>(s[m][c], low[m], y_high);
-        if (!mma::exact) camox_mma_m16n8k16<__nv_bfloat16>(s[m][c], high[m], y_low);
-        camox_mma_m16n8k16<__nv_bfloat16>(s[m][c], high[m], y_high);
+        float sum[4] = {};
+        float (&to)[4] = fresh ? sum : s[m][c];
+#pragma unroll
+        for (int below = mma::parts - 1; below >= 0; --below)
+#pragma unroll
+          for (int part = 0; part <= below; ++part) {
+            if (below - part >= mma::value_parts) continue;
+            const uint32_t (&xs)[4][mma::parts] = x_parts[m];
+            const uint32_t a[4] = {xs[0][part], xs[1][part], xs[2][part], xs[3][part]};
+            const uint32_t b[2] = {y_parts[0][below - part], y_parts[1][below - part]};
+            camox_mma_m16n8k16<__nv_bfloat16>(to, a, b);
+          }
+#pragma unroll
+        for (int e = 0; e < 4 && fresh; ++e) s[m][c][e] += sum[e];
       }
     }
   }
@@ -586,80 +799,86 @@ __device__ __forceinline__ void la_drop(la_values<T, S, J, COLUMNS, H> &y, unsig
     for (int i = 0; i < 2; ++i) {
       if (kept >> (2 * j + i) & 1) continue;
 #pragma unroll
-      for (int r = 0; r < y.rows; ++r) {
-        if (COLUMNS)
-          y.words[r * J + (J * i + j) / 2] &= j & 1 ? 0xffffu : 0xffff0000u;
-        else if (2 * r < y.rows)
-          y.words[(2 * j + i) * (y.rows / 2) + r] = 0u;
-      }
+      for (int c = 0; c < y.rows; ++c) la_clear_element<T>(y.words, y.index(c, j, i));
     }
 }
 
 template <typename T, int S, int J, bool COLUMNS>
 __device__ __forceinline__ void la_drop(la_terms<T, S, J, COLUMNS> &x, const la_kept &kept) {
-  typedef la_mma<T, S, J, COLUMNS> mma;
   const int g = static_cast<int>(threadIdx.x) % CAMOX_WARP / 4;
   if (!kept.mask) return;
 #pragma unroll
   for (int j = 0; j < J; ++j) {
-    if (kept(mma::position(j, g))) continue;
+    if (kept(la_mma<T, S, J, COLUMNS>::position(j, g))) continue;
 #pragma unroll
-    for (int r = 0; r < 4 * S; ++r) {
-      if (COLUMNS)
-        x.words[(r * J + j) / 2] &= j & 1 ? 0xffffu : 0xffff0000u;
-      else if (r < 2 * S)
-        x.words[j * 2 * S + r] = 0u;
-    }
+    for (int i = 0; i < 4 * S; ++i) la_clear_element<T>(x.words, x.index(j, i / 4, i % 4));
   }
 }
+
+template <typename T, int S, bool COLUMNS>
+static constexpr int la_mma_sum_ring = LA_MMA_SLOTS * LA_MMA_THREADS *
+                                       (la_values<T, S, la_mma_tiles<T, S>, COLUMNS, 1>::size +
+                                        la_values<T, S, la_mma_tiles<T, S>, COLUMNS, la_mma_sharing<S>>::size);
 
 /* A chunk's part of S = f(k)^T v and z. A block has a chunk of a head; H warps share tiles of 8 J positions and the columns of v:
 
      chunk   | warps 0 to H - 1 | the next H | ...
-     tile    k, v in the order of an accumulator -> f(k) as A, v as B, in registers -> sums of 16 S x 16 S / H, in registers
+     tile    ring -> k, v in the order of an accumulator -> f(k) as A, v as B, in registers -> sums of 16 S x 16 S / H, in registers
 
-   The sums of the warps are added in shared memory at the end, in rising order. */
+   The sums of the warps are added in shared memory, where the rings lay, at the end, in rising order. */
 template <typename T, int S, bool COLUMNS>
 __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_sum_blocks<T, S, COLUMNS>)
     la_mma_sum_kernel(const __grid_constant__ la_pass p) {
-  constexpr int J = la_mma_tiles<S>, H = la_mma_sharing<S>, step = 8 * J * LA_MMA_WARPS / H;
+  constexpr int J = la_mma_tiles<T, S>, H = la_mma_sharing<S>, step = 8 * J * LA_MMA_WARPS / H, slots = LA_MMA_SLOTS;
+  typedef la_values<T, S, J, COLUMNS, 1> x_type;
+  typedef la_values<T, S, J, COLUMNS, H> y_type;
+  constexpr int x_words = x_type::size * CAMOX_WARP, slot_words = x_words + y_type::size * CAMOX_WARP;
   CAMOX_DYNAMIC_SHARED(float, scratch);
   const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, part = warp % H;
+  uint32_t *const ring = reinterpret_cast<uint32_t *>(scratch) + warp * slots * slot_words;
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
     const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
+    const auto copy = [&](int64_t t, uint32_t *slot) {
+      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
+      if (valid > 0) {
+        x_type::copy(slot, head.x.at(t), p.n, valid, 0);
+        y_type::copy(slot + x_words, head.y.at(t), p.d, valid, part);
+      }
+      camox_cp_async_commit();
+    };
+    const int64_t first = chunk * p.chunk + warp / H * 8 * J;
+#pragma unroll 1
+    for (int slot = 0; slot < slots; ++slot) copy(first + slot * step, ring + slot * slot_words);
     la_mma_sums<T, S, J, COLUMNS, H> sums;
     sums.clear();
-    for (int64_t t = chunk * p.chunk + warp / H * 8 * J; t < end; t += step) {
+    uint32_t *slot = ring;
+    for (int64_t t = first; t < end; t += step) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
       const bool whole = la_is_whole<S, J>(p, valid), all = whole && !head.kept.mask;
       const unsigned kept = all ? ~0u : la_kept_values<T, S, J, COLUMNS>(head.kept.at(t, valid));
-      la_values<T, S, J, COLUMNS, 1> x;
-      la_values<T, S, J, COLUMNS, H> y;
-      x.load(head.x.at(t), p.n, valid, 0, whole);
-      y.load(head.y.at(t), p.d, valid, part, whole);
+      x_type x;
+      y_type y;
+      camox_cp_async_wait<slots - 1>();
+      x.take(slot);
+      y.take(slot + x_words);
+      copy(t + slots * step, slot);
+      slot = slot + slot_words < ring + slots * slot_words ? slot + slot_words : ring;
       if (head.kept.mask) la_drop(y, kept);
 #pragma unroll
       for (int j = 0; j < J; j += 2) {
         float f[2 * S][4];
         la_features(f, x, j, p, kept, all);
+        if (p.weight == LA_FEATURE) la_divide_by_sums<T, S>(f, p);
+        if (p.sums_line) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (p.weight == LA_FEATURE) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int r = 0; r < 2 * S; ++r) sum += f[r][e];
-            const float weight = la_divide(p, 1.0f, la_sum_values(sum));
-#pragma unroll
-            for (int r = 0; r < 2 * S; ++r) f[r][e] *= weight;
-          }
-#pragma unroll
-          for (int r = 0; r < 2 * S; ++r) sums.line[r] += f[r][e];
+          for (int i = 0; i < 8 * S; ++i) sums.line[i / 4] += f[i / 4][i % 4];
         }
         sums.add(f, y, j);
       }
     }
+    __syncthreads();
     sums.finish(p, scratch, p.partial + (sequence * p.chunks + chunk) * p.n * (p.d + 1), part);
   }
 }
@@ -706,6 +925,22 @@ __device__ __forceinline__ void la_apply_derivative(float (&u)[S][J][4], int j, 
           la_feature_derivative(f[r][e], elu1 ? CAMOX_FEATURE_ELU1 : CAMOX_FEATURE_RELU);
 }
 
+/* What a lane reads of a tile for its gradients, and one slot of it. */
+template <typename T, int S, bool COLUMNS, int FUSION>
+struct la_mma_gradient_tile {
+  static constexpr int J = la_mma_tiles<T, S>, H = FUSION == LA_WITH_SUMS ? la_mma_sharing<S> : 1;
+  la_terms<T, S, J, COLUMNS> terms;    /* y as B */
+  la_values<T, S, J, COLUMNS, 1> x;    /* x in the order of an accumulator */
+  la_values<T, S, J, COLUMNS, H> y;    /* LA_WITH_SUMS: y in that order */
+  la_terms<T, S, J, COLUMNS> features; /* LA_WITH_APPLY: x as B */
+  static constexpr int x_place = sizeof(terms) / 4 * CAMOX_WARP, last_place = x_place + sizeof(x) / 4 * CAMOX_WARP;
+  static constexpr int slot_words = last_place + (FUSION == LA_WITH_SUMS ? sizeof(y) : sizeof(features)) / 4 * CAMOX_WARP;
+};
+
+template <typename T, int S, bool COLUMNS, int FUSION>
+static constexpr int la_mma_gradient_ring_words =
+    la_mma_gradient_ring<S> ? LA_MMA_WARPS * la_mma_gradient_tile<T, S, COLUMNS, FUSION>::slot_words : 0;
+
 /* LA_WITH_SUMS: the gradient of q, and a chunk's part of dS and dz. LA_WITH_APPLY: the gradients of k and v. Blocks, warps and
    tiles are those of la_mma_sum_kernel; of a tile
 
@@ -714,63 +949,89 @@ __device__ __forceinline__ void la_apply_derivative(float (&u)[S][J][4], int j, 
      f = f(x)         x in the order of an accumulator, which is that of u: what follows is element by element
      weight, factor   of each position, from sums over the lanes that share it
      grad_x           f' weight (u + factor line)
-     LA_WITH_SUMS     dS += (f weight)^T y, y in the order of an accumulator: loaded again, out of L1
+     LA_WITH_SUMS     dS += (f weight)^T y, y in the order of an accumulator
 
-   In shared memory: the state as fragments, for LA_WITH_APPLY transposed too, and the line. Where a kernel prefetches, y as B and
-   x of a warp's next tile are loaded as soon as those of this tile have been used. */
+   In shared memory: the state as fragments, for LA_WITH_APPLY transposed too, the line, the warps' rings of one slot, which holds
+   y and x in each order that they are read in; the state where this kernel adds up the chunks. */
 template <typename T, int S, bool COLUMNS, int FUSION>
 __global__ void __launch_bounds__(LA_MMA_THREADS, la_mma_gradient_blocks<T, S, COLUMNS, FUSION>)
     la_mma_gradient_kernel(const __grid_constant__ la_pass p) {
-  constexpr int J = la_mma_gradient_tiles<S, FUSION>, H = FUSION == LA_WITH_SUMS ? la_mma_sharing<S> : 1,
-                step = 8 * J * LA_MMA_WARPS / H;
-  constexpr int fragments = la_mma_fragments<S>;
-  constexpr bool prefetches = la_mma_gradient_prefetches<S, FUSION>;
+  typedef la_mma_gradient_tile<T, S, COLUMNS, FUSION> tile;
+  constexpr int J = tile::J, H = tile::H, step = 8 * J * LA_MMA_WARPS / H;
+  constexpr int fragments = la_mma_fragments<T, S>;
+  constexpr bool has_ring = la_mma_gradient_ring<S>;
   typedef la_mma<T, S, J, COLUMNS> mma;
   CAMOX_DYNAMIC_SHARED(uint4, state);
   float *const line = reinterpret_cast<float *>(state + (FUSION == LA_WITH_APPLY ? 2 : 1) * fragments);
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP, g = lane / 4;
   const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, part = warp % H;
+  uint32_t *const rings = reinterpret_cast<uint32_t *>(line + 16 * S), *const slot = rings + warp * tile::slot_words;
+  float *const added = reinterpret_cast<float *>(rings + la_mma_gradient_ring_words<T, S, COLUMNS, FUSION>);
   for (int64_t item = blockIdx.x; item < p.batch * p.heads * p.chunks; item += gridDim.x) {
     int64_t chunk;
     const int64_t sequence = camox_divide(item, p.chunks, &chunk), end = min(p.length, (chunk + 1) * p.chunk);
+    const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
+    const auto copy = [&](int64_t t) {
+      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
+      if (valid > 0) {
+        decltype(tile::terms)::copy(slot, head.y.at(t), p.d, valid);
+        decltype(tile::x)::copy(slot + tile::x_place, head.x.at(t), p.n, valid, 0);
+        if constexpr (FUSION == LA_WITH_SUMS)
+          decltype(tile::y)::copy(slot + tile::last_place, head.y.at(t), p.d, valid, part);
+        else
+          decltype(tile::features)::copy(slot + tile::last_place, head.x.at(t), p.n, valid);
+      }
+      camox_cp_async_commit();
+    };
+    const int64_t first = chunk * p.chunk + warp / H * 8 * J;
+    if constexpr (has_ring) copy(first);
+    const la_head_state of_head =
+        la_state_of < FUSION == LA_WITH_APPLY && la_mma_adds_chunks < S >> (p, sequence, chunk, added);
 #pragma unroll 1
     for (int i = 0; i < (FUSION == LA_WITH_APPLY ? 2 : 1); ++i)
-      la_put_state<T, S, J, COLUMNS>(state + i * fragments, p, sequence, i == 1);
-    const la_head<T, COLUMNS> head(p, la_sequence_at(p, sequence));
-    la_put_line(line, p, sequence, 16 * S);
+      la_put_state<T, S, J, COLUMNS>(state + i * fragments, p, of_head.s, i == 1);
+    la_put_line(line, p, of_head.line, 16 * S);
     la_mma_sums<T, S, J, COLUMNS, H> sums;
     if (FUSION == LA_WITH_SUMS) sums.clear();
     __syncthreads();
-    la_terms<T, S, J, COLUMNS> terms;
-    la_values<T, S, J, COLUMNS, 1> x;
-    const int64_t first = chunk * p.chunk + warp / H * 8 * J;
-    const auto load = [&](int64_t t) {
-      const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
-      terms.load(head.y.at(t), p.d, valid, la_is_whole<S, J>(p, valid));
-      x.load(head.x.at(t), p.n, valid, 0, la_is_whole<S, J>(p, valid));
-    };
-    if (prefetches && first < end) load(first);
     for (int64_t t = first; t < end; t += step) {
       const int valid = static_cast<int>(min(end - t, static_cast<int64_t>(8 * J)));
       const la_kept kept = FUSION == LA_WITH_SUMS ? la_kept{valid, nullptr, 0} : head.kept.at(t, valid); /* q has no mask */
       const bool whole = la_is_whole<S, J>(p, valid), all = whole && !kept.mask;
       const unsigned kept_values = all ? ~0u : la_kept_values<T, S, J, COLUMNS>(kept);
-      if (FUSION == LA_WITH_APPLY) la_mma_apply<T, S, J, COLUMNS>(p, state + fragments, head, t, valid, line);
-      if (!prefetches) load(t);
+      la_terms<T, S, J, COLUMNS> terms;
+      la_values<T, S, J, COLUMNS, 1> x;
       la_values<T, S, J, COLUMNS, H> y;
-      if (FUSION == LA_WITH_SUMS) y.load(head.y.at(t), p.d, valid, part, whole);
+      {
+        la_terms<T, S, J, COLUMNS> features;
+        if constexpr (has_ring) {
+          camox_cp_async_wait<0>();
+          terms.take(slot);
+          x.take(slot + tile::x_place);
+          if (FUSION == LA_WITH_SUMS) y.take(slot + tile::last_place);
+          if (FUSION == LA_WITH_APPLY) features.take(slot + tile::last_place);
+          copy(t + step);
+        } else {
+          if (FUSION == LA_WITH_APPLY) features.load(head.x.at(t), p.n, valid, whole);
+        }
+        if (FUSION == LA_WITH_APPLY) la_mma_apply(features, p, state + fragments, head, t, valid, line);
+      }
+      if constexpr (!has_ring) {
+        terms.load(head.y.at(t), p.d, valid, whole);
+        x.load(head.x.at(t), p.n, valid, 0, whole);
+        if (FUSION == LA_WITH_SUMS) y.load(head.y.at(t), p.d, valid, part, whole);
+      }
       float u[S][J][4];
       {
         la_drop(terms, kept);
-        la_factor<S, J> factor;
+        la_factor<S, J, mma::value_parts> factor;
         la_factor_of(factor, terms);
-        la_multiply<S, J, S, mma::exact>(u, state, 0, factor);
+        la_multiply<mma::parts>(u, state, 0, factor);
       }
 #pragma unroll
       for (int j = 0; j < J; j += 2) {
         float f[2 * S][4], weight[4] = {1.0f, 1.0f, 1.0f, 1.0f}, factor[4] = {1.0f, 1.0f, 1.0f, 1.0f}, of_line[2 * S];
         la_features(f, x, j, p, kept_values, all);
-        if (prefetches && j + 2 == J && t + step < end) load(t + step);
 #pragma unroll
         for (int r = 0; r < 2 * S; ++r) of_line[r] = line[mma::row(r, g)];
         if (p.weight != LA_PLAIN) {

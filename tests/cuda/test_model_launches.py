@@ -174,7 +174,7 @@ def test_linear_attention(monkeypatch, recorder):
     size = (2, 3, 136, 32)
     for name, value in zip(("LA_BATCH", "LA_HEADS", "LA_LENGTH", "LA_DIM"), size, strict=True):
         monkeypatch.setattr(cuda_model, name, value)
-    monkeypatch.setattr(cuda_model, "attention_chunks", lambda processors: (3, 136 / 3))
+    monkeypatch.setattr(cuda_model, "attention_chunks", lambda processors, backward: (3, 136 / 3))
     q, k, v, grad = linear_attention_cases.heads((*size, 32), torch.bfloat16, "image")
     _, *state = linear_attention_cases.forward(q, k, v, chunk=64)
     linear_attention_cases.backward([grad], q, k, v, state, chunk=64)
