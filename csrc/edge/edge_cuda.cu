@@ -98,13 +98,13 @@ __global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V>::forward) edge_ke
     auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, plan.p.x, plan.p.border, b, c, column, y, -1);
     auto out = camox_cursor_at<V>(plan.p.maps, plan.shared_view, b, c, y, column);
 
-    edge_raw<T, V, LAST> raw, next; /* two rows are being loaded at any time */
-    camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
-    camox_fetch(next, reader, plan.p.x, plan.p.border, 0);
-    edge_row<V> top = edge_features(raw, edge_row<V>{});
+    edge_raw<T, V, LAST> first, second, raw, next; /* four rows are being loaded at first, two at any time later */
+    camox_fetch(first, reader, plan.p.x, plan.p.border, -1);
+    camox_fetch(second, reader, plan.p.x, plan.p.border, 0);
     camox_fetch(raw, reader, plan.p.x, plan.p.border, 1);
-    edge_row<V> at = edge_features(next, top);
     camox_fetch(next, reader, plan.p.x, plan.p.border, 2);
+    edge_row<V> top = edge_features(first, edge_row<V>{});
+    edge_row<V> at = edge_features(second, top);
     const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.partition.rows)));
 #pragma unroll 2
     for (int row = 0; row < rows; ++row) {
