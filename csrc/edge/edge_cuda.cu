@@ -22,6 +22,9 @@
 #define EDGE_TILE_THREADS 160  /* channels_last backward */
 #define EDGE_TILE_BLOCKS 2     /* at most 168 registers */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
+/* Backward of contiguous half types: rows that are on their way to shared memory while one is computed. A power of two less one.
+   Registers hold none of them, and 12 warps, all that their registers leave, do not hide a row's wait. */
+#define EDGE_STAGED_ROWS 3
 
 /* The same of the forward: as many as registers allow without spilling. */
 template <int V>
@@ -227,12 +230,33 @@ __device__ __forceinline__ edge_grads<V> edge_filter_gradient(const edge_row<V> 
   return d;
 }
 
+/* The next rows of a thread in shared memory, which nobody else reads: 16 bytes of x and of each map's gradient, side by side
+   with those of the other threads. */
+struct edge_stage {
+  uint4 word[EDGE_STAGED_ROWS + 1][1 + CAMOX_EDGE_INPUT][EDGE_THREADS];
+};
+
+/* Row r of this thread, once it has arrived. */
+template <typename T, int V>
+__device__ __forceinline__ void edge_receive(T (&x)[V], T (&grads)[CAMOX_EDGE_INPUT][V], const edge_stage &stage, int r) {
+  const uint4(*const words)[EDGE_THREADS] = stage.word[r & EDGE_STAGED_ROWS];
+  camox_cp_async_wait<EDGE_STAGED_ROWS>();
+  camox_load_shared(x, reinterpret_cast<const T *>(&words[0][threadIdx.x]));
+#pragma unroll
+  for (int map = 0; map < CAMOX_EDGE_INPUT; ++map)
+    camox_load_shared(grads[map], reinterpret_cast<const T *>(&words[1 + map][threadIdx.x]));
+}
+
+/* sm_75 cannot copy to shared memory and go on. */
+template <typename T, int V>
+static constexpr bool edge_stages = CAMOX_CUDA_ARCH >= 800 && V * sizeof(T) == 16 && sizeof(T) == 2;
+
 /* The iteration down a row band that both layouts share. Row r of filter gradients adds to rows r-1, r and r+1 of the result,
    so row r-1 is complete once r is added. exchange(d, left, right) hands out the gradients of the neighbouring columns: of
    contiguous images the columns beside the thread's, of channels_last one for each channel. */
-template <typename T, int V, bool LAST, typename Exchange>
+template <typename T, int V, bool LAST, bool STAGED, typename Exchange>
 __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y,
-                                                   bool inside, bool writes, const Exchange &exchange) {
+                                                   bool inside, bool writes, edge_stage *stage, const Exchange &exchange) {
   const camox_edge_params &p = plan.p;
   auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, p.x, p.border, b, c, column, y, -2);
   auto maps = camox_cursor_at<V>(p.maps, plan.shared_view, b, c, y - 1, column);
@@ -251,8 +275,8 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   constexpr bool in_neighbours = !LAST && V > 1 && sizeof(T) == 2;
   const edge_beside beside_left = edge_beside_of(column == 0, p.border, true),
                     beside_right = edge_beside_of(column + V == p.width, p.border, false);
-  camox_window<T, V, LAST, (in_neighbours ? 0 : 1)> raw;
-  const auto features = [&](const edge_row<V> &above) {
+  camox_window<T, V, LAST, (in_neighbours ? 0 : 1)> first, raw;
+  const auto features = [&](const auto &raw, const edge_row<V> &above) {
     if constexpr (in_neighbours)
       return edge_differences<V, LAST>(edge_widen(raw, beside_left, beside_right), above);
     else
@@ -262,12 +286,38 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   /* of contiguous half types the second branch would spill */
   const bool all =
       LAST && p.maps[CAMOX_EDGE_SOBEL].data && p.maps[CAMOX_EDGE_LAPLACIAN].data && p.maps[CAMOX_EDGE_GRADIENT].data;
-  camox_fetch(raw, reader, plan.p.x, plan.p.border, -2);
-  edge_row<V> top = features(edge_row<V>{});
-  camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
-  edge_row<V> at = features(top);
-  camox_fetch(raw, reader, plan.p.x, plan.p.border, 0);
-  camox_fetch_maps(grads, p.maps, plan.shared_view, maps, all, inside && camox_inside(reader.rows, -1));
+  /* bit i: there is a gradient of map i */
+  const unsigned present = (p.maps[CAMOX_EDGE_SOBEL].data ? 1u << CAMOX_EDGE_SOBEL : 0) |
+                           (p.maps[CAMOX_EDGE_LAPLACIAN].data ? 1u << CAMOX_EDGE_LAPLACIAN : 0) |
+                           (p.maps[CAMOX_EDGE_GRADIENT].data ? 1u << CAMOX_EDGE_GRADIENT : 0);
+  /* step r needs row r + 1 of x and row r of the gradients: rows that do not count arrive as zeros */
+  const auto request = [&](int r) {
+    if (r <= plan.partition.rows) {
+      uint4(*const words)[EDGE_THREADS] = stage->word[r & EDGE_STAGED_ROWS];
+      bool known;
+      const T *const next_x = camox_next_of(reader, p.x, p.border, r + 1, known);
+      const unsigned has = inside && camox_inside(reader.rows, r) ? present : 0;
+      camox_cp_async_16(&words[0][threadIdx.x], next_x, known ? 16 : 0);
+#pragma unroll
+      for (int map = 0; map < CAMOX_EDGE_INPUT; ++map)
+        camox_cp_async_16(&words[1 + map][threadIdx.x], camox_at<const T>(p.maps, maps, map), has & 1u << map ? 16 : 0);
+    }
+    camox_cp_async_commit();
+    camox_next_row(p.maps, plan.shared_view, maps);
+  };
+  const auto prefetch = [&](int r) {
+    /* into the registers of the row that has been used: two rows of raw values would spill */
+    if (LAST || r <= plan.partition.rows) camox_fetch(raw, reader, p.x, p.border, r + 1);
+    camox_fetch_maps(grads, p.maps, plan.shared_view, maps, all,
+                     inside && r <= plan.partition.rows && camox_inside(reader.rows, r));
+  };
+  /* with the rows of the first steps all on their way at once */
+  camox_fetch(first, reader, p.x, p.border, -2);
+  camox_fetch(raw, reader, p.x, p.border, -1);
+  if constexpr (STAGED)
+    for (int r = -1; r < EDGE_STAGED_ROWS - 1; ++r) request(r);
+  edge_row<V> top = features(first, edge_row<V>{}), at = features(raw, top);
+  if constexpr (!STAGED) prefetch(-1);
   float sum_above[V], sum_at[V]; /* rows r-1 and r of the result, not complete yet */
 #pragma unroll
   for (int i = 0; i < V; ++i) sum_above[i] = sum_at[i] = 0.0f;
@@ -276,12 +326,13 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
      rows between registers */
 #pragma unroll 2
   for (int r = -1; r <= plan.partition.rows; ++r) {
-    const edge_row<V> bottom = features(at);
+    if constexpr (STAGED) {
+      request(r + EDGE_STAGED_ROWS);
+      edge_receive(raw.x, grads, *stage, r);
+    }
+    const edge_row<V> bottom = features(raw, at);
     const edge_grads<V> d = edge_filter_gradient<T, V>(top, at, bottom, grads, plan.eps);
-    /* the next row is loaded into the registers of the one that has been used: two rows of raw values would spill */
-    if (LAST || r < plan.partition.rows) camox_fetch(raw, reader, plan.p.x, plan.p.border, r + 2);
-    camox_fetch_maps(grads, p.maps, plan.shared_view, maps, all,
-                     inside && r < plan.partition.rows && camox_inside(reader.rows, r + 1));
+    if constexpr (!STAGED) prefetch(r + 1);
     edge_grads<(LAST ? V : 1)> left, right;
     exchange(d, left, right);
     float done[V];
@@ -302,10 +353,11 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
     }
     if (rare) { /* one branch: predicates would cost every row the instructions of both */
       if (p.maps[CAMOX_EDGE_INPUT].data && inside && camox_inside(reader.rows, r)) {
-        /* few ask for the copy of x, so its gradient holds no registers from row to row; `maps` is two rows further down */
+        /* few ask for the copy of x, so its gradient holds no registers from row to row; `maps` is further down */
+        constexpr int below = STAGED ? EDGE_STAGED_ROWS + 1 : 2;
         float input[V];
         camox_load_float(input, camox_at<const T>(p.maps, maps, CAMOX_EDGE_INPUT) -
-                                    2 * camox_strides<V>(p.maps, plan.shared_view, CAMOX_EDGE_INPUT).stride[2]);
+                                    below * camox_strides<V>(p.maps, plan.shared_view, CAMOX_EDGE_INPUT).stride[2]);
 #pragma unroll
         for (int i = 0; i < V; ++i) sum_above[i] += input[i];
       }
@@ -338,6 +390,9 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
 template <typename T, int V>
 __global__ void __launch_bounds__(EDGE_THREADS, EDGE_BACKWARD_BLOCKS)
     edge_backward_kernel(const __grid_constant__ edge_plan plan) {
+  constexpr bool staged = edge_stages<T, V>;
+  __shared__ typename camox_select<staged, edge_stage, int>::type staging;
+  edge_stage *const stage = staged ? reinterpret_cast<edge_stage *>(&staging) : nullptr;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
   const int64_t warps = camox_ceil_div(plan.partition.items, EDGE_WARP_OUTPUTS);
   const bool replicate = plan.p.border == CAMOX_BORDER_REPLICATE, reflect = plan.p.border == CAMOX_BORDER_REFLECT;
@@ -351,8 +406,8 @@ __global__ void __launch_bounds__(EDGE_THREADS, EDGE_BACKWARD_BLOCKS)
     const bool at_left = column == 0, at_right = column + V == plan.p.width;
     /* one element a thread: columns 1 and W-2 have their neighbours in other threads */
     const bool second = V == 1 && reflect && column == 1, last_but_one = V == 1 && reflect && column + 2 == plan.p.width;
-    edge_backward_band<T, V, false>(
-        plan, b, c, column, y, true, writes, [&](const edge_grads<V> &d, edge_grads<1> &left, edge_grads<1> &right) {
+    edge_backward_band<T, V, false, staged>(
+        plan, b, c, column, y, true, writes, stage, [&](const edge_grads<V> &d, edge_grads<1> &left, edge_grads<1> &right) {
           left.gx[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.gx[V - 1], 1);
           left.gy[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.gy[V - 1], 1);
           left.lap[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.lap[V - 1], 1);
@@ -399,22 +454,22 @@ __global__ void __launch_bounds__(EDGE_TILE_THREADS, EDGE_TILE_BLOCKS)
        columns off the image, which compute the border column's again (replicate), or by the border columns (reflect). */
     const bool repeats = replicate && place.beyond != 0;
     const bool doubles = reflect && place.beyond == 0 && (place.column == 0 || place.column == p.width - 1);
-    edge_backward_band<T, V, true>(plan, place.b, place.c, place.column, place.y,
-                                   place.exists && (replicate || place.beyond == 0), place.writes,
-                                   [&](const edge_grads<V> &d, edge_grads<V> &left, edge_grads<V> &right) {
-                                     float (*const buffer)[V * EDGE_TILE_THREADS] = buffers[buffer_index];
-                                     buffer_index ^= 1;
-                                     if (repeats || doubles) {
-                                       edge_grads<V> folded;
-                                       edge_fold(folded, d.gx, d.gy, d.lap, repeats ? -1.0f : 0.0f, repeats ? 1.0f : 2.0f);
-                                       edge_put(buffer, folded, thread);
-                                     } else {
-                                       edge_put(buffer, d, thread);
-                                     }
-                                     __syncthreads();
-                                     edge_get(left, buffer, thread - beside);
-                                     edge_get(right, buffer, thread + beside);
-                                   });
+    edge_backward_band<T, V, true, false>(
+        plan, place.b, place.c, place.column, place.y, place.exists && (replicate || place.beyond == 0), place.writes, nullptr,
+        [&](const edge_grads<V> &d, edge_grads<V> &left, edge_grads<V> &right) {
+          float (*const buffer)[V * EDGE_TILE_THREADS] = buffers[buffer_index];
+          buffer_index ^= 1;
+          if (repeats || doubles) {
+            edge_grads<V> folded;
+            edge_fold(folded, d.gx, d.gy, d.lap, repeats ? -1.0f : 0.0f, repeats ? 1.0f : 2.0f);
+            edge_put(buffer, folded, thread);
+          } else {
+            edge_put(buffer, d, thread);
+          }
+          __syncthreads();
+          edge_get(left, buffer, thread - beside);
+          edge_get(right, buffer, thread + beside);
+        });
   }
 }
 
