@@ -22,8 +22,8 @@
 #define EDGE_TILE_THREADS 160  /* channels_last backward */
 #define EDGE_TILE_BLOCKS 2     /* at most 168 registers */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
-/* Backward of contiguous half types: rows that are on their way to shared memory while one is computed. A power of two less one.
-   Registers hold none of them, and 12 warps, all that their registers leave, do not hide a row's wait. */
+/* Backward of contiguous images: rows that are on their way to shared memory while one is computed. A power of two less one.
+   Registers hold none of them; the 12 or 16 warps that a row's registers leave do not hide its wait. */
 #define EDGE_STAGED_ROWS 3
 
 /* The same of the forward: as many as registers allow without spilling. */
@@ -138,51 +138,6 @@ __global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V>::forward) edge_ke
 
 /* ---- backward ---- */
 
-/* The backward of contiguous half types takes the column beside a thread's own from the neighbouring thread's registers; off the
-   image it is zero, the thread's own border column (replicate) or the one next to that (reflect). The choice is data, not a
-   branch: predicates are few. Lanes 0 and 31 have no neighbour on one side; what depends on it is not used. */
-struct edge_beside {
-  uint32_t bytes; /* for __byte_perm of the neighbour's nearest two columns and the thread's own two: the column comes last */
-  uint32_t mask;  /* 0 where the column is zero */
-};
-
-__device__ __forceinline__ edge_beside edge_beside_of(bool at_border, camox_border border, bool left) {
-  constexpr uint32_t neighbours_first = 0x1000, neighbours_last = 0x3200, own_first = 0x5400, own_last = 0x7600;
-  edge_beside beside;
-  beside.mask = at_border && border == CAMOX_BORDER_ZEROS ? 0 : UINT32_MAX;
-  if (at_border)
-    beside.bytes = left == (border == CAMOX_BORDER_REFLECT) ? own_last : own_first;
-  else
-    beside.bytes = left ? neighbours_last : neighbours_first;
-  return beside;
-}
-
-/* neighbour, own: the two columns of each that are next to the other. */
-template <typename T>
-__device__ __forceinline__ float edge_choose(const edge_beside &beside, uint32_t neighbour, uint32_t own) {
-  const uint32_t bits = __byte_perm(neighbour, own, beside.bytes) & beside.mask;
-  T pair[2];
-  float wide[2];
-  __builtin_memcpy(static_cast<void *>(pair), &bits, sizeof bits);
-  camox_to_floats(wide, pair);
-  return wide[1];
-}
-
-/* A row of x around a thread's columns, of which it has loaded its own. All lanes of the warp call it. */
-template <typename T, int V>
-__device__ __forceinline__ edge_raw<float, V, false> edge_widen(const camox_window<T, V, false, 0> &raw,
-                                                                const edge_beside &left, const edge_beside &right) {
-  uint32_t first, last;
-  __builtin_memcpy(&first, static_cast<const void *>(raw.x), sizeof first);
-  __builtin_memcpy(&last, static_cast<const void *>(raw.x + V - 2), sizeof last);
-  const uint32_t before = __shfl_up_sync(CAMOX_FULL_MASK, last, 1), after = __shfl_down_sync(CAMOX_FULL_MASK, first, 1);
-  edge_raw<float, V, false> wide;
-  camox_widen_part<V>(wide.x + 1, raw.x, 0);
-  wide.x[0] = edge_choose<T>(left, before, first);
-  wide.x[V + 1] = edge_choose<T>(right, after, last);
-  return wide;
-}
-
 /* Gradients with respect to the filters' outputs, at a thread's elements or one beside them. */
 template <int V>
 struct edge_grads {
@@ -236,20 +191,27 @@ struct edge_stage {
   uint4 word[EDGE_STAGED_ROWS + 1][1 + CAMOX_EDGE_INPUT][EDGE_THREADS];
 };
 
-/* Row r of this thread, once it has arrived. */
+/* sm_75 cannot copy to shared memory and go on. */
 template <typename T, int V>
-__device__ __forceinline__ void edge_receive(T (&x)[V], T (&grads)[CAMOX_EDGE_INPUT][V], const edge_stage &stage, int r) {
+static constexpr bool edge_stages = CAMOX_CUDA_ARCH >= 800 && V * sizeof(T) == 16;
+
+/* Row r, once it has arrived. The columns beside a thread's own are those of its neighbours in the warp, all of whose lanes
+   call; those that the first and the last lane do not have are not used. */
+template <typename T, int V, bool LAST>
+__device__ __forceinline__ void edge_receive(edge_raw<T, V, LAST> &x, T (&grads)[CAMOX_EDGE_INPUT][V], const edge_stage &stage,
+                                             const camox_sides<V, LAST, 1> &sides, int r) {
   const uint4(*const words)[EDGE_THREADS] = stage.word[r & EDGE_STAGED_ROWS];
+  const T *const own = reinterpret_cast<const T *>(&words[0][threadIdx.x]);
   camox_cp_async_wait<EDGE_STAGED_ROWS>();
-  camox_load_shared(x, reinterpret_cast<const T *>(&words[0][threadIdx.x]));
+  __syncwarp();
+  camox_clear(x);
+  camox_load_shared(edge_raw<T, V, LAST>::template part<V>(x.x + x.center), own);
+  if (sides.has_left[0]) x.x[0] = own[sides.left[0]];
+  if (sides.has_right[0]) x.x[x.center + V] = own[sides.right[0]];
 #pragma unroll
   for (int map = 0; map < CAMOX_EDGE_INPUT; ++map)
     camox_load_shared(grads[map], reinterpret_cast<const T *>(&words[1 + map][threadIdx.x]));
 }
-
-/* sm_75 cannot copy to shared memory and go on. */
-template <typename T, int V>
-static constexpr bool edge_stages = CAMOX_CUDA_ARCH >= 800 && V * sizeof(T) == 16 && sizeof(T) == 2;
 
 /* The iteration down a row band that both layouts share. Row r of filter gradients adds to rows r-1, r and r+1 of the result,
    so row r-1 is complete once r is added. exchange(d, left, right) hands out the gradients of the neighbouring columns: of
@@ -272,16 +234,7 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   const bool fold_first = !LAST && V > 1 && reflect && column == 0,
              fold_last = !LAST && V > 1 && reflect && column + V == p.width;
 
-  constexpr bool in_neighbours = !LAST && V > 1 && sizeof(T) == 2;
-  const edge_beside beside_left = edge_beside_of(column == 0, p.border, true),
-                    beside_right = edge_beside_of(column + V == p.width, p.border, false);
-  camox_window<T, V, LAST, (in_neighbours ? 0 : 1)> first, raw;
-  const auto features = [&](const auto &raw, const edge_row<V> &above) {
-    if constexpr (in_neighbours)
-      return edge_differences<V, LAST>(edge_widen(raw, beside_left, beside_right), above);
-    else
-      return edge_features(raw, above);
-  };
+  edge_raw<T, V, LAST> first, raw;
   T grads[CAMOX_EDGE_INPUT][V]; /* a row of the incoming gradients of the three filters' maps */
   /* of contiguous half types the second branch would spill */
   const bool all =
@@ -311,12 +264,16 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
     camox_fetch_maps(grads, p.maps, plan.shared_view, maps, all,
                      inside && r <= plan.partition.rows && camox_inside(reader.rows, r));
   };
+  camox_sides<V, LAST, 1> sides = reader.sides; /* of staged rows, of which the warp has none beyond its lanes */
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
+  if (lane == 0 && sides.left[0] < 0) sides.left[0] = 0;
+  if (lane == CAMOX_WARP - 1 && sides.right[0] >= V) sides.right[0] = 0;
   /* with the rows of the first steps all on their way at once */
   camox_fetch(first, reader, p.x, p.border, -2);
   camox_fetch(raw, reader, p.x, p.border, -1);
   if constexpr (STAGED)
     for (int r = -1; r < EDGE_STAGED_ROWS - 1; ++r) request(r);
-  edge_row<V> top = features(first, edge_row<V>{}), at = features(raw, top);
+  edge_row<V> top = edge_features(first, edge_row<V>{}), at = edge_features(raw, top);
   if constexpr (!STAGED) prefetch(-1);
   float sum_above[V], sum_at[V]; /* rows r-1 and r of the result, not complete yet */
 #pragma unroll
@@ -328,9 +285,9 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   for (int r = -1; r <= plan.partition.rows; ++r) {
     if constexpr (STAGED) {
       request(r + EDGE_STAGED_ROWS);
-      edge_receive(raw.x, grads, *stage, r);
+      edge_receive(raw, grads, *stage, sides, r);
     }
-    const edge_row<V> bottom = features(raw, at);
+    const edge_row<V> bottom = edge_features(raw, at);
     const edge_grads<V> d = edge_filter_gradient<T, V>(top, at, bottom, grads, plan.eps);
     if constexpr (!STAGED) prefetch(r + 1);
     edge_grads<(LAST ? V : 1)> left, right;

@@ -27,8 +27,8 @@
 #include "../common/last_block.cuh"
 
 #define STRUCTURE_THREADS 256
-/* Of a forward, that a multiprocessor must hold: at most 48 registers a thread. One of sm_75 has threads for four. */
-#define STRUCTURE_BLOCKS (CAMOX_CUDA_ARCH >= 800 ? 5 : 4)
+/* Of a forward, that a multiprocessor must hold: at most 48 registers a thread, of which earlier ones would spill. */
+#define STRUCTURE_BLOCKS (CAMOX_CUDA_ARCH >= 900 ? 5 : 4)
 #define STRUCTURE_LANES 4  /* pixels of a vector, of all dtypes: images of 18 x 18 pixels have no whole vectors of eight */
 /* Of the forward, where images have this many of them: to begin a work item and to add up the sums of its threads costs as
    many instructions as CAMOX_STRUCTURE_PIXELS do. */
