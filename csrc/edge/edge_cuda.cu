@@ -22,9 +22,10 @@
 #define EDGE_TILE_THREADS 160  /* channels_last backward */
 #define EDGE_TILE_BLOCKS 2     /* at most 168 registers */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
-/* Backward of contiguous images: rows that are on their way to shared memory while one is computed. A power of two less one.
-   Registers hold none of them; the 12 or 16 warps that a row's registers leave do not hide its wait. */
-#define EDGE_STAGED_ROWS 3
+/* Backward of contiguous images: rows that are asked for at once, on their way to shared memory while as many are computed. They
+   are contiguous, and memory is faster at longer pieces. Registers hold none of them; the 12 or 16 warps that a row's registers
+   leave do not hide its wait. */
+#define EDGE_STAGED_ROWS 2
 
 /* The same of the forward: as many as registers allow without spilling. */
 template <int V>
@@ -188,8 +189,13 @@ __device__ __forceinline__ edge_grads<V> edge_filter_gradient(const edge_row<V> 
 /* The next rows of a thread in shared memory, which nobody else reads: 16 bytes of x and of each map's gradient, side by side
    with those of the other threads. */
 struct edge_stage {
-  uint4 word[EDGE_STAGED_ROWS + 1][1 + CAMOX_EDGE_INPUT][EDGE_THREADS];
+  uint4 word[2 * EDGE_STAGED_ROWS][1 + CAMOX_EDGE_INPUT][EDGE_THREADS];
 };
+
+/* Where row r >= -1 lies in it. */
+__device__ __forceinline__ int edge_slot(int r) {
+  return static_cast<int>(static_cast<unsigned>(r + 1) % (2 * EDGE_STAGED_ROWS));
+}
 
 /* sm_75 cannot copy to shared memory and go on. */
 template <typename T, int V>
@@ -200,10 +206,8 @@ static constexpr bool edge_stages = CAMOX_CUDA_ARCH >= 800 && V * sizeof(T) == 1
 template <typename T, int V, bool LAST>
 __device__ __forceinline__ void edge_receive(edge_raw<T, V, LAST> &x, T (&grads)[CAMOX_EDGE_INPUT][V], const edge_stage &stage,
                                              const camox_sides<V, LAST, 1> &sides, int r) {
-  const uint4(*const words)[EDGE_THREADS] = stage.word[r & EDGE_STAGED_ROWS];
+  const uint4(*const words)[EDGE_THREADS] = stage.word[edge_slot(r)];
   const T *const own = reinterpret_cast<const T *>(&words[0][threadIdx.x]);
-  camox_cp_async_wait<EDGE_STAGED_ROWS>();
-  __syncwarp();
   camox_clear(x);
   camox_load_shared(edge_raw<T, V, LAST>::template part<V>(x.x + x.center), own);
   if (sides.has_left[0]) x.x[0] = own[sides.left[0]];
@@ -246,7 +250,7 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   /* step r needs row r + 1 of x and row r of the gradients: rows that do not count arrive as zeros */
   const auto request = [&](int r) {
     if (r <= plan.partition.rows) {
-      uint4(*const words)[EDGE_THREADS] = stage->word[r & EDGE_STAGED_ROWS];
+      uint4(*const words)[EDGE_THREADS] = stage->word[edge_slot(r)];
       bool known;
       const T *const next_x = camox_next_of(reader, p.x, p.border, r + 1, known);
       const unsigned has = inside && camox_inside(reader.rows, r) ? present : 0;
@@ -255,7 +259,6 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
       for (int map = 0; map < CAMOX_EDGE_INPUT; ++map)
         camox_cp_async_16(&words[1 + map][threadIdx.x], camox_at<const T>(p.maps, maps, map), has & 1u << map ? 16 : 0);
     }
-    camox_cp_async_commit();
     camox_next_row(p.maps, plan.shared_view, maps);
   };
   const auto prefetch = [&](int r) {
@@ -271,8 +274,10 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   /* with the rows of the first steps all on their way at once */
   camox_fetch(first, reader, p.x, p.border, -2);
   camox_fetch(raw, reader, p.x, p.border, -1);
-  if constexpr (STAGED)
+  if constexpr (STAGED) {
     for (int r = -1; r < EDGE_STAGED_ROWS - 1; ++r) request(r);
+    camox_cp_async_commit();
+  }
   edge_row<V> top = edge_features(first, edge_row<V>{}), at = edge_features(raw, top);
   if constexpr (!STAGED) prefetch(-1);
   float sum_above[V], sum_at[V]; /* rows r-1 and r of the result, not complete yet */
@@ -284,7 +289,12 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
 #pragma unroll 2
   for (int r = -1; r <= plan.partition.rows; ++r) {
     if constexpr (STAGED) {
-      request(r + EDGE_STAGED_ROWS);
+      if (edge_slot(r) % EDGE_STAGED_ROWS == 0) {
+        for (int k = 0; k < EDGE_STAGED_ROWS; ++k) request(r + EDGE_STAGED_ROWS + k);
+        camox_cp_async_commit();
+        camox_cp_async_wait<1>();
+        __syncwarp();
+      }
       edge_receive(raw, grads, *stage, sides, r);
     }
     const edge_row<V> bottom = edge_features(raw, at);
@@ -311,7 +321,7 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
     if (rare) { /* one branch: predicates would cost every row the instructions of both */
       if (p.maps[CAMOX_EDGE_INPUT].data && inside && camox_inside(reader.rows, r)) {
         /* few ask for the copy of x, so its gradient holds no registers from row to row; `maps` is further down */
-        constexpr int below = STAGED ? EDGE_STAGED_ROWS + 1 : 2;
+        const int below = STAGED ? 2 * EDGE_STAGED_ROWS - edge_slot(r) % EDGE_STAGED_ROWS : 2;
         float input[V];
         camox_load_float(input, camox_at<const T>(p.maps, maps, CAMOX_EDGE_INPUT) -
                                     below * camox_strides<V>(p.maps, plan.shared_view, CAMOX_EDGE_INPUT).stride[2]);
