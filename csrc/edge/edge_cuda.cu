@@ -4,14 +4,16 @@
        x  --16 B loads-->  top | at | bottom  -->  gx, gy, lap  -->  3 or 4 maps  --16 B stores-->
 
      backward: row r of the filters' gradients (d gx, d gy, d lap) adds to rows r-1, r, r+1 of grad_x
+       shared memory, of contiguous images from sm_80 on, 16 B a thread of each tensor:
+         gradients of rows r, r+1 and x below each: computed   |   of rows r+2, r+3: on their way, by cp.async
        registers:  sum_above (row r-1, complete once r is added) | sum_at (row r) | the next row starts
        the columns beside a thread's own come from its neighbours:
          contiguous      by warp shuffles     [ 0 | 1 ... 30 | 31 ]   lanes 0 and 31 only serve their neighbours
          channels_last   by shared memory     [2 buffers][gx, gy, lap][V * threads], one barrier a row;
                                               the first and the last column of a block only serve their neighbours
 
-   Each element is read once from memory, its neighbours from the L1 cache or, in the backward of contiguous half types,
-   by warp shuffles. No atomics: the same bits on every run. */
+   Each element is read once from memory, its neighbours from the L1 cache or from the neighbours' staged rows. No atomics: the
+   same bits on every run. */
 #include "../common/stencil.cuh"
 #include "edge.h"
 
@@ -22,16 +24,17 @@
 #define EDGE_TILE_THREADS 160  /* channels_last backward */
 #define EDGE_TILE_BLOCKS 2     /* at most 168 registers */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
-/* Backward of contiguous images: rows that are asked for at once, on their way to shared memory while as many are computed. They
-   are contiguous, and memory is faster at longer pieces. Registers hold none of them; the 12 or 16 warps that a row's registers
-   leave do not hide its wait. */
-#define EDGE_STAGED_ROWS 2
 
 /* The same of the forward: as many as registers allow without spilling. */
 template <int V>
 struct edge_blocks {
   static constexpr int forward = V == 8 ? 3 : 4;
 };
+
+/* Backward of contiguous images: rows that are asked for at once, on their way to shared memory while as many are computed. They
+   are contiguous, and memory is faster at longer pieces. Registers hold none of them; the 12 or 16 warps that a row's registers
+   leave do not hide its wait. */
+#define EDGE_STAGED_ROWS 2
 
 struct edge_plan {
   camox_edge_params p;
