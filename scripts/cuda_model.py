@@ -1187,36 +1187,30 @@ def grad_cases(dtype: str) -> list[Case]:
 # images: a training batch of masks, and one that takes long enough for launches not to count
 STRUCTURE_BATCHES = (("structure_loss", 8), ("structure_loss of 32", 32))
 STRUCTURE_PIXELS, STRUCTURE_ITEM = 352 * 352, 2048  # CAMOX_STRUCTURE_PIXELS; too few for STRUCTURE_LONG_ITEM
-STRUCTURE_LANES = 4  # of the forward
+STRUCTURE_LANES, STRUCTURE_VECTORS = 4, 2  # of a thread's step, which has two vectors at once
 
 
 def structure_cases(dtype: str) -> list[Case]:
-    """Logits with masks and weights in float32; a block has a work item. The last block of the forward adds the work
-    items of each image by `adding` threads."""
+    """Logits with masks and weights in their dtype; a block has a work item. The last block of the forward adds the
+    work items of each image by `adding` threads."""
     element, size = DTYPES[dtype]
-    items, backward_lanes = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), 16 // size
-    loads = 1 + 2 * backward_lanes // 4  # of the backward: logits, mask and weight
-    narrow = {"load": r"\bLDG\.E(\.\w+)*\.(64|128)\.CONSTANT\b"}
+    items, types = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), f"<{STRUCTURE_LANES}, {element}, {element}>"
+    logistic = r"\bMUFU\.EX2\b"
+    narrow = {
+        "load": r"\bLDG\.E(\.\w+)*\.(64|128)\.CONSTANT\b",
+        "store": r"\bSTG\.E(\.\w+)*\.(64|128)\b",
+    }
     cases = []
     for name, images in STRUCTURE_BATCHES:
         elements, blocks, adding = images * STRUCTURE_PIXELS, images * items, max(8, min(32, 256 // images))
 
-        def main(kernel, lanes, step, blocks=blocks, elements=elements, **how):
-            steps, traffic = STRUCTURE_PIXELS / items / 256 / lanes, elements * ((1 + step.stores) * size + 8)
-            return Launch(kernel, blocks, 256, step, steps, traffic, **how)
+        def main(kernel, stores, blocks=blocks, elements=elements, **how):
+            step = Step(3 * STRUCTURE_VECTORS, stores * STRUCTURE_VECTORS, most=logistic, **narrow)
+            steps = STRUCTURE_PIXELS / items / 256 / STRUCTURE_LANES / STRUCTURE_VECTORS
+            return Launch(kernel + types, blocks, 256, step, steps, elements * (3 + stores) * size, **how)
 
-        logistic = r"\bMUFU\.EX2\b"
-        forward = main(
-            f"structure_loss_kernel<{STRUCTURE_LANES}, {element}>",
-            STRUCTURE_LANES,
-            Step(3, 0, most=logistic, **narrow),
-        )
-        backward = main(
-            f"structure_loss_backward_kernel<{element}, {backward_lanes}>",
-            backward_lanes,
-            Step(loads, 1, most=logistic),
-            waits=1,  # for the sums of the image
-        )
+        forward = main("structure_loss_kernel", 0)
+        backward = main("structure_loss_backward_kernel", 1, waits=1)  # for the sums of the image
         last = Launch(
             forward.kernel,
             1,

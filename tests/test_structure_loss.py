@@ -93,6 +93,21 @@ def test_mask_of_another_dtype():
     assert_same_sums(cx.structure_loss(logits, binary), cx.structure_loss(logits, binary.float()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_mask_and_weight_are_read_as_they_are(dtype):
+    """The bits of a call with both in float32; the given tensors are kept for backward."""
+    logits, mask, weight = inputs_of((3, 2, 9, 11), dtype)
+    for options in ({"reduction": "mean"}, {"bce": "mean", "reduction": "none"}):
+        ours = loss_and_gradient(cx.structure_loss, logits, mask, weight, **options)
+        for others in ((mask.float(), weight.float()), (mask, weight.float())):
+            theirs = loss_and_gradient(cx.structure_loss, logits, *others, **options)
+            assert all(map(torch.equal, ours, theirs))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        cx.structure_loss(logits.requires_grad_(), mask, weight=weight)
+    assert {mask.data_ptr(), weight.data_ptr()} <= {x.data_ptr() for x in kept}
+
+
 @pytest.mark.parametrize(
     "value", [0.0, -0.0, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4, float("inf"), -float("inf"), float("nan")]
 )
@@ -252,6 +267,8 @@ def test_errors_from_c():
         op.structure_loss(X, HALF[..., 1:], HALF, 0, 1.0, False, 0)
     with pytest.raises(ValueError, match="structure_loss: weight must have dtype float32 beside this x"):
         op.structure_loss(X, HALF, HALF.double(), 0, 1.0, False, 0)
+    with pytest.raises(ValueError, match="structure_loss: weight must have the dtype of x"):
+        op.structure_loss(X.half(), HALF.half(), HALF, 0, 1.0, False, 0)
     with pytest.raises(ValueError, match="structure_loss: unknown bce code 2"):
         op.structure_loss(X, HALF, HALF, 2, 1.0, False, 0)
     with pytest.raises(ValueError, match="structure_loss: unknown reduction code 3"):

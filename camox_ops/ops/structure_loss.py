@@ -33,7 +33,8 @@ def structure_loss(
 
     Args:
         logits: (B, C, H, W), float32, bfloat16, float16 or float64; any strides.
-        mask: of the logits' shape, in any of these dtypes; values in [0, 1], fractions too.
+        mask: of the logits' shape, in any of these dtypes; values in [0, 1], fractions too. Read as it is where it and
+            weight have the dtype of the logits or the one computed in.
         weight: of the logits' shape; structure_weight(mask), made once for several outputs of one mask. None: it is
             made here, of `size` and `gain`, which a given weight makes meaningless.
         size, gain: as for structure_weight.
@@ -65,13 +66,13 @@ def structure_loss(
         raise TypeError(f"structure_loss: smooth must be a number, got {smooth!r}")
     if not 0 <= smooth < math.inf:
         raise ValueError(f"structure_loss: smooth must be >= 0 and finite, got {smooth!r}")
-    real = _check.computed_in(logits)
-    mask = mask.detach().to(real)
-    if weight is None:
-        weight = structure_weight(mask, size=size, gain=gain)
-    else:
+    if weight is not None:
         _companion("weight", weight, logits)
-        weight = weight.detach().to(real)
+    if weight is None or not mask.dtype == weight.dtype == logits.dtype:  # beside which kernels read them as they are
+        real = _check.computed_in(logits)
+        mask = mask.to(real)
+        weight = structure_weight(mask, size=size, gain=gain) if weight is None else weight.to(real)
+    mask, weight = mask.detach(), weight.detach()
     return _structure_loss(logits, mask, weight, bce_code, float(smooth), probabilities, reduction_code)[0]
 
 
@@ -85,9 +86,9 @@ def _companion(name: str, value, logits: torch.Tensor) -> None:
 
 
 def _fake(logits, mask, weight, bce, smooth, probabilities, reduction):
-    images = logits.shape[:2]
-    loss = mask.new_empty(images if reduction == REDUCTIONS["none"] else ())
-    return loss, mask.new_empty((images[0] * images[1], 4))
+    images, real = logits.shape[:2], _check.computed_in(logits)
+    loss = logits.new_empty(images if reduction == REDUCTIONS["none"] else (), dtype=real)
+    return loss, logits.new_empty((images[0] * images[1], 4), dtype=real)
 
 
 def _save(ctx, inputs, output):

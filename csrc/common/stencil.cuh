@@ -231,11 +231,12 @@ __device__ __forceinline__ camox_reader<T, V, LAST, REACH> camox_reader_at(const
   return reader;
 }
 
-template <typename T, int V, bool LAST, int REACH, int KNOWN>
-__device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw, camox_reader<T, V, LAST, KNOWN> &reader,
-                                            const camox_view4 &view, camox_border border, int row) {
+/* Where the reader's next row, which is `row`, has the column; known: whether it counts as anything but zeros. */
+template <typename T, int V, bool LAST, int KNOWN>
+__device__ __forceinline__ const T *camox_next_of(camox_reader<T, V, LAST, KNOWN> &reader, const camox_view4 &view,
+                                                  camox_border border, int row, bool &known) {
   const T *at = reader.next;
-  bool known = true;
+  known = true;
   if (!camox_inside(reader.rows, row)) {
     /* replicate: back to the image's side; reflect: as far again. Two rows off an image of two nothing is used. */
     const int place = row + reader.rows.above, beyond = place < 0 ? place : place - (reader.rows.span - 1);
@@ -244,6 +245,14 @@ __device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw
     at -= back * view.stride[2];
   }
   reader.next += view.stride[2];
+  return at;
+}
+
+template <typename T, int V, bool LAST, int REACH, int KNOWN>
+__device__ __forceinline__ void camox_fetch(camox_window<T, V, LAST, REACH> &raw, camox_reader<T, V, LAST, KNOWN> &reader,
+                                            const camox_view4 &view, camox_border border, int row) {
+  bool known;
+  const T *const at = camox_next_of(reader, view, border, row, known);
   if (known)
     camox_fetch_at(raw, at, reader.sides);
   else

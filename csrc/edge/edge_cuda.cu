@@ -4,14 +4,16 @@
        x  --16 B loads-->  top | at | bottom  -->  gx, gy, lap  -->  3 or 4 maps  --16 B stores-->
 
      backward: row r of the filters' gradients (d gx, d gy, d lap) adds to rows r-1, r, r+1 of grad_x
+       shared memory, of contiguous images from sm_80 on, 16 B a thread of each tensor:
+         gradients of rows r, r+1 and x below each: computed   |   of rows r+2, r+3: on their way, by cp.async
        registers:  sum_above (row r-1, complete once r is added) | sum_at (row r) | the next row starts
        the columns beside a thread's own come from its neighbours:
          contiguous      by warp shuffles     [ 0 | 1 ... 30 | 31 ]   lanes 0 and 31 only serve their neighbours
          channels_last   by shared memory     [2 buffers][gx, gy, lap][V * threads], one barrier a row;
                                               the first and the last column of a block only serve their neighbours
 
-   Each element is read once from memory, its neighbours from the L1 cache or, in the backward of contiguous half types,
-   by warp shuffles. No atomics: the same bits on every run. */
+   Each element is read once from memory, its neighbours from the L1 cache or from the neighbours' staged rows. No atomics: the
+   same bits on every run. */
 #include "../common/stencil.cuh"
 #include "edge.h"
 
@@ -28,6 +30,11 @@ template <int V>
 struct edge_blocks {
   static constexpr int forward = V == 8 ? 3 : 4;
 };
+
+/* Backward of contiguous images: rows that are asked for at once, on their way to shared memory while as many are computed. They
+   are contiguous, and memory is faster at longer pieces. Registers hold none of them; the 12 or 16 warps that a row's registers
+   leave do not hide its wait. */
+#define EDGE_STAGED_ROWS 2
 
 struct edge_plan {
   camox_edge_params p;
@@ -98,13 +105,13 @@ __global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V>::forward) edge_ke
     auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, plan.p.x, plan.p.border, b, c, column, y, -1);
     auto out = camox_cursor_at<V>(plan.p.maps, plan.shared_view, b, c, y, column);
 
-    edge_raw<T, V, LAST> raw, next; /* two rows are being loaded at any time */
-    camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
-    camox_fetch(next, reader, plan.p.x, plan.p.border, 0);
-    edge_row<V> top = edge_features(raw, edge_row<V>{});
+    edge_raw<T, V, LAST> first, second, raw, next; /* four rows are being loaded at first, two at any time later */
+    camox_fetch(first, reader, plan.p.x, plan.p.border, -1);
+    camox_fetch(second, reader, plan.p.x, plan.p.border, 0);
     camox_fetch(raw, reader, plan.p.x, plan.p.border, 1);
-    edge_row<V> at = edge_features(next, top);
     camox_fetch(next, reader, plan.p.x, plan.p.border, 2);
+    edge_row<V> top = edge_features(first, edge_row<V>{});
+    edge_row<V> at = edge_features(second, top);
     const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.partition.rows)));
 #pragma unroll 2
     for (int row = 0; row < rows; ++row) {
@@ -134,51 +141,6 @@ __global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V>::forward) edge_ke
 }
 
 /* ---- backward ---- */
-
-/* The backward of contiguous half types takes the column beside a thread's own from the neighbouring thread's registers; off the
-   image it is zero, the thread's own border column (replicate) or the one next to that (reflect). The choice is data, not a
-   branch: predicates are few. Lanes 0 and 31 have no neighbour on one side; what depends on it is not used. */
-struct edge_beside {
-  uint32_t bytes; /* for __byte_perm of the neighbour's nearest two columns and the thread's own two: the column comes last */
-  uint32_t mask;  /* 0 where the column is zero */
-};
-
-__device__ __forceinline__ edge_beside edge_beside_of(bool at_border, camox_border border, bool left) {
-  constexpr uint32_t neighbours_first = 0x1000, neighbours_last = 0x3200, own_first = 0x5400, own_last = 0x7600;
-  edge_beside beside;
-  beside.mask = at_border && border == CAMOX_BORDER_ZEROS ? 0 : UINT32_MAX;
-  if (at_border)
-    beside.bytes = left == (border == CAMOX_BORDER_REFLECT) ? own_last : own_first;
-  else
-    beside.bytes = left ? neighbours_last : neighbours_first;
-  return beside;
-}
-
-/* neighbour, own: the two columns of each that are next to the other. */
-template <typename T>
-__device__ __forceinline__ float edge_choose(const edge_beside &beside, uint32_t neighbour, uint32_t own) {
-  const uint32_t bits = __byte_perm(neighbour, own, beside.bytes) & beside.mask;
-  T pair[2];
-  float wide[2];
-  __builtin_memcpy(static_cast<void *>(pair), &bits, sizeof bits);
-  camox_to_floats(wide, pair);
-  return wide[1];
-}
-
-/* A row of x around a thread's columns, of which it has loaded its own. All lanes of the warp call it. */
-template <typename T, int V>
-__device__ __forceinline__ edge_raw<float, V, false> edge_widen(const camox_window<T, V, false, 0> &raw,
-                                                                const edge_beside &left, const edge_beside &right) {
-  uint32_t first, last;
-  __builtin_memcpy(&first, static_cast<const void *>(raw.x), sizeof first);
-  __builtin_memcpy(&last, static_cast<const void *>(raw.x + V - 2), sizeof last);
-  const uint32_t before = __shfl_up_sync(CAMOX_FULL_MASK, last, 1), after = __shfl_down_sync(CAMOX_FULL_MASK, first, 1);
-  edge_raw<float, V, false> wide;
-  camox_widen_part<V>(wide.x + 1, raw.x, 0);
-  wide.x[0] = edge_choose<T>(left, before, first);
-  wide.x[V + 1] = edge_choose<T>(right, after, last);
-  return wide;
-}
 
 /* Gradients with respect to the filters' outputs, at a thread's elements or one beside them. */
 template <int V>
@@ -227,12 +189,43 @@ __device__ __forceinline__ edge_grads<V> edge_filter_gradient(const edge_row<V> 
   return d;
 }
 
+/* The next rows of a thread in shared memory, which nobody else reads: 16 bytes of x and of each map's gradient, side by side
+   with those of the other threads. */
+struct edge_stage {
+  uint4 word[2 * EDGE_STAGED_ROWS][1 + CAMOX_EDGE_INPUT][EDGE_THREADS];
+};
+
+/* Where row r >= -1 lies in it. */
+__device__ __forceinline__ int edge_slot(int r) {
+  return static_cast<int>(static_cast<unsigned>(r + 1) % (2 * EDGE_STAGED_ROWS));
+}
+
+/* sm_75 cannot copy to shared memory and go on. */
+template <typename T, int V>
+static constexpr bool edge_stages = CAMOX_CUDA_ARCH >= 800 && V * sizeof(T) == 16;
+
+/* Row r, once it has arrived. The columns beside a thread's own are those of its neighbours in the warp, all of whose lanes
+   call; those that the first and the last lane do not have are not used. */
+template <typename T, int V, bool LAST>
+__device__ __forceinline__ void edge_receive(edge_raw<T, V, LAST> &x, T (&grads)[CAMOX_EDGE_INPUT][V], const edge_stage &stage,
+                                             const camox_sides<V, LAST, 1> &sides, int r) {
+  const uint4(*const words)[EDGE_THREADS] = stage.word[edge_slot(r)];
+  const T *const own = reinterpret_cast<const T *>(&words[0][threadIdx.x]);
+  camox_clear(x);
+  camox_load_shared(edge_raw<T, V, LAST>::template part<V>(x.x + x.center), own);
+  if (sides.has_left[0]) x.x[0] = own[sides.left[0]];
+  if (sides.has_right[0]) x.x[x.center + V] = own[sides.right[0]];
+#pragma unroll
+  for (int map = 0; map < CAMOX_EDGE_INPUT; ++map)
+    camox_load_shared(grads[map], reinterpret_cast<const T *>(&words[1 + map][threadIdx.x]));
+}
+
 /* The iteration down a row band that both layouts share. Row r of filter gradients adds to rows r-1, r and r+1 of the result,
    so row r-1 is complete once r is added. exchange(d, left, right) hands out the gradients of the neighbouring columns: of
    contiguous images the columns beside the thread's, of channels_last one for each channel. */
-template <typename T, int V, bool LAST, typename Exchange>
+template <typename T, int V, bool LAST, bool STAGED, typename Exchange>
 __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_t b, int64_t c, int64_t column, int64_t y,
-                                                   bool inside, bool writes, const Exchange &exchange) {
+                                                   bool inside, bool writes, edge_stage *stage, const Exchange &exchange) {
   const camox_edge_params &p = plan.p;
   auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, p.x, p.border, b, c, column, y, -2);
   auto maps = camox_cursor_at<V>(p.maps, plan.shared_view, b, c, y - 1, column);
@@ -248,26 +241,48 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
   const bool fold_first = !LAST && V > 1 && reflect && column == 0,
              fold_last = !LAST && V > 1 && reflect && column + V == p.width;
 
-  constexpr bool in_neighbours = !LAST && V > 1 && sizeof(T) == 2;
-  const edge_beside beside_left = edge_beside_of(column == 0, p.border, true),
-                    beside_right = edge_beside_of(column + V == p.width, p.border, false);
-  camox_window<T, V, LAST, (in_neighbours ? 0 : 1)> raw;
-  const auto features = [&](const edge_row<V> &above) {
-    if constexpr (in_neighbours)
-      return edge_differences<V, LAST>(edge_widen(raw, beside_left, beside_right), above);
-    else
-      return edge_features(raw, above);
-  };
+  edge_raw<T, V, LAST> first, raw;
   T grads[CAMOX_EDGE_INPUT][V]; /* a row of the incoming gradients of the three filters' maps */
   /* of contiguous half types the second branch would spill */
   const bool all =
       LAST && p.maps[CAMOX_EDGE_SOBEL].data && p.maps[CAMOX_EDGE_LAPLACIAN].data && p.maps[CAMOX_EDGE_GRADIENT].data;
-  camox_fetch(raw, reader, plan.p.x, plan.p.border, -2);
-  edge_row<V> top = features(edge_row<V>{});
-  camox_fetch(raw, reader, plan.p.x, plan.p.border, -1);
-  edge_row<V> at = features(top);
-  camox_fetch(raw, reader, plan.p.x, plan.p.border, 0);
-  camox_fetch_maps(grads, p.maps, plan.shared_view, maps, all, inside && camox_inside(reader.rows, -1));
+  /* bit i: there is a gradient of map i */
+  const unsigned present = (p.maps[CAMOX_EDGE_SOBEL].data ? 1u << CAMOX_EDGE_SOBEL : 0) |
+                           (p.maps[CAMOX_EDGE_LAPLACIAN].data ? 1u << CAMOX_EDGE_LAPLACIAN : 0) |
+                           (p.maps[CAMOX_EDGE_GRADIENT].data ? 1u << CAMOX_EDGE_GRADIENT : 0);
+  /* step r needs row r + 1 of x and row r of the gradients: rows that do not count arrive as zeros */
+  const auto request = [&](int r) {
+    if (r <= plan.partition.rows) {
+      uint4(*const words)[EDGE_THREADS] = stage->word[edge_slot(r)];
+      bool known;
+      const T *const next_x = camox_next_of(reader, p.x, p.border, r + 1, known);
+      const unsigned has = inside && camox_inside(reader.rows, r) ? present : 0;
+      camox_cp_async_16(&words[0][threadIdx.x], next_x, known ? 16 : 0);
+#pragma unroll
+      for (int map = 0; map < CAMOX_EDGE_INPUT; ++map)
+        camox_cp_async_16(&words[1 + map][threadIdx.x], camox_at<const T>(p.maps, maps, map), has & 1u << map ? 16 : 0);
+    }
+    camox_next_row(p.maps, plan.shared_view, maps);
+  };
+  const auto prefetch = [&](int r) {
+    /* into the registers of the row that has been used: two rows of raw values would spill */
+    if (LAST || r <= plan.partition.rows) camox_fetch(raw, reader, p.x, p.border, r + 1);
+    camox_fetch_maps(grads, p.maps, plan.shared_view, maps, all,
+                     inside && r <= plan.partition.rows && camox_inside(reader.rows, r));
+  };
+  camox_sides<V, LAST, 1> sides = reader.sides; /* of staged rows, of which the warp has none beyond its lanes */
+  const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
+  if (lane == 0 && sides.left[0] < 0) sides.left[0] = 0;
+  if (lane == CAMOX_WARP - 1 && sides.right[0] >= V) sides.right[0] = 0;
+  /* with the rows of the first steps all on their way at once */
+  camox_fetch(first, reader, p.x, p.border, -2);
+  camox_fetch(raw, reader, p.x, p.border, -1);
+  if constexpr (STAGED) {
+    for (int r = -1; r < EDGE_STAGED_ROWS - 1; ++r) request(r);
+    camox_cp_async_commit();
+  }
+  edge_row<V> top = edge_features(first, edge_row<V>{}), at = edge_features(raw, top);
+  if constexpr (!STAGED) prefetch(-1);
   float sum_above[V], sum_at[V]; /* rows r-1 and r of the result, not complete yet */
 #pragma unroll
   for (int i = 0; i < V; ++i) sum_above[i] = sum_at[i] = 0.0f;
@@ -276,12 +291,18 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
      rows between registers */
 #pragma unroll 2
   for (int r = -1; r <= plan.partition.rows; ++r) {
-    const edge_row<V> bottom = features(at);
+    if constexpr (STAGED) {
+      if (edge_slot(r) % EDGE_STAGED_ROWS == 0) {
+        for (int k = 0; k < EDGE_STAGED_ROWS; ++k) request(r + EDGE_STAGED_ROWS + k);
+        camox_cp_async_commit();
+        camox_cp_async_wait<1>();
+        __syncwarp();
+      }
+      edge_receive(raw, grads, *stage, sides, r);
+    }
+    const edge_row<V> bottom = edge_features(raw, at);
     const edge_grads<V> d = edge_filter_gradient<T, V>(top, at, bottom, grads, plan.eps);
-    /* the next row is loaded into the registers of the one that has been used: two rows of raw values would spill */
-    if (LAST || r < plan.partition.rows) camox_fetch(raw, reader, plan.p.x, plan.p.border, r + 2);
-    camox_fetch_maps(grads, p.maps, plan.shared_view, maps, all,
-                     inside && r < plan.partition.rows && camox_inside(reader.rows, r + 1));
+    if constexpr (!STAGED) prefetch(r + 1);
     edge_grads<(LAST ? V : 1)> left, right;
     exchange(d, left, right);
     float done[V];
@@ -302,10 +323,11 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
     }
     if (rare) { /* one branch: predicates would cost every row the instructions of both */
       if (p.maps[CAMOX_EDGE_INPUT].data && inside && camox_inside(reader.rows, r)) {
-        /* few ask for the copy of x, so its gradient holds no registers from row to row; `maps` is two rows further down */
+        /* few ask for the copy of x, so its gradient holds no registers from row to row; `maps` is further down */
+        const int below = STAGED ? 2 * EDGE_STAGED_ROWS - edge_slot(r) % EDGE_STAGED_ROWS : 2;
         float input[V];
         camox_load_float(input, camox_at<const T>(p.maps, maps, CAMOX_EDGE_INPUT) -
-                                    2 * camox_strides<V>(p.maps, plan.shared_view, CAMOX_EDGE_INPUT).stride[2]);
+                                    below * camox_strides<V>(p.maps, plan.shared_view, CAMOX_EDGE_INPUT).stride[2]);
 #pragma unroll
         for (int i = 0; i < V; ++i) sum_above[i] += input[i];
       }
@@ -338,6 +360,9 @@ __device__ __forceinline__ void edge_backward_band(const edge_plan &plan, int64_
 template <typename T, int V>
 __global__ void __launch_bounds__(EDGE_THREADS, EDGE_BACKWARD_BLOCKS)
     edge_backward_kernel(const __grid_constant__ edge_plan plan) {
+  constexpr bool staged = edge_stages<T, V>;
+  __shared__ typename camox_select<staged, edge_stage, int>::type staging;
+  edge_stage *const stage = staged ? reinterpret_cast<edge_stage *>(&staging) : nullptr;
   const int lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
   const int64_t warps = camox_ceil_div(plan.partition.items, EDGE_WARP_OUTPUTS);
   const bool replicate = plan.p.border == CAMOX_BORDER_REPLICATE, reflect = plan.p.border == CAMOX_BORDER_REFLECT;
@@ -351,8 +376,8 @@ __global__ void __launch_bounds__(EDGE_THREADS, EDGE_BACKWARD_BLOCKS)
     const bool at_left = column == 0, at_right = column + V == plan.p.width;
     /* one element a thread: columns 1 and W-2 have their neighbours in other threads */
     const bool second = V == 1 && reflect && column == 1, last_but_one = V == 1 && reflect && column + 2 == plan.p.width;
-    edge_backward_band<T, V, false>(
-        plan, b, c, column, y, true, writes, [&](const edge_grads<V> &d, edge_grads<1> &left, edge_grads<1> &right) {
+    edge_backward_band<T, V, false, staged>(
+        plan, b, c, column, y, true, writes, stage, [&](const edge_grads<V> &d, edge_grads<1> &left, edge_grads<1> &right) {
           left.gx[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.gx[V - 1], 1);
           left.gy[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.gy[V - 1], 1);
           left.lap[0] = __shfl_up_sync(CAMOX_FULL_MASK, d.lap[V - 1], 1);
@@ -399,22 +424,22 @@ __global__ void __launch_bounds__(EDGE_TILE_THREADS, EDGE_TILE_BLOCKS)
        columns off the image, which compute the border column's again (replicate), or by the border columns (reflect). */
     const bool repeats = replicate && place.beyond != 0;
     const bool doubles = reflect && place.beyond == 0 && (place.column == 0 || place.column == p.width - 1);
-    edge_backward_band<T, V, true>(plan, place.b, place.c, place.column, place.y,
-                                   place.exists && (replicate || place.beyond == 0), place.writes,
-                                   [&](const edge_grads<V> &d, edge_grads<V> &left, edge_grads<V> &right) {
-                                     float (*const buffer)[V * EDGE_TILE_THREADS] = buffers[buffer_index];
-                                     buffer_index ^= 1;
-                                     if (repeats || doubles) {
-                                       edge_grads<V> folded;
-                                       edge_fold(folded, d.gx, d.gy, d.lap, repeats ? -1.0f : 0.0f, repeats ? 1.0f : 2.0f);
-                                       edge_put(buffer, folded, thread);
-                                     } else {
-                                       edge_put(buffer, d, thread);
-                                     }
-                                     __syncthreads();
-                                     edge_get(left, buffer, thread - beside);
-                                     edge_get(right, buffer, thread + beside);
-                                   });
+    edge_backward_band<T, V, true, false>(
+        plan, place.b, place.c, place.column, place.y, place.exists && (replicate || place.beyond == 0), place.writes, nullptr,
+        [&](const edge_grads<V> &d, edge_grads<V> &left, edge_grads<V> &right) {
+          float (*const buffer)[V * EDGE_TILE_THREADS] = buffers[buffer_index];
+          buffer_index ^= 1;
+          if (repeats || doubles) {
+            edge_grads<V> folded;
+            edge_fold(folded, d.gx, d.gy, d.lap, repeats ? -1.0f : 0.0f, repeats ? 1.0f : 2.0f);
+            edge_put(buffer, folded, thread);
+          } else {
+            edge_put(buffer, d, thread);
+          }
+          __syncthreads();
+          edge_get(left, buffer, thread - beside);
+          edge_get(right, buffer, thread + beside);
+        });
   }
 }
 

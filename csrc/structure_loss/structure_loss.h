@@ -12,8 +12,8 @@
                  dz = g w (p-m) / sum(w) + dp p (1-p)
              MEAN: sum(g) (p-m) / number of pixels in the place of the first term
              of probabilities: dp + the first term / max(p (1-p), 1e-12)
-   dtypes    logits float32, bfloat16, float16 computed in float32, float64 in float64; mask, weight, sums and loss in
-             the dtype computed in. All tensors are contiguous.
+   dtypes    logits float32, bfloat16, float16 computed in float32, float64 in float64; mask and weight in the dtype
+             computed in or both in that of the logits, sums and loss in the dtype computed in. All tensors are contiguous.
    saved     logits, mask, weight and four sums per image. No gradient to mask and weight.
    errors    CAMOX_INVALID_ARGUMENT: unknown dtype, bce or reduction, smooth negative or not finite, a negative size; a mask
              that leaves [0, 1] by more than rounding (CPU alone).
@@ -49,11 +49,13 @@ typedef struct {
   camox_bce bce;
   camox_reduction reduction;
   int probabilities;
+  int half_mask; /* beside half-precision logits: mask and weight are in their dtype. Else in the dtype computed in. */
   double smooth;
   int64_t images, pixels;    /* B C, H W */
   const void *logits;        /* [images, pixels] */
-  const void *mask, *weight; /* [images, pixels] in the dtype computed in, like all that follows but grad_logits */
-  void *partial;             /* [items, CAMOX_STRUCTURE_PARTIAL] */
+  const void *mask, *weight; /* [images, pixels] */
+  void *partial;             /* [items, CAMOX_STRUCTURE_PARTIAL], in the dtype computed in, like all that follows but
+                                grad_logits */
   void *sums;                /* [images, CAMOX_STRUCTURE_SUMS]; forward writes, backward reads */
   void *loss;                /* forward: [images], or one number where it is reduced */
   const void *grad;          /* backward: the incoming gradient, as loss */

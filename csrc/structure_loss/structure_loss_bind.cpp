@@ -14,8 +14,14 @@ struct StructureOptions {
   int64_t reduction;
 };
 
-void check_companion(const Tensor& y, const Tensor& x, const char* op, const char* name) {
-  check_real(y, x, 4, op, name);
+// half: whether y has to have x's half-precision dtype, and not the one that x is computed in.
+void check_companion(const Tensor& y, const Tensor& x, bool half, const char* op, const char* name) {
+  if (half) {
+    check_dtype_and_device(y, x, op, name);
+    check_image(y, op, name);
+  } else {
+    check_real(y, x, 4, op, name);
+  }
   for (int64_t d = 0; d < 4; ++d)
     if (y.size(d) != x.size(d))
       throw std::invalid_argument(std::string(op) + ": " + name + " has size " + std::to_string(y.size(d)) + " in dimension " +
@@ -27,8 +33,9 @@ camox_structure_loss_params params_of(const Tensor& logits, const Tensor& mask, 
                                       const StructureOptions& options, const char* op) {
   camox_structure_loss_params p{};
   p.dtype = dtype_of(logits, op);
-  check_companion(mask, logits, op, "mask");
-  check_companion(weight, logits, op, "weight");
+  p.half_mask = mask.element_size() == 2 && mask.scalar_type() == logits.scalar_type();
+  check_companion(mask, logits, p.half_mask, op, "mask");
+  check_companion(weight, logits, p.half_mask, op, "weight");
   p.bce = code_of(options.bce, CAMOX_BCE_MEAN, op, "bce");
   p.reduction = code_of(options.reduction, CAMOX_REDUCE_NONE, op, "reduction");
   p.smooth = options.smooth, p.probabilities = options.probabilities;

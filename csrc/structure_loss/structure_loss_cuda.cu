@@ -9,8 +9,15 @@
                  items of each of its images, of which 8 to 32 threads have every 8th to 32nd, and counts the group; the last
                  block of the last group makes the loss of the batch
      backward    a block makes the gradients of its pixels from the sums of their image
-     both        V neighbouring pixels for each thread at once where all tensors allow it: 16 bytes of mask and weight, and of
-                 the logits 8 or 16
+     both        a thread loads two vectors of V pixels at once, V = 4 where all tensors allow it: 16 bytes of float32, 8 of half
+                 types; mask and weight are in float32 or in the logits' type
+
+   Of images of few pixels, at most four vectors for each lane, a warp has one: backward, whenever they are so small (and two or
+   four warps those of up to twice or four times the size); forward, where there are many
+
+     groups      |        0        |        1        |  ...                 8 images, or more where that would be many groups
+     block       |        0        |        1        |  ...                 a warp an image at a time, which it finishes at once
+                                                                            the last block adds the groups: the loss
 
    Sums have an order that follows from the shape, and nothing is added by atomics: fixed bits. */
 #include "structure_loss.h"
@@ -20,7 +27,9 @@
 #include "../common/last_block.cuh"
 
 #define STRUCTURE_THREADS 256
-#define STRUCTURE_LANES 4 /* of the forward: eight would take registers that four blocks on a multiprocessor do not leave */
+/* Of a forward, that a multiprocessor must hold: at most 48 registers a thread, of which earlier ones would spill. */
+#define STRUCTURE_BLOCKS (CAMOX_CUDA_ARCH >= 900 ? 5 : 4)
+#define STRUCTURE_LANES 4  /* pixels of a vector, of all dtypes: images of 18 x 18 pixels have no whole vectors of eight */
 /* Of the forward, where images have this many of them: to begin a work item and to add up the sums of its threads costs as
    many instructions as CAMOX_STRUCTURE_PIXELS do. */
 #define STRUCTURE_LONG_ITEM 8192 /* pixels */
@@ -28,6 +37,11 @@
 #define STRUCTURE_WARPS (STRUCTURE_THREADS / CAMOX_WARP)
 #define STRUCTURE_LOADS 4  /* work items of a thread of a group's last block, in flight */
 #define STRUCTURE_GROUP 32 /* images whose sums a block adds at once, 8 threads each */
+/* An image of at most so many vectors for each lane of a warp has a warp, where images are many: of a block, most threads would
+   be idle, and each block waits a microsecond to be counted. */
+#define STRUCTURE_WARP_STEPS 4
+#define STRUCTURE_MANY_IMAGES 512
+#define STRUCTURE_WARP_GROUPS 512 /* blocks of such a forward, at most */
 
 struct structure_args {
   camox_structure_loss_params p;
@@ -35,6 +49,7 @@ struct structure_args {
   int64_t per_image, items; /* work items of an image and in all */
   int64_t group_images, groups;
   int lanes_log2; /* of the threads that add the work items of an image */
+  int team;       /* of the backward: threads of a work item */
   float smooth;
   float *partial;   /* [items, CAMOX_STRUCTURE_SUMS] */
   float *of_groups; /* [groups, 2]: the totals of each group, where there are several */
@@ -87,19 +102,33 @@ __device__ __forceinline__ structure_item structure_item_of(const structure_args
   return {image, image * a.p.pixels + begin, left < a.item_pixels ? static_cast<int>(left) : a.item_pixels};
 }
 
-/* V pixels as they lie in memory. */
-template <typename T, int V>
+/* V pixels as they lie in memory; M: mask and weight's type, float or T. */
+template <typename T, typename M, int V>
 struct structure_pixels {
   T logits[V];
-  float mask[V], weight[V];
+  M mask[V], weight[V];
 };
 
-template <typename T, int V>
-__device__ __forceinline__ void structure_load(structure_pixels<T, V> &to, const structure_args &a, int64_t at) {
-  camox_load(to.logits, static_cast<const T *>(a.p.logits) + at);
-  camox_load_floats(to.mask, static_cast<const float *>(a.p.mask) + at);
-  camox_load_floats(to.weight, static_cast<const float *>(a.p.weight) + at);
-}
+/* Where a thread reads next. */
+template <typename T, typename M>
+struct structure_reader {
+  const T *logits;
+  const M *mask, *weight;
+
+  __device__ __forceinline__ structure_reader(const structure_args &a, int64_t at)
+      : logits(static_cast<const T *>(a.p.logits) + at),
+        mask(static_cast<const M *>(a.p.mask) + at),
+        weight(static_cast<const M *>(a.p.weight) + at) {}
+
+  template <int V>
+  __device__ __forceinline__ void load(structure_pixels<T, M, V> &to, int at) const {
+    camox_load(to.logits, logits + at);
+    camox_load(to.mask, mask + at);
+    camox_load(to.weight, weight + at);
+  }
+
+  __device__ __forceinline__ void advance(int pixels) { logits += pixels, mask += pixels, weight += pixels; }
+};
 
 /* p and the entropy of V pixels, p in the place of the logits. */
 template <int V>
@@ -111,10 +140,46 @@ __device__ __forceinline__ void structure_entropy(bool probabilities, float (&z)
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       const structure_sigmoid s = structure_sigmoid_of(z[i]);
-      const float share = (z[i] > 0.0f ? 1.0f : 0.0f) - m[i]; /* not max(z, 0) - z m: of infinite z that is NaN */
+      const float share = z[i] >= 0.0f ? 1.0f - m[i] : -m[i]; /* not max(z, 0) - z m: of infinite z that is NaN */
       bce[i] = structure_log1p_plus(s.e, z[i] * share);
       z[i] = s.p;
     }
+  }
+}
+
+/* Adds V pixels to the sums of a thread. */
+template <typename T, typename M, int V>
+__device__ __forceinline__ void structure_add(float (&sum)[CAMOX_STRUCTURE_SUMS], const structure_args &a,
+                                              const structure_pixels<T, M, V> &pixels) {
+  float p[V], mask[V], weights[V], bce[V];
+  camox_to_floats(p, pixels.logits);
+  camox_to_floats(mask, pixels.mask);
+  camox_to_floats(weights, pixels.weight);
+  structure_entropy(a.p.probabilities, p, mask, bce);
+  const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const float weight = weights[i], masked = mask[i] * weight;
+    sum[CAMOX_STRUCTURE_WEIGHT] += weight;
+    sum[CAMOX_STRUCTURE_BCE] = fmaf(weighted ? weight : 1.0f, bce[i], sum[CAMOX_STRUCTURE_BCE]);
+    sum[CAMOX_STRUCTURE_INTER] = fmaf(p[i], masked, sum[CAMOX_STRUCTURE_INTER]);
+    sum[CAMOX_STRUCTURE_UNION] += fmaf(p[i], weight, masked);
+  }
+}
+
+/* The sums of a thread of a work item of THREADS threads; first: the work item's first pixel. */
+template <int THREADS, int V, typename T, typename M>
+__device__ __forceinline__ void structure_add_item(float (&sum)[CAMOX_STRUCTURE_SUMS], const structure_args &a, int64_t first,
+                                                   int pixels, int thread) {
+  constexpr int step = THREADS * V;
+  structure_reader<T, M> reader(a, first + thread * V);
+  for (int remaining = pixels - thread * V; remaining > 0; remaining -= 2 * step) {
+    structure_pixels<T, M, V> now, next; /* their loads wait together */
+    reader.load(now, 0);
+    if (remaining > step) reader.load(next, step);
+    structure_add(sum, a, now);
+    if (remaining > step) structure_add(sum, a, next);
+    reader.advance(2 * step);
   }
 }
 
@@ -147,10 +212,25 @@ __device__ __forceinline__ structure_totals structure_block_totals(const structu
   return {loss, weighted ? 0.0f : camox_block_sum<STRUCTURE_THREADS>(of_thread.bce, scratch)};
 }
 
+/* One thread, when the sums of an image are known: its loss, which is added to `total`. */
+__device__ __forceinline__ void structure_finish_image(structure_totals &total, const structure_args &a, int64_t image,
+                                                       const float (&sum)[CAMOX_STRUCTURE_SUMS]) {
+  camox_store(static_cast<float *>(a.p.sums) + image * CAMOX_STRUCTURE_SUMS, sum);
+  total.bce += sum[CAMOX_STRUCTURE_BCE];
+  /* 1 - (I+s)/(U-I+s), of which a small U would leave no digits; U-2I is exact where I is about U/2 */
+  const float inter = sum[CAMOX_STRUCTURE_INTER], rest = sum[CAMOX_STRUCTURE_UNION] - inter;
+  float of_image = (rest - inter) / (rest + a.smooth);
+  if (a.p.bce == CAMOX_BCE_WEIGHTED) of_image += sum[CAMOX_STRUCTURE_BCE] / sum[CAMOX_STRUCTURE_WEIGHT];
+#ifdef CAMOX_BREAK_STRUCTURE_LOSS
+  of_image += 1e-3f;
+#endif
+  total.loss += of_image;
+  if (a.p.reduction == CAMOX_REDUCE_NONE) static_cast<float *>(a.p.loss)[image] = of_image;
+}
+
 /* One block, when the sums of all work items of the images [begin, end) are known: the sums and the loss of each image. */
 __device__ __forceinline__ structure_totals structure_finish_images(const structure_args &a, int64_t begin, int64_t end,
                                                                     float *scratch) {
-  float *const loss = static_cast<float *>(a.p.loss), *const sums = static_cast<float *>(a.p.sums);
   const int lanes = 1 << a.lanes_log2, thread = static_cast<int>(threadIdx.x), lane = thread & (lanes - 1);
   structure_totals total = {};
   for (int64_t first = begin; first < end; first += STRUCTURE_THREADS >> a.lanes_log2) {
@@ -176,28 +256,19 @@ __device__ __forceinline__ structure_totals structure_finish_images(const struct
       for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] += __shfl_xor_sync(CAMOX_FULL_MASK, sum[k], other);
     }
     if (lane > 0 || image >= end) continue;
-    camox_store(sums + image * CAMOX_STRUCTURE_SUMS, sum);
-    total.bce += sum[CAMOX_STRUCTURE_BCE];
-    /* 1 - (I+s)/(U-I+s), of which a small U would leave no digits; U-2I is exact where I is about U/2 */
-    const float inter = sum[CAMOX_STRUCTURE_INTER], rest = sum[CAMOX_STRUCTURE_UNION] - inter;
-    float of_image = (rest - inter) / (rest + a.smooth);
-    if (a.p.bce == CAMOX_BCE_WEIGHTED) of_image += sum[CAMOX_STRUCTURE_BCE] / sum[CAMOX_STRUCTURE_WEIGHT];
-#ifdef CAMOX_BREAK_STRUCTURE_LOSS
-    of_image += 1e-3f;
-#endif
-    total.loss += of_image;
-    if (a.p.reduction == CAMOX_REDUCE_NONE) loss[image] = of_image;
+    structure_finish_image(total, a, image, sum);
   }
   return structure_block_totals(a, total, scratch);
 }
 
 /* One block, when the totals of all groups are known. */
 __device__ __forceinline__ structure_totals structure_add_groups(const structure_args &a, float *scratch) {
-  static_assert(STRUCTURE_MOST_GROUPS <= STRUCTURE_THREADS, "a thread a group");
   structure_totals total = {};
-  if (threadIdx.x < a.groups) {
-    const float2 of_group = __ldcg(reinterpret_cast<const float2 *>(a.of_groups) + threadIdx.x);
-    total = {of_group.x, of_group.y};
+#pragma unroll 2
+  for (int64_t group = threadIdx.x; group < a.groups; group += STRUCTURE_THREADS) {
+    const float2 of_group = __ldcg(reinterpret_cast<const float2 *>(a.of_groups) + group);
+    total.loss += of_group.x;
+    total.bce += of_group.y;
   }
   return structure_block_totals(a, total, scratch);
 }
@@ -218,28 +289,14 @@ __device__ __forceinline__ void structure_finish_batch(const structure_args &a, 
 }
 
 /* V before T: kernels of <element, lanes> promise stores of vectors too (scripts/cuda_budget.py), and this one stores sums. */
-template <int V, typename T>
-__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const __grid_constant__ structure_args a) {
+template <int V, typename T, typename M>
+__global__ void __launch_bounds__(STRUCTURE_THREADS, STRUCTURE_BLOCKS)
+    structure_loss_kernel(const __grid_constant__ structure_args a) {
   __shared__ __align__(16) float scratch[STRUCTURE_WARPS][CAMOX_STRUCTURE_SUMS];
-  const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
   for (int64_t index = blockIdx.x; index < a.items; index += gridDim.x) {
     const structure_item item = structure_item_of(a, index);
     float sum[CAMOX_STRUCTURE_SUMS] = {};
-    for (int pixel = static_cast<int>(threadIdx.x) * V; pixel < item.pixels; pixel += STRUCTURE_THREADS * V) {
-      structure_pixels<T, V> now;
-      structure_load(now, a, item.first + pixel);
-      float p[V], bce[V];
-      camox_to_floats(p, now.logits);
-      structure_entropy(a.p.probabilities, p, now.mask, bce);
-#pragma unroll
-      for (int i = 0; i < V; ++i) {
-        const float weight = now.weight[i], masked = now.mask[i] * weight;
-        sum[CAMOX_STRUCTURE_WEIGHT] += weight;
-        sum[CAMOX_STRUCTURE_BCE] = fmaf(weighted ? weight : 1.0f, bce[i], sum[CAMOX_STRUCTURE_BCE]);
-        sum[CAMOX_STRUCTURE_INTER] = fmaf(p[i], masked, sum[CAMOX_STRUCTURE_INTER]);
-        sum[CAMOX_STRUCTURE_UNION] += fmaf(p[i], weight, masked);
-      }
-    }
+    structure_add_item<STRUCTURE_THREADS, V, T, M>(sum, a, item.first, item.pixels, static_cast<int>(threadIdx.x));
     structure_block_sums(sum, scratch);
     if (threadIdx.x == 0) camox_store(a.partial + index * CAMOX_STRUCTURE_SUMS, sum);
 
@@ -258,76 +315,149 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const
   }
 }
 
+/* The forward of many small images: a block has a group of images, each of its warps one at a time. */
+template <int V, typename T, typename M>
+__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_warps_kernel(const __grid_constant__ structure_args a) {
+  __shared__ float scratch[STRUCTURE_WARPS];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % CAMOX_WARP, pixels = static_cast<int>(a.p.pixels);
+  for (int64_t group = blockIdx.x; group < a.groups; group += gridDim.x) {
+    const int64_t begin = group * a.group_images, end = min(begin + a.group_images, a.p.images);
+    structure_totals total = {};
+    for (int64_t image = begin + thread / CAMOX_WARP; image < end; image += STRUCTURE_WARPS) {
+      float sum[CAMOX_STRUCTURE_SUMS] = {};
+      structure_add_item<CAMOX_WARP, V, T, M>(sum, a, image * a.p.pixels, pixels, lane);
+#pragma unroll
+      for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] = camox_warp_sum(sum[k]);
+      if (lane == 0) structure_finish_image(total, a, image, sum);
+    }
+    total = structure_block_totals(a, total, scratch);
+    const float of_group[2] = {total.loss, total.bce};
+    if (thread == 0) camox_store(a.of_groups + group * 2, of_group);
+    if (!camox_is_last_block(a.counters, 0, a.groups)) continue;
+    structure_finish_batch(a, structure_add_groups(a, scratch));
+  }
+}
+
 __device__ __forceinline__ float structure_grad_of(const structure_args &a, int64_t image) {
   const float *const grad = static_cast<const float *>(a.p.grad);
   if (a.p.reduction == CAMOX_REDUCE_NONE) return __ldg(grad + image);
   return a.p.reduction == CAMOX_REDUCE_MEAN ? __ldg(grad) / static_cast<float>(a.p.images) : __ldg(grad);
 }
 
-/* Of fewer registers than four blocks leave, float16 spills. */
-template <typename T, int V>
-__global__ void __launch_bounds__(STRUCTURE_THREADS, 4)
-    structure_loss_backward_kernel(const __grid_constant__ structure_args a) {
-  __shared__ float scratch[STRUCTURE_WARPS];
-  const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
+/* The gradient of the mean of the entropy over the batch. */
+__device__ __forceinline__ float structure_grad_of_mean(const structure_args &a, float *scratch) {
+  const float images = static_cast<float>(a.p.images), pixels = images * static_cast<float>(a.p.pixels);
+  if (a.p.reduction != CAMOX_REDUCE_NONE) return structure_grad_of(a, 0) * images / pixels;
   float of_grads = 0.0f;
-  if (!weighted) {
-    for (int64_t image = threadIdx.x; image < a.p.images; image += STRUCTURE_THREADS) of_grads += structure_grad_of(a, image);
-    of_grads = camox_block_sum<STRUCTURE_THREADS>(of_grads, scratch);
-    of_grads /= static_cast<float>(a.p.images) * static_cast<float>(a.p.pixels);
-  }
-  for (int64_t index = blockIdx.x; index < a.items; index += gridDim.x) {
-    const structure_item item = structure_item_of(a, index);
-    float sum[CAMOX_STRUCTURE_SUMS];
-    camox_load_floats(sum, static_cast<const float *>(a.p.sums) + item.image * CAMOX_STRUCTURE_SUMS);
-    const float grad = structure_grad_of(a, item.image);
-    const float below = sum[CAMOX_STRUCTURE_UNION] - sum[CAMOX_STRUCTURE_INTER] + a.smooth;
-    const float base = grad * ((sum[CAMOX_STRUCTURE_INTER] + a.smooth) / below) / below, slope = base + grad / below;
-    const float of_bce = weighted ? grad / sum[CAMOX_STRUCTURE_WEIGHT] : of_grads;
-    for (int pixel = static_cast<int>(threadIdx.x) * V; pixel < item.pixels; pixel += STRUCTURE_THREADS * V) {
-      structure_pixels<T, V> now;
-      structure_load(now, a, item.first + pixel);
-      float z[V];
-      camox_to_floats(z, now.logits);
+  for (int64_t image = threadIdx.x; image < a.p.images; image += STRUCTURE_THREADS) of_grads += structure_grad_of(a, image);
+  return camox_block_sum<STRUCTURE_THREADS>(of_grads, scratch) / pixels;
+}
+
+/* The factors of an image's gradient: bce (p-m), times w where it is weighted, and w (base - slope m) p (1-p). */
+struct structure_factors {
+  float bce, base, slope;
+};
+
+__device__ __forceinline__ structure_factors structure_factors_of(const structure_args &a, int64_t image, float of_mean) {
+  float sum[CAMOX_STRUCTURE_SUMS];
+  camox_load_floats(sum, static_cast<const float *>(a.p.sums) + image * CAMOX_STRUCTURE_SUMS);
+  const float grad = structure_grad_of(a, image);
+  const float below = sum[CAMOX_STRUCTURE_UNION] - sum[CAMOX_STRUCTURE_INTER] + a.smooth;
+  const float base = grad * ((sum[CAMOX_STRUCTURE_INTER] + a.smooth) / below) / below;
+  return {a.p.bce == CAMOX_BCE_WEIGHTED ? grad / sum[CAMOX_STRUCTURE_WEIGHT] : of_mean, base, base + grad / below};
+}
+
+/* The gradients of V pixels. */
+template <typename T, typename M, int V>
+__device__ __forceinline__ void structure_store_gradients(T *to, const structure_args &a, const structure_factors &f,
+                                                          const structure_pixels<T, M, V> &pixels) {
+  const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
+  float z[V], mask[V], weight[V];
+  camox_to_floats(z, pixels.logits);
+  camox_to_floats(mask, pixels.mask);
+  camox_to_floats(weight, pixels.weight);
 #pragma unroll
-      for (int i = 0; i < V; ++i) {
-        const float m = now.mask[i], w = now.weight[i];
-        const float bce = weighted ? of_bce * w : of_bce, iou = w * (base - slope * m);
-        if (a.p.probabilities) {
-          const float product = z[i] * (1.0f - z[i]);
-          z[i] = bce * (z[i] - m) * camox_reciprocal(product < 1e-12f ? 1e-12f : product) + iou;
-        } else {
-          const structure_sigmoid s = structure_sigmoid_of(z[i]);
-          z[i] = bce * (s.p - m) + iou * s.slope;
-        }
-      }
+  for (int i = 0; i < V; ++i) {
+    const float m = mask[i], w = weight[i];
+    const float bce = weighted ? f.bce * w : f.bce, iou = w * (f.base - f.slope * m);
+    if (a.p.probabilities) {
+      const float product = z[i] * (1.0f - z[i]);
+      z[i] = bce * (z[i] - m) * camox_reciprocal(product < 1e-12f ? 1e-12f : product) + iou;
+    } else {
+      const structure_sigmoid s = structure_sigmoid_of(z[i]);
+      z[i] = bce * (s.p - m) + iou * s.slope;
+    }
+  }
 #ifdef CAMOX_BREAK_STRUCTURE_LOSS
-      z[0] += 1e-3f;
+  z[0] += 1e-3f;
 #endif
-      camox_store_float(static_cast<T *>(a.p.grad_logits) + item.first + pixel, z);
+  camox_store_float(to, z);
+}
+
+/* V before T, as above: a vector of half types is stored by 8 bytes. */
+template <int V, typename T, typename M>
+__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_backward_kernel(const __grid_constant__ structure_args a) {
+  __shared__ float scratch[STRUCTURE_WARPS];
+  const float of_mean = a.p.bce == CAMOX_BCE_WEIGHTED ? 0.0f : structure_grad_of_mean(a, scratch);
+  const int team = a.team, step = team * V, lane = static_cast<int>(threadIdx.x) & (team - 1);
+  const int64_t teams = STRUCTURE_THREADS / team, first = blockIdx.x * teams + static_cast<int>(threadIdx.x) / team;
+  for (int64_t index = first; index < a.items; index += gridDim.x * teams) {
+    const structure_item item = structure_item_of(a, index);
+    const structure_factors factors = structure_factors_of(a, item.image, of_mean);
+    structure_reader<T, M> reader(a, item.first + lane * V);
+    T *to = static_cast<T *>(a.p.grad_logits) + item.first + lane * V;
+    for (int remaining = item.pixels - lane * V; remaining > 0; remaining -= 2 * step) {
+      structure_pixels<T, M, V> now, next; /* their loads wait together */
+      reader.load(now, 0);
+      if (remaining > step) reader.load(next, step);
+      structure_store_gradients(to, a, factors, now);
+      if (remaining > step) structure_store_gradients(to + step, a, factors, next);
+      reader.advance(2 * step);
+      to += 2 * step;
     }
   }
 }
 
 /* ---- launchers ---- */
 
-static bool structure_fits(const camox_structure_loss_params *p, int lanes, int element) {
-  return p->pixels % lanes == 0 && camox_aligned(p->mask, 16) && camox_aligned(p->weight, 16) &&
-         camox_aligned(p->logits, lanes * element) && camox_aligned(p->grad_logits, lanes * element);
+static bool structure_fits(const camox_structure_loss_params *p) {
+  const int element = p->dtype == CAMOX_F32 ? 4 : 2, of_mask = p->half_mask ? 2 : 4;
+  return p->pixels % STRUCTURE_LANES == 0 && camox_aligned(p->mask, STRUCTURE_LANES * of_mask) &&
+         camox_aligned(p->weight, STRUCTURE_LANES * of_mask) && camox_aligned(p->logits, STRUCTURE_LANES * element) &&
+         camox_aligned(p->grad_logits, STRUCTURE_LANES * element);
+}
+
+/* Pixels of an image of which a warp has at most STRUCTURE_WARP_STEPS steps. */
+static int64_t structure_warp_pixels(const camox_structure_loss_params *p) {
+  return CAMOX_WARP * STRUCTURE_WARP_STEPS * (structure_fits(p) ? STRUCTURE_LANES : 1);
+}
+
+enum structure_direction { STRUCTURE_FORWARD, STRUCTURE_FORWARD_WARPS, STRUCTURE_BACKWARD };
+
+template <int V, typename T, typename M>
+static void structure_launch(const structure_args &a, structure_direction direction, void *stream) {
+  if (direction == STRUCTURE_FORWARD)
+    CAMOX_LAUNCH((structure_loss_kernel<V, T, M>), camox_grid(a.items), STRUCTURE_THREADS, 0, stream, a);
+  else if (direction == STRUCTURE_FORWARD_WARPS)
+    CAMOX_LAUNCH((structure_loss_warps_kernel<V, T, M>), camox_grid(a.groups), STRUCTURE_THREADS, 0, stream, a);
+  else
+    CAMOX_LAUNCH((structure_loss_backward_kernel<V, T, M>), camox_grid(camox_ceil_div(a.items, STRUCTURE_THREADS / a.team)),
+                 STRUCTURE_THREADS, 0, stream, a);
 }
 
 template <typename T>
-static void structure_launch(const structure_args &a, bool backward, void *stream) {
-  constexpr int element = static_cast<int>(sizeof(T)), lanes = STRUCTURE_LANES, backward_lanes = camox_lanes<T>::value;
-  const unsigned grid = camox_grid(a.items);
-  if (!backward && structure_fits(&a.p, lanes, element))
-    CAMOX_LAUNCH((structure_loss_kernel<lanes, T>), grid, STRUCTURE_THREADS, 0, stream, a);
-  else if (!backward)
-    CAMOX_LAUNCH((structure_loss_kernel<1, T>), grid, STRUCTURE_THREADS, 0, stream, a);
-  else if (structure_fits(&a.p, backward_lanes, element))
-    CAMOX_LAUNCH((structure_loss_backward_kernel<T, backward_lanes>), grid, STRUCTURE_THREADS, 0, stream, a);
-  else
-    CAMOX_LAUNCH((structure_loss_backward_kernel<T, 1>), grid, STRUCTURE_THREADS, 0, stream, a);
+static void structure_launch_dtype(const structure_args &a, structure_direction direction, void *stream) {
+  const bool fits = structure_fits(&a.p);
+  if (sizeof(T) == 2 && a.p.half_mask) {
+    if (fits)
+      structure_launch<STRUCTURE_LANES, T, T>(a, direction, stream);
+    else
+      structure_launch<1, T, T>(a, direction, stream);
+  } else if (fits) {
+    structure_launch<STRUCTURE_LANES, T, float>(a, direction, stream);
+  } else {
+    structure_launch<1, T, float>(a, direction, stream);
+  }
 }
 
 static structure_args structure_args_of(const camox_structure_loss_params *p, int item_pixels) {
@@ -340,11 +470,11 @@ static structure_args structure_args_of(const camox_structure_loss_params *p, in
   return a;
 }
 
-static int structure_run(const structure_args &a, bool backward, void *stream) {
+static int structure_run(const structure_args &a, structure_direction direction, void *stream) {
   switch (a.p.dtype) {
-    case CAMOX_F32: structure_launch<float>(a, backward, stream); break;
-    case CAMOX_BF16: structure_launch<__nv_bfloat16>(a, backward, stream); break;
-    case CAMOX_F16: structure_launch<__half>(a, backward, stream); break;
+    case CAMOX_F32: structure_launch_dtype<float>(a, direction, stream); break;
+    case CAMOX_BF16: structure_launch_dtype<__nv_bfloat16>(a, direction, stream); break;
+    case CAMOX_F16: structure_launch_dtype<__half>(a, direction, stream); break;
     default: return cudaErrorInvalidValue;
   }
   return camox_launch_status();
@@ -360,25 +490,32 @@ static int structure_run_empty(const camox_structure_loss_params *p, void *strea
   return camox_launch_status();
 }
 
-extern "C" int camox_structure_loss_cuda(const camox_structure_loss_params *p, void *stream) {
+extern "C" int camox_structure_loss_cuda(const camox_structure_loss_params *given, void *stream) {
+  camox_structure_loss_params own = *given, *p = &own;
+  p->grad_logits = nullptr; /* its alignment does not count */
   const bool many = p->images * camox_ceil_div(p->pixels, STRUCTURE_LONG_ITEM) >= STRUCTURE_MANY_ITEMS;
   structure_args a = structure_args_of(p, many ? STRUCTURE_LONG_ITEM : CAMOX_STRUCTURE_PIXELS);
   if (a.items == 0) return structure_run_empty(p, stream);
+  const bool warps = p->images >= STRUCTURE_MANY_IMAGES && p->pixels <= structure_warp_pixels(p);
   a.lanes_log2 = p->images <= 8 ? 5 : p->images <= 16 ? 4 : 3;
-  const int64_t rounds = camox_ceil_div(p->images, STRUCTURE_GROUP * STRUCTURE_MOST_GROUPS);
-  a.group_images = STRUCTURE_GROUP * (rounds > 1 ? rounds : 1);
+  const int64_t least = warps ? STRUCTURE_WARPS : STRUCTURE_GROUP, most = warps ? STRUCTURE_WARP_GROUPS : STRUCTURE_MOST_GROUPS;
+  const int64_t rounds = camox_ceil_div(p->images, least * most);
+  a.group_images = least * (rounds > 1 ? rounds : 1);
   a.groups = camox_ceil_div(p->images, a.group_images);
   /* partial has CAMOX_STRUCTURE_PARTIAL numbers for each work item, two more than the sums: room for the totals of the groups,
-     which have 32 work items and more each where there are several, and at its end for the counters of a captured launch */
+     which have 32 work items and more each where there are several, and at its end for the counters of a captured launch.
+     Warps leave no partial sums, and their groups are 8 images and more. */
   a.partial = static_cast<float *>(p->partial);
-  a.of_groups = a.partial + a.items * CAMOX_STRUCTURE_SUMS;
-  const int counters = a.groups > 1 ? static_cast<int>(a.groups) + 1 : 1;
-  uint32_t *const own = static_cast<uint32_t *>(p->partial) + a.items * CAMOX_STRUCTURE_PARTIAL - counters;
-  a.counters = camox_counters_on(stream, own, counters);
-  return structure_run(a, false, stream);
+  a.of_groups = a.partial + (warps ? 0 : a.items * CAMOX_STRUCTURE_SUMS);
+  const int counters = !warps && a.groups > 1 ? static_cast<int>(a.groups) + 1 : 1;
+  uint32_t *const counts = static_cast<uint32_t *>(p->partial) + a.items * CAMOX_STRUCTURE_PARTIAL - counters;
+  a.counters = camox_counters_on(stream, counts, counters);
+  return structure_run(a, warps ? STRUCTURE_FORWARD_WARPS : STRUCTURE_FORWARD, stream);
 }
 
 extern "C" int camox_structure_loss_backward_cuda(const camox_structure_loss_params *p, void *stream) {
-  const structure_args a = structure_args_of(p, CAMOX_STRUCTURE_PIXELS);
-  return a.items > 0 ? structure_run(a, true, stream) : cudaSuccess;
+  structure_args a = structure_args_of(p, CAMOX_STRUCTURE_PIXELS);
+  a.team = CAMOX_WARP;
+  for (int64_t pixels = structure_warp_pixels(p); pixels < p->pixels && a.team < STRUCTURE_THREADS; pixels *= 2) a.team *= 2;
+  return a.items > 0 ? structure_run(a, STRUCTURE_BACKWARD, stream) : cudaSuccess;
 }

@@ -20,21 +20,22 @@ static image_sums naive_image(const camox_structure_loss_params *p, const double
   return s;
 }
 
-static void test_case(camox_isa isa, camox_dtype dtype, int64_t images, int64_t pixels, int options) {
-  const camox_dtype real = dtype == CAMOX_F64 ? CAMOX_F64 : CAMOX_F32;
+static void test_case(camox_isa isa, camox_dtype dtype, int half_mask, int64_t images, int64_t pixels, int options) {
+  const camox_dtype real = dtype == CAMOX_F64 ? CAMOX_F64 : CAMOX_F32, of_mask = half_mask ? dtype : real;
   camox_structure_loss_params p = {.dtype = dtype, .images = images, .pixels = pixels, .smooth = 0.5};
+  p.half_mask = half_mask;
   p.bce = options & 1 ? CAMOX_BCE_MEAN : CAMOX_BCE_WEIGHTED, p.probabilities = options >> 1 & 1;
   p.reduction = (camox_reduction)(options >> 2);
   const int64_t items = camox_structure_loss_items(&p), numbers = p.reduction == CAMOX_REDUCE_NONE ? images : 1;
   const int64_t size[4] = {1, 1, images, pixels}, share[4] = {1, 1, items, CAMOX_STRUCTURE_PARTIAL};
   const int64_t sum[4] = {1, 1, images, CAMOX_STRUCTURE_SUMS}, number[4] = {1, 1, 1, numbers};
-  test_image z = test_input(dtype, TEST_CONTIGUOUS, size), m = test_input(real, TEST_CONTIGUOUS, size);
-  test_image w = test_input(real, TEST_CONTIGUOUS, size), grad = test_input(real, TEST_CONTIGUOUS, number);
+  test_image z = test_input(dtype, TEST_CONTIGUOUS, size), m = test_input(of_mask, TEST_CONTIGUOUS, size);
+  test_image w = test_input(of_mask, TEST_CONTIGUOUS, size), grad = test_input(real, TEST_CONTIGUOUS, number);
   TEST_EACH(&z, b, c, y, x) {
     const int64_t at = test_offset(&z, b, c, y, x);
     if (p.probabilities) test_set(dtype, z.buffer, at, fabs(test_get(dtype, z.buffer, at)) / 2 + 0.25);
-    test_set(real, m.buffer, at, fabs(test_get(real, m.buffer, at)));
-    test_set(real, w.buffer, at, 2 + test_get(real, w.buffer, at));
+    test_set(of_mask, m.buffer, at, fabs(test_get(of_mask, m.buffer, at)));
+    test_set(of_mask, w.buffer, at, 2 + test_get(of_mask, w.buffer, at));
   }
   test_image partial = test_output(real, 0, 0, share), sums = test_output(real, 0, 0, sum);
   test_image loss = test_output(real, 0, 0, number), grad_logits = test_output(dtype, 0, 0, size);
@@ -63,15 +64,15 @@ static void test_case(camox_isa isa, camox_dtype dtype, int64_t images, int64_t 
       const double below = (double)(all[i].total - all[i].inter) + p.smooth, above = (double)all[i].inter + p.smooth;
       const double bce = p.bce == CAMOX_BCE_MEAN ? of_grads / (double)(images * pixels) : g * ws[k] / (double)all[i].weight;
       const double of_bce = bce * (q - ms[k]) / (p.probabilities ? q * (1 - q) : 1);
-      const double of_iou = g * ws[k] * (above * (1 - ms[k]) / (below * below) - ms[k] / below) * slope;
-      truth_grad[k] = of_bce + of_iou;
-      largest = fmax(largest, fabs(truth_grad[k])), terms = fmax(terms, fabs(of_bce) + fabs(of_iou));
+      const double iou = g * ws[k] * slope, up = above * (1 - ms[k]) / (below * below), down = ms[k] / below;
+      truth_grad[k] = of_bce + iou * (up - down);
+      largest = fmax(largest, fabs(truth_grad[k])), terms = fmax(terms, fabs(of_bce) + fabs(iou) * (up + down));
     }
   p.logits = z.buffer, p.mask = m.buffer, p.weight = w.buffer, p.partial = partial.buffer, p.sums = sums.buffer;
   p.loss = loss.buffer, p.grad = grad.buffer, p.grad_logits = grad_logits.buffer;
   char what[120];
-  snprintf(what, sizeof what, "%s %s (%d,%d) options %d", camox_isa_name(isa), test_dtype_names[dtype], (int)images,
-           (int)pixels, options);
+  snprintf(what, sizeof what, "%s %s%s (%d,%d) options %d", camox_isa_name(isa), test_dtype_names[dtype],
+           half_mask ? " half mask" : "", (int)images, (int)pixels, options);
   TEST(camox_structure_loss_check(&p, "structure_loss") == CAMOX_OK, "%s: %s", what, camox_last_error());
   camox_structure_loss_forward(dtype, isa)(&p, 0, items / 2);
   camox_structure_loss_forward(dtype, isa)(&p, items / 2, items);
@@ -82,7 +83,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, int64_t images, int64_t 
   const double steps = largest > 0 ? 16 * terms / largest : 16;
   TEST(test_close_within(steps, &grad_logits, truth_grad, &error, &allowed), "%s: gradient off by %g, allowed %g", what, error,
        allowed);
-  test_set(real, m.buffer, images * pixels - 1, 1.5);
+  test_set(of_mask, m.buffer, images * pixels - 1, 1.5);
   camox_structure_loss_forward(dtype, isa)(&p, 0, items);
   TEST(camox_structure_loss_check_mask(&p) == CAMOX_INVALID_ARGUMENT && strstr(camox_last_error(), "in [0, 1], got 1.5"),
        "%s: %s", what, camox_last_error());
@@ -119,7 +120,8 @@ int main(void) {
     for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
       for (size_t i = 0; i < sizeof sizes / sizeof *sizes; ++i)
         for (int options = 0; options < 12; ++options)
-          test_case((camox_isa)isa, (camox_dtype)dtype, sizes[i][0], sizes[i][1], options);
+          for (int half_mask = 0; half_mask <= (dtype == CAMOX_BF16 || dtype == CAMOX_F16); ++half_mask)
+            test_case((camox_isa)isa, (camox_dtype)dtype, half_mask, sizes[i][0], sizes[i][1], options);
   }
   return test_report("structure_loss");
 }

@@ -12,8 +12,9 @@ from images import DTYPE_CODES
 from camox_ops import reference
 
 SOURCE = emulator.CSRC / "structure_loss" / "structure_loss_cuda.cu"
-# (images, pixels): whole accesses and none, more than eight work items of 2048 pixels, more images than threads.
-SHAPES = [(1, 1), (3, 7), (2, 64), (1, 18433), (260, 8)]
+# (images, pixels): whole accesses and none, more than eight work items of 2048 pixels, more images than threads, and so
+# many that each has a warp.
+SHAPES = [(1, 1), (3, 7), (2, 64), (1, 18433), (260, 8), (517, 9)]
 OPTIONS = [
     {"bce": bce, "probabilities": probabilities, "reduction": reduction}
     for bce in ("weighted", "mean")
@@ -22,13 +23,13 @@ OPTIONS = [
 ]
 
 
-def inputs_of(shape, dtype, probabilities=False):
+def inputs_of(shape, dtype, probabilities=False, of_mask=torch.float32):
     """Logits or probabilities, mask and weight as (images, 1, 1, pixels), and the gradient of each image's loss."""
     full = (shape[0], 1, 1, shape[1])
     logits = random_image(full, torch.float32)
     logits = (logits.sigmoid() if probabilities else 2 * logits).to(dtype)
     mask, weight = random_image(full, seed=1).sigmoid(), 1 + 5 * random_image(full, seed=2).sigmoid()
-    return logits, mask, weight, random_image((shape[0], 1, 1, 1), seed=3).view(shape[0], 1)
+    return logits, mask.to(of_mask), weight.to(of_mask), random_image((shape[0], 1, 1, 1), seed=3).view(shape[0], 1)
 
 
 def run(logits, mask, weight, grad, bce, probabilities, reduction, flush="end", stream=None, **how):
@@ -37,7 +38,7 @@ def run(logits, mask, weight, grad, bce, probabilities, reduction, flush="end", 
     p = structs["camox_structure_loss_params"]()
     p.dtype, p.bce = constants[DTYPE_CODES[logits.dtype]], constants[f"CAMOX_BCE_{bce.upper()}"]
     p.reduction, p.probabilities, p.smooth = constants[f"CAMOX_REDUCE_{reduction.upper()}"], probabilities, 0.5
-    p.images, p.pixels = logits.shape[0], logits.shape[3]
+    p.images, p.pixels, p.half_mask = logits.shape[0], logits.shape[3], mask.dtype in emulator.HALVES
     items = p.images * -(-p.pixels // 2048)
     with emulator.guarded(flush) as memory:
 
@@ -78,7 +79,8 @@ def plain(logits, mask, weight, grad, bce, probabilities, reduction):
 
 
 def every_kernel(arch) -> None:
-    """Runs each kernel at its smallest: every dtype and access width."""
+    """Runs each kernel at its smallest: every dtype of logits and mask, access width and division of work."""
     for dtype in emulator.DTYPES.values():
-        for pixels in (8, 7):
-            run(*inputs_of((2, pixels), dtype), **OPTIONS[0], arch=arch)
+        for of_mask in {torch.float32, dtype}:
+            for shape in ((2, 8), (2, 7), (512, 4), (512, 1)):
+                run(*inputs_of(shape, dtype, of_mask=of_mask), **OPTIONS[0], arch=arch)

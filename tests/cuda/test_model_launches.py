@@ -199,7 +199,7 @@ def test_structure_loss(monkeypatch, recorder):
     monkeypatch.setattr(cuda_model, "STRUCTURE_BATCHES", (("structure_loss", 2), ("structure_loss of 3", 3)))
     for name, dtype in DTYPES.items():
         for _, images in cuda_model.STRUCTURE_BATCHES:
-            inputs = structure_loss_cases.inputs_of((images, 2400), dtype)
+            inputs = structure_loss_cases.inputs_of((images, 2400), dtype, of_mask=dtype)
             structure_loss_cases.run(*inputs, **structure_loss_cases.OPTIONS[0])
         assert recorder.launches == modelled(cuda_model.structure_cases(name))
         recorder.launches.clear()

@@ -22,13 +22,25 @@ def test_structure_loss(dtype, probabilities, arch):
             assert_close_to_reference(ours, cases.plain(*inputs, **options), cases.plain(*doubled(*inputs), **options))
 
 
+@pytest.mark.parametrize("shape", [(2, 64), (3, 13), (1, 4100), (600, 12), (1100, 5)])
+def test_structure_loss_reads_half_masks_as_they_are(dtype, shape):
+    """The bits of a call with mask and weight in float32."""
+    if dtype == torch.float32:
+        pytest.skip("no half-precision type")
+    logits, mask, weight, grad = cases.inputs_of(shape, dtype, of_mask=dtype)
+    for options in (cases.OPTIONS[0], cases.OPTIONS[7], cases.OPTIONS[8]):
+        ours = cases.run(logits, mask, weight, grad, **options)
+        assert all(map(torch.equal, ours, cases.run(logits, mask.float(), weight.float(), grad, **options)))
+
+
 def test_structure_loss_strides_over_a_small_grid(dtype, order):
-    inputs = cases.inputs_of((3, 9000), dtype)
-    for options in (cases.OPTIONS[2], cases.OPTIONS[6]):
-        expected = cases.run(*inputs, **options)
-        ours = cases.run(*inputs, **options, grid_cap=2, order=order)
-        for mine, theirs in zip(ours, expected, strict=True):
-            assert torch.equal(mine, theirs)
+    for shape in ((3, 9000), (1100, 5)):
+        inputs = cases.inputs_of(shape, dtype)
+        for options in (cases.OPTIONS[2], cases.OPTIONS[6]):
+            expected = cases.run(*inputs, **options)
+            ours = cases.run(*inputs, **options, grid_cap=2, order=order)
+            for mine, theirs in zip(ours, expected, strict=True):
+                assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("flush", ["start", "end"])
@@ -91,12 +103,22 @@ def test_structure_loss_adds_work_items_in_one_order(order, images):
 @pytest.mark.parametrize("images, kinds", [(32, (0, 6, 8)), (33, (0, 6, 8)), (130, (0, 6, 8)), (127 * 32 + 1, (6,))])
 def test_structure_loss_finishes_groups_of_images(images, kinds):
     """One group, groups of 32, and groups of 64 where there would be more groups than counters."""
-    inputs = cases.inputs_of((images, 4), torch.float32)
+    inputs = cases.inputs_of((images, 4 if images < 512 else 514), torch.float32)
     for options in (cases.OPTIONS[kind] for kind in kinds):
         ours = cases.run(*inputs, **options, order="reverse")
         assert_close_to_reference(ours, cases.plain(*inputs, **options), cases.plain(*doubled(*inputs), **options))
         again = cases.run(*inputs, **options, order="random", grid_cap=5)
         assert all(map(torch.equal, again, ours))
+
+
+@pytest.mark.parametrize("images", [512, 8 * 512 + 1])
+def test_structure_loss_of_many_small_images(dtype, images):
+    """A warp has each of them; with more than 512 groups of eight, several."""
+    inputs = cases.inputs_of((images, 3), dtype)
+    for options in (cases.OPTIONS[kind] for kind in (0, 6, 8)):
+        ours = cases.run(*inputs, **options, order="reverse")
+        assert_close_to_reference(ours, cases.plain(*inputs, **options), cases.plain(*doubled(*inputs), **options))
+        assert all(map(torch.equal, cases.run(*inputs, **options, order="random", grid_cap=5), ours))
 
 
 def test_structure_loss_of_many_images_has_longer_work_items(dtype):
