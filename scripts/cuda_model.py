@@ -1280,8 +1280,18 @@ def linear_attention_cases(dtype: str) -> list[Case]:
     # the way that features take, and that of features and a division
     features, divided = {"most": r"\bMUFU\.EX2\b"}, {"most": r"\bMUFU\.(EX2|RCP)\b"}
     copies = {"load": r"\bLDGSTS\.E(\.\w+)*\.(64|128)\b"}
+    # the loop that only fills the ring makes no products
+    products = {"rounds": 8 * wide * wide, "rounding": r"\bHMMA\b"}
     forward = (
-        of_chunks("la_mma_sum_kernel<{}>", Step(2 * columns, 0, **features, **copies), 2, 1, 0, max(sums, 4 * slot), 2),
+        of_chunks(
+            "la_mma_sum_kernel<{}>",
+            Step(2 * columns, 0, **features, **copies, **products),
+            2,
+            1,
+            0,
+            max(sums, 4 * slot),
+            2,
+        ),
         of_chunks(
             "la_mma_apply_kernel<{}>",
             Step(2 * columns, columns, **divided, **copies),
