@@ -27,9 +27,7 @@
 #include "../common/last_block.cuh"
 
 #define STRUCTURE_THREADS 256
-/* Of a forward, that a multiprocessor must hold: at most 48 registers a thread, of which earlier ones would spill. */
-#define STRUCTURE_BLOCKS (CAMOX_CUDA_ARCH >= 900 ? 5 : 4)
-#define STRUCTURE_LANES 4  /* pixels of a vector, of all dtypes: images of 18 x 18 pixels have no whole vectors of eight */
+#define STRUCTURE_LANES 4 /* pixels of a vector, of all dtypes: images of 18 x 18 pixels have no whole vectors of eight */
 /* Of the forward, where images have this many of them: to begin a work item and to add up the sums of its threads costs as
    many instructions as CAMOX_STRUCTURE_PIXELS do. */
 #define STRUCTURE_LONG_ITEM 8192 /* pixels */
@@ -290,8 +288,7 @@ __device__ __forceinline__ void structure_finish_batch(const structure_args &a, 
 
 /* V before T: kernels of <element, lanes> promise stores of vectors too (scripts/cuda_budget.py), and this one stores sums. */
 template <int V, typename T, typename M>
-__global__ void __launch_bounds__(STRUCTURE_THREADS, STRUCTURE_BLOCKS)
-    structure_loss_kernel(const __grid_constant__ structure_args a) {
+__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const __grid_constant__ structure_args a) {
   __shared__ __align__(16) float scratch[STRUCTURE_WARPS][CAMOX_STRUCTURE_SUMS];
   for (int64_t index = blockIdx.x; index < a.items; index += gridDim.x) {
     const structure_item item = structure_item_of(a, index);
