@@ -23,9 +23,7 @@
 #define LA_SLICE 3072   /* floats of a slice of a larger state */
 #define LA_SHARED 12000 /* floats of shared memory of a block */
 /* Chunks up to which each block that reads a state adds them up itself: they lie in L2, a kernel of its own is 5 us. */
-#ifndef LA_ADDED_CHUNKS
 #define LA_ADDED_CHUNKS 8
-#endif
 
 typedef enum { LA_PLAIN = 0, LA_FEATURE = 1, LA_DIVIDE = 2 } la_weight; /* 1, 1 / sum f, 1 / (f . line + eps) */
 typedef enum { LA_ALONE = 0, LA_WITH_SUMS = 1, LA_WITH_APPLY = 2 } la_fusion;

@@ -32,6 +32,8 @@
    many instructions as CAMOX_STRUCTURE_PIXELS do. */
 #define STRUCTURE_LONG_ITEM 8192 /* pixels */
 #define STRUCTURE_MANY_ITEMS 2048
+/* Of a multiprocessor, at least: of its own accord nvcc would have five on sm_90, and spill. */
+#define STRUCTURE_BLOCKS (CAMOX_CUDA_ARCH == 750 ? 3 : 4)
 #define STRUCTURE_WARPS (STRUCTURE_THREADS / CAMOX_WARP)
 #define STRUCTURE_LOADS 4  /* work items of a thread of a group's last block, in flight */
 #define STRUCTURE_GROUP 32 /* images whose sums a block adds at once, 8 threads each */
@@ -100,33 +102,65 @@ __device__ __forceinline__ structure_item structure_item_of(const structure_args
   return {image, image * a.p.pixels + begin, left < a.item_pixels ? static_cast<int>(left) : a.item_pixels};
 }
 
-/* V pixels as they lie in memory; M: mask and weight's type, float or T. */
-template <typename T, typename M, int V>
+/* V pixels as they lie in memory. Mask and weight are float32, or in the type of the logits, which then fill the first half of
+   each: kernels for each of both types would take a megabyte of the wheel. */
+template <typename T, int V>
 struct structure_pixels {
   T logits[V];
-  M mask[V], weight[V];
+  float mask[V], weight[V];
 };
 
 /* Where a thread reads next. */
-template <typename T, typename M>
+template <typename T>
 struct structure_reader {
   const T *logits;
-  const M *mask, *weight;
+  const char *mask, *weight;
+  bool half_mask;
 
   __device__ __forceinline__ structure_reader(const structure_args &a, int64_t at)
       : logits(static_cast<const T *>(a.p.logits) + at),
-        mask(static_cast<const M *>(a.p.mask) + at),
-        weight(static_cast<const M *>(a.p.weight) + at) {}
-
-  template <int V>
-  __device__ __forceinline__ void load(structure_pixels<T, M, V> &to, int at) const {
-    camox_load(to.logits, logits + at);
-    camox_load(to.mask, mask + at);
-    camox_load(to.weight, weight + at);
+        mask(static_cast<const char *>(a.p.mask)),
+        weight(static_cast<const char *>(a.p.weight)),
+        half_mask(sizeof(T) == 2 && a.p.half_mask) {
+    mask += at * of_mask(), weight += at * of_mask();
   }
 
-  __device__ __forceinline__ void advance(int pixels) { logits += pixels, mask += pixels, weight += pixels; }
+  __device__ __forceinline__ int of_mask() const { return half_mask ? 2 : 4; }
+
+  template <int V>
+  __device__ __forceinline__ void load_mask(float (&to)[V], const char *from) const {
+    if (half_mask) {
+      T raw[V];
+      camox_load(raw, reinterpret_cast<const T *>(from));
+      __builtin_memcpy(to, raw, sizeof raw);
+    } else {
+      camox_load(to, reinterpret_cast<const float *>(from));
+    }
+  }
+
+  template <int V>
+  __device__ __forceinline__ void load(structure_pixels<T, V> &to, int at) const {
+    camox_load(to.logits, logits + at);
+    load_mask(to.mask, mask + at * of_mask());
+    load_mask(to.weight, weight + at * of_mask());
+  }
+
+  __device__ __forceinline__ void advance(int pixels) {
+    logits += pixels, mask += pixels * of_mask(), weight += pixels * of_mask();
+  }
 };
+
+/* Mask or weight of pixels, once they are there. */
+template <typename T, int V>
+__device__ __forceinline__ void structure_mask_floats(float (&to)[V], const structure_args &a, const float (&loaded)[V]) {
+  if (sizeof(T) == 2 && a.p.half_mask) {
+    T raw[V];
+    __builtin_memcpy(raw, loaded, sizeof raw);
+    camox_to_floats(to, raw);
+  } else {
+    __builtin_memcpy(to, loaded, sizeof to);
+  }
+}
 
 /* p and the entropy of V pixels, p in the place of the logits. */
 template <int V>
@@ -146,13 +180,13 @@ __device__ __forceinline__ void structure_entropy(bool probabilities, float (&z)
 }
 
 /* Adds V pixels to the sums of a thread. */
-template <typename T, typename M, int V>
+template <typename T, int V>
 __device__ __forceinline__ void structure_add(float (&sum)[CAMOX_STRUCTURE_SUMS], const structure_args &a,
-                                              const structure_pixels<T, M, V> &pixels) {
+                                              const structure_pixels<T, V> &pixels) {
   float p[V], mask[V], weights[V], bce[V];
   camox_to_floats(p, pixels.logits);
-  camox_to_floats(mask, pixels.mask);
-  camox_to_floats(weights, pixels.weight);
+  structure_mask_floats<T>(mask, a, pixels.mask);
+  structure_mask_floats<T>(weights, a, pixels.weight);
   structure_entropy(a.p.probabilities, p, mask, bce);
   const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
 #pragma unroll
@@ -166,13 +200,13 @@ __device__ __forceinline__ void structure_add(float (&sum)[CAMOX_STRUCTURE_SUMS]
 }
 
 /* The sums of a thread of a work item of THREADS threads; first: the work item's first pixel. */
-template <int THREADS, int V, typename T, typename M>
+template <int THREADS, int V, typename T>
 __device__ __forceinline__ void structure_add_item(float (&sum)[CAMOX_STRUCTURE_SUMS], const structure_args &a, int64_t first,
                                                    int pixels, int thread) {
   constexpr int step = THREADS * V;
-  structure_reader<T, M> reader(a, first + thread * V);
+  structure_reader<T> reader(a, first + thread * V);
   for (int remaining = pixels - thread * V; remaining > 0; remaining -= 2 * step) {
-    structure_pixels<T, M, V> now, next; /* their loads wait together */
+    structure_pixels<T, V> now, next; /* their loads wait together */
     reader.load(now, 0);
     if (remaining > step) reader.load(next, step);
     structure_add(sum, a, now);
@@ -287,13 +321,14 @@ __device__ __forceinline__ void structure_finish_batch(const structure_args &a, 
 }
 
 /* V before T: kernels of <element, lanes> promise stores of vectors too (scripts/cuda_budget.py), and this one stores sums. */
-template <int V, typename T, typename M>
-__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const __grid_constant__ structure_args a) {
+template <int V, typename T>
+__global__ void __launch_bounds__(STRUCTURE_THREADS, STRUCTURE_BLOCKS)
+    structure_loss_kernel(const __grid_constant__ structure_args a) {
   __shared__ __align__(16) float scratch[STRUCTURE_WARPS][CAMOX_STRUCTURE_SUMS];
   for (int64_t index = blockIdx.x; index < a.items; index += gridDim.x) {
     const structure_item item = structure_item_of(a, index);
     float sum[CAMOX_STRUCTURE_SUMS] = {};
-    structure_add_item<STRUCTURE_THREADS, V, T, M>(sum, a, item.first, item.pixels, static_cast<int>(threadIdx.x));
+    structure_add_item<STRUCTURE_THREADS, V, T>(sum, a, item.first, item.pixels, static_cast<int>(threadIdx.x));
     structure_block_sums(sum, scratch);
     if (threadIdx.x == 0) camox_store(a.partial + index * CAMOX_STRUCTURE_SUMS, sum);
 
@@ -313,8 +348,9 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_kernel(const
 }
 
 /* The forward of many small images: a block has a group of images, each of its warps one at a time. */
-template <int V, typename T, typename M>
-__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_warps_kernel(const __grid_constant__ structure_args a) {
+template <int V, typename T>
+__global__ void __launch_bounds__(STRUCTURE_THREADS, STRUCTURE_BLOCKS)
+    structure_loss_warps_kernel(const __grid_constant__ structure_args a) {
   __shared__ float scratch[STRUCTURE_WARPS];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % CAMOX_WARP, pixels = static_cast<int>(a.p.pixels);
   for (int64_t group = blockIdx.x; group < a.groups; group += gridDim.x) {
@@ -322,7 +358,7 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_warps_kernel
     structure_totals total = {};
     for (int64_t image = begin + thread / CAMOX_WARP; image < end; image += STRUCTURE_WARPS) {
       float sum[CAMOX_STRUCTURE_SUMS] = {};
-      structure_add_item<CAMOX_WARP, V, T, M>(sum, a, image * a.p.pixels, pixels, lane);
+      structure_add_item<CAMOX_WARP, V, T>(sum, a, image * a.p.pixels, pixels, lane);
 #pragma unroll
       for (int k = 0; k < CAMOX_STRUCTURE_SUMS; ++k) sum[k] = camox_warp_sum(sum[k]);
       if (lane == 0) structure_finish_image(total, a, image, sum);
@@ -365,14 +401,14 @@ __device__ __forceinline__ structure_factors structure_factors_of(const structur
 }
 
 /* The gradients of V pixels. */
-template <typename T, typename M, int V>
+template <typename T, int V>
 __device__ __forceinline__ void structure_store_gradients(T *to, const structure_args &a, const structure_factors &f,
-                                                          const structure_pixels<T, M, V> &pixels) {
+                                                          const structure_pixels<T, V> &pixels) {
   const bool weighted = a.p.bce == CAMOX_BCE_WEIGHTED;
   float z[V], mask[V], weight[V];
   camox_to_floats(z, pixels.logits);
-  camox_to_floats(mask, pixels.mask);
-  camox_to_floats(weight, pixels.weight);
+  structure_mask_floats<T>(mask, a, pixels.mask);
+  structure_mask_floats<T>(weight, a, pixels.weight);
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     const float m = mask[i], w = weight[i];
@@ -392,8 +428,9 @@ __device__ __forceinline__ void structure_store_gradients(T *to, const structure
 }
 
 /* V before T, as above: a vector of half types is stored by 8 bytes. */
-template <int V, typename T, typename M>
-__global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_backward_kernel(const __grid_constant__ structure_args a) {
+template <int V, typename T>
+__global__ void __launch_bounds__(STRUCTURE_THREADS, STRUCTURE_BLOCKS)
+    structure_loss_backward_kernel(const __grid_constant__ structure_args a) {
   __shared__ float scratch[STRUCTURE_WARPS];
   const float of_mean = a.p.bce == CAMOX_BCE_WEIGHTED ? 0.0f : structure_grad_of_mean(a, scratch);
   const int team = a.team, step = team * V, lane = static_cast<int>(threadIdx.x) & (team - 1);
@@ -401,10 +438,10 @@ __global__ void __launch_bounds__(STRUCTURE_THREADS) structure_loss_backward_ker
   for (int64_t index = first; index < a.items; index += gridDim.x * teams) {
     const structure_item item = structure_item_of(a, index);
     const structure_factors factors = structure_factors_of(a, item.image, of_mean);
-    structure_reader<T, M> reader(a, item.first + lane * V);
+    structure_reader<T> reader(a, item.first + lane * V);
     T *to = static_cast<T *>(a.p.grad_logits) + item.first + lane * V;
     for (int remaining = item.pixels - lane * V; remaining > 0; remaining -= 2 * step) {
-      structure_pixels<T, M, V> now, next; /* their loads wait together */
+      structure_pixels<T, V> now, next; /* their loads wait together */
       reader.load(now, 0);
       if (remaining > step) reader.load(next, step);
       structure_store_gradients(to, a, factors, now);
@@ -431,30 +468,23 @@ static int64_t structure_warp_pixels(const camox_structure_loss_params *p) {
 
 enum structure_direction { STRUCTURE_FORWARD, STRUCTURE_FORWARD_WARPS, STRUCTURE_BACKWARD };
 
-template <int V, typename T, typename M>
+template <int V, typename T>
 static void structure_launch(const structure_args &a, structure_direction direction, void *stream) {
   if (direction == STRUCTURE_FORWARD)
-    CAMOX_LAUNCH((structure_loss_kernel<V, T, M>), camox_grid(a.items), STRUCTURE_THREADS, 0, stream, a);
+    CAMOX_LAUNCH((structure_loss_kernel<V, T>), camox_grid(a.items), STRUCTURE_THREADS, 0, stream, a);
   else if (direction == STRUCTURE_FORWARD_WARPS)
-    CAMOX_LAUNCH((structure_loss_warps_kernel<V, T, M>), camox_grid(a.groups), STRUCTURE_THREADS, 0, stream, a);
+    CAMOX_LAUNCH((structure_loss_warps_kernel<V, T>), camox_grid(a.groups), STRUCTURE_THREADS, 0, stream, a);
   else
-    CAMOX_LAUNCH((structure_loss_backward_kernel<V, T, M>), camox_grid(camox_ceil_div(a.items, STRUCTURE_THREADS / a.team)),
+    CAMOX_LAUNCH((structure_loss_backward_kernel<V, T>), camox_grid(camox_ceil_div(a.items, STRUCTURE_THREADS / a.team)),
                  STRUCTURE_THREADS, 0, stream, a);
 }
 
 template <typename T>
 static void structure_launch_dtype(const structure_args &a, structure_direction direction, void *stream) {
-  const bool fits = structure_fits(&a.p);
-  if (sizeof(T) == 2 && a.p.half_mask) {
-    if (fits)
-      structure_launch<STRUCTURE_LANES, T, T>(a, direction, stream);
-    else
-      structure_launch<1, T, T>(a, direction, stream);
-  } else if (fits) {
-    structure_launch<STRUCTURE_LANES, T, float>(a, direction, stream);
-  } else {
-    structure_launch<1, T, float>(a, direction, stream);
-  }
+  if (structure_fits(&a.p))
+    structure_launch<STRUCTURE_LANES, T>(a, direction, stream);
+  else
+    structure_launch<1, T>(a, direction, stream);
 }
 
 static structure_args structure_args_of(const camox_structure_loss_params *p, int item_pixels) {
