@@ -45,7 +45,12 @@ def never_called(isa: str) -> bool:
 def compile_one(job) -> str:
     source, target, flags = job
     target.parent.mkdir(parents=True, exist_ok=True)
-    sanitize = [] if never_called(target.relative_to(FOLDER).parts[0]) else SANITIZE
+    isa = target.relative_to(FOLDER).parts[0]
+    if never_called(isa):
+        built = list(ROOT.glob(f"build/temp.*/plain/{isa}/{Path(source).with_suffix('.o')}"))
+        if built:  # by setup.py, for the extension
+            return str(built[0])
+    sanitize = [] if never_called(isa) else SANITIZE
     command = [COMPILER, *flags, *sanitize, "-O1", "-g1", "-c", str(source), "-o", str(target)]
     subprocess.run(command, cwd=ROOT, check=True)
     return str(target)

@@ -440,7 +440,7 @@ def test_weights_to_begin_with(tmp_path):
         (["--num-heads", "5"], "embed_dim must be a multiple of num_heads=5, got 128"),
         (["--dropout", "1"], "dropout must be in [0, 1), got 1.0"),
         (["--resume", "--init", "a"], "init and resume exclude each other"),
-        (["--graph"], "graph needs ops camox on a CUDA device, got ops camox on cpu"),
+        (["--graph", "--device", "cpu"], "graph needs ops camox on a CUDA device, got ops camox on cpu"),
         (["--graph", "--device", "cuda", "--ops", "torch"], "graph needs ops camox on a CUDA device, got ops torch on"),
     ],
 )

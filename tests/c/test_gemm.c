@@ -249,7 +249,7 @@ static void test_sgemm(camox_isa isa, const int64_t *size, int transpose_x, int 
   for (int64_t i = 0; beta == 0 && i < rows * columns; ++i) c[i] = NAN; /* is not read */
   float *scratch = aligned_alloc(64, CAMOX_SGEMM_SCRATCH_BYTES);
   memset(scratch, 0xff, CAMOX_SGEMM_SCRATCH_BYTES);
-  const camox_sgemm_operands at = {x, y, c};
+  const camox_sgemm_operands at = {x, y, c, 0};
   const camox_sgemm_tile tiles[] = {{0, rows / 2, 0, columns}, {rows / 2, rows - rows / 2, 0, columns}};
   for (int tile = rows > 1 ? 0 : 1; tile < 2; ++tile) camox_sgemm(isa)(&s, &at, tiles[tile], scratch);
   for (int64_t i = 0; i < rows; ++i)
