@@ -61,7 +61,8 @@ class Case:
     states: int = 0  # so many of the last outputs are no result in the order of the input
     # Results whose sums are in another order for another layout of the inputs, so that bits differ.
     near_in_layouts: tuple[int, ...] = ()
-    # The same for all results on CUDA, where other layouts divide sums elsewhere: kernels of ours, or cuBLAS'.
+    # The same for all results on CUDA, where other layouts have kernels of their own, ours or cuBLAS': their sums are
+    # divided elsewhere, or other products of theirs are fused with an addition.
     near_in_layouts_on_cuda: bool = False
     # Results (outputs, then gradients) that are sums, in another order on each instruction set: the tolerance rule
     # holds there, equal bits elsewhere.
@@ -116,7 +117,7 @@ def stacked(maps, x):
 
 
 # A larger eps keeps gradients off the kink of the root at 0.
-edge_maps = partial(of_images, name="edge_maps", saves=(0,))
+edge_maps = partial(of_images, name="edge_maps", saves=(0,), near_in_layouts_on_cuda=True)
 EDGE = (
     edge_maps(ours=partial(cx.edge_maps, eps=1e-3), plain=partial(reference.edge_maps, eps=1e-3)),
     edge_maps(

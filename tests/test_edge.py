@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    DEVICE,
     FLOATS,
     LAYOUTS,
     assert_close_to_reference,
@@ -163,8 +164,11 @@ def test_grad_of_strided_gradients():
             dense[3],
         ]
         expected = backward(x, [grad.contiguous() for grad in dense])
-        assert torch.equal(backward(x, strided), expected)
-        assert torch.equal(backward(x.transpose(2, 3).contiguous().transpose(2, 3), strided), expected)
+        for image in (x, x.transpose(2, 3).contiguous().transpose(2, 3)):
+            if DEVICE.type == "cpu":
+                assert torch.equal(backward(image, strided), expected)
+            else:  # other strides have another kernel, in which other products are fused with an addition
+                torch.testing.assert_close(backward(image, strided), expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

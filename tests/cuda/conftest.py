@@ -26,5 +26,5 @@ def arch(request):
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow if n == "float16" else ()) for n in emulator.DTYPES])
 def dtype(request):
-    """float16 runs what bfloat16 runs, but for conversions and one letter of a product: it is left to the slow tests."""
+    """float16 runs what bfloat16 runs, but for conversions and one word of a product: it is left to the slow tests."""
     return emulator.DTYPES[request.param]
