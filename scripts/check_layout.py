@@ -81,11 +81,11 @@ PLAIN_WORDS = (
     "tests/c/*",
     "tests/cuda/*",
 )
-# What to say instead: "Vocabulary" in CONTRIBUTING.md. Only words that have no right use; a string's strip(), os.walk
-# and the <picture> of HTML are none of these.
+# What to say instead: "Vocabulary" in CONTRIBUTING.md. Only words that have no right use; a string's strip(), an option
+# --strip, os.walk and the <picture> of HTML are none of these.
 REPLACED_WORDS = re.compile(
     r"(?<![a-z.])walk(?:s|ed|er|ing)?(?![a-z])"
-    r"|(?<![a-z.])strips?(?![a-z])"
+    r"|(?<![a-z.-])strips?(?![a-z])"
     r"|(?<![a-z])rigs?(?![a-z])"
     r"|(?<![a-z</])pictures?(?![a-z])"
     r"|(?<![a-z])planted(?![a-z])"

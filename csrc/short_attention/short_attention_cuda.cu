@@ -50,14 +50,32 @@ __device__ __forceinline__ const uint8_t *sa_padding(const sa_args &a, const sa_
 
 #include "short_attention_mma.cuh"
 
+/* Elements one by one, of the dtype of the call: kernels that access them so are for odd strides and sizes, and there is one of
+   each for all dtypes. */
+__device__ __forceinline__ float sa_get(const void *data, int64_t at, int dtype) {
+  if (dtype == CAMOX_F32) return __ldg(static_cast<const float *>(data) + at);
+  if (dtype == CAMOX_F16) return camox_to_float(__ldg(static_cast<const __half *>(data) + at));
+  return camox_to_float(__ldg(static_cast<const __nv_bfloat16 *>(data) + at));
+}
+
+__device__ __forceinline__ void sa_put(void *data, int64_t at, float x, int dtype) {
+  if (dtype == CAMOX_F32)
+    static_cast<float *>(data)[at] = x;
+  else if (dtype == CAMOX_F16)
+    static_cast<__half *>(data)[at] = camox_from_float<__half>(x);
+  else
+    static_cast<__nv_bfloat16 *>(data)[at] = camox_from_float<__nv_bfloat16>(x);
+}
+
 /* The rows of one item of one tensor. */
-template <typename T, bool STAGED>
+template <bool STAGED>
 struct sa_rows {
   const float *shared;
-  const T *global;
+  const void *global;
+  int64_t first;          /* element of `global` */
   const uint8_t *padding; /* of keys and values that are not staged, may be null: tokens that count as zeros */
   int64_t token, inner, padding_step;
-  int pitch, dim;
+  int pitch, dim, dtype;
 
   /* Whether token t counts as zeros whatever it holds; staged tokens are zeros then. */
   __device__ __forceinline__ bool ignored(int t) const {
@@ -70,7 +88,7 @@ struct sa_rows {
       camox_get_floats(x, shared + t * pitch + d);
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = d + i < dim ? camox_to_float(__ldg(global + t * token + (d + i) * inner)) : 0.0f;
+      for (int i = 0; i < 4; ++i) x[i] = d + i < dim ? sa_get(global, first + t * token + (d + i) * inner, dtype) : 0.0f;
     }
   }
 };
@@ -89,34 +107,38 @@ __device__ __forceinline__ void sa_stage(float *to, const sa_args &a, int64_t fi
     const bool padded = padding != nullptr && __ldg(padding + t * a.p.padding_stride[1]) != 0;
     const int column = d < dim ? d : 0;
     T x[tensors][V];
-    /* no branch between the loads, so that all are under way at once */
+    float single[tensors] = {};
+    /* no branch between the loads of vectors, so that all are under way at once */
 #pragma unroll
     for (int k = 0; k < tensors; ++k) {
       const camox_view4 &view = *views[k];
-      camox_load(x[k], static_cast<const T *>(view.data) + sa_offset(view, place) + t * view.stride[1] +
-                           (V > 1 ? column : column * view.stride[3]));
+      const int64_t at = sa_offset(view, place) + t * view.stride[1];
+      if constexpr (V > 1)
+        camox_load(x[k], static_cast<const T *>(view.data) + at + column);
+      else
+        single[k] = sa_get(view.data, at + column * view.stride[3], a.p.dtype);
     }
 #pragma unroll
     for (int k = 0; k < tensors; ++k) {
       const bool exists = d < dim && !(padded && (k == 1 || k == 2));
       float values[V];
 #pragma unroll
-      for (int c = 0; c < V; ++c) values[c] = exists ? camox_to_float(x[k][c]) : 0.0f;
+      for (int c = 0; c < V; ++c) values[c] = !exists ? 0.0f : V > 1 ? camox_to_float(x[k][c]) : single[k];
       camox_put_floats(to + (k * a.group + item) * a.item_size + t * a.pitch + d, values);
     }
   }
 }
 
-template <typename T, bool STAGED>
-__device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const float *staged, const camox_view4 &view,
-                                                         int64_t first, int item, bool keys) {
-  sa_rows<T, STAGED> rows = {};
+template <bool STAGED>
+__device__ __forceinline__ sa_rows<STAGED> sa_rows_of(const sa_args &a, const float *staged, const camox_view4 &view,
+                                                      int64_t first, int item, bool keys) {
+  sa_rows<STAGED> rows = {};
   rows.pitch = a.pitch, rows.dim = static_cast<int>(a.p.dim);
   if constexpr (STAGED) {
     rows.shared = staged + item * a.item_size;
   } else {
     const sa_place place = sa_place_of(a, first + item);
-    rows.global = static_cast<const T *>(view.data) + sa_offset(view, place);
+    rows.global = view.data, rows.first = sa_offset(view, place), rows.dtype = a.p.dtype;
     rows.token = view.stride[1], rows.inner = view.stride[3];
     rows.padding = keys ? sa_padding(a, place) : nullptr, rows.padding_step = a.p.padding_stride[1];
   }
@@ -124,8 +146,8 @@ __device__ __forceinline__ sa_rows<T, STAGED> sa_rows_of(const sa_args &a, const
 }
 
 /* to[j] = x[i] . y[j] for j < keys, 0 for an ignored y[j] */
-template <typename T, bool STAGED>
-__device__ __forceinline__ void sa_dot_products(float *to, const sa_rows<T, STAGED> &x, int i, const sa_rows<T, STAGED> &y,
+template <bool STAGED>
+__device__ __forceinline__ void sa_dot_products(float *to, const sa_rows<STAGED> &x, int i, const sa_rows<STAGED> &y,
                                                 int keys) {
   for (int j = 0; j < keys; j += SA_KEYS) {
     float sum[SA_KEYS] = {};
@@ -188,9 +210,9 @@ __device__ __forceinline__ sa_factors sa_factors_of(const sa_args &a) {
 /* Columns of token t of an item: sum_j weight[j * step] rows[j], SA_CHUNK at a time. */
 template <typename T, int V, bool STAGED>
 __device__ __forceinline__ void sa_combine(const sa_args &a, const camox_view4 &view, int64_t item, int t, const float *weight,
-                                           int step, const sa_rows<T, STAGED> &rows) {
+                                           int step, const sa_rows<STAGED> &rows) {
   const int length = static_cast<int>(a.p.length);
-  T *const to = static_cast<T *>(view.data) + sa_offset(view, sa_place_of(a, item)) + t * view.stride[1];
+  const int64_t to = sa_offset(view, sa_place_of(a, item)) + t * view.stride[1];
   for (int first = 0; first < rows.dim; first += SA_CHUNK) {
     float sum[SA_CHUNK / 4][4] = {};
     for (int j = 0; j < length; ++j) {
@@ -213,19 +235,21 @@ __device__ __forceinline__ void sa_combine(const sa_args &a, const camox_view4 &
       const int d = first + 4 * k;
       if (d >= rows.dim) continue;
       if constexpr (V > 1) {
-        camox_store_float(to + d, sum[k]);
+        camox_store_float(static_cast<T *>(view.data) + to + d, sum[k]);
       } else {
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          if (d + c < rows.dim) to[(d + c) * view.stride[3]] = camox_from_float<T>(sum[k][c]);
+          if (d + c < rows.dim) sa_put(view.data, to + (d + c) * view.stride[3], sum[k][c], a.p.dtype);
       }
     }
   }
 }
 
-/* Blocks of a multiprocessor, 0: as nvcc finds them. On sm_75 it would have seven or eight, and spill. */
+/* Blocks of a multiprocessor, 0: as nvcc finds them. Elsewhere it would have too many, and spill. */
 template <bool STAGED>
-static constexpr int sa_blocks = CAMOX_CUDA_ARCH == 750 && STAGED ? 5 : 0;
+static constexpr int sa_blocks = !STAGED                                             ? 3
+                                 : CAMOX_CUDA_ARCH == 750 || CAMOX_CUDA_ARCH >= 1000 ? 5
+                                                                                     : 0;
 
 template <typename T, int V, bool STAGED>
 __global__ void __launch_bounds__(SA_THREADS, sa_blocks<STAGED>) short_attention_kernel(const __grid_constant__ sa_args a) {
@@ -244,9 +268,9 @@ __global__ void __launch_bounds__(SA_THREADS, sa_blocks<STAGED>) short_attention
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
       float *const row = weights + item * a.weights + i * a.row;
-      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
-      const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
-      const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
+      const sa_rows<STAGED> q = sa_rows_of<STAGED>(a, staged_q, a.p.q, first, item, false);
+      const sa_rows<STAGED> k = sa_rows_of<STAGED>(a, staged_k, a.p.k, first, item, true);
+      const sa_rows<STAGED> v = sa_rows_of<STAGED>(a, staged_v, a.p.v, first, item, true);
       sa_dot_products(row, q, i, k, keys);
       sa_softmax(row, a, sa_place_of(a, first + item), keys);
       sa_factors factors = sa_factors_of(a);
@@ -278,10 +302,10 @@ __global__ void __launch_bounds__(SA_THREADS, sa_blocks<STAGED>)
       const int item = token % items, i = token / items, keys = a.p.causal ? i + 1 : length;
       float *const row = weights + item * a.weights + i * a.row;
       float *const score_grad = score_grads + item * a.weights + i * a.row;
-      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
-      const sa_rows<T, STAGED> k = sa_rows_of<T, STAGED>(a, staged_k, a.p.k, first, item, true);
-      const sa_rows<T, STAGED> v = sa_rows_of<T, STAGED>(a, staged_v, a.p.v, first, item, true);
-      const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
+      const sa_rows<STAGED> q = sa_rows_of<STAGED>(a, staged_q, a.p.q, first, item, false);
+      const sa_rows<STAGED> k = sa_rows_of<STAGED>(a, staged_k, a.p.k, first, item, true);
+      const sa_rows<STAGED> v = sa_rows_of<STAGED>(a, staged_v, a.p.v, first, item, true);
+      const sa_rows<STAGED> grad = sa_rows_of<STAGED>(a, staged_grad, a.p.grad, first, item, false);
       sa_dot_products(row, q, i, k, keys);
       sa_dot_products(score_grad, grad, i, v, keys);
       sa_softmax(row, a, sa_place_of(a, first + item), keys);
@@ -305,8 +329,8 @@ __global__ void __launch_bounds__(SA_THREADS, sa_blocks<STAGED>)
     __syncthreads();
     for (int token = static_cast<int>(threadIdx.x); token < items * length; token += SA_THREADS) {
       const int item = token % items, j = token / items;
-      const sa_rows<T, STAGED> q = sa_rows_of<T, STAGED>(a, staged_q, a.p.q, first, item, false);
-      const sa_rows<T, STAGED> grad = sa_rows_of<T, STAGED>(a, staged_grad, a.p.grad, first, item, false);
+      const sa_rows<STAGED> q = sa_rows_of<STAGED>(a, staged_q, a.p.q, first, item, false);
+      const sa_rows<STAGED> grad = sa_rows_of<STAGED>(a, staged_grad, a.p.grad, first, item, false);
       sa_combine<T, V>(a, a.p.grad_k, first + item, j, score_grads + item * a.weights + j, a.row, q);
       sa_combine<T, V>(a, a.p.grad_v, first + item, j, weights + item * a.weights + j, a.row, grad);
     }
@@ -395,11 +419,11 @@ static void sa_launch_widest(const sa_args &args, bool backward, void *stream) {
   bool staged;
   const int64_t bytes = sa_plan(&a, backward, &staged);
   if (!staged)
-    sa_launch<T, 1, false>(a, backward, bytes, stream);
+    sa_launch<float, 1, false>(a, backward, bytes, stream);
   else if (sa_fits(&a.p, backward, 4, static_cast<int>(sizeof(T))))
     sa_launch<T, 4, true>(a, backward, bytes, stream);
   else
-    sa_launch<T, 1, true>(a, backward, bytes, stream);
+    sa_launch<float, 1, true>(a, backward, bytes, stream);
 }
 
 template <typename T, int DIM>

@@ -103,7 +103,7 @@ __device__ __forceinline__ structure_item structure_item_of(const structure_args
 }
 
 /* V pixels as they lie in memory. Mask and weight are float32, or in the type of the logits, which then fill the first half of
-   each: kernels for each of both types would take a megabyte of the wheel. */
+   each: kernels for each of both types would take a third of a megabyte of the wheel. */
 template <typename T, int V>
 struct structure_pixels {
   T logits[V];
