@@ -1194,7 +1194,7 @@ def structure_cases(dtype: str) -> list[Case]:
     """Logits with masks and weights in their dtype; a block has a work item. The last block of the forward adds the
     work items of each image by `adding` threads."""
     element, size = DTYPES[dtype]
-    items, types = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), f"<{STRUCTURE_LANES}, {element}, {element}>"
+    items, types = ceil_div(STRUCTURE_PIXELS, STRUCTURE_ITEM), f"<{STRUCTURE_LANES}, {element}>"
     logistic = r"\bMUFU\.EX2\b"
     narrow = {
         "load": r"\bLDG\.E(\.\w+)*\.(64|128)\.CONSTANT\b",
@@ -1204,12 +1204,13 @@ def structure_cases(dtype: str) -> list[Case]:
     for name, images in STRUCTURE_BATCHES:
         elements, blocks, adding = images * STRUCTURE_PIXELS, images * items, max(8, min(32, 256 // images))
 
-        def main(kernel, stores, blocks=blocks, elements=elements, **how):
-            step = Step(3 * STRUCTURE_VECTORS, stores * STRUCTURE_VECTORS, most=logistic, **narrow)
+        def main(kernel, stores, loads=3, blocks=blocks, elements=elements, **how):
+            step = Step(loads * STRUCTURE_VECTORS, stores * STRUCTURE_VECTORS, most=logistic, **narrow)
             steps = STRUCTURE_PIXELS / items / 256 / STRUCTURE_LANES / STRUCTURE_VECTORS
             return Launch(kernel + types, blocks, 256, step, steps, elements * (3 + stores) * size, **how)
 
-        forward = main("structure_loss_kernel", 0)
+        # of half types the loads of masks in either type are issued, and predicates leave one of them out
+        forward = main("structure_loss_kernel", 0, loads=3 if dtype == "float32" else 5)
         backward = main("structure_loss_backward_kernel", 1, waits=1)  # for the sums of the image
         last = Launch(
             forward.kernel,
