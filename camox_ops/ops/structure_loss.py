@@ -66,13 +66,14 @@ def structure_loss(
         raise TypeError(f"structure_loss: smooth must be a number, got {smooth!r}")
     if not 0 <= smooth < math.inf:
         raise ValueError(f"structure_loss: smooth must be >= 0 and finite, got {smooth!r}")
+    mask = mask.detach()
     if weight is not None:
         _companion("weight", weight, logits)
+        weight = weight.detach()
     if weight is None or not mask.dtype == weight.dtype == logits.dtype:  # beside which kernels read them as they are
         real = _check.computed_in(logits)
         mask = mask.to(real)
         weight = structure_weight(mask, size=size, gain=gain) if weight is None else weight.to(real)
-    mask, weight = mask.detach(), weight.detach()
     return _structure_loss(logits, mask, weight, bce_code, float(smooth), probabilities, reduction_code)[0]
 
 
