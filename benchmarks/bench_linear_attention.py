@@ -5,7 +5,9 @@ the rearrangement to (B, C, H, W) that follows it; that of "sum" is the same wit
 ``standard_attention`` the baseline is F.scaled_dot_product_attention on the same heads: other numbers, the same task.
 
 The eager side of the causal cases is the formula in chunks, whose states lie in memory; that of ``cumsum`` has a state
-for each position, a gigabyte of them at 4,096, so it is timed at a quarter of that. A step is one position.
+for each position, a gigabyte of them at 4,096, so it is timed at a quarter of that. A step is one position. On a GPU
+``fla`` is chunk_linear_attn of flash-linear-attention, where that is installed: with its own normalisation and behind
+PyTorch's elu(x) + 1, as its layer calls it; in ``causal_sums`` without either.
 
 Ideal bytes in elements of q: forward reads q, k, v, writes out; backward reads q, k, v and the gradient, writes three.
 """
@@ -17,7 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import Case, camox_attr, on_gpu, random_tensor
+from benchmarks.common import Case, camox_attr, if_installed, on_gpu, random_tensor
 from benchmarks.shapes import DIRECTIONS
 
 CAUSAL = (2, 8, 4096, 64)
@@ -64,6 +66,12 @@ def eager_causal(q, k, v, chunk=64):
     return ((scores @ v + q @ states) / (scores.sum(-1, keepdim=True) + q @ sums + 1e-6)).flatten(2, 3)
 
 
+def eager_causal_sums(q, k, v, chunk=64):
+    q, k, v = (x.unflatten(2, (-1, chunk)) for x in (q, k, v))
+    states = k.mT @ v
+    return ((q @ k.mT).tril() @ v + q @ (states.cumsum(2) - states)).flatten(2, 3)
+
+
 def eager_cumsum(q, k, v):
     q, k = F.elu(q) + 1, F.elu(k) + 1
     states = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)
@@ -90,6 +98,47 @@ def causal_case(shape, direction, eager=eager_causal, group="linear_attention_ca
         candidates=candidates,
         direction=direction,
         floor_bytes=elements * math.prod(shape) * 4,
+    )
+
+
+def tokens_first(function):
+    """A function of (B, H, T, D) for (B, T, H, D)."""
+    return lambda *inputs: function(*(x.transpose(1, 2) for x in inputs)).transpose(1, 2)
+
+
+def fla_causal(q, k, v):
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    return chunk_linear_attn(F.elu(q) + 1, F.elu(k) + 1, v, scale=1.0, normalize=True)[0]
+
+
+def fla_causal_sums(q, k, v):
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    return chunk_linear_attn(q, k, v, scale=1.0, normalize=False)[0]
+
+
+def causal_case_on_gpu(group, options, eager, peer, shape, direction, dtype, layout) -> Case:
+    """Of (B, T, H, D), the layout of flash-linear-attention."""
+
+    def candidates():
+        attention = camox_attr("linear_attention")
+        return {
+            "camox": lambda q, k, v: attention(q, k, v, causal=True, layout="bthd", **options),
+            "eager": tokens_first(eager),
+            "fla": if_installed("fla", lambda: peer),
+            "compile": None,
+        }
+
+    elements = 11 if direction == "forward_backward" else 4
+    return Case(
+        group=group,
+        shape=shape,
+        make_inputs=lambda: tuple(random_tensor(shape, dtype=dtype, seed=seed) for seed in range(3)),
+        candidates=candidates,
+        direction=direction,
+        dtype=dtype,
+        floor_bytes=elements * math.prod(shape) * dtype.itemsize,
     )
 
 
@@ -144,6 +193,17 @@ def attention_case(normalize, eager, shape, direction, dtype=torch.float32, layo
 GPU = on_gpu(shapes=((16, 8, 7744, 32),), rehearsal=(1, 2, 9, 4))
 make_case_feature = GPU(partial(attention_case, "feature", eager_feature))
 make_case_sum = GPU(partial(attention_case, "sum", eager_sum))
+CAUSAL_GPU = on_gpu(
+    shapes=tuple((8, length, 16, 64) for length in (1024, 2048, 4096, 8192)),
+    rehearsal=(1, 128, 2, 16),
+    dtypes=(torch.bfloat16,),
+    full=True,
+)
+make_case_causal = CAUSAL_GPU(partial(causal_case_on_gpu, "linear_attention_causal", {}, eager_causal, fla_causal))
+SUMS = {"feature_map": "identity", "normalize": "none"}
+make_case_causal_sums = CAUSAL_GPU(
+    partial(causal_case_on_gpu, "linear_attention_causal_sums", SUMS, eager_causal_sums, fla_causal_sums)
+)
 
 
 def numbers_of_either(numbers, inputs):

@@ -15,6 +15,7 @@ stay in the caches as far as they fit.
 import contextvars
 import copy
 import gc
+import importlib.util
 import math
 import random
 import re
@@ -138,6 +139,17 @@ def on_gpu(shapes, rehearsal, size="large", directions=DIRECTIONS_ON_GPU, dtypes
         return make_case
 
     return mark
+
+
+def if_installed(package: str, make: Callable[[], Callable]) -> Callable:
+    """A peer, make(), or where its package is missing a function that is refused with that reason."""
+    if importlib.util.find_spec(package) is not None:
+        return make()
+
+    def missing(*_):
+        raise Skipped(f"{package} is not installed")
+
+    return missing
 
 
 _numbers_made_on = contextvars.ContextVar("numbers_made_on", default=CPU)

@@ -42,12 +42,15 @@ GROUPS = {
     "grad_group_norms": "grad_group_norms",
     "linear_attention_feature": "linear_attention",
     "linear_attention_sum": "linear_attention",
+    "linear_attention_causal": "linear_attention",
+    "linear_attention_causal_sums": "linear_attention",
     "short_attention": "short_attention",
     "short_attention_causal": "short_attention",
     "moe_route": "moe_combine",
     "moe_dispatch": "moe_combine",
     "moe_combine": "moe_combine",
     "moe_layer": "moe_combine",
+    "token_moe_gelu": "moe_combine",
     "bdh_attention": "bdh_attention",
     "vision_bdh_step": "bdh_attention",
     "k1_step": "short_attention",
@@ -114,16 +117,20 @@ LARGE_TARGETS_OF = {
     "dropout_add_layer_norm": bytes_targets(14, 2, 8),
 }
 LINEAR_ATTENTION = (copy_target("forward", 0.75, dtypes=("bfloat16",)),)
+CAUSAL = (speed_target("fla", "forward_backward", 1.5),)
 MOE_ROWS = (copy_target("forward", 0.8), copy_target("backward", 0.8))
 OWN_TARGETS = {
     "linear_attention_feature": LINEAR_ATTENTION,
     "linear_attention_sum": LINEAR_ATTENTION,
+    "linear_attention_causal": CAUSAL,
+    "linear_attention_causal_sums": CAUSAL,
     "short_attention": (speed_target("eager", "forward_backward", 4.0),),
     "short_attention_causal": (speed_target("eager", "forward_backward", 1.0, dtypes=("bfloat16",)),),
     "moe_route": (Target("us of a graph replay", "forward", 15.0, lambda d: graph_us(d), most=True),),
     "moe_dispatch": MOE_ROWS,
     "moe_combine": MOE_ROWS,
     "moe_layer": (speed_target("eager", "forward_backward", 4.0),),
+    "token_moe_gelu": (speed_target("scattermoe", "step", 1.0),),
     "bdh_attention": (),  # measured alone; its target is the model's step
     "vision_bdh_step": (speed_target("eager", "step", 2.5), speed_target("max_autotune", "step", 1.5)),
     "k1_step": (speed_target("eager", "step", 5.0),),
