@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -27,6 +28,18 @@ on_device = pytest.mark.usefixtures("on_device")  # of conftest.py: what a test 
 def on_device_of_test(values):
     """Values of a parametrize mark, which is read before any fixture: their tensors of the CPU on DEVICE."""
     return tree_map_only(torch.Tensor, lambda x: x.to(DEVICE) if x.device.type == "cpu" else x, values)
+
+
+def every_pair(**values):
+    """A parametrize mark of three parameters: every value of each meets every value of each other one. The whole
+    product is slow tests."""
+    *ranges, last = (range(len(of_one)) for of_one in values.values())
+    params = []
+    for i, j, k in itertools.product(*ranges, last):
+        chosen = [of_one[n] for of_one, n in zip(values.values(), (i, j, k), strict=True)]
+        marks = () if k == (i + j) % len(last) else pytest.mark.slow
+        params.append(pytest.param(*chosen, marks=marks, id="-".join(map(str, chosen))))
+    return pytest.mark.parametrize(tuple(values), params)
 
 
 def each(tensors):

@@ -16,6 +16,7 @@ from helpers import (
     assert_close_around,
     assert_close_to_reference,
     assert_one_rounding,
+    every_pair,
     float64_on_cpu,
     outputs_and_gradients,
     random_image,
@@ -34,7 +35,6 @@ SHAPES = (
 )
 
 every_border = pytest.mark.parametrize("border", BORDERS)
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
@@ -68,9 +68,7 @@ class ImageOpTests:
             if reachable(shape, border):
                 yield random_image(shape, dtype, layout, kind), random_image(shape, dtype, "contiguous", seed=1)
 
-    @every_border
-    @every_layout
-    @every_dtype
+    @every_pair(dtype=FLOATS, layout=LAYOUTS, border=BORDERS)
     def test_matches_reference(self, dtype, layout, border):
         for x, _ in self.cases(dtype, layout, border, ("normal", "offset", "constant")):
             ours, truth = self.ours(x, border), self.formula(x.double(), border)
@@ -78,9 +76,7 @@ class ImageOpTests:
             if dtype in (torch.bfloat16, torch.float16):
                 assert_one_rounding(ours, self.ours(x.float(), border))
 
-    @every_border
-    @every_layout
-    @every_dtype
+    @every_pair(dtype=FLOATS, layout=LAYOUTS, border=BORDERS)
     def test_grad_matches_reference(self, dtype, layout, border):
         for x, grad in self.cases(dtype, layout, border, ("normal",)):
             (_, ours), (_, same), (_, truth) = (

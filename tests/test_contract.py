@@ -32,16 +32,19 @@ ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="threads, instruction s
 SEED = 3
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-FIRST_OF_AN_OP = {str(next(case for case in CASES if case.family == family)) for family in FAMILIES}
-first_case_of_an_op_or_slow = pytest.mark.parametrize(
-    "case",
-    [case if str(case) in FIRST_OF_AN_OP else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
-    ids=str,
-)
 with_kernel_gradient = pytest.mark.parametrize(
     "case", [case for case in CASES if not case.gradient_of_reference], ids=str
 )
 every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def case_and_dtypes():
+    """Every case with two dtypes, those of an op in turn with either two; with all four they are slow tests."""
+    for family in FAMILIES:
+        for i, case in enumerate(case for case in CASES if case.family == family):
+            for number, dtype in enumerate(FLOATS):
+                slow = pytest.mark.slow if (number in (0, 3)) != (i % 2 == 0) else ()
+                yield pytest.param(case, dtype, marks=slow, id=f"{case}-{str(dtype).removeprefix('torch.')}")
 
 
 # ---- how a case is run ----
@@ -212,8 +215,9 @@ def results_dense(case, shape, dtype, layout):
 @every_case
 def test_layouts(case, layout):
     """The bits of dense inputs and gradients, and outputs in the memory order that was promised."""
-    in_turn = FLOATS[LAYOUTS.index(layout) % 2 :: 2]
-    for shape, dtype in (*itertools.product(case.shapes, FLOATS), *itertools.product(case.wide, in_turn)):
+    turn = LAYOUTS.index(layout)
+    halves, one = FLOATS[turn % 2 :: 2], FLOATS[turn % len(FLOATS) :][:1]
+    for shape, dtype in (*itertools.product(case.shapes, halves), *itertools.product(case.wide, one)):
         inputs = tuple(arranged(value, layout) for value in case.inputs(shape, dtype))
         ours = results(case, case.ours, inputs, layout=layout)
         dense = results_dense(case, shape, dtype, "expanded" if layout == "expanded" else "contiguous")
@@ -344,8 +348,7 @@ def operators_of(case, dtype, layouts):
             yield op, tree_unflatten(given, structure)
 
 
-@every_dtype
-@every_case
+@pytest.mark.parametrize(("case", "dtype"), case_and_dtypes())
 def test_opcheck(case, dtype):
     """Of every operator that the case calls: schema, autograd, fake kernel. A fake kernel chooses strides and dtypes
     apart: every dtype is met in one of the other layouts, each of them by two dtypes."""
@@ -354,9 +357,11 @@ def test_opcheck(case, dtype):
         opcheck(op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
-@first_case_of_an_op_or_slow
+@pytest.mark.slow
+@every_case
 def test_opcheck_traced(case):
-    """Of the last call of each operator with the same tensors left out: its inputs require a gradient if any call's."""
+    """Of the last call of each operator with the same tensors left out: its inputs require a gradient if any call's.
+    test_compile traces every case too, and does not wait for a slow run."""
     calls = {}
     for op, arguments in operators_of(case, torch.float32, ("contiguous",)):
         calls[op, tuple(a is None for a in tree_flatten(arguments)[0])] = arguments
@@ -599,16 +604,16 @@ def odd(x, kind):
 
 
 def runs_of(case, dtypes=FLOATS):
-    """(dtype, layout, kind, inputs) of what is compared between instruction sets."""
-    for dtype, shape, layout in itertools.product(
-        dtypes, (*case.shapes, *case.wide), ("contiguous", "channels_last", "swapped", "strided")
-    ):
-        inputs = case.inputs(shape, dtype)
-        if layout != "contiguous" and inputs[0].dim() < 3:
-            continue
-        kinds = ("normal", "offset", "tiny", "nan", "inf") if case.takes_nan and not case.sums else ("normal",)
-        for kind in kinds if layout == "contiguous" else kinds[:1]:
-            yield dtype, layout, kind, [odd(arranged(inputs[0], layout), kind), *inputs[1:]]
+    """(dtype, layout, kind, inputs) of what is compared between instruction sets: every shape contiguous and in one
+    other layout, or, of all dtypes, in each."""
+    others, shapes = ("channels_last", "swapped", "strided"), (*case.shapes, *case.wide)
+    for dtype, turn in itertools.product(dtypes, range(len(shapes))):
+        inputs = case.inputs(shapes[turn], dtype)
+        chosen = others if len(dtypes) == len(FLOATS) else others[(turn + dtypes.index(dtype)) % 3 :][:1]
+        for layout in ("contiguous", *(chosen if inputs[0].dim() > 2 else ())):
+            kinds = ("normal", "offset", "tiny", "nan", "inf") if case.takes_nan and not case.sums else ("normal",)
+            for kind in kinds if layout == "contiguous" else kinds[:1]:
+                yield dtype, layout, kind, [odd(arranged(inputs[0], layout), kind), *inputs[1:]]
 
 
 def results_of_every_case(dtypes) -> dict:
@@ -731,7 +736,7 @@ def on_small_stacks():
     """Runs every case on a thread of 256 KiB, and says which before it does."""
     for case in CASES:
         print(case, file=sys.stderr, flush=True)
-        for _, layout, kind, inputs in runs_of(case):
+        for _, layout, kind, inputs in itertools.chain(*(runs_of(case, (dtype,)) for dtype in FLOATS)):
             if kind == "normal":
                 results(case, case.ours, inputs, layout=layout)
 
@@ -748,6 +753,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_every_case_follows_the_tested_device():
     """CAMOX_TEST_DEVICE=cuda runs this file on a GPU: every case makes its inputs on that device, and its results lie
     there. Shown by the device without memory, for which every op has a fake kernel."""
@@ -771,6 +777,7 @@ print(len(CASES))
     assert run_python(code, CAMOX_TEST_DEVICE="meta").split() == [str(len(CASES))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_a_torch_without_cuda_skips_the_tests_of_a_gpu():
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-rs", "-p", "no:cacheprovider"]

@@ -9,6 +9,7 @@ from helpers import (
     LAYOUTS,
     assert_close_to_reference,
     assert_one_rounding,
+    every_pair,
     float64_on_cpu,
     module_numbers,
     on_device,
@@ -76,9 +77,7 @@ def test_stacked_is_the_maps_and_x():
             assert torch.equal(cx.edge_maps(x, stacked=True), torch.cat([*cx.edge_maps(x), x], dim=1))
 
 
-@pytest.mark.parametrize("border", BORDERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_pair(dtype=FLOATS, layout=LAYOUTS, border=BORDERS)
 def test_matches_reference(dtype, layout, border):
     for shape in SHAPES:
         if not reachable(shape, border):
@@ -92,9 +91,7 @@ def test_matches_reference(dtype, layout, border):
                 assert_one_rounding(ours, cx.edge_maps(x.float(), border=border))
 
 
-@pytest.mark.parametrize("border", BORDERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_pair(dtype=FLOATS, layout=LAYOUTS, border=BORDERS)
 def test_grad_matches_reference(dtype, layout, border):
     for shape in SHAPES:
         if not reachable(shape, border):

@@ -1011,6 +1011,7 @@ def test_suite_is_counted(section, tmp_path):
     assert section.data["tests"]["test_tiny.py"]["failures"][0]["message"] == "pytest's exit status 7"
 
 
+@pytest.mark.slow
 def test_suite_runs_each_file_in_a_process_of_its_own(tmp_path):
     """What one file leaves behind, such as a lost device or the emulator's functions, is not the next one's."""
     files = []

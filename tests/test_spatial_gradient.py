@@ -4,7 +4,15 @@ import itertools
 
 import pytest
 import torch
-from helpers import FLOATS, LAYOUTS, assert_close_to_reference, assert_one_rounding, float64_on_cpu, random_image
+from helpers import (
+    FLOATS,
+    LAYOUTS,
+    assert_close_to_reference,
+    assert_one_rounding,
+    every_pair,
+    float64_on_cpu,
+    random_image,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -73,9 +81,7 @@ def test_known_values_of_a_large_mean():
         assert (ours.double() - truth)[..., 1:-1, 1:-1].abs().max() < 4e-6  # of values near 4, pixels near 1e4
 
 
-@pytest.mark.parametrize("border", BORDERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_pair(dtype=FLOATS, layout=LAYOUTS, border=BORDERS)
 def test_matches_reference(dtype, layout, border):
     for shape, operator, normalized in itertools.product(SHAPES, OPERATORS, (False, True)):
         if not reachable(shape, border):
@@ -93,9 +99,7 @@ def test_matches_reference(dtype, layout, border):
             assert_one_rounding(ours, exact)
 
 
-@pytest.mark.parametrize("border", BORDERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_pair(dtype=FLOATS, layout=LAYOUTS, border=BORDERS)
 def test_grad_matches_reference(dtype, layout, border):
     for i, (shape, operator) in enumerate(itertools.product(SHAPES, OPERATORS)):
         if not reachable(shape, border):

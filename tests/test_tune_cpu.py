@@ -1401,7 +1401,13 @@ def test_errors(arguments):
         cx.train.tune_cpu(**arguments)
 
 
-@pytest.mark.parametrize(("options", "before"), [([], ""), (["-W", "error"], "torch.ones(3)")], ids=("early", "late"))
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [
+        pytest.param(["-W", "error"], "torch.ones(3)", id="late"),
+        pytest.param([], "", id="early", marks=pytest.mark.slow),
+    ],
+)
 def test_a_process(options, before):
     """Importing opens nothing, nothing goes to stderr, and the report says what came too late."""
     code = f"""
