@@ -501,7 +501,8 @@ def test_counts_are_scores_of_masked_pixels():
     logits = torch.tensor([[[[2.0, 2.0, -2.0, -2.0, 2.0]]]])
     target = torch.tensor([[[[1.0, 0.0, 1.0, 0.0, 1.0]]]])
     counts = Counts("cpu")
-    counts.update(logits, target, torch.tensor([[[[1.0, 1.0, 1.0, 1.0, 0.0]]]]), config.Metrics())
+    mask = torch.tensor([[[[1.0, 1.0, 1.0, 1.0, 0.0]]]])
+    counts.update(training.outcomes(logits, target, mask, config.Metrics()))
     assert counts.scores() == {"acc": 0.5, "prec": 0.5, "rec": 0.5, "f1": 0.5, "iou": 1 / 3}
     assert Counts("cpu").scores()["f1"] == 0
 

@@ -5,6 +5,12 @@ import torch
 WARM_UP = 3  # steps before the capture, in which the optimizer's state and the libraries' workspaces are made
 
 
+def check_graph(ops, device):
+    """ValueError unless a step of these ops on this device can be captured."""
+    if ops != "camox" or not str(device).startswith("cuda"):
+        raise ValueError(f"graph needs ops camox on a CUDA device, got ops {ops} on {device}")
+
+
 class GraphedStep:
     """step(*tensors) -> tuple of tensors: WARM_UP calls run it as it is, the next captures it, and that and all further
     ones replay the capture.
@@ -14,10 +20,10 @@ class GraphedStep:
     every replay. Arguments keep shape and dtype, ValueError otherwise; what a call returns is the caller's own.
     """
 
-    def __init__(self, step):
-        self.step, self.calls, self.graph = step, 0, None
+    def __init__(self, step, stream=None, pool=None):
+        self.step, self.calls, self.graph, self.pool = step, 0, None, pool
         # Leaves of autograd remember the stream of their first use, and a capture may not wait for the default stream.
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream() if stream is None else stream
 
     def __call__(self, *inputs):
         if self.graph is None and self.calls < WARM_UP:
@@ -46,6 +52,24 @@ class GraphedStep:
     def capture(self, inputs):
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             self.outputs = self.step(*self.inputs)
         self.graph = graph
+
+
+class GraphedSteps:
+    """A step whose tensors come in several shapes, or in another number, as in an epoch's last batch: a GraphedStep for
+    each set of shapes. One that comes no more than WARM_UP times is never captured.
+
+    The graphs share one pool of memory, as none of them reads what another one left there.
+    """
+
+    def __init__(self, step):
+        self.step, self.by_shapes = step, {}
+        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def __call__(self, *inputs):
+        shapes = tuple(tensor.shape for tensor in inputs)
+        if shapes not in self.by_shapes:
+            self.by_shapes[shapes] = GraphedStep(self.step, self.stream, self.pool)
+        return self.by_shapes[shapes](*inputs)

@@ -4,14 +4,14 @@ from itertools import chain
 
 import torch
 
+from ..common.optimizer import capturable
+
 BETAS, EPS = (0.9, 0.999), 1e-8
 
 
 def plain_adamw(parameters, lr, weight_decay):
     """PyTorch's AdamW, which on a GPU can be part of a CUDA graph."""
-    parameters = list(parameters)
-    capturable = parameters[0].is_cuda
-    return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True, capturable=capturable)
+    return capturable(torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True))
 
 
 class PathAdamW:
