@@ -42,7 +42,7 @@ class Reads(TorchDispatchMode):
 class CalledWithKeptTensors:
     """Imitates a GraphedStep on the CPU: each call writes its inputs into the tensors of the first one."""
 
-    def __init__(self, step, stream, pool):
+    def __init__(self, step, pool):
         self.step, self.kept = step, None
 
     def __call__(self, *inputs):
@@ -59,7 +59,6 @@ def imitated_graphs(monkeypatch):
     """GraphedSteps on the CPU, and the option of every trainer that asks for them."""
     graph = load("graph", "common")
     monkeypatch.setattr(graph, "GraphedStep", CalledWithKeptTensors)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     for example in ("emberformer", "vision_bdh"):
         monkeypatch.setattr(load("training", example), "check_graph", lambda ops, device: None)

@@ -256,6 +256,9 @@ def test_nodes_off_the_path(updates):
         assert moved == (sorted(stepper.last.path.tolist()) if updates == "path" else list(range(10)))
     if updates == "path":
         assert stepper.optimizer.steps.sum() == 3 * len(made.levels)
+        other = training.Stepper(build("camox"), lr=0.5)
+        other.optimizer.load_state_dict(stepper.optimizer.state_dict())
+        assert other.optimizer.param_groups[0]["lr"] == 0.01
 
 
 @pytest.mark.parametrize("updates", attribution.UPDATES)

@@ -1,5 +1,7 @@
 """A training step as a CUDA graph: the host queues its kernels once, and later steps replay them."""
 
+from functools import cache
+
 import torch
 
 WARM_UP = 3  # steps before the capture, in which the optimizer's state and the libraries' workspaces are made
@@ -11,6 +13,13 @@ def check_graph(ops, device):
         raise ValueError(f"graph needs ops camox on a CUDA device, got ops {ops} on {device}")
 
 
+@cache
+def side_stream(device):
+    """Where steps are warmed up and captured: leaves of autograd remember the stream of their first use, and a capture
+    may not wait for the default stream."""
+    return torch.cuda.Stream(device)
+
+
 class GraphedStep:
     """step(*tensors) -> tuple of tensors: WARM_UP calls run it as it is, the next captures it, and that and all further
     ones replay the capture.
@@ -20,12 +29,14 @@ class GraphedStep:
     every replay. Arguments keep shape and dtype, ValueError otherwise; what a call returns is the caller's own.
     """
 
-    def __init__(self, step, stream=None, pool=None):
+    def __init__(self, step, pool=None):
         self.step, self.calls, self.graph, self.pool = step, 0, None, pool
-        # Leaves of autograd remember the stream of their first use, and a capture may not wait for the default stream.
-        self.stream = torch.cuda.Stream() if stream is None else stream
 
     def __call__(self, *inputs):
+        with torch.cuda.device(inputs[0].device):  # current streams are those of one device
+            return self.run_or_replay(inputs)
+
+    def run_or_replay(self, inputs):
         if self.graph is None and self.calls < WARM_UP:
             self.calls += 1
             return self.run_aside(inputs)
@@ -42,17 +53,17 @@ class GraphedStep:
         return tuple(output.clone() for output in self.outputs)
 
     def run_aside(self, inputs):
-        outer = torch.cuda.current_stream()
-        self.stream.wait_stream(outer)
-        with torch.cuda.stream(self.stream):
+        outer, side = torch.cuda.current_stream(), side_stream(inputs[0].device)
+        side.wait_stream(outer)
+        with torch.cuda.stream(side):
             found = self.step(*inputs)
-        outer.wait_stream(self.stream)
+        outer.wait_stream(side)
         return found
 
     def capture(self, inputs):
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        with torch.cuda.graph(graph, pool=self.pool, stream=side_stream(inputs[0].device)):
             self.outputs = self.step(*self.inputs)
         self.graph = graph
 
@@ -65,11 +76,10 @@ class GraphedSteps:
     """
 
     def __init__(self, step):
-        self.step, self.by_shapes = step, {}
-        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self.step, self.by_shapes, self.pool = step, {}, torch.cuda.graph_pool_handle()
 
     def __call__(self, *inputs):
         shapes = tuple(tensor.shape for tensor in inputs)
         if shapes not in self.by_shapes:
-            self.by_shapes[shapes] = GraphedStep(self.step, self.stream, self.pool)
+            self.by_shapes[shapes] = GraphedStep(self.step, self.pool)
         return self.by_shapes[shapes](*inputs)

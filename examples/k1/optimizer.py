@@ -25,10 +25,13 @@ class PathAdamW:
     def __init__(self, tree, lr=1e-3, weight_decay=0.01):
         self.tree, self.weight_decay = tree, weight_decay
         self.shared = plain_adamw(tree.shared_parameters(), lr, weight_decay)
-        self.param_groups = self.shared.param_groups
         buffer = tree.buffer()
         self.mean, self.square = torch.zeros_like(buffer), torch.zeros_like(buffer)
         self.steps = buffer.new_zeros(len(buffer), 1)
+
+    @property
+    def param_groups(self):
+        return self.shared.param_groups  # another list once a checkpoint was loaded
 
     @torch.no_grad()
     def step(self, path):
