@@ -3,7 +3,8 @@
 The coarse model's step gives the logits of patches; the pixels' has the refinement decoder too, whose convolutions both
 sides leave to PyTorch. Widths and dropout of the public configs/emberformer.yaml, its UNet decoder, ten terrain
 channels, the loss focal-Tversky, fused Adam on both sides. The learning rate is 0, so that every step is the same step
-but for its dropout; outputs and gradients are compared without dropout first.
+but for its dropout; outputs and gradients are compared without dropout first. camox_graph, on a GPU, replays camox's
+step as a CUDA graph.
 """
 
 import copy
@@ -12,7 +13,7 @@ import math
 import torch
 from torch import nn
 
-from benchmarks.common import Case, Skipped, camox_attr, on_gpu, random_tensor
+from benchmarks.common import Captured, Case, Skipped, camox_attr, on_gpu, random_tensor
 
 TOKENS = (4, 400, 6, 96)  # B, N, T, d_model
 BATCH_OF_16 = (16, 400, 6, 96)
@@ -40,8 +41,10 @@ def random_inputs(shape):
 class TrainStep(nn.Module):
     """Forward, backward and Adam of one model: inputs -> loss."""
 
-    def __init__(self, model, pixels, autocast=False):
+    def __init__(self, model, pixels, autocast=False, graph=False):
         super().__init__()
+        from examples.common.graph import GraphedStep
+        from examples.common.optimizer import capturable
         from examples.emberformer.config import Loss
         from examples.emberformer.losses import Criterion
 
@@ -49,9 +52,13 @@ class TrainStep(nn.Module):
         self.run = model.forward_pixels if pixels else model
         self.criterion = Criterion(Loss(type="focal_tversky"))
         trained = [p for name, p in model.named_parameters() if pixels or not name.startswith("refinement_decoder")]
-        self.optimizer = torch.optim.Adam(trained, lr=0.0, weight_decay=1e-4, fused=True)
+        self.optimizer = capturable(torch.optim.Adam(trained, lr=0.0, weight_decay=1e-4, fused=True))
+        self.step = GraphedStep(self.compute) if graph else self.compute
 
-    def forward(self, fire, wind, static, valid_t):
+    def forward(self, *inputs):
+        return self.step(*inputs)[0]
+
+    def compute(self, fire, wind, static, valid_t):
         with torch.autocast(fire.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logits = self.run(fire, wind, static, valid_t, grid_of(fire))
         target = (torch.arange(logits.numel(), device=logits.device) % 7 == 0).float().view_as(logits)
@@ -59,7 +66,7 @@ class TrainStep(nn.Module):
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return (loss.detach(),)
 
 
 def require_equal(models, inputs, pixels, autocast):
@@ -97,6 +104,8 @@ def step_case(group, shape, pixels=False, sizes=PUBLISHED, dtype=torch.float32, 
             inputs = tuple(tensor.to(torch.get_default_device()) for tensor in random_inputs(shape))
             require_equal(models, inputs, pixels, autocast)
             steps = {name: TrainStep(built, pixels, autocast) for name, built in models.items()}
+            if inputs[0].is_cuda:
+                steps["camox_graph"] = Captured(TrainStep(build("camox"), pixels, autocast, graph=True))
             expected["loss"] = steps["eager"](*inputs).item()
         return {**steps, "compile": None}
 

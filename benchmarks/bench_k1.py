@@ -10,7 +10,7 @@ import copy
 import torch
 from torch import nn
 
-from benchmarks.common import Case, Skipped, camox_attr, on_gpu
+from benchmarks.common import Captured, Case, Skipped, camox_attr, on_gpu
 
 WORDS = (32, 64)  # texts, words per text
 ROUNDS = 7
@@ -66,7 +66,6 @@ def step_case(shape, dtype=torch.float32, sizes=None) -> Case:
     def candidates():
         camox_attr("linear_cross_entropy")
         camox_attr("grad_group_norms")
-        from examples.common.graph import WARM_UP
         from examples.k1.training import Config, build_model
 
         def build(ops):
@@ -79,9 +78,7 @@ def step_case(shape, dtype=torch.float32, sizes=None) -> Case:
             require_equal(models, inputs, dtype)
             steps = {name: TrainStep(model, dtype == torch.bfloat16) for name, model in models.items()}
             if inputs.is_cuda:
-                steps["camox_graph"] = TrainStep(build("camox"), dtype == torch.bfloat16, graph=True)
-                for _ in range(WARM_UP + 1):
-                    steps["camox_graph"](inputs)
+                steps["camox_graph"] = Captured(TrainStep(build("camox"), dtype == torch.bfloat16, graph=True))
             expected["loss"] = steps["eager"](inputs).item()
         return {**steps, "compile": None}
 

@@ -3,6 +3,8 @@
 eager is the public model's own arithmetic in stock PyTorch; the peer ``optimized`` is what its authors made of it: the
 angles' tables kept, PyTorch's fused attention where there is a softmax, torch.compile around it. The learning rate is
 0, so that every step is the same step but for its dropout; outputs and gradients are compared without dropout first.
+On a GPU camox_graph replays camox's step as a CUDA graph; there the peer ``reduce_overhead`` is torch.compile with
+CUDA graphs of its own.
 """
 
 import copy
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.common import Case, Skipped, camox_attr, on_gpu, random_tensor
+from benchmarks.common import Captured, Case, Skipped, camox_attr, on_gpu, random_tensor
 
 BATCH = (32, 3, 32, 32)
 LONG = (2, 3, 128, 128)  # 1024 patches
@@ -23,15 +25,22 @@ SMALL = {"n_layer": 3, "n_embd": 48, "n_head": 3, "mlp_internal_dim_multiplier":
 class TrainStep(nn.Module):
     """Forward, backward, clipping and AdamW of one model: images -> loss."""
 
-    def __init__(self, model, autocast=False, compiled=None):
+    def __init__(self, model, autocast=False, compiled=None, graph=False):
         super().__init__()
+        from examples.common.graph import GraphedStep
+        from examples.common.optimizer import capturable
+
         self.model = model.train()
         self.autocast = autocast
         self.run = torch.compile(model, mode=compiled) if compiled else model
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=0.0, fused=True)
+        self.optimizer = capturable(torch.optim.AdamW(self.trained, lr=0.0, fused=True))
+        self.step = GraphedStep(self.compute) if graph else self.compute
 
     def forward(self, images):
+        return self.step(images)[0]
+
+    def compute(self, images):
         labels = torch.arange(len(images), device=images.device) % 10
         with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logits = self.run(images)
@@ -40,7 +49,7 @@ class TrainStep(nn.Module):
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return (loss.detach(),)
 
 
 def require_equal(models, images, autocast):
@@ -85,6 +94,8 @@ def step_case(
                 if cached:  # made before the graph is captured, which would be captured again with them
                     built.attn.tables(built.pos_embed.shape[1])
                 steps[name] = TrainStep(built, autocast, mode)
+            if images.is_cuda:
+                steps["camox_graph"] = Captured(TrainStep(build(ops="camox"), autocast, graph=True))
             expected["loss"] = steps["eager"](images).item()
         return {**steps, "compile": None}
 
@@ -119,7 +130,7 @@ def step_case(
 )
 def make_case(shape, direction, dtype, layout) -> Case:
     rehearsed = shape[0] < 128
-    peers = {} if rehearsed else {"max_autotune": ("max-autotune", False)}
+    peers = {} if rehearsed else {"reduce_overhead": ("reduce-overhead", False)}
     return step_case("vision_bdh_step", shape, dtype=dtype, optimized=peers, sizes=SMALL if rehearsed else PUBLISHED)
 
 

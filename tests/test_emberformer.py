@@ -10,8 +10,9 @@ import example_path
 import numpy as np
 import pytest
 import torch
+from helpers import DEVICE
 
-one_thread = example_path.one_thread
+one_thread, imitated_graphs = example_path.one_thread, example_path.imitated_graphs
 checkpoint = example_path.load("checkpoint", "common")
 cli, config, data, losses, model, simulator, sizes, training = (
     example_path.load(name, "emberformer")
@@ -501,7 +502,8 @@ def test_counts_are_scores_of_masked_pixels():
     logits = torch.tensor([[[[2.0, 2.0, -2.0, -2.0, 2.0]]]])
     target = torch.tensor([[[[1.0, 0.0, 1.0, 0.0, 1.0]]]])
     counts = Counts("cpu")
-    counts.update(logits, target, torch.tensor([[[[1.0, 1.0, 1.0, 1.0, 0.0]]]]), config.Metrics())
+    mask = torch.tensor([[[[1.0, 1.0, 1.0, 1.0, 0.0]]]])
+    counts.update(training.outcomes(logits, target, mask, config.Metrics()))
     assert counts.scores() == {"acc": 0.5, "prec": 0.5, "rec": 0.5, "f1": 0.5, "iou": 1 / 3}
     assert Counts("cpu").scores()["f1"] == 0
 
@@ -581,6 +583,52 @@ def test_both_op_sets_train_alike_without_dropout(tmp_path):
         start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         found.append(trainer.run()["history"][0])
     assert found[0]["train/loss"] == pytest.approx(found[1]["train/loss"], rel=1e-4)
+
+
+def test_graphs_for_each_shape_of_a_batch_give_the_same_numbers(tmp_path, imitated_graphs):
+    settings = settings_of(tmp_path, epochs=1, log_images_every=0)
+    settings.data.batch_size = 1  # histories of one step and of two
+    expected = Trainer(settings).run()
+    graphed = Trainer(settings, graph=True)
+    assert graphed.run() == expected
+    assert len(graphed.step.by_shapes) == 2
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("amp", config.AMP)
+def test_a_graph_replays_the_same_steps(tmp_path, amp):
+    settings = settings_of(
+        tmp_path, epochs=4, log_images_every=0, lr_temporal=0.01, lr_spatial=0.01, amp=amp, train_refinement=True
+    )
+    settings.model.temporal.dropout = 0.0
+    settings.data.batch_size = 1
+    plain, graphed = (Trainer(settings, device=DEVICE, graph=graph) for graph in (False, True))
+    losses = [[row["train/loss"] for row in trainer.run()["history"]] for trainer in (plain, graphed)]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert losses[0][-1] < 0.9 * losses[0][0]  # else equal losses would prove nothing
+    assert [step.graph is not None for step in graphed.step.by_shapes.values()] == [True, True]
+
+
+def test_a_step_reads_nothing_from_the_device(tmp_path):
+    settings = settings_of(tmp_path)
+    settings.model.temporal.max_seq_len, settings.model.temporal.slot = 1, "last"
+    settings.model.loss, settings.model.metrics.pos_weight = config.Loss(type="bce_dice"), 2.0
+    trainer = Trainer(settings)
+    batch = next(iter(trainer.batches))
+    trainer.train_step(*batch)
+    with example_path.Reads() as reads:
+        trainer.train_step(*batch)
+    assert reads.count == 0
+
+
+def test_steps_that_cannot_be_captured_are_refused(tmp_path, capsys):
+    assert cli.main(["--graph", "--device", "cpu", "--checkpoint_dir", str(tmp_path / "run")]) == 2
+    assert "graph needs ops camox on a CUDA device, got ops camox on cpu" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="got ops torch on cuda:1"):
+        Trainer(settings_of(tmp_path / "run"), "torch", "cuda:1", graph=True)
+    with pytest.raises(ValueError, match=r"graph needs train.gradient_checkpointing: 0, got 4"):
+        Trainer(settings_of(tmp_path / "run", gradient_checkpointing=4), device="cuda", graph=True)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -750,7 +750,7 @@ def test_targets_that_memory_allows(group, dtype):
 def of_group(group, dtype="float32", **numbers) -> dict:
     made = entry(**numbers)
     made["directions"]["step"] = copy.deepcopy(made["directions"]["forward"])
-    made["directions"]["step"]["speed"]["max_autotune"] = spread(1.6)
+    made["directions"]["step"]["speed"]["reduce_overhead"] = spread(1.6)
     return {**made, "group": group, "key": f"{group}/{dtype}/contiguous/1", "dtype": dtype}
 
 

@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import camox_ops as cx
 
-one_thread = example_path.one_thread
-bdh, checkpoint, common_parity = (example_path.load(name, "common") for name in ("bdh", "checkpoint", "parity"))
+one_thread, imitated_graphs = example_path.one_thread, example_path.imitated_graphs
+bdh, checkpoint, common_parity, optimizer = (
+    example_path.load(name, "common") for name in ("bdh", "checkpoint", "parity", "optimizer")
+)
 data, demo_run, model, report, training = (
     example_path.load(name, "vision_bdh") for name in ("data", "demo_run", "model", "report", "training")
 )
@@ -416,8 +418,22 @@ def few_digits(digits, monkeypatch):
     monkeypatch.setattr(training, "open_data", lambda path: some)
 
 
+@pytest.fixture
+def few_stripes(monkeypatch):
+    """Sixty images of three classes, stripes of one, two and four pixels: nothing that another package brings."""
+    labels = torch.arange(60, device="cpu") % 3
+    lines = (torch.arange(32, device="cpu") >> labels[:, None]) % 2
+    images = (255 * lines).to(torch.uint8)[:, None, None].expand(-1, 1, 32, -1).contiguous()
+    some = data.LabelledImages(images, labels, ["one", "two", "four"], False)
+    monkeypatch.setattr(training, "open_data", lambda path: (some, some))
+
+
+def trainer_of(folder, **options):
+    return training.Trainer(training.Config(checkpoint_dir=str(folder), **TINY | options))
+
+
 def run(folder, **options):
-    return training.Trainer(training.Config(checkpoint_dir=str(folder), **TINY | options)).run()
+    return trainer_of(folder, **options).run()
 
 
 def test_resuming_gives_the_numbers_of_an_unbroken_run(tmp_path, few_digits, monkeypatch):
@@ -463,6 +479,57 @@ def test_accumulation_gives_the_gradients_of_one_batch(digits):
             torch.testing.assert_close(parameter.grad, whole[f"gradient {name}"], rtol=1e-4, atol=1e-6)
 
 
+def test_graphs_for_each_number_of_micro_batches_give_the_same_numbers(tmp_path, few_stripes, imitated_graphs):
+    options = {"epochs": 2, "accumulation_steps": 4}  # of the 6 batches of an epoch 4 and 2
+    losses = []
+    for graph in (False, True):
+        trainer = trainer_of(tmp_path, graph=graph, **options)
+        losses.append([trainer.train_epoch(epoch) for epoch in range(2)])
+    assert losses[0] == losses[1]
+    assert len(trainer.step.by_shapes) == 2
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_graph_replays_the_same_steps(tmp_path, few_stripes, bf16):
+    options = {"epochs": 6, "accumulation_steps": 4, "dropout": 0.0, "lr": 0.01, "bf16": bf16, "device": "cuda"}
+    with torch.device("cpu"):  # generators of the CPU draw the batches
+        plain, graphed = (trainer_of(tmp_path, graph=graph, **options) for graph in (False, True))
+        losses = [[trainer.train_epoch(epoch) for epoch in range(6)] for trainer in (plain, graphed)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2, abs=1e-2)
+    assert losses[0][-1] < 0.9 * losses[0][0]  # else equal losses would prove nothing
+    assert [step.graph is not None for step in graphed.step.by_shapes.values()] == [True, True]
+    assert float(graphed.optimizer.param_groups[0]["lr"]) == pytest.approx(graphed.rate(11))
+
+
+def test_a_step_reads_nothing_from_the_device(tmp_path, few_stripes):
+    trainer = trainer_of(tmp_path)
+    batch = data.normalise(trainer.training.images[:8]), trainer.training.labels[:8]
+    trainer.train_step(*batch)
+    with example_path.Reads() as reads:
+        trainer.train_step(*batch)
+    assert reads.count == 0
+
+
+def test_a_rate_in_a_tensor_is_written_in_place():
+    """As on a GPU: captured steps see the rates of a schedule, and a checkpoint of either kind of run loads."""
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    number, tensor = (optimizer.capturable(torch.optim.AdamW([weight], fused=True)) for weight in weights)
+    tensor.param_groups[0]["capturable"], kept = True, []
+    for step, rate in enumerate((0.1, 0.02, 0.3)):
+        for weight, updated in zip(weights, (number, tensor), strict=True):
+            optimizer.set_rate(updated, rate)
+            weight.grad = torch.tensor([1.0, -2.0, 0.5 * step])
+            updated.step()
+        kept.append(tensor.param_groups[0]["lr"])
+        assert kept[-1] is kept[0]
+        torch.testing.assert_close(*weights)
+    number.load_state_dict(tensor.state_dict())
+    optimizer.set_rate(number, 0.1)
+    assert number.param_groups[0]["capturable"] is weights[0].is_cuda
+    assert float(number.param_groups[0]["lr"]) == pytest.approx(0.1)
+
+
 def test_learning_rate():
     rates = [training.lr_factor(step, 4, 20) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
@@ -478,6 +545,8 @@ def test_learning_rate():
         (["--lr", "0"], "lr must be > 0, got 0.0"),
         (["--batch-size", "4000"], "batch_size=4000 is more than the"),
         (["--cached"], "cached is an option of --ops torch"),
+        (["--graph", "--device", "cpu"], "graph needs ops camox on a CUDA device, got ops camox on cpu"),
+        (["--graph", "--device", "cuda", "--compile"], "graph and compile exclude each other"),
     ],
 )
 def test_command_line_errors(arguments, message, capsys):

@@ -28,6 +28,9 @@ def build_parser():
     parser.add_argument("--device", help="cpu, cuda or cuda:N [CUDA where there is one]")
     parser.add_argument("--ops", choices=OPS, default="camox", help="build the model from camox_ops or stock PyTorch")
     parser.add_argument("--resume", action="store_true", help="go on from last.pth in train.checkpoint_dir")
+    parser.add_argument(
+        "--graph", action="store_true", help="replay each step as a CUDA graph; for --ops camox on a GPU"
+    )
     return parser
 
 
@@ -62,7 +65,7 @@ def main(arguments=None):
             from camox_ops.train import tune_cpu_allocator
 
             print(tune_cpu_allocator())
-        Trainer(config, options.ops, device, options.resume).run()
+        Trainer(config, options.ops, device, options.resume, options.graph).run()
     except (CacheError, CheckpointError, ConfigError, TrainingError, ImportError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

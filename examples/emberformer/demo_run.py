@@ -24,7 +24,7 @@ from .data import Batch, NextFrames, collate, simulated, split
 from .losses import Criterion, pixel_mask
 from .model import EmberFormer
 from .report import choose, draw_fires, predicted
-from .training import Counts, parameter_groups, pixel_loss
+from .training import Counts, outcomes, parameter_groups, pixel_loss
 
 BATCH, PATCH, LEARNING_RATE = 8, 4, 2e-3
 MODEL = {
@@ -123,7 +123,8 @@ def scores(predict, dataset, grid):
     counts = Counts("cpu")
     for begin in range(0, len(dataset), BATCH):
         batch = collate([dataset[index] for index in range(begin, min(begin + BATCH, len(dataset)))])
-        counts.update(predict(batch), batch.target, pixel_mask(batch.valid, grid, PATCH), SETTINGS)
+        mask = pixel_mask(batch.valid, grid, PATCH)
+        counts.update(outcomes(predict(batch), batch.target, mask, SETTINGS))
     return counts.scores()
 
 

@@ -80,4 +80,4 @@ class Criterion:
     def weight(self, target, mask):
         if self.pos_weight == "auto":
             return auto_pos_weight(target, mask)
-        return None if self.pos_weight is None else target.new_tensor(float(self.pos_weight))
+        return None if self.pos_weight is None else target.new_full((), self.pos_weight)

@@ -17,10 +17,10 @@ DECODERS = ("unet", "segformer")
 SLOTS = ("public", "last")
 
 
-def sinusoids(length, width):
+def sinusoids(length, width, device=None):
     """(length, width): sines in the even columns, cosines in the odd ones."""
-    position = torch.arange(length, dtype=torch.float32)[:, None]
-    angles = position * torch.exp(torch.arange(0, width, 2).float() * (-math.log(10000.0) / width))
+    position = torch.arange(length, dtype=torch.float32, device=device)[:, None]
+    angles = position * torch.exp(torch.arange(0, width, 2, device=device).float() * (-math.log(10000.0) / width))
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)
 
 
@@ -34,7 +34,7 @@ class PositionalEncoding(nn.Module):
     def forward(self, length):
         if length <= len(self.pe):
             return self.pe[:length]
-        return sinusoids(length, self.pe.shape[1]).to(self.pe)
+        return sinusoids(length, self.pe.shape[1], self.pe.device).to(self.pe)
 
 
 class TokenEmbedder(nn.Module):

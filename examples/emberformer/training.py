@@ -12,8 +12,10 @@ import torch
 from camox_ops.train import LossMeter, ProgressBar
 
 from ..common import checkpoint
+from ..common.graph import GraphedSteps, check_graph
+from ..common.optimizer import capturable
 from .config import model_arguments
-from .data import NextFrames, loader, open_sequences, split
+from .data import Batch, NextFrames, loader, open_sequences, split
 from .losses import Criterion, pixel_mask
 from .model import EmberFormer
 from .report import write_preview
@@ -26,20 +28,24 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message says where it stopped and what to change."""
 
 
+@torch.no_grad()
+def outcomes(logits, target, mask, settings):
+    """Numbers of hits, false alarms, misses and right rejections among the pixels of the mask, (4,) int64."""
+    predicted = torch.sigmoid(logits.float()) > settings.pred_thresh
+    burning, counted = target > settings.target_thresh, mask > 0
+    hit, either = predicted & burning & counted, (predicted | burning) & counted
+    return torch.stack((hit.sum(), (either & ~burning).sum(), (either & ~predicted).sum(), (counted & ~either).sum()))
+
+
 class Counts:
-    """Hits, false alarms, misses and right rejections, added up on the device; read once, by scores()."""
+    """Outcomes of many batches, added up on the device; read once, by scores()."""
 
     def __init__(self, device):
         self.total = torch.zeros(4, dtype=torch.float64, device=device)
 
-    @torch.no_grad()
-    def update(self, logits, target, mask, settings):
-        predicted = torch.sigmoid(logits.float()) > settings.pred_thresh
-        burning, counted = target > settings.target_thresh, mask > 0
-        hit, either = predicted & burning & counted, (predicted | burning) & counted
-        self.total += torch.stack(
-            (hit.sum(), (either & ~burning).sum(), (either & ~predicted).sum(), (counted & ~either).sum())
-        )
+    def update(self, found):
+        """found: what outcomes() returned."""
+        self.total += found
 
     def scores(self):
         """acc, prec, rec, f1 and iou; 0 where a denominator is."""
@@ -103,10 +109,16 @@ def pixel_loss(model, batch, criterion, grid, training=True, autocast=None):
 class Trainer:
     """Builds all parts of a run from a Config; run() trains and returns {"history", "best_epoch", "stopped"}.
 
-    ops: "camox" or "torch". Raises CacheError, ConfigError, CheckpointError or TrainingError.
+    ops: "camox" or "torch". graph: steps are replayed as CUDA graphs, one for each shape of a batch.
+    Raises CacheError, ConfigError, CheckpointError or TrainingError, and ValueError where no graph can be captured.
     """
 
-    def __init__(self, config, ops="camox", device="cpu", resume=False):
+    def __init__(self, config, ops="camox", device="cpu", resume=False, graph=False):
+        if graph:
+            check_graph(ops, device)
+        if graph and config.train.gradient_checkpointing:
+            # its backward pass sets the random state again, which a capture may not
+            raise ValueError(f"graph needs train.gradient_checkpointing: 0, got {config.train.gradient_checkpointing}")
         self.config, self.device, self.folder = config.check(), torch.device(device), Path(config.train.checkpoint_dir)
         torch.manual_seed(config.run.seed)
         torch.backends.cudnn.benchmark = config.run.cudnn_benchmark
@@ -122,13 +134,13 @@ class Trainer:
         channels = sequences[0].tokens(1)[2].shape[1]
         self.model = EmberFormer(**model_arguments(config, channels), ops=ops).to(self.device)
         self.model.gradient_checkpointing_enable(config.train.gradient_checkpointing)
-        self.optimizer = torch.optim.Adam(
-            parameter_groups(self.model, config.train), weight_decay=config.train.weight_decay, fused=True
-        )
+        groups = parameter_groups(self.model, config.train)
+        self.optimizer = capturable(torch.optim.Adam(groups, weight_decay=config.train.weight_decay, fused=True))
         self.criterion = Criterion(config.model.loss, config.model.metrics.pos_weight)
         self.amp = self.amp_dtype()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp is torch.float16)
         self.stopping, self.history, self.start_epoch = EarlyStopping(config.train.early_stopping), [], 0
+        self.step = GraphedSteps(self.train_step) if graph else self.train_step
         if resume:
             self.resume(self.folder / checkpoint.LAST)
 
@@ -181,8 +193,9 @@ class Trainer:
         line = ProgressBar(len(self.batches), f"epoch {epoch + 1}/{self.config.train.epochs}")
         for index, batch in enumerate(self.batches, 1):
             batch = batch.to(self.device)
-            loss = self.step(batch, counts)
+            loss, found = self.step(*batch)
             losses.update(loss, len(batch.target))
+            counts.update(found)
             if index == len(self.batches) or index % self.config.train.log_metrics_every == 0:
                 mean = losses.mean()  # the one place where the host waits for the device
                 if not math.isfinite(mean):
@@ -191,15 +204,15 @@ class Trainer:
         line.close()
         return {"train/loss": losses.mean(), **{f"train/{name}": v for name, v in counts.scores().items()}}
 
-    def step(self, batch, counts):
-        """Forward, backward and update; the loss."""
+    def train_step(self, *tensors):
+        """Forward, backward and update with the tensors of a Batch: its loss and outcomes."""
+        batch = Batch(*tensors)
         loss, logits, mask = pixel_loss(self.model, batch, self.criterion, self.grid, autocast=self.autocast())
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        counts.update(logits, batch.target, mask, self.config.model.metrics)
-        return loss.detach()
+        return loss.detach(), outcomes(logits, batch.target, mask, self.config.model.metrics)
 
     @torch.no_grad()
     def validate(self, epoch):
@@ -211,7 +224,7 @@ class Trainer:
             batch = batch.to(self.device)
             loss, logits, mask = pixel_loss(self.model, batch, self.criterion, self.grid, False, self.autocast())
             losses.update(loss, len(batch.target))
-            counts.update(logits, batch.target, mask, self.config.model.metrics)
+            counts.update(outcomes(logits, batch.target, mask, self.config.model.metrics))
             if index == 0 and every and epoch % every == 0:
                 settings = self.config.wandb
                 path = self.folder / f"preview_{epoch + 1:03d}.png"

@@ -4,14 +4,14 @@ from itertools import chain
 
 import torch
 
+from ..common.optimizer import capturable
+
 BETAS, EPS = (0.9, 0.999), 1e-8
 
 
 def plain_adamw(parameters, lr, weight_decay):
     """PyTorch's AdamW, which on a GPU can be part of a CUDA graph."""
-    parameters = list(parameters)
-    capturable = parameters[0].is_cuda
-    return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True, capturable=capturable)
+    return capturable(torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True))
 
 
 class PathAdamW:
@@ -25,10 +25,13 @@ class PathAdamW:
     def __init__(self, tree, lr=1e-3, weight_decay=0.01):
         self.tree, self.weight_decay = tree, weight_decay
         self.shared = plain_adamw(tree.shared_parameters(), lr, weight_decay)
-        self.param_groups = self.shared.param_groups
         buffer = tree.buffer()
         self.mean, self.square = torch.zeros_like(buffer), torch.zeros_like(buffer)
         self.steps = buffer.new_zeros(len(buffer), 1)
+
+    @property
+    def param_groups(self):
+        return self.shared.param_groups  # another list once a checkpoint was loaded
 
     @torch.no_grad()
     def step(self, path):

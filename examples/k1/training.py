@@ -13,7 +13,7 @@ from camox_ops.train import LossMeter
 
 from ..common import checkpoint
 from ..common.bdh import check_ops
-from ..common.graph import GraphedStep
+from ..common.graph import GraphedStep, check_graph
 from ..common.text import windows
 from .attribution import Attribution, ErrorPath, PlainErrorPath, check_updates
 from .baseline import BaselineTransformer
@@ -82,8 +82,8 @@ class Config:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         check_ops(self.ops)
         check_updates(self.updates)
-        if self.graph and (self.ops != "camox" or not self.device.startswith("cuda")):
-            raise ValueError(f"graph needs ops camox on a CUDA device, got ops {self.ops} on {self.device}")
+        if self.graph:
+            check_graph(self.ops, self.device)
         if self.resume and self.init:
             raise ValueError("init and resume exclude each other: a resumed run has its weights already")
         self.children()
@@ -225,8 +225,6 @@ class Trainer:
         try:
             self.model.load_state_dict(state["model_state_dict"])
             self.stepper.optimizer.load_state_dict(state["optimizer_state_dict"])
-            for group in self.stepper.optimizer.param_groups:  # a checkpoint may be of another device
-                group["capturable"] = self.device.type == "cuda"
             self.counts.copy_(state["counts"])
             if state["domains"] != self.corpus.domains:
                 raise ValueError(f"it has domains {state['domains']}, the texts {self.corpus.domains}")

@@ -24,6 +24,7 @@ HELP = {
     "softmax": "softmax in the attention",
     "cached": "with --ops torch: keep the angles' tables, use PyTorch's fused attention",
     "compile": "train through torch.compile",
+    "graph": "replay each optimizer step as a CUDA graph; for --ops camox on a GPU",
     "epochs": "passes over the training images",
     "batch_size": "images per micro-batch",
     "accumulation_steps": "micro-batches per optimizer step",

@@ -5,6 +5,7 @@ import math
 import os
 import time
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from camox_ops.train import ProgressBar
 
 from ..common import checkpoint
+from ..common.graph import GraphedSteps, check_graph
+from ..common.optimizer import capturable, set_rate
 from .data import DIGITS, batches, normalise, open_data, split
 from .model import MODELS, BDHConfig
 from .report import choose, write_attention
@@ -42,6 +45,7 @@ class Config:
     softmax: bool = False
     cached: bool = False
     compile: bool = False
+    graph: bool = False
     epochs: int = 15
     batch_size: int = 32
     accumulation_steps: int = 1
@@ -73,6 +77,10 @@ class Config:
             raise ValueError(f"model must be one of {tuple(MODELS)}, got {self.model!r}")
         if self.cached and self.ops != "torch":
             raise ValueError("cached is an option of --ops torch")
+        if self.graph:
+            check_graph(self.ops, self.device)
+        if self.graph and self.compile:
+            raise ValueError("graph and compile exclude each other")
 
     def sizes(self):
         return BDHConfig(self.n_layer, self.n_embd, self.dropout, self.n_head, self.mlp_multiplier)
@@ -135,11 +143,14 @@ class Trainer:
             cached=config.cached,
         ).to(self.device)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+        self.optimizer = capturable(
+            torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+        )
         self.history, self.best, self.start_epoch = [], -1.0, 0
         if config.resume:
             self.resume(Path(config.checkpoint_dir, checkpoint.LAST))
         self.forward = torch.compile(self.model) if config.compile else self.model
+        self.step = GraphedSteps(self.train_step) if config.graph else self.train_step
 
     def resume(self, path):
         """Go on after the epoch of a checkpoint, to the same numbers as an unbroken run."""
@@ -174,42 +185,48 @@ class Trainer:
 
     def train_epoch(self, epoch):
         """One pass over the training images; returns the mean loss."""
-        config, every = self.config, self.config.accumulation_steps
+        config, done, read = self.config, 0, 0
         self.model.train()
         line = ProgressBar(self.batches, f"epoch {epoch + 1}/{config.epochs}")
-        total, unread, read = 0.0, 0.0, 0
+        total, unread = 0.0, 0.0
         epoch_batches = batches(self.training, config.batch_size, config.seed, epoch, self.device)
-        for index, (images, labels) in enumerate(epoch_batches):
-            group, last = index // every, index + 1 == self.batches
-            with self.autocast():
-                logits = self.forward(images)
-            loss = F.cross_entropy(logits.float(), labels)
-            (loss / min(every, self.batches - group * every)).backward()
-            unread = unread + loss.detach()
-            if last or (index + 1) % every == 0:
-                self.step(epoch * self.steps_per_epoch + group)
-            if last or (index + 1) % config.log_interval == 0:
-                mean = float(unread) / (index + 1 - read)  # the one place where the host waits for the device
+        for number in range(self.steps_per_epoch):
+            micro_batches = list(islice(epoch_batches, config.accumulation_steps))
+            set_rate(self.optimizer, self.rate(epoch * self.steps_per_epoch + number))
+            for loss in self.step(*chain.from_iterable(micro_batches)):
+                unread = unread + loss
+            done += len(micro_batches)
+            if done == self.batches or done - read >= config.log_interval:
+                mean = float(unread) / (done - read)  # the one place where the host waits for the device
                 if not math.isfinite(mean):
-                    raise TrainingError(f"loss became {mean} in epoch {epoch + 1} by step {index + 1}; lower --lr")
-                total, unread, read = total + float(unread), 0.0, index + 1
-                line.update(index + 1, (index + 1) * config.batch_size, loss=mean)
+                    raise TrainingError(f"loss became {mean} in epoch {epoch + 1} by step {done}; lower --lr")
+                total, unread, read = total + float(unread), 0.0, done
+                line.update(done, done * config.batch_size, loss=mean)
         line.close()
         return total / self.batches
 
-    def step(self, number):
-        """Clip, update at the rate of optimizer step `number`, clear the gradients."""
+    def rate(self, number):
+        """The learning rate of optimizer step `number`."""
         config = self.config
-        rate = config.lr * lr_factor(number, config.warmup_steps, config.epochs * self.steps_per_epoch)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
+        return config.lr * lr_factor(number, config.warmup_steps, config.epochs * self.steps_per_epoch)
+
+    def train_step(self, *tensors):
+        """The update by micro-batches, given as images, labels, images, labels, ...: the loss of each."""
+        losses = []
+        for images, labels in zip(tensors[::2], tensors[1::2], strict=True):
+            with self.autocast():
+                logits = self.forward(images)
+            loss = F.cross_entropy(logits.float(), labels)
+            (2 * loss / len(tensors)).backward()
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return tuple(losses)
 
     def record(self, epoch, loss, correct, seconds):
         """Print, write the checkpoints and the metrics of all epochs so far."""
-        rate = self.optimizer.param_groups[0]["lr"]
+        rate = self.rate((epoch + 1) * self.steps_per_epoch - 1)
         self.history.append(dict(zip(COLUMNS, (epoch + 1, loss, 100 * correct, seconds, rate), strict=True)))
         shown = f"loss={loss:.4f}  val_accuracy={100 * correct:.2f}%  {seconds:.1f} s"
         print(f"epoch {epoch + 1}/{self.config.epochs}  {shown}", flush=True)
