@@ -111,6 +111,7 @@ def test_nan_fails_the_comparison(dataset, batch):
     assert not parity.compare(models, *batch)["passed"]
 
 
+@pytest.mark.slow
 def test_training_side_by_side_and_its_report(dataset, batch, compared, tmp_path):
     models = build(dataset)
     gaps = duel.early_loss_gaps(models, dataset, 4, 1e-3, warmup=10)

@@ -275,6 +275,7 @@ def test_resumed_run_equals_unbroken_run(tmp_path, small_set, options):
     assert resumed == unbroken
 
 
+@pytest.mark.slow
 def test_resuming_across_the_stages_equals_unbroken_run(tmp_path, small_set):
     train(tmp_path / "unbroken", epochs=2, stage1_epochs=1)
     one = tmp_path / "unbroken" / checkpoint.PREVIOUS
@@ -328,6 +329,7 @@ def test_settings_are_checked(name, value):
         engine.Config("builtin", **{name: value})
 
 
+@pytest.mark.slow
 def test_loader_workers_change_no_number(tmp_path, small_set):
     runs = [train(tmp_path / str(workers), epochs=2, stage1_epochs=0, num_workers=workers) for workers in (0, 1)]
     assert runs[0] == runs[1]
@@ -377,6 +379,7 @@ def test_command_line_explains_errors(tmp_path, small_set, capsys, options, mess
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_command_line_runs_from_another_folder(tmp_path):
     command = [sys.executable, str(example_path.FOLDER / "train_ultimate.py"), "train", "--dataset-path", "/nowhere"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -291,6 +291,7 @@ def test_correctness_of_chosen_ops_adds_to_what_is_known(tmp_path, monkeypatch):
     assert "1 of 2 pairs" in section.message
 
 
+@pytest.mark.slow
 def test_graphs_of_every_op(section):
     gpu_check.graphs(section)
     assert section.status == "passed", section.data["graphs"]["failures"]

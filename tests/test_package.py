@@ -49,7 +49,10 @@ print(before == facts(), facts()[-1])
     assert run_python(code).strip() == "True False"
 
 
-@pytest.mark.parametrize("name", ISAS)
+# Supported ones are forced by test_isa_agree too.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in cx.supported_isas() else ()) for name in ISAS]
+)
 def test_force_isa(name):
     code = "import camox_ops as cx; print(cx.isa())"
     if name in cx.supported_isas():
