@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,6 +206,44 @@ def run_python(code: str, **environment) -> str:
     if result.returncode != 0:
         raise RuntimeError(result.stderr)
     return result.stdout
+
+
+FORK_SERVER = """
+import json, os, sys, torch
+for request in sys.stdin:
+    code, environment, *files = json.loads(request)
+    child = os.fork()
+    if not child:
+        os.environ.clear()
+        os.environ.update(environment)
+        for stream, file in zip((1, 2), files):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+        exec(code, {"__name__": "__main__"})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def fork_server() -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", FORK_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def run_python_with_torch(code: str, **environment) -> str:
+    """As run_python, in a fork of one process that has imported torch, which takes seconds; camox_ops is not imported.
+
+    The environment is that of torch's import for what torch reads there."""
+    server = fork_server()
+    with tempfile.TemporaryDirectory() as folder:
+        files = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+        print(json.dumps([code, {**os.environ, **environment}, *files]), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        output, errors = (Path(file).read_text() for file in files)
+    if status:
+        raise RuntimeError(errors)
+    return output
 
 
 _kept = []

@@ -17,7 +17,7 @@ import contract_cases
 import pytest
 import torch
 from contract_cases import CASES, DEVICE, VARIANTS, normal
-from helpers import FLOATS, assert_close_to_reference, run_python
+from helpers import FLOATS, assert_close_to_reference, run_python_with_torch
 from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -644,7 +644,7 @@ def on_isa(pytestconfig, tmp_path_factory):
     def results_on(isa, dtypes):
         path = str(tmp_path_factory.mktemp("isa") / isa)
         code = OF_AN_ISA.format(tests=str(pytestconfig.rootpath / "tests"), path=path, dtypes=dtypes)
-        assert run_python(code, CAMOX_FORCE_ISA=isa).split() == [isa]
+        assert run_python_with_torch(code, CAMOX_FORCE_ISA=isa).split() == [isa]
         return torch.load(path)
 
     return results_on
@@ -774,7 +774,7 @@ for case in CASES:
         assert not elsewhere(case.ours(*case.inputs(case.shapes[0], torch.float32))), case
 print(len(CASES))
 """
-    assert run_python(code, CAMOX_TEST_DEVICE="meta").split() == [str(len(CASES))]
+    assert run_python_with_torch(code, CAMOX_TEST_DEVICE="meta").split() == [str(len(CASES))]
 
 
 @pytest.mark.slow
@@ -795,4 +795,4 @@ def test_a_torch_without_cuda_skips_the_tests_of_a_gpu():
 @ON_CPU
 def test_small_stacks(pytestconfig):
     """Of the ops' scratch only little may lie on the stack; the last name on standard error is what overflowed."""
-    assert run_python(SMALL_STACK.format(tests=str(pytestconfig.rootpath / "tests"))) == "done\n"
+    assert run_python_with_torch(SMALL_STACK.format(tests=str(pytestconfig.rootpath / "tests"))) == "done\n"

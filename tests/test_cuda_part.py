@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DEVICE, run_python
+from helpers import DEVICE, run_python_with_torch
 
 import camox_ops
 from camox_ops import _cuda
@@ -21,7 +21,7 @@ import emulator
 def test_cpu_torch_never_opens_it():
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    maps = run_python("import camox_ops; print(open('/proc/self/maps').read())")
+    maps = run_python_with_torch("import camox_ops; print(open('/proc/self/maps').read())")
     assert "_C.abi3.so" in maps
     assert "libcamox_ops_cuda" not in maps
     assert "has no CUDA" in _cuda.status()
@@ -88,7 +88,7 @@ def test_every_operator_with_kernels_registers_them():
     bindings = [for_cpu.sub("", text) for text in bindings]
     operators = {f"camox_ops::{name}" for text in bindings for name in re.findall(r'm\.impl\("(\w+)"', text)}
     # in a process of its own: what the library registers stays registered
-    known = run_python(
+    known = run_python_with_torch(
         "import ctypes, os, torch, camox_ops\n"
         f"ctypes.CDLL({str(_cuda.LIBRARY)!r}, mode=os.RTLD_LAZY)\n"
         f"has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
@@ -216,9 +216,11 @@ def test_without_the_stream_of_torch_it_is_said_why(machine, tmp_path):
         "    stream = ctypes.c_void_p()\n"
         "    print(library.camox_cuda_current_stream(device, ctypes.byref(stream)), stream.value)\n"
     )
-    missing = run_python(f"import ctypes\n{ask}")
+    missing = run_python_with_torch(f"import ctypes\n{ask}")
     assert missing.count("this torch has no aoti_torch_get_current_cuda_stream to ask for its stream") == 2
-    found, failed = run_python(f"import ctypes\ntorch = ctypes.CDLL({str(torch_cuda)!r})\n{ask}").splitlines()
+    found, failed = run_python_with_torch(
+        f"import ctypes\ntorch = ctypes.CDLL({str(torch_cuda)!r})\n{ask}"
+    ).splitlines()
     assert found == "None 43"
     assert "torch failed to return its current stream" in failed
 

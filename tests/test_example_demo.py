@@ -96,6 +96,7 @@ def test_one_run_that_is_not_finite_is_not_outvoted():
     assert common_parity.compare_with_float64(exact, [good, good, bad], [good])["worst"]["share_of_limit"] == np.inf
 
 
+@pytest.mark.slow
 def test_a_missing_gradient_fails_the_comparison(dataset, batch):
     models = build(dataset)
     models["camox"].moe_layers[0].experts[parity.EDGE_EXPERT].fusion[0].bias.requires_grad_(False)

@@ -1,14 +1,13 @@
 """cx.explain: the kernels that C names, forward and backward, in every way that an op is called."""
 
 import json
-import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_python_with_torch
 
 import camox_ops as cx
 from camox_ops import _C, _explain, _torch_private
@@ -117,9 +116,7 @@ def test_reason_for_the_instruction_set():
         "with cx.explain() as calls: cx.edge_maps(torch.ones(1, 1, 9, 9))\n"
         "print(*calls.calls[0].kernels, *calls.calls[0].reasons, sep='\\n')"
     )
-    environment = {**os.environ, "CAMOX_FORCE_ISA": "portable"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    kernel, *reasons = done.stdout.splitlines()
+    kernel, *reasons = run_python_with_torch(script, CAMOX_FORCE_ISA="portable").splitlines()
     assert kernel == "camox_edge_forward_kernel_f32_portable"
     has = "CAMOX_FORCE_ISA is portable" if "avx2" in cx.supported_isas() else "this CPU or build has portable"
     assert reasons == [f"not avx2: {has}"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_python
+from helpers import run_python, run_python_with_torch
 
 import camox_ops as cx
 from camox_ops import _cuda
@@ -56,22 +56,25 @@ print(before == facts(), facts()[-1])
 def test_force_isa(name):
     code = "import camox_ops as cx; print(cx.isa())"
     if name in cx.supported_isas():
-        assert run_python(code, CAMOX_FORCE_ISA=name).strip() == name
+        assert run_python_with_torch(code, CAMOX_FORCE_ISA=name).strip() == name
     else:
         with pytest.raises(
             RuntimeError, match=f"ImportError: CAMOX_FORCE_ISA is '{name}', which this machine does not"
         ):
-            run_python(code, CAMOX_FORCE_ISA=name)
+            run_python_with_torch(code, CAMOX_FORCE_ISA=name)
 
 
 def test_force_isa_empty_is_the_best():
-    assert run_python("import camox_ops as cx; print(cx.isa())", CAMOX_FORCE_ISA="").strip() == cx.supported_isas()[-1]
+    assert (
+        run_python_with_torch("import camox_ops as cx; print(cx.isa())", CAMOX_FORCE_ISA="").strip()
+        == cx.supported_isas()[-1]
+    )
 
 
 def test_errors_of_an_unknown_isa():
     message = "ImportError: CAMOX_FORCE_ISA must be portable, avx2 or avx512, got 'sse9'"
     with pytest.raises(RuntimeError, match=message):
-        run_python("import camox_ops", CAMOX_FORCE_ISA="sse9")
+        run_python_with_torch("import camox_ops", CAMOX_FORCE_ISA="sse9")
 
 
 FILL_FREED_BLOCKS = """

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import run_python_with_torch
 
 from camox_ops import _torch_private
 
@@ -101,7 +101,7 @@ def without(*names: str) -> dict[str, list]:
     """By the name that is missing: numbers, refusals, names found missing, whether calls are fast, the line of info."""
     asked = [(name, name in _torch_private.NAMES and name not in CANNOT_BE_DELETED) for name in names]
     code = f"import sys\nsys.argv.append({json.dumps(asked)!r})\n{WITHOUT_EACH_NAME}"
-    lines = run_python(code, CAMOX_HIDE_TORCH="").splitlines()
+    lines = run_python_with_torch(code, CAMOX_HIDE_TORCH="").splitlines()
     return {name: found for name, *found in map(json.loads, lines)}
 
 
@@ -127,10 +127,11 @@ def test_without_a_name(name):
 
 def test_info_names_what_is_missing():
     info = "from camox_ops.__main__ import main; main(['info'])"
-    rows = dict(line.split("  ", 1) for line in run_python(info, CAMOX_HIDE_TORCH="").splitlines())
+    rows = dict(line.split("  ", 1) for line in run_python_with_torch(info, CAMOX_HIDE_TORCH="").splitlines())
     assert rows["torch calls"] == "short, past the Python of torch's operators"
     rows = dict(
-        line.split("  ", 1) for line in run_python(info, CAMOX_HIDE_TORCH="torch._ops.OpOverload._op").splitlines()
+        line.split("  ", 1)
+        for line in run_python_with_torch(info, CAMOX_HIDE_TORCH="torch._ops.OpOverload._op").splitlines()
     )
     assert rows["torch calls"].endswith("; CAMOX_HIDE_TORCH hides torch._ops.OpOverload._op")
 
@@ -139,7 +140,7 @@ def test_errors_of_an_unknown_name():
     with pytest.raises(
         RuntimeError, match=r"ImportError: CAMOX_HIDE_TORCH must be 'all' or some of .*, got 'torch\.x'"
     ):
-        run_python("import camox_ops", CAMOX_HIDE_TORCH="torch.x")
+        run_python_with_torch("import camox_ops", CAMOX_HIDE_TORCH="torch.x")
 
 
 @pytest.mark.slow
