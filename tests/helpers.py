@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
+import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -244,6 +246,12 @@ def run_python_with_torch(code: str, **environment) -> str:
     if status:
         raise RuntimeError(errors)
     return output
+
+
+def run_ranks(worker, arguments, count: int) -> None:
+    """worker(rank, *arguments) in `count` processes: forks of one process that has imported torch."""
+    multiprocessing.set_forkserver_preload(["torch"])
+    torch.multiprocessing.start_processes(worker, arguments, count, start_method="forkserver")
 
 
 _kept = []

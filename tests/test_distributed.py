@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers import leave_process_group
+from helpers import leave_process_group, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -70,7 +69,7 @@ def worker(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def distributed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
-    mp.spawn(worker, (str(folder),), nprocs=WORLD)
+    run_ranks(worker, (str(folder),), WORLD)
     return torch.load(folder / "gradients")
 
 

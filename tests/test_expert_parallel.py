@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from helpers import leave_process_group
+from helpers import leave_process_group, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -226,7 +225,7 @@ def worker(rank: int, world: int, folder: str) -> None:
 
 def results_of(world: int, folder) -> list[dict]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(worker, (world, str(folder)), nprocs=world)
+    run_ranks(worker, (world, str(folder)), world)
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(world)]
 
 

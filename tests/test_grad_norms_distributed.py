@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers import leave_process_group
+from helpers import leave_process_group, run_ranks
 from torch.distributed.fsdp import fully_shard
 
 import camox_ops as cx
@@ -43,7 +42,7 @@ def worker(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_dtensors_give_the_numbers_of_this_process(tmp_path):
-    mp.spawn(worker, (str(tmp_path),), nprocs=WORLD)
+    run_ranks(worker, (str(tmp_path),), WORLD)
     grads = backward(network())
     expected = cx.grad_group_norms(grads, [0, 0, 1, 1], 2, reduce="l2")
     for rank in range(WORLD):

@@ -11,8 +11,7 @@ import example_path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers import DEVICE, leave_process_group
+from helpers import DEVICE, leave_process_group, run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -224,7 +223,7 @@ def ranks(request, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(worker, (request.param, port, str(folder)), nprocs=request.param)
+    run_ranks(worker, (request.param, port, str(folder)), request.param)
     return request.param, folder
 
 
