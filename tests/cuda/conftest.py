@@ -28,3 +28,16 @@ def arch(request):
 def dtype(request):
     """float16 runs what bfloat16 runs, but for conversions and one word of a product: it is left to the slow tests."""
     return emulator.DTYPES[request.param]
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items):
+    """A test of every dtype and order has every second pair of them, the slow tests have the others: each dtype meets
+    two orders and each order a dtype, and whether threads race depends on no dtype's bits."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        dtype, order = params.get("dtype"), params.get("order")
+        if dtype in [*emulator.DTYPES] and order in [*emulator.ORDERS]:
+            pair = [*emulator.DTYPES].index(dtype) + [*emulator.ORDERS].index(order)
+            if pair % 2:
+                item.add_marker(pytest.mark.slow)

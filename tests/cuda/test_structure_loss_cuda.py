@@ -9,6 +9,12 @@ from helpers import assert_close_to_reference
 
 from camox_ops import reference
 
+SLOW = pytest.mark.slow
+# Of tests of thousands of images, which are about work items and counters: the others test how elements are read.
+FLOAT32_FIRST = [
+    pytest.param(dtype, marks=() if dtype == torch.float32 else SLOW) for dtype in emulator.DTYPES.values()
+]
+
 
 @pytest.mark.parametrize("probabilities", [False, True])
 def test_structure_loss(dtype, probabilities, arch):
@@ -110,6 +116,7 @@ def test_structure_loss_finishes_groups_of_images(images, kinds):
         assert all(map(torch.equal, again, ours))
 
 
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST)
 @pytest.mark.parametrize("images", [512, 8 * 512 + 1])
 def test_structure_loss_of_many_small_images(dtype, images):
     """A warp has each of them; with more than 512 groups of eight, several."""
@@ -120,6 +127,7 @@ def test_structure_loss_of_many_small_images(dtype, images):
         assert all(map(torch.equal, cases.run(*inputs, **options, order="random", grid_cap=5), ours))
 
 
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST)
 def test_structure_loss_of_many_images_has_longer_work_items(dtype):
     """Of more than 2048 pixels, and more than a thread has at once."""
     inputs = cases.inputs_of((2048, 2052), dtype)

@@ -123,7 +123,8 @@ def build(name: str, sources: list[Path], link: list[str], flags: list[str] = ()
 
 @cache
 def runtime_path() -> Path:
-    return build("libcamox_cuda_emulator.so", [HERE / "cuda_emulator.cpp"], ["-lpthread", "-ldl"])
+    # Its loops run at every rendezvous of every kernel.
+    return build("libcamox_cuda_emulator.so", [HERE / "cuda_emulator.cpp"], ["-lpthread", "-ldl"], ["-O2"])
 
 
 def sources() -> list[Path]:
@@ -174,7 +175,11 @@ def _runtime() -> ctypes.CDLL:
         ("without_barrier", None, [ctypes.c_char_p, ctypes.c_int]),
         ("take_error", ctypes.c_char_p, []),
         ("take_runs", ctypes.c_char_p, []),
-        ("static_shared", None, [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]),
+        (
+            "static_shared",
+            None,
+            [ctypes.c_char_p, *[ctypes.c_size_t] * 2, ctypes.POINTER(ctypes.c_size_t), ctypes.c_size_t],
+        ),
         ("alloc", ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]),
         ("check_slack", ctypes.c_char_p, []),
         ("free", None, [ctypes.c_void_p]),
@@ -187,8 +192,11 @@ def _runtime() -> ctypes.CDLL:
 @cache
 def load(source: Path, arch: int, define: str = "") -> ctypes.CDLL:
     runtime, path = _runtime(), object_path(source, arch, define)
-    for address, size in static_shared(path).items():
-        runtime.camox_emulator_static_shared(str(path).encode(), address, size)
+    for address, variables in shared_variables(path).items():
+        flat = [number for variable in variables for number in variable]
+        places = (ctypes.c_size_t * len(flat))(*flat)
+        size = static_shared(path)[address]
+        runtime.camox_emulator_static_shared(str(path).encode(), address, size, places, len(variables))
     # Its own runtime first: a torch with CUDA has loaded the real one, for all, under the same names.
     return ctypes.CDLL(str(path), mode=os.RTLD_DEEPBIND)
 
@@ -239,9 +247,8 @@ def kernel_addresses(path: Path) -> dict[int, str]:
 
 
 @lru_cache
-def static_shared(path: Path) -> dict[int, int]:
-    """Address of each kernel in the object -> bytes of its __shared__ variables, in whole 16 bytes as dynamic memory
-    behind them needs.
+def shared_variables(path: Path) -> dict[int, list[tuple[int, int]]]:
+    """Address of each kernel in the object -> (offset in the object's TLS block, bytes) of its __shared__ variables.
 
     What a function has that kernels call counts for all of them: the symbols do not say which do."""
     command = ["readelf", "--symbols", "--wide", str(path)]
@@ -252,11 +259,19 @@ def static_shared(path: Path) -> dict[int, int]:
             if fields[3] == "FUNC":
                 mangled[int(fields[1], 16)] = fields[7]
             else:
-                variables[fields[7]] = int(fields[2], 0)
+                variables[fields[7]] = int(fields[1], 16), int(fields[2], 0)
     inside = {address: f"_ZZ{mangled[address][2:]}E" for address in kernel_addresses(path)}
-    of_all = sum(size for name, size in variables.items() if not name.startswith(tuple(inside.values())))
-    own = {at: sum(size for name, size in variables.items() if name.startswith(inside[at])) for at in inside}
-    return {at: (size + of_all + 15) // 16 * 16 for at, size in own.items()}
+    of_all = [place for name, place in variables.items() if not name.startswith(tuple(inside.values()))]
+    return {
+        at: of_all + [place for name, place in variables.items() if name.startswith(start)]
+        for at, start in inside.items()
+    }
+
+
+def static_shared(path: Path) -> dict[int, int]:
+    """Address of each kernel -> bytes of its __shared__ variables, in whole 16 as dynamic memory behind them needs."""
+    sizes = {at: sum(size for _, size in variables) for at, variables in shared_variables(path).items()}
+    return {at: (size + 15) // 16 * 16 for at, size in sizes.items()}
 
 
 def short_name(kernel: str) -> str:

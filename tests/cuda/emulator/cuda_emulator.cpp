@@ -117,12 +117,18 @@ struct rendezvous {
   unsigned mask, arrived;
 };
 
+/* A __shared__ variable that a kernel may use: where in its object's TLS block it lies. */
+struct shared_variable {
+  size_t offset, bytes;
+};
+
 struct launch {
   camox_emulator_launch_info info;
   std::string name;
   dim3 grid, block;
   size_t shared_bytes, tls_module, tls_bytes;
   uint64_t blocks, next;
+  const std::vector<shared_variable> *variables;
   std::vector<uint64_t> shuffled;
   bool failed;
 };
@@ -236,8 +242,6 @@ int pick(worker *w) {
   return word * 64 + bit;
 }
 
-void to_scheduler(worker *w) { context_switch(&w->current->at, &w->scheduler); }
-
 void fiber_main() {
   worker *w = self_worker;
   fiber *f = w->current;
@@ -246,8 +250,27 @@ void fiber_main() {
   f->waits = wait::exited;
   --w->live;
   w->free_stacks.push_back(f->stack);
-  to_scheduler(w);
+  context_switch(&f->at, &w->scheduler); /* a next fiber may get this stack, so that it cannot be made here */
   abort();
+}
+
+/* The fiber that is to run next, with a stack. */
+fiber *next_fiber(worker *w) {
+  fiber *f = &w->fibers[pick(w)];
+  if (!f->stack) { /* a fiber that ran to its end hands its warm stack to the next */
+    f->stack = w->free_stacks.back();
+    w->free_stacks.pop_back();
+    context_make(&f->at, f->stack, stack_bytes, fiber_main);
+  }
+  return w->current = f;
+}
+
+/* From a fiber that waits straight to the next one; to the scheduler, which knows of deadlocks, when none can run. */
+void switch_fiber(worker *w) {
+  fiber *const from = w->current;
+  if (!w->ready_count) return context_switch(&from->at, &w->scheduler);
+  const fiber *const to = next_fiber(w);
+  if (to != from) context_switch(&from->at, &to->at);
 }
 
 /* Nothing can run and not all have finished: say who waits for whom. */
@@ -289,7 +312,8 @@ void run_block(worker *w, uint64_t linear) {
   for (auto &pending : w->warps) pending.clear();
   w->free_stacks.clear();
   for (int i = max_threads; i-- > 0;) w->free_stacks.push_back(w->stacks + size_t(i) * (stack_bytes + page) + page);
-  if (w->tls) memset(w->tls, poison, job->tls_bytes);
+  /* Its own ones alone: the TLS block has those of all kernels, up to 2 MB. */
+  for (const shared_variable &v : *job->variables) memset(w->tls + v.offset, poison, v.bytes);
   /* flush against the guard page behind it */
   w->shared = w->shared_region + (max_shared + page - 1) / page * page - (job->shared_bytes + 15) / 16 * 16;
   memset(w->shared, poison, size_t(w->shared_region + (max_shared + page - 1) / page * page - w->shared));
@@ -310,13 +334,7 @@ void run_block(worker *w, uint64_t linear) {
   }
   while (w->live) {
     if (!w->ready_count) fail_deadlock(w);
-    fiber *f = &w->fibers[pick(w)];
-    if (!f->stack) { /* a fiber that ran to its end hands its warm stack to the next */
-      f->stack = w->free_stacks.back();
-      w->free_stacks.pop_back();
-      context_make(&f->at, f->stack, stack_bytes, fiber_main);
-    }
-    w->current = f;
+    const fiber *f = next_fiber(w);
     context_switch(&w->scheduler, &f->at);
   }
   w->current = nullptr;
@@ -426,6 +444,7 @@ void work(worker *w) {
     if (job->tls_module) {
       tls_index at = {job->tls_module, 0};
       w->tls = static_cast<unsigned char *>(__tls_get_addr(&at));
+      memset(w->tls, poison, job->tls_bytes);
     }
     while (!__atomic_load_n(&job->failed, __ATOMIC_ACQUIRE)) {
       const uint64_t i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
@@ -446,7 +465,11 @@ struct run_record {
 std::vector<run_record> records;
 std::string records_text;
 std::unordered_map<const void *, int> dynamic_limits;
-std::unordered_map<std::string, size_t> static_shared; /* of each kernel; its key is what place() makes */
+struct static_memory {
+  size_t bytes; /* in whole 16, as dynamic memory behind it needs */
+  std::vector<shared_variable> variables;
+};
+std::unordered_map<std::string, static_memory> static_shared; /* of each kernel; its key is what place() makes */
 cudaError_t last_error = cudaSuccess;
 
 std::string kernel_name(const void *kernel, const char *text) {
@@ -538,6 +561,11 @@ static bool left_out(const camox_emulator_site *site) {
   return config.without_file == (slash ? slash + 1 : site->file);
 }
 
+/* One place in the source is a site for each template that it is compiled in. */
+static bool same_place(const camox_emulator_site *a, const camox_emulator_site *b) {
+  return a == b || (a->line == b->line && !strcmp(a->what, b->what) && !strcmp(a->file, b->file));
+}
+
 int camox_emulator_barrier(int predicate, int operation, const camox_emulator_site *site) {
   if (left_out(site)) return 0;
   worker *w = self_worker;
@@ -548,7 +576,7 @@ int camox_emulator_barrier(int predicate, int operation, const camox_emulator_si
   if (++w->at_barrier == w->threads) {
     for (int i = 0; i < w->threads; ++i) {
       const fiber *g = &w->fibers[i];
-      if (g->site->line != site->line || strcmp(g->site->file, site->file))
+      if (!same_place(g->site, site))
         fail_fiber(f, whereabouts(f) + ", but thread " +
                           format("(%u,%u,%u) ", g->self.thread_idx.x, g->self.thread_idx.y, g->self.thread_idx.z) +
                           whereabouts(g));
@@ -563,7 +591,7 @@ int camox_emulator_barrier(int predicate, int operation, const camox_emulator_si
       make_ready(w, i);
     }
   }
-  to_scheduler(w);
+  switch_fiber(w);
   return f->result;
 }
 
@@ -590,15 +618,14 @@ void camox_emulator_warp(unsigned mask, void *payload, camox_emulator_collective
     for (int l = 0; l < warp_size; ++l) {
       if (!(lanes.mask >> l & 1)) continue;
       const fiber *g = &w->fibers[first + l];
-      if (g->site->line != site->line || strcmp(g->site->what, site->what) || strcmp(g->site->file, site->file))
-        fail_fiber(f, whereabouts(f) + format(", but lane %d ", l) + whereabouts(g));
+      if (!same_place(g->site, site)) fail_fiber(f, whereabouts(f) + format(", but lane %d ", l) + whereabouts(g));
       lanes.payload[l] = g->payload;
     }
     run(&lanes);
     for (int l = 0; l < warp_size; ++l)
       if (lanes.mask >> l & 1) make_ready(w, first + l);
   }
-  to_scheduler(w);
+  switch_fiber(w);
 }
 
 void *camox_emulator_dynamic_shared(void) { return self_worker->shared; }
@@ -639,7 +666,7 @@ void camox_emulator_cp_async_wait(int pending_groups) {
 void camox_emulator_pause(void) {
   worker *w = self_worker;
   make_ready(w, index_of(w, w->current));
-  to_scheduler(w);
+  switch_fiber(w);
 }
 
 int64_t camox_emulator_grid_cap(void) { return config.grid_cap; }
@@ -682,9 +709,11 @@ const char *camox_emulator_take_runs(void) {
   return records_text.c_str();
 }
 
-/* Bytes of the __shared__ variables of the kernel at this offset in an object; without them it is not launched. */
-void camox_emulator_static_shared(const char *module, size_t offset, size_t bytes) {
-  static_shared[place(module, offset)] = bytes;
+/* The __shared__ variables of the kernel at this offset in an object, and their bytes in all; without them it is not launched. */
+void camox_emulator_static_shared(const char *module, size_t offset, size_t bytes, const size_t *variables, size_t count) {
+  static_memory &memory = static_shared[place(module, offset)];
+  memory = {bytes, {}};
+  for (size_t i = 0; i < count; ++i) memory.variables.push_back({variables[2 * i], variables[2 * i + 1]});
 }
 
 void camox_emulator_launch(const camox_emulator_launch_info *info, dim3 grid, dim3 block, size_t shared_bytes) {
@@ -703,13 +732,13 @@ void camox_emulator_launch(const camox_emulator_launch_info *info, dim3 grid, di
   if (known == static_shared.end())
     return refuse(name, "its static shared memory is not known (camox_emulator_static_shared)", cudaErrorInvalidValue);
   const auto limit = dynamic_limits.find(info->kernel);
-  const size_t total = shared_bytes + known->second;
+  const size_t total = shared_bytes + known->second.bytes;
   const bool too_much = limit == dynamic_limits.end() ? total > 49152 : shared_bytes > size_t(limit->second);
   if (too_much || total > shared_limit(info->arch))
     return refuse(name,
                   format("%zu bytes of dynamic and %zu of static shared memory; 49152 together need no cudaFuncSetAttribute, "
                          "sm_%d has %zu",
-                         shared_bytes, known->second, info->arch / 10, shared_limit(info->arch)),
+                         shared_bytes, known->second.bytes, info->arch / 10, shared_limit(info->arch)),
                   cudaErrorInvalidValue);
   if (info->parameter_bytes > 4096) return refuse(name, "more than 4096 bytes of parameters", cudaErrorInvalidValue);
 
@@ -723,6 +752,7 @@ void camox_emulator_launch(const camox_emulator_launch_info *info, dim3 grid, di
   job.shared_bytes = shared_bytes;
   job.tls_module = q.module;
   job.tls_bytes = q.bytes;
+  job.variables = &known->second.variables;
   job.blocks = uint64_t(grid.x) * grid.y * grid.z;
   if (config.order == random_order) {
     uint64_t state = config.seed;
@@ -860,3 +890,99 @@ void __ubsan_handle_shift_out_of_bounds(void *data, uintptr_t, uintptr_t) {
 }
 
 }  // extern "C"
+
+/* ---- warp operations whose loops pay to be optimized, as kernels are not ---- */
+void camox_emulator_shuffle_run(camox_emulator_lanes *lanes) {
+  for (int lane = 0; lane < 32; ++lane) {
+    if (!(lanes->mask >> lane & 1)) continue;
+    camox_emulator_shuffle_payload *p = static_cast<camox_emulator_shuffle_payload *>(lanes->payload[lane]);
+    if (!(lanes->mask >> p->source & 1))
+      camox_emulator_fail_lane(lane, "shuffle reads lane %d, which takes no part in it", p->source);
+    p->out = static_cast<camox_emulator_shuffle_payload *>(lanes->payload[p->source])->in;
+  }
+}
+
+template <bool TRANSPOSED>
+void camox_emulator_ldmatrix_run(camox_emulator_lanes *lanes) {
+  if (lanes->mask != ~0u) camox_emulator_fail("ldmatrix needs all 32 lanes of the warp");
+  uint16_t matrices[4][8][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const void *row = static_cast<camox_emulator_ldmatrix_payload *>(lanes->payload[lane])->row;
+    if (!camox_emulator_is_shared(row)) camox_emulator_fail_lane(lane, "ldmatrix reads what is not shared memory");
+    if (reinterpret_cast<uintptr_t>(row) % 16)
+      camox_emulator_fail_lane(lane, "ldmatrix: a row must begin at a multiple of 16 bytes");
+    memcpy(matrices[lane / 8][lane % 8], row, 16);
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    uint32_t *to = static_cast<camox_emulator_ldmatrix_payload *>(lanes->payload[lane])->to;
+    const int g = lane / 4, t = lane % 4 * 2;
+    for (int i = 0; i < 4; ++i) {
+      const auto &m = matrices[i];
+      to[i] = TRANSPOSED ? m[t][g] | uint32_t(m[t + 1][g]) << 16 : m[g][t] | uint32_t(m[g][t + 1]) << 16;
+    }
+  }
+}
+
+template <typename T>
+static float camox_emulator_half_of(uint32_t word, int i) {
+  const uint16_t bits = static_cast<uint16_t>(word >> (16 * i));
+  T value;
+  memcpy(static_cast<void *>(&value), &bits, 2);
+  return static_cast<float>(value);
+}
+
+/* d += a b of fragments whose elements `take` puts into the matrices. */
+template <typename T, int K, typename Take>
+static void camox_emulator_mma_of(camox_emulator_lanes *lanes, const Take &take) {
+  if (lanes->mask != ~0u) camox_emulator_fail("mma needs all 32 lanes of the warp");
+  float a[16][K], b[K][8];
+  for (int lane = 0; lane < 32; ++lane)
+    take(*static_cast<camox_emulator_mma_payload<T> *>(lanes->payload[lane]), lane / 4, lane % 4, a, b);
+  for (int lane = 0; lane < 32; ++lane) {
+    float *d = static_cast<camox_emulator_mma_payload<T> *>(lanes->payload[lane])->d;
+    for (int i = 0; i < 4; ++i) {
+      double sum = d[i];
+      for (int k = 0; k < K; ++k) sum += double(a[lane / 4 + 8 * (i / 2)][k]) * double(b[k][lane % 4 * 2 + i % 2]);
+      d[i] = static_cast<float>(sum);
+    }
+  }
+}
+
+template <typename T, int K>
+void camox_emulator_mma_run(camox_emulator_lanes *lanes) {
+  camox_emulator_mma_of<T, K>(lanes,
+                              [](const camox_emulator_mma_payload<T> &p, int g, int t, float (&a)[16][K], float (&b)[K][8]) {
+                                for (int i = 0; i < 2; ++i)
+                                  for (int half = 0; half < K / 8; ++half) {
+                                    a[g][2 * t + i + 8 * half] = camox_emulator_half_of<T>(p.a[2 * half], i);
+                                    a[g + 8][2 * t + i + 8 * half] = camox_emulator_half_of<T>(p.a[2 * half + 1], i);
+                                    b[2 * t + i + 8 * half][g] = camox_emulator_half_of<T>(p.b[half], i);
+                                  }
+                              });
+}
+
+/* Bits below the mantissa of TF32 are not seen. */
+static float camox_emulator_tf32_of(uint32_t bits) {
+  bits &= 0xffffe000u;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+void camox_emulator_mma_run_tf32(camox_emulator_lanes *lanes) {
+  camox_emulator_mma_of<float, 8>(
+      lanes, [](const camox_emulator_mma_payload<float> &p, int g, int t, float (&a)[16][8], float (&b)[8][8]) {
+        for (int half = 0; half < 2; ++half) {
+          a[g][t + 4 * half] = camox_emulator_tf32_of(p.a[2 * half]);
+          a[g + 8][t + 4 * half] = camox_emulator_tf32_of(p.a[2 * half + 1]);
+          b[t + 4 * half][g] = camox_emulator_tf32_of(p.b[half]);
+        }
+      });
+}
+
+template void camox_emulator_ldmatrix_run<false>(camox_emulator_lanes *);
+template void camox_emulator_ldmatrix_run<true>(camox_emulator_lanes *);
+template void camox_emulator_mma_run<__half, 8>(camox_emulator_lanes *);
+template void camox_emulator_mma_run<__half, 16>(camox_emulator_lanes *);
+template void camox_emulator_mma_run<__nv_bfloat16, 8>(camox_emulator_lanes *);
+template void camox_emulator_mma_run<__nv_bfloat16, 16>(camox_emulator_lanes *);

@@ -27,6 +27,7 @@
 #undef __constant__
 #undef __managed__
 #undef __launch_bounds__
+#undef __forceinline__
 #undef __grid_constant__
 #define __global__ __attribute__((noinline, noclone))
 #define __device__
@@ -34,6 +35,7 @@
 #define __shared__ static thread_local
 #define __constant__
 #define __launch_bounds__(...)
+#define __forceinline__ inline /* not into every kernel: that is most of what there would be to compile */
 #define __grid_constant__
 
 /* What a fiber can see of itself; the runtime's fiber begins with it. */
@@ -130,15 +132,7 @@ struct camox_emulator_shuffle_payload {
   int source;
 };
 
-static inline void camox_emulator_shuffle_run(camox_emulator_lanes *lanes) {
-  for (int lane = 0; lane < 32; ++lane) {
-    if (!(lanes->mask >> lane & 1)) continue;
-    camox_emulator_shuffle_payload *p = static_cast<camox_emulator_shuffle_payload *>(lanes->payload[lane]);
-    if (!(lanes->mask >> p->source & 1))
-      camox_emulator_fail_lane(lane, "shuffle reads lane %d, which takes no part in it", p->source);
-    p->out = static_cast<camox_emulator_shuffle_payload *>(lanes->payload[p->source])->in;
-  }
-}
+void camox_emulator_shuffle_run(camox_emulator_lanes *lanes);
 
 template <typename T>
 static inline T camox_emulator_shuffle(unsigned mask, T value, int source, const camox_emulator_site *site) {
@@ -436,25 +430,7 @@ struct camox_emulator_ldmatrix_payload {
 };
 
 template <bool TRANSPOSED>
-static inline void camox_emulator_ldmatrix_run(camox_emulator_lanes *lanes) {
-  if (lanes->mask != ~0u) camox_emulator_fail("ldmatrix needs all 32 lanes of the warp");
-  uint16_t matrices[4][8][8];
-  for (int lane = 0; lane < 32; ++lane) {
-    const void *row = static_cast<camox_emulator_ldmatrix_payload *>(lanes->payload[lane])->row;
-    if (!camox_emulator_is_shared(row)) camox_emulator_fail_lane(lane, "ldmatrix reads what is not shared memory");
-    if (reinterpret_cast<uintptr_t>(row) % 16)
-      camox_emulator_fail_lane(lane, "ldmatrix: a row must begin at a multiple of 16 bytes");
-    memcpy(matrices[lane / 8][lane % 8], row, 16);
-  }
-  for (int lane = 0; lane < 32; ++lane) {
-    uint32_t *to = static_cast<camox_emulator_ldmatrix_payload *>(lanes->payload[lane])->to;
-    const int g = lane / 4, t = lane % 4 * 2;
-    for (int i = 0; i < 4; ++i) {
-      const auto &m = matrices[i];
-      to[i] = TRANSPOSED ? m[t][g] | uint32_t(m[t + 1][g]) << 16 : m[g][t] | uint32_t(m[g][t + 1]) << 16;
-    }
-  }
-}
+void camox_emulator_ldmatrix_run(camox_emulator_lanes *lanes);
 
 static inline void camox_emulator_ldmatrix(uint32_t *to, const void *row, bool transposed, const camox_emulator_site *site) {
   camox_emulator_ldmatrix_payload payload = {row, to};
@@ -469,62 +445,9 @@ struct camox_emulator_mma_payload {
   float *d;
 };
 
-template <typename T>
-static inline float camox_emulator_half_of(uint32_t word, int i) {
-  const uint16_t bits = static_cast<uint16_t>(word >> (16 * i));
-  T value;
-  memcpy(static_cast<void *>(&value), &bits, 2);
-  return static_cast<float>(value);
-}
-
-/* d += a b of fragments whose elements `take` puts into the matrices. */
-template <typename T, int K, typename Take>
-static inline void camox_emulator_mma_of(camox_emulator_lanes *lanes, const Take &take) {
-  if (lanes->mask != ~0u) camox_emulator_fail("mma needs all 32 lanes of the warp");
-  float a[16][K], b[K][8];
-  for (int lane = 0; lane < 32; ++lane)
-    take(*static_cast<camox_emulator_mma_payload<T> *>(lanes->payload[lane]), lane / 4, lane % 4, a, b);
-  for (int lane = 0; lane < 32; ++lane) {
-    float *d = static_cast<camox_emulator_mma_payload<T> *>(lanes->payload[lane])->d;
-    for (int i = 0; i < 4; ++i) {
-      double sum = d[i];
-      for (int k = 0; k < K; ++k) sum += double(a[lane / 4 + 8 * (i / 2)][k]) * double(b[k][lane % 4 * 2 + i % 2]);
-      d[i] = static_cast<float>(sum);
-    }
-  }
-}
-
 template <typename T, int K>
-static inline void camox_emulator_mma_run(camox_emulator_lanes *lanes) {
-  camox_emulator_mma_of<T, K>(lanes,
-                              [](const camox_emulator_mma_payload<T> &p, int g, int t, float (&a)[16][K], float (&b)[K][8]) {
-                                for (int i = 0; i < 2; ++i)
-                                  for (int half = 0; half < K / 8; ++half) {
-                                    a[g][2 * t + i + 8 * half] = camox_emulator_half_of<T>(p.a[2 * half], i);
-                                    a[g + 8][2 * t + i + 8 * half] = camox_emulator_half_of<T>(p.a[2 * half + 1], i);
-                                    b[2 * t + i + 8 * half][g] = camox_emulator_half_of<T>(p.b[half], i);
-                                  }
-                              });
-}
-
-/* Bits below the mantissa of TF32 are not seen. */
-static inline float camox_emulator_tf32_of(uint32_t bits) {
-  bits &= 0xffffe000u;
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-static inline void camox_emulator_mma_run_tf32(camox_emulator_lanes *lanes) {
-  camox_emulator_mma_of<float, 8>(
-      lanes, [](const camox_emulator_mma_payload<float> &p, int g, int t, float (&a)[16][8], float (&b)[8][8]) {
-        for (int half = 0; half < 2; ++half) {
-          a[g][t + 4 * half] = camox_emulator_tf32_of(p.a[2 * half]);
-          a[g + 8][t + 4 * half] = camox_emulator_tf32_of(p.a[2 * half + 1]);
-          b[t + 4 * half][g] = camox_emulator_tf32_of(p.b[half]);
-        }
-      });
-}
+void camox_emulator_mma_run(camox_emulator_lanes *lanes);
+void camox_emulator_mma_run_tf32(camox_emulator_lanes *lanes);
 
 template <typename T, int K>
 static inline void camox_emulator_mma(float *d, const uint32_t *a, const uint32_t *b, const camox_emulator_site *site) {
