@@ -1,7 +1,6 @@
 """linear_cross_entropy."""
 
 import math
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from helpers import (
     assert_one_rounding,
     float64_on_cpu,
     outputs_and_gradients,
+    run_python_with_torch,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -259,7 +259,7 @@ def test_weight_of_float32_beside_half():
 
 
 PEAK = """
-import re, sys
+import re
 import torch
 import torch.nn.functional as F
 import camox_ops as cx
@@ -277,7 +277,7 @@ def peak():  # in KiB; getrusage has that of the process that started this one t
 small = cx.linear_cross_entropy(x[:1], weight[:8], target[:1] * 0)
 small.backward()
 before = peak()
-if sys.argv[1] == "ours":
+if "{side}" == "ours":
     loss = cx.linear_cross_entropy(x, weight, target)
 else:
     loss = F.cross_entropy(F.linear(x, weight), target)
@@ -291,8 +291,7 @@ def test_peak_memory_is_that_of_a_block_of_logits():
     """Of this many logits, 100 MB of float32, eager keeps several; gradients take 3 MB."""
     peaks = {}
     for side in ("ours", "eager"):
-        command = [sys.executable, "-c", PEAK.format(shape=(2048, 32, 12800)), side]
-        peaks[side] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        peaks[side] = int(run_python_with_torch(PEAK.format(shape=(2048, 32, 12800), side=side)))
     assert peaks["eager"] > 190_000
     assert peaks["ours"] < 0.15 * peaks["eager"], peaks
 

@@ -1,10 +1,10 @@
 """What an op says when memory is short: as torch says it."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from helpers import run_python_with_torch
 
 from camox_ops.ops._register import register
 
@@ -33,9 +33,8 @@ for name, op in ops.items():
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_out_of_memory_says_how_much_was_asked_for():
     """With torch's own words, by which programs that look for a batch size recognise it."""
-    result = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True)
-    lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["torch", "layer_norm2d", "dropout"], result.stderr
+    lines = run_python_with_torch(NO_MEMORY).splitlines()
+    assert [line.split()[0] for line in lines] == ["torch", "layer_norm2d", "dropout"]
     for line in lines:
         assert "DefaultCPUAllocator: can't allocate memory" in line
         assert str(64 * 16 * 256 * 256 * 4) in line

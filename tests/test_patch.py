@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import keep, run_python
+from helpers import keep, run_python_with_torch
 from patch_models import CHANNELS, LeavesMean, Manual, NoAffine, Permuting, WithoutBias, network
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -190,7 +190,7 @@ def test_a_seed_that_waits_for_cuda_stays():
         assert len(torch.cuda._queued_calls) == waiting
         print("right")
     """
-    assert run_python("\n".join(line[8:] for line in code.splitlines())).strip() == "right"
+    assert run_python_with_torch("\n".join(line[8:] for line in code.splitlines())).strip() == "right"
 
 
 def test_patch_twice_says_so():
