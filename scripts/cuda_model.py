@@ -680,7 +680,10 @@ def image_cases(dtype: str) -> list[Case]:
     ):
         for layout in ("", " channels_last"):
             of = f"<{element}, {lanes}, {'true' if layout else 'false'}>"
-            forward = stencil(f"{kernel}_kernel{of}", lanes, size, beside, 1, maps, columns if layout else ())
+            in_stage = op == "bands" and not layout
+            forward = stencil(
+                f"{kernel}_kernel{of}", lanes, size, beside, 1, maps, columns if layout else (), staged=in_stage
+            )
             at_once = 4 if op == "edge" else lanes  # channels of a thread
             tile = f"{kernel}_backward_channels_last_kernel<{element}, {at_once}>"
             if op == "spatial_gradient":

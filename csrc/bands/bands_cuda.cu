@@ -7,15 +7,19 @@
        row r: copied to the input's map; row r-1: low and high are complete; row r-2: mid is
 
      backward: the same with rows of gradients, grad_x = box3(low + mid - high) - box5(mid) + high + input
-       contiguous, from sm_80 on: rows r, r+1 of low, mid, high are in shared memory, r+2, r+3 on their way there by cp.async
-       the columns beside a thread's own
-         contiguous      from its neighbours' staged ones, or from the L1 cache
-         channels_last   from its neighbours, by shared memory   [2 buffers][low + mid - high, mid][V * threads], one barrier a row
 
-   So the two passes of a separable filter are one; each element is read once from memory (16 B), in the forward its neighbours
-   from the L1 cache. Windows are summed as differences from their centre: what their pixels have in common cancels before
-   anything is rounded, so a large mean costs no accuracy. A pixel k rows from the centre differs from it by the sum of the k
-   steps between: with s_r = x_r - x_(r-1), a column of five pixels sums to
+     rows of x, and of the gradients of low, mid and high
+       contiguous, from sm_80 on: rows r, r+1 are in shared memory, r+2, r+3 on their way there by cp.async
+       otherwise: row r+1 or r+2 is being loaded to registers
+     columns beside a thread's own
+       from its neighbours' staged ones, or from the L1 cache
+       backward of channels_last: from its neighbours, by shared memory, one barrier a row
+                                  [2 buffers][low + mid - high, mid][V * threads]
+
+   So the two passes of a separable filter are one; each element is read once from memory (16 B). Windows are summed as
+   differences from their centre: what their pixels have in common cancels before anything is rounded, so a large mean costs no
+   accuracy. A pixel k rows from the centre differs from it by the sum of the k steps between: with s_r = x_r - x_(r-1), a
+   column of five pixels sums to
 
        5 x_r + 2 (s_(r+1) - s_r) + (s_(r+2) - s_(r-1))        so row r's step s_r goes to centres r-2 ... r+1, as its sums do
 
@@ -30,12 +34,14 @@
    channels_last 3 to 7% faster than six on an H200, contiguous no difference. */
 #define BANDS_FORWARD_BAND 8
 
-/* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
-template <int V, bool STAGED = false>
+/* Blocks that a multiprocessor must hold: as many as registers allow without spilling, which of bfloat16's staged forward is one
+   more on sm_90. */
+template <typename T, int V, bool STAGED>
 struct bands_blocks {
-  static constexpr int forward = V == 8 ? 3 : 4, backward = STAGED ? 5 : 4;
+  static constexpr bool fewer_registers = STAGED && camox_is_bfloat16<T>::value && CAMOX_CUDA_ARCH == 900;
+  static constexpr int forward = V == 8 && !fewer_registers ? 3 : 4, backward = STAGED ? 5 : 4;
 };
-#define BANDS_STAGED_ROWS 2    /* backward of contiguous images, see camox_stage */
+#define BANDS_STAGED_ROWS 2    /* contiguous images, see camox_stage */
 #define BANDS_TILE_THREADS 256 /* channels_last */
 #define BANDS_TILE_BLOCKS 2
 
@@ -80,20 +86,19 @@ __device__ __forceinline__ T *bands_above(const bands_plan &plan, const camox_cu
 
 /* Row r is written to the copy of x, completes low and high of row r-1, and mid of row r-2. */
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V>::forward)
+__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<T, V, !LAST && camox_stages<T, V>>::forward)
     bands_kernel(const __grid_constant__ bands_plan plan) {
+  constexpr bool staged = !LAST && camox_stages<T, V>;
+  typedef camox_window<T, V, LAST, CAMOX_BANDS_REACH> window;
+  typedef camox_stage<1, BANDS_THREADS, BANDS_STAGED_ROWS> staged_rows;
+  __shared__ typename camox_select<staged, staged_rows, int>::type stage;
   const camox_bands_params &p = plan.p;
   for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.partition.items; block += gridDim.x) {
-    const int64_t item = block * BANDS_THREADS + threadIdx.x;
-    if (item >= plan.partition.items) continue;
+    const int64_t unclamped = block * BANDS_THREADS + threadIdx.x, item = min(unclamped, plan.partition.items - 1);
     int64_t b, c, column, y;
     camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
-    auto reader = camox_reader_at<T, V, LAST, CAMOX_BANDS_REACH>(plan.partition, p.x, CAMOX_BORDER_ZEROS, b, c, column, y, -2);
     auto out = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
-    camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw, next; /* two rows are being loaded at any time */
-    camox_fetch(raw, reader, p.x, CAMOX_BORDER_ZEROS, -2);
-    camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, -1);
-    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
+    const int rows = unclamped == item ? static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows))) : 0;
 
     float above[V], sum3_above[V]; /* row r-1: pixels, and sums over 3 columns */
     float pending3[V];             /* of row r-1, over 3 rows, as far as it is known */
@@ -103,13 +108,7 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V>::forward)
 #pragma unroll
     for (int i = 0; i < V; ++i)
       above[i] = sum3_above[i] = pending3[i] = pending[0][i] = pending[1][i] = pending[2][i] = pending[3][i] = 0.0f;
-#pragma unroll 2
-    for (int r = -2; r < rows + 2; ++r) {
-      const camox_window<float, V, LAST, CAMOX_BANDS_REACH> x = camox_widen(raw);
-      if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data)
-        camox_store(bands_above<T>(plan, out, CAMOX_BANDS_INPUT, 0), raw.template part<V>(raw.x + x.center));
-      raw = next;
-      if (r < rows) camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, r + 2);
+    const auto add_row = [&](const camox_window<float, V, LAST, CAMOX_BANDS_REACH> &x, int r) {
       float low[V], mid[V], high[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -137,8 +136,38 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V>::forward)
         camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_LOW, 1), low);
         camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_HIGH, 1), high);
       }
-      if (r >= 2) camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_MID, 2), mid);
+      if (r >= 2 && r < rows + 2) camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_MID, 2), mid);
       camox_next_row(p.bands, plan.shared_view, out);
+    };
+    const auto store_copy = [&](window &raw, int r) {
+      if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data)
+        camox_store(bands_above<T>(plan, out, CAMOX_BANDS_INPUT, 0), window::template part<V>(raw.x + raw.center));
+    };
+    if constexpr (staged) {
+      const camox_view4 x[1] = {p.x};
+      auto cursor = camox_cursor_at<V>(x, p.x, b, c, y - 2, column);
+      const auto sides = camox_sides_at<V, false, CAMOX_BANDS_REACH>(plan.partition, column, 1, CAMOX_BORDER_ZEROS);
+      const auto receive_row = [&](const auto &staged_at, int r, int) {
+        window raw;
+        camox_receive(raw, staged_at(0), sides);
+        store_copy(raw, r);
+        add_row(camox_widen(raw), r);
+      };
+      camox_staged_band<T>(stage, x, p.x, cursor, sides, camox_rows_at(plan.partition, y), plan.partition.rows, receive_row);
+    } else {
+      auto reader =
+          camox_reader_at<T, V, LAST, CAMOX_BANDS_REACH>(plan.partition, p.x, CAMOX_BORDER_ZEROS, b, c, column, y, -2);
+      window raw, next; /* two rows are being loaded at any time */
+      camox_fetch(raw, reader, p.x, CAMOX_BORDER_ZEROS, -2);
+      camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, -1);
+#pragma unroll 2
+      for (int r = -2; r < rows + 2; ++r) {
+        const auto x = camox_widen(raw);
+        store_copy(raw, r);
+        raw = next;
+        if (r < rows) camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, r + 2);
+        add_row(x, r);
+      }
     }
     if (!overflow) continue;
     for (int r = 0; r < rows; ++r)
@@ -212,7 +241,7 @@ __device__ __forceinline__ void bands_fetch(
 }
 
 template <typename T, int V>
-__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, camox_stages<T, V>>::backward)
+__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<T, V, camox_stages<T, V>>::backward)
     bands_backward_kernel(const __grid_constant__ bands_plan plan) {
   constexpr bool staged = camox_stages<T, V>;
   typedef camox_stage<CAMOX_BANDS_INPUT, BANDS_THREADS, BANDS_STAGED_ROWS> staged_rows;
