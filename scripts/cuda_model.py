@@ -593,15 +593,17 @@ def row_bands(processors, blocks, threads, across: int, per_block: int, beside: 
     return rows
 
 
-def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=128) -> Divided:
+def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=128, staged=False) -> Divided:
     """A thread takes V columns of a row band and reads `beside` rows above and below it too: in as many more steps, or
     before its loop. `columns`: in channels_last, how many columns on each side of its own it reads of each tensor; they
-    are loads as wide as its own, and L1 has those that its block reads."""
+    are loads as wide as its own, and L1 has those that its block reads. staged: rows go to shared memory, where the
+    first and the last lane of a warp copy the columns beside it too, in predicated loads and in a sector each."""
     backward = "backward" in kernel or "bands" in kernel
     if columns:
         step = Step(reads + 2 * sum(columns), stores)
     else:
-        step = Step(reads, stores, most=r"\bLDG\.E(\.U16|\.64|)\.CONSTANT")
+        own = f"^{WIDE_LOAD}" if staged else WIDE_LOAD
+        step = Step(reads, stores, most=r"\bLDG\.E(\.U16|\.64|)\.CONSTANT", load=own)
     tensors, together = reads + stores, per_block * lanes / CHANNELS  # columns of a block
 
     def launch(processors: int, blocks: int) -> Launch:
@@ -618,7 +620,8 @@ def stencil(kernel, lanes, size, beside, reads, stores, columns=(), per_block=12
             ELEMENTS * size * tensors,
             prefetched=1 if "backward" in kernel else 2,
             halo=(ELEMENTS * size * reads * 2 * beside / band, 16 * tensors * (band + 2 * beside)),
-            read_beside=ELEMENTS * size * 2 * sum(columns) / together,
+            read_beside=ELEMENTS * size * 2 * sum(columns) / together
+            + staged * ELEMENTS * reads * 2 * 32 / (WARP * lanes),
         )
 
     return Divided(kernel, 128, launch)
@@ -677,16 +680,21 @@ def image_cases(dtype: str) -> list[Case]:
     ):
         for layout in ("", " channels_last"):
             of = f"<{element}, {lanes}, {'true' if layout else 'false'}>"
-            forward = stencil(f"{kernel}_kernel{of}", lanes, size, beside, 1, maps, columns if layout else ())
+            in_stage = op == "bands" and not layout
+            forward = stencil(
+                f"{kernel}_kernel{of}", lanes, size, beside, 1, maps, columns if layout else (), staged=in_stage
+            )
             at_once = 4 if op == "edge" else lanes  # channels of a thread
             tile = f"{kernel}_backward_channels_last_kernel<{element}, {at_once}>"
             if op == "spatial_gradient":
                 columns_of_maps = (1, 1) if layout else ()
-                backward = stencil(f"{kernel}_backward_kernel{of}", lanes, size, beside, maps, 1, columns_of_maps)
+                backward = stencil(
+                    f"{kernel}_backward_kernel{of}", lanes, size, beside, maps, 1, columns_of_maps, staged=not layout
+                )
             elif op == "bands" and layout:
                 backward = tiled(tile, lanes, size, 2, 3, 3 * 4, 256, Step(3, 1))
             elif op == "bands":
-                backward = stencil(f"bands_backward_kernel<{element}, {lanes}>", lanes, size, 2, 3, 1)
+                backward = stencil(f"bands_backward_kernel<{element}, {lanes}>", lanes, size, 2, 3, 1, staged=True)
             elif layout:
                 narrow = {"load": r"\bLDG\.E(\.\w+)*\.64\b", "store": r"\bSTG\.E(\.\w+)*\.64\b"} if size == 2 else {}
                 # x of three columns, three gradients

@@ -7,14 +7,19 @@
        row r: copied to the input's map; row r-1: low and high are complete; row r-2: mid is
 
      backward: the same with rows of gradients, grad_x = box3(low + mid - high) - box5(mid) + high + input
-       the columns beside a thread's own
-         contiguous      from the L1 cache
-         channels_last   from its neighbours, by shared memory   [2 buffers][low + mid - high, mid][V * threads], one barrier a row
 
-   So the two passes of a separable filter are one; each element is read once from memory (16 B), in the forward its neighbours
-   from the L1 cache. Windows are summed as differences from their centre: what their pixels have in common cancels before
-   anything is rounded, so a large mean costs no accuracy. A pixel k rows from the centre differs from it by the sum of the k
-   steps between: with s_r = x_r - x_(r-1), a column of five pixels sums to
+     rows of x, and of the gradients of low, mid and high
+       contiguous, from sm_80 on: rows r, r+1 are in shared memory, r+2, r+3 on their way there by cp.async
+       otherwise: row r+1 or r+2 is being loaded to registers
+     columns beside a thread's own
+       from its neighbours' staged ones, or from the L1 cache
+       backward of channels_last: from its neighbours, by shared memory, one barrier a row
+                                  [2 buffers][low + mid - high, mid][V * threads]
+
+   So the two passes of a separable filter are one; each element is read once from memory (16 B). Windows are summed as
+   differences from their centre: what their pixels have in common cancels before anything is rounded, so a large mean costs no
+   accuracy. A pixel k rows from the centre differs from it by the sum of the k steps between: with s_r = x_r - x_(r-1), a
+   column of five pixels sums to
 
        5 x_r + 2 (s_(r+1) - s_r) + (s_(r+2) - s_(r-1))        so row r's step s_r goes to centres r-2 ... r+1, as its sums do
 
@@ -29,12 +34,14 @@
    channels_last 3 to 7% faster than six on an H200, contiguous no difference. */
 #define BANDS_FORWARD_BAND 8
 
-/* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
-template <int V, bool LAST>
+/* Blocks that a multiprocessor must hold: as many as registers allow without spilling, which of bfloat16's staged forward is one
+   more on sm_90. */
+template <typename T, int V, bool STAGED>
 struct bands_blocks {
-  static constexpr int forward = V == 8 ? 3 : 4;
+  static constexpr bool fewer_registers = STAGED && camox_is_bfloat16<T>::value && CAMOX_CUDA_ARCH == 900;
+  static constexpr int forward = V == 8 && !fewer_registers ? 3 : 4, backward = STAGED ? 5 : 4;
 };
-#define BANDS_BACKWARD_BLOCKS 4
+#define BANDS_STAGED_ROWS 2    /* contiguous images, see camox_stage */
 #define BANDS_TILE_THREADS 256 /* channels_last */
 #define BANDS_TILE_BLOCKS 2
 
@@ -79,20 +86,19 @@ __device__ __forceinline__ T *bands_above(const bands_plan &plan, const camox_cu
 
 /* Row r is written to the copy of x, completes low and high of row r-1, and mid of row r-2. */
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
+__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<T, V, !LAST && camox_stages<T, V>>::forward)
     bands_kernel(const __grid_constant__ bands_plan plan) {
+  constexpr bool staged = !LAST && camox_stages<T, V>;
+  typedef camox_window<T, V, LAST, CAMOX_BANDS_REACH> window;
+  typedef camox_stage<1, BANDS_THREADS, BANDS_STAGED_ROWS> staged_rows;
+  __shared__ typename camox_select<staged, staged_rows, int>::type stage;
   const camox_bands_params &p = plan.p;
   for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.partition.items; block += gridDim.x) {
-    const int64_t item = block * BANDS_THREADS + threadIdx.x;
-    if (item >= plan.partition.items) continue;
+    const int64_t unclamped = block * BANDS_THREADS + threadIdx.x, item = min(unclamped, plan.partition.items - 1);
     int64_t b, c, column, y;
     camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
-    auto reader = camox_reader_at<T, V, LAST, CAMOX_BANDS_REACH>(plan.partition, p.x, CAMOX_BORDER_ZEROS, b, c, column, y, -2);
     auto out = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
-    camox_window<T, V, LAST, CAMOX_BANDS_REACH> raw, next; /* two rows are being loaded at any time */
-    camox_fetch(raw, reader, p.x, CAMOX_BORDER_ZEROS, -2);
-    camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, -1);
-    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
+    const int rows = unclamped == item ? static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows))) : 0;
 
     float above[V], sum3_above[V]; /* row r-1: pixels, and sums over 3 columns */
     float pending3[V];             /* of row r-1, over 3 rows, as far as it is known */
@@ -102,13 +108,7 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
 #pragma unroll
     for (int i = 0; i < V; ++i)
       above[i] = sum3_above[i] = pending3[i] = pending[0][i] = pending[1][i] = pending[2][i] = pending[3][i] = 0.0f;
-#pragma unroll 2
-    for (int r = -2; r < rows + 2; ++r) {
-      const camox_window<float, V, LAST, CAMOX_BANDS_REACH> x = camox_widen(raw);
-      if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data)
-        camox_store(bands_above<T>(plan, out, CAMOX_BANDS_INPUT, 0), raw.template part<V>(raw.x + x.center));
-      raw = next;
-      if (r < rows) camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, r + 2);
+    const auto add_row = [&](const camox_window<float, V, LAST, CAMOX_BANDS_REACH> &x, int r) {
       float low[V], mid[V], high[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -136,8 +136,38 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
         camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_LOW, 1), low);
         camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_HIGH, 1), high);
       }
-      if (r >= 2) camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_MID, 2), mid);
+      if (r >= 2 && r < rows + 2) camox_store_float(bands_above<T>(plan, out, CAMOX_BANDS_MID, 2), mid);
       camox_next_row(p.bands, plan.shared_view, out);
+    };
+    const auto store_copy = [&](window &raw, int r) {
+      if (r >= 0 && r < rows && p.bands[CAMOX_BANDS_INPUT].data)
+        camox_store(bands_above<T>(plan, out, CAMOX_BANDS_INPUT, 0), window::template part<V>(raw.x + raw.center));
+    };
+    if constexpr (staged) {
+      const camox_view4 x[1] = {p.x};
+      auto cursor = camox_cursor_at<V>(x, p.x, b, c, y - 2, column);
+      const auto sides = camox_sides_at<V, false, CAMOX_BANDS_REACH>(plan.partition, column, 1, CAMOX_BORDER_ZEROS);
+      const auto receive_row = [&](const auto &staged_at, int r, int) {
+        window raw;
+        camox_receive(raw, staged_at(0), sides);
+        store_copy(raw, r);
+        add_row(camox_widen(raw), r);
+      };
+      camox_staged_band<T>(stage, x, p.x, cursor, sides, camox_rows_at(plan.partition, y), plan.partition.rows, receive_row);
+    } else {
+      auto reader =
+          camox_reader_at<T, V, LAST, CAMOX_BANDS_REACH>(plan.partition, p.x, CAMOX_BORDER_ZEROS, b, c, column, y, -2);
+      window raw, next; /* two rows are being loaded at any time */
+      camox_fetch(raw, reader, p.x, CAMOX_BORDER_ZEROS, -2);
+      camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, -1);
+#pragma unroll 2
+      for (int r = -2; r < rows + 2; ++r) {
+        const auto x = camox_widen(raw);
+        store_copy(raw, r);
+        raw = next;
+        if (r < rows) camox_fetch(next, reader, p.x, CAMOX_BORDER_ZEROS, r + 2);
+        add_row(x, r);
+      }
     }
     if (!overflow) continue;
     for (int r = 0; r < rows; ++r)
@@ -148,22 +178,24 @@ __global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<V, LAST>::forward)
 /* ---- backward: grad_x = box3(low + mid - high) - box5(mid) + high + input, of the incoming gradients ---- */
 
 /* Row r of the gradients, summed over 3 and 5 columns, adds to rows r-2 to r+2 of the result, so row r-2 is complete: `done`.
-   narrow: low + mid - high; own: high + input; pending: rows r-2 to r+1 as far as they are known. */
+   narrow: low + mid - high; pending: rows r-2 to r+1 as far as they are known. Products are fused where it says so and nowhere
+   else, so that the kernels of all layouts give the same bits. */
 template <int V, bool LAST>
 __device__ __forceinline__ void bands_add_row(float (&done)[V], float (&pending)[4][V],
                                               const camox_window<float, V, LAST, 1> &narrow,
-                                              const camox_window<float, V, LAST, 2> &mid, const float (&own)[V]) {
+                                              const camox_window<float, V, LAST, 2> &mid, const float (&high)[V]) {
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     const int at = narrow.center + i, wide_at = mid.center + i, step = mid.step;
     const float sum3 = (narrow.x[at - step] + narrow.x[at]) + narrow.x[at + step];
+    /* pairs of neighbours, which two windows of a thread share */
     const float sum5 =
-        ((mid.x[wide_at - 2 * step] + mid.x[wide_at + 2 * step]) + (mid.x[wide_at - step] + mid.x[wide_at + step])) +
+        ((mid.x[wide_at - 2 * step] + mid.x[wide_at - step]) + (mid.x[wide_at + step] + mid.x[wide_at + 2 * step])) +
         mid.x[wide_at];
-    const float only5 = sum5 * (-1.0f / 25.0f), both = fmaf(1.0f / 9.0f, sum3, only5);
+    const float only5 = __fmul_rn(sum5, -1.0f / 25.0f), both = fmaf(1.0f / 9.0f, sum3, only5);
     done[i] = pending[0][i] + only5;
     pending[0][i] = pending[1][i] + both;
-    pending[1][i] = pending[2][i] + both + own[i];
+    pending[1][i] = pending[2][i] + both + high[i];
     pending[2][i] = pending[3][i] + both;
     pending[3][i] = only5;
   }
@@ -172,12 +204,22 @@ __device__ __forceinline__ void bands_add_row(float (&done)[V], float (&pending)
 #endif
 }
 
+/* Row r of the gradient of the copy of x, `rows` above the cursor's row, is added to row r of the result, before the others'
+   row r is: few ask for it, so it holds no registers from row to row. */
+template <typename T, int V>
+__device__ __forceinline__ void bands_add_input(float (&pending)[4][V], const bands_plan &plan,
+                                                const camox_cursor<V, CAMOX_BANDS_MAPS> &cursor, int rows) {
+  float input[V];
+  camox_load_float(input, bands_above<const T>(plan, cursor, CAMOX_BANDS_INPUT, rows));
+#pragma unroll
+  for (int i = 0; i < V; ++i) pending[2][i] += input[i];
+}
+
 /* A row of the gradients, each with the columns that it reaches; zeros off the image and where there is none. */
 template <typename T, int V>
 struct bands_rows {
   camox_window<T, V, false, 1> low, high;
   camox_window<T, V, false, 2> mid;
-  T input[V];
 };
 
 template <typename T, int V>
@@ -186,7 +228,7 @@ __device__ __forceinline__ void bands_fetch(
     const camox_sides<V, false, CAMOX_BANDS_REACH> (&sides)[camox_cursor<V, CAMOX_BANDS_MAPS>::distinct], bool inside) {
   const camox_view4(&bands)[CAMOX_BANDS_MAPS] = plan.p.bands;
   constexpr bool one = V > 1;
-  camox_clear(raw.low), camox_clear(raw.mid), camox_clear(raw.high), camox_clear(raw.input);
+  camox_clear(raw.low), camox_clear(raw.mid), camox_clear(raw.high);
   if (inside) {
     if (bands[CAMOX_BANDS_LOW].data)
       camox_fetch_at(raw.low, camox_at<const T>(bands, cursor, CAMOX_BANDS_LOW), sides[one ? 0 : CAMOX_BANDS_LOW]);
@@ -194,18 +236,19 @@ __device__ __forceinline__ void bands_fetch(
       camox_fetch_at(raw.mid, camox_at<const T>(bands, cursor, CAMOX_BANDS_MID), sides[one ? 0 : CAMOX_BANDS_MID]);
     if (bands[CAMOX_BANDS_HIGH].data)
       camox_fetch_at(raw.high, camox_at<const T>(bands, cursor, CAMOX_BANDS_HIGH), sides[one ? 0 : CAMOX_BANDS_HIGH]);
-    if (bands[CAMOX_BANDS_INPUT].data) camox_load<V>(raw.input, camox_at<const T>(bands, cursor, CAMOX_BANDS_INPUT));
   }
   camox_next_row(bands, plan.shared_view, cursor);
 }
 
 template <typename T, int V>
-__global__ void __launch_bounds__(BANDS_THREADS, BANDS_BACKWARD_BLOCKS)
+__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<T, V, camox_stages<T, V>>::backward)
     bands_backward_kernel(const __grid_constant__ bands_plan plan) {
+  constexpr bool staged = camox_stages<T, V>;
+  typedef camox_stage<CAMOX_BANDS_INPUT, BANDS_THREADS, BANDS_STAGED_ROWS> staged_rows;
+  __shared__ typename camox_select<staged, staged_rows, int>::type stage;
   const camox_bands_params &p = plan.p;
   for (int64_t block = blockIdx.x; block * BANDS_THREADS < plan.partition.items; block += gridDim.x) {
-    const int64_t item = block * BANDS_THREADS + threadIdx.x;
-    if (item >= plan.partition.items) continue;
+    const int64_t unclamped = block * BANDS_THREADS + threadIdx.x, item = min(unclamped, plan.partition.items - 1);
     int64_t b, c, column, y;
     camox_position<V, false>(plan.partition, item, &b, &c, &column, &y);
     auto cursor = camox_cursor_at<V>(p.bands, plan.shared_view, b, c, y - 2, column);
@@ -216,28 +259,41 @@ __global__ void __launch_bounds__(BANDS_THREADS, BANDS_BACKWARD_BLOCKS)
           plan.partition, column, camox_strides<V>(p.bands, plan.shared_view, map).stride[3], CAMOX_BORDER_ZEROS);
     T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
     const camox_rows image_rows = camox_rows_at(plan.partition, y);
-    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
+    const int rows = unclamped == item ? static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows))) : 0;
 
-    bands_rows<T, V> prefetched;
-    bands_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, -2));
     float pending[4][V];
     camox_clear(pending[0]), camox_clear(pending[1]), camox_clear(pending[2]), camox_clear(pending[3]);
-#pragma unroll 2
-    for (int r = -2; r < rows + 2; ++r) {
-      const bands_rows<T, V> raw = prefetched;
-      if (r < rows + 1) bands_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, r + 1));
-      const camox_window<float, V, false, 1> low = camox_widen(raw.low), high = camox_widen(raw.high);
+    const auto add_row = [&](const bands_rows<T, V> &raw, int r, int ahead) {
+      camox_window<float, V, false, 1> low = camox_widen(raw.low), high = camox_widen(raw.high);
       const camox_window<float, V, false, 2> mid = camox_widen(raw.mid);
       camox_window<float, V, false, 1> narrow;
 #pragma unroll
       for (int i = 0; i < narrow.size; ++i) narrow.x[i] = (low.x[i] + mid.x[mid.step + i]) - high.x[i];
-      float own[V], done[V];
-#pragma unroll
-      for (int i = 0; i < V; ++i) own[i] = high.x[high.center + i] + camox_to_float(raw.input[i]);
-      bands_add_row(done, pending, narrow, mid, own);
-      if (r >= 2) {
+      float done[V];
+      if (p.bands[CAMOX_BANDS_INPUT].data && camox_inside(image_rows, r)) bands_add_input<T>(pending, plan, cursor, ahead);
+      bands_add_row(done, pending, narrow, mid, camox_window<float, V, false, 1>::template part<V>(high.x + high.center));
+      if (r >= 2 && r < rows + 2) {
         camox_store_float(out, done);
         out += p.grad_x.stride[2];
+      }
+    };
+    if constexpr (staged) {
+      const auto receive_row = [&](const auto &staged_at, int r, int ahead) {
+        bands_rows<T, V> raw;
+        camox_receive(raw.low, staged_at(CAMOX_BANDS_LOW), sides[0]);
+        camox_receive(raw.mid, staged_at(CAMOX_BANDS_MID), sides[0]);
+        camox_receive(raw.high, staged_at(CAMOX_BANDS_HIGH), sides[0]);
+        add_row(raw, r, ahead);
+      };
+      camox_staged_band<T>(stage, p.bands, plan.shared_view, cursor, sides[0], image_rows, plan.partition.rows, receive_row);
+    } else {
+      bands_rows<T, V> prefetched;
+      bands_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, -2));
+#pragma unroll 2
+      for (int r = -2; r < rows + 2; ++r) {
+        const bands_rows<T, V> raw = prefetched;
+        bands_fetch(prefetched, plan, cursor, sides, r < rows + 1 && camox_inside(image_rows, r + 1));
+        add_row(raw, r, 2);
       }
     }
   }
@@ -272,7 +328,7 @@ __global__ void __launch_bounds__(BANDS_TILE_THREADS, BANDS_TILE_BLOCKS)
     /* every thread of a block makes the same number of steps: the exchange needs them all */
 #pragma unroll 2
     for (int r = -2; r < rows + 2; ++r) {
-      float low[V], middle[V], high[V], own[V], done[V];
+      float low[V], middle[V], high[V], done[V];
       camox_to_floats(low, raw[CAMOX_BANDS_LOW]), camox_to_floats(middle, raw[CAMOX_BANDS_MID]);
       camox_to_floats(high, raw[CAMOX_BANDS_HIGH]);
       /* after its last row a band loads one for nothing: a comparison more would cost every row */
@@ -283,15 +339,10 @@ __global__ void __launch_bounds__(BANDS_TILE_THREADS, BANDS_TILE_BLOCKS)
       for (int i = 0; i < V; ++i) {
         narrow.x[narrow.center + i] = (low[i] + middle[i]) - high[i];
         mid.x[mid.center + i] = middle[i];
-        own[i] = high[i];
       }
-      if (p.bands[CAMOX_BANDS_INPUT].data && inside && camox_inside(image_rows, r)) {
-        /* few ask for the copy of x, so its gradient holds no registers from row to row; `cursor` is two rows further down */
-        float input[V];
-        camox_load_float(input, bands_above<const T>(plan, cursor, CAMOX_BANDS_INPUT, 2));
-#pragma unroll
-        for (int i = 0; i < V; ++i) own[i] += input[i];
-      }
+      /* `cursor` is two rows further down */
+      if (p.bands[CAMOX_BANDS_INPUT].data && inside && camox_inside(image_rows, r))
+        bands_add_input<T>(pending, plan, cursor, 2);
       float *const of_narrow = buffers[buffer_index][0], *const of_mid = buffers[buffer_index][1];
       buffer_index ^= 1;
       camox_put_tile<BANDS_TILE_THREADS>(of_narrow, narrow_window::template part<V>(narrow.x + narrow.center), thread);
@@ -306,7 +357,7 @@ __global__ void __launch_bounds__(BANDS_TILE_THREADS, BANDS_TILE_BLOCKS)
         camox_get_tile<BANDS_TILE_THREADS>(narrow_window::template part<V>(narrow.x + narrow.center + side * V), of_narrow,
                                            thread + side * beside);
       }
-      bands_add_row(done, pending, narrow, mid, own);
+      bands_add_row(done, pending, narrow, mid, high);
       if (r >= 2 && place.writes) {
         camox_store_float(out, done);
         out += p.grad_x.stride[2];

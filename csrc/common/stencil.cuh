@@ -311,6 +311,81 @@ __device__ __forceinline__ void camox_fetch_maps(T (&raw)[N][V], const camox_vie
   camox_next_row(maps, shared, cursor);
 }
 
+/* ---- contiguous images whose threads access 16 bytes: the next rows in shared memory ----
+
+     of each row, tensor and warp     [ left | lane 0 | lane 1 | ... | lane 31 | right ]     16 bytes each
+
+   cp.async copies each lane's own columns, and the first and the last lane also those beside their warp's. ROWS rows are asked
+   for at once while as many are computed: they are contiguous, and memory is faster at longer pieces. Rows off the image and
+   those of tensors that are not there arrive as zeros, without a branch. */
+template <int N, int THREADS, int ROWS>
+struct camox_stage {
+  uint4 word[2][ROWS][N][THREADS / CAMOX_WARP][1 + CAMOX_WARP + 1];
+};
+
+/* sm_75 cannot copy to shared memory and go on. */
+template <typename T, int V>
+static constexpr bool camox_stages = CAMOX_CUDA_ARCH >= 800 && V * sizeof(T) == 16;
+
+/* The window whose own elements are at `own` of a stage; columns off the image are zeros. */
+template <typename T, int V, int REACH, int KNOWN>
+__device__ __forceinline__ void camox_receive(camox_window<T, V, false, REACH> &raw, const T *own,
+                                              const camox_sides<V, false, KNOWN> &sides) {
+  typedef camox_window<T, V, false, REACH> window;
+  camox_clear(raw);
+  camox_load_shared(window::template part<V>(raw.x + window::center), own);
+  if (sides.has_left[0]) camox_load_shared(window::template part<REACH>(raw.x), own - REACH);
+  if (sides.has_right[0]) camox_load_shared(window::template part<REACH>(raw.x + window::center + V), own + V);
+}
+
+/* step(own, r, ahead) for each row r of a row band and the REACH rows above and below it: own(map) is where a thread's columns
+   of the first N tensors are, `ahead` by how many rows the cursor is further down. All lanes of a warp call. */
+template <typename T, int V, int N, int MAPS, int THREADS, int ROWS, int REACH, typename Step>
+__device__ __forceinline__ void camox_staged_band(camox_stage<N, THREADS, ROWS> &stage, const camox_view4 (&maps)[MAPS],
+                                                  const camox_view4 &shared, camox_cursor<V, MAPS> &cursor,
+                                                  const camox_sides<V, false, REACH> &sides, const camox_rows &image_rows,
+                                                  int rows, const Step &step) {
+  const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
+  /* neighbours that the warp has no lane for */
+  const bool beside_left = lane == 0 && sides.has_left[0], beside_right = lane == CAMOX_WARP - 1 && sides.has_right[0];
+  unsigned present = 0; /* bit i: there is a tensor i */
+#pragma unroll
+  for (int map = 0; map < N; ++map) present |= maps[map].data ? 1u << map : 0;
+  const auto request = [&](int half, int first) {
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k) {
+      const unsigned has = camox_inside(image_rows, first + k) ? present : 0;
+#pragma unroll
+      for (int map = 0; map < N; ++map) {
+        uint4 *const word = &stage.word[half][k][map][warp][1 + lane];
+        const T *const at = camox_at<const T>(maps, cursor, map);
+        const int bytes = has & 1u << map ? 16 : 0;
+        camox_cp_async_16(word, at, bytes);
+        if (beside_left) camox_cp_async_16(word - 1, at - V, bytes);
+        if (beside_right) camox_cp_async_16(word + 1, at + V, bytes);
+      }
+      camox_next_row(maps, shared, cursor);
+    }
+    camox_cp_async_commit();
+  };
+  int half = 0;
+  request(half, -REACH);
+  for (int first = -REACH; first < rows + REACH; first += ROWS) {
+    __syncwarp(); /* all lanes have read what is overwritten now */
+    request(half ^ 1, first + ROWS);
+    camox_cp_async_wait<1>();
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k) {
+      const auto own = [&](int map) { return reinterpret_cast<const T *>(&stage.word[half][k][map][warp][1 + lane]); };
+      step(own, first + k, 2 * ROWS - k);
+    }
+    half ^= 1;
+  }
+  camox_cp_async_wait<0>();
+  __syncwarp();
+}
+
 /* ---- channels_last: blocks whose threads exchange rows through shared memory ----
 
      columns     | reach |        written        | reach |

@@ -2,14 +2,16 @@
 
      forward:  x        --16 B loads-->  top | at | bottom  -->  gx, gy  --16 B stores-->     rows r+2, r+3 are being loaded
      backward: gx, gy   --16 B loads-->  row r adds to rows r-1 (`above`, then complete), r (`at`) and r+1 of grad_x
+       shared memory, of contiguous images from sm_80 on: rows r, r+1 are computed, r+2, r+3 on their way by cp.async
 
-   The op is linear: its backward iterates over the incoming gradients alone and needs nothing of other threads. Each element
-   is read once from memory, its neighbours from the L1 cache; no shared memory. No atomics: the same bits on every run. */
+   The op is linear: its backward iterates over the incoming gradients alone and computes nothing for other threads. Each element
+   is read once from memory, its neighbours from the L1 cache or from the staged rows. No atomics: the same bits on every run. */
 #include "../common/stencil.cuh"
 #include "spatial_gradient.h"
 
 #define GRADIENT_THREADS 128
 #define GRADIENT_MAPS 2
+#define GRADIENT_STAGED_ROWS 2 /* backward of contiguous images, see camox_stage */
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
 template <int V, bool LAST>
@@ -144,11 +146,13 @@ __device__ __forceinline__ void gradient_fetch(gradient_rows<T, V, LAST> &raw, c
 template <typename T, int V, bool LAST>
 __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::backward)
     spatial_gradient_backward_kernel(const __grid_constant__ gradient_plan plan) {
+  constexpr bool staged = !LAST && camox_stages<T, V>;
+  typedef camox_stage<GRADIENT_MAPS, GRADIENT_THREADS, GRADIENT_STAGED_ROWS> staged_rows;
+  __shared__ typename camox_select<staged, staged_rows, int>::type stage;
   const camox_spatial_gradient_params &p = plan.p;
   const bool folds_rows = p.border != CAMOX_BORDER_ZEROS, reflect = p.border == CAMOX_BORDER_REFLECT;
   for (int64_t block = blockIdx.x; block * GRADIENT_THREADS < plan.partition.items; block += gridDim.x) {
-    const int64_t item = block * GRADIENT_THREADS + threadIdx.x;
-    if (item >= plan.partition.items) continue;
+    const int64_t unclamped = block * GRADIENT_THREADS + threadIdx.x, item = min(unclamped, plan.partition.items - 1);
     int64_t b, c, column, y;
     camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
     auto cursor = camox_cursor_at<V>(p.gradient, plan.shared_view, b, c, y - 1, column);
@@ -160,17 +164,11 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::ba
     T *out = static_cast<T *>(p.grad_x.data) + camox_offset(p.grad_x, b, c, y, column);
     const gradient_folds folds = gradient_folds_at<V, LAST>(p, column);
     const camox_rows image_rows = camox_rows_at(plan.partition, y);
-    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
+    const int rows = unclamped == item ? static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows))) : 0;
 
-    gradient_rows<T, V, LAST> prefetched;
-    gradient_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, -1));
     float above[V], at[V]; /* rows r-1 and r of the result, not complete yet */
-#pragma unroll
-    for (int i = 0; i < V; ++i) above[i] = at[i] = 0.0f;
-#pragma unroll 2
-    for (int r = -1; r <= rows; ++r) {
-      const camox_window<float, V, LAST, 1> gx = camox_widen(prefetched.map[0]), gy = camox_widen(prefetched.map[1]);
-      if (r < rows) gradient_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, r + 1));
+    camox_clear(above), camox_clear(at);
+    const auto add_row = [&](const camox_window<float, V, LAST, 1> &gx, const camox_window<float, V, LAST, 1> &gy, int r) {
       float difference[V], sum[V], done[V];
       gradient_across(gx, gy, folds, plan.side, plan.middle, difference, sum);
 #pragma unroll
@@ -193,12 +191,30 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::ba
           }
         }
       }
-      if (r > 0) {
+      if (r > 0 && r <= rows) {
 #ifdef CAMOX_BREAK_SPATIAL_GRADIENT
         done[0] += 1e-3f;
 #endif
         camox_store_float(out, done);
         out += p.grad_x.stride[2];
+      }
+    };
+    if constexpr (staged) {
+      const auto receive_row = [&](const auto &staged_at, int r, int) {
+        gradient_rows<T, V, LAST> raw;
+        camox_receive(raw.map[0], staged_at(0), sides[0]);
+        camox_receive(raw.map[1], staged_at(1), sides[0]);
+        add_row(camox_widen(raw.map[0]), camox_widen(raw.map[1]), r);
+      };
+      camox_staged_band<T>(stage, p.gradient, plan.shared_view, cursor, sides[0], image_rows, plan.partition.rows, receive_row);
+    } else {
+      gradient_rows<T, V, LAST> prefetched;
+      gradient_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, -1));
+#pragma unroll 2
+      for (int r = -1; r <= rows; ++r) {
+        const camox_window<float, V, LAST, 1> gx = camox_widen(prefetched.map[0]), gy = camox_widen(prefetched.map[1]);
+        if (r < rows) gradient_fetch(prefetched, plan, cursor, sides, camox_inside(image_rows, r + 1));
+        add_row(gx, gy, r);
       }
     }
   }

@@ -22,7 +22,10 @@ every_kernel = OP.every_kernel
 
 
 def with_barriers(**how):
-    """The backward of channels_last, with blocks of some columns and of some channels."""
-    for shape in ((1, 8, 6, 80), (1, 272, 3, 5)):
-        x = random_image(shape, layout="channels_last")
-        yield [OP.backward(x, [random_image(shape, layout="channels_last", seed=i) for i in range(4)], **how)]
+    """The backward of channels_last, with blocks of some columns and of some channels; and of contiguous images, where
+    two warps share a row, and where a thread has more than one row band."""
+    layouts = {"channels_last": ((1, 8, 6, 80), (1, 272, 3, 5)), "contiguous": ((2, 3, 19, 24), (4, 16, 6, 20))}
+    for layout, shapes in layouts.items():
+        for shape in shapes:
+            x = random_image(shape, layout=layout)
+            yield [OP.backward(x, [random_image(shape, layout=layout, seed=i) for i in range(4)], **how)]

@@ -34,6 +34,8 @@ def results_with_barriers(op):
             for header in ("tile_product.cuh", "large_product.cuh")
             for at in emulator.barriers(emulator.CSRC / "common" / header)
         ),
+        # those of warps whose rows are staged
+        *(("bands", *at) for at in emulator.barriers(emulator.CSRC / "common" / "stencil.cuh", call="__syncwarp();")),
         # the last step of gradients of weights and biases
         *(
             (op, *at)

@@ -333,12 +333,12 @@ def call(
         raise KernelError(message or f"the launcher returned {status}")
 
 
-def barriers(*sources: Path) -> list[tuple[Path, int]]:
-    """(file, line) of every __syncthreads() in these files, but for those of a broken build."""
+def barriers(*sources: Path, call: str = "__syncthreads();") -> list[tuple[Path, int]]:
+    """(file, line) of every such call in these files, but for those of a broken build."""
     found = []
     for path in sources:
         text = re.sub(r"#ifdef CAMOX_BREAK.*?#endif", lambda m: "\n" * m[0].count("\n"), path.read_text(), flags=re.S)
-        found += [(path, i) for i, line in enumerate(text.splitlines(), 1) if "__syncthreads();" in line]
+        found += [(path, i) for i, line in enumerate(text.splitlines(), 1) if call in line]
     return found
 
 
