@@ -681,6 +681,7 @@ def image_cases(dtype: str) -> list[Case]:
         for layout in ("", " channels_last"):
             of = f"<{element}, {lanes}, {'true' if layout else 'false'}>"
             in_stage = op == "bands" and not layout
+            gradients_in_stage = not layout and size == 2
             forward = stencil(
                 f"{kernel}_kernel{of}", lanes, size, beside, 1, maps, columns if layout else (), staged=in_stage
             )
@@ -689,12 +690,21 @@ def image_cases(dtype: str) -> list[Case]:
             if op == "spatial_gradient":
                 columns_of_maps = (1, 1) if layout else ()
                 backward = stencil(
-                    f"{kernel}_backward_kernel{of}", lanes, size, beside, maps, 1, columns_of_maps, staged=not layout
+                    f"{kernel}_backward_kernel{of}",
+                    lanes,
+                    size,
+                    beside,
+                    maps,
+                    1,
+                    columns_of_maps,
+                    staged=gradients_in_stage,
                 )
             elif op == "bands" and layout:
                 backward = tiled(tile, lanes, size, 2, 3, 3 * 4, 256, Step(3, 1))
             elif op == "bands":
-                backward = stencil(f"bands_backward_kernel<{element}, {lanes}>", lanes, size, 2, 3, 1, staged=True)
+                backward = stencil(
+                    f"bands_backward_kernel<{element}, {lanes}>", lanes, size, 2, 3, 1, staged=gradients_in_stage
+                )
             elif layout:
                 narrow = {"load": r"\bLDG\.E(\.\w+)*\.64\b", "store": r"\bSTG\.E(\.\w+)*\.64\b"} if size == 2 else {}
                 # x of three columns, three gradients

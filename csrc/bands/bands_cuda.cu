@@ -9,7 +9,7 @@
      backward: the same with rows of gradients, grad_x = box3(low + mid - high) - box5(mid) + high + input
 
      rows of x, and of the gradients of low, mid and high
-       contiguous, from sm_80 on: rows r, r+1 are in shared memory, r+2, r+3 on their way there by cp.async
+       contiguous, from sm_80 on: rows r, r+1 are in shared memory, r+2, r+3 on their way there by cp.async (of gradients halves)
        otherwise: row r+1 or r+2 is being loaded to registers
      columns beside a thread's own
        from its neighbours' staged ones, or from the L1 cache
@@ -41,7 +41,10 @@ struct bands_blocks {
   static constexpr bool fewer_registers = STAGED && camox_is_bfloat16<T>::value && CAMOX_CUDA_ARCH == 900;
   static constexpr int forward = V == 8 && !fewer_registers ? 3 : 4, backward = STAGED ? 5 : 4;
 };
-#define BANDS_STAGED_ROWS 2    /* contiguous images, see camox_stage */
+#define BANDS_STAGED_ROWS 2 /* contiguous images, see camox_stage */
+/* The backward of halves: 15% faster on an H200, where float32's is 8% slower than with rows in registers. */
+template <typename T, int V>
+static constexpr bool bands_stages_backward = camox_stages<T, V> && V == 8;
 #define BANDS_TILE_THREADS 256 /* channels_last */
 #define BANDS_TILE_BLOCKS 2
 
@@ -241,9 +244,9 @@ __device__ __forceinline__ void bands_fetch(
 }
 
 template <typename T, int V>
-__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<T, V, camox_stages<T, V>>::backward)
+__global__ void __launch_bounds__(BANDS_THREADS, bands_blocks<T, V, bands_stages_backward<T, V>>::backward)
     bands_backward_kernel(const __grid_constant__ bands_plan plan) {
-  constexpr bool staged = camox_stages<T, V>;
+  constexpr bool staged = bands_stages_backward<T, V>;
   typedef camox_stage<CAMOX_BANDS_INPUT, BANDS_THREADS, BANDS_STAGED_ROWS> staged_rows;
   __shared__ typename camox_select<staged, staged_rows, int>::type stage;
   const camox_bands_params &p = plan.p;

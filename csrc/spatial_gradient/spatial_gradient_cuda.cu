@@ -2,7 +2,7 @@
 
      forward:  x        --16 B loads-->  top | at | bottom  -->  gx, gy  --16 B stores-->     rows r+2, r+3 are being loaded
      backward: gx, gy   --16 B loads-->  row r adds to rows r-1 (`above`, then complete), r (`at`) and r+1 of grad_x
-       shared memory, of contiguous images from sm_80 on: rows r, r+1 are computed, r+2, r+3 on their way by cp.async
+       shared memory, of contiguous halves from sm_80 on: rows r, r+1 are computed, r+2, r+3 on their way by cp.async
 
    The op is linear: its backward iterates over the incoming gradients alone and computes nothing for other threads. Each element
    is read once from memory, its neighbours from the L1 cache or from the staged rows. No atomics: the same bits on every run. */
@@ -12,6 +12,9 @@
 #define GRADIENT_THREADS 128
 #define GRADIENT_MAPS 2
 #define GRADIENT_STAGED_ROWS 2 /* backward of contiguous images, see camox_stage */
+/* Of halves: 6% faster on an H200, where float32's is 8% slower than with rows in registers. */
+template <typename T, int V, bool LAST>
+static constexpr bool gradient_stages = !LAST && camox_stages<T, V> && V == 8;
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
 template <int V, bool LAST>
@@ -146,7 +149,7 @@ __device__ __forceinline__ void gradient_fetch(gradient_rows<T, V, LAST> &raw, c
 template <typename T, int V, bool LAST>
 __global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::backward)
     spatial_gradient_backward_kernel(const __grid_constant__ gradient_plan plan) {
-  constexpr bool staged = !LAST && camox_stages<T, V>;
+  constexpr bool staged = gradient_stages<T, V, LAST>;
   typedef camox_stage<GRADIENT_MAPS, GRADIENT_THREADS, GRADIENT_STAGED_ROWS> staged_rows;
   __shared__ typename camox_select<staged, staged_rows, int>::type stage;
   const camox_spatial_gradient_params &p = plan.p;
