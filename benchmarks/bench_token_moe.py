@@ -138,7 +138,8 @@ def case_of(shape, mixture, candidates, dtype=torch.float32, rounds=ROUNDS) -> C
     factors = 3 if mixture.activation == "swiglu" else 2
 
     def expected(x, upstream):
-        loop = layers(shape, mixture)[1].to(x.dtype)
+        with x.device:
+            loop = layers(shape, mixture)[1].to(x.dtype)
         return step_of_loop(loop)(x, upstream)
 
     return Case(

@@ -585,6 +585,7 @@ def test_both_op_sets_train_alike_without_dropout(tmp_path):
     assert found[0]["train/loss"] == pytest.approx(found[1]["train/loss"], rel=1e-4)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU has graphs of its own")
 def test_graphs_for_each_shape_of_a_batch_give_the_same_numbers(tmp_path, imitated_graphs):
     settings = settings_of(tmp_path, epochs=1, log_images_every=0)
     settings.data.batch_size = 1  # histories of one step and of two
