@@ -116,6 +116,7 @@ def test_errors_of_modules(build, said):
         build()
 
 
+@pytest.mark.slow
 def test_memory_example(tmp_path, capsys, monkeypatch):
     example = example_path.load("linear_attention_memory", None)
     monkeypatch.setattr(example, "free_memory", lambda device: 60 << 20)

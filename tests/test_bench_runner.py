@@ -376,6 +376,7 @@ def test_machine_names(cpu, cores, capability, name):
     assert machine.name_of(cpu, cores, capability) == name
 
 
+@pytest.mark.slow
 def test_a_child_keeps_freed_memory(tmp_path):
     """The whole way of a child process: re-executed with the allocator's setting, a case measured and written."""
     (tmp_path / "benchmarks").mkdir()

@@ -167,6 +167,7 @@ def test_failures_are_said_and_success_is_silent():
     assert "camox differs from float64" in demo_run.failures(good | {"parity": found})[0]
 
 
+@pytest.mark.slow
 def test_memory_of_known_steps(dataset, batch):
     peak = common_memory.peak_bytes(lambda: torch.ones(1000, 1000) + torch.ones(1000, 1000))
     assert peak == pytest.approx(12e6, rel=1e-3)

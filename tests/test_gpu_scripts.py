@@ -995,6 +995,7 @@ def test_slow():
 """
 
 
+@pytest.mark.slow
 def test_suite_is_counted(section, tmp_path):
     suite = tmp_path / "test_tiny.py"
     suite.write_text(TINY_SUITE)

@@ -106,7 +106,11 @@ def test_tune_cpu_allocator():
     ("first", "why"),
     [
         ("import torch; torch.ones(3)", "tensors were made before"),
-        ("import os; os.environ['THP_MEM_ALLOC_ENABLE'] = '0'", "THP_MEM_ALLOC_ENABLE was '0'"),
+        pytest.param(
+            "import os; os.environ['THP_MEM_ALLOC_ENABLE'] = '0'",
+            "THP_MEM_ALLOC_ENABLE was '0'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_tune_cpu_allocator_says_what_came_too_late(first, why):

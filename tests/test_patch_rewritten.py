@@ -226,6 +226,7 @@ def test_other_modules_run_while_a_graph_is_traced():
     assert found and all(torch.equal(y, elsewhere(torch.ones(2, 4))) for y in found)
 
 
+@pytest.mark.slow
 def test_cycles_do_not_grow():
     module = Node(depth=0)
     counts = []
