@@ -164,8 +164,9 @@ def precompiled_header(arch: int) -> Path:
 
 @cache
 def runtime_path() -> Path:
-    # Its loops run at every rendezvous of every kernel.
-    return build("libcamox_cuda_emulator.so", [HERE / "cuda_emulator.cpp"], ["-lpthread", "-ldl"], ["-O2"])
+    # Its loops run at every rendezvous of every kernel; the pattern in variables that are not set is for kernels alone.
+    flags = ["-O2", "-ftrivial-auto-var-init=uninitialized"]
+    return build("libcamox_cuda_emulator.so", [HERE / "cuda_emulator.cpp"], ["-lpthread", "-ldl"], flags)
 
 
 def sources() -> list[Path]:
