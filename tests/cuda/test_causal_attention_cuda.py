@@ -156,7 +156,7 @@ def test_values_of_cu_seqlens(bounds):
 
 def test_many_sequences():
     """More than the threads that look for their bounds; empty ones between."""
-    lengths = [(i * 7) % 5 for i in range(700)]
+    lengths = [i % 4 if i % 9 < 2 else 0 for i in range(270)]
     cu_seqlens = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     given = inputs((1, 1, cu_seqlens[-1], 4, 4), torch.float32, cu_seqlens=cu_seqlens)
     results, error = forward(*given[0], *given[1], **given[3], how={"order": "random"})

@@ -35,11 +35,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 HALVES = (torch.bfloat16, torch.float16)
 
 CXX = os.environ.get("CXX", "g++")
+
+
+def _has_fma() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "fma" in cpuinfo.read_text().split()
+
+
 # Without -fno-gnu-unique the shared memory of one kernel would be one variable for the builds of all architectures.
 # -Og compiles the unrolled kernels in half the time of -O2; when they run, switching fibers costs more than their code.
 FLAGS = [
     *("-std=c++17", "-Og", "-g1", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-gnu-unique", "-fno-strict-aliasing"),
     *("-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
+    *(["-mfma"] if _has_fma() else []),  # fmaf as an instruction: libm's takes a third of a kernel's time
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi", "-Werror"),
 ]
 CHECKS = "-fsanitize=bounds,alignment,signed-integer-overflow,shift,integer-divide-by-zero"
@@ -90,41 +98,75 @@ def _compiler_version() -> str:
     return subprocess.run([CXX, "--version"], check=True, capture_output=True, text=True).stdout
 
 
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
+
+
+def _compile(command: list[str], output: Path) -> list[str]:
+    """Runs a compile command with this output; the files that it read, but for CUDA's and the compiler's own."""
+    _run([*command, "-MMD", "-MF", f"{output}.d", "-o", str(output)])
+    files = Path(f"{output}.d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    return [name for name in files if not name.endswith(".gch")]
+
+
+@contextmanager
+def _unless_built(target: Path, command: list[str]):
+    """Alone among all processes: None when `target` was made by this command of the same files, else the list that
+    takes the files of which it is made."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    stamp = BUILD / f"{target.name}.json"
+    with open(BUILD / f"{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = json.loads(stamp.read_text()) if target.exists() and stamp.exists() else None
+        if known and all(map(os.path.exists, known["files"])) and known["digest"] == _digest(command, known["files"]):
+            yield None
+        else:
+            files = []
+            yield files
+            stamp.write_text(json.dumps({"files": files, "digest": _digest(command, files)}))
+
+
+def _compiler(flags: list[str]) -> list[str]:
+    include = ["-isystem", str(cuda_include()), "-I", str(HERE), "-I", str(CSRC / "common"), "-I", str(CSRC)]
+    return [CXX, *FLAGS, *flags, *include]
+
+
 def build(name: str, sources: list[Path], link: list[str], flags: list[str] = ()) -> Path:
     """One shared object of C++ sources; -fsanitize is left out of the link, the runtime holds its handlers."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    target, stamp = BUILD / name, BUILD / f"{name}.json"
-    include = ["-isystem", str(cuda_include()), "-I", str(HERE), "-I", str(CSRC / "common"), "-I", str(CSRC)]
-    compile_command = [CXX, *FLAGS, *flags, *include]
-    with open(BUILD / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists() and stamp.exists():
-            known = json.loads(stamp.read_text())
-            if all(map(os.path.exists, known["files"])) and known["digest"] == _digest(
-                [*compile_command, *link], known["files"]
-            ):
-                return target
-        objects, files = [], []
+    target, compiler = BUILD / name, _compiler(flags)
+    with _unless_built(target, [*compiler, *link]) as files:
+        if files is None:
+            return target
+        objects = []
         for source in sources:
-            obj = BUILD / f"{name}.{source.stem}.o"
-            command = [*compile_command, "-MMD", "-MF", f"{obj}.d", "-x", "c++", "-c", str(source), "-o", str(obj)]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode:
-                raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
-            objects.append(str(obj))
-            files += Path(f"{obj}.d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
-        command = [CXX, "-shared", "-Wl,-z,defs,-Bsymbolic", *objects, *link, "-o", str(target)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
-        stamp.write_text(json.dumps({"files": files, "digest": _digest([*compile_command, *link], files)}))
+            objects.append(BUILD / f"{name}.{source.stem}.o")
+            files += _compile([*compiler, "-x", "c++", "-c", str(source)], objects[-1])
+        _run([CXX, "-shared", "-Wl,-z,defs,-Bsymbolic", *map(str, objects), *link, "-o", str(target)])
     return target
+
+
+def _kernel_flags(arch: int) -> list[str]:
+    return [CHECKS, "-DCAMOX_CUDA_EMULATOR=1", f"-DCAMOX_EMULATED_ARCH={arch}"]
+
+
+@cache
+def precompiled_header(arch: int) -> Path:
+    """cuda_emulator.h with CUDA's headers for the kernels' flags: each source would parse them for half a second."""
+    header, compiler = BUILD / f"cuda_emulator_sm{arch // 10}.h", _compiler(_kernel_flags(arch))
+    target = header.with_name(f"{header.name}.gch")
+    with _unless_built(target, compiler) as files:
+        if files is not None:
+            files += _compile([*compiler, "-x", "c++-header", str(HERE / "cuda_emulator.h")], target)
+    return header
 
 
 @cache
 def runtime_path() -> Path:
-    # Its loops run at every rendezvous of every kernel.
-    return build("libcamox_cuda_emulator.so", [HERE / "cuda_emulator.cpp"], ["-lpthread", "-ldl"], ["-O2"])
+    # Its loops run at every rendezvous of every kernel; the pattern in variables that are not set is for kernels alone.
+    flags = ["-O2", "-ftrivial-auto-var-init=uninitialized"]
+    return build("libcamox_cuda_emulator.so", [HERE / "cuda_emulator.cpp"], ["-lpthread", "-ldl"], flags)
 
 
 def sources() -> list[Path]:
@@ -155,10 +197,12 @@ def object_path(source: Path, arch: int, define: str = "") -> Path:
     What the compiler says of a source is raised once: the tests that need the source after that are skipped."""
     if source in refused:
         pytest.skip(f"{source.name} does not compile: the first test of it that failed has the compiler's message")
-    flags = [CHECKS, "-DCAMOX_CUDA_EMULATOR=1", f"-DCAMOX_EMULATED_ARCH={arch}", *([f"-D{define}"] if define else [])]
     name = "_".join(filter(None, (source.stem, define.lower(), f"sm{arch // 10}")))
     runtime = runtime_path()
     try:
+        # g++ passes over a precompiled header of other flags: then this one is an error, no plain header has its name.
+        header = ["-include", str(precompiled_header(arch)), "-Winvalid-pch", "-fpch-deps"]
+        flags = [*_kernel_flags(arch), *header, *([f"-D{define}"] if define else [])]
         return build(f"{name}.so", [source], [str(runtime), f"-Wl,-rpath,{runtime.parent}"], flags)
     except RuntimeError:
         refused.add(source)

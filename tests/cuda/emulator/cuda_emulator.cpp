@@ -220,6 +220,14 @@ void make_ready(worker *w, int index) {
   ++w->ready_count;
 }
 
+/* The lanes of `mask` of the warp whose first thread is `first`. */
+void make_warp_ready(worker *w, int first, unsigned mask) {
+  for (int lane = 0; lane < warp_size; ++lane)
+    if (mask >> lane & 1) w->fibers[first + lane].waits = wait::none;
+  w->ready[first / 64] |= uint64_t(mask) << (first % 64);
+  w->ready_count += __builtin_popcount(mask);
+}
+
 int pick(worker *w) {
   const int words = max_threads / 64;
   int word = 0, bit = 0;
@@ -622,8 +630,7 @@ void camox_emulator_warp(unsigned mask, void *payload, camox_emulator_collective
       lanes.payload[l] = g->payload;
     }
     run(&lanes);
-    for (int l = 0; l < warp_size; ++l)
-      if (lanes.mask >> l & 1) make_ready(w, first + l);
+    make_warp_ready(w, first, lanes.mask);
   }
   switch_fiber(w);
 }
@@ -931,27 +938,29 @@ static float camox_emulator_half_of(uint32_t word, int i) {
   return static_cast<float>(value);
 }
 
-/* d += a b of fragments whose elements `take` puts into the matrices. */
+/* d += a b of fragments whose elements `take` puts into the matrices. Columns are the inner loop, whose vectors g++ makes. */
 template <typename T, int K, typename Take>
 static void camox_emulator_mma_of(camox_emulator_lanes *lanes, const Take &take) {
   if (lanes->mask != ~0u) camox_emulator_fail("mma needs all 32 lanes of the warp");
-  float a[16][K], b[K][8];
-  for (int lane = 0; lane < 32; ++lane)
-    take(*static_cast<camox_emulator_mma_payload<T> *>(lanes->payload[lane]), lane / 4, lane % 4, a, b);
+  double a[16][K], b[K][8], sums[16][8];
+  float *d[32];
   for (int lane = 0; lane < 32; ++lane) {
-    float *d = static_cast<camox_emulator_mma_payload<T> *>(lanes->payload[lane])->d;
-    for (int i = 0; i < 4; ++i) {
-      double sum = d[i];
-      for (int k = 0; k < K; ++k) sum += double(a[lane / 4 + 8 * (i / 2)][k]) * double(b[k][lane % 4 * 2 + i % 2]);
-      d[i] = static_cast<float>(sum);
-    }
+    const auto &payload = *static_cast<camox_emulator_mma_payload<T> *>(lanes->payload[lane]);
+    take(payload, lane / 4, lane % 4, a, b);
+    d[lane] = payload.d;
+    for (int i = 0; i < 4; ++i) sums[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2] = payload.d[i];
   }
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < K; ++k)
+      for (int column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i) d[lane][i] = static_cast<float>(sums[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2]);
 }
 
 template <typename T, int K>
 void camox_emulator_mma_run(camox_emulator_lanes *lanes) {
   camox_emulator_mma_of<T, K>(lanes,
-                              [](const camox_emulator_mma_payload<T> &p, int g, int t, float (&a)[16][K], float (&b)[K][8]) {
+                              [](const camox_emulator_mma_payload<T> &p, int g, int t, double (&a)[16][K], double (&b)[K][8]) {
                                 for (int i = 0; i < 2; ++i)
                                   for (int half = 0; half < K / 8; ++half) {
                                     a[g][2 * t + i + 8 * half] = camox_emulator_half_of<T>(p.a[2 * half], i);
@@ -971,7 +980,7 @@ static float camox_emulator_tf32_of(uint32_t bits) {
 
 void camox_emulator_mma_run_tf32(camox_emulator_lanes *lanes) {
   camox_emulator_mma_of<float, 8>(
-      lanes, [](const camox_emulator_mma_payload<float> &p, int g, int t, float (&a)[16][8], float (&b)[8][8]) {
+      lanes, [](const camox_emulator_mma_payload<float> &p, int g, int t, double (&a)[16][8], double (&b)[8][8]) {
         for (int half = 0; half < 2; ++half) {
           a[g][t + 4 * half] = camox_emulator_tf32_of(p.a[2 * half]);
           a[g + 8][t + 4 * half] = camox_emulator_tf32_of(p.a[2 * half + 1]);
