@@ -68,6 +68,7 @@ def test_camox_is_as_near_to_float64_as_torch(compared):
     assert 0 < compared["worst"]["share_of_limit"] <= 1
 
 
+@pytest.mark.slow
 def test_a_wrong_expert_fails_the_comparison(dataset, batch):
     models = build(dataset)
     for layer in models["camox"].moe_layers:

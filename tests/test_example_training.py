@@ -257,12 +257,10 @@ def test_missing_checkpoint_is_named(tmp_path):
         checkpoint.load(tmp_path / "none.pth")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"use_ema": True, "stage1_epochs": 1},
-        pytest.param({"no_amp": False, "img_size": 96, "stage1_epochs": 0}, marks=pytest.mark.slow),
-    ],
+    [{"use_ema": True, "stage1_epochs": 1}, {"no_amp": False, "img_size": 96, "stage1_epochs": 0}],
 )
 def test_resumed_run_equals_unbroken_run(tmp_path, small_set, options):
     unbroken = train(tmp_path / "unbroken", epochs=3, **options)
@@ -346,6 +344,7 @@ def test_checkpointing_by_policy(tmp_path, small_set, capsys, batch, enabled):
     assert "loader: num_workers=0 (as asked)" in shown
 
 
+@pytest.mark.slow
 def test_command_line_trains_with_every_option(tmp_path, small_set, capsys):
     options = (
         f"train --dataset-path builtin --checkpoint-dir {tmp_path} --backbone tiny --num-experts 7 --batch-size 4 "

@@ -5,7 +5,15 @@ import math
 
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, on_device, random_image
+from helpers import (
+    DEVICE,
+    FLOATS,
+    TWO_OF_FLOATS,
+    assert_close_to_reference,
+    assert_one_rounding,
+    on_device,
+    random_image,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
@@ -465,7 +473,7 @@ def test_shapes(size, data, score, capacity_factor, dtype):
         torch.testing.assert_close(y.double(), expected.double(), rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", TWO_OF_FLOATS)
 def test_large_outputs_have_the_same_bits(dtype):
     """From 32 MiB on stores go past the caches; each channel alone is below that."""
     routing = routed(8, 4, 3)
