@@ -60,6 +60,7 @@ def test_twins_share_weights_and_spread_their_images(dataset):
     assert (usage > 0).all()
 
 
+@pytest.mark.slow
 def test_camox_is_as_near_to_float64_as_torch(compared):
     assert compared["passed"], compared["worst"]
     assert compared["routing_same"] and not compared["missing"]

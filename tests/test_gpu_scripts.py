@@ -5,6 +5,7 @@ import functools
 import gc
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -648,8 +649,9 @@ def test_shapes_of_their_own():
     assert all(c.layout == "contiguous" for c in full if hasattr(c.make_case, "on_gpu"))
 
 
+LAYERS_AND_STEPS = re.compile("layer|token_moe|k1|emberformer|vision_bdh")  # seconds each
 OWN = [
-    pytest.param(name, marks=[pytest.mark.slow] if "layer" in name else [])
+    pytest.param(name, marks=[pytest.mark.slow] if LAYERS_AND_STEPS.search(name) else [])
     for name, make in cuda.case_makers(Rehearsal()).items()
     if hasattr(make, "on_gpu")
 ]
