@@ -4,8 +4,8 @@ Equal weights; the router sends about as many rows to every expert. The loop's e
 in an nn.ModuleList. ``tuned`` is the same loop with PyTorch's products replaced as by cx.train.tune_cpu: the best form
 of PyTorch here, whose products are those of TokenMoE. torch.compile is left out: the loop's sizes depend on data.
 
-On a GPU ``scattermoe``, where it is installed, is the MLP of shawntan/scattermoe behind the same router, at the size of
-its report's first figure (arXiv 2403.08245, section 4.1).
+On a GPU ``scattermoe``, where it is installed, is the MLP of shawntan/scattermoe behind the same router. Its README
+names no size: rows and experts here are those of a large layer, 4 of 32 experts for each row.
 """
 
 from typing import NamedTuple

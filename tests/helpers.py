@@ -199,13 +199,17 @@ def random_image(shape, dtype=torch.float32, layout="contiguous", kind="normal",
     return x
 
 
+def untuned(more=()) -> dict[str, str]:
+    """This process's environment and more, without what tells torch that the allocator was tuned."""
+    return {name: value for name, value in os.environ.items() if name != allocator.ON_PAGES} | dict(more)
+
+
 def run_python(code: str, **environment) -> str:
     """Runs code in a fresh interpreter -> its standard output; a failure raises with its standard error.
 
     An allocator that this process tuned is not handed on."""
-    inherited = {name: value for name, value in os.environ.items() if name != allocator.ON_PAGES}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**inherited, **environment}, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=untuned(environment), check=False
     )
     if result.returncode != 0:
         raise RuntimeError(result.stderr)
@@ -231,18 +235,18 @@ for request in sys.stdin:
 @functools.cache
 def fork_server() -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", FORK_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", FORK_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=untuned()
     )
 
 
 def run_python_with_torch(code: str, **environment) -> str:
     """As run_python, in a fork of one process that has imported torch, which takes seconds; camox_ops is not imported.
 
-    The environment is that of torch's import for what torch reads there."""
+    What torch reads of the environment when it is imported is that of the first call."""
     server = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         files = [os.path.join(folder, name) for name in ("stdout", "stderr")]
-        print(json.dumps([code, {**os.environ, **environment}, *files]), file=server.stdin, flush=True)
+        print(json.dumps([code, untuned(environment), *files]), file=server.stdin, flush=True)
         status = int(server.stdout.readline())
         output, errors = (Path(file).read_text() for file in files)
     if status:

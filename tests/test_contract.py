@@ -39,12 +39,14 @@ every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dty
 
 
 def case_and_dtypes():
-    """Every case with two dtypes, those of an op in turn with either two; with all four they are slow tests."""
+    """Every case with two dtypes: an op's cases, two or more, take the outer and the inner two in turn. The other
+    pairs are slow tests."""
     for family in FAMILIES:
-        for i, case in enumerate(case for case in CASES if case.family == family):
-            for number, dtype in enumerate(FLOATS):
-                slow = pytest.mark.slow if (number in (0, 3)) != (i % 2 == 0) else ()
-                yield pytest.param(case, dtype, marks=slow, id=f"{case}-{str(dtype).removeprefix('torch.')}")
+        cases = [case for case in CASES if case.family == family]
+        assert len(cases) > 1, f"{family} would not meet every dtype"
+        for (i, case), (number, dtype) in itertools.product(enumerate(cases), enumerate(FLOATS)):
+            marks = () if (number in (0, 3)) == (i % 2 == 0) else pytest.mark.slow
+            yield pytest.param(case, dtype, marks=marks, id=f"{case}-{str(dtype).removeprefix('torch.')}")
 
 
 # ---- how a case is run ----
@@ -351,7 +353,7 @@ def operators_of(case, dtype, layouts):
 @pytest.mark.parametrize(("case", "dtype"), case_and_dtypes())
 def test_opcheck(case, dtype):
     """Of every operator that the case calls: schema, autograd, fake kernel. A fake kernel chooses strides and dtypes
-    apart: every dtype is met in one of the other layouts, each of them by two dtypes."""
+    apart: every dtype is met in one of the other layouts, each of them by two dtypes of an op."""
     other = ("channels_last", "permuted")[FLOATS.index(dtype) % 2]
     for op, arguments in operators_of(case, dtype, ("contiguous", other)):
         opcheck(op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
