@@ -46,7 +46,7 @@ __device__ __forceinline__ uint32_t camox_count(uint32_t *counter, uint32_t last
 __device__ __forceinline__ bool camox_is_last_block(const camox_counters &counters, int index, int64_t blocks) {
   bool is_last = false;
   if (threadIdx.x == 0) {
-    uint32_t *const counter = counters.row < 0 ? counters.own + index : &camox_counter_rows[counters.row][index];
+    uint32_t *const counter = (counters.row < 0 ? counters.own : camox_counter_rows[counters.row]) + index;
     const uint32_t last = static_cast<uint32_t>(blocks - 1);
     is_last = camox_count(counter, last) == last;
   }
