@@ -8,7 +8,7 @@
 
    Counters are 0 between launches: the last count sets its counter back. Launches on one stream follow one another, so every
    stream keeps a row of counters of the device. A captured launch may be replayed beside any other: it counts in memory of its
-   call, which is cleared before it; so does a launch on a stream for which no row is left.
+   call, which is cleared before it; so does a launch on a stream for which no row is left, or that needs more than a row.
 
    CAMOX_COUNTERS: counters of a row; the source defines it before it includes this header. */
 #ifndef CAMOX_LAST_BLOCK_CUH
@@ -71,7 +71,7 @@ static inline camox_counters camox_counters_on(void *stream, uint32_t *own, int 
   unsigned long long number = 0;
   const bool plain = cudaStreamIsCapturing(on, &capture) == cudaSuccess && capture == cudaStreamCaptureStatusNone &&
                      cudaStreamGetId(on, &number) == cudaSuccess;
-  const int row = plain ? camox_counter_row_of(number) : -1;
+  const int row = plain && counters <= CAMOX_COUNTERS ? camox_counter_row_of(number) : -1;
   if (row < 0) (void)cudaMemsetAsync(own, 0, static_cast<size_t>(counters) * sizeof *own, on);
   return {row, own};
 }
