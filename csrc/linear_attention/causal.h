@@ -49,7 +49,7 @@ typedef struct {
   void *rows;                         /* sum only, CUDA not with none: real [B,H,T,2], numbers of rows between the passes */
   void *scratch;                      /* CPU: camox_causal_scratch(p) bytes of this thread alone, aligned to 64 */
   /* CUDA. */
-  void *records;        /* float, camox_causal_records(p) of them: a state for each chunk */
+  void *records;        /* float, camox_causal_records(p) of them: a state for each chunk or segment */
   int32_t *bounds;      /* int32 [2, sequences + 1], with cu_seqlens */
   uint32_t *error_word; /* of the device, may be NULL */
 } camox_causal_params;
@@ -58,7 +58,6 @@ enum { CAMOX_CAUSAL_CHUNK = 64 };
 
 int camox_causal_check(const camox_causal_params *p, int backward);
 int64_t camox_causal_scratch(const camox_causal_params *p);
-int64_t camox_causal_records(const camox_causal_params *p);
 typedef void camox_causal_kernel(const camox_causal_params *p, int64_t begin, int64_t end); /* heads of sequences */
 camox_causal_kernel *camox_causal_forward(camox_dtype dtype, camox_isa isa);
 camox_causal_kernel *camox_causal_backward(camox_dtype dtype, camox_isa isa);
@@ -78,6 +77,8 @@ int camox_causal_step_check(const camox_causal_step_params *p);
 typedef void camox_causal_step_fn(const camox_causal_step_params *p, int64_t begin, int64_t end); /* heads */
 camox_causal_step_fn *camox_causal_step(camox_dtype dtype, camox_isa isa);
 
+/* Of the CUDA part, of the current device. */
+int64_t camox_causal_records(const camox_causal_params *p);
 /* Host wrappers of the CUDA kernels: 0 or a cudaError_t. */
 int camox_linear_attention_causal_cuda(const camox_causal_params *p, void *stream);
 int camox_linear_attention_causal_backward_cuda(const camox_causal_params *p, void *stream);

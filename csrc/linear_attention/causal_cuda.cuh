@@ -25,7 +25,7 @@
 #include "../common/device_errors.h"
 #include "causal.h"
 
-#define CAUSAL_ROWS CAMOX_CAUSAL_CHUNK
+#define CAUSAL_ROWS static_cast<int>(CAMOX_CAUSAL_CHUNK)
 #define CAUSAL_WIDE 64  /* columns of a product */
 #define CAUSAL_TERMS 32 /* of a product with the record, in shared memory at a time */
 #define CAUSAL_THREADS 256
@@ -42,12 +42,14 @@ struct causal_side {
 /* One pass over the chunks. */
 struct causal_pass {
   int64_t heads, length, sequences, chunks; /* chunks: of a sequence */
+  int rows;                                 /* of a chunk */
   const int32_t *bounds, *first_chunk;      /* of packed sequences, [sequences + 1] each; else NULL */
   int n, d, feature_map, normalize;
   float eps;
   bool strict, of_keys; /* of_keys: the rows are keys */
   causal_side x, y;     /* of rows, of columns */
   camox_view4 out;      /* like x.value, or like x.feature; data may be NULL */
+  camox_view4 grad_x;   /* like x.feature: causal_mma.cuh, which writes it beside out */
   float *inverse;       /* [B,H,T]: r */
   float *records;       /* [chunks, H, N * D + N] */
 };
@@ -60,7 +62,7 @@ struct causal_chunk {
 };
 
 __host__ __device__ static inline int64_t causal_chunks(const causal_pass &p) {
-  return p.bounds ? camox_ceil_div(p.length, CAUSAL_ROWS) + p.sequences : p.sequences * p.chunks;
+  return p.bounds ? camox_ceil_div(p.length, p.rows) + p.sequences : p.sequences * p.chunks;
 }
 
 __device__ __forceinline__ causal_chunk causal_chunk_at(const causal_pass &p, int64_t item) {
@@ -69,7 +71,7 @@ __device__ __forceinline__ causal_chunk causal_chunk_at(const causal_pass &p, in
   at.batch = 0;
   if (!p.bounds) {
     at.batch = camox_divide(chunk, p.chunks, &chunk);
-    at.begin = chunk * CAUSAL_ROWS;
+    at.begin = chunk * p.rows;
   } else {
     /* The last sequence that begins with this chunk or an earlier one: it lies before `after`. */
     int64_t sequence = 0, after = p.sequences;
@@ -77,10 +79,10 @@ __device__ __forceinline__ causal_chunk causal_chunk_at(const causal_pass &p, in
       const int64_t middle = (sequence + after) / 2;
       (__ldg(p.first_chunk + middle) <= chunk ? sequence : after) = middle;
     }
-    at.begin = __ldg(p.bounds + sequence) + (chunk - __ldg(p.first_chunk + sequence)) * CAUSAL_ROWS;
+    at.begin = __ldg(p.bounds + sequence) + (chunk - __ldg(p.first_chunk + sequence)) * p.rows;
     end = __ldg(p.bounds + sequence + 1);
   }
-  at.count = static_cast<int>(min(max(end - at.begin, static_cast<int64_t>(0)), static_cast<int64_t>(CAUSAL_ROWS)));
+  at.count = static_cast<int>(min(max(end - at.begin, static_cast<int64_t>(0)), static_cast<int64_t>(p.rows)));
   return at;
 }
 
@@ -565,6 +567,7 @@ struct causal_bounds {
   const int32_t *cu_seqlens;
   int32_t *bounds, *first_chunk; /* written, [sequences + 1] each */
   int64_t sequences, length;
+  int rows; /* of a chunk */
   uint32_t *error_word;
 };
 
@@ -591,7 +594,7 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_bounds_kernel(const __g
     const int64_t given = s == 0 ? 0 : s == a.sequences ? a.length : static_cast<int64_t>(a.cu_seqlens[s]);
     wrong |= given < bound;
     const int64_t next = min(max(given, bound), a.length);
-    if (s > 0) count += camox_ceil_div(next - bound, CAUSAL_ROWS);
+    if (s > 0) count += camox_ceil_div(next - bound, a.rows);
     bound = next, a.bounds[s] = static_cast<int32_t>(next);
   }
   chunks[thread] = count;
@@ -600,7 +603,7 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_bounds_kernel(const __g
   for (int i = 0; i < thread; ++i) first += chunks[i];
   bound = before;
   for (int64_t s = begin; s < end; ++s) {
-    if (s > 0) first += camox_ceil_div(a.bounds[s] - bound, CAUSAL_ROWS);
+    if (s > 0) first += camox_ceil_div(a.bounds[s] - bound, a.rows);
     bound = a.bounds[s], a.first_chunk[s] = static_cast<int32_t>(first);
   }
   if (wrong && a.error_word) atomicOr(a.error_word, static_cast<uint32_t>(CAMOX_ERROR_CU_SEQLENS));
@@ -650,6 +653,8 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_step_kernel(const __gri
     __syncthreads();
   }
 }
+
+#include "causal_mma.cuh"
 
 /* ---- launchers ---- */
 
@@ -712,16 +717,16 @@ static void causal_run_scan(const causal_pass &p, const void *s_in, const void *
   CAMOX_LAUNCH(causal_scan_kernel, camox_grid(camox_ceil_div(threads, CAUSAL_THREADS)), CAUSAL_THREADS, 0, stream, scan);
 }
 
-static causal_pass causal_pass_of(const camox_causal_params *p, void *stream) {
+static causal_pass causal_pass_of(const camox_causal_params *p, int64_t rows, void *stream) {
   causal_pass pass = {};
   pass.heads = p->heads, pass.length = p->length, pass.sequences = p->sequences;
-  pass.chunks = camox_ceil_div(p->length, CAUSAL_ROWS);
+  pass.rows = static_cast<int>(rows), pass.chunks = camox_ceil_div(p->length, rows);
   pass.n = static_cast<int>(p->key_dim), pass.d = static_cast<int>(p->value_dim);
   pass.feature_map = p->feature_map, pass.normalize = p->normalize, pass.eps = static_cast<float>(p->eps);
   pass.strict = p->strict, pass.records = static_cast<float *>(p->records);
   if (p->cu_seqlens) {
     int32_t *const bounds = p->bounds, *const first_chunk = bounds + p->sequences + 1;
-    const causal_bounds table = {p->cu_seqlens, bounds, first_chunk, p->sequences, p->length, p->error_word};
+    const causal_bounds table = {p->cu_seqlens, bounds, first_chunk, p->sequences, p->length, pass.rows, p->error_word};
     CAMOX_LAUNCH(causal_bounds_kernel, 1, CAUSAL_THREADS, 0, stream, table);
     pass.bounds = bounds, pass.first_chunk = first_chunk;
   }
@@ -751,7 +756,7 @@ static void causal_states(const camox_causal_params *p, const causal_pass &pass,
 
 template <typename T>
 static void causal_forward(const camox_causal_params *p, void *stream) {
-  const causal_pass pass = causal_pass_of(p, stream);
+  const causal_pass pass = causal_pass_of(p, CAUSAL_ROWS, stream);
   const causal_side keys = causal_keys(p), queries = causal_queries(p);
   causal_states<T>(p, pass, keys, p->s, p->z, stream);
   causal_run<T>(causal_pass_from(pass, queries, keys, false, p->out), CAUSAL_ATTEND, p->batch, stream);
@@ -759,7 +764,7 @@ static void causal_forward(const camox_causal_params *p, void *stream) {
 
 template <typename T>
 static void causal_backward(const camox_causal_params *p, void *stream) {
-  causal_pass pass = causal_pass_of(p, stream);
+  causal_pass pass = causal_pass_of(p, CAUSAL_ROWS, stream);
   causal_side keys = causal_keys(p), queries = causal_queries(p);
   causal_states<T>(p, pass, keys, nullptr, nullptr, stream);
   if (p->normalize != CAMOX_NORMALIZE_NONE) {
@@ -780,8 +785,83 @@ static void causal_backward(const camox_causal_params *p, void *stream) {
   causal_run<T>(causal_pass_from(pass, keys, queries, true, p->grad_k), CAUSAL_GRADIENT, p->batch, stream);
 }
 
+/* ---- launchers: on tensor cores ---- */
+
+static bool causal_mma_serves(const camox_causal_params *p) {
+  if (!camox_may_be_sm80 || p->dtype != CAMOX_BF16 || p->key_dim > CAUSAL_MMA_DIM || p->value_dim > CAUSAL_MMA_DIM)
+    return false;
+  const camox_view4 *const features[] = {&p->q, &p->k, &p->grad_q, &p->grad_k};
+  const camox_view4 *const values[] = {&p->v, &p->out, &p->grad, &p->grad_v};
+  bool vectors = true;
+  causal_pass pass = {};
+  pass.heads = p->heads, pass.length = p->length;
+  for (int i = 0; i < 4; ++i)
+    vectors = vectors && causal_is_vectors(pass, *features[i], p->batch, static_cast<int>(p->key_dim), 8) &&
+              causal_is_vectors(pass, *values[i], p->batch, static_cast<int>(p->value_dim), 8);
+  return vectors && camox_device_is_sm80();
+}
+
+/* Positions of a segment: the same on every GPU, and so are the bits. */
+static int64_t causal_segment(const camox_causal_params *p) {
+  const int64_t chunks = p->batch * p->heads * camox_ceil_div(p->length, CAUSAL_ROWS);
+  const int64_t longest = INT32_MAX / CAUSAL_ROWS, of_segment = camox_ceil_div(chunks, camox_grid(CAUSAL_MMA_BLOCKS));
+  return CAUSAL_ROWS * (of_segment < 1 ? 1 : of_segment < longest ? of_segment : longest);
+}
+
+/* What the state of a pass adds up is y. */
+template <typename T>
+static void causal_mma_states(const causal_pass &pass, const void *s_in, const void *z_in, void *s_out, void *z_out,
+                              void *stream) {
+  const unsigned items = causal_grid(causal_chunks(pass) * pass.heads);
+  if (pass.length > 0)
+    CAMOX_LAUNCH((causal_mma_sum_kernel<T>), items, CAUSAL_MMA_THREADS, causal_mma_shared_bytes, stream, pass);
+  causal_run_scan(pass, s_in, z_in, s_out, z_out, stream);
+}
+
+template <typename T, int WALK>
+static void causal_mma_run(const causal_pass &pass, void *stream) {
+  if (pass.length == 0) return;
+  CAMOX_LAUNCH((causal_mma_walk_kernel<T, WALK>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
+               causal_mma_shared_bytes, stream, pass);
+}
+
+template <typename T>
+static void causal_mma_forward(const camox_causal_params *p, void *stream) {
+  const causal_pass pass =
+      causal_pass_from(causal_pass_of(p, causal_segment(p), stream), causal_queries(p), causal_keys(p), false, p->out);
+  causal_mma_states<T>(pass, p->initial_s, p->initial_z, p->s, p->z, stream);
+  causal_mma_run<T, CAUSAL_FORWARD>(pass, stream);
+}
+
+template <typename T>
+static void causal_mma_backward(const camox_causal_params *p, void *stream) {
+  causal_pass pass = causal_pass_of(p, causal_segment(p), stream);
+  causal_side queries = causal_queries(p);
+  if (p->normalize == CAMOX_NORMALIZE_SUM)
+    queries.dots = static_cast<float *>(p->rows), pass.inverse = queries.dots + p->batch * p->heads * p->length;
+  pass = causal_pass_from(pass, queries, causal_keys(p), false, {});
+  pass.grad_x = p->grad_q;
+  causal_mma_states<T>(pass, p->initial_s, p->initial_z, nullptr, nullptr, stream);
+  causal_mma_run<T, CAUSAL_QUERY_GRADIENT>(pass, stream);
+  pass = causal_pass_from(pass, causal_keys(p), queries, true, p->grad_v);
+  pass.grad_x = p->grad_k;
+  causal_mma_states<T>(pass, p->grad_s, p->grad_z, p->sum_s, p->sum_z, stream);
+  causal_mma_run<T, CAUSAL_KEY_GRADIENT>(pass, stream);
+}
+
+extern "C" int64_t camox_causal_records(const camox_causal_params *p) {
+  const int64_t chunks = camox_ceil_div(p->length, causal_mma_serves(p) ? causal_segment(p) : CAUSAL_ROWS);
+  return (p->cu_seqlens ? chunks + p->sequences : chunks * p->sequences) * p->heads * p->key_dim * (p->value_dim + 1);
+}
+
 extern "C" int camox_linear_attention_causal_cuda(const camox_causal_params *p, void *stream) {
   if (p->sequences * p->heads == 0) return cudaSuccess;
+  if constexpr (camox_may_be_sm80) {
+    if (causal_mma_serves(p)) {
+      causal_mma_forward<__nv_bfloat16>(p, stream);
+      return camox_launch_status();
+    }
+  }
   switch (p->dtype) {
     case CAMOX_F32: causal_forward<float>(p, stream); break;
     case CAMOX_BF16: causal_forward<__nv_bfloat16>(p, stream); break;
@@ -793,6 +873,12 @@ extern "C" int camox_linear_attention_causal_cuda(const camox_causal_params *p, 
 
 extern "C" int camox_linear_attention_causal_backward_cuda(const camox_causal_params *p, void *stream) {
   if (p->sequences * p->heads == 0) return cudaSuccess;
+  if constexpr (camox_may_be_sm80) {
+    if (causal_mma_serves(p)) {
+      causal_mma_backward<__nv_bfloat16>(p, stream);
+      return camox_launch_status();
+    }
+  }
   switch (p->dtype) {
     case CAMOX_F32: causal_backward<float>(p, stream); break;
     case CAMOX_BF16: causal_backward<__nv_bfloat16>(p, stream); break;

@@ -152,12 +152,6 @@ int camox_causal_check(const camox_causal_params *p, int backward) {
   return camox_check_distinct_elements(op, "grad_v", &p->grad_v, values);
 }
 
-int64_t camox_causal_records(const camox_causal_params *p) {
-  const int64_t chunks = p->cu_seqlens ? camox_ceil_div(p->length, CAMOX_CAUSAL_CHUNK) + p->sequences
-                                       : p->sequences * camox_ceil_div(p->length, CAMOX_CAUSAL_CHUNK);
-  return chunks * p->heads * p->key_dim * (p->value_dim + 1);
-}
-
 typedef struct {
   const char *name;
   const void *begin;
