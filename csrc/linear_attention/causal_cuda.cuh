@@ -813,8 +813,10 @@ template <typename T>
 static void causal_mma_states(const causal_pass &pass, const void *s_in, const void *z_in, void *s_out, void *z_out,
                               void *stream) {
   const unsigned items = causal_grid(causal_chunks(pass) * pass.heads);
-  if (pass.length > 0)
-    CAMOX_LAUNCH((causal_mma_sum_kernel<T>), items, CAUSAL_MMA_THREADS, causal_mma_shared_bytes, stream, pass);
+  if (pass.length > 0 && pass.of_keys && pass.normalize == CAMOX_NORMALIZE_SUM)
+    CAMOX_LAUNCH((causal_mma_sum_kernel<T, true>), items, CAUSAL_MMA_THREADS, causal_mma_shared_bytes, stream, pass);
+  else if (pass.length > 0)
+    CAMOX_LAUNCH((causal_mma_sum_kernel<T, false>), items, CAUSAL_MMA_THREADS, causal_mma_shared_bytes, stream, pass);
   causal_run_scan(pass, s_in, z_in, s_out, z_out, stream);
 }
 

@@ -60,17 +60,26 @@ __device__ __forceinline__ causal_mma_shared causal_mma_shared_in(uint32_t *shar
 
 __device__ __forceinline__ int causal_tile_word(int row, int piece) { return row * 32 + (piece ^ row % 8) * 4; }
 
-/* Fragments of B for two tiles of 8 columns: of step k and pair of tiles n. ACROSS: the tile's rows are terms; else columns. */
+/* B of step k, in fragments: [pair of tiles of 8 columns][tile]. */
+typedef uint32_t causal_fragments[CAUSAL_STEPS][2][2];
+
+/* Those of a pair. ACROSS: the tile's rows are terms; else columns. */
 template <bool ACROSS>
-__device__ __forceinline__ void causal_fragments(uint32_t (&b)[2][2], const uint32_t *tile, int k, int n) {
+__device__ __forceinline__ void causal_load_pair(uint32_t (&b)[2][2], const uint32_t *tile, int k, int pair) {
   const int lane = causal_lane();
   uint32_t words[4];
   if (ACROSS)
-    camox_ldmatrix_x4<true>(words, tile + causal_tile_word(16 * k + lane % 16, 2 * n + lane / 16));
+    camox_ldmatrix_x4<true>(words, tile + causal_tile_word(16 * k + lane % 16, 2 * pair + lane / 16));
   else
-    camox_ldmatrix_x4<false>(words, tile + causal_tile_word(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+    camox_ldmatrix_x4<false>(words, tile + causal_tile_word(16 * pair + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 #pragma unroll
   for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = words[i];
+}
+
+template <bool ACROSS>
+__device__ __forceinline__ void causal_load_fragments(causal_fragments &b, const uint32_t *tile, int k) {
+#pragma unroll
+  for (int pair = 0; pair < CAUSAL_STEPS; ++pair) causal_load_pair<ACROSS>(b[pair], tile, k, pair);
 }
 
 /* Sixteen rows and terms of A; `low` counts where has_low. */
@@ -88,23 +97,50 @@ __device__ __forceinline__ void causal_mma(float (&d)[4], const uint32_t (&a)[4]
   camox_mma_m16n8k16<__nv_bfloat16>(d, a, b);
 }
 
-/* Two tiles of a product, of step k: small terms first. */
+typedef float causal_sums[CAUSAL_TILES][4];
+
+__device__ __forceinline__ void causal_clear(causal_sums &sums) {
+#pragma unroll
+  for (int i = 0; i < 4 * CAUSAL_TILES; ++i) sums[i / 4][i % 4] = 0.0f;
+}
+
+__device__ __forceinline__ void causal_mma_row(causal_sums &sums, const uint32_t (&a)[4], const causal_fragments &b) {
+#pragma unroll
+  for (int n = 0; n < CAUSAL_TILES; ++n) causal_mma(sums[n], a, b[n / 2][n % 2]);
+}
+
+/* sums += a B of step k, small terms first. */
 template <bool ACROSS>
-__device__ __forceinline__ void causal_multiply(float (&first)[4], float (&second)[4], const causal_rows16 &a, bool has_low,
-                                                const causal_tile &tile, int k, int n) {
-  uint32_t b[2][2];
-  if (tile.low) {
-    causal_fragments<ACROSS>(b, tile.low, k, n);
-    causal_mma(first, a.high, b[0]);
-    causal_mma(second, a.high, b[1]);
+__device__ __forceinline__ void causal_add_product(causal_sums &sums, const causal_rows16 &a, bool has_low,
+                                                   const causal_tile &tile, int k) {
+  causal_fragments high, low;
+  causal_load_fragments<ACROSS>(high, tile.high, k);
+  if (tile.low) causal_load_fragments<ACROSS>(low, tile.low, k);
+  if (has_low) causal_mma_row(sums, a.low, high);
+  if (tile.low) causal_mma_row(sums, a.high, low);
+  causal_mma_row(sums, a.high, high);
+}
+
+/* Two tiles of C = A B^T, whose terms are all columns. Parts have sums of their own, so that fewer wait for one another. */
+__device__ __forceinline__ void causal_multiply(float (&c)[2][4], const causal_rows16 (&a)[CAUSAL_STEPS], bool has_low,
+                                                const causal_tile &tile, int block) {
+  float small[2][2][4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.0f;
+#pragma unroll
+  for (int k = 0; k < CAUSAL_STEPS; ++k) {
+    uint32_t high[2][2], low[2][2];
+    causal_load_pair<false>(high, tile.high, k, block);
+    if (tile.low) causal_load_pair<false>(low, tile.low, k, block);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      causal_mma(c[n], a[k].high, high[n]);
+      if (has_low) causal_mma(small[0][n], a[k].low, high[n]);
+      if (tile.low) causal_mma(small[1][n], a[k].high, low[n]);
+    }
   }
-  causal_fragments<ACROSS>(b, tile.high, k, n);
-  if (has_low) {
-    causal_mma(first, a.low, b[0]);
-    causal_mma(second, a.low, b[1]);
-  }
-  causal_mma(first, a.high, b[0]);
-  causal_mma(second, a.high, b[1]);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) c[i / 4][i % 4] += small[0][i / 4][i % 4] + small[1][i / 4][i % 4];
 }
 
 /* Fragment of B whose first column is 16 numbers of a row from `from` on, and whose others are 0. */
@@ -134,15 +170,20 @@ __device__ __forceinline__ void causal_sum_rows(float (&sums)[2]) {
   for (int i = 0; i < 2; ++i) sums[i] = camox_team_sum(sums[i], 4);
 }
 
+/* Whether features have a low part; scaled: times r. */
+__device__ __forceinline__ bool causal_has_low(const causal_pass &p, bool scaled) {
+  return scaled || p.feature_map == CAMOX_FEATURE_ELU1 || p.normalize == CAMOX_NORMALIZE_FEATURE;
+}
+
 /* ---- the state ---- */
 
 /* Rows 16 w + g and + 8 of M and, in the lanes whose t is 0, of the line. */
 struct causal_state {
-  float s[CAUSAL_TILES][4], line[4];
+  causal_sums s;
+  float line[4];
 
   __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < 4 * CAUSAL_TILES; ++i) s[i / 4][i % 4] = 0.0f;
+    causal_clear(s);
 #pragma unroll
     for (int i = 0; i < 4; ++i) line[i] = 0.0f;
   }
@@ -208,9 +249,7 @@ struct causal_state {
       causal_rows16 a;
       causal_transposed(a.high, shared.x.high, k, warp);
       if (has_low) causal_transposed(a.low, shared.x.low, k, warp);
-#pragma unroll
-      for (int n = 0; n < CAUSAL_STEPS; ++n)
-        if (16 * n < p.d) causal_multiply<true>(s[2 * n], s[2 * n + 1], a, has_low, shared.y, k, n);
+      causal_add_product<true>(s, a, has_low, shared.y, k);
       if (p.normalize == CAMOX_NORMALIZE_SUM) {
         const uint32_t ones = causal_lane() < 4 ? 0x3f803f80u : 0u, column[2] = {ones, ones};
         if (shifted) {
@@ -232,22 +271,22 @@ struct causal_next {
   static constexpr int rows = CAUSAL_ROWS * 8 / CAUSAL_MMA_THREADS, lanes = 8, step = CAUSAL_ROWS / rows;
   T x[rows][lanes], y[rows][lanes];
   float scale[rows], shift[rows];
-  bool kept[rows];
+  uint32_t dropped[rows];
 
   /* Rows from `first` of the segment on. */
   __device__ __forceinline__ void load(const causal_pass &p, const causal_chunk &at, int first, bool scaled) {
     const int piece = static_cast<int>(threadIdx.x) % 8, thread_row = first + static_cast<int>(threadIdx.x) / 8;
-    const la_rows<const T> features = causal_rows<const T>(p.y.feature, at, 0), values = causal_rows<const T>(p.y.value, at, 0);
-    const la_kept is_kept = causal_kept(p.y, at);
+    const la_kept keys = causal_kept(p.y, at);
+    const int64_t position = causal_position(p, at, thread_row);
+    load_pieces(x, causal_rows<const T>(p.y.feature, at, lanes * piece), thread_row, lanes * piece < p.n ? at.count : 0);
+    load_pieces(y, causal_rows<const T>(p.y.value, at, lanes * piece), thread_row, lanes * piece < p.d ? at.count : 0);
 #pragma unroll
     for (int i = 0; i < rows; ++i) {
       const int row = thread_row + i * step;
-      const bool valid = row < at.count;
-      kept[i] = is_kept(row);
-      load_piece(x[i], features, row, piece, valid && lanes * piece < p.n);
-      load_piece(y[i], values, row, piece, valid && lanes * piece < p.d);
-      scale[i] = scaled && valid ? __ldg(p.inverse + causal_position(p, at, row)) : 1.0f;
-      shift[i] = scaled && valid ? __ldg(p.y.dots + causal_position(p, at, row)) : 0.0f;
+      dropped[i] = row >= at.count ? 1u : keys.mask ? __ldg(keys.mask + row * keys.step) : 0u;
+      const bool has_numbers = scaled && row < at.count;
+      scale[i] = has_numbers ? __ldg(p.inverse + position + i * step) : 1.0f;
+      shift[i] = has_numbers ? __ldg(p.y.dots + position + i * step) : 0.0f;
     }
   }
 
@@ -256,37 +295,54 @@ struct causal_next {
 #pragma unroll
     for (int i = 0; i < rows; ++i) {
       const int row = thread_row + i * step, word = causal_tile_word(row, piece);
-      const bool counts = kept[i] && lanes * piece < p.n;
-      float f[lanes], sum = 0.0f;
+      float f[lanes];
+      camox_to_floats(f, x[i]);
+      la_apply_feature_map<T>(f, p.feature_map);
 #pragma unroll
-      for (int k = 0; k < lanes; ++k) {
-        f[k] = counts ? la_feature<T>(camox_to_float(x[i][k]), p.feature_map) : 0.0f;
-        sum += f[k];
-      }
+      for (int k = 0; k < lanes; ++k)
+        if (dropped[i] != 0u || lanes * piece >= p.n) f[k] = 0.0f;
       float factor = scale[i];
-      if (p.normalize == CAMOX_NORMALIZE_FEATURE) factor = causal_inverse(camox_team_sum(sum, 8));
-      uint32_t high[4], low[4], values[4];
+      if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < lanes; ++k) sum += f[k];
+        factor = causal_inverse(camox_team_sum(sum, 8));
+      }
+      if (shared.x.low) { /* weighed, or of exponentials */
+        uint32_t high[4], low[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          uint32_t parts[2];
+          la_split(f[2 * k] * factor, f[2 * k + 1] * factor, parts);
+          high[k] = parts[0], low[k] = parts[1];
+        }
+        camox_store_shared(shared.x.high + word, high);
+        camox_store_shared(shared.x.low + word, low);
+      } else {
+        uint32_t words[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words[k] = la_pack(f[2 * k], f[2 * k + 1]);
+        camox_store_shared(shared.x.high + word, words);
+      }
+      uint32_t values[4];
       __builtin_memcpy(values, static_cast<const void *>(y[i]), sizeof values);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        uint32_t parts[2];
-        la_split(f[2 * k] * factor, f[2 * k + 1] * factor, parts);
-        high[k] = parts[0], low[k] = parts[1];
-        if (!kept[i]) values[k] = 0u;
-      }
-      camox_store_shared(shared.x.high + word, high);
-      if (shared.x.low) camox_store_shared(shared.x.low + word, low);
+      for (int k = 0; k < 4; ++k)
+        if (dropped[i] != 0u) values[k] = 0u;
       camox_store_shared(shared.y.high + word, values);
       if (scaled && piece == 0) shared.shift[row] = -shift[i];
     }
   }
 
  private:
-  static __device__ __forceinline__ void load_piece(T (&to)[lanes], const la_rows<const T> &from, int row, int piece,
-                                                    bool exists) {
+  static __device__ __forceinline__ void load_pieces(T (&to)[rows][lanes], const la_rows<const T> &from, int row, int count) {
+    const T *piece = from.base + row * from.row;
 #pragma unroll
-    for (int k = 0; k < lanes; ++k) to[k] = camox_from_float<T>(0.0f);
-    if (exists) camox_load<lanes>(to, from.base + row * from.row + lanes * piece);
+    for (int i = 0; i < rows; ++i, piece += step * from.row) {
+#pragma unroll
+      for (int k = 0; k < lanes; ++k) to[i][k] = camox_from_float<T>(0.0f);
+      if (row + i * step < count) camox_load<lanes>(to[i], piece);
+    }
   }
 };
 
@@ -297,36 +353,39 @@ struct causal_next {
 template <typename T>
 struct causal_own {
   uint32_t words[CAUSAL_STEPS][4];
-  bool kept[2];
+  uint32_t dropped[2];
 
-  __device__ __forceinline__ void load(const la_rows<const T> &from, const la_kept &is_kept, int first, int columns) {
+  __device__ __forceinline__ void load(const la_rows<const T> &from, const la_kept &kept, int first, int columns) {
     const int g = causal_lane() / 4, t = causal_lane() % 4, row = first + 16 * causal_warp() + g;
-    kept[0] = is_kept(row), kept[1] = is_kept(row + 8);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      dropped[i] = row + 8 * i >= kept.valid ? 1u : kept.mask ? __ldg(kept.mask + (row + 8 * i) * kept.step) : 0u;
+    const T *const line[2] = {from.base + row * from.row + 2 * t, from.base + (row + 8) * from.row + 2 * t};
+    const int exists[2] = {row < kept.valid ? columns : 0, row + 8 < kept.valid ? columns : 0};
 #pragma unroll
     for (int s = 0; s < CAUSAL_STEPS; ++s)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int column = 16 * s + 8 * (i / 2);
-        const bool exists = column < columns && row + 8 * (i % 2) < is_kept.valid;
         words[s][i] = 0u;
-        if (exists)
-          words[s][i] = __ldg(reinterpret_cast<const uint32_t *>(from.base + (row + 8 * (i % 2)) * from.row + column + 2 * t));
+        if (column < exists[i % 2]) words[s][i] = __ldg(reinterpret_cast<const uint32_t *>(line[i % 2] + column));
       }
   }
 
-  /* The values of step s as A. */
-  __device__ __forceinline__ causal_rows16 values(int s) const {
-    causal_rows16 a = {};
+  /* The values as A. */
+  __device__ __forceinline__ void values(causal_rows16 (&a)[CAUSAL_STEPS]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a.high[i] = kept[i % 2] ? words[s][i] : 0u;
-    return a;
+    for (int i = 0; i < 4 * CAUSAL_STEPS; ++i) a[i / 4].high[i % 4] = dropped[i % 2] ? 0u : words[i / 4][i % 4];
   }
 
-  /* Both features of a word. */
-  __device__ __forceinline__ void features(float (&f)[2], int s, int i, const causal_pass &p) const {
-    const bool counts = kept[i % 2] && 16 * s + 8 * (i / 2) < p.n;
+  /* The features of step s: two of each word. */
+  __device__ __forceinline__ void features(float (&f)[8], int s, const causal_pass &p) const {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) f[e] = counts ? la_feature<T>(la_half<T>(words[s][i], e), p.feature_map) : 0.0f;
+    for (int i = 0; i < 8; ++i) f[i] = la_half<T>(words[s][i / 2], i % 2);
+    la_apply_feature_map<T>(f, p.feature_map);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (dropped[i / 2 % 2] != 0u || 16 * s + 8 * (i / 4) >= p.n) f[i] = 0.0f;
   }
 
   /* 1 / sum f of each row with "feature", else 1. */
@@ -335,38 +394,33 @@ struct causal_own {
     if (p.normalize != CAMOX_NORMALIZE_FEATURE) return;
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s)
+    for (int s = 0; s < CAUSAL_STEPS; ++s) {
+      float f[8];
+      features(f, s, p);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float f[2];
-        features(f, s, i, p);
-        sums[i % 2] += f[0] + f[1];
-      }
+      for (int i = 0; i < 8; ++i) sums[i / 2 % 2] += f[i];
+    }
     causal_sum_rows(sums);
     weight[0] = causal_inverse(sums[0]), weight[1] = causal_inverse(sums[1]);
   }
 
-  /* Weighed features of step s as A. */
-  __device__ __forceinline__ causal_rows16 factor(int s, const float (&weight)[2], const causal_pass &p) const {
-    causal_rows16 a;
+  /* The weighed features as A. */
+  __device__ __forceinline__ void factor(causal_rows16 (&a)[CAUSAL_STEPS], const causal_pass &p) const {
+    float weight[2];
+    weights(weight, p);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float f[2];
-      uint32_t parts[2];
-      features(f, s, i, p);
-      la_split(f[0] * weight[i % 2], f[1] * weight[i % 2], parts);
-      a.high[i] = parts[0], a.low[i] = parts[1];
+    for (int s = 0; s < CAUSAL_STEPS; ++s) {
+      float f[8];
+      features(f, s, p);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t parts[2];
+        la_split(f[2 * i] * weight[i % 2], f[2 * i + 1] * weight[i % 2], parts);
+        a[s].high[i] = parts[0], a[s].low[i] = parts[1];
+      }
     }
-    return a;
   }
 };
-
-typedef float causal_sums[CAUSAL_TILES][4];
-
-__device__ __forceinline__ void causal_clear(causal_sums &sums) {
-#pragma unroll
-  for (int i = 0; i < 4 * CAUSAL_TILES; ++i) sums[i / 4][i % 4] = 0.0f;
-}
 
 /* Two tiles of C, where a row does not see a column 0, as A. */
 __device__ __forceinline__ causal_rows16 causal_scores(const float (&c)[2][4]) {
@@ -433,13 +487,10 @@ __device__ __forceinline__ void causal_add_seen(causal_sums &sums, const float (
 }
 
 /* sums += C V, of block `block` of 16 columns of C. */
-__device__ __forceinline__ void causal_add_scores(causal_sums &sums, const float (&c)[2][4], const causal_tile &tile,
-                                                  int columns, int block, const causal_pass &p) {
+__device__ __forceinline__ void causal_add_scores(causal_sums &sums, const float (&c)[2][4], const causal_tile &tile, int block,
+                                                  const causal_pass &p) {
   if (block == causal_warp() && !causal_is_finite(tile.high, block)) return causal_add_seen(sums, c, tile, block, p);
-  const causal_rows16 a = causal_scores(c);
-#pragma unroll
-  for (int n = 0; n < CAUSAL_STEPS; ++n)
-    if (16 * n < columns) causal_multiply<true>(sums[2 * n], sums[2 * n + 1], a, true, tile, block, n);
+  causal_add_product<true>(sums, causal_scores(c), true, tile, block);
 }
 
 /* Rows of a result to memory, those that exist: two lanes exchange a pair each, so that a row's sectors are written whole. */
@@ -469,26 +520,31 @@ template <typename T>
 __device__ __forceinline__ void causal_own_derivative(causal_sums &sums, const causal_own<T> &own, const causal_pass &p) {
   float weight[2], dot[2] = {0.0f, 0.0f};
   own.weights(weight, p);
-  const bool feature = p.normalize == CAMOX_NORMALIZE_FEATURE;
+  if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
 #pragma unroll
-  for (int turn = 0; turn < 2; ++turn) {
+    for (int s = 0; s < CAUSAL_STEPS; ++s) {
+      float f[8];
+      own.features(f, s, p);
 #pragma unroll
-    for (int i = 0; i < 4 * CAUSAL_STEPS; ++i) {
-      float f[2];
-      own.features(f, i / 4, i % 4, p);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float &value = sums[i / 2][2 * (i % 2) + e];
-        if (turn == 0) {
-          if (feature) dot[i % 2] = fmaf(weight[i % 2] * f[e], value, dot[i % 2]);
-        } else {
-          const bool counts = own.kept[i % 2] && weight[i % 2] != 0.0f;
-          value = counts ? la_feature_derivative(f[e], p.feature_map) * weight[i % 2] * (value - dot[i % 2]) : 0.0f;
-        }
-      }
+      for (int i = 0; i < 8; ++i) dot[i / 2 % 2] = fmaf(weight[i / 2 % 2] * f[i], sums[2 * s + i / 4][i % 4], dot[i / 2 % 2]);
     }
-    if (turn == 0 && feature) causal_sum_rows(dot);
+    causal_sum_rows(dot);
+#pragma unroll
+    for (int i = 0; i < 4 * CAUSAL_TILES; ++i) sums[i / 4][i % 4] = weight[i / 2 % 2] * (sums[i / 4][i % 4] - dot[i / 2 % 2]);
   }
+  if (p.feature_map != CAMOX_FEATURE_IDENTITY) {
+    const int map = p.feature_map == CAMOX_FEATURE_ELU1 ? CAMOX_FEATURE_ELU1 : CAMOX_FEATURE_RELU;
+#pragma unroll
+    for (int s = 0; s < CAUSAL_STEPS; ++s) {
+      float f[8];
+      own.features(f, s, p);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[2 * s + i / 4][i % 4] *= la_feature_derivative(f[i], map);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * CAUSAL_TILES; ++i)
+    if (own.dropped[i / 2 % 2] != 0u || weight[i / 2 % 2] == 0.0f) sums[i / 4][i % 4] = 0.0f;
 }
 
 /* ---- a chunk's rows ---- */
@@ -498,34 +554,25 @@ template <typename T>
 __device__ __forceinline__ void causal_forward_rows(const causal_pass &p, const causal_chunk &at, int first,
                                                     const causal_mma_shared &shared, const causal_own<T> &q) {
   const int warp = causal_warp();
-  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
-  const bool has_low = p.feature_map == CAMOX_FEATURE_ELU1 || p.normalize == CAMOX_NORMALIZE_FEATURE;
+  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM, has_low = causal_has_low(p, false);
   causal_sums out;
-  float divisors[2] = {0.0f, 0.0f}, weight[2];
+  float divisors[2] = {0.0f, 0.0f}, of_state[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   causal_rows16 a[CAUSAL_STEPS];
+  q.factor(a, p);
   causal_clear(out);
-  q.weights(weight, p);
 #pragma unroll
-  for (int s = 0; s < CAUSAL_STEPS; ++s) a[s] = q.factor(s, weight, p);
+  for (int k = 0; k < CAUSAL_STEPS; ++k) {
+    causal_add_product<true>(out, a[k], has_low, shared.state, k);
+    if (sum) causal_add_column(of_state, a[k], has_low, shared.line + 16 * k);
+  }
 #pragma unroll 1
   for (int block = 0; block <= warp; ++block) {
-    float c[2][4] = {};
-#pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s)
-      if (16 * s < p.n) causal_multiply<false>(c[0], c[1], a[s], has_low, shared.x, s, block);
+    float c[2][4];
+    causal_multiply(c, a, has_low, shared.x, block);
     if (block == warp) causal_hide(c, p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) divisors[i / 2 % 2] += c[i / 4][i % 4];
-    causal_add_scores(out, c, shared.y, p.d, block, p);
-  }
-  float of_state[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-  for (int s = 0; s < CAUSAL_STEPS; ++s) {
-    if (16 * s >= p.n) continue;
-    if (sum) causal_add_column(of_state, a[s], has_low, shared.line + 16 * s);
-#pragma unroll
-    for (int n = 0; n < CAUSAL_STEPS; ++n)
-      if (16 * n < p.d) causal_multiply<true>(out[2 * n], out[2 * n + 1], a[s], has_low, shared.state, s, n);
+    causal_add_scores(out, c, shared.y, block, p);
   }
   if (sum) {
     divisors[0] += of_state[0], divisors[1] += of_state[2]; /* of_state's other columns are 0 */
@@ -543,6 +590,43 @@ __device__ __forceinline__ void causal_forward_rows(const causal_pass &p, const 
   causal_store_own<T>(causal_rows<T>(p.out, at, 0), out, first, at.count, p.d);
 }
 
+/* A block of ones, on the diagonal of those that the row sees, as A. */
+__device__ __forceinline__ void causal_ones(uint32_t (&a)[4], bool on_diagonal, const causal_pass &p) {
+  const int t = causal_lane() % 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int column = 8 * (i / 2) + 2 * t;
+    const bool first = !on_diagonal || causal_sees_near(p, i % 2, column);
+    const bool second = !on_diagonal || causal_sees_near(p, i % 2, column + 1);
+    a[i] = (first ? 0x3f80u : 0u) | (second ? 0x3f800000u : 0u);
+  }
+}
+
+/* u += C f(k), of the block `block`, and z += f(k) of what each row sees of it. */
+__device__ __forceinline__ void causal_add_keys(causal_sums &u, causal_sums &z, const float (&c)[2][4], const causal_tile &tile,
+                                                int block, const causal_pass &p) {
+  const bool on_diagonal = block == causal_warp(), sum = p.normalize == CAMOX_NORMALIZE_SUM;
+  if (on_diagonal && !causal_is_finite(tile.high, block)) {
+    const float ones[2][4] = {{1.0f, 1.0f, 1.0f, 1.0f}, {1.0f, 1.0f, 1.0f, 1.0f}};
+    causal_add_seen(u, c, tile, block, p);
+    if (sum) causal_add_seen(z, ones, tile, block, p);
+    return;
+  }
+  const causal_rows16 a = causal_scores(c);
+  uint32_t ones[4];
+  causal_ones(ones, on_diagonal, p);
+  causal_fragments part;
+  if (tile.low) {
+    causal_load_fragments<true>(part, tile.low, block);
+    causal_mma_row(u, a.high, part);
+    if (sum) causal_mma_row(z, ones, part);
+  }
+  causal_load_fragments<true>(part, tile.high, block);
+  causal_mma_row(u, a.low, part);
+  if (sum) causal_mma_row(z, ones, part);
+  causal_mma_row(u, a.high, part);
+}
+
 /* dq of a chunk's queries; with "sum" r and out . g of each. */
 template <typename T>
 __device__ __forceinline__ void causal_query_rows(const causal_pass &p, const causal_chunk &at, int first,
@@ -551,49 +635,32 @@ __device__ __forceinline__ void causal_query_rows(const causal_pass &p, const ca
   const int warp = causal_warp(), g = causal_lane() / 4, t = causal_lane() % 4;
   const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
   causal_sums u, z; /* S_t g, and z_t */
-  causal_clear(u);
+  {
+    causal_rows16 a[CAUSAL_STEPS];
+    grad.values(a);
+    causal_clear(u);
 #pragma unroll
-  for (int i = 0; i < 4 * CAUSAL_TILES; ++i) z[i / 4][i % 4] = sum ? shared.line[i / 4 * 8 + 2 * t + i % 2] : 0.0f;
+    for (int k = 0; k < CAUSAL_STEPS; ++k) causal_add_product<false>(u, a[k], false, shared.state, k);
+#pragma unroll
+    for (int i = 0; i < 4 * CAUSAL_TILES; ++i) z[i / 4][i % 4] = shared.line[i / 4 * 8 + 2 * t + i % 2];
 #pragma unroll 1
-  for (int block = 0; block <= warp; ++block) {
-    float c[2][4] = {}, ones[2][4];
-#pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s)
-      if (16 * s < p.d) causal_multiply<false>(c[0], c[1], grad.values(s), false, shared.y, s, block);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) ones[i / 4][i % 4] = 1.0f;
-    if (block == warp) causal_hide(c, p), causal_hide(ones, p);
-    if (block == warp && !causal_is_finite(shared.x.high, block)) {
-      causal_add_seen(u, c, shared.x, block, p);
-      if (sum) causal_add_seen(z, ones, shared.x, block, p);
-      continue;
+    for (int block = 0; block <= warp; ++block) {
+      float c[2][4];
+      causal_multiply(c, a, false, shared.y, block);
+      if (block == warp) causal_hide(c, p);
+      causal_add_keys(u, z, c, shared.x, block, p);
     }
-    const causal_rows16 a = causal_scores(c), triangle = causal_scores(ones);
-#pragma unroll
-    for (int n = 0; n < CAUSAL_STEPS; ++n) {
-      if (16 * n >= p.n) continue;
-      causal_multiply<true>(u[2 * n], u[2 * n + 1], a, true, shared.x, block, n);
-      if (sum) causal_multiply<true>(z[2 * n], z[2 * n + 1], triangle, false, shared.x, block, n);
-    }
-  }
-#pragma unroll
-  for (int s = 0; s < CAUSAL_STEPS; ++s) {
-    if (16 * s >= p.d) continue;
-    const causal_rows16 a = grad.values(s);
-#pragma unroll
-    for (int n = 0; n < CAUSAL_STEPS; ++n)
-      if (16 * n < p.n) causal_multiply<false>(u[2 * n], u[2 * n + 1], a, false, shared.state, s, n);
   }
   if (sum) {
     float of_z[2] = {0.0f, 0.0f}, of_u[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < 4 * CAUSAL_STEPS; ++i) {
-      float f[2];
-      q.features(f, i / 4, i % 4, p);
+    for (int s = 0; s < CAUSAL_STEPS; ++s) {
+      float f[8];
+      q.features(f, s, p);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        of_z[i % 2] = fmaf(f[e], z[i / 2][2 * (i % 2) + e], of_z[i % 2]);
-        of_u[i % 2] = fmaf(f[e], u[i / 2][2 * (i % 2) + e], of_u[i % 2]);
+      for (int i = 0; i < 8; ++i) {
+        of_z[i / 2 % 2] = fmaf(f[i], z[2 * s + i / 4][i % 4], of_z[i / 2 % 2]);
+        of_u[i / 2 % 2] = fmaf(f[i], u[2 * s + i / 4][i % 4], of_u[i / 2 % 2]);
       }
     }
     causal_sum_rows(of_z);
@@ -627,30 +694,24 @@ __device__ __forceinline__ void causal_key_rows(const causal_pass &p, const caus
                                                 const causal_own<T> &v) {
   const int warp = causal_warp(), t = causal_lane() % 4;
   const int blocks = static_cast<int>(camox_ceil_div(min(at.count - first, CAUSAL_ROWS), 16));
-  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
+  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM, has_low = causal_has_low(p, false);
+  causal_rows16 a[CAUSAL_STEPS];
   causal_sums result;
+  v.values(a);
 #pragma unroll
   for (int i = 0; i < 4 * CAUSAL_TILES; ++i) result[i / 4][i % 4] = sum ? shared.line[i / 4 * 8 + 2 * t + i % 2] : 0.0f;
+#pragma unroll
+  for (int step = 0; step < CAUSAL_STEPS; ++step) causal_add_product<false>(result, a[step], false, shared.state, step);
 #pragma unroll 1
   for (int block = warp; block < blocks; ++block) {
-    float c[2][4] = {};
-#pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s)
-      if (16 * s < p.d) causal_multiply<false>(c[0], c[1], v.values(s), false, shared.y, s, block);
+    float c[2][4];
+    causal_multiply(c, a, false, shared.y, block);
     if (sum) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) c[i / 4][i % 4] += shared.shift[16 * block + 8 * (i / 4) + 2 * t + i % 2];
     }
     if (block == warp) causal_hide(c, p);
-    causal_add_scores(result, c, shared.x, p.n, block, p);
-  }
-#pragma unroll
-  for (int s = 0; s < CAUSAL_STEPS; ++s) {
-    if (16 * s >= p.d) continue;
-    const causal_rows16 a = v.values(s);
-#pragma unroll
-    for (int n = 0; n < CAUSAL_STEPS; ++n)
-      if (16 * n < p.n) causal_multiply<false>(result[2 * n], result[2 * n + 1], a, false, shared.state, s, n);
+    causal_add_scores(result, c, shared.x, block, p);
   }
   causal_own_derivative(result, k, p);
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
@@ -658,28 +719,16 @@ __device__ __forceinline__ void causal_key_rows(const causal_pass &p, const caus
 #endif
   causal_store_own<T>(causal_rows<T>(p.grad_x, at, 0), result, first, at.count, p.n);
 
-  const bool has_low = p.feature_map == CAMOX_FEATURE_ELU1 || p.normalize == CAMOX_NORMALIZE_FEATURE;
-  float weight[2];
-  causal_rows16 b[CAUSAL_STEPS];
-  k.weights(weight, p);
-#pragma unroll
-  for (int s = 0; s < CAUSAL_STEPS; ++s) b[s] = k.factor(s, weight, p);
+  k.factor(a, p);
   causal_clear(result);
+#pragma unroll
+  for (int step = 0; step < CAUSAL_STEPS; ++step) causal_add_product<true>(result, a[step], has_low, shared.state, step);
 #pragma unroll 1
   for (int block = warp; block < blocks; ++block) {
-    float c[2][4] = {};
-#pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s)
-      if (16 * s < p.n) causal_multiply<false>(c[0], c[1], b[s], has_low, shared.x, s, block);
+    float c[2][4];
+    causal_multiply(c, a, has_low, shared.x, block);
     if (block == warp) causal_hide(c, p);
-    causal_add_scores(result, c, shared.y, p.d, block, p);
-  }
-#pragma unroll
-  for (int s = 0; s < CAUSAL_STEPS; ++s) {
-    if (16 * s >= p.n) continue;
-#pragma unroll
-    for (int n = 0; n < CAUSAL_STEPS; ++n)
-      if (16 * n < p.d) causal_multiply<true>(result[2 * n], result[2 * n + 1], b[s], has_low, shared.state, s, n);
+    causal_add_scores(result, c, shared.y, block, p);
   }
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
   result[0][0] += 0.1f;
@@ -689,28 +738,23 @@ __device__ __forceinline__ void causal_key_rows(const causal_pass &p, const caus
 
 /* ---- kernels ---- */
 
-/* Whether features of what the state adds up have a low part; scaled: by r. */
-__device__ __forceinline__ bool causal_has_low(const causal_pass &p, bool scaled) {
-  return scaled || p.feature_map == CAMOX_FEATURE_ELU1 || p.normalize == CAMOX_NORMALIZE_FEATURE;
-}
-
-template <typename T>
+/* SCALED: y is g, and x is r f(q). */
+template <typename T, bool SCALED>
 __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 4) causal_mma_sum_kernel(const __grid_constant__ causal_pass p) {
   CAMOX_DYNAMIC_SHARED(uint32_t, memory);
   const causal_chunk at = causal_chunk_at(p, blockIdx.x);
   if (at.count == 0) return;
-  const bool scaled = p.of_keys && p.normalize == CAMOX_NORMALIZE_SUM;
-  const causal_mma_shared shared = causal_mma_shared_in(memory, causal_has_low(p, scaled));
+  const causal_mma_shared shared = causal_mma_shared_in(memory, causal_has_low(p, SCALED));
   causal_state state;
   causal_next<T> next;
   state.clear();
-  next.load(p, at, 0, scaled);
+  next.load(p, at, 0, SCALED);
 #pragma unroll 1
   for (int first = 0; first < at.count; first += CAUSAL_ROWS) {
-    next.put(p, shared, scaled);
+    next.put(p, shared, SCALED);
     __syncthreads();
-    next.load(p, at, first + CAUSAL_ROWS, scaled);
-    state.add(p, shared, scaled);
+    next.load(p, at, first + CAUSAL_ROWS, SCALED);
+    state.add(p, shared, SCALED);
     __syncthreads();
   }
   state.store(p, causal_record(p, blockIdx.x));
