@@ -528,16 +528,19 @@ struct causal_scan {
   float *s_out, *z_out;     /* NULL: not asked for */
 };
 
-/* A thread has one element of the state of a head. */
+/* A thread has V adjacent elements of the state of a head. */
+template <int V>
 __global__ void __launch_bounds__(CAUSAL_THREADS) causal_scan_kernel(const __grid_constant__ causal_scan a) {
+  typedef typename camox_word<4 * V>::type vector_type;
   constexpr int at_once = 8;
   const causal_pass &p = a.pass;
   const int64_t size = p.n * p.d, record = size + p.n;
-  const int64_t elements = p.normalize == CAMOX_NORMALIZE_SUM ? record : size;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * CAUSAL_THREADS + threadIdx.x; i < p.sequences * p.heads * elements;
+  const int64_t vectors = (p.normalize == CAMOX_NORMALIZE_SUM ? record : size) / V;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * CAUSAL_THREADS + threadIdx.x; i < p.sequences * p.heads * vectors;
        i += static_cast<int64_t>(gridDim.x) * CAUSAL_THREADS) {
-    int64_t element, head;
-    const int64_t state = camox_divide(i, elements, &element), sequence = camox_divide(state, p.heads, &head);
+    int64_t vector, head;
+    const int64_t state = camox_divide(i, vectors, &vector), sequence = camox_divide(state, p.heads, &head);
+    const int64_t element = vector * V;
     const bool of_s = element < size;
     const int64_t place = of_s ? state * size + element : state * p.n + element - size;
     const float *const from = of_s ? a.s_in : a.z_in;
@@ -546,18 +549,24 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_scan_kernel(const __gri
     const int64_t count = (p.bounds ? __ldg(p.first_chunk + sequence + 1) : begin + p.chunks) - begin;
     const int64_t step = (p.of_keys ? -1 : 1) * p.heads * record;
     float *chunk = p.records + ((p.of_keys ? begin + count - 1 : begin) * p.heads + head) * record + element;
-    float sum = from ? from[place] : 0.0f;
+    float sum[V] = {};
+    if (from) camox_load(sum, from + place);
     for (int64_t c = 0; c < count; c += at_once, chunk += at_once * step) {
-      float term[at_once];
-#pragma unroll
-      for (int k = 0; k < at_once; ++k) term[k] = c + k < count ? chunk[k * step] : 0.0f;
+      float term[at_once][V] = {};
 #pragma unroll
       for (int k = 0; k < at_once; ++k) {
-        if (c + k < count) chunk[k * step] = sum;
-        sum += term[k];
+        if (c + k >= count) continue;
+        const vector_type bits = __ldcg(reinterpret_cast<const vector_type *>(chunk + k * step));
+        __builtin_memcpy(term[k], &bits, sizeof bits);
+      }
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) {
+        if (c + k < count) camox_store(chunk + k * step, sum);
+#pragma unroll
+        for (int e = 0; e < V; ++e) sum[e] += term[k][e];
       }
     }
-    if (to) to[place] = sum;
+    if (to) camox_store(to + place, sum);
   }
 }
 
@@ -713,8 +722,15 @@ static void causal_run(const causal_pass &p, causal_work work, int64_t batch, vo
 static void causal_run_scan(const causal_pass &p, const void *s_in, const void *z_in, void *s_out, void *z_out, void *stream) {
   const causal_scan scan = {p, static_cast<const float *>(s_in), static_cast<const float *>(z_in), static_cast<float *>(s_out),
                             static_cast<float *>(z_out)};
-  const int64_t threads = p.sequences * p.heads * p.n * (p.d + (p.normalize == CAMOX_NORMALIZE_SUM ? 1 : 0));
-  CAMOX_LAUNCH(causal_scan_kernel, camox_grid(camox_ceil_div(threads, CAUSAL_THREADS)), CAUSAL_THREADS, 0, stream, scan);
+  const bool vectors = p.n % 4 == 0 && camox_aligned(s_in, 16) && camox_aligned(z_in, 16) && camox_aligned(s_out, 16) &&
+                       camox_aligned(z_out, 16) && camox_aligned(p.records, 16);
+  const int lanes = vectors ? 4 : 1;
+  const int64_t threads = p.sequences * p.heads * p.n * (p.d + (p.normalize == CAMOX_NORMALIZE_SUM ? 1 : 0)) / lanes;
+  const unsigned grid = camox_grid(camox_ceil_div(threads, CAUSAL_THREADS));
+  if (vectors)
+    CAMOX_LAUNCH((causal_scan_kernel<4>), grid, CAUSAL_THREADS, 0, stream, scan);
+  else
+    CAMOX_LAUNCH((causal_scan_kernel<1>), grid, CAUSAL_THREADS, 0, stream, scan);
 }
 
 static causal_pass causal_pass_of(const camox_causal_params *p, int64_t rows, void *stream) {
@@ -809,46 +825,53 @@ static int64_t causal_segment(const camox_causal_params *p) {
 }
 
 /* What the state of a pass adds up is y. */
-template <typename T>
+template <typename T, bool LOW>
 static void causal_mma_states(const causal_pass &pass, const void *s_in, const void *z_in, void *s_out, void *z_out,
                               void *stream) {
-  const unsigned items = causal_grid(causal_chunks(pass) * pass.heads);
-  if (pass.length > 0 && pass.of_keys && pass.normalize == CAMOX_NORMALIZE_SUM)
-    CAMOX_LAUNCH((causal_mma_sum_kernel<T, true>), items, CAUSAL_MMA_THREADS, causal_mma_shared_bytes, stream, pass);
-  else if (pass.length > 0)
-    CAMOX_LAUNCH((causal_mma_sum_kernel<T, false>), items, CAUSAL_MMA_THREADS, causal_mma_shared_bytes, stream, pass);
+  if (pass.length > 0)
+    CAMOX_LAUNCH((causal_mma_sum_kernel<T, LOW>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
+                 causal_mma_shared_bytes, stream, pass);
   causal_run_scan(pass, s_in, z_in, s_out, z_out, stream);
 }
 
-template <typename T, int WALK>
+template <typename T, int WALK, bool LOW>
 static void causal_mma_run(const causal_pass &pass, void *stream) {
   if (pass.length == 0) return;
-  CAMOX_LAUNCH((causal_mma_walk_kernel<T, WALK>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
+  CAMOX_LAUNCH((causal_mma_walk_kernel<T, WALK, LOW>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
                causal_mma_shared_bytes, stream, pass);
 }
 
-template <typename T>
+static bool causal_has_low(const camox_causal_params *p) {
+  return p->feature_map == CAMOX_FEATURE_ELU1 || p->normalize == CAMOX_NORMALIZE_FEATURE;
+}
+
+template <typename T, bool LOW>
 static void causal_mma_forward(const camox_causal_params *p, void *stream) {
   const causal_pass pass =
       causal_pass_from(causal_pass_of(p, causal_segment(p), stream), causal_queries(p), causal_keys(p), false, p->out);
-  causal_mma_states<T>(pass, p->initial_s, p->initial_z, p->s, p->z, stream);
-  causal_mma_run<T, CAUSAL_FORWARD>(pass, stream);
+  causal_mma_states<T, LOW>(pass, p->initial_s, p->initial_z, p->s, p->z, stream);
+  causal_mma_run<T, CAUSAL_FORWARD, LOW>(pass, stream);
 }
 
-template <typename T>
+template <typename T, bool LOW>
+static void causal_mma_key_gradient(const camox_causal_params *p, const causal_pass &pass, void *stream) {
+  causal_mma_states<T, LOW>(pass, p->grad_s, p->grad_z, p->sum_s, p->sum_z, stream);
+  causal_mma_run<T, CAUSAL_KEY_GRADIENT, LOW>(pass, stream);
+}
+
+template <typename T, bool LOW>
 static void causal_mma_backward(const camox_causal_params *p, void *stream) {
+  const bool sum = p->normalize == CAMOX_NORMALIZE_SUM;
   causal_pass pass = causal_pass_of(p, causal_segment(p), stream);
   causal_side queries = causal_queries(p);
-  if (p->normalize == CAMOX_NORMALIZE_SUM)
-    queries.dots = static_cast<float *>(p->rows), pass.inverse = queries.dots + p->batch * p->heads * p->length;
+  if (sum) queries.dots = static_cast<float *>(p->rows), pass.inverse = queries.dots + p->batch * p->heads * p->length;
   pass = causal_pass_from(pass, queries, causal_keys(p), false, {});
   pass.grad_x = p->grad_q;
-  causal_mma_states<T>(pass, p->initial_s, p->initial_z, nullptr, nullptr, stream);
-  causal_mma_run<T, CAUSAL_QUERY_GRADIENT>(pass, stream);
+  causal_mma_states<T, LOW>(pass, p->initial_s, p->initial_z, nullptr, nullptr, stream);
+  causal_mma_run<T, CAUSAL_QUERY_GRADIENT, LOW>(pass, stream);
   pass = causal_pass_from(pass, causal_keys(p), queries, true, p->grad_v);
   pass.grad_x = p->grad_k;
-  causal_mma_states<T>(pass, p->grad_s, p->grad_z, p->sum_s, p->sum_z, stream);
-  causal_mma_run<T, CAUSAL_KEY_GRADIENT>(pass, stream);
+  (sum ? causal_mma_key_gradient<T, true> : causal_mma_key_gradient<T, LOW>)(p, pass, stream); /* r f(q) has a low part */
 }
 
 extern "C" int64_t camox_causal_records(const camox_causal_params *p) {
@@ -860,7 +883,7 @@ extern "C" int camox_linear_attention_causal_cuda(const camox_causal_params *p, 
   if (p->sequences * p->heads == 0) return cudaSuccess;
   if constexpr (camox_may_be_sm80) {
     if (causal_mma_serves(p)) {
-      causal_mma_forward<__nv_bfloat16>(p, stream);
+      (causal_has_low(p) ? causal_mma_forward<__nv_bfloat16, true> : causal_mma_forward<__nv_bfloat16, false>)(p, stream);
       return camox_launch_status();
     }
   }
@@ -877,7 +900,7 @@ extern "C" int camox_linear_attention_causal_backward_cuda(const camox_causal_pa
   if (p->sequences * p->heads == 0) return cudaSuccess;
   if constexpr (camox_may_be_sm80) {
     if (causal_mma_serves(p)) {
-      causal_mma_backward<__nv_bfloat16>(p, stream);
+      (causal_has_low(p) ? causal_mma_backward<__nv_bfloat16, true> : causal_mma_backward<__nv_bfloat16, false>)(p, stream);
       return camox_launch_status();
     }
   }

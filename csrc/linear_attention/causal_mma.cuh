@@ -35,63 +35,62 @@ typedef enum { CAUSAL_FORWARD = 0, CAUSAL_QUERY_GRADIENT = 1, CAUSAL_KEY_GRADIEN
 
 /* ---- tiles in shared memory: 64 rows of 8 pieces of 16 bytes; piece p of row r lies at place p ^ r % 8 ---- */
 
-/* Features, or the state, of which `low` is what `high` leaves out; NULL where it leaves out nothing. */
+/* Features, or the state, of which `low` is what `high` leaves out; or values, which are `high` alone. */
 struct causal_tile {
   uint32_t *high, *low;
 };
 
 struct causal_mma_shared {
   causal_tile x, y, state;
-  float *line, *shift; /* z or dz; out . g of a chunk's queries */
+  float *line, *shift;    /* z or dz; less out . g of a chunk's queries */
+  unsigned across, along; /* words of a tile that this lane names to ldmatrix: step 0, or pair 0, of rows and of columns */
 };
 
 static constexpr size_t causal_mma_shared_bytes = (5 * CAUSAL_TILE_WORDS + CAUSAL_MMA_DIM + CAUSAL_ROWS) * 4;
 static_assert(causal_mma_shared_bytes <= 48 * 1024, "what every GPU gives without being asked");
 
-__device__ __forceinline__ causal_mma_shared causal_mma_shared_in(uint32_t *shared, bool has_low) {
+__device__ __forceinline__ unsigned causal_tile_word(unsigned row, unsigned piece) { return row * 32 + (piece ^ row % 8) * 4; }
+
+__device__ __forceinline__ causal_mma_shared causal_mma_shared_in(uint32_t *shared) {
   uint32_t *const x = shared, *const y = x + 2 * CAUSAL_TILE_WORDS, *const state = y + CAUSAL_TILE_WORDS;
   float *const line = reinterpret_cast<float *>(state + 2 * CAUSAL_TILE_WORDS);
-  return {{x, has_low ? x + CAUSAL_TILE_WORDS : nullptr},
+  const unsigned lane = threadIdx.x % CAMOX_WARP;
+  return {{x, x + CAUSAL_TILE_WORDS},
           {y, nullptr},
           {state, state + CAUSAL_TILE_WORDS},
           line,
-          line + CAUSAL_MMA_DIM};
+          line + CAUSAL_MMA_DIM,
+          causal_tile_word(lane % 16, lane / 16),
+          causal_tile_word(lane % 8 + lane / 16 * 8, lane / 8 % 2)};
 }
-
-__device__ __forceinline__ int causal_tile_word(int row, int piece) { return row * 32 + (piece ^ row % 8) * 4; }
 
 /* B of step k, in fragments: [pair of tiles of 8 columns][tile]. */
 typedef uint32_t causal_fragments[CAUSAL_STEPS][2][2];
 
 /* Those of a pair. ACROSS: the tile's rows are terms; else columns. */
 template <bool ACROSS>
-__device__ __forceinline__ void causal_load_pair(uint32_t (&b)[2][2], const uint32_t *tile, int k, int pair) {
-  const int lane = causal_lane();
+__device__ __forceinline__ void causal_load_pair(uint32_t (&b)[2][2], const uint32_t *tile, const causal_mma_shared &shared,
+                                                 int k, int pair) {
   uint32_t words[4];
   if (ACROSS)
-    camox_ldmatrix_x4<true>(words, tile + causal_tile_word(16 * k + lane % 16, 2 * pair + lane / 16));
+    camox_ldmatrix_x4<true>(words, tile + k * 512 + (shared.across ^ pair * 8));
   else
-    camox_ldmatrix_x4<false>(words, tile + causal_tile_word(16 * pair + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+    camox_ldmatrix_x4<false>(words, tile + pair * 512 + (shared.along ^ k * 8));
 #pragma unroll
   for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = words[i];
 }
 
 template <bool ACROSS>
-__device__ __forceinline__ void causal_load_fragments(causal_fragments &b, const uint32_t *tile, int k) {
+__device__ __forceinline__ void causal_load_fragments(causal_fragments &b, const uint32_t *tile,
+                                                      const causal_mma_shared &shared, int k) {
 #pragma unroll
-  for (int pair = 0; pair < CAUSAL_STEPS; ++pair) causal_load_pair<ACROSS>(b[pair], tile, k, pair);
+  for (int pair = 0; pair < CAUSAL_STEPS; ++pair) causal_load_pair<ACROSS>(b[pair], tile, shared, k, pair);
 }
 
-/* Sixteen rows and terms of A; `low` counts where has_low. */
+/* Sixteen rows and terms of A. */
 struct causal_rows16 {
   uint32_t high[4], low[4];
 };
-
-/* That of 16 rows of a tile's transpose from row 16 m on: the tile's rows are terms. */
-__device__ __forceinline__ void causal_transposed(uint32_t (&a)[4], const uint32_t *tile, int k, int m) {
-  const int lane = causal_lane();
-  camox_ldmatrix_x4<true>(a, tile + causal_tile_word(16 * k + lane % 8 + lane / 16 * 8, 2 * m + lane / 8 % 2));
-}
 
 __device__ __forceinline__ void causal_mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   camox_mma_m16n8k16<__nv_bfloat16>(d, a, b);
@@ -109,57 +108,55 @@ __device__ __forceinline__ void causal_mma_row(causal_sums &sums, const uint32_t
   for (int n = 0; n < CAUSAL_TILES; ++n) causal_mma(sums[n], a, b[n / 2][n % 2]);
 }
 
-/* sums += a B of step k, small terms first. */
-template <bool ACROSS>
-__device__ __forceinline__ void causal_add_product(causal_sums &sums, const causal_rows16 &a, bool has_low,
-                                                   const causal_tile &tile, int k) {
+/* sums += A B of step k, small terms first. A_LOW, B_LOW: whether they have a low part. */
+template <bool ACROSS, bool A_LOW, bool B_LOW>
+__device__ __forceinline__ void causal_add_product(causal_sums &sums, const causal_rows16 &a, const causal_tile &tile,
+                                                   const causal_mma_shared &shared, int k) {
   causal_fragments high, low;
-  causal_load_fragments<ACROSS>(high, tile.high, k);
-  if (tile.low) causal_load_fragments<ACROSS>(low, tile.low, k);
-  if (has_low) causal_mma_row(sums, a.low, high);
-  if (tile.low) causal_mma_row(sums, a.high, low);
+  causal_load_fragments<ACROSS>(high, tile.high, shared, k);
+  if (B_LOW) causal_load_fragments<ACROSS>(low, tile.low, shared, k);
+  if (A_LOW) causal_mma_row(sums, a.low, high);
+  if (B_LOW) causal_mma_row(sums, a.high, low);
   causal_mma_row(sums, a.high, high);
 }
 
 /* Two tiles of C = A B^T, whose terms are all columns. Parts have sums of their own, so that fewer wait for one another. */
-__device__ __forceinline__ void causal_multiply(float (&c)[2][4], const causal_rows16 (&a)[CAUSAL_STEPS], bool has_low,
-                                                const causal_tile &tile, int block) {
+template <bool LOW>
+__device__ __forceinline__ void causal_multiply(float (&c)[2][4], const causal_rows16 (&a)[CAUSAL_STEPS],
+                                                const causal_tile &tile, const causal_mma_shared &shared, int block) {
   float small[2][2][4] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.0f;
 #pragma unroll
   for (int k = 0; k < CAUSAL_STEPS; ++k) {
     uint32_t high[2][2], low[2][2];
-    causal_load_pair<false>(high, tile.high, k, block);
-    if (tile.low) causal_load_pair<false>(low, tile.low, k, block);
+    causal_load_pair<false>(high, tile.high, shared, k, block);
+    if (LOW) causal_load_pair<false>(low, tile.low, shared, k, block);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       causal_mma(c[n], a[k].high, high[n]);
-      if (has_low) causal_mma(small[0][n], a[k].low, high[n]);
-      if (tile.low) causal_mma(small[1][n], a[k].high, low[n]);
+      if (LOW) causal_mma(small[0][n], a[k].low, high[n]);
+      if (LOW) causal_mma(small[1][n], a[k].high, low[n]);
     }
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) c[i / 4][i % 4] += small[0][i / 4][i % 4] + small[1][i / 4][i % 4];
+  for (int i = 0; i < 8 && LOW; ++i) c[i / 4][i % 4] += small[0][i / 4][i % 4] + small[1][i / 4][i % 4];
 }
 
-/* Fragment of B whose first column is 16 numbers of a row from `from` on, and whose others are 0. */
-__device__ __forceinline__ void causal_column(uint32_t (&high)[2], uint32_t (&low)[2], const float *from) {
-  const int t = causal_lane() % 4;
+/* sums += A b of step k, b: one column, of 16 numbers from `from` on; the others are 0. */
+template <bool A_LOW>
+__device__ __forceinline__ void causal_add_column(float (&sums)[4], const causal_rows16 &a, const float *from) {
+  const unsigned lane = threadIdx.x % CAMOX_WARP;
+  uint32_t high[2], low[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float two[2];
     uint32_t parts[2];
-    camox_load_shared(two, from + 2 * t + 8 * i);
+    camox_load_shared(two, from + 2 * (lane % 4) + 8 * i);
     la_split(two[0], two[1], parts);
-    high[i] = causal_lane() < 4 ? parts[0] : 0u, low[i] = causal_lane() < 4 ? parts[1] : 0u;
+    high[i] = lane < 4 ? parts[0] : 0u, low[i] = lane < 4 ? parts[1] : 0u;
   }
-}
-
-__device__ __forceinline__ void causal_add_column(float (&sums)[4], const causal_rows16 &a, bool has_low, const float *from) {
-  uint32_t high[2], low[2];
-  causal_column(high, low, from);
-  if (has_low) causal_mma(sums, a.low, high);
+  if (A_LOW) causal_mma(sums, a.low, high);
   causal_mma(sums, a.high, low);
   causal_mma(sums, a.high, high);
 }
@@ -170,10 +167,17 @@ __device__ __forceinline__ void causal_sum_rows(float (&sums)[2]) {
   for (int i = 0; i < 2; ++i) sums[i] = camox_team_sum(sums[i], 4);
 }
 
-/* Whether features have a low part; scaled: times r. */
-__device__ __forceinline__ bool causal_has_low(const causal_pass &p, bool scaled) {
-  return scaled || p.feature_map == CAMOX_FEATURE_ELU1 || p.normalize == CAMOX_NORMALIZE_FEATURE;
+/* 1 / x in one instruction; of 0, which a subnormal number counts as, 0. */
+__device__ __forceinline__ float causal_reciprocal(float x) {
+  const float reciprocal = camox_reciprocal(x);
+  return fabsf(x) < FLT_MIN ? 0.0f : reciprocal;
 }
+
+/* Which rows and columns of a chunk a lane, or thread, has: those of an accumulator and of A. */
+struct causal_place {
+  unsigned g, t;
+  __device__ __forceinline__ causal_place() : g(threadIdx.x % CAMOX_WARP / 4), t(threadIdx.x % 4) {}
+};
 
 /* ---- the state ---- */
 
@@ -191,13 +195,13 @@ struct causal_state {
   /* Calls visit(place of two numbers in a record, tile, half of the tile) */
   template <typename Visit>
   static __device__ __forceinline__ void each(const causal_pass &p, const Visit &visit) {
-    const int g = causal_lane() / 4, t = causal_lane() % 4;
+    const causal_place at;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = 16 * causal_warp() + g + 8 * half;
+      const int row = 16 * causal_warp() + static_cast<int>(at.g) + 8 * half;
 #pragma unroll
       for (int n = 0; n < CAUSAL_TILES; ++n)
-        if (row < p.n && 8 * n < p.d) visit(row * p.d + 8 * n + 2 * t, n, half);
+        if (row < p.n && 8 * n < p.d) visit(row * p.d + 8 * n + 2 * static_cast<int>(at.t), n, half);
     }
   }
 
@@ -226,38 +230,36 @@ struct causal_state {
   }
 
   __device__ __forceinline__ void put(const causal_mma_shared &shared) const {
-    const int g = causal_lane() / 4, t = causal_lane() % 4, row = 16 * causal_warp() + g;
+    const causal_place at;
+    const unsigned row = threadIdx.x / CAMOX_WARP * 16 + at.g;
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (unsigned half = 0; half < 2; ++half)
 #pragma unroll
-      for (int n = 0; n < CAUSAL_TILES; ++n) {
+      for (unsigned n = 0; n < CAUSAL_TILES; ++n) {
         uint32_t parts[2];
         la_split(s[n][2 * half], s[n][2 * half + 1], parts);
-        const int word = causal_tile_word(row + 8 * half, n) + t;
+        const unsigned word = (row + 8 * half) * 32 + ((at.g * 4 + at.t) ^ n * 4);
         shared.state.high[word] = parts[0], shared.state.low[word] = parts[1];
       }
-    if (t == 0) shared.line[row] = line[0], shared.line[row + 8] = line[2];
+    if (at.t == 0) shared.line[row] = line[0], shared.line[row + 8] = line[2];
   }
 
-  /* M += x^T y of a chunk, and the line with it; shifted: line -= (out . g) x. */
-  __device__ __forceinline__ void add(const causal_pass &p, const causal_mma_shared &shared, bool shifted) {
-    const int warp = causal_warp();
-    const bool has_low = shared.x.low != nullptr;
-    if (16 * warp >= p.n) return;
+  /* M += x^T y of a chunk, and the line with it; scaled: line -= (out . g) x. */
+  template <bool LOW>
+  __device__ __forceinline__ void add(const causal_pass &p, const causal_mma_shared &shared, bool scaled) {
+    const unsigned along = shared.along ^ threadIdx.x / CAMOX_WARP * 8;
 #pragma unroll 2
     for (int k = 0; k < CAUSAL_ROWS / 16; ++k) {
-      causal_rows16 a;
-      causal_transposed(a.high, shared.x.high, k, warp);
-      if (has_low) causal_transposed(a.low, shared.x.low, k, warp);
-      causal_add_product<true>(s, a, has_low, shared.y, k);
-      if (p.normalize == CAMOX_NORMALIZE_SUM) {
-        const uint32_t ones = causal_lane() < 4 ? 0x3f803f80u : 0u, column[2] = {ones, ones};
-        if (shifted) {
-          causal_add_column(line, a, has_low, shared.shift + 16 * k);
-        } else {
-          if (has_low) causal_mma(line, a.low, column);
-          causal_mma(line, a.high, column);
-        }
+      causal_rows16 a; /* of x^T: rows of the tile are terms */
+      camox_ldmatrix_x4<true>(a.high, shared.x.high + k * 512 + along);
+      if (LOW) camox_ldmatrix_x4<true>(a.low, shared.x.low + k * 512 + along);
+      causal_add_product<true, LOW, false>(s, a, shared.y, shared, k);
+      if (LOW && scaled) {
+        causal_add_column<LOW>(line, a, shared.shift + 16 * k);
+      } else if (p.normalize == CAMOX_NORMALIZE_SUM) {
+        const uint32_t ones = threadIdx.x % CAMOX_WARP < 4 ? 0x3f803f80u : 0u, column[2] = {ones, ones};
+        if (LOW) causal_mma(line, a.low, column);
+        causal_mma(line, a.high, column);
       }
     }
   }
@@ -265,8 +267,9 @@ struct causal_state {
 
 /* ---- what a chunk's state adds: x and y ---- */
 
-/* A chunk on its way: a thread has a piece of four rows each, and with 7 neighbours whole rows. scaled: y is g, and x is r f(q). */
-template <typename T>
+/* A chunk on its way: a thread has a piece of four rows each, and with 7 neighbours whole rows. LOW: features have a low part:
+   exponentials, and what is weighed. scaled: y is g, and x is r f(q). */
+template <typename T, bool LOW>
 struct causal_next {
   static constexpr int rows = CAUSAL_ROWS * 8 / CAUSAL_MMA_THREADS, lanes = 8, step = CAUSAL_ROWS / rows;
   T x[rows][lanes], y[rows][lanes];
@@ -275,62 +278,64 @@ struct causal_next {
 
   /* Rows from `first` of the segment on. */
   __device__ __forceinline__ void load(const causal_pass &p, const causal_chunk &at, int first, bool scaled) {
-    const int piece = static_cast<int>(threadIdx.x) % 8, thread_row = first + static_cast<int>(threadIdx.x) / 8;
-    const la_kept keys = causal_kept(p.y, at);
-    const int64_t position = causal_position(p, at, thread_row);
+    const int piece = static_cast<int>(threadIdx.x % 8), thread_row = first + static_cast<int>(threadIdx.x / 8);
+    const uint8_t *const mask = p.y.mask ? causal_kept(p.y, at).mask + thread_row * p.y.mask_stride[1] : nullptr;
     load_pieces(x, causal_rows<const T>(p.y.feature, at, lanes * piece), thread_row, lanes * piece < p.n ? at.count : 0);
     load_pieces(y, causal_rows<const T>(p.y.value, at, lanes * piece), thread_row, lanes * piece < p.d ? at.count : 0);
 #pragma unroll
     for (int i = 0; i < rows; ++i) {
-      const int row = thread_row + i * step;
-      dropped[i] = row >= at.count ? 1u : keys.mask ? __ldg(keys.mask + row * keys.step) : 0u;
-      const bool has_numbers = scaled && row < at.count;
-      scale[i] = has_numbers ? __ldg(p.inverse + position + i * step) : 1.0f;
-      shift[i] = has_numbers ? __ldg(p.y.dots + position + i * step) : 0.0f;
+      const bool exists = thread_row + i * step < at.count;
+      dropped[i] = !exists ? 1u : mask ? __ldg(mask + i * step * p.y.mask_stride[1]) : 0u;
+      if constexpr (LOW) {
+        const int64_t position = causal_position(p, at, thread_row) + i * step;
+        scale[i] = exists && scaled ? __ldg(p.inverse + position) : 1.0f;
+        shift[i] = exists && scaled ? __ldg(p.y.dots + position) : 0.0f;
+      }
     }
   }
 
-  __device__ __forceinline__ void put(const causal_pass &p, const causal_mma_shared &shared, bool scaled) const {
-    const int piece = static_cast<int>(threadIdx.x) % 8, thread_row = static_cast<int>(threadIdx.x) / 8;
+  __device__ __forceinline__ void put(const causal_pass &p, const causal_mma_shared &shared) const {
+    const unsigned piece = threadIdx.x % 8, row = threadIdx.x / 8, word = causal_tile_word(row, piece);
+    const bool exists = lanes * static_cast<int>(piece) < p.n;
+    float f[rows * lanes];
 #pragma unroll
     for (int i = 0; i < rows; ++i) {
-      const int row = thread_row + i * step, word = causal_tile_word(row, piece);
-      float f[lanes];
-      camox_to_floats(f, x[i]);
-      la_apply_feature_map<T>(f, p.feature_map);
+      float of_row[lanes];
+      camox_to_floats(of_row, x[i]);
 #pragma unroll
-      for (int k = 0; k < lanes; ++k)
-        if (dropped[i] != 0u || lanes * piece >= p.n) f[k] = 0.0f;
-      float factor = scale[i];
-      if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
+      for (int k = 0; k < lanes; ++k) f[lanes * i + k] = of_row[k];
+    }
+    la_apply_feature_map<T>(f, p.feature_map);
+#pragma unroll
+    for (int i = 0; i < rows * lanes; ++i)
+      if (dropped[i / lanes] != 0u || !exists) f[i] = 0.0f;
+    if (LOW && p.normalize == CAMOX_NORMALIZE_FEATURE) {
+#pragma unroll
+      for (int i = 0; i < rows; ++i) {
         float sum = 0.0f;
 #pragma unroll
-        for (int k = 0; k < lanes; ++k) sum += f[k];
-        factor = causal_inverse(camox_team_sum(sum, 8));
-      }
-      if (shared.x.low) { /* weighed, or of exponentials */
-        uint32_t high[4], low[4];
+        for (int k = 0; k < lanes; ++k) sum += f[lanes * i + k];
+        const float factor = causal_reciprocal(camox_team_sum(sum, 8));
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          uint32_t parts[2];
-          la_split(f[2 * k] * factor, f[2 * k + 1] * factor, parts);
-          high[k] = parts[0], low[k] = parts[1];
-        }
-        camox_store_shared(shared.x.high + word, high);
-        camox_store_shared(shared.x.low + word, low);
-      } else {
-        uint32_t words[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) words[k] = la_pack(f[2 * k], f[2 * k + 1]);
-        camox_store_shared(shared.x.high + word, words);
+        for (int k = 0; k < lanes; ++k) f[lanes * i + k] *= factor;
       }
-      uint32_t values[4];
+    }
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      uint32_t high[4], low[4], values[4];
       __builtin_memcpy(values, static_cast<const void *>(y[i]), sizeof values);
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+      for (int k = 0; k < 4; ++k) {
+        const float factor = LOW ? scale[i] : 1.0f;
+        uint32_t parts[2];
+        la_split(f[lanes * i + 2 * k] * factor, f[lanes * i + 2 * k + 1] * factor, parts);
+        high[k] = parts[0], low[k] = parts[1];
         if (dropped[i] != 0u) values[k] = 0u;
-      camox_store_shared(shared.y.high + word, values);
-      if (scaled && piece == 0) shared.shift[row] = -shift[i];
+      }
+      camox_store_shared(shared.x.high + word + i * step * 32, high);
+      if (LOW) camox_store_shared(shared.x.low + word + i * step * 32, low);
+      camox_store_shared(shared.y.high + word + i * step * 32, values);
+      if (LOW && piece == 0) shared.shift[row + i * step] = -shift[i];
     }
   }
 
@@ -348,20 +353,24 @@ struct causal_next {
 
 /* ---- a warp's own rows ---- */
 
-/* Rows 16 w + g and + 8 of a chunk in the order of A, which is that of an accumulator: word i of step s is row i % 2, tile
-   2 s + i / 2. */
-template <typename T>
+/* Rows g and g + 8 of 16 of a chunk in the order of A, which is that of an accumulator: word i of step s is row i % 2, tile
+   2 s + i / 2. Of keys those that do not count are 0; what is computed of queries that do not exist is not stored. */
+template <typename T, bool OF_KEYS>
 struct causal_own {
   uint32_t words[CAUSAL_STEPS][4];
   uint32_t dropped[2];
 
+  __device__ __forceinline__ bool drops(int half) const { return OF_KEYS && dropped[half] != 0u; }
+
+  /* Rows from `first` of the segment on. */
   __device__ __forceinline__ void load(const la_rows<const T> &from, const la_kept &kept, int first, int columns) {
-    const int g = causal_lane() / 4, t = causal_lane() % 4, row = first + 16 * causal_warp() + g;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      dropped[i] = row + 8 * i >= kept.valid ? 1u : kept.mask ? __ldg(kept.mask + (row + 8 * i) * kept.step) : 0u;
-    const T *const line[2] = {from.base + row * from.row + 2 * t, from.base + (row + 8) * from.row + 2 * t};
+    const causal_place at;
+    const int row = first + static_cast<int>(at.g);
+    const T *const line[2] = {from.base + row * from.row + 2 * at.t, from.base + (row + 8) * from.row + 2 * at.t};
     const int exists[2] = {row < kept.valid ? columns : 0, row + 8 < kept.valid ? columns : 0};
+#pragma unroll
+    for (int i = 0; i < 2 && OF_KEYS; ++i)
+      dropped[i] = row + 8 * i >= kept.valid ? 1u : kept.mask ? __ldg(kept.mask + (row + 8 * i) * kept.step) : 0u;
 #pragma unroll
     for (int s = 0; s < CAUSAL_STEPS; ++s)
 #pragma unroll
@@ -375,54 +384,49 @@ struct causal_own {
   /* The values as A. */
   __device__ __forceinline__ void values(causal_rows16 (&a)[CAUSAL_STEPS]) const {
 #pragma unroll
-    for (int i = 0; i < 4 * CAUSAL_STEPS; ++i) a[i / 4].high[i % 4] = dropped[i % 2] ? 0u : words[i / 4][i % 4];
+    for (int i = 0; i < 4 * CAUSAL_STEPS; ++i) a[i / 4].high[i % 4] = drops(i % 2) ? 0u : words[i / 4][i % 4];
   }
 
-  /* The features of step s: two of each word. */
-  __device__ __forceinline__ void features(float (&f)[8], int s, const causal_pass &p) const {
+  /* The features: two of each word. */
+  __device__ __forceinline__ void features(float (&f)[8 * CAUSAL_STEPS], const causal_pass &p) const {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) f[i] = la_half<T>(words[s][i / 2], i % 2);
+    for (int i = 0; i < 8 * CAUSAL_STEPS; ++i) f[i] = la_half<T>(words[i / 8][i / 2 % 4], i % 2);
     la_apply_feature_map<T>(f, p.feature_map);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (dropped[i / 2 % 2] != 0u || 16 * s + 8 * (i / 4) >= p.n) f[i] = 0.0f;
+    for (int i = 0; i < 8 * CAUSAL_STEPS; ++i)
+      if (drops(i / 2 % 2) || 8 * (i / 4) >= p.n) f[i] = 0.0f;
   }
 
-  /* 1 / sum f of each row with "feature", else 1. */
-  __device__ __forceinline__ void weights(float (&weight)[2], const causal_pass &p) const {
-    weight[0] = weight[1] = 1.0f;
-    if (p.normalize != CAMOX_NORMALIZE_FEATURE) return;
-    float sums[2] = {0.0f, 0.0f};
+  /* 1 / sum f of each row. */
+  static __device__ __forceinline__ void weights(float (&weight)[2], const float (&f)[8 * CAUSAL_STEPS]) {
+    weight[0] = weight[1] = 0.0f;
 #pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s) {
-      float f[8];
-      features(f, s, p);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i / 2 % 2] += f[i];
-    }
-    causal_sum_rows(sums);
-    weight[0] = causal_inverse(sums[0]), weight[1] = causal_inverse(sums[1]);
+    for (int i = 0; i < 8 * CAUSAL_STEPS; ++i) weight[i / 2 % 2] += f[i];
+    causal_sum_rows(weight);
+    weight[0] = causal_reciprocal(weight[0]), weight[1] = causal_reciprocal(weight[1]);
   }
 
   /* The weighed features as A. */
+  template <bool LOW>
   __device__ __forceinline__ void factor(causal_rows16 (&a)[CAUSAL_STEPS], const causal_pass &p) const {
-    float weight[2];
-    weights(weight, p);
+    float f[8 * CAUSAL_STEPS];
+    features(f, p);
+    if (LOW && p.normalize == CAMOX_NORMALIZE_FEATURE) {
+      float weight[2];
+      weights(weight, f);
 #pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s) {
-      float f[8];
-      features(f, s, p);
+      for (int i = 0; i < 8 * CAUSAL_STEPS; ++i) f[i] *= weight[i / 2 % 2];
+    }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint32_t parts[2];
-        la_split(f[2 * i] * weight[i % 2], f[2 * i + 1] * weight[i % 2], parts);
-        a[s].high[i] = parts[0], a[s].low[i] = parts[1];
-      }
+    for (int i = 0; i < 4 * CAUSAL_STEPS; ++i) {
+      uint32_t parts[2];
+      la_split(f[2 * i], f[2 * i + 1], parts);
+      a[i / 4].high[i % 4] = parts[0], a[i / 4].low[i % 4] = parts[1];
     }
   }
 };
 
-/* Two tiles of C, where a row does not see a column 0, as A. */
+/* Two tiles of C as A. */
 __device__ __forceinline__ causal_rows16 causal_scores(const float (&c)[2][4]) {
   causal_rows16 a;
 #pragma unroll
@@ -435,15 +439,18 @@ __device__ __forceinline__ causal_rows16 causal_scores(const float (&c)[2][4]) {
 }
 
 /* Of the block of 16 x 16 elements of C on its diagonal: whether row g + 8 half sees column j. */
+template <bool OF_KEYS>
 __device__ __forceinline__ bool causal_sees_near(const causal_pass &p, int half, int j) {
-  return causal_sees(p, causal_lane() / 4 + 8 * half, j);
+  const int row = static_cast<int>(causal_place().g) + 8 * half;
+  return (OF_KEYS ? j - row : row - j) >= (p.strict ? 1 : 0);
 }
 
+template <bool OF_KEYS>
 __device__ __forceinline__ void causal_hide(float (&c)[2][4], const causal_pass &p) {
-  const int t = causal_lane() % 4;
+  const int t = static_cast<int>(causal_place().t);
 #pragma unroll
   for (int e = 0; e < 8; ++e)
-    if (!causal_sees_near(p, e / 2 % 2, 8 * (e / 4) + 2 * t + e % 2)) c[e / 4][e % 4] = 0.0f;
+    if (!causal_sees_near<OF_KEYS>(p, e / 2 % 2, 8 * (e / 4) + 2 * t + e % 2)) c[e / 4][e % 4] = 0.0f;
 }
 
 /* Whether 16 rows of a tile are finite; all lanes of a warp ask. */
@@ -452,7 +459,7 @@ __device__ __forceinline__ bool causal_is_finite(const uint32_t *tile, int block
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t words[4];
-    camox_load_shared(words, tile + block * 16 * 32 + (i * CAMOX_WARP + causal_lane()) * 4);
+    camox_load_shared(words, tile + block * 512 + (i * CAMOX_WARP + threadIdx.x % CAMOX_WARP) * 4);
     /* An exponent of ones, and one more: a carry into the sign. */
 #pragma unroll
     for (int k = 0; k < 4; ++k) carry |= (words[k] & 0x7f807f80u) + 0x00800080u;
@@ -462,6 +469,7 @@ __device__ __forceinline__ bool causal_is_finite(const uint32_t *tile, int block
 
 /* sums += c V of the block on the diagonal, term by term: what V has that is not finite, times a zero of C, would reach rows
    that do not see it. */
+template <bool OF_KEYS, bool LOW>
 __device__ __forceinline__ void causal_add_seen(causal_sums &sums, const float (&c)[2][4], const causal_tile &tile, int block,
                                                 const causal_pass &p) {
   const int lane = causal_lane(), t = lane % 4;
@@ -475,111 +483,142 @@ __device__ __forceinline__ void causal_add_seen(causal_sums &sums, const float (
     }
 #pragma unroll
     for (int n = 0; n < CAUSAL_TILES; ++n) {
-      const int word = causal_tile_word(16 * block + j, n) + t;
-      const uint32_t high = tile.high[word], low = tile.low ? tile.low[word] : 0u;
+      const unsigned word = causal_tile_word(16 * block + j, n) + t;
+      const uint32_t high = tile.high[word], low = LOW ? tile.low[word] : 0u;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float value = la_half<__nv_bfloat16>(high, e % 2) + la_half<__nv_bfloat16>(low, e % 2);
-        if (causal_sees_near(p, e / 2, j)) sums[n][e] = fmaf(score[e / 2], value, sums[n][e]);
+        if (causal_sees_near<OF_KEYS>(p, e / 2, j)) sums[n][e] = fmaf(score[e / 2], value, sums[n][e]);
       }
     }
   }
 }
 
 /* sums += C V, of block `block` of 16 columns of C. */
-__device__ __forceinline__ void causal_add_scores(causal_sums &sums, const float (&c)[2][4], const causal_tile &tile, int block,
+template <bool OF_KEYS, bool LOW>
+__device__ __forceinline__ void causal_add_scores(causal_sums &sums, const float (&c)[2][4], const causal_tile &tile,
+                                                  const causal_mma_shared &shared, int block, bool on_diagonal,
                                                   const causal_pass &p) {
-  if (block == causal_warp() && !causal_is_finite(tile.high, block)) return causal_add_seen(sums, c, tile, block, p);
-  causal_add_product<true>(sums, causal_scores(c), true, tile, block);
+  if (on_diagonal && !causal_is_finite(tile.high, block)) return causal_add_seen<OF_KEYS, LOW>(sums, c, tile, block, p);
+  causal_add_product<true, true, LOW>(sums, causal_scores(c), tile, shared, block);
+}
+
+/* A block of ones, on the diagonal of those that a row sees, as A. */
+__device__ __forceinline__ void causal_ones(uint32_t (&a)[4], bool on_diagonal, const causal_pass &p) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int column = 8 * (i / 2) + 2 * static_cast<int>(causal_place().t);
+    const bool first = !on_diagonal || causal_sees_near<false>(p, i % 2, column);
+    const bool second = !on_diagonal || causal_sees_near<false>(p, i % 2, column + 1);
+    a[i] = (first ? 0x3f80u : 0u) | (second ? 0x3f800000u : 0u);
+  }
+}
+
+/* u += C f(k) of a block, and z += f(k) of what each row sees of it. */
+template <bool LOW>
+__device__ __forceinline__ void causal_add_keys(causal_sums &u, causal_sums &z, const float (&c)[2][4],
+                                                const causal_mma_shared &shared, int block, bool on_diagonal,
+                                                const causal_pass &p) {
+  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
+  if (on_diagonal && !causal_is_finite(shared.x.high, block)) {
+    const float ones[2][4] = {{1.0f, 1.0f, 1.0f, 1.0f}, {1.0f, 1.0f, 1.0f, 1.0f}};
+    causal_add_seen<false, LOW>(u, c, shared.x, block, p);
+    if (sum) causal_add_seen<false, LOW>(z, ones, shared.x, block, p);
+    return;
+  }
+  const causal_rows16 a = causal_scores(c);
+  uint32_t ones[4];
+  causal_ones(ones, on_diagonal, p);
+  causal_fragments high, low;
+  causal_load_fragments<true>(high, shared.x.high, shared, block);
+  if (LOW) causal_load_fragments<true>(low, shared.x.low, shared, block);
+  causal_mma_row(u, a.low, high);
+  if (LOW) causal_mma_row(u, a.high, low);
+  causal_mma_row(u, a.high, high);
+  if (!sum) return;
+  if (LOW) causal_mma_row(z, ones, low);
+  causal_mma_row(z, ones, high);
 }
 
 /* Rows of a result to memory, those that exist: two lanes exchange a pair each, so that a row's sectors are written whole. */
 template <typename T>
 __device__ __forceinline__ void causal_store_own(const la_rows<T> &to, const causal_sums &sums, int first, int count,
                                                  int columns) {
-  const int g = causal_lane() / 4, t = causal_lane() % 4, row = first + 16 * causal_warp() + g;
-  const bool odd = t % 2 != 0;
+  const causal_place at;
+  const int row = first + static_cast<int>(at.g), odd = at.t % 2, column = odd * 8 + 2 * static_cast<int>(at.t - at.t % 2);
+  T *const line[2] = {to.base + row * to.row + column, to.base + (row + 8) * to.row + column};
+  const int exists[2] = {row < count ? columns - column : 0, row + 8 < count ? columns - column : 0};
 #pragma unroll
-  for (int n = 0; n < CAUSAL_STEPS; ++n) {
-    if (16 * n >= columns) continue;
+  for (int n = 0; n < CAUSAL_STEPS; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t left = la_pack(sums[2 * n][2 * half], sums[2 * n][2 * half + 1]);
       const uint32_t right = la_pack(sums[2 * n + 1][2 * half], sums[2 * n + 1][2 * half + 1]);
       const uint32_t other = __shfl_xor_sync(CAMOX_FULL_MASK, odd ? left : right, 1);
       const uint32_t words[2] = {odd ? other : left, odd ? right : other};
-      const int column = 16 * n + (odd ? 8 : 0) + 2 * (t - t % 2);
-      if (row + 8 * half < count && column < columns)
-        camox_store(reinterpret_cast<uint32_t *>(to.base + (row + 8 * half) * to.row + column), words);
+      if (16 * n < exists[half]) camox_store(reinterpret_cast<uint32_t *>(line[half] + 16 * n), words);
     }
-  }
 }
 
 /* dq or dk of da or db, in place. */
-template <typename T>
-__device__ __forceinline__ void causal_own_derivative(causal_sums &sums, const causal_own<T> &own, const causal_pass &p) {
-  float weight[2], dot[2] = {0.0f, 0.0f};
-  own.weights(weight, p);
-  if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
+template <bool LOW, bool OF_KEYS, typename T>
+__device__ __forceinline__ void causal_own_derivative(causal_sums &sums, const causal_own<T, OF_KEYS> &own,
+                                                      const causal_pass &p) {
+  float f[8 * CAUSAL_STEPS], weight[2] = {1.0f, 1.0f};
+  own.features(f, p);
+  if (LOW && p.normalize == CAMOX_NORMALIZE_FEATURE) {
+    float dot[2] = {0.0f, 0.0f};
+    own.weights(weight, f);
 #pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s) {
-      float f[8];
-      own.features(f, s, p);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) dot[i / 2 % 2] = fmaf(weight[i / 2 % 2] * f[i], sums[2 * s + i / 4][i % 4], dot[i / 2 % 2]);
-    }
+    for (int i = 0; i < 8 * CAUSAL_STEPS; ++i)
+      dot[i / 2 % 2] = fmaf(weight[i / 2 % 2] * f[i], sums[i / 4][i % 4], dot[i / 2 % 2]);
     causal_sum_rows(dot);
 #pragma unroll
-    for (int i = 0; i < 4 * CAUSAL_TILES; ++i) sums[i / 4][i % 4] = weight[i / 2 % 2] * (sums[i / 4][i % 4] - dot[i / 2 % 2]);
+    for (int i = 0; i < 8 * CAUSAL_STEPS; ++i) sums[i / 4][i % 4] = weight[i / 2 % 2] * (sums[i / 4][i % 4] - dot[i / 2 % 2]);
   }
   if (p.feature_map != CAMOX_FEATURE_IDENTITY) {
-    const int map = p.feature_map == CAMOX_FEATURE_ELU1 ? CAMOX_FEATURE_ELU1 : CAMOX_FEATURE_RELU;
+    const bool elu1 = p.feature_map == CAMOX_FEATURE_ELU1;
 #pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s) {
-      float f[8];
-      own.features(f, s, p);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sums[2 * s + i / 4][i % 4] *= la_feature_derivative(f[i], map);
-    }
+    for (int i = 0; i < 8 * CAUSAL_STEPS; ++i)
+      sums[i / 4][i % 4] *= la_feature_derivative(f[i], elu1 ? CAMOX_FEATURE_ELU1 : CAMOX_FEATURE_RELU);
   }
 #pragma unroll
-  for (int i = 0; i < 4 * CAUSAL_TILES; ++i)
-    if (own.dropped[i / 2 % 2] != 0u || weight[i / 2 % 2] == 0.0f) sums[i / 4][i % 4] = 0.0f;
+  for (int i = 0; i < 8 * CAUSAL_STEPS; ++i)
+    if (own.drops(i / 2 % 2) || (LOW && weight[i / 2 % 2] == 0.0f)) sums[i / 4][i % 4] = 0.0f;
 }
 
-/* ---- a chunk's rows ---- */
+/* ---- a chunk's rows: 16 of a warp, those of C's blocks [0, own], of keys [own, blocks) ---- */
 
-/* out of a chunk's queries. */
-template <typename T>
-__device__ __forceinline__ void causal_forward_rows(const causal_pass &p, const causal_chunk &at, int first,
-                                                    const causal_mma_shared &shared, const causal_own<T> &q) {
-  const int warp = causal_warp();
-  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM, has_low = causal_has_low(p, false);
+/* out of queries. */
+template <typename T, bool LOW>
+__device__ __forceinline__ void causal_forward_rows(const causal_pass &p, const causal_chunk &at, int first, int own,
+                                                    const causal_mma_shared &shared, const causal_own<T, false> &q) {
+  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
   causal_sums out;
   float divisors[2] = {0.0f, 0.0f}, of_state[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   causal_rows16 a[CAUSAL_STEPS];
-  q.factor(a, p);
+  q.template factor<LOW>(a, p);
   causal_clear(out);
 #pragma unroll
   for (int k = 0; k < CAUSAL_STEPS; ++k) {
-    causal_add_product<true>(out, a[k], has_low, shared.state, k);
-    if (sum) causal_add_column(of_state, a[k], has_low, shared.line + 16 * k);
+    causal_add_product<true, LOW, true>(out, a[k], shared.state, shared, k);
+    if (sum) causal_add_column<LOW>(of_state, a[k], shared.line + 16 * k);
   }
 #pragma unroll 1
-  for (int block = 0; block <= warp; ++block) {
+  for (int block = 0; block <= own; ++block) {
     float c[2][4];
-    causal_multiply(c, a, has_low, shared.x, block);
-    if (block == warp) causal_hide(c, p);
+    causal_multiply<LOW>(c, a, shared.x, shared, block);
+    if (block == own) causal_hide<false>(c, p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) divisors[i / 2 % 2] += c[i / 4][i % 4];
-    causal_add_scores(out, c, shared.y, block, p);
+    causal_add_scores<false, false>(out, c, shared.y, shared, block, block == own, p);
   }
   if (sum) {
     divisors[0] += of_state[0], divisors[1] += of_state[2]; /* of_state's other columns are 0 */
     causal_sum_rows(divisors);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float r = causal_inverse(divisors[half] + p.eps);
+      const float r = causal_reciprocal(divisors[half] + p.eps);
 #pragma unroll
       for (int i = 0; i < 2 * CAUSAL_TILES; ++i) out[i / 2][2 * half + i % 2] *= r;
     }
@@ -587,216 +626,174 @@ __device__ __forceinline__ void causal_forward_rows(const causal_pass &p, const 
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
   out[0][0] += 0.1f;
 #endif
-  causal_store_own<T>(causal_rows<T>(p.out, at, 0), out, first, at.count, p.d);
+  causal_store_own<T>(causal_rows<T>(p.out, at, 0), out, first + 16 * own, at.count, p.d);
 }
 
-/* A block of ones, on the diagonal of those that the row sees, as A. */
-__device__ __forceinline__ void causal_ones(uint32_t (&a)[4], bool on_diagonal, const causal_pass &p) {
-  const int t = causal_lane() % 4;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int column = 8 * (i / 2) + 2 * t;
-    const bool first = !on_diagonal || causal_sees_near(p, i % 2, column);
-    const bool second = !on_diagonal || causal_sees_near(p, i % 2, column + 1);
-    a[i] = (first ? 0x3f80u : 0u) | (second ? 0x3f800000u : 0u);
-  }
-}
-
-/* u += C f(k), of the block `block`, and z += f(k) of what each row sees of it. */
-__device__ __forceinline__ void causal_add_keys(causal_sums &u, causal_sums &z, const float (&c)[2][4], const causal_tile &tile,
-                                                int block, const causal_pass &p) {
-  const bool on_diagonal = block == causal_warp(), sum = p.normalize == CAMOX_NORMALIZE_SUM;
-  if (on_diagonal && !causal_is_finite(tile.high, block)) {
-    const float ones[2][4] = {{1.0f, 1.0f, 1.0f, 1.0f}, {1.0f, 1.0f, 1.0f, 1.0f}};
-    causal_add_seen(u, c, tile, block, p);
-    if (sum) causal_add_seen(z, ones, tile, block, p);
-    return;
-  }
-  const causal_rows16 a = causal_scores(c);
-  uint32_t ones[4];
-  causal_ones(ones, on_diagonal, p);
-  causal_fragments part;
-  if (tile.low) {
-    causal_load_fragments<true>(part, tile.low, block);
-    causal_mma_row(u, a.high, part);
-    if (sum) causal_mma_row(z, ones, part);
-  }
-  causal_load_fragments<true>(part, tile.high, block);
-  causal_mma_row(u, a.low, part);
-  if (sum) causal_mma_row(z, ones, part);
-  causal_mma_row(u, a.high, part);
-}
-
-/* dq of a chunk's queries; with "sum" r and out . g of each. */
-template <typename T>
-__device__ __forceinline__ void causal_query_rows(const causal_pass &p, const causal_chunk &at, int first,
-                                                  const causal_mma_shared &shared, const causal_own<T> &q,
-                                                  const causal_own<T> &grad) {
-  const int warp = causal_warp(), g = causal_lane() / 4, t = causal_lane() % 4;
-  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
+/* dq of queries; with "sum" r and out . g of each. */
+template <typename T, bool LOW>
+__device__ __forceinline__ void causal_query_rows(const causal_pass &p, const causal_chunk &at, int first, int own,
+                                                  const causal_mma_shared &shared, const causal_own<T, false> &q,
+                                                  const causal_own<T, false> &grad) {
+  const causal_place place;
   causal_sums u, z; /* S_t g, and z_t */
-  {
-    causal_rows16 a[CAUSAL_STEPS];
-    grad.values(a);
-    causal_clear(u);
+  causal_rows16 a[CAUSAL_STEPS];
+  grad.values(a);
+  causal_clear(u);
 #pragma unroll
-    for (int k = 0; k < CAUSAL_STEPS; ++k) causal_add_product<false>(u, a[k], false, shared.state, k);
+  for (int k = 0; k < CAUSAL_STEPS; ++k) causal_add_product<false, false, true>(u, a[k], shared.state, shared, k);
 #pragma unroll
-    for (int i = 0; i < 4 * CAUSAL_TILES; ++i) z[i / 4][i % 4] = shared.line[i / 4 * 8 + 2 * t + i % 2];
+  for (int i = 0; i < 4 * CAUSAL_TILES; ++i) z[i / 4][i % 4] = shared.line[i / 4 * 8 + 2 * place.t + i % 2];
 #pragma unroll 1
-    for (int block = 0; block <= warp; ++block) {
-      float c[2][4];
-      causal_multiply(c, a, false, shared.y, block);
-      if (block == warp) causal_hide(c, p);
-      causal_add_keys(u, z, c, shared.x, block, p);
-    }
+  for (int block = 0; block <= own; ++block) {
+    float c[2][4];
+    causal_multiply<false>(c, a, shared.y, shared, block);
+    if (block == own) causal_hide<false>(c, p);
+    causal_add_keys<LOW>(u, z, c, shared, block, block == own, p);
   }
-  if (sum) {
-    float of_z[2] = {0.0f, 0.0f}, of_u[2] = {0.0f, 0.0f};
+  if (p.normalize == CAMOX_NORMALIZE_SUM) {
+    float f[8 * CAUSAL_STEPS], of_z[2] = {0.0f, 0.0f}, of_u[2] = {0.0f, 0.0f};
+    q.features(f, p);
 #pragma unroll
-    for (int s = 0; s < CAUSAL_STEPS; ++s) {
-      float f[8];
-      q.features(f, s, p);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        of_z[i / 2 % 2] = fmaf(f[i], z[2 * s + i / 4][i % 4], of_z[i / 2 % 2]);
-        of_u[i / 2 % 2] = fmaf(f[i], u[2 * s + i / 4][i % 4], of_u[i / 2 % 2]);
-      }
+    for (int i = 0; i < 8 * CAUSAL_STEPS; ++i) {
+      of_z[i / 2 % 2] = fmaf(f[i], z[i / 4][i % 4], of_z[i / 2 % 2]);
+      of_u[i / 2 % 2] = fmaf(f[i], u[i / 4][i % 4], of_u[i / 2 % 2]);
     }
     causal_sum_rows(of_z);
     causal_sum_rows(of_u);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first + 16 * warp + g + 8 * half;
-      const float r = causal_inverse(of_z[half] + p.eps), dot = r * of_u[half];
+      const int row = first + 16 * own + static_cast<int>(place.g) + 8 * half;
+      const float r = causal_reciprocal(of_z[half] + p.eps), dot = r * of_u[half];
 #pragma unroll
       for (int i = 0; i < 2 * CAUSAL_TILES; ++i) {
         float &value = u[i / 2][2 * half + i % 2];
         value = r * fmaf(-dot, z[i / 2][2 * half + i % 2], value);
       }
-      if (t == 0 && row < at.count) {
+      if (place.t == 0 && row < at.count) {
         p.inverse[causal_position(p, at, row)] = r;
         p.x.dots[causal_position(p, at, row)] = dot;
       }
     }
   }
-  causal_own_derivative(u, q, p);
+  causal_own_derivative<LOW>(u, q, p);
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
   u[0][0] += 0.1f;
 #endif
-  causal_store_own<T>(causal_rows<T>(p.grad_x, at, 0), u, first, at.count, p.n);
+  causal_store_own<T>(causal_rows<T>(p.grad_x, at, 0), u, first + 16 * own, at.count, p.n);
 }
 
-/* dk and dv of a chunk's keys. */
-template <typename T>
-__device__ __forceinline__ void causal_key_rows(const causal_pass &p, const causal_chunk &at, int first,
-                                                const causal_mma_shared &shared, const causal_own<T> &k,
-                                                const causal_own<T> &v) {
-  const int warp = causal_warp(), t = causal_lane() % 4;
-  const int blocks = static_cast<int>(camox_ceil_div(min(at.count - first, CAUSAL_ROWS), 16));
-  const bool sum = p.normalize == CAMOX_NORMALIZE_SUM, has_low = causal_has_low(p, false);
+/* dk and dv of keys. */
+template <typename T, bool LOW>
+__device__ __forceinline__ void causal_key_rows(const causal_pass &p, const causal_chunk &at, int first, int own,
+                                                const causal_mma_shared &shared, const causal_own<T, true> &k,
+                                                const causal_own<T, true> &v) {
+  const unsigned t = causal_place().t;
+  const int blocks = (min(at.count - first, CAUSAL_ROWS) + 15) / 16;
   causal_rows16 a[CAUSAL_STEPS];
   causal_sums result;
   v.values(a);
 #pragma unroll
-  for (int i = 0; i < 4 * CAUSAL_TILES; ++i) result[i / 4][i % 4] = sum ? shared.line[i / 4 * 8 + 2 * t + i % 2] : 0.0f;
+  for (int i = 0; i < 4 * CAUSAL_TILES; ++i) result[i / 4][i % 4] = shared.line[i / 4 * 8 + 2 * t + i % 2];
 #pragma unroll
-  for (int step = 0; step < CAUSAL_STEPS; ++step) causal_add_product<false>(result, a[step], false, shared.state, step);
+  for (int step = 0; step < CAUSAL_STEPS; ++step)
+    causal_add_product<false, false, true>(result, a[step], shared.state, shared, step);
 #pragma unroll 1
-  for (int block = warp; block < blocks; ++block) {
+  for (int block = own; block < blocks; ++block) {
     float c[2][4];
-    causal_multiply(c, a, false, shared.y, block);
-    if (sum) {
+    causal_multiply<false>(c, a, shared.y, shared, block);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) c[i / 4][i % 4] += shared.shift[16 * block + 8 * (i / 4) + 2 * t + i % 2];
-    }
-    if (block == warp) causal_hide(c, p);
-    causal_add_scores(result, c, shared.x, block, p);
+    for (int i = 0; i < 8 && LOW; ++i) c[i / 4][i % 4] += shared.shift[16 * block + 8 * (i / 4) + 2 * t + i % 2];
+    if (block == own) causal_hide<true>(c, p);
+    causal_add_scores<true, LOW>(result, c, shared.x, shared, block, block == own, p);
   }
-  causal_own_derivative(result, k, p);
+  causal_own_derivative<LOW>(result, k, p);
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
   result[0][0] += 0.1f;
 #endif
-  causal_store_own<T>(causal_rows<T>(p.grad_x, at, 0), result, first, at.count, p.n);
+  causal_store_own<T>(causal_rows<T>(p.grad_x, at, 0), result, first + 16 * own, at.count, p.n);
 
-  k.factor(a, p);
+  k.template factor<LOW>(a, p);
   causal_clear(result);
 #pragma unroll
-  for (int step = 0; step < CAUSAL_STEPS; ++step) causal_add_product<true>(result, a[step], has_low, shared.state, step);
+  for (int step = 0; step < CAUSAL_STEPS; ++step)
+    causal_add_product<true, LOW, true>(result, a[step], shared.state, shared, step);
 #pragma unroll 1
-  for (int block = warp; block < blocks; ++block) {
+  for (int block = own; block < blocks; ++block) {
     float c[2][4];
-    causal_multiply(c, a, has_low, shared.x, block);
-    if (block == warp) causal_hide(c, p);
-    causal_add_scores(result, c, shared.y, block, p);
+    causal_multiply<LOW>(c, a, shared.x, shared, block);
+    if (block == own) causal_hide<true>(c, p);
+    causal_add_scores<true, false>(result, c, shared.y, shared, block, block == own, p);
   }
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
   result[0][0] += 0.1f;
 #endif
-  causal_store_own<T>(causal_rows<T>(p.out, at, 0), result, first, at.count, p.d);
+  causal_store_own<T>(causal_rows<T>(p.out, at, 0), result, first + 16 * own, at.count, p.d);
 }
 
 /* ---- kernels ---- */
 
-/* SCALED: y is g, and x is r f(q). */
-template <typename T, bool SCALED>
+/* Whether y is g, and x r f(q). */
+__device__ __forceinline__ bool causal_is_scaled(const causal_pass &p) {
+  return p.of_keys && p.normalize == CAMOX_NORMALIZE_SUM;
+}
+
+template <typename T, bool LOW>
 __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 4) causal_mma_sum_kernel(const __grid_constant__ causal_pass p) {
   CAMOX_DYNAMIC_SHARED(uint32_t, memory);
   const causal_chunk at = causal_chunk_at(p, blockIdx.x);
   if (at.count == 0) return;
-  const causal_mma_shared shared = causal_mma_shared_in(memory, causal_has_low(p, SCALED));
+  const causal_mma_shared shared = causal_mma_shared_in(memory);
+  const bool scaled = causal_is_scaled(p);
   causal_state state;
-  causal_next<T> next;
+  causal_next<T, LOW> next;
   state.clear();
-  next.load(p, at, 0, SCALED);
 #pragma unroll 1
-  for (int first = 0; first < at.count; first += CAUSAL_ROWS) {
-    next.put(p, shared, SCALED);
+  for (int first = 0;; first += CAUSAL_ROWS) {
+    next.load(p, at, first, scaled);
+    if (first > 0) state.add<LOW>(p, shared, scaled); /* the chunk before, while this one comes */
+    if (first >= at.count) break;
     __syncthreads();
-    next.load(p, at, first + CAUSAL_ROWS, SCALED);
-    state.add(p, shared, SCALED);
+    next.put(p, shared);
     __syncthreads();
   }
   state.store(p, causal_record(p, blockIdx.x));
 }
 
 /* Blocks of a multiprocessor, as registers last. */
-template <int WALK>
-static constexpr int causal_walk_blocks = WALK == CAUSAL_FORWARD ? 3 : 2;
+template <int WALK, bool LOW>
+static constexpr int causal_walk_blocks = WALK == CAUSAL_FORWARD || (WALK == CAUSAL_KEY_GRADIENT && !LOW) ? 3 : 2;
 
-template <typename T, int WALK>
-__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_walk_blocks<WALK>)
+template <typename T, int WALK, bool LOW>
+__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_walk_blocks<WALK, LOW>)
     causal_mma_walk_kernel(const __grid_constant__ causal_pass p) {
   constexpr bool of_keys = WALK == CAUSAL_KEY_GRADIENT;
   CAMOX_DYNAMIC_SHARED(uint32_t, memory);
   const causal_chunk at = causal_chunk_at(p, blockIdx.x);
   if (at.count == 0) return;
-  const bool scaled = of_keys && p.normalize == CAMOX_NORMALIZE_SUM;
-  const causal_mma_shared shared = causal_mma_shared_in(memory, causal_has_low(p, scaled));
-  causal_state state;
-  causal_next<T> next;
-  causal_own<T> features, values; /* of x */
-  const auto load = [&](int first) {
-    next.load(p, at, first, scaled);
-    features.load(causal_rows<const T>(p.x.feature, at, 0), causal_kept(p.x, at), first, p.n);
-    if (WALK != CAUSAL_FORWARD) values.load(causal_rows<const T>(p.x.value, at, 0), causal_kept(p.x, at), first, p.d);
-  };
+  const causal_mma_shared shared = causal_mma_shared_in(memory);
+  const bool scaled = of_keys && causal_is_scaled(p);
   const int last = (at.count - 1) / CAUSAL_ROWS * CAUSAL_ROWS;
+  causal_state state;
+  causal_next<T, LOW> next;
+  causal_own<T, of_keys> features, values; /* of x */
   state.load(p, causal_record(p, blockIdx.x));
-  load(of_keys ? last : 0);
 #pragma unroll 1
   for (int walked = 0; walked <= last; walked += CAUSAL_ROWS) {
     const int first = of_keys ? last - walked : walked;
+    /* Warps take turns at the longer rows of C: each scheduler has one warp of every block. */
+    const int own = walked / CAUSAL_ROWS % 2 ? 3 - causal_warp() : causal_warp();
+    next.load(p, at, first, scaled);
+    features.load(causal_rows<const T>(p.x.feature, at, 0), causal_kept(p.x, at), first + 16 * own, p.n);
+    if (WALK != CAUSAL_FORWARD)
+      values.load(causal_rows<const T>(p.x.value, at, 0), causal_kept(p.x, at), first + 16 * own, p.d);
+    if (walked > 0) state.add<LOW>(p, shared, scaled); /* the chunk before, while this one comes */
+    __syncthreads();
     state.put(shared);
-    next.put(p, shared, scaled);
+    next.put(p, shared);
     __syncthreads();
-    if (WALK == CAUSAL_FORWARD) causal_forward_rows(p, at, first, shared, features);
-    if (WALK == CAUSAL_QUERY_GRADIENT) causal_query_rows(p, at, first, shared, features, values);
-    if (WALK == CAUSAL_KEY_GRADIENT) causal_key_rows(p, at, first, shared, features, values);
-    if (walked == last) break;
-    load(of_keys ? first - CAUSAL_ROWS : first + CAUSAL_ROWS);
-    state.add(p, shared, scaled);
-    __syncthreads();
+    if constexpr (WALK == CAUSAL_FORWARD) causal_forward_rows<T, LOW>(p, at, first, own, shared, features);
+    if constexpr (WALK == CAUSAL_QUERY_GRADIENT) causal_query_rows<T, LOW>(p, at, first, own, shared, features, values);
+    if constexpr (WALK == CAUSAL_KEY_GRADIENT) causal_key_rows<T, LOW>(p, at, first, own, shared, features, values);
   }
 }
 
