@@ -588,6 +588,7 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_bounds_kernel(const __g
   const int64_t end = min(begin + share, a.sequences + 1);
   int64_t bound = 0, count = 0;
   bool wrong = false;
+#pragma unroll 1
   for (int64_t s = begin; s < end; ++s) {
     const int64_t given = a.cu_seqlens[s];
     wrong |=
@@ -597,8 +598,10 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_bounds_kernel(const __g
   highest[thread] = bound;
   __syncthreads();
   int64_t before = 0;
+#pragma unroll 1
   for (int i = 0; i < thread; ++i) before = max(before, highest[i]);
   bound = before;
+#pragma unroll 1
   for (int64_t s = begin; s < end; ++s) {
     const int64_t given = s == 0 ? 0 : s == a.sequences ? a.length : static_cast<int64_t>(a.cu_seqlens[s]);
     wrong |= given < bound;
@@ -609,8 +612,10 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_bounds_kernel(const __g
   chunks[thread] = count;
   __syncthreads();
   int64_t first = 0;
+#pragma unroll 1
   for (int i = 0; i < thread; ++i) first += chunks[i];
   bound = before;
+#pragma unroll 1
   for (int64_t s = begin; s < end; ++s) {
     if (s > 0) first += camox_ceil_div(a.bounds[s] - bound, a.rows);
     bound = a.bounds[s], a.first_chunk[s] = static_cast<int32_t>(first);
@@ -825,53 +830,44 @@ static int64_t causal_segment(const camox_causal_params *p) {
 }
 
 /* What the state of a pass adds up is y. */
-template <typename T, bool LOW>
+template <typename T>
 static void causal_mma_states(const causal_pass &pass, const void *s_in, const void *z_in, void *s_out, void *z_out,
                               void *stream) {
   if (pass.length > 0)
-    CAMOX_LAUNCH((causal_mma_sum_kernel<T, LOW>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
+    CAMOX_LAUNCH((causal_mma_sum_kernel<T>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
                  causal_mma_shared_bytes, stream, pass);
   causal_run_scan(pass, s_in, z_in, s_out, z_out, stream);
 }
 
-template <typename T, int WALK, bool LOW>
+template <typename T, int WALK>
 static void causal_mma_run(const causal_pass &pass, void *stream) {
   if (pass.length == 0) return;
-  CAMOX_LAUNCH((causal_mma_walk_kernel<T, WALK, LOW>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
+  CAMOX_LAUNCH((causal_mma_walk_kernel<T, WALK>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
                causal_mma_shared_bytes, stream, pass);
 }
 
-static bool causal_has_low(const camox_causal_params *p) {
-  return p->feature_map == CAMOX_FEATURE_ELU1 || p->normalize == CAMOX_NORMALIZE_FEATURE;
-}
-
-template <typename T, bool LOW>
+template <typename T>
 static void causal_mma_forward(const camox_causal_params *p, void *stream) {
   const causal_pass pass =
       causal_pass_from(causal_pass_of(p, causal_segment(p), stream), causal_queries(p), causal_keys(p), false, p->out);
-  causal_mma_states<T, LOW>(pass, p->initial_s, p->initial_z, p->s, p->z, stream);
-  causal_mma_run<T, CAUSAL_FORWARD, LOW>(pass, stream);
+  causal_mma_states<T>(pass, p->initial_s, p->initial_z, p->s, p->z, stream);
+  causal_mma_run<T, CAUSAL_FORWARD>(pass, stream);
 }
 
-template <typename T, bool LOW>
-static void causal_mma_key_gradient(const camox_causal_params *p, const causal_pass &pass, void *stream) {
-  causal_mma_states<T, LOW>(pass, p->grad_s, p->grad_z, p->sum_s, p->sum_z, stream);
-  causal_mma_run<T, CAUSAL_KEY_GRADIENT, LOW>(pass, stream);
-}
-
-template <typename T, bool LOW>
+template <typename T>
 static void causal_mma_backward(const camox_causal_params *p, void *stream) {
-  const bool sum = p->normalize == CAMOX_NORMALIZE_SUM;
   causal_pass pass = causal_pass_of(p, causal_segment(p), stream);
   causal_side queries = causal_queries(p);
-  if (sum) queries.dots = static_cast<float *>(p->rows), pass.inverse = queries.dots + p->batch * p->heads * p->length;
+  if (p->normalize == CAMOX_NORMALIZE_SUM)
+    queries.dots = static_cast<float *>(p->rows), pass.inverse = queries.dots + p->batch * p->heads * p->length;
   pass = causal_pass_from(pass, queries, causal_keys(p), false, {});
   pass.grad_x = p->grad_q;
-  causal_mma_states<T, LOW>(pass, p->initial_s, p->initial_z, nullptr, nullptr, stream);
-  causal_mma_run<T, CAUSAL_QUERY_GRADIENT, LOW>(pass, stream);
+  causal_mma_states<T>(pass, p->initial_s, p->initial_z, nullptr, nullptr, stream);
+  causal_mma_run<T, CAUSAL_QUERY_GRADIENT>(pass, stream);
   pass = causal_pass_from(pass, causal_keys(p), queries, true, p->grad_v);
   pass.grad_x = p->grad_k;
-  (sum ? causal_mma_key_gradient<T, true> : causal_mma_key_gradient<T, LOW>)(p, pass, stream); /* r f(q) has a low part */
+  causal_mma_states<T>(pass, p->grad_s, p->grad_z, p->sum_s, p->sum_z, stream);
+  causal_mma_run<T, CAUSAL_KEY_GRADIENT>(pass, stream);
 }
 
 extern "C" int64_t camox_causal_records(const camox_causal_params *p) {
@@ -883,7 +879,7 @@ extern "C" int camox_linear_attention_causal_cuda(const camox_causal_params *p, 
   if (p->sequences * p->heads == 0) return cudaSuccess;
   if constexpr (camox_may_be_sm80) {
     if (causal_mma_serves(p)) {
-      (causal_has_low(p) ? causal_mma_forward<__nv_bfloat16, true> : causal_mma_forward<__nv_bfloat16, false>)(p, stream);
+      causal_mma_forward<__nv_bfloat16>(p, stream);
       return camox_launch_status();
     }
   }
@@ -900,7 +896,7 @@ extern "C" int camox_linear_attention_causal_backward_cuda(const camox_causal_pa
   if (p->sequences * p->heads == 0) return cudaSuccess;
   if constexpr (camox_may_be_sm80) {
     if (causal_mma_serves(p)) {
-      (causal_has_low(p) ? causal_mma_backward<__nv_bfloat16, true> : causal_mma_backward<__nv_bfloat16, false>)(p, stream);
+      causal_mma_backward<__nv_bfloat16>(p, stream);
       return camox_launch_status();
     }
   }

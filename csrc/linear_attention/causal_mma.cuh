@@ -43,6 +43,7 @@ struct causal_tile {
 struct causal_mma_shared {
   causal_tile x, y, state;
   float *line, *shift;    /* z or dz; less out . g of a chunk's queries */
+  bool low;               /* whether features have a low part: exponentials, and what is weighed */
   unsigned across, along; /* words of a tile that this lane names to ldmatrix: step 0, or pair 0, of rows and of columns */
 };
 
@@ -51,7 +52,7 @@ static_assert(causal_mma_shared_bytes <= 48 * 1024, "what every GPU gives withou
 
 __device__ __forceinline__ unsigned causal_tile_word(unsigned row, unsigned piece) { return row * 32 + (piece ^ row % 8) * 4; }
 
-__device__ __forceinline__ causal_mma_shared causal_mma_shared_in(uint32_t *shared) {
+__device__ __forceinline__ causal_mma_shared causal_mma_shared_in(uint32_t *shared, bool low) {
   uint32_t *const x = shared, *const y = x + 2 * CAUSAL_TILE_WORDS, *const state = y + CAUSAL_TILE_WORDS;
   float *const line = reinterpret_cast<float *>(state + 2 * CAUSAL_TILE_WORDS);
   const unsigned lane = threadIdx.x % CAMOX_WARP;
@@ -60,6 +61,7 @@ __device__ __forceinline__ causal_mma_shared causal_mma_shared_in(uint32_t *shar
           {state, state + CAUSAL_TILE_WORDS},
           line,
           line + CAUSAL_MMA_DIM,
+          low,
           causal_tile_word(lane % 16, lane / 16),
           causal_tile_word(lane % 8 + lane / 16 * 8, lane / 8 % 2)};
 }
@@ -108,44 +110,49 @@ __device__ __forceinline__ void causal_mma_row(causal_sums &sums, const uint32_t
   for (int n = 0; n < CAUSAL_TILES; ++n) causal_mma(sums[n], a, b[n / 2][n % 2]);
 }
 
-/* sums += A B of step k, small terms first. A_LOW, B_LOW: whether they have a low part. */
-template <bool ACROSS, bool A_LOW, bool B_LOW>
-__device__ __forceinline__ void causal_add_product(causal_sums &sums, const causal_rows16 &a, const causal_tile &tile,
-                                                   const causal_mma_shared &shared, int k) {
-  causal_fragments high, low;
+/* sums += A B of step k, small terms first. a_low, b_low: whether they have a low part. */
+template <bool ACROSS>
+__device__ __forceinline__ void causal_add_product(causal_sums &sums, const causal_rows16 &a, bool a_low, bool b_low,
+                                                   const causal_tile &tile, const causal_mma_shared &shared, int k) {
+  causal_fragments high;
   causal_load_fragments<ACROSS>(high, tile.high, shared, k);
-  if (B_LOW) causal_load_fragments<ACROSS>(low, tile.low, shared, k);
-  if (A_LOW) causal_mma_row(sums, a.low, high);
-  if (B_LOW) causal_mma_row(sums, a.high, low);
+  if (b_low) {
+    causal_fragments low;
+    causal_load_fragments<ACROSS>(low, tile.low, shared, k);
+    causal_mma_row(sums, a.high, low);
+  }
+  if (a_low) causal_mma_row(sums, a.low, high);
   causal_mma_row(sums, a.high, high);
 }
 
-/* Two tiles of C = A B^T, whose terms are all columns. Parts have sums of their own, so that fewer wait for one another. */
-template <bool LOW>
-__device__ __forceinline__ void causal_multiply(float (&c)[2][4], const causal_rows16 (&a)[CAUSAL_STEPS],
+/* Two tiles of C = A B^T, whose terms are all columns. low: of both; parts have sums of their own, so that fewer wait. */
+__device__ __forceinline__ void causal_multiply(float (&c)[2][4], const causal_rows16 (&a)[CAUSAL_STEPS], bool low,
                                                 const causal_tile &tile, const causal_mma_shared &shared, int block) {
-  float small[2][2][4] = {};
+  uint32_t high[CAUSAL_STEPS][2][2];
 #pragma unroll
   for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.0f;
 #pragma unroll
-  for (int k = 0; k < CAUSAL_STEPS; ++k) {
-    uint32_t high[2][2], low[2][2];
-    causal_load_pair<false>(high, tile.high, shared, k, block);
-    if (LOW) causal_load_pair<false>(low, tile.low, shared, k, block);
+  for (int k = 0; k < CAUSAL_STEPS; ++k) causal_load_pair<false>(high[k], tile.high, shared, k, block);
+  if (low) {
+    float small[2][4] = {};
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      causal_mma(c[n], a[k].high, high[n]);
-      if (LOW) causal_mma(small[0][n], a[k].low, high[n]);
-      if (LOW) causal_mma(small[1][n], a[k].high, low[n]);
+    for (int k = 0; k < CAUSAL_STEPS; ++k) {
+      uint32_t b[2][2];
+      causal_load_pair<false>(b, tile.low, shared, k, block);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) causal_mma(c[n], a[k].high, b[n]), causal_mma(small[n], a[k].low, high[k][n]);
     }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) c[i / 4][i % 4] += small[i / 4][i % 4];
   }
 #pragma unroll
-  for (int i = 0; i < 8 && LOW; ++i) c[i / 4][i % 4] += small[0][i / 4][i % 4] + small[1][i / 4][i % 4];
+  for (int k = 0; k < CAUSAL_STEPS; ++k)
+#pragma unroll
+    for (int n = 0; n < 2; ++n) causal_mma(c[n], a[k].high, high[k][n]);
 }
 
 /* sums += A b of step k, b: one column, of 16 numbers from `from` on; the others are 0. */
-template <bool A_LOW>
-__device__ __forceinline__ void causal_add_column(float (&sums)[4], const causal_rows16 &a, const float *from) {
+__device__ __forceinline__ void causal_add_column(float (&sums)[4], const causal_rows16 &a, bool a_low, const float *from) {
   const unsigned lane = threadIdx.x % CAMOX_WARP;
   uint32_t high[2], low[2];
 #pragma unroll
@@ -156,7 +163,7 @@ __device__ __forceinline__ void causal_add_column(float (&sums)[4], const causal
     la_split(two[0], two[1], parts);
     high[i] = lane < 4 ? parts[0] : 0u, low[i] = lane < 4 ? parts[1] : 0u;
   }
-  if (A_LOW) causal_mma(sums, a.low, high);
+  if (a_low) causal_mma(sums, a.low, high);
   causal_mma(sums, a.high, low);
   causal_mma(sums, a.high, high);
 }
@@ -245,20 +252,19 @@ struct causal_state {
   }
 
   /* M += x^T y of a chunk, and the line with it; scaled: line -= (out . g) x. */
-  template <bool LOW>
   __device__ __forceinline__ void add(const causal_pass &p, const causal_mma_shared &shared, bool scaled) {
     const unsigned along = shared.along ^ threadIdx.x / CAMOX_WARP * 8;
 #pragma unroll 2
     for (int k = 0; k < CAUSAL_ROWS / 16; ++k) {
       causal_rows16 a; /* of x^T: rows of the tile are terms */
       camox_ldmatrix_x4<true>(a.high, shared.x.high + k * 512 + along);
-      if (LOW) camox_ldmatrix_x4<true>(a.low, shared.x.low + k * 512 + along);
-      causal_add_product<true, LOW, false>(s, a, shared.y, shared, k);
-      if (LOW && scaled) {
-        causal_add_column<LOW>(line, a, shared.shift + 16 * k);
+      if (shared.low) camox_ldmatrix_x4<true>(a.low, shared.x.low + k * 512 + along);
+      causal_add_product<true>(s, a, shared.low, false, shared.y, shared, k);
+      if (scaled) {
+        causal_add_column(line, a, true, shared.shift + 16 * k);
       } else if (p.normalize == CAMOX_NORMALIZE_SUM) {
         const uint32_t ones = threadIdx.x % CAMOX_WARP < 4 ? 0x3f803f80u : 0u, column[2] = {ones, ones};
-        if (LOW) causal_mma(line, a.low, column);
+        if (shared.low) causal_mma(line, a.low, column);
         causal_mma(line, a.high, column);
       }
     }
@@ -267,9 +273,9 @@ struct causal_state {
 
 /* ---- what a chunk's state adds: x and y ---- */
 
-/* A chunk on its way: a thread has a piece of four rows each, and with 7 neighbours whole rows. LOW: features have a low part:
-   exponentials, and what is weighed. scaled: y is g, and x is r f(q). */
-template <typename T, bool LOW>
+/* A chunk on its way: a thread has a piece of four rows each, and with 7 neighbours whole rows. scaled: y is g, and x is
+   r f(q). */
+template <typename T>
 struct causal_next {
   static constexpr int rows = CAUSAL_ROWS * 8 / CAUSAL_MMA_THREADS, lanes = 8, step = CAUSAL_ROWS / rows;
   T x[rows][lanes], y[rows][lanes];
@@ -286,15 +292,13 @@ struct causal_next {
     for (int i = 0; i < rows; ++i) {
       const bool exists = thread_row + i * step < at.count;
       dropped[i] = !exists ? 1u : mask ? __ldg(mask + i * step * p.y.mask_stride[1]) : 0u;
-      if constexpr (LOW) {
-        const int64_t position = causal_position(p, at, thread_row) + i * step;
-        scale[i] = exists && scaled ? __ldg(p.inverse + position) : 1.0f;
-        shift[i] = exists && scaled ? __ldg(p.y.dots + position) : 0.0f;
-      }
+      const int64_t position = causal_position(p, at, thread_row) + i * step;
+      scale[i] = exists && scaled ? __ldg(p.inverse + position) : 1.0f;
+      shift[i] = exists && scaled ? __ldg(p.y.dots + position) : 0.0f;
     }
   }
 
-  __device__ __forceinline__ void put(const causal_pass &p, const causal_mma_shared &shared) const {
+  __device__ __forceinline__ void put(const causal_pass &p, const causal_mma_shared &shared, bool scaled) const {
     const unsigned piece = threadIdx.x % 8, row = threadIdx.x / 8, word = causal_tile_word(row, piece);
     const bool exists = lanes * static_cast<int>(piece) < p.n;
     float f[rows * lanes];
@@ -309,7 +313,7 @@ struct causal_next {
 #pragma unroll
     for (int i = 0; i < rows * lanes; ++i)
       if (dropped[i / lanes] != 0u || !exists) f[i] = 0.0f;
-    if (LOW && p.normalize == CAMOX_NORMALIZE_FEATURE) {
+    if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
 #pragma unroll
       for (int i = 0; i < rows; ++i) {
         float sum = 0.0f;
@@ -326,16 +330,16 @@ struct causal_next {
       __builtin_memcpy(values, static_cast<const void *>(y[i]), sizeof values);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float factor = LOW ? scale[i] : 1.0f;
+        const float factor = scaled ? scale[i] : 1.0f;
         uint32_t parts[2];
         la_split(f[lanes * i + 2 * k] * factor, f[lanes * i + 2 * k + 1] * factor, parts);
         high[k] = parts[0], low[k] = parts[1];
         if (dropped[i] != 0u) values[k] = 0u;
       }
       camox_store_shared(shared.x.high + word + i * step * 32, high);
-      if (LOW) camox_store_shared(shared.x.low + word + i * step * 32, low);
+      if (shared.low) camox_store_shared(shared.x.low + word + i * step * 32, low);
       camox_store_shared(shared.y.high + word + i * step * 32, values);
-      if (LOW && piece == 0) shared.shift[row + i * step] = -shift[i];
+      if (scaled && piece == 0) shared.shift[row + i * step] = -shift[i];
     }
   }
 
@@ -407,11 +411,10 @@ struct causal_own {
   }
 
   /* The weighed features as A. */
-  template <bool LOW>
   __device__ __forceinline__ void factor(causal_rows16 (&a)[CAUSAL_STEPS], const causal_pass &p) const {
     float f[8 * CAUSAL_STEPS];
     features(f, p);
-    if (LOW && p.normalize == CAMOX_NORMALIZE_FEATURE) {
+    if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
       float weight[2];
       weights(weight, f);
 #pragma unroll
@@ -469,9 +472,9 @@ __device__ __forceinline__ bool causal_is_finite(const uint32_t *tile, int block
 
 /* sums += c V of the block on the diagonal, term by term: what V has that is not finite, times a zero of C, would reach rows
    that do not see it. */
-template <bool OF_KEYS, bool LOW>
-__device__ __forceinline__ void causal_add_seen(causal_sums &sums, const float (&c)[2][4], const causal_tile &tile, int block,
-                                                const causal_pass &p) {
+template <bool OF_KEYS>
+__device__ __forceinline__ void causal_add_seen(causal_sums &sums, const float (&c)[2][4], const causal_tile &tile,
+                                                bool has_low, int block, const causal_pass &p) {
   const int lane = causal_lane(), t = lane % 4;
 #pragma unroll 1
   for (int j = 0; j < 16; ++j) {
@@ -484,7 +487,7 @@ __device__ __forceinline__ void causal_add_seen(causal_sums &sums, const float (
 #pragma unroll
     for (int n = 0; n < CAUSAL_TILES; ++n) {
       const unsigned word = causal_tile_word(16 * block + j, n) + t;
-      const uint32_t high = tile.high[word], low = LOW ? tile.low[word] : 0u;
+      const uint32_t high = tile.high[word], low = has_low ? tile.low[word] : 0u;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float value = la_half<__nv_bfloat16>(high, e % 2) + la_half<__nv_bfloat16>(low, e % 2);
@@ -494,13 +497,13 @@ __device__ __forceinline__ void causal_add_seen(causal_sums &sums, const float (
   }
 }
 
-/* sums += C V, of block `block` of 16 columns of C. */
-template <bool OF_KEYS, bool LOW>
+/* sums += C V, of block `block` of 16 columns of C. has_low: whether V has a low part. */
+template <bool OF_KEYS>
 __device__ __forceinline__ void causal_add_scores(causal_sums &sums, const float (&c)[2][4], const causal_tile &tile,
-                                                  const causal_mma_shared &shared, int block, bool on_diagonal,
+                                                  bool has_low, const causal_mma_shared &shared, int block, bool on_diagonal,
                                                   const causal_pass &p) {
-  if (on_diagonal && !causal_is_finite(tile.high, block)) return causal_add_seen<OF_KEYS, LOW>(sums, c, tile, block, p);
-  causal_add_product<true, true, LOW>(sums, causal_scores(c), tile, shared, block);
+  if (on_diagonal && !causal_is_finite(tile.high, block)) return causal_add_seen<OF_KEYS>(sums, c, tile, has_low, block, p);
+  causal_add_product<true>(sums, causal_scores(c), true, has_low, tile, shared, block);
 }
 
 /* A block of ones, on the diagonal of those that a row sees, as A. */
@@ -515,29 +518,30 @@ __device__ __forceinline__ void causal_ones(uint32_t (&a)[4], bool on_diagonal, 
 }
 
 /* u += C f(k) of a block, and z += f(k) of what each row sees of it. */
-template <bool LOW>
 __device__ __forceinline__ void causal_add_keys(causal_sums &u, causal_sums &z, const float (&c)[2][4],
                                                 const causal_mma_shared &shared, int block, bool on_diagonal,
                                                 const causal_pass &p) {
   const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
   if (on_diagonal && !causal_is_finite(shared.x.high, block)) {
     const float ones[2][4] = {{1.0f, 1.0f, 1.0f, 1.0f}, {1.0f, 1.0f, 1.0f, 1.0f}};
-    causal_add_seen<false, LOW>(u, c, shared.x, block, p);
-    if (sum) causal_add_seen<false, LOW>(z, ones, shared.x, block, p);
+    causal_add_seen<false>(u, c, shared.x, shared.low, block, p);
+    if (sum) causal_add_seen<false>(z, ones, shared.x, shared.low, block, p);
     return;
   }
   const causal_rows16 a = causal_scores(c);
   uint32_t ones[4];
   causal_ones(ones, on_diagonal, p);
-  causal_fragments high, low;
+  causal_fragments high;
   causal_load_fragments<true>(high, shared.x.high, shared, block);
-  if (LOW) causal_load_fragments<true>(low, shared.x.low, shared, block);
+  if (shared.low) {
+    causal_fragments low;
+    causal_load_fragments<true>(low, shared.x.low, shared, block);
+    causal_mma_row(u, a.high, low);
+    if (sum) causal_mma_row(z, ones, low);
+  }
   causal_mma_row(u, a.low, high);
-  if (LOW) causal_mma_row(u, a.high, low);
   causal_mma_row(u, a.high, high);
-  if (!sum) return;
-  if (LOW) causal_mma_row(z, ones, low);
-  causal_mma_row(z, ones, high);
+  if (sum) causal_mma_row(z, ones, high);
 }
 
 /* Rows of a result to memory, those that exist: two lanes exchange a pair each, so that a row's sectors are written whole. */
@@ -561,12 +565,12 @@ __device__ __forceinline__ void causal_store_own(const la_rows<T> &to, const cau
 }
 
 /* dq or dk of da or db, in place. */
-template <bool LOW, bool OF_KEYS, typename T>
+template <bool OF_KEYS, typename T>
 __device__ __forceinline__ void causal_own_derivative(causal_sums &sums, const causal_own<T, OF_KEYS> &own,
                                                       const causal_pass &p) {
   float f[8 * CAUSAL_STEPS], weight[2] = {1.0f, 1.0f};
   own.features(f, p);
-  if (LOW && p.normalize == CAMOX_NORMALIZE_FEATURE) {
+  if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
     float dot[2] = {0.0f, 0.0f};
     own.weights(weight, f);
 #pragma unroll
@@ -584,34 +588,34 @@ __device__ __forceinline__ void causal_own_derivative(causal_sums &sums, const c
   }
 #pragma unroll
   for (int i = 0; i < 8 * CAUSAL_STEPS; ++i)
-    if (own.drops(i / 2 % 2) || (LOW && weight[i / 2 % 2] == 0.0f)) sums[i / 4][i % 4] = 0.0f;
+    if (own.drops(i / 2 % 2) || weight[i / 2 % 2] == 0.0f) sums[i / 4][i % 4] = 0.0f;
 }
 
 /* ---- a chunk's rows: 16 of a warp, those of C's blocks [0, own], of keys [own, blocks) ---- */
 
 /* out of queries. */
-template <typename T, bool LOW>
+template <typename T>
 __device__ __forceinline__ void causal_forward_rows(const causal_pass &p, const causal_chunk &at, int first, int own,
                                                     const causal_mma_shared &shared, const causal_own<T, false> &q) {
   const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
   causal_sums out;
   float divisors[2] = {0.0f, 0.0f}, of_state[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   causal_rows16 a[CAUSAL_STEPS];
-  q.template factor<LOW>(a, p);
+  q.factor(a, p);
   causal_clear(out);
 #pragma unroll
   for (int k = 0; k < CAUSAL_STEPS; ++k) {
-    causal_add_product<true, LOW, true>(out, a[k], shared.state, shared, k);
-    if (sum) causal_add_column<LOW>(of_state, a[k], shared.line + 16 * k);
+    causal_add_product<true>(out, a[k], shared.low, true, shared.state, shared, k);
+    if (sum) causal_add_column(of_state, a[k], shared.low, shared.line + 16 * k);
   }
 #pragma unroll 1
   for (int block = 0; block <= own; ++block) {
     float c[2][4];
-    causal_multiply<LOW>(c, a, shared.x, shared, block);
+    causal_multiply(c, a, shared.low, shared.x, shared, block);
     if (block == own) causal_hide<false>(c, p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) divisors[i / 2 % 2] += c[i / 4][i % 4];
-    causal_add_scores<false, false>(out, c, shared.y, shared, block, block == own, p);
+    causal_add_scores<false>(out, c, shared.y, false, shared, block, block == own, p);
   }
   if (sum) {
     divisors[0] += of_state[0], divisors[1] += of_state[2]; /* of_state's other columns are 0 */
@@ -630,7 +634,7 @@ __device__ __forceinline__ void causal_forward_rows(const causal_pass &p, const 
 }
 
 /* dq of queries; with "sum" r and out . g of each. */
-template <typename T, bool LOW>
+template <typename T>
 __device__ __forceinline__ void causal_query_rows(const causal_pass &p, const causal_chunk &at, int first, int own,
                                                   const causal_mma_shared &shared, const causal_own<T, false> &q,
                                                   const causal_own<T, false> &grad) {
@@ -640,15 +644,15 @@ __device__ __forceinline__ void causal_query_rows(const causal_pass &p, const ca
   grad.values(a);
   causal_clear(u);
 #pragma unroll
-  for (int k = 0; k < CAUSAL_STEPS; ++k) causal_add_product<false, false, true>(u, a[k], shared.state, shared, k);
+  for (int k = 0; k < CAUSAL_STEPS; ++k) causal_add_product<false>(u, a[k], false, true, shared.state, shared, k);
 #pragma unroll
   for (int i = 0; i < 4 * CAUSAL_TILES; ++i) z[i / 4][i % 4] = shared.line[i / 4 * 8 + 2 * place.t + i % 2];
 #pragma unroll 1
   for (int block = 0; block <= own; ++block) {
     float c[2][4];
-    causal_multiply<false>(c, a, shared.y, shared, block);
+    causal_multiply(c, a, false, shared.y, shared, block);
     if (block == own) causal_hide<false>(c, p);
-    causal_add_keys<LOW>(u, z, c, shared, block, block == own, p);
+    causal_add_keys(u, z, c, shared, block, block == own, p);
   }
   if (p.normalize == CAMOX_NORMALIZE_SUM) {
     float f[8 * CAUSAL_STEPS], of_z[2] = {0.0f, 0.0f}, of_u[2] = {0.0f, 0.0f};
@@ -675,7 +679,7 @@ __device__ __forceinline__ void causal_query_rows(const causal_pass &p, const ca
       }
     }
   }
-  causal_own_derivative<LOW>(u, q, p);
+  causal_own_derivative(u, q, p);
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
   u[0][0] += 0.1f;
 #endif
@@ -683,12 +687,13 @@ __device__ __forceinline__ void causal_query_rows(const causal_pass &p, const ca
 }
 
 /* dk and dv of keys. */
-template <typename T, bool LOW>
+template <typename T>
 __device__ __forceinline__ void causal_key_rows(const causal_pass &p, const causal_chunk &at, int first, int own,
                                                 const causal_mma_shared &shared, const causal_own<T, true> &k,
                                                 const causal_own<T, true> &v) {
   const unsigned t = causal_place().t;
   const int blocks = (min(at.count - first, CAUSAL_ROWS) + 15) / 16;
+  const bool scaled = p.normalize == CAMOX_NORMALIZE_SUM;
   causal_rows16 a[CAUSAL_STEPS];
   causal_sums result;
   v.values(a);
@@ -696,33 +701,33 @@ __device__ __forceinline__ void causal_key_rows(const causal_pass &p, const caus
   for (int i = 0; i < 4 * CAUSAL_TILES; ++i) result[i / 4][i % 4] = shared.line[i / 4 * 8 + 2 * t + i % 2];
 #pragma unroll
   for (int step = 0; step < CAUSAL_STEPS; ++step)
-    causal_add_product<false, false, true>(result, a[step], shared.state, shared, step);
+    causal_add_product<false>(result, a[step], false, true, shared.state, shared, step);
 #pragma unroll 1
   for (int block = own; block < blocks; ++block) {
     float c[2][4];
-    causal_multiply<false>(c, a, shared.y, shared, block);
+    causal_multiply(c, a, false, shared.y, shared, block);
 #pragma unroll
-    for (int i = 0; i < 8 && LOW; ++i) c[i / 4][i % 4] += shared.shift[16 * block + 8 * (i / 4) + 2 * t + i % 2];
+    for (int i = 0; i < 8 && scaled; ++i) c[i / 4][i % 4] += shared.shift[16 * block + 8 * (i / 4) + 2 * t + i % 2];
     if (block == own) causal_hide<true>(c, p);
-    causal_add_scores<true, LOW>(result, c, shared.x, shared, block, block == own, p);
+    causal_add_scores<true>(result, c, shared.x, shared.low, shared, block, block == own, p);
   }
-  causal_own_derivative<LOW>(result, k, p);
+  causal_own_derivative(result, k, p);
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
   result[0][0] += 0.1f;
 #endif
   causal_store_own<T>(causal_rows<T>(p.grad_x, at, 0), result, first + 16 * own, at.count, p.n);
 
-  k.template factor<LOW>(a, p);
+  k.factor(a, p);
   causal_clear(result);
 #pragma unroll
   for (int step = 0; step < CAUSAL_STEPS; ++step)
-    causal_add_product<true, LOW, true>(result, a[step], shared.state, shared, step);
+    causal_add_product<true>(result, a[step], shared.low, true, shared.state, shared, step);
 #pragma unroll 1
   for (int block = own; block < blocks; ++block) {
     float c[2][4];
-    causal_multiply<LOW>(c, a, shared.x, shared, block);
+    causal_multiply(c, a, shared.low, shared.x, shared, block);
     if (block == own) causal_hide<true>(c, p);
-    causal_add_scores<true, false>(result, c, shared.y, shared, block, block == own, p);
+    causal_add_scores<true>(result, c, shared.y, false, shared, block, block == own, p);
   }
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
   result[0][0] += 0.1f;
@@ -732,49 +737,52 @@ __device__ __forceinline__ void causal_key_rows(const causal_pass &p, const caus
 
 /* ---- kernels ---- */
 
-/* Whether y is g, and x r f(q). */
+/* Whether y is g, and x r f(q); whether features have a low part. */
 __device__ __forceinline__ bool causal_is_scaled(const causal_pass &p) {
   return p.of_keys && p.normalize == CAMOX_NORMALIZE_SUM;
 }
+__device__ __forceinline__ bool causal_has_low(const causal_pass &p, bool scaled) {
+  return scaled || p.feature_map == CAMOX_FEATURE_ELU1 || p.normalize == CAMOX_NORMALIZE_FEATURE;
+}
 
-template <typename T, bool LOW>
+template <typename T>
 __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 4) causal_mma_sum_kernel(const __grid_constant__ causal_pass p) {
   CAMOX_DYNAMIC_SHARED(uint32_t, memory);
   const causal_chunk at = causal_chunk_at(p, blockIdx.x);
   if (at.count == 0) return;
-  const causal_mma_shared shared = causal_mma_shared_in(memory);
   const bool scaled = causal_is_scaled(p);
+  const causal_mma_shared shared = causal_mma_shared_in(memory, causal_has_low(p, scaled));
   causal_state state;
-  causal_next<T, LOW> next;
+  causal_next<T> next;
   state.clear();
 #pragma unroll 1
   for (int first = 0;; first += CAUSAL_ROWS) {
     next.load(p, at, first, scaled);
-    if (first > 0) state.add<LOW>(p, shared, scaled); /* the chunk before, while this one comes */
+    if (first > 0) state.add(p, shared, scaled); /* the chunk before, while this one comes */
     if (first >= at.count) break;
     __syncthreads();
-    next.put(p, shared);
+    next.put(p, shared, scaled);
     __syncthreads();
   }
   state.store(p, causal_record(p, blockIdx.x));
 }
 
 /* Blocks of a multiprocessor, as registers last. */
-template <int WALK, bool LOW>
-static constexpr int causal_walk_blocks = WALK == CAUSAL_FORWARD || (WALK == CAUSAL_KEY_GRADIENT && !LOW) ? 3 : 2;
+template <int WALK>
+static constexpr int causal_walk_blocks = WALK == CAUSAL_FORWARD ? 3 : 2;
 
-template <typename T, int WALK, bool LOW>
-__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_walk_blocks<WALK, LOW>)
+template <typename T, int WALK>
+__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_walk_blocks<WALK>)
     causal_mma_walk_kernel(const __grid_constant__ causal_pass p) {
   constexpr bool of_keys = WALK == CAUSAL_KEY_GRADIENT;
   CAMOX_DYNAMIC_SHARED(uint32_t, memory);
   const causal_chunk at = causal_chunk_at(p, blockIdx.x);
   if (at.count == 0) return;
-  const causal_mma_shared shared = causal_mma_shared_in(memory);
   const bool scaled = of_keys && causal_is_scaled(p);
+  const causal_mma_shared shared = causal_mma_shared_in(memory, causal_has_low(p, scaled));
   const int last = (at.count - 1) / CAUSAL_ROWS * CAUSAL_ROWS;
   causal_state state;
-  causal_next<T, LOW> next;
+  causal_next<T> next;
   causal_own<T, of_keys> features, values; /* of x */
   state.load(p, causal_record(p, blockIdx.x));
 #pragma unroll 1
@@ -786,14 +794,14 @@ __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_walk_blocks<WALK, L
     features.load(causal_rows<const T>(p.x.feature, at, 0), causal_kept(p.x, at), first + 16 * own, p.n);
     if (WALK != CAUSAL_FORWARD)
       values.load(causal_rows<const T>(p.x.value, at, 0), causal_kept(p.x, at), first + 16 * own, p.d);
-    if (walked > 0) state.add<LOW>(p, shared, scaled); /* the chunk before, while this one comes */
+    if (walked > 0) state.add(p, shared, scaled); /* the chunk before, while this one comes */
     __syncthreads();
     state.put(shared);
-    next.put(p, shared);
+    next.put(p, shared, scaled);
     __syncthreads();
-    if constexpr (WALK == CAUSAL_FORWARD) causal_forward_rows<T, LOW>(p, at, first, own, shared, features);
-    if constexpr (WALK == CAUSAL_QUERY_GRADIENT) causal_query_rows<T, LOW>(p, at, first, own, shared, features, values);
-    if constexpr (WALK == CAUSAL_KEY_GRADIENT) causal_key_rows<T, LOW>(p, at, first, own, shared, features, values);
+    if constexpr (WALK == CAUSAL_FORWARD) causal_forward_rows<T>(p, at, first, own, shared, features);
+    if constexpr (WALK == CAUSAL_QUERY_GRADIENT) causal_query_rows<T>(p, at, first, own, shared, features, values);
+    if constexpr (WALK == CAUSAL_KEY_GRADIENT) causal_key_rows<T>(p, at, first, own, shared, features, values);
   }
 }
 
