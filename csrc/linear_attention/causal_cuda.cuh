@@ -47,6 +47,7 @@ struct causal_pass {
   int n, d, feature_map, normalize;
   float eps;
   bool strict, of_keys; /* of_keys: the rows are keys */
+  bool is_float16;      /* of la_half16 */
   causal_side x, y;     /* of rows, of columns */
   camox_view4 out;      /* like x.value, or like x.feature; data may be NULL */
   camox_view4 grad_x;   /* like x.feature: causal_mma.cuh, which writes it beside out */
@@ -106,13 +107,20 @@ __device__ __forceinline__ la_kept causal_kept(const causal_side &side, const ca
           side.mask_stride[1]};
 }
 
+template <typename T>
+__device__ __forceinline__ T causal_load_one(const T *from) {
+  T one[1];
+  camox_load(one, from);
+  return one[0];
+}
+
 /* Rows of features or values, as many columns as `columns` and zeros up to a multiple of 16. */
 template <typename T, int MEMORY, bool FEATURE>
 __device__ __forceinline__ void causal_load(float *to, int pitch, int columns, const causal_pass &p, const causal_side &side,
                                             const causal_chunk &at, int first) {
   constexpr int in_flight = MEMORY == LA_ANY ? 4 : 2; /* two of eight elements are a thread's share of 64 columns */
   la_load<T, MEMORY, in_flight>({to, pitch, columns, (columns + 15) / 16 * 16, FEATURE ? p.feature_map : CAMOX_FEATURE_IDENTITY,
-                                 causal_rows<const T>(FEATURE ? side.feature : side.value, at, first)},
+                                 causal_rows<const T>(FEATURE ? side.feature : side.value, at, first), p.is_float16},
                                 CAUSAL_ROWS, causal_kept(side, at));
 }
 
@@ -261,12 +269,12 @@ __device__ __forceinline__ float causal_feature_sum(const causal_pass &p, const 
 #pragma unroll
       for (int k = 0; k < in_flight; ++k) {
         const int n = first + k * CAMOX_WARP;
-        raw[k] = n < p.n ? __ldg(from.base + row * from.row + n * from.column) : camox_from_float<T>(0.0f);
+        raw[k] = n < p.n ? causal_load_one(from.base + row * from.row + n * from.column) : la_zero<T>();
       }
 #pragma unroll
       for (int k = 0; k < in_flight; ++k) {
         const int n = first + k * CAMOX_WARP;
-        if (n < p.n) sum = fmaf(la_feature<T>(camox_to_float(raw[k]), p.feature_map), line ? line[n] : 1.0f, sum);
+        if (n < p.n) sum = fmaf(la_feature<T>(la_to_float(raw[k], p.is_float16), p.feature_map), line ? line[n] : 1.0f, sum);
       }
     }
   }
@@ -378,7 +386,8 @@ __device__ __forceinline__ void causal_add_dots(const causal_pass &p, const caus
   for (int row = causal_warp(); row < at.count; row += CAUSAL_WARPS) {
     float dot = 0.0f;
     for (int i = causal_lane(); i < columns && kept(row); i += CAMOX_WARP)
-      dot = fmaf(result[row * pitch + i], camox_to_float(__ldg(values.base + row * values.row + i * values.column)), dot);
+      dot = fmaf(result[row * pitch + i],
+                 la_to_float(causal_load_one(values.base + row * values.row + i * values.column), p.is_float16), dot);
     dot = camox_warp_sum(dot);
     if (p.normalize == CAMOX_NORMALIZE_SUM) dot *= numbers.row[row];
     float *const to = p.x.dots + causal_position(p, at, row);
@@ -399,7 +408,8 @@ __device__ __forceinline__ void causal_apply_derivative(const causal_pass &p, co
     float value = result[it.outer * pitch + it.inner];
     if (sum) value = p.of_keys ? value + line[it.inner] : fmaf(-numbers.row_shift[it.outer], line[it.inner], value);
     if (feature) value = numbers.row[it.outer] * (value - numbers.row_shift[it.outer]);
-    const float f = la_feature<T>(camox_to_float(__ldg(x.base + it.outer * x.row + it.inner * x.column)), p.feature_map);
+    const float f = la_feature<T>(la_to_float(causal_load_one(x.base + it.outer * x.row + it.inner * x.column), p.is_float16),
+                                  p.feature_map);
     const bool counts = kept(it.outer) && !(feature && numbers.row[it.outer] == 0.0f);
     result[it.outer * pitch + it.inner] = counts ? la_feature_derivative(f, p.feature_map) * value : 0.0f;
   }
@@ -464,7 +474,8 @@ __global__ void __launch_bounds__(CAUSAL_THREADS, 2) causal_attend_kernel(const 
     if (threadIdx.x == 0) values[0] += 0.1f;
     __syncthreads();
 #endif
-    if (p.out.data) la_store<T, MEMORY>(causal_rows<T>(p.out, at, first), values, pitch, CAUSAL_ROWS, columns, at.count);
+    if (p.out.data)
+      la_store<T, MEMORY>(causal_rows<T>(p.out, at, first), values, pitch, CAUSAL_ROWS, columns, at.count, p.is_float16);
     __syncthreads();
   }
 }
@@ -629,12 +640,13 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_bounds_kernel(const __g
 template <typename T>
 __global__ void __launch_bounds__(CAUSAL_THREADS) causal_step_kernel(const __grid_constant__ camox_causal_step_params p) {
   __shared__ float a[CAMOX_LINEAR_ATTENTION_MAX_DIM], b[CAMOX_LINEAR_ATTENTION_MAX_DIM], scratch[2 * CAUSAL_WARPS];
+  const bool is_float16 = p.dtype == CAMOX_F16;
   const int n = static_cast<int>(p.key_dim), d = static_cast<int>(p.value_dim), i = static_cast<int>(threadIdx.x);
   for (int64_t head = blockIdx.x; head < p.batch * p.heads; head += gridDim.x) {
     const T *const q = static_cast<const T *>(p.q) + head * n, *const k = static_cast<const T *>(p.k) + head * n;
     float of_q = 0.0f, of_k = 0.0f, factor = 1.0f;
-    if (i < n) of_q = la_feature<T>(camox_to_float(__ldg(q + i)), p.feature_map);
-    if (i < n) of_k = la_feature<T>(camox_to_float(__ldg(k + i)), p.feature_map);
+    if (i < n) of_q = la_feature<T>(la_to_float(causal_load_one(q + i), is_float16), p.feature_map);
+    if (i < n) of_k = la_feature<T>(la_to_float(causal_load_one(k + i), is_float16), p.feature_map);
     if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
       of_q *= causal_inverse(camox_block_sum<CAUSAL_THREADS>(of_q, scratch));
       of_k *= causal_inverse(camox_block_sum<CAUSAL_THREADS>(of_k, scratch + CAUSAL_WARPS));
@@ -650,7 +662,7 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_step_kernel(const __gri
     if (i < n) a[i] = of_q, b[i] = of_k;
     __syncthreads();
     if (i < d) {
-      const float v = camox_to_float(__ldg(static_cast<const T *>(p.v) + head * d + i));
+      const float v = la_to_float(causal_load_one(static_cast<const T *>(p.v) + head * d + i), is_float16);
       float *const s = static_cast<float *>(p.s) + head * n * d + i;
       float out = 0.0f;
 #pragma unroll 8
@@ -662,7 +674,8 @@ __global__ void __launch_bounds__(CAUSAL_THREADS) causal_step_kernel(const __gri
 #ifdef CAMOX_BREAK_LINEAR_ATTENTION
       out += 1e-3f;
 #endif
-      static_cast<T *>(p.out)[head * d + i] = camox_from_float<T>(out);
+      const float one[1] = {out};
+      la_store_floats(static_cast<T *>(p.out) + head * d + i, one, is_float16);
     }
     __syncthreads();
   }
@@ -744,7 +757,7 @@ static causal_pass causal_pass_of(const camox_causal_params *p, int64_t rows, vo
   pass.rows = static_cast<int>(rows), pass.chunks = camox_ceil_div(p->length, rows);
   pass.n = static_cast<int>(p->key_dim), pass.d = static_cast<int>(p->value_dim);
   pass.feature_map = p->feature_map, pass.normalize = p->normalize, pass.eps = static_cast<float>(p->eps);
-  pass.strict = p->strict, pass.records = static_cast<float *>(p->records);
+  pass.is_float16 = p->dtype == CAMOX_F16, pass.strict = p->strict, pass.records = static_cast<float *>(p->records);
   if (p->cu_seqlens) {
     int32_t *const bounds = p->bounds, *const first_chunk = bounds + p->sequences + 1;
     const causal_bounds table = {p->cu_seqlens, bounds, first_chunk, p->sequences, p->length, pass.rows, p->error_word};
@@ -885,8 +898,8 @@ extern "C" int camox_linear_attention_causal_cuda(const camox_causal_params *p, 
   }
   switch (p->dtype) {
     case CAMOX_F32: causal_forward<float>(p, stream); break;
-    case CAMOX_BF16: causal_forward<__nv_bfloat16>(p, stream); break;
-    case CAMOX_F16: causal_forward<__half>(p, stream); break;
+    case CAMOX_BF16:
+    case CAMOX_F16: causal_forward<la_half16>(p, stream); break;
     default: return cudaErrorInvalidValue;
   }
   return camox_launch_status();
@@ -902,8 +915,8 @@ extern "C" int camox_linear_attention_causal_backward_cuda(const camox_causal_pa
   }
   switch (p->dtype) {
     case CAMOX_F32: causal_backward<float>(p, stream); break;
-    case CAMOX_BF16: causal_backward<__nv_bfloat16>(p, stream); break;
-    case CAMOX_F16: causal_backward<__half>(p, stream); break;
+    case CAMOX_BF16:
+    case CAMOX_F16: causal_backward<la_half16>(p, stream); break;
     default: return cudaErrorInvalidValue;
   }
   return camox_launch_status();
@@ -914,8 +927,8 @@ extern "C" int camox_linear_attention_step_cuda(const camox_causal_step_params *
   if (items == 0) return cudaSuccess;
   switch (p->dtype) {
     case CAMOX_F32: CAMOX_LAUNCH((causal_step_kernel<float>), camox_grid(items), CAUSAL_THREADS, 0, stream, *p); break;
-    case CAMOX_BF16: CAMOX_LAUNCH((causal_step_kernel<__nv_bfloat16>), camox_grid(items), CAUSAL_THREADS, 0, stream, *p); break;
-    case CAMOX_F16: CAMOX_LAUNCH((causal_step_kernel<__half>), camox_grid(items), CAUSAL_THREADS, 0, stream, *p); break;
+    case CAMOX_BF16:
+    case CAMOX_F16: CAMOX_LAUNCH((causal_step_kernel<la_half16>), camox_grid(items), CAUSAL_THREADS, 0, stream, *p); break;
     default: return cudaErrorInvalidValue;
   }
   return camox_launch_status();

@@ -78,6 +78,43 @@ __device__ __forceinline__ float la_feature_derivative(float f, int map) {
   return map == CAMOX_FEATURE_RELU ? (f > 0.0f ? 1.0f : 0.0f) : 1.0f;
 }
 
+/* ---- elements ---- */
+
+/* An element of either half type, where which of them is known when the kernel runs: one kernel is for both. */
+struct la_half16 {
+  uint16_t bits;
+};
+
+template <typename T>
+__device__ __forceinline__ float la_to_float(T x, bool) {
+  return camox_to_float(x);
+}
+__device__ __forceinline__ float la_to_float(la_half16 x, bool is_float16) {
+  __half value;
+  __builtin_memcpy(static_cast<void *>(&value), &x, sizeof x);
+  return is_float16 ? __half2float(value) : __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
+}
+
+template <typename T>
+__device__ __forceinline__ T la_zero(void) {
+  if constexpr (sizeof(T) == 2)
+    return T{};
+  else
+    return 0.0f;
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void la_store_floats(T *to, const float (&value)[N], bool) {
+  camox_store_float(to, value);
+}
+template <int N>
+__device__ __forceinline__ void la_store_floats(la_half16 *to, const float (&value)[N], bool is_float16) {
+  if (is_float16)
+    camox_store_float(reinterpret_cast<__half *>(to), value);
+  else
+    camox_store_float(reinterpret_cast<__nv_bfloat16 *>(to), value);
+}
+
 /* ---- tiles ---- */
 
 /* Item i of an iteration in steps of the block's threads: its row and its place in it, without a division at every step. */
@@ -170,6 +207,7 @@ struct la_tile {
   float *to;
   int pitch, columns, padded, map;
   la_rows<const T> from;
+  bool is_float16 = false; /* of la_half16 */
 };
 
 /* Rows that are not kept are zeros. IN_FLIGHT: loads of a thread at once. */
@@ -190,7 +228,7 @@ __device__ __forceinline__ void la_load(const la_tile<T> &tile, int rows, const 
       const la_place<V, MEMORY> at(next, down);
       present[k] = 0;
 #pragma unroll
-      for (int i = 0; i < V; ++i) raw[k][i] = camox_from_float<T>(0.0f);
+      for (int i = 0; i < V; ++i) raw[k][i] = la_zero<T>();
       if (next.outer >= end || at.column >= tile.columns || at.row >= kept.valid) continue;
 #pragma unroll
       for (int i = 0; i < (COLUMNS ? V : 1); ++i)
@@ -204,7 +242,7 @@ __device__ __forceinline__ void la_load(const la_tile<T> &tile, int rows, const 
       float value[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        value[i] = la_feature<T>(camox_to_float(raw[k][i]), tile.map);
+        value[i] = la_feature<T>(la_to_float(raw[k][i], tile.is_float16), tile.map);
         if (!(present[k] >> i & 1)) value[i] = 0.0f;
       }
       if constexpr (COLUMNS) {
@@ -232,7 +270,8 @@ __device__ __forceinline__ void la_load_both(const la_tile<T> &x, const la_tile<
 }
 
 template <typename T, int MEMORY>
-__device__ __forceinline__ void la_store(const la_rows<T> &to, const float *from, int pitch, int rows, int columns, int valid) {
+__device__ __forceinline__ void la_store(const la_rows<T> &to, const float *from, int pitch, int rows, int columns, int valid,
+                                         bool is_float16 = false) {
   constexpr int V = la_lanes<T, MEMORY>;
   const bool down = to.row < to.column;
   const int end = la_outer<V, MEMORY>(rows, columns, down);
@@ -246,7 +285,7 @@ __device__ __forceinline__ void la_store(const la_rows<T> &to, const float *from
     } else {
       camox_get_floats(value, from + at.row * pitch + at.column);
     }
-    camox_store_float(to.base + at.row * to.row + at.column * to.column, value);
+    la_store_floats(to.base + at.row * to.row + at.column * to.column, value, is_float16);
   }
 }
 
