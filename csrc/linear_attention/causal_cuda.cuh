@@ -1,5 +1,5 @@
-/* Causal linear_attention on CUDA: the contract is in causal.h. Every chunk of 64 positions of a head is one block's, whatever
-   came before it stands in its record: S and z, or dS and dz.
+/* Causal linear_attention on CUDA: the contract is in causal.h. Heads of bfloat16 of up to 64 columns go to causal_mma.cuh. Of all
+   others every chunk of 64 positions is one block's, whatever came before it stands in its record: S and z, or dS and dz.
 
      sum     x^T value of each chunk -> its record                     x: f(k) or f(q);  value: v or r g
      scan    record = the state before the chunk (after it, backward)  in the order of the chunks

@@ -769,7 +769,7 @@ __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 4) causal_mma_sum_kernel(c
 
 /* Blocks of a multiprocessor, as registers last. */
 template <int WALK>
-static constexpr int causal_walk_blocks = WALK == CAUSAL_FORWARD ? 3 : 2;
+static constexpr int causal_walk_blocks = WALK == CAUSAL_FORWARD && CAMOX_CUDA_ARCH != 860 ? 3 : 2;
 
 template <typename T, int WALK>
 __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_walk_blocks<WALK>)
