@@ -158,7 +158,8 @@ template <int V, bool LAST, int REACH>
 __device__ __forceinline__ camox_sides<V, LAST, REACH> camox_sides_at(const camox_partition &partition, int64_t column,
                                                                       int64_t stride, camox_border border) {
   typedef typename camox_sides<V, LAST, REACH>::distance distance;
-  const distance step = static_cast<distance>(stride), inside = border == CAMOX_BORDER_REFLECT ? step : 0;
+  const distance step = V > 1 && !LAST ? 1 : static_cast<distance>(stride); /* 1: of vectors along the columns, for nvcc */
+  const distance inside = border == CAMOX_BORDER_REFLECT ? step : 0;
   camox_sides<V, LAST, REACH> sides;
 #pragma unroll
   for (int k = 0; k < REACH; ++k) {
