@@ -2,6 +2,7 @@
 
      forward: a thread holds rows r-1, r, r+1 of its window as differences; rows r+2, r+3 are being loaded
        x  --16 B loads-->  top | at | bottom  -->  gx, gy, lap  -->  3 or 4 maps  --16 B stores-->
+       contiguous halves from sm_80 on: all rows of a band are on their way to shared memory, by cp.async, before one is used
 
      backward: row r of the filters' gradients (d gx, d gy, d lap) adds to rows r-1, r, r+1 of grad_x
        shared memory, of contiguous images from sm_80 on, 16 B a thread of each tensor:
