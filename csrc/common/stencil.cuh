@@ -378,13 +378,18 @@ __device__ __forceinline__ void camox_staged_band(camox_stage<N, THREADS, ROWS> 
       }
       camox_next_row(maps, shared, cursor);
     }
-    camox_cp_async_commit();
   };
   int half = 0;
   request(half, -REACH);
+  camox_cp_async_commit();
   for (int first = -REACH; first < rows + REACH; first += ROWS) {
     __syncwarp(); /* all lanes have read what is overwritten now */
-    request(half ^ 1, first + ROWS);
+    /* behind the last rows there is nothing to copy, but of two rows the branch would make frequency_bands spill */
+    if (ROWS <= 2 || first + ROWS < rows + REACH)
+      request(half ^ 1, first + ROWS);
+    else
+      for (int k = 0; k < ROWS; ++k) camox_next_row(maps, shared, cursor); /* `ahead` counts them */
+    camox_cp_async_commit();
     camox_cp_async_wait<1>();
     __syncwarp();
 #pragma unroll
