@@ -234,22 +234,19 @@ __device__ __forceinline__ camox_reader<T, V, LAST, REACH> camox_reader_at(const
   return reader;
 }
 
-/* By how many rows a row off the image lies below the one that it repeats; known: whether it counts as anything but zeros. */
-__device__ __forceinline__ int camox_rows_beyond(const camox_rows &rows, camox_border border, int row, bool &known) {
-  /* replicate: back to the image's side; reflect: as far again. Two rows off an image of two nothing is used. */
-  const int place = row + rows.above, beyond = place < 0 ? place : place - (rows.span - 1);
-  const int back = border == CAMOX_BORDER_REFLECT ? 2 * beyond : beyond;
-  known = border != CAMOX_BORDER_ZEROS && camox_inside(rows, row - back);
-  return back;
-}
-
 /* Where the reader's next row, which is `row`, has the column; known: whether it counts as anything but zeros. */
 template <typename T, int V, bool LAST, int KNOWN>
 __device__ __forceinline__ const T *camox_next_of(camox_reader<T, V, LAST, KNOWN> &reader, const camox_view4 &view,
                                                   camox_border border, int row, bool &known) {
   const T *at = reader.next;
   known = true;
-  if (!camox_inside(reader.rows, row)) at -= camox_rows_beyond(reader.rows, border, row, known) * view.stride[2];
+  if (!camox_inside(reader.rows, row)) {
+    /* replicate: back to the image's side; reflect: as far again. Two rows off an image of two nothing is used. */
+    const int place = row + reader.rows.above, beyond = place < 0 ? place : place - (reader.rows.span - 1);
+    const int back = border == CAMOX_BORDER_REFLECT ? 2 * beyond : beyond;
+    known = border != CAMOX_BORDER_ZEROS && camox_inside(reader.rows, row - back);
+    at -= back * view.stride[2];
+  }
   reader.next += view.stride[2];
   return at;
 }
@@ -360,17 +357,20 @@ __device__ __forceinline__ void camox_staged_band(camox_stage<N, THREADS, ROWS> 
   unsigned present = 0; /* bit i: there is a tensor i */
 #pragma unroll
   for (int map = 0; map < N; ++map) present |= maps[map].data ? 1u << map : 0;
+  /* rows off the image that count: one on each side, and from how far back they come */
+  const int repeated = sides.border != CAMOX_BORDER_ZEROS;
+  const int64_t back = (sides.border == CAMOX_BORDER_REFLECT ? 2 : repeated) * shared.stride[2];
   const auto request = [&](int half, int first) {
 #pragma unroll
     for (int k = 0; k < ROWS; ++k) {
-      bool known = camox_inside(image_rows, first + k);
-      const int back = known ? 0 : camox_rows_beyond(image_rows, sides.border, first + k, known);
-      const unsigned has = known ? present : 0;
+      const int row = first + k, place = row + image_rows.above;
+      const unsigned counted = static_cast<unsigned>(image_rows.span + 2 * repeated);
+      const unsigned has = static_cast<unsigned>(place + repeated) < counted ? present : 0;
+      const int64_t shift = row < 0 && place < 0 ? back : place >= image_rows.span ? -back : 0;
 #pragma unroll
       for (int map = 0; map < N; ++map) {
         uint4 *const word = &stage.word[half][k][map][warp][1 + lane];
-        const T *at = camox_at<const T>(maps, cursor, map);
-        if (sides.border != CAMOX_BORDER_ZEROS) at -= back * shared.stride[2];
+        const T *const at = camox_at<const T>(maps, cursor, map) + shift;
         const int bytes = has & 1u << map ? 16 : 0;
         camox_cp_async_16(word, at, bytes);
         if (beside_left) camox_cp_async_16(word - 1, at - V, bytes);
