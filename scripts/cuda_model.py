@@ -680,7 +680,7 @@ def image_cases(dtype: str) -> list[Case]:
     ):
         for layout in ("", " channels_last"):
             of = f"<{element}, {lanes}, {'true' if layout else 'false'}>"
-            in_stage = op == "bands" and not layout
+            in_stage = not layout and (op == "bands" or size == 2)
             gradients_in_stage = not layout and size == 2
             forward = stencil(
                 f"{kernel}_kernel{of}", lanes, size, beside, 1, maps, columns if layout else (), staged=in_stage

@@ -151,6 +151,7 @@ struct camox_sides {
   typedef typename camox_select<V == 1 || LAST, int64_t, int>::type distance;
   distance left[REACH], right[REACH];
   bool has_left[REACH], has_right[REACH];
+  camox_border border; /* what columns and rows off the image count as */
 };
 
 /* Borders other than zeros are for one column. */
@@ -158,8 +159,10 @@ template <int V, bool LAST, int REACH>
 __device__ __forceinline__ camox_sides<V, LAST, REACH> camox_sides_at(const camox_partition &partition, int64_t column,
                                                                       int64_t stride, camox_border border) {
   typedef typename camox_sides<V, LAST, REACH>::distance distance;
-  const distance step = static_cast<distance>(stride), inside = border == CAMOX_BORDER_REFLECT ? step : 0;
+  const distance step = V > 1 && !LAST ? 1 : static_cast<distance>(stride); /* 1: of vectors along the columns, for nvcc */
+  const distance inside = border == CAMOX_BORDER_REFLECT ? step : 0;
   camox_sides<V, LAST, REACH> sides;
+  sides.border = border;
 #pragma unroll
   for (int k = 0; k < REACH; ++k) {
     const bool at_left = column <= k, at_right = column + (LAST ? 1 : V) + k >= partition.width;
@@ -316,8 +319,8 @@ __device__ __forceinline__ void camox_fetch_maps(T (&raw)[N][V], const camox_vie
      of each row, tensor and warp     [ left | lane 0 | lane 1 | ... | lane 31 | right ]     16 bytes each
 
    cp.async copies each lane's own columns, and the first and the last lane also those beside their warp's. ROWS rows are asked
-   for at once while as many are computed: they are contiguous, and memory is faster at longer pieces. Rows off the image and
-   those of tensors that are not there arrive as zeros, without a branch. */
+   for at once while as many are computed: they are contiguous, and memory is faster at longer pieces. Rows off the image are
+   those that the border repeats, or zeros; zeros are the rows of tensors that are not there, too, without a branch. */
 template <int N, int THREADS, int ROWS>
 struct camox_stage {
   uint4 word[2][ROWS][N][THREADS / CAMOX_WARP][1 + CAMOX_WARP + 1];
@@ -327,15 +330,17 @@ struct camox_stage {
 template <typename T, int V>
 static constexpr bool camox_stages = CAMOX_CUDA_ARCH >= 800 && V * sizeof(T) == 16;
 
-/* The window whose own elements are at `own` of a stage; columns off the image are zeros. */
+/* The window whose own elements are at `own` of a stage; columns off the image are those that the border repeats, or zeros. */
 template <typename T, int V, int REACH, int KNOWN>
 __device__ __forceinline__ void camox_receive(camox_window<T, V, false, REACH> &raw, const T *own,
                                               const camox_sides<V, false, KNOWN> &sides) {
   typedef camox_window<T, V, false, REACH> window;
   camox_clear(raw);
   camox_load_shared(window::template part<V>(raw.x + window::center), own);
-  if (sides.has_left[0]) camox_load_shared(window::template part<REACH>(raw.x), own - REACH);
-  if (sides.has_right[0]) camox_load_shared(window::template part<REACH>(raw.x + window::center + V), own + V);
+  /* two columns are read by one access, and never repeated */
+  const int left = REACH == 1 ? sides.left[0] : -REACH, right = REACH == 1 ? sides.right[0] : V;
+  if (sides.has_left[0]) camox_load_shared(window::template part<REACH>(raw.x), own + left);
+  if (sides.has_right[0]) camox_load_shared(window::template part<REACH>(raw.x + window::center + V), own + right);
 }
 
 /* step(own, r, ahead) for each row r of a row band and the REACH rows above and below it: own(map) is where a thread's columns
@@ -347,18 +352,25 @@ __device__ __forceinline__ void camox_staged_band(camox_stage<N, THREADS, ROWS> 
                                                   int rows, const Step &step) {
   const int warp = static_cast<int>(threadIdx.x) / CAMOX_WARP, lane = static_cast<int>(threadIdx.x) % CAMOX_WARP;
   /* neighbours that the warp has no lane for */
-  const bool beside_left = lane == 0 && sides.has_left[0], beside_right = lane == CAMOX_WARP - 1 && sides.has_right[0];
+  const bool beside_left = lane == 0 && sides.has_left[0] && sides.left[0] < 0;
+  const bool beside_right = lane == CAMOX_WARP - 1 && sides.has_right[0] && sides.right[0] >= V;
   unsigned present = 0; /* bit i: there is a tensor i */
 #pragma unroll
   for (int map = 0; map < N; ++map) present |= maps[map].data ? 1u << map : 0;
+  /* rows off the image that count: one on each side, and from how far back they come */
+  const int repeated = sides.border != CAMOX_BORDER_ZEROS;
+  const int64_t back = (sides.border == CAMOX_BORDER_REFLECT ? 2 : repeated) * shared.stride[2];
   const auto request = [&](int half, int first) {
 #pragma unroll
     for (int k = 0; k < ROWS; ++k) {
-      const unsigned has = camox_inside(image_rows, first + k) ? present : 0;
+      const int row = first + k, place = row + image_rows.above;
+      const unsigned counted = static_cast<unsigned>(image_rows.span + 2 * repeated);
+      const unsigned has = static_cast<unsigned>(place + repeated) < counted ? present : 0;
+      const int64_t shift = row < 0 && place < 0 ? back : place >= image_rows.span ? -back : 0;
 #pragma unroll
       for (int map = 0; map < N; ++map) {
         uint4 *const word = &stage.word[half][k][map][warp][1 + lane];
-        const T *const at = camox_at<const T>(maps, cursor, map);
+        const T *const at = camox_at<const T>(maps, cursor, map) + shift;
         const int bytes = has & 1u << map ? 16 : 0;
         camox_cp_async_16(word, at, bytes);
         if (beside_left) camox_cp_async_16(word - 1, at - V, bytes);
@@ -366,13 +378,18 @@ __device__ __forceinline__ void camox_staged_band(camox_stage<N, THREADS, ROWS> 
       }
       camox_next_row(maps, shared, cursor);
     }
-    camox_cp_async_commit();
   };
   int half = 0;
   request(half, -REACH);
+  camox_cp_async_commit();
   for (int first = -REACH; first < rows + REACH; first += ROWS) {
     __syncwarp(); /* all lanes have read what is overwritten now */
-    request(half ^ 1, first + ROWS);
+    /* behind the last rows there is nothing to copy, but of two rows the branch would make frequency_bands spill */
+    if (ROWS <= 2 || first + ROWS < rows + REACH)
+      request(half ^ 1, first + ROWS);
+    else
+      for (int k = 0; k < ROWS; ++k) camox_next_row(maps, shared, cursor); /* `ahead` counts them */
+    camox_cp_async_commit();
     camox_cp_async_wait<1>();
     __syncwarp();
 #pragma unroll
@@ -384,6 +401,44 @@ __device__ __forceinline__ void camox_staged_band(camox_stage<N, THREADS, ROWS> 
   }
   camox_cp_async_wait<0>();
   __syncwarp();
+}
+
+/* Of a forward whose rows are staged, or not: its bands and the row above and the row below them are two halves of a stage, all
+   of whose rows are asked for before one is waited for. */
+template <bool STAGED, int THREADS>
+using camox_forward_stage = typename camox_select<STAGED, camox_stage<1, THREADS, (CAMOX_FORWARD_BAND + 2) / 2>, int>::type;
+
+/* add(x, r) for each row r of a row band of `band_rows` rows and those above and below it, as floats, in order; a thread has
+   `rows` of the band, none if it is one too many. The reader's next row is -1. */
+template <bool STAGED, typename T, int V, bool LAST, typename Stage, typename Add>
+__device__ __forceinline__ void camox_forward_band(Stage &stage, camox_reader<T, V, LAST, 1> &reader, const camox_view4 &view,
+                                                   camox_border border, int band_rows, int rows, const Add &add) {
+  typedef camox_window<T, V, LAST, 1> window;
+  if constexpr (STAGED) {
+    const camox_view4 views[1] = {view};
+    camox_cursor<V, 1> cursor = {{reader.next - static_cast<const T *>(view.data)}};
+    const auto receive_row = [&](const auto &own, int r, int) {
+      window raw;
+      camox_receive(raw, own(0), reader.sides);
+      add(camox_widen(raw), r);
+    };
+    camox_staged_band<T>(stage, views, view, cursor, reader.sides, reader.rows, band_rows, receive_row);
+  } else {
+    window first, second, raw, next; /* all asked for before one is used: their waits are one */
+    camox_fetch(first, reader, view, border, -1);
+    camox_fetch(second, reader, view, border, 0);
+    camox_fetch(raw, reader, view, border, 1);
+    camox_fetch(next, reader, view, border, 2);
+    add(camox_widen(first), -1);
+    add(camox_widen(second), 0);
+#pragma unroll 2
+    for (int row = 0; row < rows; ++row) {
+      const camox_window<float, V, LAST, 1> bottom = camox_widen(raw);
+      raw = next;
+      if (row + 2 < rows) camox_fetch(next, reader, view, border, row + 3);
+      add(bottom, row + 1);
+    }
+  }
 }
 
 /* ---- channels_last: blocks whose threads exchange rows through shared memory ----

@@ -2,6 +2,7 @@
 
      forward: a thread holds rows r-1, r, r+1 of its window as differences; rows r+2, r+3 are being loaded
        x  --16 B loads-->  top | at | bottom  -->  gx, gy, lap  -->  3 or 4 maps  --16 B stores-->
+       contiguous halves from sm_80 on: all rows of a band are on their way to shared memory, by cp.async, before one is used
 
      backward: row r of the filters' gradients (d gx, d gy, d lap) adds to rows r-1, r, r+1 of grad_x
        shared memory, of contiguous images from sm_80 on, 16 B a thread of each tensor:
@@ -25,10 +26,14 @@
 #define EDGE_TILE_BLOCKS 2     /* at most 168 registers */
 #define EDGE_WARP_OUTPUTS 30   /* lanes of a warp that write in the backward */
 
+/* The forward of contiguous halves: see camox_forward_band. */
+template <typename T, int V, bool LAST>
+static constexpr bool edge_stages_forward = !LAST && camox_stages<T, V> && V == 8;
+
 /* The same of the forward: as many as registers allow without spilling. */
-template <int V>
+template <typename T, int V, bool LAST>
 struct edge_blocks {
-  static constexpr int forward = V == 8 ? 3 : 4;
+  static constexpr int forward = V == 8 && !edge_stages_forward<T, V, LAST> ? 3 : 4;
 };
 
 /* Backward of contiguous images: rows that are asked for at once, on their way to shared memory while as many are computed. They
@@ -96,47 +101,45 @@ __device__ __forceinline__ edge_filters edge_filter(const edge_row<V> &top, cons
 }
 
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<V>::forward) edge_kernel(const __grid_constant__ edge_plan plan) {
+__global__ void __launch_bounds__(EDGE_THREADS, edge_blocks<T, V, LAST>::forward)
+    edge_kernel(const __grid_constant__ edge_plan plan) {
+  constexpr bool staged = edge_stages_forward<T, V, LAST>;
+  __shared__ camox_forward_stage<staged, EDGE_THREADS> stage;
+  const camox_edge_params &p = plan.p;
   for (int64_t block = blockIdx.x; block * EDGE_THREADS < plan.partition.items; block += gridDim.x) {
-    const int64_t item = block * EDGE_THREADS + threadIdx.x;
-    if (item >= plan.partition.items) continue;
+    const int64_t unclamped = block * EDGE_THREADS + threadIdx.x, item = min(unclamped, plan.partition.items - 1);
+    if (!staged && unclamped != item) continue; /* of staged rows threads too many copy with their warp */
     int64_t b, c, column, y;
     camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
-    auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, plan.p.x, plan.p.border, b, c, column, y, -1);
-    auto out = camox_cursor_at<V>(plan.p.maps, plan.shared_view, b, c, y, column);
+    auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, p.x, p.border, b, c, column, y, -1);
+    auto out = camox_cursor_at<V>(p.maps, plan.shared_view, b, c, y, column);
+    const int rows = unclamped == item ? static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows))) : 0;
 
-    edge_raw<T, V, LAST> first, second, raw, next; /* four rows are being loaded at first, two at any time later */
-    camox_fetch(first, reader, plan.p.x, plan.p.border, -1);
-    camox_fetch(second, reader, plan.p.x, plan.p.border, 0);
-    camox_fetch(raw, reader, plan.p.x, plan.p.border, 1);
-    camox_fetch(next, reader, plan.p.x, plan.p.border, 2);
-    edge_row<V> top = edge_features(first, edge_row<V>{});
-    edge_row<V> at = edge_features(second, top);
-    const int rows = static_cast<int>(min(plan.p.height - y, static_cast<int64_t>(plan.partition.rows)));
-#pragma unroll 2
-    for (int row = 0; row < rows; ++row) {
-      const edge_row<V> bottom = edge_features(raw, at);
-      raw = next;
-      if (row + 2 < rows) camox_fetch(next, reader, plan.p.x, plan.p.border, row + 3);
-      float sobel[V], laplacian[V], gradient[V];
+    edge_row<V> top = {}, at = {}; /* rows r-2 and r-1 */
+    const auto add_row = [&](const edge_raw<float, V, LAST> &x, int r) {
+      const edge_row<V> bottom = edge_differences<V, LAST>(x, at);
+      if (r >= 1 && r <= rows) {
+        float sobel[V], laplacian[V], gradient[V];
 #pragma unroll
-      for (int i = 0; i < V; ++i) {
-        const edge_filters f = edge_filter(top, at, bottom, i, plan.eps);
-        sobel[i] = camox_sqrt(f.square);
-        laplacian[i] = fabsf(f.lap);
-        gradient[i] = camox_sqrt(f.square + fmaf(f.lap, f.lap, plan.eps));
+        for (int i = 0; i < V; ++i) {
+          const edge_filters f = edge_filter(top, at, bottom, i, plan.eps);
+          sobel[i] = camox_sqrt(f.square);
+          laplacian[i] = fabsf(f.lap);
+          gradient[i] = camox_sqrt(f.square + fmaf(f.lap, f.lap, plan.eps));
 #ifdef CAMOX_BREAK_EDGE
-        sobel[i] += 1e-3f;
+          sobel[i] += 1e-3f;
 #endif
+        }
+        camox_store_float(camox_at<T>(p.maps, out, CAMOX_EDGE_SOBEL), sobel);
+        camox_store_float(camox_at<T>(p.maps, out, CAMOX_EDGE_LAPLACIAN), laplacian);
+        camox_store_float(camox_at<T>(p.maps, out, CAMOX_EDGE_GRADIENT), gradient);
+        if (p.maps[CAMOX_EDGE_INPUT].data) camox_store_float(camox_at<T>(p.maps, out, CAMOX_EDGE_INPUT), at.middle);
+        camox_next_row(p.maps, plan.shared_view, out);
       }
-      camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_SOBEL), sobel);
-      camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_LAPLACIAN), laplacian);
-      camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_GRADIENT), gradient);
-      if (plan.p.maps[CAMOX_EDGE_INPUT].data) camox_store_float(camox_at<T>(plan.p.maps, out, CAMOX_EDGE_INPUT), at.middle);
-      camox_next_row(plan.p.maps, plan.shared_view, out);
       top = at;
       at = bottom;
-    }
+    };
+    camox_forward_band<staged>(stage, reader, p.x, p.border, plan.partition.rows, rows, add_row);
   }
 }
 

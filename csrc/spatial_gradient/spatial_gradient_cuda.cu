@@ -2,7 +2,10 @@
 
      forward:  x        --16 B loads-->  top | at | bottom  -->  gx, gy  --16 B stores-->     rows r+2, r+3 are being loaded
      backward: gx, gy   --16 B loads-->  row r adds to rows r-1 (`above`, then complete), r (`at`) and r+1 of grad_x
-       shared memory, of contiguous halves from sm_80 on: rows r, r+1 are computed, r+2, r+3 on their way by cp.async
+
+     of contiguous halves from sm_80 on rows come by way of shared memory, to which cp.async copies
+       forward:  [ first half of a band's rows | second half ]      both on their way before the first is waited for
+       backward: [ rows r, r+1: computed | r+2, r+3: on their way ]
 
    The op is linear: its backward iterates over the incoming gradients alone and computes nothing for other threads. Each element
    is read once from memory, its neighbours from the L1 cache or from the staged rows. No atomics: the same bits on every run. */
@@ -12,14 +15,14 @@
 #define GRADIENT_THREADS 128
 #define GRADIENT_MAPS 2
 #define GRADIENT_STAGED_ROWS 2 /* backward of contiguous images, see camox_stage */
-/* Of halves: 6% faster on an H200, where float32's is 8% slower than with rows in registers. */
+/* Of halves: the backward is 6% faster on an H200, where float32's is 8% slower than with rows in registers. */
 template <typename T, int V, bool LAST>
 static constexpr bool gradient_stages = !LAST && camox_stages<T, V> && V == 8;
 
 /* Blocks that a multiprocessor must hold: as many as registers allow without spilling. */
-template <int V, bool LAST>
+template <typename T, int V, bool LAST>
 struct gradient_blocks {
-  static constexpr int forward = LAST && V == 8 ? 3 : 4, backward = LAST && V == 8 ? 4 : 5;
+  static constexpr int forward = LAST && V == 8 ? 3 : gradient_stages<T, V, LAST> ? 5 : 4, backward = LAST && V == 8 ? 4 : 5;
 };
 
 struct gradient_plan {
@@ -50,38 +53,34 @@ __device__ __forceinline__ void gradient_filter(const camox_window<float, V, LAS
 }
 
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::forward)
+__global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<T, V, LAST>::forward)
     spatial_gradient_kernel(const __grid_constant__ gradient_plan plan) {
+  constexpr bool staged = gradient_stages<T, V, LAST>;
+  __shared__ camox_forward_stage<staged, GRADIENT_THREADS> stage;
   const camox_spatial_gradient_params &p = plan.p;
   for (int64_t block = blockIdx.x; block * GRADIENT_THREADS < plan.partition.items; block += gridDim.x) {
-    const int64_t item = block * GRADIENT_THREADS + threadIdx.x;
-    if (item >= plan.partition.items) continue;
+    const int64_t unclamped = block * GRADIENT_THREADS + threadIdx.x, item = min(unclamped, plan.partition.items - 1);
+    if (!staged && unclamped != item) continue; /* of staged rows threads too many copy with their warp */
     int64_t b, c, column, y;
     camox_position<V, LAST>(plan.partition, item, &b, &c, &column, &y);
     auto reader = camox_reader_at<T, V, LAST, 1>(plan.partition, p.x, p.border, b, c, column, y, -1);
     auto out = camox_cursor_at<V>(p.gradient, plan.shared_view, b, c, y, column);
+    const int rows = unclamped == item ? static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows))) : 0;
 
-    camox_window<T, V, LAST, 1> first, second, raw, next; /* all asked for before one is used: their waits are one */
-    camox_fetch(first, reader, p.x, p.border, -1);
-    camox_fetch(second, reader, p.x, p.border, 0);
-    camox_fetch(raw, reader, p.x, p.border, 1);
-    camox_fetch(next, reader, p.x, p.border, 2);
-    camox_window<float, V, LAST, 1> top = camox_widen(first);
-    camox_window<float, V, LAST, 1> at = camox_widen(second);
-    const int rows = static_cast<int>(min(p.height - y, static_cast<int64_t>(plan.partition.rows)));
-#pragma unroll 2
-    for (int row = 0; row < rows; ++row) {
-      const camox_window<float, V, LAST, 1> bottom = camox_widen(raw);
-      raw = next;
-      if (row + 2 < rows) camox_fetch(next, reader, p.x, p.border, row + 3);
-      float gx[V], gy[V];
-      gradient_filter(top, at, bottom, plan.side, plan.middle, gx, gy);
-      camox_store_float(camox_at<T>(p.gradient, out, 0), gx);
-      camox_store_float(camox_at<T>(p.gradient, out, 1), gy);
-      camox_next_row(p.gradient, plan.shared_view, out);
+    camox_window<float, V, LAST, 1> top, at; /* rows r-2 and r-1 */
+    camox_clear(top), camox_clear(at);
+    const auto add_row = [&](const camox_window<float, V, LAST, 1> &bottom, int r) {
+      if (r >= 1 && r <= rows) {
+        float gx[V], gy[V];
+        gradient_filter(top, at, bottom, plan.side, plan.middle, gx, gy);
+        camox_store_float(camox_at<T>(p.gradient, out, 0), gx);
+        camox_store_float(camox_at<T>(p.gradient, out, 1), gy);
+        camox_next_row(p.gradient, plan.shared_view, out);
+      }
       top = at;
       at = bottom;
-    }
+    };
+    camox_forward_band<staged>(stage, reader, p.x, p.border, plan.partition.rows, rows, add_row);
   }
 }
 
@@ -147,7 +146,7 @@ __device__ __forceinline__ void gradient_fetch(gradient_rows<T, V, LAST> &raw, c
 
 /* Row r of the gradients adds to rows r-1, r and r+1 of the result, so row r-1 is complete once r is added. */
 template <typename T, int V, bool LAST>
-__global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<V, LAST>::backward)
+__global__ void __launch_bounds__(GRADIENT_THREADS, gradient_blocks<T, V, LAST>::backward)
     spatial_gradient_backward_kernel(const __grid_constant__ gradient_plan plan) {
   constexpr bool staged = gradient_stages<T, V, LAST>;
   typedef camox_stage<GRADIENT_MAPS, GRADIENT_THREADS, GRADIENT_STAGED_ROWS> staged_rows;
