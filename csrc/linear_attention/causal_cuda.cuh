@@ -58,8 +58,9 @@ struct causal_pass {
 /* ---- chunks ---- */
 
 struct causal_chunk {
-  int64_t batch, head, begin;
-  int count; /* 0: there is no such chunk */
+  unsigned batch, head; /* no more than a grid has blocks */
+  int count;            /* 0: there is no such chunk */
+  int64_t begin;
 };
 
 __host__ __device__ static inline int64_t causal_chunks(const causal_pass &p) {
@@ -68,10 +69,10 @@ __host__ __device__ static inline int64_t causal_chunks(const causal_pass &p) {
 
 __device__ __forceinline__ causal_chunk causal_chunk_at(const causal_pass &p, int64_t item) {
   causal_chunk at;
-  int64_t chunk = camox_divide(item, p.heads, &at.head), end = p.length;
-  at.batch = 0;
+  int64_t head, chunk = camox_divide(item, p.heads, &head), end = p.length;
+  at.batch = 0, at.head = static_cast<unsigned>(head);
   if (!p.bounds) {
-    at.batch = camox_divide(chunk, p.chunks, &chunk);
+    at.batch = static_cast<unsigned>(camox_divide(chunk, p.chunks, &chunk));
     at.begin = chunk * p.rows;
   } else {
     /* The last sequence that begins with this chunk or an earlier one: it lies before `after`. */

@@ -746,7 +746,7 @@ __device__ __forceinline__ bool causal_has_low(const causal_pass &p, bool scaled
 }
 
 template <typename T>
-__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 4) causal_mma_sum_kernel(const __grid_constant__ causal_pass p) {
+__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 3) causal_mma_sum_kernel(const __grid_constant__ causal_pass p) {
   CAMOX_DYNAMIC_SHARED(uint32_t, memory);
   const causal_chunk at = causal_chunk_at(p, blockIdx.x);
   if (at.count == 0) return;
@@ -769,7 +769,7 @@ __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 4) causal_mma_sum_kernel(c
 
 /* Blocks of a multiprocessor, as registers last. */
 template <int WALK>
-static constexpr int causal_walk_blocks = WALK == CAUSAL_FORWARD && CAMOX_CUDA_ARCH != 860 ? 3 : 2;
+static constexpr int causal_walk_blocks = WALK == CAUSAL_FORWARD && CAMOX_CUDA_ARCH >= 900 ? 3 : 2;
 
 template <typename T, int WALK>
 __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_walk_blocks<WALK>)
