@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import hypothesis
 import pytest
 import torch
-from helpers import DEVICE
+from helpers import DEVICE, seed
 
 hypothesis.settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None)
@@ -34,7 +34,7 @@ def on_device():
 @pytest.fixture(autouse=True)
 def same_ground_for_every_test():
     torch.set_num_threads(2)
-    torch.manual_seed(0)
+    seed(0)
     # Deterministic mode fills uninitialised memory with NaN: an element that a kernel forgets to write shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
