@@ -17,7 +17,7 @@ import contract_cases
 import pytest
 import torch
 from contract_cases import CASES, DEVICE, VARIANTS, normal
-from helpers import FLOATS, assert_close_to_reference, run_python_with_torch
+from helpers import FLOATS, assert_close_to_reference, run_python_with_torch, seed
 from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,7 +71,7 @@ def results(case, function, inputs, upstream=None, layout="contiguous"):
     """Outputs and gradients of a function of a case's inputs; the seeds are the same each time. layout: of the
     gradients that flow in, where they are not given."""
     leaves = leaves_of(case, inputs)
-    torch.manual_seed(SEED)
+    seed(SEED)
     outputs = tensors_of(function(*leaves))
     flowing = [y for y in outputs if y.requires_grad]
     grads = upstream_of(outputs, layout) if upstream is None else upstream
@@ -188,7 +188,7 @@ def test_smoke(case, dtype):
     """Outputs have the reference's shapes and dtypes, gradients those of the inputs; without a gradient, the same."""
     inputs = case.inputs(case.shapes[0], dtype)
     ours = results(case, case.ours, inputs)
-    torch.manual_seed(SEED)
+    seed(SEED)
     plain = tensors_of(case.plain(*inputs))
     expected = [*plain, *inputs[: len(inputs) - case.fixed]]
     assert [(y.shape, y.dtype) for y in ours] == [(y.shape, y.dtype) for y in expected]
@@ -196,7 +196,7 @@ def test_smoke(case, dtype):
     assert all(y.isfinite().all() for y in ours)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            torch.manual_seed(SEED)
+            seed(SEED)
             assert same_bits(tensors_of(case.ours(*inputs)), ours[: len(plain)])
     if case.gradient_of_reference:
         close = {"rtol": 0.02, "atol": 0.02} if dtype.itemsize == 2 else {}
@@ -208,7 +208,7 @@ def test_smoke(case, dtype):
 def results_dense(case, shape, dtype, layout):
     """Of contiguous inputs and gradients that have the values of a layout."""
     inputs = [arranged(value, layout).contiguous() for value in case.inputs(shape, dtype)]
-    torch.manual_seed(SEED)
+    seed(SEED)
     upstream = upstream_of(tensors_of(case.ours(*leaves_of(case, inputs))), layout)
     return results(case, case.ours, inputs, [grad.contiguous() for grad in upstream])
 
@@ -274,7 +274,7 @@ def test_a_gradient_whose_strides_are_all_0(case):
 
 
 def outputs_with_gradient(case, inputs):
-    torch.manual_seed(SEED)
+    seed(SEED)
     return [y for y in tensors_of(case.ours(*leaves_of(case, inputs))) if y.requires_grad]
 
 
@@ -440,7 +440,7 @@ def test_compile(family, sizes):
         return read, outputs
 
     def run(function, inputs):
-        torch.manual_seed(SEED)
+        seed(SEED)
         outputs = function(inputs)
         flowing = [y for y in tensors_of(outputs) if y.requires_grad]
         wanted = [leaf for leaf in itertools.chain(*inputs) if leaf.requires_grad]
@@ -488,7 +488,7 @@ def test_func_transforms(case):
     every = tuple(range(count))
 
     def run(function, *given):
-        torch.manual_seed(SEED)
+        seed(SEED)
         return function(*given)
 
     gradients = [torch.func.grad(loss, every) for loss in losses(case)]
@@ -531,7 +531,7 @@ def test_second_derivatives(case):
         def norm(*values):
             return sum((g**2).sum() for g in torch.func.grad(loss, argnums)(*values))
 
-        torch.manual_seed(SEED)
+        seed(SEED)
         return torch.func.grad(norm)(*one)
 
     ours, plain = losses(case)

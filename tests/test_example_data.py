@@ -8,7 +8,7 @@ from PIL import Image
 
 one_thread = example_path.one_thread
 
-data, synthetic, metrics = map(example_path.load, ("data", "synthetic", "metrics"))
+data, synthetic = map(example_path.load, ("data", "synthetic"))
 
 
 def write_pair(root, image, mask, size=(40, 30), mask_size=None):
@@ -205,6 +205,8 @@ def test_metrics_of_known_masks():
     mask[:, :12] = 1
     half = np.zeros((24, 24))
     half[:12, :12] = 1
+    # Not above: it imports scikit-learn, which would cost every process of the tests a second.
+    metrics = example_path.load("metrics")
     perfect, partial = metrics.SegmentationMetrics(), metrics.SegmentationMetrics()
     perfect.add(mask, mask)
     partial.add(half, mask)
