@@ -836,7 +836,7 @@ static bool causal_mma_serves(const camox_causal_params *p) {
   return vectors && camox_device_is_sm80();
 }
 
-/* Positions of a segment: the same on every GPU, and so are the bits. */
+/* Positions of a segment: the same on every GPU, and so are the bits. The emulator lowers the number of blocks. */
 static int64_t causal_segment(const camox_causal_params *p) {
   const int64_t chunks = p->batch * p->heads * camox_ceil_div(p->length, CAUSAL_ROWS);
   const int64_t longest = INT32_MAX / CAUSAL_ROWS, of_segment = camox_ceil_div(chunks, camox_grid(CAUSAL_MMA_BLOCKS));
@@ -853,10 +853,10 @@ static void causal_mma_states(const causal_pass &pass, const void *s_in, const v
   causal_run_scan(pass, s_in, z_in, s_out, z_out, stream);
 }
 
-template <typename T, int WALK>
+template <typename T, int RESULT>
 static void causal_mma_run(const causal_pass &pass, void *stream) {
   if (pass.length == 0) return;
-  CAMOX_LAUNCH((causal_mma_walk_kernel<T, WALK>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
+  CAMOX_LAUNCH((causal_mma_attend_kernel<T, RESULT>), causal_grid(causal_chunks(pass) * pass.heads), CAUSAL_MMA_THREADS,
                causal_mma_shared_bytes, stream, pass);
 }
 

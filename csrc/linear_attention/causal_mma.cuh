@@ -1,11 +1,11 @@
 /* Causal linear_attention on tensor cores: bfloat16 heads of up to 64 columns, from sm_80 on. The notation is that of causal.h.
 
-   A sequence of a head is cut into segments of whole chunks of 64 positions. A block walks through a segment from chunk to chunk,
+   A sequence of a head is cut into segments of whole chunks of 64 positions. A block goes through a segment chunk by chunk,
    with the state in registers; what came before the segment is its record:
 
      sum    x^T y of each segment -> its record                   x: f(k) or r f(q);  y: v or g
      scan   record = the state before the segment (after it, backward): causal_cuda.cuh
-     walk   of each chunk   C = A B^T, what a row does not see left out;   result = C V + A M;   then M += x^T y
+     attend of each chunk   C = A B^T, what a row does not see left out;   result = C V + A M;   then M += x^T y
 
                           rows      A      B      V       M                 a block of 4 warps, a chunk:
        forward            queries   f(q)   f(k)   v       S     out / r     +---------+   rows 0-15   of the result, of S: warp 0
@@ -31,7 +31,7 @@
 #define CAUSAL_TILES (CAUSAL_MMA_DIM / 8) /* of 8 columns in an accumulator */
 #define CAUSAL_STEPS (CAUSAL_MMA_DIM / 16)
 
-typedef enum { CAUSAL_FORWARD = 0, CAUSAL_QUERY_GRADIENT = 1, CAUSAL_KEY_GRADIENT = 2 } causal_walk;
+typedef enum { CAUSAL_FORWARD = 0, CAUSAL_QUERY_GRADIENT = 1, CAUSAL_KEY_GRADIENT = 2 } causal_result;
 
 /* ---- tiles in shared memory: 64 rows of 8 pieces of 16 bytes; piece p of row r lies at place p ^ r % 8 ---- */
 
@@ -768,13 +768,13 @@ __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 3) causal_mma_sum_kernel(c
 }
 
 /* Blocks of a multiprocessor, as registers last. */
-template <int WALK>
-static constexpr int causal_walk_blocks = WALK == CAUSAL_FORWARD && CAMOX_CUDA_ARCH >= 900 ? 3 : 2;
+template <int RESULT>
+static constexpr int causal_attend_blocks = RESULT == CAUSAL_FORWARD && CAMOX_CUDA_ARCH >= 900 ? 3 : 2;
 
-template <typename T, int WALK>
-__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_walk_blocks<WALK>)
-    causal_mma_walk_kernel(const __grid_constant__ causal_pass p) {
-  constexpr bool of_keys = WALK == CAUSAL_KEY_GRADIENT;
+template <typename T, int RESULT>
+__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_attend_blocks<RESULT>)
+    causal_mma_attend_kernel(const __grid_constant__ causal_pass p) {
+  constexpr bool of_keys = RESULT == CAUSAL_KEY_GRADIENT;
   CAMOX_DYNAMIC_SHARED(uint32_t, memory);
   const causal_chunk at = causal_chunk_at(p, blockIdx.x);
   if (at.count == 0) return;
@@ -786,22 +786,22 @@ __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_walk_blocks<WALK>)
   causal_own<T, of_keys> features, values; /* of x */
   state.load(p, causal_record(p, blockIdx.x));
 #pragma unroll 1
-  for (int walked = 0; walked <= last; walked += CAUSAL_ROWS) {
-    const int first = of_keys ? last - walked : walked;
+  for (int done = 0; done <= last; done += CAUSAL_ROWS) {
+    const int first = of_keys ? last - done : done;
     /* Warps take turns at the longer rows of C: each scheduler has one warp of every block. */
-    const int own = walked / CAUSAL_ROWS % 2 ? 3 - causal_warp() : causal_warp();
+    const int own = done / CAUSAL_ROWS % 2 ? 3 - causal_warp() : causal_warp();
     next.load(p, at, first, scaled);
     features.load(causal_rows<const T>(p.x.feature, at, 0), causal_kept(p.x, at), first + 16 * own, p.n);
-    if (WALK != CAUSAL_FORWARD)
+    if (RESULT != CAUSAL_FORWARD)
       values.load(causal_rows<const T>(p.x.value, at, 0), causal_kept(p.x, at), first + 16 * own, p.d);
-    if (walked > 0) state.add(p, shared, scaled); /* the chunk before, while this one comes */
+    if (done > 0) state.add(p, shared, scaled); /* the chunk before, while this one comes */
     __syncthreads();
     state.put(shared);
     next.put(p, shared, scaled);
     __syncthreads();
-    if constexpr (WALK == CAUSAL_FORWARD) causal_forward_rows<T>(p, at, first, own, shared, features);
-    if constexpr (WALK == CAUSAL_QUERY_GRADIENT) causal_query_rows<T>(p, at, first, own, shared, features, values);
-    if constexpr (WALK == CAUSAL_KEY_GRADIENT) causal_key_rows<T>(p, at, first, own, shared, features, values);
+    if constexpr (RESULT == CAUSAL_FORWARD) causal_forward_rows<T>(p, at, first, own, shared, features);
+    if constexpr (RESULT == CAUSAL_QUERY_GRADIENT) causal_query_rows<T>(p, at, first, own, shared, features, values);
+    if constexpr (RESULT == CAUSAL_KEY_GRADIENT) causal_key_rows<T>(p, at, first, own, shared, features, values);
   }
 }
 
