@@ -67,21 +67,25 @@ __host__ __device__ static inline int64_t causal_chunks(const causal_pass &p) {
   return p.bounds ? camox_ceil_div(p.length, p.rows) + p.sequences : p.sequences * p.chunks;
 }
 
-__device__ __forceinline__ causal_chunk causal_chunk_at(const causal_pass &p, int64_t item) {
+/* An item is a block: it and what it is divided by fit 32 bits. */
+__device__ __forceinline__ causal_chunk causal_chunk_at(const causal_pass &p, unsigned item) {
+  const unsigned heads = static_cast<unsigned>(p.heads);
   causal_chunk at;
-  int64_t head, chunk = camox_divide(item, p.heads, &head), end = p.length;
-  at.batch = 0, at.head = static_cast<unsigned>(head);
+  unsigned chunk = item / heads;
+  int64_t end = p.length;
+  at.batch = 0, at.head = item - chunk * heads;
   if (!p.bounds) {
-    at.batch = static_cast<unsigned>(camox_divide(chunk, p.chunks, &chunk));
-    at.begin = chunk * p.rows;
+    const unsigned chunks = static_cast<unsigned>(p.chunks);
+    at.batch = chunk / chunks, chunk -= at.batch * chunks;
+    at.begin = static_cast<int64_t>(chunk) * p.rows;
   } else {
     /* The last sequence that begins with this chunk or an earlier one: it lies before `after`. */
     int64_t sequence = 0, after = p.sequences;
     while (after - sequence > 1) {
       const int64_t middle = (sequence + after) / 2;
-      (__ldg(p.first_chunk + middle) <= chunk ? sequence : after) = middle;
+      (__ldg(p.first_chunk + middle) <= static_cast<int64_t>(chunk) ? sequence : after) = middle;
     }
-    at.begin = __ldg(p.bounds + sequence) + (chunk - __ldg(p.first_chunk + sequence)) * p.rows;
+    at.begin = __ldg(p.bounds + sequence) + (static_cast<int64_t>(chunk) - __ldg(p.first_chunk + sequence)) * p.rows;
     end = __ldg(p.bounds + sequence + 1);
   }
   at.count = static_cast<int>(min(max(end - at.begin, static_cast<int64_t>(0)), static_cast<int64_t>(p.rows)));
@@ -116,13 +120,12 @@ __device__ __forceinline__ T causal_load_one(const T *from) {
 }
 
 /* Rows of features or values, as many columns as `columns` and zeros up to a multiple of 16. */
-template <typename T, int MEMORY, bool FEATURE>
+template <typename T, bool FEATURE>
 __device__ __forceinline__ void causal_load(float *to, int pitch, int columns, const causal_pass &p, const causal_side &side,
                                             const causal_chunk &at, int first) {
-  constexpr int in_flight = MEMORY == LA_ANY ? 4 : 2; /* two of eight elements are a thread's share of 64 columns */
-  la_load<T, MEMORY, in_flight>({to, pitch, columns, (columns + 15) / 16 * 16, FEATURE ? p.feature_map : CAMOX_FEATURE_IDENTITY,
-                                 causal_rows<const T>(FEATURE ? side.feature : side.value, at, first), p.is_float16},
-                                CAUSAL_ROWS, causal_kept(side, at));
+  la_load<T, LA_ANY, 4>({to, pitch, columns, (columns + 15) / 16 * 16, FEATURE ? p.feature_map : CAMOX_FEATURE_IDENTITY,
+                         causal_rows<const T>(FEATURE ? side.feature : side.value, at, first), p.is_float16},
+                        CAUSAL_ROWS, causal_kept(side, at));
 }
 
 /* M of the result's columns [first, + columns) and of terms [first_term, + terms), zeros up to a multiple of 16 terms. */
@@ -338,6 +341,9 @@ __device__ __forceinline__ void causal_set_inverse(const causal_numbers &numbers
   }
 }
 
+template <typename T>
+static constexpr bool causal_on_tensor_cores = sizeof(T) == 2 && CAMOX_CUDA_ARCH >= 800;
+
 /* ---- attend ---- */
 
 __device__ __forceinline__ bool causal_sees(const causal_pass &p, int row, int column) {
@@ -422,28 +428,29 @@ static constexpr int causal_shared =
     4 * CAUSAL_ROWS + 2 * CAUSAL_ROWS * causal_pitch<TENSOR>::wide + (TENSOR ? 256 : 128); /* A and M are larger than V */
 static_assert(causal_shared<true> * 4 <= 48 * 1024, "what every GPU gives without being asked");
 
-template <typename T, int MEMORY, bool TENSOR, bool GRADIENT>
+template <typename T, bool GRADIENT>
 __global__ void __launch_bounds__(CAUSAL_THREADS, 2) causal_attend_kernel(const __grid_constant__ causal_pass p) {
-  constexpr int pitch = causal_pitch<TENSOR>::wide, slice_pitch = causal_pitch<TENSOR>::terms;
+  constexpr bool tensor = causal_on_tensor_cores<T>;
+  constexpr int pitch = causal_pitch<tensor>::wide, slice_pitch = causal_pitch<tensor>::terms;
   CAMOX_DYNAMIC_SHARED(float, shared);
   const causal_numbers numbers = causal_numbers_in(shared);
   float *const scores = shared + 4 * CAUSAL_ROWS, *const b = scores, *const values = scores + CAUSAL_ROWS * pitch;
   float *const a = values, *const m = a + CAUSAL_ROWS * slice_pitch;
   const int all_terms = GRADIENT ? p.d : p.n, all_columns = GRADIENT ? p.n : p.d;
-  const int64_t item = blockIdx.x;
+  const unsigned item = blockIdx.x;
   const causal_chunk at = causal_chunk_at(p, item);
   if (at.count == 0) return;
   const float *const record = causal_record(p, item);
   causal_set_numbers<T, GRADIENT>(numbers, p, at, record);
-  causal_product<TENSOR, CAUSAL_NT> products;
+  causal_product<tensor, CAUSAL_NT> products;
   for (int first = 0; first < all_columns; first += CAUSAL_WIDE) {
     const int columns = min(CAUSAL_WIDE, all_columns - first);
-    causal_product<TENSOR, CAUSAL_NN> result;
+    causal_product<tensor, CAUSAL_NN> result;
     for (int k = 0; k < all_terms; k += CAUSAL_TERMS) {
       const int terms = min(CAUSAL_TERMS, all_terms - k), padded = (terms + 15) / 16 * 16;
 #pragma unroll 1
       for (int i = 0; i < (first == 0 ? 2 : 1); ++i) /* by the same code */
-        causal_load<T, MEMORY, !GRADIENT>(i ? b : a, slice_pitch, terms, p, i ? p.y : p.x, at, k);
+        causal_load<T, !GRADIENT>(i ? b : a, slice_pitch, terms, p, i ? p.y : p.x, at, k);
       causal_load_state<GRADIENT>(m, pitch, p, record, first, columns, k, terms);
       __syncthreads();
       if (first == 0) products.add({a, slice_pitch}, {b, slice_pitch}, padded);
@@ -459,7 +466,7 @@ __global__ void __launch_bounds__(CAUSAL_THREADS, 2) causal_attend_kernel(const 
 #pragma unroll
       for (int e = 0; e < 16; ++e) result.get(e) *= numbers.row[result.row(e)];
     }
-    causal_load<T, MEMORY, GRADIENT>(values, pitch, columns, p, p.y, at, first);
+    causal_load<T, GRADIENT>(values, pitch, columns, p, p.y, at, first);
     __syncthreads();
     causal_add_seen(result, p, scores, values, pitch, columns);
     __syncthreads();
@@ -476,23 +483,23 @@ __global__ void __launch_bounds__(CAUSAL_THREADS, 2) causal_attend_kernel(const 
     __syncthreads();
 #endif
     if (p.out.data)
-      la_store<T, MEMORY>(causal_rows<T>(p.out, at, first), values, pitch, CAUSAL_ROWS, columns, at.count, p.is_float16);
+      la_store<T, LA_ANY>(causal_rows<T>(p.out, at, first), values, pitch, CAUSAL_ROWS, columns, at.count, p.is_float16);
     __syncthreads();
   }
 }
 
 /* ---- sum ---- */
 
-template <typename T, int MEMORY, bool TENSOR>
+template <typename T>
 __global__ void __launch_bounds__(CAUSAL_THREADS, 2) causal_sum_kernel(const __grid_constant__ causal_pass p) {
-  constexpr int pitch = causal_pitch<TENSOR>::wide;
+  constexpr bool tensor = causal_on_tensor_cores<T>;
+  constexpr int pitch = causal_pitch<tensor>::wide;
   CAMOX_DYNAMIC_SHARED(float, shared);
   const causal_numbers numbers = causal_numbers_in(shared);
   float *const x = shared + 4 * CAUSAL_ROWS, *const y = x + CAUSAL_ROWS * pitch;
-  const int64_t blocks = camox_ceil_div(p.n, CAUSAL_WIDE);
+  const unsigned blocks = static_cast<unsigned>(camox_ceil_div(p.n, CAUSAL_WIDE));
   const bool sum = p.normalize == CAMOX_NORMALIZE_SUM;
-  int64_t block;
-  const int64_t item = camox_divide(blockIdx.x, blocks, &block);
+  const unsigned item = blockIdx.x / blocks, block = blockIdx.x % blocks;
   const causal_chunk at = causal_chunk_at(p, item);
   if (at.count == 0) return;
   const int first = static_cast<int>(block) * CAUSAL_WIDE, rows = min(CAUSAL_WIDE, p.n - first);
@@ -504,10 +511,10 @@ __global__ void __launch_bounds__(CAUSAL_THREADS, 2) causal_sum_kernel(const __g
     if (sum && !p.of_keys && row < at.count) factor = p.inverse[position], line = -p.x.dots[position];
     if (causal_lane() == 0) numbers.column[row] = factor, numbers.column_shift[row] = line;
   }
-  causal_load<T, MEMORY, true>(x, pitch, rows, p, p.x, at, first);
+  causal_load<T, true>(x, pitch, rows, p, p.x, at, first);
   for (int column = 0; column < p.d; column += CAUSAL_WIDE) {
     const int columns = min(CAUSAL_WIDE, p.d - column);
-    causal_load<T, MEMORY, false>(y, pitch, columns, p, p.x, at, column);
+    causal_load<T, false>(y, pitch, columns, p, p.x, at, column);
     __syncthreads();
     if (column == 0 && sum) {
       for (int n = static_cast<int>(threadIdx.x); n < rows; n += CAUSAL_THREADS) {
@@ -521,7 +528,7 @@ __global__ void __launch_bounds__(CAUSAL_THREADS, 2) causal_sum_kernel(const __g
         y[it.outer * pitch + it.inner] *= numbers.column[it.outer];
       __syncthreads();
     }
-    causal_product<TENSOR, CAUSAL_TN> product;
+    causal_product<tensor, CAUSAL_TN> product;
     product.add({x, pitch}, {y, pitch}, CAUSAL_ROWS);
     __syncthreads();
     causal_put(product, y, pitch, nullptr);
@@ -695,47 +702,24 @@ static bool causal_is_vectors(const causal_pass &p, const camox_view4 &view, int
   return true;
 }
 
-/* Whether all tensors of a pass are read and written in vectors of 16 bytes. */
-static bool causal_has_vectors(const causal_pass &p, int64_t batch, int out_dim, int element) {
-  const int lanes = 16 / element;
-  return causal_is_vectors(p, p.x.feature, batch, p.n, lanes) && causal_is_vectors(p, p.x.value, batch, p.d, lanes) &&
-         causal_is_vectors(p, p.y.feature, batch, p.n, lanes) && causal_is_vectors(p, p.y.value, batch, p.d, lanes) &&
-         causal_is_vectors(p, p.out, batch, out_dim, lanes);
-}
-
 typedef enum { CAUSAL_SUM = 0, CAUSAL_ATTEND = 1, CAUSAL_GRADIENT = 2 } causal_work;
 
 /* A block for each item, without a loop: registers are short. More than a grid has make the launch fail. */
 static unsigned causal_grid(int64_t items) { return static_cast<unsigned>(items < UINT32_MAX ? items : UINT32_MAX); }
 
-template <typename T, int MEMORY, bool TENSOR>
-static void causal_launch(const causal_pass &p, causal_work work, void *stream) {
-  const size_t shared = sizeof(float) * causal_shared<TENSOR>;
+template <typename T>
+static void causal_run(const causal_pass &p, causal_work work, void *stream) {
+  if (p.length == 0) return;
+  const size_t shared = sizeof(float) * causal_shared<sizeof(T) == 2>;
   const unsigned items = causal_grid(causal_chunks(p) * p.heads);
   switch (work) {
     case CAUSAL_SUM:
-      CAMOX_LAUNCH((causal_sum_kernel<T, MEMORY, TENSOR>), causal_grid(camox_ceil_div(p.n, CAUSAL_WIDE) * items),
-                   CAUSAL_THREADS, shared, stream, p);
+      CAMOX_LAUNCH((causal_sum_kernel<T>), causal_grid(camox_ceil_div(p.n, CAUSAL_WIDE) * items), CAUSAL_THREADS, shared,
+                   stream, p);
       break;
-    case CAUSAL_ATTEND:
-      CAMOX_LAUNCH((causal_attend_kernel<T, MEMORY, TENSOR, false>), items, CAUSAL_THREADS, shared, stream, p);
-      break;
-    case CAUSAL_GRADIENT:
-      CAMOX_LAUNCH((causal_attend_kernel<T, MEMORY, TENSOR, true>), items, CAUSAL_THREADS, shared, stream, p);
+    case CAUSAL_ATTEND: CAMOX_LAUNCH((causal_attend_kernel<T, false>), items, CAUSAL_THREADS, shared, stream, p); break;
+    case CAUSAL_GRADIENT: CAMOX_LAUNCH((causal_attend_kernel<T, true>), items, CAUSAL_THREADS, shared, stream, p);
   }
-}
-
-/* Half types of vectors are for tensor cores. */
-template <typename T>
-static void causal_run(const causal_pass &p, causal_work work, int64_t batch, void *stream) {
-  if (p.length == 0) return;
-  const bool vectors = causal_has_vectors(p, batch, work == CAUSAL_GRADIENT ? p.n : p.d, sizeof(T));
-  if constexpr (sizeof(T) == 4) {
-    if (vectors) return causal_launch<T, LA_ROWS, false>(p, work, stream);
-  } else if constexpr (camox_may_be_sm80) {
-    if (vectors && camox_device_is_sm80()) return causal_launch<T, LA_ROWS, true>(p, work, stream);
-  }
-  causal_launch<T, LA_ANY, false>(p, work, stream);
 }
 
 static void causal_run_scan(const causal_pass &p, const void *s_in, const void *z_in, void *s_out, void *z_out, void *stream) {
@@ -785,7 +769,7 @@ static causal_pass causal_pass_from(causal_pass pass, const causal_side &x, cons
 template <typename T>
 static void causal_states(const camox_causal_params *p, const causal_pass &pass, const causal_side &keys, void *s, void *z,
                           void *stream) {
-  causal_run<T>(causal_pass_from(pass, keys, {}, true, {}), CAUSAL_SUM, p->batch, stream);
+  causal_run<T>(causal_pass_from(pass, keys, {}, true, {}), CAUSAL_SUM, stream);
   causal_run_scan(pass, p->initial_s, p->initial_z, s, z, stream);
 }
 
@@ -794,7 +778,7 @@ static void causal_forward(const camox_causal_params *p, void *stream) {
   const causal_pass pass = causal_pass_of(p, CAUSAL_ROWS, stream);
   const causal_side keys = causal_keys(p), queries = causal_queries(p);
   causal_states<T>(p, pass, keys, p->s, p->z, stream);
-  causal_run<T>(causal_pass_from(pass, queries, keys, false, p->out), CAUSAL_ATTEND, p->batch, stream);
+  causal_run<T>(causal_pass_from(pass, queries, keys, false, p->out), CAUSAL_ATTEND, stream);
 }
 
 template <typename T>
@@ -810,14 +794,14 @@ static void causal_backward(const camox_causal_params *p, void *stream) {
       pass.inverse = rows + positions;
     else
       keys.dots = rows + positions;
-    causal_run<T>(causal_pass_from(pass, queries, keys, false, {}), CAUSAL_ATTEND, p->batch, stream);
+    causal_run<T>(causal_pass_from(pass, queries, keys, false, {}), CAUSAL_ATTEND, stream);
   }
-  causal_run<T>(causal_pass_from(pass, queries, keys, false, p->grad_q), CAUSAL_GRADIENT, p->batch, stream);
-  causal_run<T>(causal_pass_from(pass, queries, {}, false, {}), CAUSAL_SUM, p->batch, stream);
+  causal_run<T>(causal_pass_from(pass, queries, keys, false, p->grad_q), CAUSAL_GRADIENT, stream);
+  causal_run<T>(causal_pass_from(pass, queries, {}, false, {}), CAUSAL_SUM, stream);
   pass.of_keys = true;
   causal_run_scan(pass, p->grad_s, p->grad_z, p->sum_s, p->sum_z, stream);
-  causal_run<T>(causal_pass_from(pass, keys, queries, true, p->grad_v), CAUSAL_ATTEND, p->batch, stream);
-  causal_run<T>(causal_pass_from(pass, keys, queries, true, p->grad_k), CAUSAL_GRADIENT, p->batch, stream);
+  causal_run<T>(causal_pass_from(pass, keys, queries, true, p->grad_v), CAUSAL_ATTEND, stream);
+  causal_run<T>(causal_pass_from(pass, keys, queries, true, p->grad_k), CAUSAL_GRADIENT, stream);
 }
 
 /* ---- launchers: on tensor cores ---- */

@@ -199,41 +199,38 @@ struct causal_state {
     for (int i = 0; i < 4; ++i) line[i] = 0.0f;
   }
 
-  /* Calls visit(place of two numbers in a record, tile, half of the tile) */
-  template <typename Visit>
-  static __device__ __forceinline__ void each(const causal_pass &p, const Visit &visit) {
+  __device__ __forceinline__ void load(const causal_pass &p, const float *record) {
+    const causal_place at;
+    clear();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * causal_warp() + static_cast<int>(at.g) + 8 * half;
+      const float *const line_place = record + p.n * p.d + row, *const place = record + row * p.d + 2 * at.t;
+      if (row >= p.n) continue;
+#pragma unroll
+      for (int n = 0; n < CAUSAL_TILES; ++n) {
+        float two[2] = {0.0f, 0.0f};
+        if (8 * n < p.d) camox_load(two, place + 8 * n);
+        s[n][2 * half] = two[0], s[n][2 * half + 1] = two[1];
+      }
+      if (p.normalize == CAMOX_NORMALIZE_SUM && at.t == 0) line[2 * half] = __ldg(line_place);
+    }
+  }
+
+  __device__ __forceinline__ void store(const causal_pass &p, float *record) const {
     const causal_place at;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * causal_warp() + static_cast<int>(at.g) + 8 * half;
+      float *const line_place = record + p.n * p.d + row, *const place = record + row * p.d + 2 * at.t;
+      if (row >= p.n) continue;
 #pragma unroll
-      for (int n = 0; n < CAUSAL_TILES; ++n)
-        if (row < p.n && 8 * n < p.d) visit(row * p.d + 8 * n + 2 * static_cast<int>(at.t), n, half);
+      for (int n = 0; n < CAUSAL_TILES; ++n) {
+        const float two[2] = {s[n][2 * half], s[n][2 * half + 1]};
+        if (8 * n < p.d) camox_store(place + 8 * n, two);
+      }
+      if (p.normalize == CAMOX_NORMALIZE_SUM && at.t == 0) *line_place = line[2 * half];
     }
-  }
-
-  __device__ __forceinline__ void load(const causal_pass &p, const float *record) {
-    clear();
-    each(p, [&](int place, int n, int half) {
-      float two[2];
-      camox_load(two, record + place);
-      s[n][2 * half] = two[0], s[n][2 * half + 1] = two[1];
-    });
-    const int row = 16 * causal_warp() + causal_lane() / 4;
-    if (p.normalize != CAMOX_NORMALIZE_SUM || causal_lane() % 4 != 0) return;
-    if (row < p.n) line[0] = record[p.n * p.d + row];
-    if (row + 8 < p.n) line[2] = record[p.n * p.d + row + 8];
-  }
-
-  __device__ __forceinline__ void store(const causal_pass &p, float *record) const {
-    each(p, [&](int place, int n, int half) {
-      const float two[2] = {s[n][2 * half], s[n][2 * half + 1]};
-      camox_store(record + place, two);
-    });
-    const int row = 16 * causal_warp() + causal_lane() / 4;
-    if (p.normalize != CAMOX_NORMALIZE_SUM || causal_lane() % 4 != 0) return;
-    if (row < p.n) record[p.n * p.d + row] = line[0];
-    if (row + 8 < p.n) record[p.n * p.d + row + 8] = line[2];
   }
 
   __device__ __forceinline__ void put(const causal_mma_shared &shared) const {
