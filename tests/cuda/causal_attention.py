@@ -115,6 +115,7 @@ def both(given, **way):
 
 
 def every_kernel(arch) -> None:
+    both(inputs((1, 1, 3, 3, 5), torch.float32), how={"arch": arch})
     for dtype in emulator.DTYPES.values():
         for memory in ("dense", "strided"):
             both(inputs((1, 1, 8, 16, 16), dtype, memory, cu_seqlens=[0, 3, 8]), how={"arch": arch})
