@@ -129,6 +129,7 @@ def with_barriers(**how):
             given = inputs((1, 1, 140, 72, 80), dtype, normalize=normalize, cu_seqlens=[0, 70, 70, 140])
             yield both(given, how=how)
         yield both(inputs((1, 1, 140, 64, 40), dtype), how={**how, "grid_cap": 1})
+        yield both(inputs((1, 1, 70, 72, 16), dtype, "image"), how=how)  # threads go down columns, and read rows
         rows = [torch.rand(1, 2, 40, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)]
         for normalize in NORMALIZATIONS:
             z = torch.ones(1, 2, 40) if normalize == "sum" else None
