@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from helpers import random_image
 from images import SHAPES, ImageOp
 
@@ -23,9 +24,10 @@ every_kernel = OP.every_kernel
 
 def with_barriers(**how):
     """The backward of channels_last, with blocks of some columns and of some channels; and of contiguous images, where
-    two warps share a row, and where a thread has more than one row band."""
-    layouts = {"channels_last": ((1, 8, 6, 80), (1, 272, 3, 5)), "contiguous": ((2, 3, 19, 24), (4, 16, 6, 20))}
+    two warps share a row, and where a thread has more than one row band: of bfloat16, whose rows are staged."""
+    layouts = {"channels_last": ((1, 8, 6, 80), (1, 272, 3, 5)), "contiguous": ((2, 3, 19, 48), (4, 16, 6, 40))}
     for layout, shapes in layouts.items():
+        dtype = torch.bfloat16 if layout == "contiguous" else torch.float32
         for shape in shapes:
-            x = random_image(shape, layout=layout)
-            yield [OP.backward(x, [random_image(shape, layout=layout, seed=i) for i in range(4)], **how)]
+            x = random_image(shape, dtype, layout)
+            yield [OP.backward(x, [random_image(shape, dtype, layout, seed=i) for i in range(4)], **how)]
