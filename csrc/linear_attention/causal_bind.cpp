@@ -89,8 +89,13 @@ struct Scratch {
     const int64_t size = p.cu_seqlens ? 2 * (p.sequences + 1) : 0;
     return empty_contiguous(q, aoti_torch_dtype_int32(), 1, &size);
   }
+  // Of q's device, as the launch: which kernels it has decides how many there are.
+  static int64_t count_of_records(const camox_causal_params& p, const Tensor& q) {
+    torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+    return camox_causal_records(&p);
+  }
   Scratch(camox_causal_params& p, const Tensor& q)
-      : records(empty_real(q, {camox_causal_records(&p)})), bounds(empty_bounds(p, q)) {
+      : records(empty_real(q, {count_of_records(p, q)})), bounds(empty_bounds(p, q)) {
     p.records = records.data_ptr(), p.bounds = static_cast<int32_t*>(bounds.data_ptr());
   }
 };

@@ -807,8 +807,7 @@ static void causal_backward(const camox_causal_params *p, void *stream) {
 /* ---- launchers: on tensor cores ---- */
 
 static bool causal_mma_serves(const camox_causal_params *p) {
-  if (!camox_may_be_sm80 || p->dtype != CAMOX_BF16 || p->key_dim > CAUSAL_MMA_DIM || p->value_dim > CAUSAL_MMA_DIM)
-    return false;
+  if (p->dtype != CAMOX_BF16 || p->key_dim > CAUSAL_MMA_DIM || p->value_dim > CAUSAL_MMA_DIM) return false;
   const camox_view4 *const features[] = {&p->q, &p->k, &p->grad_q, &p->grad_k};
   const camox_view4 *const values[] = {&p->v, &p->out, &p->grad, &p->grad_v};
   bool vectors = true;
