@@ -7,6 +7,8 @@ again only when it or a header that it includes is newer than its object. From t
   CAMOX_BREAK=<op>      kernels that are wrong by 1e-3 (see CONTRIBUTING.md)
   CAMOX_NVCC=<path>     the CUDA compiler; "none" for no CUDA part; default: nvcc on PATH or in CUDA_HOME
   CAMOX_CUDA_ARCHS      "all" (default: those of ALL_CUDA_ARCHS that nvcc knows), or a list such as sm_80,sm_90
+  CAMOX_QUICK_BUILD=1   for work on the sources, `make build`: kernels that this machine cannot run, those of an
+                        instruction set that its CPU lacks and CUDA's without a GPU, are compiled without optimisation
 """
 
 import os
@@ -44,6 +46,7 @@ TUNE, TUNE_LIBRARY = CSRC / "tune", "libcamox_ops_tune.so"
 SGEMM = (CSRC / "gemm" / "sgemm.c", CSRC / "gemm" / "sgemm_cpu.c")
 BORROWED = (*SGEMM, CSRC / "box" / "box.c", CSRC / "box" / "box_cpu.c")  # linked into that one too
 BREAK = os.environ.get("CAMOX_BREAK", "")
+QUICK = os.environ.get("CAMOX_QUICK_BUILD", "0")
 OPS = sorted({path.parent.name for path in CSRC.glob("*/*_bind.cpp")})
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 # On x86-64 they serve CPUs without AVX2, and float64: -O3 takes a quarter longer to compile for the same speed.
@@ -73,6 +76,11 @@ OLD_GLIBC = {
     },
     "librt.so.1": {"GLIBC_2.2.5": "shm_open shm_unlink"},
 }
+# /proc/cpuinfo's word for a CPU that has an instruction set; what NVIDIA's driver brings (in WSL the second).
+CPU_WORDS = {"avx2": "avx2", "avx512": "avx512f"}
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
+if QUICK not in ("0", "1"):
+    sys.exit(f"CAMOX_QUICK_BUILD must be 0 or 1, got {QUICK!r}")
 if BREAK and BREAK not in (*OPS, TUNE.name):
     sys.exit(f"CAMOX_BREAK must be one of {', '.join((*OPS, TUNE.name))}, got {BREAK!r}")
 
@@ -92,13 +100,29 @@ def find_nvcc():
     return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(os.environ.get("CUDA_HOME", ""), "bin"))
 
 
+def lacks(isa):
+    """Whether this machine's CPU has no such instruction set."""
+    return isa in CPU_WORDS and CPU_WORDS[isa] not in Path("/proc/cpuinfo").read_text().split()
+
+
+def where_nvcc_can(flag):
+    """[flag], or [] with an nvcc that came before it."""
+    known = NVCC and flag.split("=")[0] in subprocess.run([NVCC, "--help"], capture_output=True, text=True).stdout
+    return [flag] if known else []
+
+
 def compression():
-    """For size, where nvcc can: by its default a wheel of all architectures would grow past its limit. A build
-    for the GPU at hand is done sooner without."""
-    if NVCC is None or len(CUDA_ARCHS) == 1:
+    """For size: by nvcc's default a wheel of all architectures would grow past its limit. A build for the GPU at hand
+    is done sooner without."""
+    return [] if len(CUDA_ARCHS) == 1 else where_nvcc_can("--compress-mode=size")
+
+
+def cuda_optimisation():
+    """Flags of a quick build where no GPU will run what it makes; it says so itself (camox_ops/_cuda.py)."""
+    if QUICK == "0" or any(Path(driver).exists() for driver in GPU_DRIVERS):
         return []
-    known = "--compress-mode" in subprocess.run([NVCC, "--help"], capture_output=True, text=True).stdout
-    return ["--compress-mode=size"] if known else []
+    unoptimised = where_nvcc_can("--Ofast-compile=max")
+    return [*unoptimised, "-DCAMOX_CUDA_UNOPTIMISED"] if unoptimised else []
 
 
 def known_archs():
@@ -141,7 +165,8 @@ C_FLAGS = [
 ]
 TORCH_INCLUDES = [f"-isystem{path}" for path in include_paths()]
 TORCH_HEADERS = ("accelerator", "library", "ops", "tensor")
-CXX_FLAGS = ["-O2", *COMMON_FLAGS, "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Wno-unused-parameter"]
+# Bindings check and hand over: -O2 takes half as long again to compile for the same time of a call.
+CXX_FLAGS = ["-O1", *COMMON_FLAGS, "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Wno-unused-parameter"]
 
 
 NVCC = find_nvcc()
@@ -149,10 +174,12 @@ CUDA_ARCHS = cuda_archs()
 CUDA_PTX = ptx_archs()
 CUDA_CODE = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in CUDA_ARCHS]
 CUDA_CODE += [f"-gencode=arch={ptx},code={ptx}" for ptx in CUDA_PTX]
+CUDA_OPTIMISATION = cuda_optimisation()
 NVCC_FLAGS = [
     # -O is of the host's code alone, which launches.
     *("-O1", "-std=c++17", "-Werror=all-warnings", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", *CUDA_CODE),
     *compression(),
+    *CUDA_OPTIMISATION,
     f'-DCAMOX_CUDA_ARCHS="{",".join([*CUDA_ARCHS, *CUDA_PTX])}"',
 ]
 
@@ -296,7 +323,11 @@ def compilations():
 def per_isa(sources):
     for source in sorted(sources):
         for isa, flags in ISA_FLAGS.items():
-            yield str(source), isa, [*C_FLAGS, *flags, f"-DCAMOX_ISA={isa}"]
+            flags = [*C_FLAGS, *flags, f"-DCAMOX_ISA={isa}"]
+            if QUICK == "1" and lacks(isa):
+                yield str(source), f"{isa}-unoptimised", [*flags, "-Og"]
+            else:
+                yield str(source), isa, flags
 
 
 def tune_compilations():
@@ -317,8 +348,8 @@ def cuda_compilations():
     for source in ("check.c", "image_op.c", "status.c", "old_glibc.c"):
         yield str(CSRC / "common" / source), "cuda", C_FLAGS
     yield str(CSRC / "common" / "old_libstdcxx.cpp"), "cuda", CXX_FLAGS
-    # Other architectures, other objects: a build for one must not find those of another.
-    code = "-".join(("cuda", *CUDA_ARCHS))
+    # Other architectures and flags, other objects: a build for one must not find those of another.
+    code = "-".join(("cuda", *CUDA_ARCHS, *(["unoptimised"] if CUDA_OPTIMISATION else [])))
     yield str(CSRC / "common" / "cuda_part.cu"), code, NVCC_FLAGS
     for op in CUDA_OPS:
         yield str(CSRC / op / f"{op}.c"), "cuda", [*C_FLAGS, "-DCAMOX_CUDA_PART"]

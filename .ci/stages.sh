@@ -1,7 +1,7 @@
 # Sourced by run and nightly: stages that are timed, and a list of times at the end whatever happens.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export TERM=dumb PYTHONUNBUFFERED=1 CAMOX_CUDA_ARCHS=${CAMOX_CUDA_ARCHS:-sm_80}
+export TERM=dumb PYTHONUNBUFFERED=1 CAMOX_CUDA_ARCHS=${CAMOX_CUDA_ARCHS:-sm_80} CAMOX_QUICK_BUILD=${CAMOX_QUICK_BUILD:-1}
 times=""
 
 stage() {

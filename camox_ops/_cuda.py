@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from pathlib import Path
 
 import torch
@@ -37,8 +38,17 @@ class _Part:
         self.library.camox_cuda_versions(ctypes.byref(built), ctypes.byref(driver))
         return built.value, driver.value
 
+    def unoptimised(self) -> bool:
+        return bool(self.library.camox_cuda_unoptimised())
+
 
 part = _Part()
+
+
+UNOPTIMISED = (
+    "camox_ops: the CUDA part was compiled without optimisation, on a machine that had no GPU; its kernels are slow: "
+    "compile it again with CAMOX_QUICK_BUILD=0"
+)
 
 
 def _dotted(version: int) -> str:
@@ -80,7 +90,10 @@ def unusable(device_index: int) -> str:
     """Why tensors on this CUDA device cannot be used, or an empty string."""
     if part.library is None:
         return part.missing
-    return why_not(*part.versions(), part.archs(), torch.cuda.get_device_capability(device_index))
+    reason = why_not(*part.versions(), part.archs(), torch.cuda.get_device_capability(device_index))
+    if not reason and part.unoptimised():
+        warnings.warn(UNOPTIMISED, stacklevel=2)
+    return reason
 
 
 # By bit of csrc/common/device_errors.h.
@@ -139,4 +152,5 @@ def status() -> str:
     if part.library is None:
         return part.missing
     built, driver = part.versions()
-    return f"built with CUDA {_dotted(built)} for {', '.join(part.archs())}; {_driver(driver)}"
+    how = ", without optimisation (CAMOX_QUICK_BUILD)" if part.unoptimised() else ""
+    return f"built with CUDA {_dotted(built)} for {', '.join(part.archs())}{how}; {_driver(driver)}"

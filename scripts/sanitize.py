@@ -11,7 +11,7 @@ import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import setuptools
@@ -23,8 +23,6 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-o
 # Kernels check addresses in calls rather than in branches, and GCC allocates the registers of a whole function at once:
 # the same checks, in functions that it compiles in a quarter of the time.
 SANITIZE_KERNELS = [*SANITIZE, "--param=asan-instrumentation-with-call-threshold=0", "-fira-region=one", "-Og"]
-# /proc/cpuinfo's word for a processor that may have an instruction set.
-CPU_FLAGS = {"avx2": "avx2", "avx512": "avx512f"}
 # Ops whose kernels multiply by csrc/gemm's sgemm.
 MULTIPLY = {"linear_cross_entropy"}
 COMPILER = os.environ.get("CC", "gcc")
@@ -39,22 +37,17 @@ def setup_facts() -> dict:
         setuptools.setup = real
 
 
-@cache
-def never_called(isa: str) -> bool:
-    """Whether this processor lacks an instruction set: its kernels are linked, and the sanitizers would see nothing."""
-    return isa in CPU_FLAGS and CPU_FLAGS[isa] not in Path("/proc/cpuinfo").read_text().split()
-
-
-def compile_one(job) -> str:
+def compile_one(job, lacks) -> str:
+    """The object of (source, target, flags). Kernels of an instruction set that this CPU `lacks` (setup.py) are
+    linked and never called: the sanitizers would see nothing."""
     source, target, flags = job
     target.parent.mkdir(parents=True, exist_ok=True)
-    isa = target.relative_to(FOLDER).parts[0]
-    if never_called(isa):
-        built = list(ROOT.glob(f"build/temp.*/plain/{isa}/{Path(source).with_suffix('.o')}"))
+    flavour = target.relative_to(FOLDER).parts[0]
+    sanitize = SANITIZE_KERNELS if Path(source).stem.endswith("_cpu") else SANITIZE
+    if lacks(flavour.split("-")[0]):
+        built = list(ROOT.glob(f"build/temp.*/plain/{flavour}/{Path(source).with_suffix('.o')}"))
         if built:  # by setup.py, for the extension
             return str(built[0])
-    sanitize = SANITIZE_KERNELS if Path(source).stem.endswith("_cpu") else SANITIZE
-    if never_called(isa):
         sanitize = []
     command = [COMPILER, *flags, "-O1", *sanitize, "-g1", "-c", str(source), "-o", str(target)]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -82,8 +75,9 @@ def main(ops: list[str]) -> int:
                 jobs[op].append(job)
     failed = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        shared = list(pool.map(compile_one, common))
-        objects = {op: pool.map(compile_one, jobs[op]) for op in ops}
+        compile_job = partial(compile_one, lacks=facts["lacks"])
+        shared = list(pool.map(compile_job, common))
+        objects = {op: pool.map(compile_job, jobs[op]) for op in ops}
         for op in ops:
             program = FOLDER / f"test_{op}"
             command = [COMPILER, *SANITIZE, *objects[op], *shared, "-lm", "-o", str(program)]

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -108,14 +109,34 @@ def test_error_texts():
 
 
 @pytest.mark.parametrize(
-    ("driver", "expected"),
-    [(0, "built with CUDA 13.0 for sm_80; no driver was found"), (13010, "; the driver supports CUDA 13.1")],
+    ("driver", "unoptimised", "expected"),
+    [
+        (0, False, "built with CUDA 13.0 for sm_80; no driver was found"),
+        (13010, False, "; the driver supports CUDA 13.1"),
+        (0, True, "for sm_80, without optimisation (CAMOX_QUICK_BUILD); no driver was found"),
+    ],
 )
-def test_status_names_the_driver(monkeypatch, driver, expected):
+def test_status_names_the_driver(monkeypatch, driver, unoptimised, expected):
+    made_up_part(monkeypatch, driver, unoptimised)
+    assert _cuda.status().endswith(expected)
+
+
+def made_up_part(monkeypatch, driver, unoptimised):
     monkeypatch.setattr(_cuda.part, "library", object())
     monkeypatch.setattr(_cuda.part, "versions", lambda: (13000, driver))
     monkeypatch.setattr(_cuda.part, "archs", lambda: ["sm_80"])
-    assert _cuda.status().endswith(expected)
+    monkeypatch.setattr(_cuda.part, "unoptimised", lambda: unoptimised)
+
+
+def test_kernels_without_optimisation_are_named_where_a_gpu_would_run_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    made_up_part(monkeypatch, 13000, True)
+    with pytest.warns(UserWarning, match="without optimisation.*CAMOX_QUICK_BUILD=0"):
+        assert _cuda.unusable.__wrapped__(0) == ""
+    made_up_part(monkeypatch, 13000, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _cuda.unusable.__wrapped__(0) == ""
 
 
 @pytest.fixture

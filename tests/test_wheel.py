@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from scripts import audit, build_wheel  # noqa: E402
+from scripts import audit, build_wheel, sanitize  # noqa: E402
 from scripts.build_wheel import CPU_PART, CUDA_PART, TUNE_PART  # noqa: E402
 
 CPU_PARTS = (CPU_PART, TUNE_PART)
@@ -59,6 +59,34 @@ def test_setuptools_that_is_too_old_is_named():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"setuptools {oldest} or newer, this Python has 69.5.1" in done.stderr
+
+
+def unoptimised(monkeypatch, quick: str, cpu_words: str = "avx2", driver: bool = False) -> set[str]:
+    """What setup.py compiles without optimisation on a machine whose CPU and driver are made up."""
+    read_text, exists = Path.read_text, Path.exists
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a: cpu_words if path == Path("/proc/cpuinfo") else read_text(path, *a)
+    )
+    monkeypatch.setattr(Path, "exists", lambda path: driver if str(path).startswith("/dev/") else exists(path))
+    monkeypatch.setenv("CAMOX_QUICK_BUILD", quick)
+    monkeypatch.chdir(ROOT)
+    facts = sanitize.setup_facts()
+    compiled = [*facts["compilations"](), *facts["tune_compilations"](), *facts["cuda_compilations"]()]
+    wanted = {folder for _, folder, flags in compiled if "-Og" in flags or "-DCAMOX_CUDA_UNOPTIMISED" in flags}
+    assert wanted == {folder for _, folder, _ in compiled if folder.endswith("-unoptimised")}
+    return {folder.split("-")[0] for folder in wanted}
+
+
+def test_quick_build_optimises_what_this_machine_can_run(monkeypatch):
+    assert unoptimised(monkeypatch, "0") == set()
+    gpu_code = unoptimised(monkeypatch, "1", "avx2 avx512f")
+    assert gpu_code <= {"cuda"}  # nothing without nvcc, or with one that cannot
+    assert unoptimised(monkeypatch, "1", "avx2 avx512f", driver=True) == set()
+    if sanitize.setup_facts()["X86"]:
+        assert unoptimised(monkeypatch, "1", "avx2") == {"avx512"} | gpu_code
+        assert unoptimised(monkeypatch, "1", "sse2", driver=True) == {"avx2", "avx512"}
+    with pytest.raises(SystemExit, match="CAMOX_QUICK_BUILD must be 0 or 1, got 'yes'"):
+        unoptimised(monkeypatch, "yes")
 
 
 @pytest.mark.slow

@@ -10,6 +10,15 @@
 /* "sm_80,sm_90,compute_90": the architectures with machine code here, and that of the PTX, if there is any. */
 CAMOX_EXPORT const char *camox_cuda_archs(void) { return CAMOX_CUDA_ARCHS; }
 
+/* 1 where its kernels were compiled without optimisation, for a machine that has no GPU (setup.py). */
+CAMOX_EXPORT int camox_cuda_unoptimised(void) {
+#if defined(CAMOX_CUDA_UNOPTIMISED)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 /* CUDA version that this part was built with and that the driver supports (0: no driver), as 1000 * major + 10 * minor. */
 CAMOX_EXPORT void camox_cuda_versions(int *built, int *driver) {
   *built = CUDART_VERSION;
