@@ -196,7 +196,7 @@ def test_shapes(size, mode, memory, dtype, both):
 @ON_CPU
 @pytest.mark.parametrize("feature_map, normalize", MODES)
 def test_grad(feature_map, normalize):
-    tensors, mask, state = inputs((2, 2, 5, 3, 4), torch.float64, "contiguous", True, True, normalize)
+    tensors, mask, state = inputs((2, 2, 4, 2, 3), torch.float64, "contiguous", True, True, normalize)
     leaves = leaves_of(tensors, state)
     assert gradcheck(lambda *t: ours(*t, feature_map=feature_map, normalize=normalize, key_mask=mask), leaves)
     assert gradcheck(lambda *t: ours(*t, feature_map=feature_map, normalize=normalize)[0], leaves[:3])

@@ -71,6 +71,13 @@ def options_of(shape, which: int):
     return padding, seed, bool(which & 4), shape[3] ** -0.5, 0.3 if which & 2 else 0.0
 
 
+def half_of_options(shape, dtype, memory):
+    """Four of the eight: every two of padding, dropout and causality in all their pairs. The other four are those of
+    the next shape, dtype and memory."""
+    turn = SHAPES.index(shape) + FLOATS.index(dtype) + MEMORY.index(memory)
+    return [options_of(shape, which) for which in range(8) if (which.bit_count() + turn) % 2 == 0]
+
+
 def assert_half(halves, floats, shape):
     """Within one rounding of our own float32 results. For tensor cores on CUDA weights and the gradients of scores are
     rounded before a second product takes them, by up to half an eps for each term that a result adds up."""
@@ -119,8 +126,7 @@ def test_known_values():
 def test_matches_reference(dtype, memory):
     for shape in SHAPES:
         q, k, v = qkv_of(shape, dtype, memory)
-        for which in range(8):
-            options = options_of(shape, which)
+        for options in half_of_options(shape, dtype, memory):
             ours = op.short_attention(q, k, v, *options)
             same = reference.short_attention(q, k, v, *options)
             assert_close_to_reference(ours, same, reference.short_attention(*doubled((q, k, v)), *options), scale64=4.0)
@@ -133,8 +139,7 @@ def test_matches_reference(dtype, memory):
 def test_grad_matches_reference(dtype, memory):
     for shape in SHAPES:
         inputs = [normal(shape, 9).to(DEVICE, dtype), *qkv_of(shape, dtype, memory)]
-        for which in range(8):
-            options = options_of(shape, which)
+        for options in half_of_options(shape, dtype, memory):
             ours = op.short_attention_backward(*inputs, *options)
             same = reference.short_attention_backward(*inputs, *options)
             truth = reference.short_attention_backward(*doubled(inputs), *options)

@@ -2,6 +2,7 @@
 
 import emulator
 import pytest
+import torch
 from helpers import DEVICE
 
 unavailable = emulator.why_unavailable() if DEVICE.type == "cpu" else "the emulator runs on the CPU"
@@ -11,6 +12,13 @@ unavailable = emulator.why_unavailable() if DEVICE.type == "cpu" else "the emula
 def available():
     if unavailable:
         pytest.skip(unavailable)
+
+
+@pytest.fixture(autouse=True)
+def references_on_one_thread(same_ground_for_every_test):
+    """Kernels run on the emulator's own threads; for references of small tensors waking a second costs more than it
+    computes."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=emulator.ORDERS)
