@@ -6,7 +6,9 @@ import io
 import json
 import pickle
 import random
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -538,6 +540,24 @@ def test_the_first_input_fires_no_hook_of_parameters():
     assert not fired
     step(model, images())
     assert len(fired) == 2 * len(list(model.parameters()))
+
+
+def test_first_inputs_of_several_threads():
+    model, x = network().eval(), images()
+    expected = model(x).detach()
+    report = cx.patch(model)
+    start = threading.Barrier(4)
+
+    def answer(_):
+        start.wait()
+        with torch.no_grad():
+            return model(x)
+
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(answer, range(4)):
+            close([found], [expected])
+    assert names(report.patched) == PATCHED
+    assert report.patched[0].first_error < 1e-5
 
 
 def test_a_large_first_input_is_compared_in_part():

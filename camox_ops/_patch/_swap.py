@@ -45,6 +45,8 @@ _waiting: weakref.WeakKeyDictionary[nn.Module, PatchEntry] = weakref.WeakKeyDict
 # to nothing has the error of its luck, so the next input decides, of INPUTS at most; until then the original runs.
 _doubted: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 INPUTS = 3
+# Modules that a thread compares just now; to other threads their originals answer meanwhile.
+_comparing: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
 # Modules found to differ whose class could not be set back, as it is wrapped (fully_shard and parametrize do that).
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -139,7 +141,13 @@ def _checking_forward(patch: Patch) -> Callable:
             return final(self, *args, **kwargs)
         plain_call = not in_transform() and not in_dispatch_mode()
         if self in _waiting and serves(self, settings, args, kwargs) and plain_call:
-            settled = _settle(self, patch, args, kwargs)
+            mine = object()
+            if _comparing.setdefault(self, mine) is not mine:
+                return original(self, *args, **kwargs)
+            try:
+                settled = _settle(self, patch, args, kwargs)
+            finally:
+                del _comparing[self]
             if not settled:
                 return original(self, *args, **kwargs)
         if self in _refused or patch_of(type(self)) is None:
@@ -151,6 +159,8 @@ def _checking_forward(patch: Patch) -> Callable:
 
 def _settle(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
     """Compares on these arguments, and gives the module its final class or its original one. False: the next decide."""
+    if module not in _waiting:  # another thread has compared since the caller asked
+        return True
     entry = _waiting[module]
     try:
         found = _proof.compare_on_input(module, patch, args, kwargs)
