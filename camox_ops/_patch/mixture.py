@@ -24,9 +24,9 @@ MOST_EXPERTS = 64
 
 class Choice(NamedTuple):
     """Names of inner modules; top_k and score as of moe_route; with_logits: (y, logits) comes back; idle: experts
-    without a token are "skipped", get "zeros" for gradients in training, or are "called" on no rows. loss: the attribute
-    that a loss of the load is left on, factor: what sum(tokens of an expert / tokens * its mean probability) is
-    multiplied by in training; 0 in evaluation. inner: what has no parameters, such as a Softmax."""
+    without a token are "skipped", get "zeros" for gradients in training, or are "called" on no rows. loss: the
+    attribute that a loss of the load is left on, factor: what sum(tokens of an expert / tokens * its mean probability)
+    is multiplied by in training; 0 in evaluation. inner: what has no parameters, such as a Softmax."""
 
     experts: str
     gate: str
@@ -53,8 +53,6 @@ class TokenMixture(Recogniser):
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Choice, float]:
         experts, gate = _roles(module)
-        if any(isinstance(part, nn.Dropout) for _, part in self.inner(module)):  # its p of today may be 0
-            raise _proof.NotAlike("it has a dropout of its own")
         count, width = len(module._modules[experts]), module._modules[gate].in_features
         small = _with_small_experts(module, experts, width)
         original = type(module).forward
@@ -82,6 +80,8 @@ class TokenMixture(Recogniser):
             break
         else:
             raise _proof.OtherKind
+        if any(isinstance(part, nn.Dropout) for _, part in self.inner(module)):  # its p of today may be 0
+            raise _proof.NotAlike("it has a dropout of its own")
         if form.loss is not None:
             settings = settings._replace(factor=_factor(small, original, self, settings, x))
 
