@@ -44,6 +44,17 @@ class Channelwise(nn.Module):
         return self.all(torch.cat(parts, 1)) + x
 
 
+class EndsInIdentity(backbone.SDTAEncoder):
+    """A module without parameters beside the convolutions."""
+
+    def __init__(self):
+        super().__init__(WIDTH, 4, 0.0)
+        self.last = nn.Identity()
+
+    def forward(self, x):
+        return self.last(super().forward(x))
+
+
 class OtherMixture(nn.Module):
     """Every expert on the whole batch: those that nobody chose get zeros as gradients, not None."""
 
@@ -169,6 +180,15 @@ def test_hooks_inside_are_called():
     for _ in range(2):
         module(x)
     assert len(seen) == 4  # the copies that are compared have no hooks
+
+
+def test_hooks_beside_the_convolutions_are_called():
+    module = EndsInIdentity()
+    assert "pixel_attention" in [entry.recogniser for entry in cx.patch(module).patched]
+    x = torch.randn(2, WIDTH, 24, 20)
+    module(x)
+    module.last.register_forward_hook(lambda _, args, y: 2 * y)
+    torch.testing.assert_close(module(x), EndsInIdentity.forward(module, x))
 
 
 def test_a_gate_without_numbers():

@@ -114,8 +114,7 @@ class TokenMixture(Recogniser):
             raise _proof.OtherKind
         left = [name for name, value in vars(side).items() if value is not before.get(name)]
         loss = left[0] if len(left) == 1 and isinstance(getattr(side, left[0]), torch.Tensor) else None
-        inner = self.inner(side)
-        inner = Inner(tuple(name for name, _ in inner), tuple(_call.kind_of(part) for _, part in inner))
+        inner = Inner.of(self.inner(side))
         return Choice(experts, gate, 1, "softmax_topk", with_logits, "skipped", loss, 0.0, inner)
 
     def serves(self, module: nn.Module, settings: Choice, args: tuple, kwargs: dict) -> bool:
