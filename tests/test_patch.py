@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import json
 import pickle
@@ -165,6 +166,24 @@ def test_copies_stay_patched():
     assert names(report.patched) == ["1", "5"]
     cx.unpatch(late)
     assert type(late[1]) is Manual and type(model[1]) is not Manual
+
+
+def test_a_patched_class_makes_modules_that_are_not_patched():
+    class Scaled(Manual):
+        def __init__(self, channels, scale=1.0):
+            super().__init__(channels)
+            self.scale = scale
+
+        def forward(self, x):
+            y = super().forward(x)
+            return y if self.scale == 1 else y * self.scale
+
+    module, x = Scaled(CHANNELS), torch.randn(2, CHANNELS, 24, 24)
+    cx.patch(module)
+    module(x)
+    other = type(module)(CHANNELS, scale=3.0)
+    assert type(other) is Scaled and inspect.signature(type(module)) == inspect.signature(Scaled)
+    torch.testing.assert_close(other(x), 3 * module(x))
 
 
 def test_generators_stay_where_they_were():

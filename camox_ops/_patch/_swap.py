@@ -109,6 +109,7 @@ def _subclass(patch: Patch) -> type:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_camox_patch": patch,
+        "__init__": _init(original),
         "forward": functools.wraps(original.forward)(fast),
         "__reduce_ex__": _reduce_ex(original),
         "__deepcopy__": _deepcopy(original),
@@ -185,6 +186,16 @@ def _settle(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
     else:
         _refused.add(module)
     return True
+
+
+def _init(original: type) -> Callable:
+    @functools.wraps(original.__init__)
+    def __init__(self, *args, **kwargs):
+        if "_camox_patch" in type(self).__dict__:  # type(module)(...) makes another module, of which nothing is proved
+            self.__class__ = original
+        original.__init__(self, *args, **kwargs)
+
+    return __init__
 
 
 def _reduce_ex(original: type) -> Callable:
