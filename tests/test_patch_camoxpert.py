@@ -182,6 +182,26 @@ def test_hooks_inside_are_called():
     assert len(seen) == 4  # the copies that are compared have no hooks
 
 
+@pytest.mark.parametrize("kind", [experts.EdgeExpert, experts.FrequencyExpert, Channelwise])
+def test_hooks_see_what_they_saw(kind):
+    seen = []
+
+    def outputs(module, x):
+        handles = [part.register_forward_hook(lambda *now: seen.append(now[2])) for part in module.children()]
+        module(x)
+        for handle in handles:
+            handle.remove()
+        return [seen.pop() for _ in range(len(seen))]
+
+    torch.manual_seed(0)
+    module, x = kind(WIDTH), torch.randn(2, WIDTH, 24, 20)
+    expected = outputs(module, x)
+    assert cx.patch(module).patched
+    module(x)
+    for mine, original in zip(outputs(module, x), expected, strict=True):
+        torch.testing.assert_close(mine, original, rtol=1e-4, atol=1e-5)
+
+
 def test_hooks_beside_the_convolutions_are_called():
     module = EndsInIdentity()
     assert "pixel_attention" in [entry.recogniser for entry in cx.patch(module).patched]

@@ -82,8 +82,8 @@ class FourMaps(Recogniser):
 
             return _compared(module, fast, inputs, **how)
 
-        choices = (Branches(tuple(branches), fusion, residual) for residual in (False, True))
-        settings, error = _first_matching(choices, lambda settings: proved(settings, first, modes=modes))
+        choice = Branches(tuple(branches), fusion, residual=_arguments_of(module, fusion, first) == 2)
+        settings, error = _first_matching([choice], lambda settings: proved(settings, first, modes=modes))
         if not thorough:
             return settings, error
         return settings, max(error, proved(settings, _proof.values((1, channels, 1, 9)), modes=(True,)))
@@ -99,6 +99,20 @@ class FourMaps(Recogniser):
         maps = (*self.maps(x), x)
         features = torch.cat([own[name](part) for name, part in zip(settings.branches, maps, strict=True)], 1)
         return own[settings.fusion](features, x) if settings.residual else own[settings.fusion](features) + x
+
+
+def _arguments_of(module: nn.Module, name: str, x: torch.Tensor) -> int:
+    """How many arguments an inner module is called with. Where it would add x itself, a sum outside of it gives the
+    same numbers, but not to its hooks."""
+    side, counts = _proof.copied(module, torch.float64, "cpu"), [0]
+    inner = side._modules[name]
+    inner.register_forward_pre_hook(lambda _, args, kwargs: counts.append(len(args) + len(kwargs)), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            type(module).forward(side, x)
+    except Exception:
+        raise _proof.OtherKind from None
+    return counts[-1]
 
 
 def _width(module: nn.Module) -> int | None:
