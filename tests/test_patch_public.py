@@ -396,6 +396,7 @@ class Noisy(Mixture):
         AnotherLoss,
         DropsLater,
         OnAllTokens,
+        lambda: OnAllTokens(8),
         Noisy,
     ],
 )

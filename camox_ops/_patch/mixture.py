@@ -82,6 +82,9 @@ class TokenMixture(Recogniser):
             raise _proof.OtherKind
         if any(isinstance(part, nn.Dropout) for _, part in self.inner(module)):  # its p of today may be 0
             raise _proof.NotAlike("it has a dropout of its own")
+        calls = _calls_of_experts(small, experts, original, x[:1, :1])
+        if any(len(shape) != 2 for shape in calls):
+            raise _proof.NotAlike("its experts get all tokens, not rows of those that chose them")
         if form.loss is not None:
             settings = settings._replace(factor=_factor(small, original, self, settings, x))
 
@@ -95,8 +98,8 @@ class TokenMixture(Recogniser):
         try:
             return settings, _proof.compare64(small, compared, fast, cases, ("own",))
         except _proof.NotAlike:
-            called = _calls_idle(small, experts, original, settings.top_k, x)
-            settings = settings._replace(idle="called" if called else "zeros")
+            idle_are_called = len(calls) == count > sum(shape[0] for shape in calls) == settings.top_k
+            settings = settings._replace(idle="called" if idle_are_called else "zeros")
             return settings, _proof.compare64(small, compared, fast, cases, ("own",))
 
     def _form(self, small: nn.Module, experts: str, gate: str, original, x: torch.Tensor) -> Choice:
@@ -150,14 +153,14 @@ class TokenMixture(Recogniser):
         return (y, logits) if settings.with_logits else y
 
 
-def _calls_idle(small: nn.Module, experts: str, original, top_k: int, x: torch.Tensor) -> bool:
-    """Whether one token reaches top_k experts, and all others are called on no rows."""
-    side, rows = copy.deepcopy(small).double().eval(), []
+def _calls_of_experts(small: nn.Module, experts: str, original, x: torch.Tensor) -> list[torch.Size]:
+    """The shapes that experts are called with."""
+    side, shapes = copy.deepcopy(small).double().eval(), []
     for expert in side._modules[experts]:
-        expert.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
+        expert.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
     with torch.no_grad():
-        without_casts(original)(side, x[:1, :1])
-    return len(rows) == len(side._modules[experts]) > sum(rows) == top_k
+        without_casts(original)(side, x)
+    return shapes
 
 
 def _loss(settings: Choice, training: bool, logits: torch.Tensor, routing) -> torch.Tensor:
