@@ -450,6 +450,23 @@ def test_classes_that_keep_account_of_subclasses():
     assert not made
 
 
+def test_classes_that_a_subclass_would_break():
+    class ByType(Manual):
+        def forward(self, x):
+            return super(type(self), self).forward(x)
+
+    class ByClass(Manual):
+        def forward(self, x):
+            return super(self.__class__, self).forward(x)
+
+    x = torch.randn(2, CHANNELS, 24, 24)
+    for kind in (ByType, ByClass):
+        module = kind(CHANNELS)
+        (entry,) = cx.patch(module).skipped
+        assert entry.reason == "its forward calls super(type(self), self), which in a subclass calls itself"
+        assert module(x).shape == x.shape
+
+
 def test_modules_of_camox_ops_keep_their_fused_paths():
     encoder = cx.nn.TemporalEncoder(24, 4, 1, 48)
     report = cx.patch(nn.Sequential(encoder, cx.nn.LayerNorm2d(8)))

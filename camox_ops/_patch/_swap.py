@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import dis
 import functools
 import weakref
 from collections.abc import Callable
@@ -94,7 +95,19 @@ def why_no_subclass(kind: type) -> str | None:
         return "its class keeps account of its subclasses (__init_subclass__)"
     if kind.__hash__ is None:
         return "its class is not hashable"
+    if any(_passes_own_class_to_super(base.__dict__.get("forward")) for base in kind.__mro__):
+        return "its forward calls super(type(self), self), which in a subclass calls itself"
     return None
+
+
+def _passes_own_class_to_super(forward) -> bool:
+    """Whether it has super(type(self), self) or super(self.__class__, self)."""
+    code = getattr(forward, "__code__", None)
+    if code is None or "super" not in code.co_names:
+        return False
+    loads = [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")]
+    arguments = [loads[place + 1 : place + 3] for place, load in enumerate(loads) if load[1] == "super"]
+    return any(found[:1] == [("LOAD_GLOBAL", "type")] or ("LOAD_ATTR", "__class__") in found for found in arguments)
 
 
 def _subclass(patch: Patch) -> type:
