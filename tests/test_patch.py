@@ -2,11 +2,14 @@
 
 import copy
 import gc
+import inspect
 import io
 import json
 import pickle
 import random
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -163,6 +166,24 @@ def test_copies_stay_patched():
     assert names(report.patched) == ["1", "5"]
     cx.unpatch(late)
     assert type(late[1]) is Manual and type(model[1]) is not Manual
+
+
+def test_a_patched_class_makes_modules_that_are_not_patched():
+    class Scaled(Manual):
+        def __init__(self, channels, scale=1.0):
+            super().__init__(channels)
+            self.scale = scale
+
+        def forward(self, x):
+            y = super().forward(x)
+            return y if self.scale == 1 else y * self.scale
+
+    module, x = Scaled(CHANNELS), torch.randn(2, CHANNELS, 24, 24)
+    cx.patch(module)
+    module(x)
+    other = type(module)(CHANNELS, scale=3.0)
+    assert type(other) is Scaled and inspect.signature(type(module)) == inspect.signature(Scaled)
+    torch.testing.assert_close(other(x), 3 * module(x))
 
 
 def test_generators_stay_where_they_were():
@@ -429,6 +450,23 @@ def test_classes_that_keep_account_of_subclasses():
     assert not made
 
 
+def test_classes_that_a_subclass_would_break():
+    class ByType(Manual):
+        def forward(self, x):
+            return super(type(self), self).forward(x)
+
+    class ByClass(Manual):
+        def forward(self, x):
+            return super(self.__class__, self).forward(x)
+
+    x = torch.randn(2, CHANNELS, 24, 24)
+    for kind in (ByType, ByClass):
+        module = kind(CHANNELS)
+        (entry,) = cx.patch(module).skipped
+        assert entry.reason == "its forward calls super(type(self), self), which in a subclass calls itself"
+        assert module(x).shape == x.shape
+
+
 def test_modules_of_camox_ops_keep_their_fused_paths():
     encoder = cx.nn.TemporalEncoder(24, 4, 1, 48)
     report = cx.patch(nn.Sequential(encoder, cx.nn.LayerNorm2d(8)))
@@ -538,6 +576,24 @@ def test_the_first_input_fires_no_hook_of_parameters():
     assert not fired
     step(model, images())
     assert len(fired) == 2 * len(list(model.parameters()))
+
+
+def test_first_inputs_of_several_threads():
+    model, x = network().eval(), images()
+    expected = model(x).detach()
+    report = cx.patch(model)
+    start = threading.Barrier(4)
+
+    def answer(_):
+        start.wait()
+        with torch.no_grad():
+            return model(x)
+
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(answer, range(4)):
+            close([found], [expected])
+    assert names(report.patched) == PATCHED
+    assert report.patched[0].first_error < 1e-5
 
 
 def test_a_large_first_input_is_compared_in_part():

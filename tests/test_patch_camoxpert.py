@@ -44,6 +44,17 @@ class Channelwise(nn.Module):
         return self.all(torch.cat(parts, 1)) + x
 
 
+class EndsInIdentity(backbone.SDTAEncoder):
+    """A module without parameters beside the convolutions."""
+
+    def __init__(self):
+        super().__init__(WIDTH, 4, 0.0)
+        self.last = nn.Identity()
+
+    def forward(self, x):
+        return self.last(super().forward(x))
+
+
 class OtherMixture(nn.Module):
     """Every expert on the whole batch: those that nobody chose get zeros as gradients, not None."""
 
@@ -169,6 +180,35 @@ def test_hooks_inside_are_called():
     for _ in range(2):
         module(x)
     assert len(seen) == 4  # the copies that are compared have no hooks
+
+
+@pytest.mark.parametrize("kind", [experts.EdgeExpert, experts.FrequencyExpert, Channelwise])
+def test_hooks_see_what_they_saw(kind):
+    seen = []
+
+    def outputs(module, x):
+        handles = [part.register_forward_hook(lambda *now: seen.append(now[2])) for part in module.children()]
+        module(x)
+        for handle in handles:
+            handle.remove()
+        return [seen.pop() for _ in range(len(seen))]
+
+    torch.manual_seed(0)
+    module, x = kind(WIDTH), torch.randn(2, WIDTH, 24, 20)
+    expected = outputs(module, x)
+    assert cx.patch(module).patched
+    module(x)
+    for mine, original in zip(outputs(module, x), expected, strict=True):
+        torch.testing.assert_close(mine, original, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_beside_the_convolutions_are_called():
+    module = EndsInIdentity()
+    assert "pixel_attention" in [entry.recogniser for entry in cx.patch(module).patched]
+    x = torch.randn(2, WIDTH, 24, 20)
+    module(x)
+    module.last.register_forward_hook(lambda _, args, y: 2 * y)
+    torch.testing.assert_close(module(x), EndsInIdentity.forward(module, x))
 
 
 def test_a_gate_without_numbers():

@@ -190,6 +190,28 @@ class ReturnsLogits(Mixture):
         return y.view_as(x), logits
 
 
+class CallsAll(nn.Module):
+    """Switch's without a capacity, and Mixtral's of transformers 4.36: idle experts are called on no rows. The softmax
+    is a module."""
+
+    def __init__(self, top_k=1, count=8):
+        super().__init__()
+        self.top_k = top_k
+        self.gate = nn.Linear(WIDTH, count)
+        self.softmax = nn.Softmax(dim=-1)
+        self.experts = nn.ModuleList(Expert() for _ in range(count))
+
+    def forward(self, x):
+        rows = x.view(-1, WIDTH)
+        weights, chosen = self.softmax(self.gate(rows)).topk(self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True) if self.top_k > 1 else weights
+        y = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            own, place = torch.where(chosen == number)
+            y.index_add_(0, own, expert(rows[own]) * weights[own, place, None])
+        return y.view_as(x)
+
+
 def padding(batch, tokens, low=-10000.0):
     hidden = torch.arange(tokens) >= torch.arange(batch)[:, None] % 4 + tokens - 3
     return torch.zeros(batch, 1, 1, tokens).masked_fill(hidden[:, None, None], low)
@@ -222,6 +244,8 @@ CASES = {
     "mixture": (Mixture, (rows(),), "token_mixture"),
     "mixture of one": (lambda: Mixture(1, False, 0.0), (rows(),), "token_mixture"),
     "mixture with idle experts": (lambda: Mixture(1, count=32), (rows(8),), "token_mixture"),
+    "mixture that calls all": (CallsAll, (rows(8),), "token_mixture"),
+    "mixture that calls all, two": (lambda: CallsAll(2), (rows(8),), "token_mixture"),
     "mixture with logits": (ReturnsLogits, (rows(),), "token_mixture"),
 }
 
@@ -332,6 +356,26 @@ class AnotherLoss(Mixture):
         return y
 
 
+class DropsLater(Mixture):
+    """A dropout of its own, with p=0 while it is proved."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.dropout(super().forward(x))
+
+
+class OnAllTokens(CallsAll):
+    """Every expert on every token: one with a BatchNorm sees others than those that chose it."""
+
+    def forward(self, x):
+        weights, chosen = self.softmax(self.gate(x)).topk(self.top_k)
+        weights = x.new_zeros(*x.shape[:-1], len(self.experts)).scatter(-1, chosen, weights)
+        return (torch.stack([expert(x) for expert in self.experts], -1) * weights.unsqueeze(-2)).sum(-1)
+
+
 class Noisy(Mixture):
     """Noise on the gate, in training."""
 
@@ -350,6 +394,9 @@ class Noisy(Mixture):
         MeanOfValues,
         Capacity,
         AnotherLoss,
+        DropsLater,
+        OnAllTokens,
+        lambda: OnAllTokens(8),
         Noisy,
     ],
 )
@@ -418,12 +465,16 @@ def test_norm_in_float32_of_other_dtypes(dtype):
     assert dtype is torch.bfloat16 or torch.equal(module(x), plain(x))
 
 
-@pytest.mark.parametrize("name", ["padding", "residual with a row norm", "attention over scales"])
+@pytest.mark.parametrize(
+    "name", ["padding", "residual with a row norm", "attention over scales", "mixture that calls all"]
+)
 def test_hooks_on_inner_modules(name):
     """Before patch: left alone; later: called."""
     kind, args, recogniser = CASES[name]
     module, seen = kind(), []
-    hooked = module.relu if recogniser == "multiscale_attention" else module.dropout
+    hooked = module.get_submodule(
+        {"multiscale_attention": "relu", "token_mixture": "softmax"}.get(recogniser, "dropout")
+    )
     handle = hooked.register_forward_hook(lambda *_: seen.append(1))
     assert [entry.reason[-9:] for entry in cx.patch(module, only=[recogniser, "row_norm"]).skipped] == ["has hooks"]
     handle.remove()

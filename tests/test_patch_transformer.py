@@ -172,6 +172,8 @@ def test_attention_that_is_called_as_before(calls):
         ours, theirs = (m(*arguments[0], **arguments[1]) for m in (module, plain))
         assert torch.equal(ours[0], theirs[0])
         assert (ours[1] is None) == (theirs[1] is None)
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        module(x, x, x, need_weights=False, is_causal=True)
     assert not calls
 
 
@@ -191,6 +193,8 @@ def test_layers_that_are_called_as_before(calls):
     assert not calls
     with pytest.raises((RuntimeError, AssertionError)):
         module(x, src_key_padding_mask=padding(11))
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        module(x, is_causal=True)
 
 
 def test_inner_modules_with_hooks_or_exchanged(calls):
@@ -207,6 +211,16 @@ def test_inner_modules_with_hooks_or_exchanged(calls):
     calls.clear()
     torch.testing.assert_close(module(x), expected)
     assert len(calls) == 1  # that of the attention, which is patched as well
+
+
+def test_hooks_on_the_activation(calls):
+    module = patched(layer(activation=nn.GELU()), calls)
+    x, seen = tokens(module), []
+    for register in ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"):
+        handle = getattr(module.activation, register)(lambda *_: seen.append(1))
+        module(x).sum().backward()
+        handle.remove()
+    assert len(seen) == 3
 
 
 def test_left_alone():

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import dis
 import functools
 import weakref
 from collections.abc import Callable
@@ -45,6 +46,8 @@ _waiting: weakref.WeakKeyDictionary[nn.Module, PatchEntry] = weakref.WeakKeyDict
 # to nothing has the error of its luck, so the next input decides, of INPUTS at most; until then the original runs.
 _doubted: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 INPUTS = 3
+# Modules that a thread compares just now; to other threads their originals answer meanwhile.
+_comparing: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
 # Modules found to differ whose class could not be set back, as it is wrapped (fully_shard and parametrize do that).
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -92,7 +95,19 @@ def why_no_subclass(kind: type) -> str | None:
         return "its class keeps account of its subclasses (__init_subclass__)"
     if kind.__hash__ is None:
         return "its class is not hashable"
+    if any(_passes_own_class_to_super(base.__dict__.get("forward")) for base in kind.__mro__):
+        return "its forward calls super(type(self), self), which in a subclass calls itself"
     return None
+
+
+def _passes_own_class_to_super(forward) -> bool:
+    """Whether it has super(type(self), self) or super(self.__class__, self)."""
+    code = getattr(forward, "__code__", None)
+    if code is None or "super" not in code.co_names:
+        return False
+    loads = [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")]
+    arguments = [loads[place + 1 : place + 3] for place, load in enumerate(loads) if load[1] == "super"]
+    return any(found[:1] == [("LOAD_GLOBAL", "type")] or ("LOAD_ATTR", "__class__") in found for found in arguments)
 
 
 def _subclass(patch: Patch) -> type:
@@ -107,6 +122,7 @@ def _subclass(patch: Patch) -> type:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_camox_patch": patch,
+        "__init__": _init(original),
         "forward": functools.wraps(original.forward)(fast),
         "__reduce_ex__": _reduce_ex(original),
         "__deepcopy__": _deepcopy(original),
@@ -139,7 +155,13 @@ def _checking_forward(patch: Patch) -> Callable:
             return final(self, *args, **kwargs)
         plain_call = not in_transform() and not in_dispatch_mode()
         if self in _waiting and serves(self, settings, args, kwargs) and plain_call:
-            settled = _settle(self, patch, args, kwargs)
+            mine = object()
+            if _comparing.setdefault(self, mine) is not mine:
+                return original(self, *args, **kwargs)
+            try:
+                settled = _settle(self, patch, args, kwargs)
+            finally:
+                del _comparing[self]
             if not settled:
                 return original(self, *args, **kwargs)
         if self in _refused or patch_of(type(self)) is None:
@@ -151,6 +173,8 @@ def _checking_forward(patch: Patch) -> Callable:
 
 def _settle(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
     """Compares on these arguments, and gives the module its final class or its original one. False: the next decide."""
+    if module not in _waiting:  # another thread has compared since the caller asked
+        return True
     entry = _waiting[module]
     try:
         found = _proof.compare_on_input(module, patch, args, kwargs)
@@ -175,6 +199,16 @@ def _settle(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
     else:
         _refused.add(module)
     return True
+
+
+def _init(original: type) -> Callable:
+    @functools.wraps(original.__init__)
+    def __init__(self, *args, **kwargs):
+        if "_camox_patch" in type(self).__dict__:  # type(module)(...) makes another module, of which nothing is proved
+            self.__class__ = original
+        original.__init__(self, *args, **kwargs)
+
+    return __init__
 
 
 def _reduce_ex(original: type) -> Callable:

@@ -61,14 +61,19 @@ class Inner(NamedTuple):
     names: tuple[str, ...]
     kinds: tuple[type, ...]
 
+    @classmethod
+    def of(cls, modules: Iterable[tuple[str, nn.Module]]) -> Inner:
+        """Of (name, module)."""
+        found = dict(modules)
+        return cls(tuple(found), tuple(map(_call.kind_of, found.values())))
+
     def are_bypassed(self, module: nn.Module) -> bool:
         own = module._modules
         return _call.are_bypassed([own.get(name) for name in self.names], self.kinds)
 
 
 def inner_of(module: nn.Module) -> Inner:
-    own = {name: part for name, part in module._modules.items() if part is not None}
-    return Inner(tuple(own), tuple(_call.kind_of(part) for part in own.values()))
+    return Inner.of((name, part) for name, part in module._modules.items() if part is not None)
 
 
 def arranged(

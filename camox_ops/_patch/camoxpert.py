@@ -25,7 +25,7 @@ from ..ops.linear_attention import linear_attention_packed
 from ..ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from . import _call, _proof
 from ._recogniser import Planned, Recogniser
-from .blocks import NO_DROPOUT, have_probabilities
+from .blocks import NO_DROPOUT, Inner, have_probabilities
 
 
 def _compared(module: nn.Module, fast: Callable, inputs: tuple, allowed=_proof.ALLOWED64, **how) -> float:
@@ -82,8 +82,8 @@ class FourMaps(Recogniser):
 
             return _compared(module, fast, inputs, **how)
 
-        choices = (Branches(tuple(branches), fusion, residual) for residual in (False, True))
-        settings, error = _first_matching(choices, lambda settings: proved(settings, first, modes=modes))
+        choice = Branches(tuple(branches), fusion, residual=_arguments_of(module, fusion, first) == 2)
+        settings, error = _first_matching([choice], lambda settings: proved(settings, first, modes=modes))
         if not thorough:
             return settings, error
         return settings, max(error, proved(settings, _proof.values((1, channels, 1, 9)), modes=(True,)))
@@ -99,6 +99,20 @@ class FourMaps(Recogniser):
         maps = (*self.maps(x), x)
         features = torch.cat([own[name](part) for name, part in zip(settings.branches, maps, strict=True)], 1)
         return own[settings.fusion](features, x) if settings.residual else own[settings.fusion](features) + x
+
+
+def _arguments_of(module: nn.Module, name: str, x: torch.Tensor) -> int:
+    """How many arguments an inner module is called with. Where it would add x itself, a sum outside of it gives the
+    same numbers, but not to its hooks."""
+    side, counts = _proof.copied(module, torch.float64, "cpu"), [0]
+    inner = side._modules[name]
+    inner.register_forward_pre_hook(lambda _, args, kwargs: counts.append(len(args) + len(kwargs)), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            type(module).forward(side, x)
+    except Exception:
+        raise _proof.OtherKind from None
+    return counts[-1]
 
 
 def _width(module: nn.Module) -> int | None:
@@ -148,13 +162,14 @@ def _formats(module: nn.Module, channels: int) -> Formats:
 
 
 class Heads(NamedTuple):
-    """Names of the inner modules, and how many heads there are."""
+    """Names of the inner modules, and how many heads there are. inner: what is read and not called."""
 
     qkv: str
     proj: str
     drop: str | None
     heads: int
     formats: Formats
+    inner: Inner
 
 
 class PixelAttention(Recogniser):
@@ -164,6 +179,10 @@ class PixelAttention(Recogniser):
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         return not module._parameters and not module._buffers and _convolutions(module) is not None
+
+    def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        called = _convolutions(module)[:2]
+        return [(name, part) for name, part in module._modules.items() if part is not None and name not in called]
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Heads, float]:
         qkv, proj, drops = _convolutions(module)
@@ -178,8 +197,10 @@ class PixelAttention(Recogniser):
 
         first = _proof.values((2, channels, 3, 5))
         modes = (True, False) if thorough else (True,)
-        formats = _formats(module, channels)
-        choices = (Heads(qkv, proj, d, n, formats) for d, n in itertools.product(drops or [None], sorted(numbers)))
+        formats, inner = _formats(module, channels), Inner.of(self.inner(module))
+        choices = (
+            Heads(qkv, proj, d, n, formats, inner) for d, n in itertools.product(drops or [None], sorted(numbers))
+        )
         settings, error = _first_matching(choices, lambda settings: proved(settings, first, modes=modes))
         if not thorough:
             return settings, error
@@ -189,8 +210,7 @@ class PixelAttention(Recogniser):
     def serves(self, module: nn.Module, settings: Heads, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not _call.is_served(args[0]) or args[0].dim() != 4:
             return False
-        drop = None if settings.drop is None else module._modules[settings.drop]
-        if drop is not None and _call.why_not_bypassed(drop, nn.Dropout) is not None:
+        if settings.inner.names and not settings.inner.are_bypassed(module):
             return False
         return have_probabilities(module, settings.drop) and args[0].shape[2] * args[0].shape[3] > 0
 

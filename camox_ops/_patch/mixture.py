@@ -17,23 +17,26 @@ from ..ops.moe import moe_combine, moe_dispatch, moe_route
 from . import _call, _proof
 from ._recogniser import Planned, Recogniser
 from ._wide import without_casts
+from .blocks import Inner
 
 MOST_EXPERTS = 64
 
 
 class Choice(NamedTuple):
-    """Names of inner modules; top_k and score as of moe_route; with_logits: (y, logits) comes back; idle_zero: experts
-    without a token get zeros for gradients in training. loss: the attribute that a loss of the load is left on, factor:
-    what sum(tokens of an expert / tokens * its mean probability) is multiplied by in training; 0 in evaluation."""
+    """Names of inner modules; top_k and score as of moe_route; with_logits: (y, logits) comes back; idle: experts
+    without a token are "skipped", get "zeros" for gradients in training, or are "called" on no rows. loss: the
+    attribute that a loss of the load is left on, factor: what sum(tokens of an expert / tokens * its mean probability)
+    is multiplied by in training; 0 in evaluation. inner: what has no parameters, such as a Softmax."""
 
     experts: str
     gate: str
     top_k: int
     score: str
     with_logits: bool
-    idle_zero: bool
+    idle: str
     loss: str | None
     factor: float
+    inner: Inner
 
 
 class TokenMixture(Recogniser):
@@ -43,6 +46,10 @@ class TokenMixture(Recogniser):
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         return not module._parameters and not module._buffers and _roles(module) is not None
+
+    def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        called = _roles(module)
+        return [(name, part) for name, part in module._modules.items() if part is not None and name not in called]
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Choice, float]:
         experts, gate = _roles(module)
@@ -73,6 +80,11 @@ class TokenMixture(Recogniser):
             break
         else:
             raise _proof.OtherKind
+        if any(isinstance(part, nn.Dropout) for _, part in self.inner(module)):  # its p of today may be 0
+            raise _proof.NotAlike("it has a dropout of its own")
+        calls = _calls_of_experts(small, experts, original, x[:1, :1])
+        if any(len(shape) != 2 for shape in calls):
+            raise _proof.NotAlike("its experts get all tokens, not rows of those that chose them")
         if form.loss is not None:
             settings = settings._replace(factor=_factor(small, original, self, settings, x))
 
@@ -86,7 +98,8 @@ class TokenMixture(Recogniser):
         try:
             return settings, _proof.compare64(small, compared, fast, cases, ("own",))
         except _proof.NotAlike:
-            settings = settings._replace(idle_zero=True)
+            idle_are_called = len(calls) == count > sum(shape[0] for shape in calls) == settings.top_k
+            settings = settings._replace(idle="called" if idle_are_called else "zeros")
             return settings, _proof.compare64(small, compared, fast, cases, ("own",))
 
     def _form(self, small: nn.Module, experts: str, gate: str, original, x: torch.Tensor) -> Choice:
@@ -104,12 +117,15 @@ class TokenMixture(Recogniser):
             raise _proof.OtherKind
         left = [name for name, value in vars(side).items() if value is not before.get(name)]
         loss = left[0] if len(left) == 1 and isinstance(getattr(side, left[0]), torch.Tensor) else None
-        return Choice(experts, gate, 1, "softmax_topk", with_logits, False, loss, 0.0)
+        inner = Inner.of(self.inner(side))
+        return Choice(experts, gate, 1, "softmax_topk", with_logits, "skipped", loss, 0.0, inner)
 
     def serves(self, module: nn.Module, settings: Choice, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or torch.compiler.is_compiling() or not _call.is_served(args[0]):
             return False
         x, gate = args[0], module._modules[settings.gate]
+        if settings.inner.names and not settings.inner.are_bypassed(module):
+            return False
         if x.dim() < 2 or _call.autocast_dtype(x) is not None or _call.kind_of(gate) is not nn.Linear:
             return False
         if settings.loss is not None and x.dtype is not torch.float32:  # in which dtype a loss is kept differs
@@ -125,15 +141,26 @@ class TokenMixture(Recogniser):
         routing = moe_route(logits, settings.top_k, score=settings.score)
         counts = routing.counts.tolist()
         parts = torch.unsafe_split_with_sizes(moe_dispatch(rows, routing), counts)
-        found = [expert(part) for expert, part in zip(experts, parts, strict=True) if part.shape[0]]
+        called = settings.idle == "called"
+        found = [expert(part) for expert, part in zip(experts, parts, strict=True) if called or part.shape[0]]
         y = moe_combine(torch.cat(found), routing, padded=False)
-        if settings.idle_zero and module.training and 0 in counts:
+        if settings.idle == "zeros" and module.training and 0 in counts:
             idle = [p for expert, n in zip(experts, counts, strict=True) if not n for p in expert.parameters()]
             y = y + 0 * sum(p.sum() for p in idle)
         if settings.loss is not None:
             setattr(module, settings.loss, _loss(settings, module.training, logits, routing))
         y = y.view(x.shape)
         return (y, logits) if settings.with_logits else y
+
+
+def _calls_of_experts(small: nn.Module, experts: str, original, x: torch.Tensor) -> list[torch.Size]:
+    """The shapes that experts are called with."""
+    side, shapes = copy.deepcopy(small).double().eval(), []
+    for expert in side._modules[experts]:
+        expert.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
+    with torch.no_grad():
+        without_casts(original)(side, x)
+    return shapes
 
 
 def _loss(settings: Choice, training: bool, logits: torch.Tensor, routing) -> torch.Tensor:

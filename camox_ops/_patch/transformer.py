@@ -50,7 +50,7 @@ class EncoderLayer(Recogniser):
 
     def serves(self, module: nn.Module, settings, args: tuple, kwargs: dict) -> bool:
         bound = _bound(("src", "src_mask", "src_key_padding_mask", "is_causal"), args, kwargs)
-        if bound is None or not _serves(module.self_attn, bound[0], bound[1], bound[2]) or why_not_plain(module):
+        if bound is None or not _serves(module.self_attn, *bound) or why_not_plain(module):
             return False
         inner = module._modules
         if not _call.are_bypassed([inner[name] for name in temporal.KINDS], list(temporal.KINDS.values())):
@@ -107,7 +107,7 @@ class Attention(Recogniser):
         bound = _bound(ARGUMENTS, args, kwargs)
         if bound is None or bound[4] is not False or not bound[0] is bound[1] is bound[2]:
             return False
-        if not _serves(module, bound[0], bound[5], bound[3]) or _why_no_plain_attention(module) is not None:
+        if not _serves(module, bound[0], bound[5], bound[3], bound[7]) or _why_no_plain_attention(module) is not None:
             return False
         return module.training or differentiated(module, bound[0])
 
@@ -171,7 +171,9 @@ def why_not_plain(layer: nn.TransformerEncoderLayer) -> str | None:
     return None
 
 
-def _serves(attention: nn.MultiheadAttention, x, mask, padding) -> bool:
+def _serves(attention: nn.MultiheadAttention, x, mask, padding, is_causal) -> bool:
+    if is_causal and mask is None:  # an error there
+        return False
     if not _call.is_served(x) or x.dim() != 3 or x.shape[2] != attention.embed_dim:
         return False
     if x.dtype is not attention.in_proj_weight.dtype and _call.autocast_dtype(x) is None:
@@ -237,8 +239,8 @@ def _dropped(x: torch.Tensor, module: nn.Dropout) -> torch.Tensor:
 
 def _feed_forward(layer: nn.TransformerEncoderLayer, x: torch.Tensor) -> torch.Tensor:
     first, activation = layer.linear1, layer.activation
-    gelu = activation is F.gelu or (_call.kind_of(activation) is nn.GELU and activation.approximate == "none")
-    if gelu and not getattr(activation, "_forward_hooks", None):
+    is_stock = activation is F.gelu or _call.why_not_bypassed(activation, nn.GELU) is None
+    if is_stock and getattr(activation, "approximate", "none") == "none":
         hidden = F.linear(x, first.weight)
         hidden = bias_gelu(hidden, first.bias, p=float(layer.dropout.p), training=layer.dropout.training)
     else:
