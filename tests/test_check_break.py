@@ -43,3 +43,10 @@ def test_every_exception_is_a_test_that_exists():
         text = (ROOT / "tests" / f"test_{check_break.TEST_FILES.get(family, family)}.py").read_text()
         for name in tests:
             assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"tests/test_{family}.py: no {name}"
+
+
+def test_kernels_that_this_cpu_cannot_run_are_not_checked(monkeypatch, capsys):
+    monkeypatch.setattr(check_break, "build", lambda op: pytest.fail("nothing to build"))
+    monkeypatch.setitem(check_break.NEEDS, "gemm", "a_word_of_no_cpu")
+    assert check_break.main("gemm") == 0
+    assert "gemm: not checked, its kernels need a_word_of_no_cpu" in capsys.readouterr().out
