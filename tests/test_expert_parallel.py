@@ -35,9 +35,10 @@ def tokens(name: str) -> cx.nn.TokenMoE:
     return layer
 
 
-def images(name: str) -> cx.nn.MoELayer:
+def images(name: str, windows: tuple[int, int] = (1, 3)) -> cx.nn.MoELayer:
     torch.manual_seed(0)
-    experts = [nn.Sequential(nn.Conv2d(D, D, 1 + 2 * (i % 2), padding=i % 2), nn.Tanh()) for i in range(E)]
+    sizes = [windows[i % 2] for i in range(E)]
+    experts = [nn.Sequential(nn.Conv2d(D, D, size, padding=size // 2), nn.Tanh()) for size in sizes]
     layer = cx.nn.MoELayer(D, E, K, experts=experts, aux_loss="switch", capacity_factor=IMAGES[name])
     with torch.no_grad():
         layer.gate[1].weight *= 20
@@ -164,7 +165,9 @@ def wrapped(how: str, rank: int, world: int) -> dict[str, float]:
 
 def merged(how: str, name: str, rank: int, world: int) -> str:
     """What a forward says in a wrapper that takes all ranks' experts for the same ones."""
-    net = nn.Sequential(cx.nn.expert_parallel(model_of(name).float(), dist.group.WORLD))
+    # Of parameters whose shapes differ between ranks, as those of two windows do, DDP says so itself.
+    layer = tokens(name) if name in VARIANTS else images(name, windows=(3, 3))
+    net = nn.Sequential(cx.nn.expert_parallel(layer.float(), dist.group.WORLD))
     net = fully_shard(net) if how == "FSDP2" else DistributedDataParallel(net)
     x = rows_of_rank(name, rank, world)[0].float()
     with torch.no_grad():
