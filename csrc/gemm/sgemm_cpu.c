@@ -13,8 +13,6 @@
          for each panel of rows:     it stays in L1
            for each panel of columns:   micro tile: rows x COLUMNS sums in registers, vectors along the columns, one
                                         factor of x broadcast per row and step; meanwhile the next block is prefetched
-   With AVX2 the last two loops change places, and a panel of columns stays in L1. It is the longer one, 24 KiB to 9, and L1
-   has room for both; a panel of columns for AVX-512 has 48 KiB.
    Packing turns any transposition into the order in which the micro tile reads. */
 #include "sgemm.h"
 
@@ -24,7 +22,6 @@
 
 #if defined(CAMOX_SIMD_AVX512)
 #define ROWS 14
-#define X_PANEL_STAYS
 #elif defined(CAMOX_SIMD_AVX2)
 #define ROWS 6
 #else
@@ -193,24 +190,17 @@ typedef struct {
   const float *packed;
 } side;
 
-/* The panels of rows from i and of columns from j on. */
-CAMOX_INLINE void multiply_panels(micro_tile t, float *c, side x, side y, int64_t i, int64_t j, prefetcher *next) {
-  t.x = x.packed + (i - x.begin) * t.depth;
-  t.y = y.packed + (j - y.begin) * t.depth;
-  t.c = c + i * t.c_row + j;
-  t.columns = camox_min_i64(COLUMNS, y.end - j);
-  multiply_rows[camox_min_i64(x.panel, x.end - i)](&t, next);
-}
-
 static void multiply_block(const camox_sgemm_shape *s, float *c, side x, side y, prefetcher next, int64_t depth, float beta) {
-  const micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
-#ifdef X_PANEL_STAYS
-  for (int64_t i = x.begin; i < x.end; i += x.panel)
-    for (int64_t j = y.begin; j < y.end; j += COLUMNS) multiply_panels(t, c, x, y, i, j, &next);
-#else
-  for (int64_t j = y.begin; j < y.end; j += COLUMNS)
-    for (int64_t i = x.begin; i < x.end; i += x.panel) multiply_panels(t, c, x, y, i, j, &next);
-#endif
+  micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
+  for (int64_t i = x.begin; i < x.end; i += x.panel) {
+    t.x = x.packed + (i - x.begin) * depth;
+    for (int64_t j = y.begin; j < y.end; j += COLUMNS) {
+      t.y = y.packed + (j - y.begin) * depth;
+      t.c = c + i * s->c_row + j;
+      t.columns = camox_min_i64(COLUMNS, y.end - j);
+      multiply_rows[camox_min_i64(x.panel, x.end - i)](&t, &next);
+    }
+  }
 }
 
 void CAMOX_PASTE3(camox_sgemm, f32, CAMOX_ISA)(const camox_sgemm_shape *s, const camox_sgemm_operands *at,
