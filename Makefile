@@ -16,13 +16,13 @@ PIP := $(PY) -m pip --quiet --disable-pip-version-check --no-input
 # One stamp for each choice of torch, so that another choice is installed.
 INSTALLED := $(VENV)/installed-$(shell printf %s "$(TORCH)" | tr -c "A-Za-z0-9." _)
 OF_EXAMPLES := $(wildcard examples/*/requirements.txt)
-BUILT := $(VENV)/built
+# Without optimisation where this machine cannot run the kernels; a wheel is for others.
+CAMOX_QUICK_BUILD ?= 1
+# The tree holds one build: that of other choices is made again.
+BUILT := $(VENV)/built-$(shell printf %s "$(CAMOX_CUDA_ARCHS)-$(CAMOX_QUICK_BUILD)" | tr -c "A-Za-z0-9" _)
 AUDITORS := $(VENV)/installed-auditors
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED = $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
-
-# Without optimisation where this machine cannot run the kernels; a wheel is for others.
-CAMOX_QUICK_BUILD ?= 1
 
 export CAMOX_CUDA_ARCHS CAMOX_QUICK_BUILD
 .DELETE_ON_ERROR:
@@ -36,12 +36,13 @@ $(INSTALLED): requirements/dev.txt $(OF_EXAMPLES) scripts/check_machine.sh
 	@$(PY) -c pass 2>/dev/null || { echo "creating $(VENV)"; "$(PYTHON)" -m venv --clear $(VENV); }
 	@echo "installing $(TORCH) and what requirements/dev.txt and the examples list"
 	@$(PIP) install "$(TORCH)" -r requirements/dev.txt $(OF_EXAMPLES:%=-r %)
-	@rm -rf $(VENV)/installed-* $(BUILT) build
+	@rm -rf $(VENV)/installed-* $(VENV)/built* build
 	@touch $@
 
 # In place, and found from everywhere by a .pth file: an editable install would compile everything anew at each change.
 $(BUILT): $(INSTALLED) $(SOURCES)
 	@echo "building camox_ops"
+	@rm -f $(VENV)/built*
 	@$(PY) setup.py -q build_ext --inplace
 	@$(PY) -c "import sysconfig; open(sysconfig.get_path('purelib') + '/camox_ops_checkout.pth', 'w').write('$(CURDIR)\n')"
 	@touch $@
@@ -104,4 +105,4 @@ sanitize: $(INSTALLED) ## the C kernels under ASan and UBSan, no Python in betwe
 	$(PY) scripts/sanitize.py
 
 clean: ## removes what was built, keeps .venv
-	rm -rf build dist demo *.egg-info camox_ops/*.so $(BUILT)
+	rm -rf build dist demo *.egg-info camox_ops/*.so $(VENV)/built*

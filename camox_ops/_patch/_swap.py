@@ -173,9 +173,9 @@ def _checking_forward(patch: Patch) -> Callable:
 
 def _settle(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
     """Compares on these arguments, and gives the module its final class or its original one. False: the next decide."""
-    if module not in _waiting:  # another thread has compared since the caller asked
+    entry = _waiting.get(module)
+    if entry is None:  # another thread has compared since the caller asked
         return True
-    entry = _waiting[module]
     try:
         found = _proof.compare_on_input(module, patch, args, kwargs)
     except _proof.OriginalFailed:

@@ -72,8 +72,13 @@ class Inner(NamedTuple):
         return _call.are_bypassed([own.get(name) for name in self.names], self.kinds)
 
 
+def inner_modules(module: nn.Module, *called: str | None) -> list[tuple[str, nn.Module]]:
+    """(name, module) of what a module contains, but for those that its fast forward calls."""
+    return [(name, part) for name, part in module._modules.items() if part is not None and name not in called]
+
+
 def inner_of(module: nn.Module) -> Inner:
-    return Inner.of((name, part) for name, part in module._modules.items() if part is not None)
+    return Inner.of(inner_modules(module))
 
 
 def arranged(
@@ -134,7 +139,7 @@ class FeedForward(Recogniser):
         return first.bias is not None and (not parts.norms or len(parts.linears) == 2)
 
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        return [(name, part) for name, part in module._modules.items() if part is not None]
+        return inner_modules(module)
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Block, float]:
         parts, inner = parts_of(module), inner_of(module)
@@ -227,7 +232,7 @@ class AddNorm(Recogniser):
         return module._modules[settings.norm]
 
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        return [(name, part) for name, part in module._modules.items() if part is not None]
+        return inner_modules(module)
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Residual, float]:
         parts, inner = self.parts(module, planned), inner_of(module)

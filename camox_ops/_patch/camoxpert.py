@@ -25,7 +25,7 @@ from ..ops.linear_attention import linear_attention_packed
 from ..ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route
 from . import _call, _proof
 from ._recogniser import Planned, Recogniser
-from .blocks import NO_DROPOUT, Inner, have_probabilities
+from .blocks import NO_DROPOUT, Inner, have_probabilities, inner_modules
 
 
 def _compared(module: nn.Module, fast: Callable, inputs: tuple, allowed=_proof.ALLOWED64, **how) -> float:
@@ -181,8 +181,7 @@ class PixelAttention(Recogniser):
         return not module._parameters and not module._buffers and _convolutions(module) is not None
 
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        called = _convolutions(module)[:2]
-        return [(name, part) for name, part in module._modules.items() if part is not None and name not in called]
+        return inner_modules(module, *_convolutions(module)[:2])
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Heads, float]:
         qkv, proj, drops = _convolutions(module)

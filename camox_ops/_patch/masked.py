@@ -23,7 +23,7 @@ from ..ops.dropout import dropout
 from ..ops.short_attention import LONGEST, short_attention
 from . import _call, _proof
 from ._recogniser import Planned, Recogniser
-from .blocks import NO_DROPOUT, Inner, Parts, arranged, have_probabilities, inner_of, parts_of
+from .blocks import NO_DROPOUT, Inner, Parts, arranged, have_probabilities, inner_modules, inner_of, parts_of
 
 # exp(score + mask - largest score) is 0 in float64 where the mask is at most LOW and scores are at most LARGEST_SCORE.
 LOW, LARGEST_SCORE = -9999.0, 4500.0
@@ -64,7 +64,7 @@ class MaskedAttention(Recogniser):
         return len(names) >= 2 and bool(_heads(module, linears[0].out_features))
 
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        return [(name, part) for name, part in module._modules.items() if part is not None]
+        return inner_modules(module)
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Self, float]:
         parts = parts_of(module)

@@ -17,7 +17,7 @@ from ..ops.moe import moe_combine, moe_dispatch, moe_route
 from . import _call, _proof
 from ._recogniser import Planned, Recogniser
 from ._wide import without_casts
-from .blocks import Inner
+from .blocks import Inner, inner_modules
 
 MOST_EXPERTS = 64
 
@@ -48,8 +48,7 @@ class TokenMixture(Recogniser):
         return not module._parameters and not module._buffers and _roles(module) is not None
 
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        called = _roles(module)
-        return [(name, part) for name, part in module._modules.items() if part is not None and name not in called]
+        return inner_modules(module, *_roles(module))
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Choice, float]:
         experts, gate = _roles(module)

@@ -21,7 +21,7 @@ from ..ops.dropout import dropout
 from ..ops.short_attention import LONGEST, short_attention
 from . import _call, _proof
 from ._recogniser import Planned, Recogniser
-from .blocks import NO_DROPOUT, Inner, Parts, arranged, have_probabilities
+from .blocks import NO_DROPOUT, Inner, Parts, arranged, have_probabilities, inner_modules
 
 
 class Layer(NamedTuple):
@@ -48,9 +48,7 @@ class PostNormLayer(Recogniser):
         return found is not None and len(found[0].linears) == 2 and len(found[0].norms) == 2
 
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        attention = _roles(module)[1]
-        own = module._modules.items()
-        return [(name, part) for name, part in own if part is not None and name != attention]
+        return inner_modules(module, _roles(module)[1])
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Layer, float]:
         parts, attention = _roles(module)
@@ -163,7 +161,7 @@ class SoftmaxAttention(Recogniser):
         return len(parts) == 1 and _call.kind_of(parts[0]) is nn.Dropout and "softmax" in getattr(code, "co_names", ())
 
     def inner(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        return [(name, part) for name, part in module._modules.items() if part is not None]
+        return inner_modules(module)
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Softmax, float]:
         name = self.inner(module)[0][0]
