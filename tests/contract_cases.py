@@ -11,11 +11,10 @@ from functools import partial
 
 import torch
 from dropout_inputs import affine, normal
-from helpers import DEVICE
+from helpers import DEVICE, reference
 from image_op import number_of
 
 import camox_ops as cx
-from camox_ops import reference
 from camox_ops._ops import IMAGE_OPS
 from camox_ops.ops.linear_attention import linear_attention_packed
 

@@ -19,6 +19,7 @@ import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+import camox_ops.reference
 from camox_ops._selftest import FLOAT32_SLACK, remainder_of
 from camox_ops.train import allocator
 
@@ -57,6 +58,29 @@ def seed(value: int) -> None:
         torch.default_generator.manual_seed(value)
     else:
         torch.manual_seed(value)
+
+
+class _OnOneThread:
+    """camox_ops.reference, its functions on one of torch's threads: their tensors are small, and where tests run side
+    by side a second thread waits for a core longer than it works."""
+
+    def __getattr__(self, name):
+        function = getattr(camox_ops.reference, name)
+
+        @functools.wraps(function)
+        def run(*args, **options):
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                return function(*args, **options)
+            finally:
+                torch.set_num_threads(threads)
+
+        setattr(self, name, run)
+        return run
+
+
+reference = _OnOneThread()
 
 
 def each(tensors):
@@ -185,16 +209,21 @@ def module_numbers(module, forward, x, grad) -> list[torch.Tensor]:
     return [y, *torch.autograd.grad(y, [x, *module.parameters()], grad)]
 
 
+@functools.lru_cache(maxsize=64)
+def _noise(shape, seed) -> torch.Tensor:
+    """Read by many tests: whoever writes takes a copy."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
+
+
 def random_image(shape, dtype=torch.float32, layout="contiguous", kind="normal", seed=0) -> torch.Tensor:
     """A (B, C, H, W) input on DEVICE; layout "strided" is a slice of a larger buffer, "expanded" has stride 0 over
     the batch; kind "offset" has mean 1e4 and standard deviation 1, "constant" one value a channel."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    x = _noise(tuple(shape), seed)
     if kind == "offset":
         x = x + 1e4
     elif kind == "constant":
         x = x[:, :, :1, :1].expand(shape).clone()
-    x = x.to(DEVICE, dtype)
+    x = x.to(DEVICE, dtype, copy=True)
     if layout == "channels_last":
         return x.to(memory_format=torch.channels_last)
     if layout == "strided":

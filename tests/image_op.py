@@ -20,11 +20,11 @@ from helpers import (
     float64_on_cpu,
     outputs_and_gradients,
     random_image,
+    reference,
 )
 from torch.autograd import gradcheck, gradgradcheck
 
 import camox_ops as cx
-from camox_ops import reference
 
 BORDERS = ("zeros", "replicate", "reflect")
 # Below, at and above vector and tile widths: 16 lanes, 512 columns, 1536 elements of a row of a tile, 128 channels.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import torch
-from helpers import DEVICE, assert_close_to_reference
-
-from camox_ops import reference
+from helpers import DEVICE, assert_close_to_reference, reference
 
 HALVES = (torch.bfloat16, torch.float16)
 

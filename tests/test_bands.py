@@ -13,6 +13,7 @@ from helpers import (
     module_numbers,
     on_device,
     random_image,
+    reference,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ from test_edge import randomised
 from torch.autograd import gradcheck, gradgradcheck
 
 import camox_ops as cx
-from camox_ops import reference
 
 # Below, at and above vectors of 16 lanes, flat tiles of 128 columns and 4096 or 8192 elements, lines of 2048 elements.
 SHAPES = [
@@ -323,12 +323,13 @@ def test_expert_of_no_images():
 
 
 @on_device
-def test_expert_compiles():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_expert_compiles(backend):
     expert = randomised(cx.nn.FrequencyExpert(16))
     x = random_image((2, 16, 6, 7)).requires_grad_()
     expected = expert(x)
     (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
-    y = torch.compile(expert, fullgraph=True)(x)
+    y = torch.compile(expert, fullgraph=True, backend=backend)(x)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected_grad, atol=1e-3, rtol=1e-4)
 

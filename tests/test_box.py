@@ -13,13 +13,13 @@ from helpers import (
     assert_same_sums,
     float64_on_cpu,
     random_image,
+    reference,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import camox_ops as cx
-from camox_ops import reference
 
 # Below, at and above vectors of 16 lanes, groups of 2048 elements, blocks and bands of rows, windows beyond the image.
 SHAPES = [

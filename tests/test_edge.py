@@ -14,13 +14,13 @@ from helpers import (
     module_numbers,
     on_device,
     random_image,
+    reference,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import camox_ops as cx
-from camox_ops import reference
 
 BORDERS = ("zeros", "replicate", "reflect")
 # Around vector and tile sizes: 16 lanes, 512 columns and 4096 elements of a flat tile, 1536 elements and 128 channels

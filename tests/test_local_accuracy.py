@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, FLOATS, assert_close_around, outputs_and_gradients
+from helpers import DEVICE, FLOATS, assert_close_around, outputs_and_gradients, reference
 
 import camox_ops as cx
-from camox_ops import reference
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 import bands_cases

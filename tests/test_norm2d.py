@@ -14,6 +14,7 @@ from helpers import (
     float64_on_cpu,
     on_device,
     random_image,
+    reference,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from norm2d_truth import HALVES, assert_right, forward_and_gradients, parameters
 from torch.autograd import gradcheck, gradgradcheck
 
 import camox_ops as cx
-from camox_ops import reference
 from camox_ops.reference.norm2d import ACTIVATIONS
 
 # Around vectors (4, 8, 16 lanes), 4 and 8 channels at a time, tiles of 32 lines, blocks of 1024 pixels and of 65536

@@ -12,13 +12,13 @@ from helpers import (
     every_pair,
     float64_on_cpu,
     random_image,
+    reference,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import camox_ops as cx
-from camox_ops import reference
 
 BORDERS = ("zeros", "replicate", "reflect")
 OPERATORS = ("sobel", "scharr")

@@ -12,13 +12,13 @@ from helpers import (
     float64_on_cpu,
     outputs_and_gradients,
     random_image,
+    reference,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import camox_ops as cx
-from camox_ops import reference
 
 # Below and above vectors, runs of 32 vectors and work items of 8192 pixels.
 SHAPES = [(2, 1, 5, 7), (1, 3, 1, 1), (1, 1, 1, 16), (3, 2, 40, 13), (1, 1, 64, 128), (2, 1, 91, 97), (1, 2, 130, 140)]
