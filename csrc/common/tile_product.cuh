@@ -368,7 +368,8 @@ __device__ __forceinline__ void camox_tile_product_mma(camox_tile_sums &sums, co
 
 /* The terms of one step over k are summed up by themselves first: long sums of float32 keep more of their digits so. */
 template <typename P>
-__device__ __forceinline__ void camox_tile_product_fma(camox_tile_sums &sums, const uint32_t *a, const uint32_t *b) {
+CAMOX_EMULATOR_OPTIMIZED __device__ __forceinline__ void camox_tile_product_fma(camox_tile_sums &sums, const uint32_t *a,
+                                                                                const uint32_t *b) {
   using T = camox_tile_element<P>;
   constexpr int V = 4, words = V * static_cast<int>(sizeof(T)) / 4;
   camox_tile_sums part;

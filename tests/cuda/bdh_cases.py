@@ -90,7 +90,12 @@ def forward(q, v, cos, sin, *, save=None, flush="end", how=None, **options):
 
 def backward(grad, q, v, cos, sin, *, save=None, unturned=False, flush="end", how=None, **options):
     """(grad_q, grad_v) of a forward with these options, whose saved tensors come from the kernels too."""
-    out, *saved = forward(q, v, cos, sin, save=save, how=how, **options)
+    return both(grad, q, v, cos, sin, save=save, unturned=unturned, flush=flush, how=how, **options)[1:]
+
+
+def both(grad, q, v, cos, sin, *, save=None, unturned=False, flush="end", how=None, **options):
+    """(out, grad_q, grad_v)."""
+    out, *saved = forward(q, v, cos, sin, save=save, flush=flush, how=how, **options)
     with emulator.guarded(flush) as memory:
         p, structs = _attention(memory, q, v, cos, sin, options)
         scores, logsumexp = (None if t is None else memory.copy(t, "saved") for t in saved)
@@ -104,7 +109,7 @@ def backward(grad, q, v, cos, sin, *, save=None, unturned=False, flush="end", ho
             p.partial = _dense(memory, "partial", *q.shape[:3], v.shape[-1]).data_ptr()
         p.grad_of_rotated = unturned
         _call("camox_bdh_backward_cuda", p, q, "backward", memory, 1, **(how or {}))
-        return grad_q.clone(), grad_v.clone()
+        return out, grad_q.clone(), grad_v.clone()
 
 
 def scratch(shape, value_dim, direction, **options) -> int:
@@ -198,20 +203,15 @@ def bdh_inputs(shape, value_dim, dtype, memory="contiguous", shared=True, each=F
     return grad, rope_input(shape, dtype, memory), v, angles.cos(), angles.sin()
 
 
-def bdh_kernels(grad, q, v, cos, sin, flush="end", save=None, how=None, **options):
-    grads = backward(grad, q, v, cos, sin, flush=flush, save=save, how=how, **options)
-    return forward(q, v, cos, sin, flush=flush, save=save, how=how, **options)[0], *grads
-
-
 def with_barriers(**how):
     for dtype, (causal, softmax) in itertools.product((torch.bfloat16, torch.float32), ((1, 0), (0, 1), (1, 1))):
         inputs = bdh_inputs((1, 2, 70, 70), 66, dtype)
-        yield bdh_kernels(*inputs, causal=causal, softmax=softmax, save="logsumexp" if softmax else "nothing", how=how)
+        yield both(*inputs, causal=causal, softmax=softmax, save="logsumexp" if softmax else "nothing", how=how)
     inputs = bdh_inputs((1, 2, 40, 400), 24, torch.float32)  # one tile of scores in two parts, four steps in each half
-    yield bdh_kernels(*inputs, causal=1, save="scores", how=how)
+    yield both(*inputs, causal=1, save="scores", how=how)
     # rotated once: two tiles each way, five steps, so that the last is in the first of the stages
     inputs = bdh_inputs((1, 2, 136, 136), 200, torch.bfloat16)
-    yield bdh_kernels(*inputs, save="nothing", form=2, how=how)
+    yield both(*inputs, save="nothing", form=2, how=how)
     # short heads, two at a time: five steps, tiles of v of each, and of both
     for heads, shared in ((3, False), (4, True)):
         _, *inputs = bdh_inputs((1, heads, 64, 264), 136, torch.bfloat16, shared=shared)

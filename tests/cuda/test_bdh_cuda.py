@@ -6,7 +6,7 @@ import bdh_cases
 import emulator
 import pytest
 import torch
-from bdh_cases import bdh_inputs, bdh_kernels
+from bdh_cases import bdh_inputs
 from emulator import doubled
 from helpers import assert_close_to_reference
 from rope_cases import rope_input
@@ -38,7 +38,7 @@ def test_bdh_attention(dtype, memory, arch):
             inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 2 == 0, each=turn % 3 == 0)
             save = ("logsumexp", None, "scores")[turn % 3]
             order = list(emulator.ORDERS)[turn % 4]
-            ours = bdh_kernels(*inputs, save=save, how={"arch": arch, "order": order}, **options)
+            ours = bdh_cases.both(*inputs, save=save, how={"arch": arch, "order": order}, **options)
             truth = bdh_reference(*doubled(*inputs), **options)
             assert_close_to_reference(ours, bdh_reference(*inputs, **options), truth)
             turn += 1
@@ -52,10 +52,10 @@ def test_bdh_row_bands_and_small_grids(options, dtype):
     inputs = bdh_inputs((1, 2, 130, 4), 3, dtype)
     truth, same = bdh_reference(*doubled(*inputs), **options), bdh_reference(*inputs, **options)
     for save in ("logsumexp", "scores"):
-        whole = bdh_kernels(*inputs, save=save, **options)
+        whole = bdh_cases.both(*inputs, save=save, **options)
         assert_close_to_reference(whole, same, truth)
         for cap in (2, 7) if save == "scores" else (7,):
-            capped = bdh_kernels(*inputs, save=save, how={"grid_cap": cap, "order": "random"}, **options)
+            capped = bdh_cases.both(*inputs, save=save, how={"grid_cap": cap, "order": "random"}, **options)
             assert_close_to_reference(capped, same, truth)
             assert torch.equal(capped[0], whole[0])
 
@@ -68,10 +68,10 @@ def test_bdh_state_form(dtype, memory, arch):
         inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 2 == 0, each=turn % 3 == 0)
         options = {"relu": relu, "scale": 0.5}
         how = {"arch": arch, "order": list(emulator.ORDERS)[turn % 4]}
-        ours = bdh_kernels(*inputs, save="nothing", form=2, how=how, **options)
+        ours = bdh_cases.both(*inputs, save="nothing", form=2, how=how, **options)
         truth = bdh_reference(*doubled(*inputs), **options)
         assert_close_to_reference(ours, bdh_reference(*inputs, **options), truth)
-        capped = bdh_kernels(*inputs, save="nothing", form=2, how={**how, "grid_cap": 1}, **options)
+        capped = bdh_cases.both(*inputs, save="nothing", form=2, how={**how, "grid_cap": 1}, **options)
         assert all(map(torch.equal, capped, ours))
         turn += 1
 
@@ -98,11 +98,11 @@ def test_bdh_rotated_once(half, memory, arch):
         inputs = bdh_inputs(shape, value_dim, half, memory, shared=turn % 3 != 1, each=turn % 5 == 4)
         options, order = {"relu": turn % 2 == 0, "scale": 0.5}, list(emulator.ORDERS)[turn % 4]
         given = {**options, "save": "nothing", "form": 2}
-        ours = bdh_kernels(*inputs, **given, how={"arch": arch, "order": order})
+        ours = bdh_cases.both(*inputs, **given, how={"arch": arch, "order": order})
         truth = bdh_reference(*doubled(*inputs), **options)
         assert_close_to_reference(ours, bdh_reference(*inputs, **options), truth)
         how = {"grid_cap": 1} if turn % 2 else {"order": "random"}
-        again = bdh_kernels(*inputs, flush="start", **given, how={"arch": arch, **how})
+        again = bdh_cases.both(*inputs, flush="start", **given, how={"arch": arch, **how})
         assert all(map(torch.equal, again, ours))
         turn += 2
 
@@ -168,11 +168,11 @@ def test_bdh_causal_state_form(dtype, memory, arch):
         given = {**options, "save": "nothing", "form": 2}
         how = {"arch": arch, "order": list(emulator.ORDERS)[turn % 4]}
         same, truth = bdh_reference(*inputs, **options), bdh_reference(*doubled(*inputs), **options)
-        ours = bdh_kernels(*inputs, **given, how=how)
+        ours = bdh_cases.both(*inputs, **given, how=how)
         assert_close_to_reference(ours, same, truth)
         if shape[2] < 150:
-            assert all(map(torch.equal, bdh_kernels(*inputs, **given, how={**how, "grid_cap": 1}), ours))
-            assert_close_to_reference(bdh_kernels(*inputs, **given, how={**how, "grid_cap": 2}), same, truth)
+            assert all(map(torch.equal, bdh_cases.both(*inputs, **given, how={**how, "grid_cap": 1}), ours))
+            assert_close_to_reference(bdh_cases.both(*inputs, **given, how={**how, "grid_cap": 2}), same, truth)
         turn += 1
 
 
@@ -210,7 +210,7 @@ def test_bdh_tf32(options, arch):
         same = bdh_reference(*inputs, **plain)
     exact = bdh_reference(*inputs, **plain)
     given = {"save": "logsumexp", **options}
-    full, ours = (bdh_kernels(*inputs, **given, tf32=tf32, how={"arch": arch}) for tf32 in (False, True))
+    full, ours = (bdh_cases.both(*inputs, **given, tf32=tf32, how={"arch": arch}) for tf32 in (False, True))
     assert_close_to_reference(full, exact, truth)
     if arch < 800:
         assert all(map(torch.equal, ours, full))
@@ -218,7 +218,7 @@ def test_bdh_tf32(options, arch):
     assert_close_to_reference(ours, same, truth)
     with pytest.raises(AssertionError):
         assert_close_to_reference(ours, exact, truth)
-    again = bdh_kernels(*inputs, **given, tf32=True, how={"arch": arch, "order": "random"})
+    again = bdh_cases.both(*inputs, **given, tf32=True, how={"arch": arch, "order": "random"})
     assert all(map(torch.equal, again, ours))
 
 
@@ -243,7 +243,9 @@ def test_bdh_softmax_of_wide_queries(softmax_at, monkeypatch):
             save == "logsumexp"
         ):  # a sum of 16 in float32 has lost 16 eps of each weight: torch is compared by this formula
             monkeypatch.setattr(torch.Tensor, "softmax", lambda s, dim: (s - s.logsumexp(dim, keepdim=True)).exp())
-        assert_close_to_reference(bdh_kernels(*inputs, save=save, **options), bdh_reference(*inputs, **options), truth)
+        assert_close_to_reference(
+            bdh_cases.both(*inputs, save=save, **options), bdh_reference(*inputs, **options), truth
+        )
 
 
 @pytest.mark.parametrize(("form", "order"), [(0, "random"), (2, "reverse")])
@@ -252,11 +254,11 @@ def test_bdh_form_by_cost(form, order):
     inputs = bdh_inputs((1, 2, 80, 8), 4, torch.float32)
     for causal in (False, True):
         options = {"save": "nothing", "causal": causal}
-        state = bdh_kernels(*inputs, form=form, how={"order": order}, **options)
-        assert all(map(torch.equal, state, bdh_kernels(*inputs, form=2, **options)))
-        assert not torch.equal(state[0], bdh_kernels(*inputs, form=1, **options)[0])
-        ours = bdh_kernels(*inputs, form=form, save="scores", causal=causal)
-        assert all(map(torch.equal, ours, bdh_kernels(*inputs, form=1, save="scores", causal=causal)))
+        state = bdh_cases.both(*inputs, form=form, how={"order": order}, **options)
+        assert all(map(torch.equal, state, bdh_cases.both(*inputs, form=2, **options)))
+        assert not torch.equal(state[0], bdh_cases.both(*inputs, form=1, **options)[0])
+        ours = bdh_cases.both(*inputs, form=form, save="scores", causal=causal)
+        assert all(map(torch.equal, ours, bdh_cases.both(*inputs, form=1, save="scores", causal=causal)))
 
 
 @pytest.mark.parametrize("memory", ("contiguous", "strided"))
@@ -265,8 +267,8 @@ def test_bdh_stays_inside_at_both_ends(dtype, memory):
     for (shape, value_dim), options in zip((((1, 2, 7, 34), 5), ((1, 1, 8, 16), 8)), BDH_OPTIONS[1:3], strict=True):
         inputs = bdh_inputs(shape, value_dim, dtype, memory, each=True)
         for more in (options, {"save": "nothing", "form": 2}, {"save": "nothing", "form": 2, "causal": True}):
-            starts = bdh_kernels(*inputs, flush="start", how={"order": next(orders)}, **more)
-            assert all(map(torch.equal, starts, bdh_kernels(*inputs, **more)))
+            starts = bdh_cases.both(*inputs, flush="start", how={"order": next(orders)}, **more)
+            assert all(map(torch.equal, starts, bdh_cases.both(*inputs, **more)))
 
 
 def test_bdh_scores_that_are_saved(dtype, arch):
@@ -335,19 +337,19 @@ def test_bdh_empty():
     for shape, value_dim in (((0, 2, 3, 4), 5), ((1, 0, 3, 4), 5), ((1, 2, 0, 4), 5), ((1, 2, 3, 4), 0)):
         inputs = bdh_inputs(shape, value_dim, torch.float32, shared=False)
         for softmax in (False, True):
-            out, grad_q, grad_v = bdh_kernels(*inputs, softmax=softmax)
+            out, grad_q, grad_v = bdh_cases.both(*inputs, softmax=softmax)
             assert out.shape == grad_v.shape == (*shape[:3], value_dim)
             assert torch.equal(grad_q, torch.zeros(shape))
         out, state = bdh_cases.step(inputs[1].sum(2), inputs[2].sum(2), *(table[0] for table in inputs[3:]), None)
         assert out.numel() == state.numel() == 0 or value_dim
     inputs = bdh_inputs((2, 0, 3, 4), 5, torch.float32)
-    assert torch.equal(bdh_kernels(*inputs)[2], torch.zeros(2, 1, 3, 5))
+    assert torch.equal(bdh_cases.both(*inputs)[2], torch.zeros(2, 1, 3, 5))
 
 
 @pytest.mark.slow
 def test_bdh_broken_build_is_noticed():
     inputs = bdh_inputs((1, 2, 5, 8), 3, torch.float32)
-    right, wrong = (bdh_kernels(*inputs, how={"define": define}) for define in ("", "CAMOX_BREAK_BDH"))
+    right, wrong = (bdh_cases.both(*inputs, how={"define": define}) for define in ("", "CAMOX_BREAK_BDH"))
     assert not any(torch.allclose(*pair, atol=1e-4, rtol=0) for pair in zip(right[:2], wrong[:2], strict=True))
     _, *inputs = bdh_inputs((1, 2, 5, 8), 72, torch.float16)
     for form in (1, 2):  # short heads; rotated once

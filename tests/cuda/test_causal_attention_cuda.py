@@ -53,7 +53,7 @@ def test_causal_modes(feature_map, normalize, strict, arch):
     for turn, dtype in enumerate((torch.float32, torch.bfloat16)):
         causal, cu_seqlens = "strict" if strict else True, CU_SEQLENS if turn else None
         given = inputs(
-            (1, 2, 136, 16, 16), dtype, normalize=normalize, causal=causal, masked=turn == 1, cu_seqlens=cu_seqlens
+            (1, 1, 136, 16, 16), dtype, normalize=normalize, causal=causal, masked=turn == 1, cu_seqlens=cu_seqlens
         )
         if feature_map == "identity":  # sums that stay off 0
             given[0][:2] = (tensor.abs() for tensor in given[0][:2])

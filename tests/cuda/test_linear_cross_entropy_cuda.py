@@ -37,13 +37,13 @@ def test_linear_cross_entropy_of_several_blocks_of_rows(dtype, monkeypatch):
     """The last one shorter."""
     monkeypatch.setattr(cases.loop, "FEWEST_ROWS", 1)
     monkeypatch.setattr(cases.loop, "MOST_ROWS", 64)
-    assert len(cases.loop.row_blocks(150, 8, 70)) == 3
+    assert len(cases.loop.row_blocks(130, 8, 70)) == 3
     for options in cases.OPTIONS:
-        assert_right(cases.inputs_of((150, 8, 70), dtype), options)
+        assert_right(cases.inputs_of((130, 8, 70), dtype), options)
 
 
 def test_linear_cross_entropy_strides_over_a_small_grid(dtype, order):
-    inputs = cases.inputs_of((70, 72, 130), dtype)
+    inputs = cases.inputs_of((9, 72, 130), dtype)
     expected = cases.run(*inputs, **cases.OPTIONS[1])
     ours = cases.run(*inputs, **cases.OPTIONS[1], grid_cap=2, order=order)
     for mine, theirs in zip(ours, expected, strict=True):

@@ -150,7 +150,8 @@ def build(name: str, sources: list[Path], link: list[str], flags: list[str] = ()
 
 
 def _kernel_flags(arch: int) -> list[str]:
-    return [CHECKS, "-fno-exceptions", "-DCAMOX_CUDA_EMULATOR=1", f"-DCAMOX_EMULATED_ARCH={arch}"]
+    without = ["-fno-exceptions", "-fno-asynchronous-unwind-tables"]  # nothing throws or unwinds through a kernel
+    return [CHECKS, *without, "-DCAMOX_CUDA_EMULATOR=1", f"-DCAMOX_EMULATED_ARCH={arch}"]
 
 
 @cache

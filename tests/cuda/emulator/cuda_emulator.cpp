@@ -40,6 +40,8 @@ namespace {
 
 constexpr int max_threads = 1024, warp_size = 32, max_warps = max_threads / warp_size;
 constexpr size_t page = 4096, stack_bytes = 128 << 10, max_shared = 232448, guard_bytes = 16 << 20;
+/* Stacks lie whole pages apart: unless each begins at another place in its page, all share one set of the L1 cache. */
+constexpr size_t stack_shifts = 16;
 constexpr unsigned char poison = 0xff; /* a NaN in every float type, -1 in every integer */
 
 enum order { forward = 0, reverse = 1, random_order = 2 };
@@ -108,13 +110,16 @@ struct fiber {
   wait waits;
   const camox_emulator_site *site;
   unsigned mask;
-  void *payload;
   int result, group;
   std::vector<pending_copy> copies;
 };
 
+/* Lanes of a warp that wait for each other; what each deposits is here, so that the last one reads none of their fibers. */
 struct rendezvous {
   unsigned mask, arrived;
+  const camox_emulator_site *site; /* of the first lane; another lane's that is not the same place makes `differs` true */
+  bool differs;
+  camox_emulator_lanes lanes;
 };
 
 /* A __shared__ variable that a kernel may use: where in its object's TLS block it lies. */
@@ -215,17 +220,26 @@ int index_of(const worker *w, const fiber *f) { return int(f - w->fibers); }
 
 /* ---- scheduler ---- */
 void make_ready(worker *w, int index) {
-  w->fibers[index].waits = wait::none;
   w->ready[index / 64] |= uint64_t(1) << (index % 64);
   ++w->ready_count;
 }
 
-/* The lanes of `mask` of the warp whose first thread is `first`. */
+/* The lanes of `mask` of the warp whose first thread is `first`. Each says itself that it waits no longer, when it runs. */
 void make_warp_ready(worker *w, int first, unsigned mask) {
-  for (int lane = 0; lane < warp_size; ++lane)
-    if (mask >> lane & 1) w->fibers[first + lane].waits = wait::none;
   w->ready[first / 64] |= uint64_t(mask) << (first % 64);
   w->ready_count += __builtin_popcount(mask);
+}
+
+/* The place of the set bit that has `rank` others below it. */
+int place_of_set_bit(uint64_t bits, int rank) {
+  int place = 0;
+  for (int half = 32; half; half /= 2) {
+    const int below = __builtin_popcountll(bits >> place & ((uint64_t(1) << half) - 1));
+    if (rank < below) continue;
+    rank -= below;
+    place += half;
+  }
+  return place;
 }
 
 int pick(worker *w) {
@@ -241,9 +255,7 @@ int pick(worker *w) {
   } else {
     int rank = int(next_random(&w->random) % uint64_t(w->ready_count));
     for (int here; rank >= (here = __builtin_popcountll(w->ready[word])); ++word) rank -= here;
-    uint64_t bits = w->ready[word];
-    while (rank--) bits &= bits - 1;
-    bit = __builtin_ctzll(bits);
+    bit = place_of_set_bit(w->ready[word], rank);
   }
   w->ready[word] &= ~(uint64_t(1) << bit);
   --w->ready_count;
@@ -268,7 +280,8 @@ fiber *next_fiber(worker *w) {
   if (!f->stack) { /* a fiber that ran to its end hands its warm stack to the next */
     f->stack = w->free_stacks.back();
     w->free_stacks.pop_back();
-    context_make(&f->at, f->stack, stack_bytes, fiber_main);
+    const size_t shift = size_t(index_of(w, f)) % stack_shifts * (page / stack_shifts);
+    context_make(&f->at, f->stack, stack_bytes - shift, fiber_main);
   }
   return w->current = f;
 }
@@ -276,9 +289,13 @@ fiber *next_fiber(worker *w) {
 /* From a fiber that waits straight to the next one; to the scheduler, which knows of deadlocks, when none can run. */
 void switch_fiber(worker *w) {
   fiber *const from = w->current;
-  if (!w->ready_count) return context_switch(&from->at, &w->scheduler);
-  const fiber *const to = next_fiber(w);
-  if (to != from) context_switch(&from->at, &to->at);
+  if (!w->ready_count) {
+    context_switch(&from->at, &w->scheduler);
+  } else {
+    const fiber *const to = next_fiber(w);
+    if (to != from) context_switch(&from->at, &to->at);
+  }
+  from->waits = wait::none;
 }
 
 /* Nothing can run and not all have finished: say who waits for whom. */
@@ -332,6 +349,7 @@ void run_block(worker *w, uint64_t linear) {
     f->self.block_dim = block;
     f->self.grid_dim = grid;
     f->stack = nullptr;
+    f->waits = wait::none;
     f->group = 0;
     f->copies.clear();
     make_ready(w, i);
@@ -614,23 +632,30 @@ void camox_emulator_warp(unsigned mask, void *payload, camox_emulator_collective
   f->waits = wait::warp;
   f->site = site;
   f->mask = mask;
-  f->payload = payload;
   std::vector<rendezvous> &pending = w->warps[index / warp_size];
   size_t i = 0;
   while (i < pending.size() && pending[i].mask != mask) ++i;
-  if (i == pending.size()) pending.push_back({mask, 0});
-  pending[i].arrived |= 1u << lane;
-  if (pending[i].arrived == (mask & existing)) {
-    pending.erase(pending.begin() + long(i));
-    camox_emulator_lanes lanes = {mask & existing, {}};
-    for (int l = 0; l < warp_size; ++l) {
-      if (!(lanes.mask >> l & 1)) continue;
+  if (i == pending.size()) {
+    pending.emplace_back();
+    pending[i].mask = mask;
+    pending[i].arrived = 0;
+    pending[i].site = site;
+    pending[i].differs = false;
+  }
+  rendezvous &here = pending[i];
+  here.arrived |= 1u << lane;
+  here.lanes.payload[lane] = payload;
+  if (site != here.site && !same_place(site, here.site)) here.differs = true;
+  if (here.arrived == (mask & existing)) {
+    here.lanes.mask = mask & existing;
+    for (int l = 0; here.differs && l < warp_size; ++l) {
       const fiber *g = &w->fibers[first + l];
-      if (!same_place(g->site, site)) fail_fiber(f, whereabouts(f) + format(", but lane %d ", l) + whereabouts(g));
-      lanes.payload[l] = g->payload;
+      if ((here.lanes.mask >> l & 1) && !same_place(g->site, site))
+        fail_fiber(f, whereabouts(f) + format(", but lane %d ", l) + whereabouts(g));
     }
-    run(&lanes);
-    make_warp_ready(w, first, lanes.mask);
+    run(&here.lanes);
+    make_warp_ready(w, first, here.lanes.mask);
+    pending.erase(pending.begin() + long(i));
   }
   switch_fiber(w);
 }

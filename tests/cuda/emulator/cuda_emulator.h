@@ -35,6 +35,8 @@
 #define __shared__ static thread_local
 #define __constant__
 #define __launch_bounds__(...)
+/* Of a function in which kernels spend more time than g++ needs to optimize it. */
+#define CAMOX_EMULATOR_OPTIMIZED __attribute__((optimize("O3")))
 #define __forceinline__ inline /* not into every kernel: that is most of what there would be to compile */
 #define __grid_constant__
 
