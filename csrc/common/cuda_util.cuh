@@ -10,7 +10,7 @@
 #define CAMOX_CUDA_ARCH CAMOX_EMULATED_ARCH
 #include "cuda_emulator.h"
 #else
-#define CAMOX_EMULATOR_OPTIMIZED
+#define CAMOX_EMULATOR_OPTIMIZED /* nvcc optimizes every function */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
