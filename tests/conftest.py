@@ -17,7 +17,20 @@ import pytest
 gc.set_threshold(20_000)
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    gc.disable()  # next to nothing that is made here becomes garbage
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_collections():
+    """Modules that were imported since, torch._dynamo above all, are as many objects again: no later collection, of
+    those that tests and benchmarks ask for, traverses them."""
+    gc.collect()
     gc.freeze()
 
 
