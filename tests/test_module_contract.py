@@ -501,7 +501,7 @@ def test_rotary_embedding_follows_its_settings():
         setattr(module, name, value)
         expected = copy.deepcopy(module)(x)
         assert torch.equal(module(x), expected)
-        assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
+        assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), expected)
     module.scaling["factor"] = 4.0
     assert torch.equal(module(x), copy.deepcopy(module)(x))
 
