@@ -17,13 +17,8 @@ import pytest
 gc.set_threshold(20_000)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    gc.disable()  # next to nothing that is made here becomes garbage
-    try:
-        return (yield)
-    finally:
-        gc.enable()
+def pytest_collection_finish():
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
