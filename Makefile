@@ -51,9 +51,10 @@ setup: $(INSTALLED) ## .venv with torch (TORCH=torch==2.13.0) and the tools, mad
 
 build: $(BUILT) ## the extension, in place
 
+# The tests start some fifty interpreters: bytecode is kept also where the environment forbids it.
 test: $(BUILT) ## the tests but the slow ones (PYTEST_ARGS="-k edge")
 	@command -v nvcc >/dev/null && echo "nvcc: $$(command -v nvcc)" || echo "nvcc: not found, the CUDA sources are not compiled"
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 # All of them, whichever fail. MODEL=all: every example that has a demo.
 demo: $(BUILT) ## trains an example with stock PyTorch and with camox_ops, writes a report (DEMO=full|quick, MODEL=camoxpert|vision_bdh|k1|emberformer|moe_text|all)

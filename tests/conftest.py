@@ -21,6 +21,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_collections():
+    """Modules that were imported since, torch._dynamo above all, are as many objects again: no later collection, of
+    those that tests and benchmarks ask for, traverses them."""
+    gc.collect()
+    gc.freeze()
+
+
 hypothesis.settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

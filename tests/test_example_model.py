@@ -95,7 +95,8 @@ def test_states_load_both_ways():
     stock, camox = build("torch"), build("camox")
     camox.load_state_dict(stock.state_dict(), strict=True)
     stock.load_state_dict(camox.state_dict(), strict=True)
-    assert all(torch.equal(value, camox.state_dict()[name]) for name, value in stock.state_dict().items())
+    loaded = camox.state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in stock.state_dict().items())
 
 
 def test_both_op_sets_compute_the_same():

@@ -373,7 +373,11 @@ def config(tmp_path, **options):
     return training.Config(device=str(DEVICE), **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"updates": "original"}, {"model": "baseline"}], ids=str)
+# What differs with "original" are single steps, which the quick run has above.
+RUNS = [{}, pytest.param({"updates": "original"}, marks=pytest.mark.slow), {"model": "baseline"}]
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
 def test_resuming_gives_the_numbers_of_an_unbroken_run(tmp_path, monkeypatch, capsys, options):
     unbroken = training.Trainer(config(tmp_path, checkpoint_dir=str(tmp_path / "unbroken"), **options)).run()
     shown = capsys.readouterr().out
@@ -458,7 +462,7 @@ def test_every_option_is_explained():
     assert cli.HELP.keys() == training.Config.__dataclass_fields__.keys()
 
 
-@pytest.mark.parametrize("options", [{}, {"updates": "original"}, {"model": "baseline"}], ids=str)
+@pytest.mark.parametrize("options", RUNS, ids=str)
 def test_a_run_reads_from_the_device_only_where_it_logs(tmp_path, options):
     found = []
     for steps in (3, 9):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_python, run_python_with_torch
+from helpers import run_python_with_torch
 
 import camox_ops as cx
 from camox_ops import _cuda
@@ -91,7 +91,7 @@ print(min([new_pages() for _ in range(20)][1:]))
 def test_tune_cpu_allocator():
     report = "import camox_ops as cx; report = cx.train.tune_cpu_allocator()\n"
     report += "print(report.supported, sorted(report.settings), report, sep='|')\n"
-    first, pages = run_python(report + FILL_FREED_BLOCKS).splitlines()
+    first, pages = run_python_with_torch(report + FILL_FREED_BLOCKS).splitlines()
     supported, settings, text = first.split("|")
     if supported == "True":
         assert settings == "['M_MMAP_MAX', 'M_TOP_PAD', 'M_TRIM_THRESHOLD', 'THP_MEM_ALLOC_ENABLE']"

@@ -350,9 +350,9 @@ def test_patch_cycles_do_not_grow():
 
     cycle(2)
     before = cycle(2)
-    after = cycle(50)
+    after = cycle(20)
     assert after[1:] == before[1:]
-    assert after[0] - before[0] < 50
+    assert after[0] - before[0] < 20
 
 
 @pytest.mark.slow
@@ -420,11 +420,11 @@ def test_scripted_and_compiled():
     assert not report.patched and "torch.jit" in report.skipped[0].reason
     frozen = torch.jit.freeze(torch.jit.script(network().eval()))
     assert "torch.jit" in cx.patch(frozen).skipped[0].reason
-    compiled = torch.compile(network())
+    compiled = torch.compile(network(), backend="eager")
     report = cx.patch(compiled)
     assert not report.patched and "before torch.compile" in report.skipped[0].reason
     model = network()
-    model.compile()
+    model.compile(backend="eager")
     assert "before its compile()" in cx.patch(model).skipped[0].reason
     traced = torch.fx.symbolic_trace(network())
     assert "GraphModule" in cx.patch(traced).skipped[0].reason

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_python_with_torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -26,22 +27,38 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 REPORT = "camox_ops run: "
 
-# Runs each case in a fork of one process that has imported torch already: a case costs no import.
+# Runs each case in a fork of a process that has imported torch already: a case costs no import. After the script's own
+# exit handlers a fork leaves with the status of what main raised: to take torch apart copies 130 MB of shared memory.
 DRIVER = """
-import gc, json, os, sys
+import atexit, os, sys
 from camox_ops import _run
-gc.freeze()  # what torch made is not looked at again at each exit
+def leave():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+os.chdir({folder!r})
 sys.path[0] = os.getcwd()  # as `python -m camox_ops` has it
 children = []
-for number, case in enumerate(json.loads(sys.argv[1])):
+for number, case in enumerate({cases}):
     children.append(os.fork())
     if not children[-1]:
         for fd, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), fd)
-        sys.exit(_run.main(["--no-tune", *case]))
+            os.dup2(os.open(f"{{number}}.{{name}}", os.O_WRONLY | os.O_CREAT), fd)
+        atexit.register(leave)
+        try:
+            status = _run.main(["--no-tune", *case])
+        except KeyboardInterrupt:
+            atexit.unregister(leave)  # its status is a signal
+            raise
+        except BaseException as error:
+            code = error.code if isinstance(error, SystemExit) else 1
+            status = code if isinstance(code, int) else int(code is not None)
+            raise
+        sys.exit(status)
 for number, child in enumerate(children):
-    with open(f"{number}.status", "w") as file:
+    with open(f"{{number}}.status", "w") as file:
         file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+os._exit(0)
 """
 
 FACTS = """
@@ -132,9 +149,7 @@ def ran(tmp_path_factory):
     (folder / "link.py").symlink_to(folder / "package/part.py")
     with zipfile.ZipFile(folder / "zipped.zip", "w") as archive:
         archive.writestr("__main__.py", "import sys; print(sys.argv, __name__, sys.path[0]); 1 / 0")
-    subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps(ARGUMENTS)], cwd=folder, env=ENVIRONMENT, check=True, timeout=120
-    )
+    run_python_with_torch(DRIVER.format(folder=str(folder), cases=ARGUMENTS), PYTHONPATH=str(ROOT))
     return folder
 
 
@@ -164,39 +179,41 @@ def run(*arguments, cwd, **environment):
     )
 
 
+# Trains the net of examples/plain. By hand, as an optimizer imports torch._dynamo, which takes seconds.
 TRAINING = """
 import multiprocessing, os, sys
 print("top level of", __name__, flush=True)
-os.environ["OMP_NUM_THREADS"] = "1"
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
-def compute(): torch.ones(512, 512).mm(torch.ones(512, 512)).exp_()
+def compute():
+    import torch
+    torch.ones(512, 512).mm(torch.ones(512, 512)).exp_()
 
-class Numbers(Dataset):
-    def __len__(self): return 16 * 8
-    def __getitem__(self, i): return torch.full((32,), float(i % 7))
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 1)
-    def forward(self, x): return self.second(self.first(x).relu())
+def say(): print("spawned", flush=True)
 
 if __name__ == "__main__":
-    child = multiprocessing.get_context("fork").Process(target=compute)
-    child.start()
-    child.join(60)
-    print("child", child.exitcode)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    from examples.plain import train
+
+    class Numbers(Dataset):
+        def __len__(self): return 14
+        def __getitem__(self, i): return torch.full((1, 32, 32), float(i % 7))
+
+    class Net(train.Net): pass
+
+    for context, target in (("fork", compute), ("spawn", say)):
+        child = multiprocessing.get_context(context).Process(target=target)
+        child.start()
+        child.join(60)
+        print("child", child.exitcode)
     net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    for context in (None, "spawn"):
-        loader = DataLoader(Numbers(), 8, num_workers=1, multiprocessing_context=context)
-        for x in loader:
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            optimizer.step()
+    for x in DataLoader(Numbers(), num_workers=1):
+        net.zero_grad()
+        net(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 1e-3 * parameter.grad
     print("trained with", torch.get_num_threads())
     sys.stderr = None
     sys.exit(5)
@@ -205,11 +222,12 @@ if __name__ == "__main__":
 
 def test_training_with_workers(tmp_path):
     """Workers, forked and spawned, neither train nor report; threads are those that the script asks for, and are none
-    that the measurements of tune_cpu left behind, which a forked process would wait for."""
+    that the measurements of tune_cpu left behind, which a forked process would wait for. The net's norms and dropouts
+    are patched, and its steps timed."""
     (tmp_path / "train.py").write_text(TRAINING)
     done = run("--report", "r.json", "train.py", "--epochs", "3", cwd=tmp_path)
     assert done.returncode == 5
-    lines = ["top level of __main__", "child 0", "top level of __mp_main__", "trained with 1"]
+    lines = ["top level of __main__", "child 0", "top level of __mp_main__", "spawned", "child 0", "trained with 1"]
     assert sorted(done.stdout.splitlines()) == sorted(lines)
     assert done.stderr.startswith(f"{REPORT}train.py --epochs 3: sys.exit(5), ")
     assert done.stderr.count(REPORT) == 1
@@ -218,17 +236,41 @@ def test_training_with_workers(tmp_path):
     assert report["ended"] == "sys.exit(5)"
     assert [kernel["name"] for kernel in report["tune"]["kernels"]] == [kernel.name for kernel in tune.KERNELS]
     assert report["tune"]["why_not"] == ""
-    (model,) = report["models"]
-    assert model["class"] == "__main__.Net"
-    assert model["parameters"] == 32 * 64 + 64 + 64 + 1
+    check_models_and_steps(report)
 
 
+@pytest.mark.slow
 def test_the_example(tmp_path):
-    """As CI runs it; its norms and dropouts are patched."""
+    """As CI runs it, with an optimizer."""
     done = run("--report", "r.json", str(ROOT / "examples/plain/train.py"), "--steps", "14", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "right; " in done.stdout
-    report = json.loads((tmp_path / "r.json").read_text())
+    check_models_and_steps(json.loads((tmp_path / "r.json").read_text()))
+
+
+@pytest.mark.slow
+def test_a_spawned_loader(tmp_path):
+    """Its process imports torch as well, and the script as __mp_main__; it neither trains nor reports."""
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "if __name__ == '__main__':\n"
+        "    net = torch.nn.Linear(8, 1)\n"
+        "    optimizer = torch.optim.SGD(net.parameters(), 1e-3)\n"
+        "    data = TensorDataset(torch.ones(16, 8))\n"
+        "    for (x,) in DataLoader(data, 1, num_workers=1, multiprocessing_context='spawn'):\n"
+        "        net(x).sum().backward()\n"
+        "        optimizer.step()\n"
+        "print('end of', __name__)\n"
+    )
+    done = run("train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["end of __main__", "end of __mp_main__"]
+    assert done.stderr.count(REPORT) == 1
+
+
+def check_models_and_steps(report):
+    """Of a run that trained the net of examples/plain, in a class Net of its own."""
     (model,) = report["models"]
     assert (model["class"], model["parameters"]) == ("__main__.Net", 19112)
     assert not report["further_models"]

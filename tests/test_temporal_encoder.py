@@ -302,11 +302,12 @@ def test_plain_layers_are_fused():
     assert_train_alike(ours, plain)
 
 
-def test_compile_of_a_changed_layer():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compile_of_a_changed_layer(backend):
     _, ours = both(24, 4, 2, 48, 0.0)
     with_hook("linear1")(ours.transformer.layers[0])
     tokens, valid = inputs_of("left")
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(tokens, valid), ours(tokens, valid), rtol=1e-4, atol=1e-4)
 
 

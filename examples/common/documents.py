@@ -42,9 +42,8 @@ def licences(limit):
     found = {}
     for distribution in importlib.metadata.distributions():
         for file in distribution.files or ():
-            path = file.locate()
-            if LICENCE.match(file.name) and path.suffix in ("", ".txt", ".md", ".rst") and path.is_file():
-                text = read(path)
+            if LICENCE.match(file.name) and file.suffix in ("", ".txt", ".md", ".rst") and file.locate().is_file():
+                text = read(file.locate())
                 found.setdefault(text[:300], (str(file), text))
     return [text for _, text in sorted(found.values())]
 
