@@ -26,6 +26,8 @@ from camox_ops.train import allocator
 # A machine with a GPU runs the same tests there: CAMOX_TEST_DEVICE=cuda.
 DEVICE = torch.device(os.environ.get("CAMOX_TEST_DEVICE", "cpu"))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, *([torch.float64] if DEVICE.type == "cpu" else []))
+# On a machine without its cache inductor's first graph takes 20 seconds.
+each_backend = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 # Where every dtype takes seconds and the same way through the code.
 TWO_OF_FLOATS = [pytest.param(dtype, marks=() if i < 2 else pytest.mark.slow) for i, dtype in enumerate(FLOATS)]
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")

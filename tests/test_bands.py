@@ -9,6 +9,7 @@ from helpers import (
     LAYOUTS,
     assert_close_to_reference,
     assert_one_rounding,
+    each_backend,
     float64_on_cpu,
     module_numbers,
     on_device,
@@ -323,7 +324,7 @@ def test_expert_of_no_images():
 
 
 @on_device
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@each_backend
 def test_expert_compiles(backend):
     expert = randomised(cx.nn.FrequencyExpert(16))
     x = random_image((2, 16, 6, 7)).requires_grad_()

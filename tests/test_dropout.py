@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dropout_inputs import LAYOUTS, affine, normal
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, assert_reads_half_weights
+from helpers import (
+    DEVICE,
+    FLOATS,
+    assert_close_to_reference,
+    assert_one_rounding,
+    assert_reads_half_weights,
+    each_backend,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -398,8 +405,9 @@ def test_compile_makes_one_dynamic_graph():
         torch._dynamo.reset()
 
 
-def test_compile_draws_its_own_seeds():
-    compiled = torch.compile(lambda x: cx.dropout(x, 0.5), fullgraph=True)
+@each_backend
+def test_compile_draws_its_own_seeds(backend):
+    compiled = torch.compile(lambda x: cx.dropout(x, 0.5), fullgraph=True, backend=backend)
     x = torch.ones(4000, device=DEVICE, requires_grad=True)
     results = []
     for seed in (1, 1, 2):

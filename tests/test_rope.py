@@ -13,6 +13,7 @@ from helpers import (
     TWO_OF_FLOATS,
     assert_close_to_reference,
     assert_one_rounding,
+    each_backend,
     on_device,
     random_image,
 )
@@ -855,13 +856,14 @@ def test_module_does_not_keep_fake_tables():
     assert torch.equal(module(x), cx.rope(x, *cx.rope_tables(8, 5)))
 
 
+@each_backend
 @pytest.mark.parametrize("warm", [False, True])
-def test_module_compiles(warm):
+def test_module_compiles(warm, backend):
     module, x = cx.nn.RotaryEmbedding(8, units="turns", theta=2**16), heads((1, 2, 5, 8))
     expected = copy.deepcopy(module)(x)
     if warm:
         module(x)
-    compiled = torch.compile(module, fullgraph=True)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(x), expected)
     torch.testing.assert_close(compiled(x, inplace=True), expected)
 

@@ -12,7 +12,7 @@ import unittest
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_to_reference, run_python
+from helpers import assert_close_to_reference, each_backend, run_python
 from torch import nn
 
 import camox_ops as cx
@@ -1245,7 +1245,7 @@ def test_profiler_sees_pytorchs_operators():
     assert operators() == stock
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@each_backend
 def test_compile(block, backend):
     x = normal(*INPUT)
     stock = step(block, x)
