@@ -299,8 +299,9 @@ def run_python_with_torch(code: str, **environment) -> str:
 
 
 def run_ranks(worker, arguments, count: int) -> None:
-    """worker(rank, *arguments) in `count` processes: forks of one process that has imported torch."""
-    multiprocessing.set_forkserver_preload(["torch"])
+    """worker(rank, *arguments) in `count` processes: forks of one process that has imported what they need."""
+    of_torch = ("_dynamo", "distributed.checkpoint", "distributed.fsdp", "distributed.tensor")
+    multiprocessing.set_forkserver_preload(["torch", "camox_ops", *(f"torch.{name}" for name in of_torch)])
     torch.multiprocessing.start_processes(worker, arguments, count, start_method="forkserver")
 
 
