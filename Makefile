@@ -51,7 +51,7 @@ setup: $(INSTALLED) ## .venv with torch (TORCH=torch==2.13.0) and the tools, mad
 
 build: $(BUILT) ## the extension, in place
 
-# The tests start some fifty interpreters: bytecode is kept also where the environment forbids it.
+# The tests start interpreters: bytecode is kept for them also where the environment forbids it.
 test: $(BUILT) ## the tests but the slow ones (PYTEST_ARGS="-k edge")
 	@command -v nvcc >/dev/null && echo "nvcc: $$(command -v nvcc)" || echo "nvcc: not found, the CUDA sources are not compiled"
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)

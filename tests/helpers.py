@@ -28,6 +28,8 @@ DEVICE = torch.device(os.environ.get("CAMOX_TEST_DEVICE", "cpu"))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, *([torch.float64] if DEVICE.type == "cpu" else []))
 # On a machine without its cache inductor's first graph takes 20 seconds.
 each_backend = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+# The same for modules: the graph is captured either way, AOTAutograd then takes seconds for its backward.
+each_capture = pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 # Where every dtype takes seconds and the same way through the code.
 TWO_OF_FLOATS = [pytest.param(dtype, marks=() if i < 2 else pytest.mark.slow) for i, dtype in enumerate(FLOATS)]
 LAYOUTS = ("contiguous", "channels_last", "strided", "expanded")

@@ -7,7 +7,7 @@ import types
 import example_path
 import pytest
 import torch
-from helpers import DEVICE, random_image
+from helpers import DEVICE, each_capture, random_image
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -284,7 +284,7 @@ CHANGES = [None, *(pytest.param(change, marks=pytest.mark.slow) for change in (a
 
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: getattr(c, "__name__", "no"))
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@each_capture
 def test_compile_of_experts(name, change, backend):
     expert, x = getattr(cx.nn, name)(8).to(DEVICE), random_image((2, 8, 9, 9))
     if change is not None:
@@ -493,7 +493,8 @@ def test_mixture_without_host_counts_on_meta(autocast):
 # ---- RotaryEmbedding, LayerNorm2d, project ----
 
 
-def test_rotary_embedding_follows_its_settings():
+@each_capture
+def test_rotary_embedding_follows_its_settings(backend):
     x = torch.randn(1, 2, 5, 8)
     module = cx.nn.RotaryEmbedding(8, scaling={"rope_type": "linear", "factor": 2.0})
     module(x)
@@ -501,7 +502,7 @@ def test_rotary_embedding_follows_its_settings():
         setattr(module, name, value)
         expected = copy.deepcopy(module)(x)
         assert torch.equal(module(x), expected)
-        assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), expected)
+        assert torch.equal(torch.compile(module, fullgraph=True, backend=backend)(x), expected)
     module.scaling["factor"] = 4.0
     assert torch.equal(module(x), copy.deepcopy(module)(x))
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, module_numbers
+from helpers import DEVICE, FLOATS, assert_close_to_reference, each_capture, module_numbers
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -302,7 +302,7 @@ def test_plain_layers_are_fused():
     assert_train_alike(ours, plain)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@each_capture
 def test_compile_of_a_changed_layer(backend):
     _, ours = both(24, 4, 2, 48, 0.0)
     with_hook("linear1")(ours.transformer.layers[0])
