@@ -55,6 +55,15 @@ def every_pair(**values):
     return pytest.mark.parametrize(tuple(values), params)
 
 
+def every_second(**values):
+    """A parametrize mark of two parameters: a value of one meets every second value of the other. The other pairs are
+    slow tests: what a layout has in common with dense tensors, every bit, is held for each op in test_contract.py."""
+    params = []
+    for (i, one), (k, other) in itertools.product(*(enumerate(of_one) for of_one in values.values())):
+        params.append(pytest.param(one, other, marks=pytest.mark.slow if (i + k) % 2 else ()))
+    return pytest.mark.parametrize(tuple(values), params)
+
+
 def seed(value: int) -> None:
     """torch.manual_seed. On the CPU of its generator alone: torch.manual_seed also formats the stack of its caller for
     each kind of accelerator that may be initialised later, 1 ms per call."""

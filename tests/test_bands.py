@@ -10,6 +10,7 @@ from helpers import (
     assert_close_to_reference,
     assert_one_rounding,
     each_backend,
+    every_second,
     float64_on_cpu,
     module_numbers,
     on_device,
@@ -91,8 +92,7 @@ def test_stacked_is_the_bands_and_x():
             assert stacked.is_contiguous(memory_format=memory_format)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, layout=LAYOUTS)
 def test_matches_reference(dtype, layout):
     for shape in SHAPES:
         for kind in ("normal", "offset", "constant"):
@@ -104,8 +104,7 @@ def test_matches_reference(dtype, layout):
                 assert_one_rounding(ours, cx.frequency_bands(x.float()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, layout=LAYOUTS)
 def test_grad_matches_reference(dtype, layout):
     for shape in SHAPES:
         for chosen_bits in (0b1111, 0b0111, 0b0001, 0b0010, 0b0100, 0b1000, 0b1101):

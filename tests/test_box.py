@@ -11,6 +11,7 @@ from helpers import (
     assert_close_to_reference,
     assert_one_rounding,
     assert_same_sums,
+    every_second,
     float64_on_cpu,
     random_image,
     reference,
@@ -74,8 +75,7 @@ def test_known_values():
     assert torch.equal(cx.box_mean(torch.ones(1, 1, 3, 3), 9)[0, 0], torch.full((3, 3), 9 / 81))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, layout=LAYOUTS)
 def test_matches_reference(dtype, layout):
     """Every size with every layout; with a shape every third one."""
     first = FLOATS.index(dtype) + LAYOUTS.index(layout)
@@ -109,8 +109,7 @@ def test_matches_reference_where_running_sums_would_drift(size, dtype):
     assert (inside.double() / 1e4 - 1).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, layout=LAYOUTS)
 def test_grad_matches_reference(dtype, layout):
     for shape in SHAPES:
         grad = random_image(shape, dtype, layout)
@@ -212,8 +211,7 @@ def test_window_beyond_every_bound():
     torch.testing.assert_close(cx.box_mean(x, huge, count_include_pad=False) * 30, mean)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, layout=LAYOUTS)
 def test_weight_matches_reference(dtype, layout):
     for shape in ((2, 1, 40, 37), (1, 5, 9, 130)):
         mask = (random_image(shape, torch.float32) > 0.3).to(dtype)

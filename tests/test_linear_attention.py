@@ -10,6 +10,7 @@ from helpers import (
     FLOATS,
     assert_close_to_reference,
     assert_one_rounding,
+    every_second,
     on_device,
     on_device_of_test,
     random_image,
@@ -156,8 +157,7 @@ def test_known_values():
     torch.testing.assert_close(out.flatten(), (f @ torch.tensor([[420.0], [220.0]])).flatten())
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, memory=MEMORY)
 def test_matches_reference_and_grad(dtype, memory):
     """Every mode at every size, masks and states at some; eps as large as half precision can hold."""
     for (i, size), (feature_map, normalize) in itertools.product(enumerate(SIZES), MODES):
@@ -287,8 +287,7 @@ def sizes_of_terms(q, k, v, state, grad, grad_state):
     return [size.max().item() for size in terms]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalize", ["sum", "feature"])
+@every_second(normalize=["sum", "feature"], dtype=[torch.float32, torch.bfloat16])
 def test_hundred_thousand_positions(normalize, dtype):
     """bfloat16 sums would stop growing at 256; a mean of many values of one sign shows it."""
     shape, options = (1, 1, 100_000, 12), {"normalize": normalize}

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers import (
     DEVICE,
     FLOATS,
+    TWO_OF_FLOATS,
     assert_close_to_reference,
     assert_one_rounding,
     float64_on_cpu,
@@ -22,10 +23,9 @@ from torch.autograd import gradcheck
 import camox_ops as cx
 from camox_ops import reference
 
-# (rows, D, classes): around vectors, tiles of 256 x 512 logits, blocks of 4096 rows and of 2048 classes, more than
-# 32 MiB of logits; sums along D longer than 384.
+# (rows, D, classes): around vectors, tiles of 256 x 512 logits, blocks of 4096 rows; sums along D longer than
+# 384.
 SHAPES = [(1, 1, 1), (5, 7, 9), (3, 400, 17), (256, 8, 512), (257, 33, 513), (40, 16, 1100), (4099, 5, 600)]
-SHAPES += [(4000, 3, 2200)]
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -71,24 +71,34 @@ def test_known_values():
     torch.testing.assert_close(smoothed, torch.tensor([4 / 3, 4.0]).log().mean())
 
 
+def assert_right(dtype, shape, turn):
+    """Loss and gradients; turn chooses bias, reduction and smoothing."""
+    inputs = inputs_of(shape, dtype, biased=turn % 2 == 1)
+    options = {"reduction": REDUCTIONS[turn % 3], "label_smoothing": (0.0, 0.2)[turn // 2 % 2]}
+    ours = loss_and_gradients(cx.linear_cross_entropy, *inputs, **options)
+    doubles = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
+    same, truth = (
+        loss_and_gradients(reference.linear_cross_entropy, *tensors, **options) for tensors in (inputs, doubles)
+    )
+    for mine, theirs, right in zip(ours, same, truth, strict=True):
+        assert_close_to_reference(mine, theirs, right, scale64=8 * right.abs().max().item())
+    assert ours[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    if dtype.itemsize == 2 and DEVICE.type == "cpu":
+        floats = [t.float() if t is not None and t.is_floating_point() else t for t in inputs]
+        for half, single in zip(ours, loss_and_gradients(cx.linear_cross_entropy, *floats, **options), strict=True):
+            assert_one_rounding(half, single)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_matches_reference(dtype):
-    """Loss and gradients."""
     for i, shape in enumerate(SHAPES):
-        inputs = inputs_of(shape, dtype, biased=i % 2 == 1)
-        options = {"reduction": REDUCTIONS[i % 3], "label_smoothing": (0.0, 0.2)[i // 2 % 2]}
-        ours = loss_and_gradients(cx.linear_cross_entropy, *inputs, **options)
-        doubles = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
-        same, truth = (
-            loss_and_gradients(reference.linear_cross_entropy, *tensors, **options) for tensors in (inputs, doubles)
-        )
-        for mine, theirs, right in zip(ours, same, truth, strict=True):
-            assert_close_to_reference(mine, theirs, right, scale64=8 * right.abs().max().item())
-        assert ours[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        if dtype.itemsize == 2 and DEVICE.type == "cpu":
-            floats = [t.float() if t is not None and t.is_floating_point() else t for t in inputs]
-            for half, single in zip(ours, loss_and_gradients(cx.linear_cross_entropy, *floats, **options), strict=True):
-                assert_one_rounding(half, single)
+        assert_right(dtype, shape, i)
+
+
+@pytest.mark.parametrize("dtype", TWO_OF_FLOATS)
+def test_matches_reference_of_many_logits(dtype):
+    """More than 32 MiB of them, and more classes than a block of 2048."""
+    assert_right(dtype, (4000, 3, 2200), 7)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -2,6 +2,7 @@
 that are kept are never stale, and modules work where tensors have no values."""
 
 import copy
+import itertools
 import types
 
 import example_path
@@ -464,8 +465,14 @@ def test_fake_tensors_after_a_real_call(make):
     assert torch.equal(module(torch.ones(shape)), expected)
 
 
-@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
-@pytest.mark.parametrize("make", [rotary, context])
+@pytest.mark.parametrize(
+    ("make", "tracing_mode"),
+    [
+        *itertools.product((rotary, context), ("real", "fake")),
+        (rotary, "symbolic"),
+        pytest.param(context, "symbolic", marks=pytest.mark.slow),  # of any size torch.compile traces it above
+    ],
+)
 def test_make_fx(make, tracing_mode):
     module, shape = make()
     x = torch.randn(shape)

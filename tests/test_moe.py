@@ -11,6 +11,7 @@ from helpers import (
     TWO_OF_FLOATS,
     assert_close_to_reference,
     assert_one_rounding,
+    every_second,
     on_device,
     random_image,
 )
@@ -295,8 +296,7 @@ SHAPES = ((), (5,), (3, 4, 5), (7, 33, 3), (2, 66, 67))  # of a row: also around
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, layout=LAYOUTS)
 def test_matches_reference_rows(dtype, layout, padded):
     for shape in SHAPES:
         for capacity_factor, valid in ((None, False), (0.6, True)):
@@ -316,8 +316,7 @@ def test_matches_reference_rows(dtype, layout, padded):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, layout=LAYOUTS)
 def test_grad_matches_reference_rows(dtype, layout, padded):
     for shape in SHAPES:
         for capacity_factor, valid in ((None, False), (0.6, True)):

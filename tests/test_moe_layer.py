@@ -218,7 +218,7 @@ def test_matches_reference_of_the_pyramid(size):
     torch.testing.assert_close(_pyramid.from_levels(levels, (size, size + 4)), expected)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 7])
+@pytest.mark.parametrize("top_k", [1, pytest.param(3, marks=pytest.mark.slow), 7])
 def test_matches_reference_of_every_image_alone(top_k):
     x, grad = random_image((4, 32, 7, 6)), random_image((4, 32, 7, 6), seed=1)
     layer = build(x, top_k=top_k).eval()

@@ -11,6 +11,7 @@ from helpers import (
     assert_one_rounding,
     assert_reads_half_weights,
     assert_same_sums,
+    every_second,
     float64_on_cpu,
     on_device,
     random_image,
@@ -83,8 +84,7 @@ def test_activation_of_zero_and_tails():
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, layout=LAYOUTS)
 def test_matches_reference(dtype, layout, activation):
     for shape in SHAPES if activation in ("none", "gelu") else SMALL:
         weight, bias = parameters(shape[1], dtype)
@@ -124,8 +124,7 @@ def test_first_channels_far_from_the_rest(layout, channels):
     assert_all_close(x, weight, bias, random_image(x.shape, seed=1), activation="silu")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@every_second(dtype=FLOATS, layout=LAYOUTS)
 def test_matches_reference_residual_and_groups(dtype, layout):
     for shape, groups in (((2, 12, 5, 7), 4), ((1, 36, 6, 9), 3), ((2, 6, 4, 4), 6), ((1, 80, 3, 17), 2)):
         weight, bias = parameters(shape[1], dtype)
