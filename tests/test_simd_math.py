@@ -128,7 +128,8 @@ def same_elsewhere(ours, true):
 
 @pytest.mark.parametrize(("name", "limit"), [("exp", 1.0), ("erf", 1.82), ("tanh", 1.4), ("sin", 1.6), ("cos", 1.6)])
 def test_largest_error(libraries, name, limit):
-    """Over every exponent, subnormal numbers and results among them. Of all float32 numbers erf is off by 1.811 at most."""
+    """Over every exponent, subnormal numbers and results among them. Of all float32 numbers erf is off by 1.811 at
+    most."""
     ours, true = torch.from_numpy(call(libraries["portable"], name, X)), truth(name)
     assert ulps(ours, true).max() <= limit
     assert same_elsewhere(ours, true)
