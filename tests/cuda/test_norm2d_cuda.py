@@ -76,9 +76,12 @@ def test_norm2d_more_channels_than_registers(layout, dtype):
 
 @pytest.mark.parametrize("groups", (1, 2, 10))
 def test_norm2d_teams_smaller_than_a_warp(groups, dtype):
-    """Of channels_last, with so many pixels that a lane has several vectors of a pixel; a lane's last may not exist."""
+    """Of channels_last, with so many pixels that a lane has several vectors of a pixel; a lane's last may not exist. The
+    reference has every third column, which pixels do not know of each other."""
     x, weight, bias, _ = norm2d_inputs((2, 80, 81, 103), dtype, "channels_last")
     y, stats = norm2d_cases.forward(x, weight, bias, activation="gelu", groups=groups, order="random")
+    assert y.isfinite().all()
+    x, y, stats = x[..., ::3], y[..., ::3], stats[..., ::3]
     real = (x.double(), weight.double(), bias.double())
     truth = reference.layer_norm2d(*real, activation="gelu", groups=groups)
     assert_close_to_reference(y, eager(x, weight, bias, activation="gelu", groups=groups), truth)
