@@ -38,7 +38,7 @@ def dtype(request):
     return emulator.DTYPES[request.param]
 
 
-@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["", "others"])
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "others"])
 def share(request):
     """Of the cases of a long test, numbered so that each of their parameters meets each other: those of even numbers,
     and in the slow tests the others."""

@@ -83,10 +83,12 @@ def test_causal_small_grid_strides_over_the_rest(dtype):
 
 
 @pytest.mark.parametrize(("normalize", "strict"), MODES)
-def test_segments_of_several_chunks(normalize, strict):
+def test_segments_of_several_chunks(normalize, strict, share):
     """A block goes from chunk to chunk with the state in registers: a smaller grid has longer segments."""
     causal = "strict" if strict else True
     for turn, (n, d, feature_map) in enumerate([(64, 64, "elu1"), (32, 48, "elu1"), (40, 16, "relu")]):
+        if (turn + NORMALIZATIONS.index(normalize) + strict) % 2 != share:
+            continue
         cu_seqlens = [0, 150, 150, 230] if turn != 1 else None
         given = inputs(
             (1, 1, 230, n, d),

@@ -136,8 +136,8 @@ def test_structure_loss_of_many_small_images(dtype, images, kinds):
 
 @pytest.mark.parametrize("dtype", FLOAT32_FIRST)
 def test_structure_loss_of_many_images_has_longer_work_items(dtype):
-    """Of more than 2048 pixels, and more than a thread has at once: 2048 images, of which the reference has the first 32
-    and the others are repetitions."""
+    """Of more than 2048 pixels, and more than a thread has at once. The reference has the first 32 of 2048 images, the
+    others are their repetitions."""
     inputs = cases.inputs_of((32, 2052), dtype)
     ours = cases.run(*(tensor.repeat(64, *[1] * (tensor.dim() - 1)) for tensor in inputs), **cases.OPTIONS[2])
     first = [tensor[:32] for tensor in ours]
