@@ -41,7 +41,7 @@ def dtype(request):
 @pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "others"])
 def share(request):
     """Of the cases of a long test those of even numbers, and in the slow tests the others. They are numbered so that
-    either half has every two values of different parameters together, and each kernel in every dtype and layout."""
+    the quick run keeps each kernel in each of its dtypes and layouts."""
     return request.param
 
 
