@@ -38,6 +38,13 @@ def dtype(request):
     return emulator.DTYPES[request.param]
 
 
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "others"])
+def share(request):
+    """Of the cases of a long test those of even numbers, and in the slow tests the others. They are numbered so that
+    the quick run keeps each kernel in each of its dtypes and layouts."""
+    return request.param
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
     """A test of every dtype and order has every second pair of them, the slow tests have the others: each dtype meets

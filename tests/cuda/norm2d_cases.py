@@ -31,8 +31,9 @@ SHAPES = [
 ]
 # More channels than a block holds in registers: at most 3072, see docs/norm2d.md.
 MANY_CHANNELS = [(1, 3073, 1, 2), (1, 3200, 2, 4)]
-# More than 256 tiles in planes (47 x 47 element by element, 92 x 92 by vectors), in lines, and by chunks in both.
-MANY_TILES = [(1, 3, 47, 47), (1, 3, 92, 92), (1, 256, 30, 40), (1, 257, 17, 121), (1, 1025, 17, 31)]
+# More than 256 tiles in planes (47 x 47 element by element, 92 x 92 by vectors) and in lines, the last ones by chunks.
+MANY_PLANE_TILES = [(1, 3, 47, 47), (1, 3, 92, 92), (1, 257, 17, 121)]
+MANY_LINE_TILES = [(1, 256, 30, 40), (1, 1025, 17, 31)]
 
 
 def _view(structs, tensor):

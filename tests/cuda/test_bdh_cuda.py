@@ -47,17 +47,18 @@ def test_bdh_attention(dtype, memory, arch):
 @pytest.mark.parametrize(
     "options", [*BDH_OPTIONS[1:3], *(pytest.param(BDH_OPTIONS[i], marks=pytest.mark.slow) for i in (0, 3))], ids=str
 )
-def test_bdh_row_bands_and_small_grids(options, dtype):
+def test_bdh_row_bands_and_small_grids(options, dtype, share):
     """The scores of one head at a time, or of a band of its rows."""
+    turn = share + list(emulator.DTYPES.values()).index(dtype)
     inputs = bdh_inputs((1, 2, 130, 4), 3, dtype)
     truth, same = bdh_reference(*doubled(*inputs), **options), bdh_reference(*inputs, **options)
     for save in ("logsumexp", "scores"):
         whole = bdh_cases.both(*inputs, save=save, **options)
         assert_close_to_reference(whole, same, truth)
-        for cap in (2, 7) if save == "scores" else (7,):
-            capped = bdh_cases.both(*inputs, save=save, how={"grid_cap": cap, "order": "random"}, **options)
-            assert_close_to_reference(capped, same, truth)
-            assert torch.equal(capped[0], whole[0])
+        cap = (2, 7)[turn % 2] if save == "scores" else 7
+        capped = bdh_cases.both(*inputs, save=save, how={"grid_cap": cap, "order": "random"}, **options)
+        assert_close_to_reference(capped, same, truth)
+        assert torch.equal(capped[0], whole[0])
 
 
 @pytest.mark.parametrize("memory", IN_TURN)
@@ -82,7 +83,7 @@ def test_bdh_state_form(dtype, memory, arch):
 BDH_ROTATED_ONCE = [
     ((1, 2, 5, 40), 72),
     ((1, 2, 5, 34), 72),
-    ((2, 4, 70, 72), 136),
+    ((1, 4, 70, 72), 136),
     ((2, 3, 33, 136), 136),
     ((1, 1, 140, 200), 264),
 ]
@@ -90,7 +91,7 @@ BDH_ROTATED_ONCE = [
 
 @pytest.mark.parametrize("memory", [m if m == "strided" else pytest.param(m, marks=SLOW) for m in bdh_cases.MEMORY])
 @pytest.mark.parametrize("half", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
-def test_bdh_rotated_once(half, memory, arch):
+def test_bdh_rotated_once(half, memory, arch, share):
     """Half types in the state form with many columns of v: all heads at once, and one at a time or in another order.
     Over the layouts each shape and dtype meets every order."""
     turn = bdh_cases.MEMORY.index(memory) + (half is torch.float16)
@@ -101,9 +102,10 @@ def test_bdh_rotated_once(half, memory, arch):
         ours = bdh_cases.both(*inputs, **given, how={"arch": arch, "order": order})
         truth = bdh_reference(*doubled(*inputs), **options)
         assert_close_to_reference(ours, bdh_reference(*inputs, **options), truth)
-        how = {"grid_cap": 1} if turn % 2 else {"order": "random"}
-        again = bdh_cases.both(*inputs, flush="start", **given, how={"arch": arch, **how})
-        assert all(map(torch.equal, again, ours))
+        if value_dim < 264 or share == 1:  # the last one twice takes as long as the others
+            how = {"grid_cap": 1} if turn % 2 else {"order": "random"}
+            again = bdh_cases.both(*inputs, flush="start", **given, how={"arch": arch, **how})
+            assert all(map(torch.equal, again, ours))
         turn += 2
 
 
@@ -118,7 +120,7 @@ BDH_SHORT = [
 
 
 @pytest.mark.parametrize("memory", bdh_cases.MEMORY)
-def test_bdh_short_heads(memory, arch):
+def test_bdh_short_heads(memory, arch, share):
     """Half types of at most 64 tokens, two heads a block: the scores that are saved, or none, and out. Over the layouts
     each shape and dtype meets every order."""
     turn = bdh_cases.MEMORY.index(memory)
@@ -141,17 +143,17 @@ def test_bdh_short_heads(memory, arch):
             else:
                 assert torch.equal(ours[1], ours[1].mT)
             assert_close_to_reference(ours[1:], [s], [s64])
-        for how in ({"grid_cap": 1}, {"order": "random"}):
-            again = bdh_cases.forward(*inputs, flush="start", **given, how={"arch": arch, **how})[:2]
-            assert all(a is b is None or torch.equal(a, b) for a, b in zip(again, ours, strict=True))
+        how = ({"grid_cap": 1}, {"order": "random"})[(turn // 2 + share) % 2]
+        again = bdh_cases.forward(*inputs, flush="start", **given, how={"arch": arch, **how})[:2]
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(again, ours, strict=True))
         turn += 1
 
 
-# (B, H, T, N), D: one chunk of 64 tokens that is not full, three, the last of them short; states of several tiles, rows
-# that no access of 16 bytes takes; chunks of two tiles.
+# (B, H, T, N), D: one chunk of 64 tokens that is not full, two and three, the last of them short; states of several
+# tiles, rows that no access of 16 bytes takes; chunks of two tiles.
 BDH_CHUNKS = [
     ((1, 2, 5, 32), 8),
-    ((2, 2, 130, 4), 4),
+    ((2, 2, 70, 4), 4),
     ((1, 1, 192, 6), 70),
     ((1, 2, 139, 66), 7),
     ((1, 1, 150, 134), 124),
@@ -159,9 +161,9 @@ BDH_CHUNKS = [
 
 
 @pytest.mark.parametrize("memory", IN_TURN)
-def test_bdh_causal_state_form(dtype, memory, arch):
-    """States of the chunks before and behind; of all heads at once, of one, and of a chunk at a time."""
-    turn = bdh_cases.MEMORY.index(memory)
+def test_bdh_causal_state_form(dtype, memory, arch, share):
+    """States of the chunks before and behind; of all heads at once, and of one or of a chunk at a time."""
+    turn, parity = bdh_cases.MEMORY.index(memory), share + list(emulator.DTYPES.values()).index(dtype)
     for shape, value_dim in BDH_CHUNKS[turn % 2 :: 2]:
         inputs = bdh_inputs(shape, value_dim, dtype, memory, shared=turn % 3 != 1, each=turn % 3 == 0)
         options = {"causal": True, "relu": turn % 2 == 0, "scale": 0.5}
@@ -170,8 +172,9 @@ def test_bdh_causal_state_form(dtype, memory, arch):
         same, truth = bdh_reference(*inputs, **options), bdh_reference(*doubled(*inputs), **options)
         ours = bdh_cases.both(*inputs, **given, how=how)
         assert_close_to_reference(ours, same, truth)
-        if shape[2] < 150:
+        if shape[2] < 150 and (turn // 2 + parity) % 2:
             assert all(map(torch.equal, bdh_cases.both(*inputs, **given, how={**how, "grid_cap": 1}), ours))
+        elif shape[2] < 150:
             assert_close_to_reference(bdh_cases.both(*inputs, **given, how={**how, "grid_cap": 2}), same, truth)
         turn += 1
 
@@ -203,7 +206,7 @@ class InTF32(TorchFunctionMode):
 @pytest.mark.parametrize("options", [*BDH_OPTIONS[:4], {"form": 2}, {"form": 2, "causal": 1}], ids=str)
 def test_bdh_tf32(options, arch):
     """Where it is allowed as plain PyTorch multiplies in TF32; in float32 elsewhere, and on sm_75, which has none."""
-    inputs = bdh_inputs((1, 2, 140, 36), 24, torch.float32)
+    inputs = bdh_inputs((1, 2, 72, 36), 24, torch.float32)
     plain = {name: value for name, value in options.items() if name != "form"}
     truth = bdh_reference(*doubled(*inputs), **plain)
     with InTF32():

@@ -9,12 +9,15 @@ from helpers import assert_close_to_reference, random_image
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
 @pytest.mark.parametrize("kind", box_cases.KINDS)
-def test_box(dtype, kind, layout, arch):
+def test_box(dtype, kind, layout, arch, share):
     orders = list(emulator.ORDERS)
+    first = box_cases.KINDS.index(kind) + (layout == "channels_last") + list(emulator.DTYPES.values()).index(dtype)
     for i, shape in enumerate(box_cases.SHAPES):
         for k, window in enumerate(box_cases.WINDOWS):
-            x = random_image(shape, dtype, layout, "offset" if k % 2 else "normal")
-            ours = box_cases.run(x, kind, window, arch=arch, order=orders[(i + k) % len(orders)])
+            if (first + i + k) % 2 != share:
+                continue
+            x = random_image(shape, dtype, layout, "offset" if k // 2 % 2 else "normal")
+            ours = box_cases.run(x, kind, window, arch=arch, order=orders[(i + k // 2) % len(orders)])
             same, truth = (box_cases.plain(y, kind, window) for y in (x, x.double()))
             assert_close_to_reference(ours, same, truth)
 

@@ -49,8 +49,11 @@ def test_causal_matches_reference(dtype, memory, arch):
 
 @pytest.mark.parametrize(("normalize", "strict"), MODES)
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-def test_causal_modes(feature_map, normalize, strict, arch):
+def test_causal_modes(feature_map, normalize, strict, arch, share):
+    first = FEATURE_MAPS.index(feature_map) + NORMALIZATIONS.index(normalize) + strict
     for turn, dtype in enumerate((torch.float32, torch.bfloat16)):
+        if (first + turn) % 2 != share:
+            continue
         causal, cu_seqlens = "strict" if strict else True, CU_SEQLENS if turn else None
         given = inputs(
             (1, 1, 136, 16, 16), dtype, normalize=normalize, causal=causal, masked=turn == 1, cu_seqlens=cu_seqlens
@@ -61,13 +64,13 @@ def test_causal_modes(feature_map, normalize, strict, arch):
 
 
 @pytest.mark.parametrize("memory", ("dense", "strided"))
-def test_causal_stays_inside_at_both_ends(dtype, memory):
+def test_causal_stays_inside_at_both_ends(dtype, memory, share):
     """Flush against a guard page at the end in the tests above, at the start here; the bits are the same."""
     given = inputs((1, 2, 70, 16, 24), dtype, memory, masked=True, cu_seqlens=[0, 3, 70])
     right = both(given)
-    for order in ("reverse", "random"):
-        for ours, other in zip(both(given, flush="start", how={"order": order}), right, strict=True):
-            assert torch.equal(ours, other)
+    order = ("reverse", "random")[(share + (memory == "strided")) % 2]
+    for ours, other in zip(both(given, flush="start", how={"order": order}), right, strict=True):
+        assert torch.equal(ours, other)
 
 
 def test_causal_small_grid_strides_over_the_rest(dtype):
@@ -80,10 +83,12 @@ def test_causal_small_grid_strides_over_the_rest(dtype):
 
 
 @pytest.mark.parametrize(("normalize", "strict"), MODES)
-def test_segments_of_several_chunks(normalize, strict):
+def test_segments_of_several_chunks(normalize, strict, share):
     """A block goes from chunk to chunk with the state in registers: a smaller grid has longer segments."""
     causal = "strict" if strict else True
     for turn, (n, d, feature_map) in enumerate([(64, 64, "elu1"), (32, 48, "elu1"), (40, 16, "relu")]):
+        if (turn + NORMALIZATIONS.index(normalize) + strict) % 2 != share:
+            continue
         cu_seqlens = [0, 150, 150, 230] if turn != 1 else None
         given = inputs(
             (1, 1, 230, n, d),

@@ -76,9 +76,12 @@ def test_norm2d_more_channels_than_registers(layout, dtype):
 
 @pytest.mark.parametrize("groups", (1, 2, 10))
 def test_norm2d_teams_smaller_than_a_warp(groups, dtype):
-    """Of channels_last, with so many pixels that a lane has several vectors of a pixel; a lane's last may not exist."""
+    """Of channels_last, with so many pixels that a lane has several vectors of a pixel; a lane's last may not exist.
+    The reference has the pixels of every third column."""
     x, weight, bias, _ = norm2d_inputs((2, 80, 81, 103), dtype, "channels_last")
     y, stats = norm2d_cases.forward(x, weight, bias, activation="gelu", groups=groups, order="random")
+    assert y.isfinite().all()
+    x, y, stats = x[..., ::3], y[..., ::3], stats[..., ::3]
     real = (x.double(), weight.double(), bias.double())
     truth = reference.layer_norm2d(*real, activation="gelu", groups=groups)
     assert_close_to_reference(y, eager(x, weight, bias, activation="gelu", groups=groups), truth)
@@ -130,10 +133,11 @@ def test_norm2d_small_grid_strides_over_the_rest(layout, dtype, order):
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
-def test_norm2d_blocks_of_several_tiles(layout):
+def test_norm2d_blocks_of_several_tiles(layout, share):
     """More tiles than shares of grad_weight and grad_bias: each block iterates over several, in chunks too, and
     adds."""
-    for shape in norm2d_cases.MANY_TILES:
+    planes, lines = norm2d_cases.MANY_PLANE_TILES, norm2d_cases.MANY_LINE_TILES
+    for shape in planes if (layout == "contiguous") != share else lines:
         tensors = norm2d_inputs(shape, layout=layout)
         ours = norm2d_cases.forward_and_gradients(*tensors, activation="silu")
         assert_right(ours, *tensors, activation="silu")
