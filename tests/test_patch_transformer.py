@@ -197,6 +197,21 @@ def test_layers_that_are_called_as_before(calls):
         module(x, is_causal=True)
 
 
+def test_a_weight_that_is_computed_is_asked_for_as_often(calls):
+    """In training each time is a step of spectral_norm's iteration, so that one more gives another weight."""
+    plain = layer().train()
+    module = patched(copy.deepcopy(plain), calls)
+    for each in (plain, module):
+        torch.manual_seed(2)
+        nn.utils.parametrizations.spectral_norm(each.self_attn, "in_proj_weight")
+    x = tokens(plain)
+    for _ in range(2):
+        assert torch.equal(module(x), plain(x))
+        ours, theirs = (m.self_attn(x, x, x, need_weights=False)[0] for m in (module, plain))
+        assert torch.equal(ours, theirs)
+    assert not calls
+
+
 def test_inner_modules_with_hooks_or_exchanged(calls):
     module = patched(layer(), calls)
     x, seen = tokens(module), []

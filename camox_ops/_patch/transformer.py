@@ -176,7 +176,9 @@ def _serves(attention: nn.MultiheadAttention, x, mask, padding, is_causal) -> bo
         return False
     if not _call.is_served(x) or x.dim() != 3 or x.shape[2] != attention.embed_dim:
         return False
-    if x.dtype is not attention.in_proj_weight.dtype and _call.autocast_dtype(x) is None:
+    # Not by its name, which a parametrization computes: with spectral_norm each time is a step of its iteration.
+    weight = attention._parameters.get("in_proj_weight")
+    if weight is None or (x.dtype is not weight.dtype and _call.autocast_dtype(x) is None):
         return False
     batch, length = (0, 1) if attention.batch_first else (1, 0)
     if x.shape[length] > LONGEST or x.shape[length] == 0:
