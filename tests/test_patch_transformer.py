@@ -197,6 +197,24 @@ def test_layers_that_are_called_as_before(calls):
         module(x, is_causal=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64])
+def test_masks_of_other_dtypes(dtype, calls):
+    """PyTorch's own error, whatever it is."""
+    mask = torch.ones(12, 12, dtype=dtype).triu(1)
+    for plain, name, options in (
+        (nn.MultiheadAttention(WIDTH, HEADS, 0.0, batch_first=True), "attn_mask", {"need_weights": False}),
+        (layer(), "src_mask", {}),
+    ):
+        module = patched(copy.deepcopy(plain), calls)
+        x, raised = tokens(plain), []
+        for each in (plain, module):
+            with pytest.raises((AssertionError, RuntimeError)) as error:
+                each(*((x, x, x) if options else (x,)), **options, **{name: mask})
+            raised.append((error.type, str(error.value)))
+        assert raised[0] == raised[1]
+    assert not calls
+
+
 def test_a_weight_that_is_computed_is_asked_for_as_often(calls):
     """In training each time is a step of spectral_norm's iteration, so that one more gives another weight."""
     plain = layer().train()

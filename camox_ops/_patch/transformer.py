@@ -205,6 +205,8 @@ def _is_of_zeros_and_minus_infinity(mask: torch.Tensor) -> bool:
 def _is_causal(mask: torch.Tensor, length: int) -> bool:
     if torch.compiler.is_compiling() or not isinstance(mask, torch.Tensor) or not mask.is_cpu or mask.requires_grad:
         return False
+    if mask.dtype is not torch.bool and not mask.is_floating_point():  # an error there
+        return False
     return mask.shape == (length, length) and torch.equal(mask, _causal(length, mask.dtype))
 
 
