@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import default_device
 from torch import nn
 
 import camox_ops as cx
@@ -320,6 +321,28 @@ class FirstStep(LastValidStep):
 def steps_of(kind):
     tokens = torch.randn(4, 20, 6, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
     return tokens, torch.arange(6) < torch.tensor([[6], [3], [1], [0 if kind == "none" else 2]])
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("make", [layer, LastValidStep])
+def test_the_default_device_is_not_the_proofs(make):
+    module = make()
+    expected = cx.patch(copy.deepcopy(module))
+    with default_device("meta"):
+        report = cx.patch(module)
+        assert torch.empty(0).is_meta
+    assert report.patched and report.to_dict() == expected.to_dict()
+
+
+def test_a_causal_mask_under_another_default_device(calls):
+    plain = layer()
+    module, x, masks = patched(copy.deepcopy(plain), calls), tokens(plain), masks_of("causal")
+    expected = plain(x, **masks)
+    transformer._causal.cache_clear()
+    with default_device("meta"):
+        ours = module(x, **masks)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=5e-5)
+    assert calls
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")

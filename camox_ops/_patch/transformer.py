@@ -214,7 +214,7 @@ def _is_causal(mask: torch.Tensor, length: int) -> bool:
 def _causal(length: int, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False):
         later = torch.ones(length, length, dtype=torch.bool, device="cpu").triu(1)
-        return later if dtype is torch.bool else torch.zeros(length, length, dtype=dtype).masked_fill(later, -math.inf)
+        return later if dtype is torch.bool else torch.zeros_like(later, dtype=dtype).masked_fill(later, -math.inf)
 
 
 def differentiated(module: nn.Module, x: torch.Tensor) -> bool:
