@@ -428,6 +428,30 @@ def test_meta_parameters():
     assert reason_for(model) == "it has weight on the meta device"
 
 
+def test_parameters_without_sizes():
+    """Also where a module inside has them, and where they are buffers."""
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop, self.lazy = nn.LayerNorm(32), nn.Dropout(0.1), nn.LazyLinear(32)
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.norm(x + self.drop(self.lazy(self.attention(x, x, x)[0])))
+
+    reason = "its parameters have no sizes before its first input"
+    batch_norm = nn.LazyBatchNorm2d(affine=False)
+    for model in (Residual(), nn.Sequential(nn.LazyLinear(4), nn.GELU(), nn.Dropout(0.1)), nn.Sequential(batch_norm)):
+        report = cx.patch(model)
+        assert report.skipped and {entry.reason for entry in report.skipped} == {reason}, report
+        assert len({entry.name for entry in report.skipped}) == len(report.skipped)
+        assert all(entry.recogniser in ("dropout", "multihead_attention") for entry in report.patched)
+    model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.Dropout(0.1))
+    model(torch.ones(128, 16))
+    assert ("", "sequential") in [(entry.name, entry.recogniser) for entry in cx.patch(model).patched]
+
+
 def test_parameters_of_another_type():
     class Wrapped(torch.Tensor):
         pass
