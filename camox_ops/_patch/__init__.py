@@ -42,8 +42,9 @@ def patch(
 
     Only the class of a module is exchanged, for a subclass of it made for that: module objects, parameters, hooks,
     names and state_dict stay the same, pickles and checkpoints name the original class, copies stay patched. A model
-    may be patched before or after an optimizer, DistributedDataParallel or fully_shard got it, and before
-    torch.compile. Random generators stay where they were. Dropout draws other masks than PyTorch's (camox_ops.dropout).
+    may be patched before or after an optimizer or DistributedDataParallel got it, and before fully_shard and
+    torch.compile: modules whose parameters fully_shard has made DTensors are left alone. Random generators stay where
+    they were. Dropout draws other masks than PyTorch's (camox_ops.dropout).
 
     Args:
         model: any module. Parameters and modules are read, not written.
