@@ -307,7 +307,8 @@ class _Watch:
 
     def entered(self, module: torch.nn.Module) -> None:
         known = self._known.get(id(module))
-        has_modules = bool(module._modules)
+        # A ScriptModule takes no hook; none of its inner modules calls Python's hooks while it runs.
+        has_modules = bool(module._modules) and not isinstance(module, torch.jit.ScriptModule)
         if known is not None and not has_modules and (known[1] is None or self.steps.done):
             return
         self.disarm()  # what patch runs to prove its forward is not the script's either
@@ -317,9 +318,12 @@ class _Watch:
                 self.steps.called(root, module)
         except Exception as error:
             self.steps.fail(error)
-        if has_modules:
-            _open.handle = module.register_forward_hook(_leave, always_call=True)
-        else:
+        try:
+            if has_modules:
+                _open.handle = module.register_forward_hook(_leave, always_call=True)
+        except Exception:  # a class may refuse hooks; the script is none the worse for it
+            pass
+        if _open.handle is None:
             self.arm()
 
     def _first_call(self, module: torch.nn.Module) -> _Root | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -248,6 +249,16 @@ def random_image(shape, dtype=torch.float32, layout="contiguous", kind="normal",
     if layout == "expanded":
         return x[:1].expand(shape)
     return x
+
+
+@contextlib.contextmanager
+def default_device(device: str):
+    """torch.set_default_device, and back."""
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
 
 
 def untuned(more=()) -> dict[str, str]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, each_backend
+from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, default_device, each_backend
 
 import camox_ops as cx
 from camox_ops import reference
@@ -188,6 +188,17 @@ def test_none_is_skipped():
     for nothing in ([], [None, None]):
         assert cx.grad_group_norms(nothing, [0] * len(nothing), 3).tolist() == [0.0, 0.0, 0.0]
         cx.scale_grads_(nothing, [0] * len(nothing), torch.ones(1))
+
+
+def test_norms_of_no_gradient_under_other_defaults():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with default_device("meta"):
+            for grads in ([], [None]):
+                norms = cx.grad_group_norms(grads, [0] * len(grads), 2)
+                assert norms.device.type == "cpu" and norms.dtype is torch.float32 and norms.tolist() == [0.0, 0.0]
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_tensor_that_is_listed_several_times():

@@ -168,6 +168,29 @@ def test_copies_stay_patched():
     assert type(late[1]) is Manual and type(model[1]) is not Manual
 
 
+def test_copies_of_what_is_parametrized_after_patch():
+    norm, layer = Manual(), nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+    for module in (norm, layer.eval()):
+        cx.patch(module)
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Tanh())
+    parametrizations.spectral_norm(layer.self_attn, "in_proj_weight")
+    image, tokens = torch.randn(2, CHANNELS, 24, 24), torch.randn(20, 12, 32)
+    for module, inner, x in ((norm, norm, image), (layer, layer.self_attn, tokens)):
+        early = copy.deepcopy(module)
+        expected = step(module, x)
+        late = copy.deepcopy(module)
+        ema = torch.optim.swa_utils.AveragedModel(module)
+        ema.update_parameters(module)
+        for duplicate in (early, late, ema.module):
+            assert all(torch.equal(a, b) for a, b in zip(step(duplicate, x), expected, strict=True))
+            twin = duplicate if inner is module else duplicate.self_attn
+            assert type(twin) is type(inner) and _swap.patch_of(type(twin)) is not None
+            theirs = {id(parameter) for parameter in module.parameters()}
+            assert theirs.isdisjoint(id(parameter) for parameter in duplicate.parameters())
+    both = copy.deepcopy(nn.ModuleList([nn.ModuleList([norm]), nn.ModuleList([norm])]))
+    assert both[0][0] is both[1][0]
+
+
 def test_a_patched_class_makes_modules_that_are_not_patched():
     class Scaled(Manual):
         def __init__(self, channels, scale=1.0):
@@ -403,6 +426,30 @@ def test_meta_parameters():
     with torch.device("meta"):
         model = network()
     assert reason_for(model) == "it has weight on the meta device"
+
+
+def test_parameters_without_sizes():
+    """Also where a module inside has them, and where they are buffers."""
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop, self.lazy = nn.LayerNorm(32), nn.Dropout(0.1), nn.LazyLinear(32)
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.norm(x + self.drop(self.lazy(self.attention(x, x, x)[0])))
+
+    reason = "its parameters have no sizes before its first input"
+    batch_norm = nn.LazyBatchNorm2d(affine=False)
+    for model in (Residual(), nn.Sequential(nn.LazyLinear(4), nn.GELU(), nn.Dropout(0.1)), nn.Sequential(batch_norm)):
+        report = cx.patch(model)
+        assert report.skipped and {entry.reason for entry in report.skipped} == {reason}, report
+        assert len({entry.name for entry in report.skipped}) == len(report.skipped)
+        assert all(entry.recogniser in ("dropout", "multihead_attention") for entry in report.patched)
+    model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.Dropout(0.1))
+    model(torch.ones(128, 16))
+    assert ("", "sequential") in [(entry.name, entry.recogniser) for entry in cx.patch(model).patched]
 
 
 def test_parameters_of_another_type():

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import default_device
 from torch import nn
 
 import camox_ops as cx
@@ -129,6 +130,21 @@ def test_a_tree_of_nodes():
     close(numbers(root, x, other), numbers(plain, x, other))
     with pytest.raises(RuntimeError, match="attn_mask"):  # as the original does
         root(x)
+
+
+def test_the_default_device_is_neither_the_proofs_nor_the_graphs():
+    class Shifted(Node):
+        def forward(self, x, mask=None):
+            return super().forward(x, mask) + torch.zeros(x.shape[-1])
+
+    module = Shifted()
+    expected = cx.patch(copy.deepcopy(module))
+    with default_device("meta"):
+        report = cx.patch(module)
+    assert outermost(report) == ["attention_block"]
+    assert report.to_dict() == expected.to_dict()
+    for variant in type(module)._camox_patch.settings.variants:
+        assert "zeros" in variant.source and "device" not in variant.source
 
 
 def test_dropout_is_where_it_was():

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import default_device
 from torch import nn
 
 import camox_ops as cx
@@ -197,6 +198,39 @@ def test_layers_that_are_called_as_before(calls):
         module(x, is_causal=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64])
+def test_masks_of_other_dtypes(dtype, calls):
+    """PyTorch's own error, whatever it is."""
+    mask = torch.ones(12, 12, dtype=dtype).triu(1)
+    for plain, name, options in (
+        (nn.MultiheadAttention(WIDTH, HEADS, 0.0, batch_first=True), "attn_mask", {"need_weights": False}),
+        (layer(), "src_mask", {}),
+    ):
+        module = patched(copy.deepcopy(plain), calls)
+        x, raised = tokens(plain), []
+        for each in (plain, module):
+            with pytest.raises((AssertionError, RuntimeError)) as error:
+                each(*((x, x, x) if options else (x,)), **options, **{name: mask})
+            raised.append((error.type, str(error.value)))
+        assert raised[0] == raised[1]
+    assert not calls
+
+
+def test_a_weight_that_is_computed_is_asked_for_as_often(calls):
+    """In training each time is a step of spectral_norm's iteration, so that one more gives another weight."""
+    plain = layer().train()
+    module = patched(copy.deepcopy(plain), calls)
+    for each in (plain, module):
+        torch.manual_seed(2)
+        nn.utils.parametrizations.spectral_norm(each.self_attn, "in_proj_weight")
+    x = tokens(plain)
+    for _ in range(2):
+        assert torch.equal(module(x), plain(x))
+        ours, theirs = (m.self_attn(x, x, x, need_weights=False)[0] for m in (module, plain))
+        assert torch.equal(ours, theirs)
+    assert not calls
+
+
 def test_inner_modules_with_hooks_or_exchanged(calls):
     module = patched(layer(), calls)
     x, seen = tokens(module), []
@@ -287,6 +321,28 @@ class FirstStep(LastValidStep):
 def steps_of(kind):
     tokens = torch.randn(4, 20, 6, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
     return tokens, torch.arange(6) < torch.tensor([[6], [3], [1], [0 if kind == "none" else 2]])
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("make", [layer, LastValidStep])
+def test_the_default_device_is_not_the_proofs(make):
+    module = make()
+    expected = cx.patch(copy.deepcopy(module))
+    with default_device("meta"):
+        report = cx.patch(module)
+        assert torch.empty(0).is_meta
+    assert report.patched and report.to_dict() == expected.to_dict()
+
+
+def test_a_causal_mask_under_another_default_device(calls):
+    plain = layer()
+    module, x, masks = patched(copy.deepcopy(plain), calls), tokens(plain), masks_of("causal")
+    expected = plain(x, **masks)
+    transformer._causal.cache_clear()
+    with default_device("meta"):
+        ours = module(x, **masks)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=5e-5)
+    assert calls
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")

@@ -115,6 +115,20 @@ print("both")
     "package/__main__.py": FACTS,
     "encoded.py": b"# -*- coding: latin-1 -*-\nprint(ascii('\xe9'))",
 }
+# Modules that take no hook, and a plain one after them. By name, as a script that is compiled has to be in a file.
+SCRIPTED = """
+import torch
+from torch import nn
+class Refuses(nn.Sequential):
+    def register_forward_hook(self, *args, **kwargs):
+        raise TypeError("no hooks")
+x = torch.ones(64, 64)
+scripted = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
+for net in (scripted, Refuses(nn.ReLU(), nn.Linear(64, 1)), nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1))):
+    for _ in range(2):
+        print(net(x).shape)
+print(scripted(x).grad_fn is not None, type(net[1]) is nn.Dropout, [len(m._forward_hooks) for m in net.modules()])
+"""
 ARGUMENTS = [
     ["facts.py", "a", "--report", "b", "-m"],
     ["package/../facts.py"],
@@ -149,7 +163,9 @@ def ran(tmp_path_factory):
     (folder / "link.py").symlink_to(folder / "package/part.py")
     with zipfile.ZipFile(folder / "zipped.zip", "w") as archive:
         archive.writestr("__main__.py", "import sys; print(sys.argv, __name__, sys.path[0]); 1 / 0")
-    run_python_with_torch(DRIVER.format(folder=str(folder), cases=ARGUMENTS), PYTHONPATH=str(ROOT))
+    (folder / "scripted.py").write_text(SCRIPTED)
+    cases = [*ARGUMENTS, ["--report", "scripted.json", "scripted.py"]]
+    run_python_with_torch(DRIVER.format(folder=str(folder), cases=cases), PYTHONPATH=str(ROOT))
     return folder
 
 
@@ -166,6 +182,18 @@ def test_as_python_runs_it(ran, number):
     assert said == python.stderr
     assert bool(report) == (python.returncode != -signal.SIGTERM)
     assert REPORT not in rest  # a fork has none of its own
+
+
+def test_modules_that_take_no_hook(ran):
+    """Scripted ones, and those of a class that refuses hooks, run as they would; models after them are patched."""
+    out, err, status = ((ran / f"{len(ARGUMENTS)}.{name}").read_text() for name in ("out", "err", "status"))
+    assert status == "0", err
+    shapes = [f"torch.Size([64, {width}])" for width in (64, 64, 1, 1, 64, 64)]
+    assert out.splitlines() == [*shapes, "True False [0, 0, 0]"]
+    scripted, refuses, plain = json.loads((ran / "scripted.json").read_text())["models"]
+    assert "torch.jit" in scripted["patch"]["skipped"][0]["reason"]
+    assert refuses["class"] == "__main__.Refuses"
+    assert [entry["name"] for entry in plain["patch"]["patched"]] == ["1"]
 
 
 def run(*arguments, cwd, **environment):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from . import _proof
-from ._find import fingerprint, modules_of, uses_of, why_left_alone
+from ._find import NO_SIZES, fingerprint, has_no_sizes, modules_of, uses_of, why_left_alone
 from ._report import PatchEntry, PatchReport
 from ._swap import Patch, apply, patch_of, swap_back
 from ._table import RECOGNISERS
@@ -42,8 +42,9 @@ def patch(
 
     Only the class of a module is exchanged, for a subclass of it made for that: module objects, parameters, hooks,
     names and state_dict stay the same, pickles and checkpoints name the original class, copies stay patched. A model
-    may be patched before or after an optimizer, DistributedDataParallel or fully_shard got it, and before
-    torch.compile. Random generators stay where they were. Dropout draws other masks than PyTorch's (camox_ops.dropout).
+    may be patched before or after an optimizer or DistributedDataParallel got it, and before fully_shard and
+    torch.compile: modules whose parameters fully_shard has made DTensors are left alone. Random generators stay where
+    they were. Dropout draws other masks than PyTorch's (camox_ops.dropout).
 
     Args:
         model: any module. Parameters and modules are read, not written.
@@ -128,6 +129,8 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
         patch, reason = patch_of(type(module)), closed
         if patch is not None:
             reason = "it is patched already"
+        elif reason is None and has_no_sizes(module):
+            reason = NO_SIZES
         if reason is not None:
             report.entries.append(_entry(name, module, "" if patch is None else patch.recogniser.name, reason))
             continue
@@ -140,7 +143,8 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
                 if reason is None:
                     settings, error, reason = _recognised(recogniser, module, report.verified, planned, known)
             except Exception as failure:  # whatever a module does when it is looked at, patch goes on with the others
-                reason = f"the recogniser raised {_proof.brief(failure)}"
+                inside = has_no_sizes(*module.modules())
+                reason = NO_SIZES if inside else f"the recogniser raised {_proof.brief(failure)}"
             if reason and any(entry.reason == reason for entry in refused):
                 continue
             if reason:

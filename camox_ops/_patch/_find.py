@@ -8,6 +8,7 @@ from types import BuiltinFunctionType, FunctionType
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ..nn._plain import FusedModule
@@ -50,6 +51,14 @@ def why_closed(module: nn.Module) -> str | None:
 def uses_of(model: nn.Module) -> Counter:
     """How many modules hold each module, by its id."""
     return Counter(id(child) for module in model.modules() for child in module._modules.values() if child is not None)
+
+
+NO_SIZES = "its parameters have no sizes before its first input"
+
+
+def has_no_sizes(*modules: nn.Module) -> bool:
+    """Whether one has a parameter or buffer of its own that a lazy module makes at its first input."""
+    return any(is_lazy(tensor) for part in modules for tensor in (*part._parameters.values(), *part._buffers.values()))
 
 
 def why_left_alone(module: nn.Module, inner: list[tuple[str, nn.Module]], uses: Counter) -> str | None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from . import _call, _proof
 
@@ -88,6 +89,16 @@ class _Tracer(fx.Tracer):
         return super().call_module(module, forward, args, kwargs)
 
 
+class _WithoutDefaults(TorchFunctionMode):
+    """Keeps what is in force at the time, as a default device, out of the graph: nodes are made as the forward has
+    them."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, fx.Proxy) for kind in types):
+            return fx.Proxy.__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
 def traced(module: nn.Module, given: tuple[str, ...]) -> fx.Graph:
     """The graph of module(*given). Raises OtherKind."""
     side = _proof.copied(module)
@@ -98,7 +109,8 @@ def traced(module: nn.Module, given: tuple[str, ...]) -> fx.Graph:
     side.__class__ = type(type(side).__name__, (type(side),), {"forward": forward})
     before = _random_states()
     try:
-        graph = _Tracer().trace(side)
+        with _WithoutDefaults():
+            graph = _Tracer().trace(side)
     except Exception:  # whatever a forward does with what is not a tensor
         raise _proof.OtherKind from None
     if _random_states() != before or not all(_is_known(node, module) for node in graph.nodes):

@@ -93,6 +93,8 @@ def own_ground() -> Iterator[None]:
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext(),
+        # Where the copies are. Not always, as each call inside costs more under it.
+        torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext(),
     ):
         yield
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .._torch_private import in_dispatch_mode, in_transform
 from . import _proof
@@ -232,6 +233,12 @@ def _deepcopy(original: type) -> Callable:
         inherited = getattr(super(made, self), "__deepcopy__", None)
         if inherited is not None:
             duplicate = inherited(memo)
+        elif parametrize.is_parametrized(self):
+            # Its class, derived from the patched one, has a __getstate__ that raises; to a class without a __deepcopy__
+            # torch gives this one.
+            duplicate = type(self).__new__(type(self))
+            memo[id(self)] = duplicate
+            duplicate.__dict__ = copy.deepcopy(self.__dict__, memo)
         else:
             make, args, state, *_ = super(made, self).__reduce_ex__(4)
             duplicate = make(*copy.deepcopy(args, memo))

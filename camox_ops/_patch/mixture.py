@@ -2,7 +2,8 @@
 
     logits = gate(x)      y[t] = sum over the k best experts e of  weight[t, e] * expert_e(x[t])
 
-minimind's and Mixtral's. Experts are called as they are, each once, on its tokens in the order they have."""
+minimind's and Mixtral's. Experts are called as they are, each once, on its tokens in the order they have. Of experts
+with equal logits those with the lower numbers are taken; which ones torch.topk takes is unspecified."""
 
 from __future__ import annotations
 

@@ -176,7 +176,9 @@ def _serves(attention: nn.MultiheadAttention, x, mask, padding, is_causal) -> bo
         return False
     if not _call.is_served(x) or x.dim() != 3 or x.shape[2] != attention.embed_dim:
         return False
-    if x.dtype is not attention.in_proj_weight.dtype and _call.autocast_dtype(x) is None:
+    # Not by its name, which a parametrization computes: with spectral_norm each time is a step of its iteration.
+    weight = attention._parameters.get("in_proj_weight")
+    if weight is None or (x.dtype is not weight.dtype and _call.autocast_dtype(x) is None):
         return False
     batch, length = (0, 1) if attention.batch_first else (1, 0)
     if x.shape[length] > LONGEST or x.shape[length] == 0:
@@ -203,6 +205,8 @@ def _is_of_zeros_and_minus_infinity(mask: torch.Tensor) -> bool:
 def _is_causal(mask: torch.Tensor, length: int) -> bool:
     if torch.compiler.is_compiling() or not isinstance(mask, torch.Tensor) or not mask.is_cpu or mask.requires_grad:
         return False
+    if mask.dtype is not torch.bool and not mask.is_floating_point():  # an error there
+        return False
     return mask.shape == (length, length) and torch.equal(mask, _causal(length, mask.dtype))
 
 
@@ -210,7 +214,7 @@ def _is_causal(mask: torch.Tensor, length: int) -> bool:
 def _causal(length: int, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False):
         later = torch.ones(length, length, dtype=torch.bool, device="cpu").triu(1)
-        return later if dtype is torch.bool else torch.zeros(length, length, dtype=dtype).masked_fill(later, -math.inf)
+        return later if dtype is torch.bool else torch.zeros_like(later, dtype=dtype).masked_fill(later, -math.inf)
 
 
 def differentiated(module: nn.Module, x: torch.Tensor) -> bool:

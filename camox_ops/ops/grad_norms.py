@@ -138,7 +138,9 @@ def _call(op: str, grads, groups, num_groups: int, tensors: Sequence, indices: S
     if not seen_by_operator:
         _check_lists(op, grads, groups, num_groups, scales)
     if not tensors:
-        return torch.zeros(num_groups) if op == "grad_group_norms" else None
+        if op != "grad_group_norms":
+            return None
+        return torch.zeros(num_groups, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
     try:
         with torch.no_grad():
             return getattr(torch.ops.camox_ops, op)(tensors, indices, *arguments)
