@@ -467,6 +467,9 @@ def test_scripted_and_compiled():
     assert not report.patched and "torch.jit" in report.skipped[0].reason
     frozen = torch.jit.freeze(torch.jit.script(network().eval()))
     assert "torch.jit" in cx.patch(frozen).skipped[0].reason
+    report = cx.patch(nn.Sequential(torch.jit.script(network()), nn.GELU(), nn.Dropout(0.1)))
+    assert [(entry.name, "torch.jit" in entry.reason) for entry in report.skipped] == [("0", True)]
+    assert names(report.patched) == ["2"]
     compiled = torch.compile(network(), backend="eager")
     report = cx.patch(compiled)
     assert not report.patched and "before torch.compile" in report.skipped[0].reason

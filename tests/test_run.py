@@ -17,6 +17,7 @@ import torch
 from helpers import run_python_with_torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils import flop_counter
 
 import camox_ops as cx
 from camox_ops import __main__ as command
@@ -527,7 +528,7 @@ def test_calls_that_are_recorded_are_left_for_later():
     with watching(patcher) as watch:
         torch.jit.trace(net, x, check_trace=False)
         torch.func.grad(lambda x: net(x).sum())(x)
-        with torch.utils.flop_counter.FlopCounterMode(display=False):
+        with flop_counter.FlopCounterMode(display=False):
             net(x)
         lazy(x)
         assert patcher.models == []

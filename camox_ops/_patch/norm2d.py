@@ -179,7 +179,8 @@ def _length(vector: torch.Tensor) -> int | None:
 def _names_in(module: nn.Module) -> set[str]:
     names: set[str] = set()
     for inner in module.modules():
-        code = getattr(type(inner).forward, "__code__", None)
+        forward = getattr(type(inner), "forward", None)  # which the class of a ScriptModule raises for
+        code = getattr(forward, "__code__", None)
         names |= set(() if code is None else code.co_names)
     return names
 
