@@ -129,6 +129,31 @@ def test_dropout_repeats_with_the_seed():
     assert (mean - ours.eval()(tokens, valid)).abs().mean() < 0.3
 
 
+def one_of(name):
+    def change(module):
+        getattr(module.transformer.layers[0], name).train()
+
+    return change
+
+
+def all_but_the_layer(module):
+    for layer in module.train().transformer.layers:
+        for name in ("dropout", "dropout1", "dropout2", "self_attn"):
+            getattr(layer, name).eval()
+
+
+@pytest.mark.parametrize("change", [*map(one_of, ("dropout", "dropout1", "self_attn")), all_but_the_layer])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_follows_each_inner_module(change, dtype):
+    """As in nn.TransformerEncoderLayer: Monte Carlo dropout turns on the inner modules of a model in evaluation."""
+    plain, ours = both(24, 4, 2, 48, 0.5, dtype=dtype)
+    tokens, valid = inputs_of("left", dtype)
+    for module in (plain.eval(), ours.eval()):
+        change(module)
+        assert torch.equal(module(tokens, valid), module(tokens, valid)) is (change is all_but_the_layer)
+    assert ours.why_not_fused() == []
+
+
 @ON_CPU
 def test_own_products_with_dropout_have_the_gradients_of_their_masks():
     """float32 products of this library, whose backward pass draws the masks again: against differences of float64,

@@ -178,7 +178,7 @@ def _attention(layer: nn.TransformerEncoderLayer, x: torch.Tensor, padding: torc
     attention = layer.self_attn
     qkv = _linear(x, attention.in_proj_weight, attention.in_proj_bias)
     q, k, v = qkv.view(*x.shape[:2], 3, attention.num_heads, attention.head_dim).unbind(2)
-    heads = short_attention(q, k, v, key_padding_mask=padding, p=attention.dropout, training=layer.training)
+    heads = short_attention(q, k, v, key_padding_mask=padding, p=attention.dropout, training=attention.training)
     return heads.flatten(2), x
 
 
@@ -186,14 +186,14 @@ def _feed_forward(layer: nn.TransformerEncoderLayer, heads: torch.Tensor, x: tor
     """The rest of the layer."""
     mixed = _linear(heads, layer.self_attn.out_proj.weight, layer.self_attn.out_proj.bias)
     x = _add_norm(layer.norm1, mixed, x, layer.dropout1)
-    first, second, p = layer.linear1, layer.linear2, layer.dropout.p
+    first, second, p, training = layer.linear1, layer.linear2, layer.dropout.p, layer.dropout.training
     if _multiplies(x, first.weight, first.bias, second.weight, second.bias):
-        seed = draw_seed("bias_gelu", x, p, layer.training, None)
+        seed = draw_seed("bias_gelu", x, p, training, None)
         bias = as_read(first.bias, x.dtype)
         y, _ = _FeedForward.apply(x.flatten(0, -2), first.weight, bias, second.weight, seed, p)
         y = y.view_as(x) if second.bias is None else y.view_as(x) + second.bias
     else:
-        hidden = bias_gelu(F.linear(x, first.weight), first.bias, p=p, training=layer.training)
+        hidden = bias_gelu(F.linear(x, first.weight), first.bias, p=p, training=training)
         y = F.linear(hidden, second.weight, second.bias)
     return _add_norm(layer.norm2, y, x, layer.dropout2)
 
