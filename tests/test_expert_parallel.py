@@ -208,6 +208,11 @@ def worker(rank: int, world: int, folder: str) -> None:
     layer.load_state_dict(state["model"])
     x = rows_of_rank("swiglu", rank, world)[0]
     found["loaded"] = {"zeros": zeros, "output": layer(x)[0]}
+    average = torch.optim.swa_utils.AveragedModel(layer)
+    average.update_parameters(layer)
+    found["average"] = average(x)[0]
+    average.module.load_state_dict(tokens("swiglu").state_dict())
+    found["loaded average"] = average(x)[0]
     part = cx.nn.expert_parallel(images("images"), dist.group.WORLD)
     part.load_state_dict(images("images").state_dict())
     with torch.autocast("cpu", torch.bfloat16):
@@ -288,6 +293,12 @@ def test_checkpoint_loads_at_another_number_of_ranks(ranks):
     half = torch.cat([rank["autocast"] for rank in found])
     assert half.dtype == torch.bfloat16
     assert (half - output).abs().max() < 0.05 * output.abs().max()
+
+
+def test_copies_are_divided_like_the_layer(ranks):
+    expected = run(model_of("swiglu"), *batch("swiglu"))["output"]
+    for name in ("average", "loaded average"):
+        assert close(torch.cat([rank[name] for rank in ranks[0]]), expected)
 
 
 def test_loads_are_summed_over_the_ranks(ranks):

@@ -218,6 +218,13 @@ def test_matches_reference_of_the_pyramid(size):
     torch.testing.assert_close(_pyramid.from_levels(levels, (size, size + 4)), expected)
 
 
+def test_a_context_expert_of_no_images():
+    x = random_image((0, 8, 6, 5)).requires_grad_()
+    y = cx.nn.SemanticContextExpert(8).to(DEVICE)(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("top_k", [1, pytest.param(3, marks=pytest.mark.slow), 7])
 def test_matches_reference_of_every_image_alone(top_k):
     x, grad = random_image((4, 32, 7, 6)), random_image((4, 32, 7, 6), seed=1)

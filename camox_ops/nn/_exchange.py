@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -66,6 +67,12 @@ class Exchange:
         self.last = (self.rank + 1) * layer.num_experts // self.ranks
         self.given = UNKNOWN  # fingerprint of their values as they were divided or loaded, until they are checked
         self.checked = False
+
+    def __deepcopy__(self, memo) -> Exchange:
+        """Of a copy of the layer, such as an average of its weights: in the same group, which cannot be copied."""
+        duplicate = copy.copy(self)
+        memo[id(self)] = duplicate
+        return duplicate
 
     def remember(self, layer: nn.Module) -> None:
         """The experts have been given the values that they have now."""

@@ -69,7 +69,7 @@ def to_levels(x: torch.Tensor) -> list[torch.Tensor]:
     with _without_autocast(x):
         wide = x.to(_check.computed_in(x))
         columns = wide.reshape(-1, width) @ _matrix(_pooling, width, wide).t()
-        rows = columns.view(batch, channels, height, -1).transpose(2, 3).reshape(-1, height)
+        rows = columns.view(batch, channels, height, sum(LEVELS)).transpose(2, 3).reshape(-1, height)
         pooled = (
             (rows @ _matrix(_pooling, height, wide).t()).view(batch, channels, sum(LEVELS), sum(LEVELS)).to(x.dtype)
         )
@@ -86,6 +86,6 @@ def from_levels(levels: list[torch.Tensor], size: tuple[int, int]) -> torch.Tens
         levels = [level.to(_check.computed_in(level)) for level in levels]
         shares = _matrix(_interpolation, height, levels[0]).split(LEVELS)
         rows = [level.reshape(-1, n) @ part for level, n, part in zip(levels, LEVELS, shares, strict=True)]
-        rows = torch.cat([part.view(batch, channels, -1, height) for part in rows], 2)
+        rows = torch.cat([part.view(batch, channels, n, height) for part, n in zip(rows, LEVELS, strict=True)], 2)
         columns = rows.transpose(2, 3).reshape(-1, sum(LEVELS)) @ _matrix(_interpolation, width, levels[0])
         return columns.view(batch, channels, height, width).to(dtype)
