@@ -1,7 +1,4 @@
-"""python -m camox_ops info | check | bench: what runs on this machine, a self-test, the table of speeds.
-
-python -m camox_ops run ...: an unedited script, tuned and patched (run --help).
-python -m camox_ops patch-report MODULE:FACTORY: what camox_ops.patch would do to the model that FACTORY() makes."""
+"""The command line, python -m camox_ops."""
 
 from __future__ import annotations
 
@@ -14,6 +11,14 @@ import torch
 
 from . import _cuda, _run, _selftest, _torch_private, build_info, isa, supported_isas, train
 from ._patch.command import patch_report
+
+USAGE = "python -m camox_ops [-h] info | check | bench | run ... | patch-report ..."
+DESCRIPTION = """\
+info          what runs on this machine
+check         a self-test
+bench         the table of speeds
+run           an unedited script, tuned and patched (run --help)
+patch-report  what camox_ops.patch would do to a model (patch-report --help)"""
 
 
 def cpu_name() -> str:
@@ -80,10 +85,19 @@ def main(arguments: list[str] | None = None) -> int:
         return _run.main(arguments[1:])
     if arguments[:1] == ["patch-report"]:
         return patch_report(arguments[1:])
-    parser = argparse.ArgumentParser(prog="python -m camox_ops", description=__doc__)
+    # The description's lines are a table; not the docstring, of which `python -OO` leaves nothing.
+    parser = argparse.ArgumentParser(
+        prog="python -m camox_ops",
+        usage=USAGE,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = {"info": info, "check": check, "bench": bench}
-    parser.add_argument("command", choices=commands, help="what to show")
-    return commands[parser.parse_args(arguments).command]()
+    parser.add_argument("command", help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments).command
+    if asked not in commands:
+        parser.error(f"there is no command {asked!r}")
+    return commands[asked]()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ from .train.allocator import ON_PAGES
 RESTARTED = "CAMOX_RUN_RESTARTED"
 """In the environment of a process that replaced itself, so that it never does so twice."""
 
+# Not the docstring, of which `python -OO` leaves nothing.
+DESCRIPTION = (
+    "An unedited script, with PyTorch's CPU kernels tuned before its imports and each model patched at its first call."
+)
 USAGE = "python -m camox_ops run [--no-tune] [--no-patch] [--report FILE] (script.py | -m module) [its arguments]"
 
 
@@ -49,7 +53,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="python -m camox_ops run", usage=USAGE, description=__doc__.partition("\n\n")[0], allow_abbrev=False
+        prog="python -m camox_ops run", usage=USAGE, description=DESCRIPTION, allow_abbrev=False
     )
     parser.add_argument("--no-tune", action="store_true", help="leave PyTorch's CPU kernels and allocator alone")
     parser.add_argument("--no-patch", action="store_true", help="leave the models alone")

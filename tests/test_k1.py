@@ -443,6 +443,21 @@ def test_command_line_errors(arguments, message, tmp_path, capsys):
     assert not folder.exists()
 
 
+def test_folders_that_no_run_wrote(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    checkpoint.save(tmp_path / "foreign" / checkpoint.LAST, {"a": 1})
+    for arguments, message in (
+        (["file", "--steps", "1"], "File exists"),
+        (
+            ["foreign", "--resume"],
+            f"checkpoint {tmp_path / 'foreign' / checkpoint.LAST} does not fit this run: no words",
+        ),
+    ):
+        folder, *more = arguments
+        assert cli.main(["--checkpoint-dir", str(tmp_path / folder), *more]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_vocabulary_that_has_shrunk_is_refused(tmp_path):
     training.Trainer(config(tmp_path, steps=1)).run()
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir())

@@ -5,7 +5,7 @@ import torch
 
 import camox_ops as cx
 from camox_ops import __main__ as command
-from camox_ops import _cuda, _selftest
+from camox_ops import _cuda, _run, _selftest
 
 
 def test_info_names_what_runs_here(capsys):
@@ -53,8 +53,20 @@ def test_bench_lists_every_op(monkeypatch, capsys):
     assert text.count("forward+backward") == len(_selftest.OPS)
 
 
+def test_help_without_docstrings(monkeypatch, capsys):
+    """As under `python -OO`."""
+    for module in (command, _run):
+        monkeypatch.setattr(module, "__doc__", None)
+    for arguments, line in ((["--help"], "patch-report  what"), (["run", "--help"], "An unedited script")):
+        with pytest.raises(SystemExit) as stopped:
+            command.main(arguments)
+        assert stopped.value.code == 0
+        assert line in capsys.readouterr().out
+
+
 def test_errors_of_an_unknown_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["nonsense"])
     assert stopped.value.code == 2
-    assert "nonsense" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "nonsense" in said and "patch-report" in said

@@ -113,6 +113,7 @@ def test_kinds_of_bytes():
     [
         (["--data", "/nowhere"], "folder /nowhere does not exist"),
         (["--load", "/nowhere"], "checkpoint /nowhere does not exist"),
+        (["--load", "/"], "checkpoint / was not written by --save"),
         (["--lr", "0"], "lr must be > 0, got 0.0"),
         (["--dim", "20", "--num-heads", "4"], "dim must be a multiple of 2 * num_heads = 8, got 20"),
         (["--top-k", "17"], "top_k must be at most num_experts = 16, got 17"),

@@ -884,6 +884,12 @@ def test_patch_report_errors(target, message, capsys):
     assert message in error
 
 
+def test_patch_report_of_names_that_do_not_occur(capsys):
+    status, out, error = patch_report("patch_models:network", "--only", "nope", capsys=capsys)
+    assert status == 2 and not out
+    assert "error: only must name modules of the model or recognisers" in error and "got 'nope'" in error
+
+
 def test_every_recogniser_has_a_name_of_its_own():
     found = [recogniser.name for recogniser in RECOGNISERS]
     assert len(set(found)) == len(found)

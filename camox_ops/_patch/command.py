@@ -10,7 +10,7 @@ import sys
 
 from torch import nn
 
-from . import patch
+from . import _selection, patch
 
 
 def patch_report(arguments: list[str]) -> int:
@@ -26,6 +26,10 @@ def patch_report(arguments: list[str]) -> int:
         model = _model(asked.model)
     except _Unusable as error:
         parser.error(str(error))
+    try:
+        _selection(model, asked.only)
+    except ValueError as error:
+        parser.error(str(error).removeprefix("patch: "))
     report = patch(model, dry_run=True, only=asked.only)
     print(json.dumps(report.to_dict(), indent=2) if asked.json else report)
     return 0

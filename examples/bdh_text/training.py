@@ -146,7 +146,7 @@ def main(arguments=None):
         print(tune_cpu_allocator())
     try:
         train(Config(**options))
-    except (checkpoint.CheckpointError, ValueError, RuntimeError) as error:
+    except (checkpoint.CheckpointError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -65,7 +65,7 @@ def main(arguments=None):
             print(allocator)
     try:
         Trainer(Config(**options)).run()
-    except (CheckpointError, DatasetError, TrainingError, ImportError, ValueError) as error:
+    except (CheckpointError, DatasetError, TrainingError, ImportError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:

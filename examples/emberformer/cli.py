@@ -66,7 +66,7 @@ def main(arguments=None):
 
             print(tune_cpu_allocator())
         Trainer(config, options.ops, device, options.resume, options.graph).run()
-    except (CacheError, CheckpointError, ConfigError, TrainingError, ImportError, ValueError) as error:
+    except (CacheError, CheckpointError, ConfigError, TrainingError, ImportError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

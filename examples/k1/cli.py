@@ -60,7 +60,7 @@ def main(arguments=None):
         print(tune_cpu_allocator())
     try:
         Trainer(Config(**options)).run()
-    except (CheckpointError, DataError, TrainingError, ImportError, ValueError) as error:
+    except (CheckpointError, DataError, TrainingError, ImportError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -195,6 +195,10 @@ class Trainer:
         state = checkpoint.load(self.folder / checkpoint.LAST) if config.resume else None
         torch.manual_seed(config.seed)
         documents = texts(config.data) if documents is None else documents
+        if state and "words" not in state:
+            raise checkpoint.CheckpointError(
+                f"checkpoint {self.folder / checkpoint.LAST} does not fit this run: no words"
+            )
         corpus = build_corpus(documents, config.vocab_size, state["words"] if state else None)
         check_corpus(corpus, config.vocab_size, config.max_seq_len)
         self.corpus = corpus.to(self.device)

@@ -66,7 +66,7 @@ def main(arguments=None):
             print(line)
     try:
         Trainer(Config(**options)).run()
-    except (CheckpointError, DataError, TrainingError, ValueError) as error:
+    except (CheckpointError, DataError, OSError, TrainingError, ValueError) as error:
         if distributed.is_first():
             print(f"error: {error}", file=sys.stderr)
         return 2

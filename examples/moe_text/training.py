@@ -232,7 +232,8 @@ class Trainer:
     def load(self, folder):
         """Weights that any number of ranks has saved."""
         if not Path(folder, ".metadata").is_file():
-            raise CheckpointError(f"checkpoint {folder} does not exist")
+            why = "was not written by --save" if Path(folder).exists() else "does not exist"
+            raise CheckpointError(f"checkpoint {folder} {why}")
         state = {"model": self.model.state_dict()}
         with quiet():
             dcp.load(state, checkpoint_id=folder, no_dist=self.ranks.mesh is None)

@@ -60,7 +60,7 @@ def main(arguments=None):
         print(tune_cpu_allocator())
     try:
         Trainer(Config(**options)).run()
-    except (CheckpointError, DatasetError, TrainingError, ImportError, ValueError) as error:
+    except (CheckpointError, DatasetError, TrainingError, ImportError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
