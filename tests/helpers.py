@@ -58,7 +58,7 @@ def every_pair(**values):
 
 def every_second(**values):
     """A parametrize mark of two parameters: a value of one meets every second value of the other. The other pairs are
-    slow tests: what a layout has in common with dense tensors, every bit, is held for each op in test_contract.py."""
+    slow tests. Where one is a layout, test_contract.py holds each op's bits to those of dense tensors."""
     params = []
     for (i, one), (k, other) in itertools.product(*(enumerate(of_one) for of_one in values.values())):
         params.append(pytest.param(one, other, marks=pytest.mark.slow if (i + k) % 2 else ()))

@@ -689,3 +689,6 @@ def test_text_training_learns_and_its_weights_load_back(tmp_path, capsys):
     again = capsys.readouterr().out
     assert first.split("held-out")[1].split("\n")[0] == again.split("held-out")[1].split("\n")[0]
     assert text_training.main([*common, "--prompt", ""]) == 2
+    torch.save([1, 2], saved)
+    assert text_training.main([*common, "--load", str(saved)]) == 2
+    assert f"checkpoint {saved} has no weights by name" in capsys.readouterr().err

@@ -99,7 +99,10 @@ def train(config):
     sizes = BDHConfig(config.n_layer, config.n_embd, config.dropout, config.n_head, config.mlp_multiplier)
     model = BDH(sizes, config.ops).to(config.device).train()
     if config.load:
-        model.load_state_dict(checkpoint.load(config.load, map_location=config.device))
+        weights = checkpoint.load(config.load, map_location=config.device)
+        if not isinstance(weights, dict):
+            raise checkpoint.CheckpointError(f"checkpoint {config.load} has no weights by name")
+        model.load_state_dict(weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
     generator = torch.Generator().manual_seed(config.seed)
     line, total, read = ProgressBar(config.steps, "step", unit="windows"), 0.0, 0
@@ -146,7 +149,7 @@ def main(arguments=None):
         print(tune_cpu_allocator())
     try:
         train(Config(**options))
-    except (checkpoint.CheckpointError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (checkpoint.CheckpointError, OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
