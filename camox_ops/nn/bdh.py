@@ -71,14 +71,23 @@ class BidirectionalBDHAttention(nn.Module):
             self._cached = (freqs.clone(), *made)
         return made
 
-    def forward(self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, *, relu: bool = False) -> torch.Tensor:
+    def forward(
+        self,
+        Q: torch.Tensor,
+        K: torch.Tensor,
+        V: torch.Tensor,
+        *,
+        relu: bool = False,
+        tables: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Q, K: one and the same tensor (B, H, T, N), not yet rotated; V (B, 1 or H, T, D) -> (B, H, T, D).
 
-        relu=True takes the positive part of Q first, without storing it."""
+        relu=True takes the positive part of Q first, without storing it. tables: what tables(T) gave, for the calls of
+        one step: on CUDA making them is six launches."""
         if K is not Q:
             raise ValueError("BidirectionalBDHAttention: K must be Q itself, got another tensor")
         _check.tensor("BidirectionalBDHAttention", "Q", Q)
-        cos, sin = self.tables(Q.shape[-2])
+        cos, sin = self.tables(Q.shape[-2]) if tables is None else tables
         if Q.dtype != torch.float64:
             cos, sin = cos.float(), sin.float()
         return bdh_attention(Q, V, cos, sin, relu=relu, softmax=self.use_softmax)

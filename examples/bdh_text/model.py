@@ -26,11 +26,11 @@ class CausalAttention(nn.Module):
     def tables(self, length):
         return self.rotary.tables(length, self.freqs.device)
 
-    def forward(self, Q, K, V, *, relu=False):
+    def forward(self, Q, K, V, *, relu=False, tables=None):
         from camox_ops import bdh_attention
 
         assert K is Q, "the keys are the queries"
-        return bdh_attention(Q, V, *self.tables(Q.shape[-2]), relu=relu, causal=True)
+        return bdh_attention(Q, V, *(tables or self.tables(Q.shape[-2])), relu=relu, causal=True)
 
 
 class BDH(BDHLayers):

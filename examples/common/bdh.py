@@ -109,17 +109,23 @@ class BDHLayers(nn.Module):
 
     def passes(self, x, normalise_first=False):
         """x (B, T, D) through all layers; normalise_first applies the LayerNorm to the input of each, too."""
-        step = self.plain_pass
         if self.ops == "camox":
-            weights = self.encoder_of_all_heads(), self.encoder_v, self.decoder
-            if torch.is_autocast_enabled(x.device.type):  # cast once for all passes
-                weights = [weight.to(torch.get_autocast_dtype(x.device.type)) for weight in weights]
-
-            def step(x):
-                return self.camox_pass(x, *weights)
-
+            return self.camox_passes(x, normalise_first)
         for _ in range(self.config.n_layer):
-            x = step(self.ln(x) if normalise_first else x)
+            x = self.plain_pass(self.ln(x) if normalise_first else x)
+        return x
+
+    def camox_passes(self, x, normalise_first):
+        """Under autocast each weight is cast once for all passes and each tensor once for all its uses. What a product
+        takes is normalised in its dtype: the same numbers as a float32 copy of it, rounded for the product."""
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        weights = [w.to(dtype) for w in (self.encoder_of_all_heads(), self.encoder_v, self.decoder)]
+        tables = self.attn.tables(x.shape[1])
+        with torch.autocast(device, enabled=False):
+            for _ in range(self.config.n_layer):
+                x = self.camox_pass(self.ln(x) if normalise_first else x, dtype, tables, *weights)
         return x
 
     def encoder_of_all_heads(self):
@@ -135,17 +141,18 @@ class BDHLayers(nn.Module):
         y = self.ln(gated.transpose(1, 2).flatten(2) @ self.decoder)
         return self.ln(x[:, 0] + y)
 
-    def camox_pass(self, x, encoder, encoder_v, decoder):
+    def camox_pass(self, x, dtype, tables, encoder, encoder_v, decoder):
         # imported here so that --ops torch runs where camox_ops is not built
         from camox_ops import sparse_gate
         from camox_ops.nn.projections import project, project_heads
 
-        latent = project(x, encoder).unflatten(-1, (self.config.n_head, -1))  # (B, T, H, N)
-        y = self.ln(self.attend(latent.transpose(1, 2), x).transpose(1, 2))  # (B, T, H, D)
+        tokens = x.to(dtype)
+        latent = project(tokens, encoder).unflatten(-1, (self.config.n_head, -1))  # (B, T, H, N)
+        y = self.ln(self.attend(latent.transpose(1, 2), tokens, tables).transpose(1, 2))  # (B, T, H, D)
         y = project_heads(y.flatten(0, 1), encoder_v).view_as(latent)
         gated = sparse_gate(latent, y, p=self.drop.p, training=self.training)
-        return self.ln(x + self.ln(project(gated.flatten(2), decoder)))
+        return self.ln(x + self.ln(project(gated.flatten(2), decoder).to(x.dtype)))
 
-    def attend(self, latent, x):
+    def attend(self, latent, x, tables):
         """Attention of camox_pass: latent (B, H, T, N) before its ReLU, x (B, T, D) -> (B, H, T, D)."""
-        return self.attn(latent, latent, x[:, None], relu=True)
+        return self.attn(latent, latent, x[:, None], relu=True, tables=tables)
