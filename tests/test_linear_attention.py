@@ -109,19 +109,20 @@ def assert_right(tensors, mask=None, state=None, **options):
     return mine
 
 
-def assert_within_one_rounding(half, float32, device=DEVICE, terms=None):
+def assert_within_one_rounding(half, float32, device=DEVICE, terms=None, lost=2**-19):
     """Of our own float32 results, which on CUDA take exp from expf where halves take it from ex2.approx: that is off by
     two units in the last place of float32, and by what the rounding of its argument adds. Beside halves the tensor
     cores take a factor in float32 as the sum of two bfloat16, of 16 bits: 2^-18 of it is lost.
 
-    terms: how large the terms are that each result adds up, where they cancel but for a small part."""
+    terms: how large the terms are that each result adds up, where they cancel but for a small part.
+    lost: of the largest element; more where products follow one another."""
     if device.type == "cpu":
         return assert_one_rounding(half, float32)
     for low, high, size in zip(half, float32, terms or [0.0] * len(float32), strict=True):
         info, high = torch.finfo(low.dtype), high.double()
         difference = (low.double() - high.clamp(-info.max, info.max)).abs()
         allowed = info.eps * high.abs() + info.smallest_normal * info.eps
-        allowed += 2**-19 * max(high.abs().max().item(), size) if high.numel() else 0.0
+        allowed += lost * max(high.abs().max().item(), size) if high.numel() else 0.0
         assert torch.all(difference <= allowed), f"max excess {(difference - allowed).max().item():.3e}"
 
 
@@ -458,7 +459,8 @@ def test_causal_matches_reference_and_grad(dtype, causal):
             leaves = leaves_of(tensors, state)
             given = upstream(mine[: 3 if normalize == "sum" else 2])
             high = numbers(ours, leaves, given, torch.float32, key_mask=mask, **options)
-            assert_within_one_rounding(mine, high)
+            # C = A B^T, then C V: either factor of both a sum of two bfloat16
+            assert_within_one_rounding(mine, high, lost=2**-17)
 
 
 @pytest.mark.parametrize("size", [(1, 1, 70, 256, 130), (1, 1, 99, 2, 256), (1, 2, 16, 1, 1), (1, 1, 128, 64, 64)])
@@ -502,10 +504,18 @@ def bits(one, other):
     return one.isfinite().all() and torch.equal(one, other)
 
 
+def same(one, other):
+    """Bits; of halves on CUDA up to those of a sum of two bfloat16, which terms added one by one do not have."""
+    if DEVICE.type == "cpu" or one.dtype not in HALVES:
+        return bits(one, other)
+    close = {"rtol": torch.finfo(one.dtype).eps, "atol": 2**-14 * other.abs().max().item() if other.numel() else 0.0}
+    return one.isfinite().all() and torch.allclose(one, other, **close)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_what_is_not_finite_does_not_reach_back(causal, bad):
-    """Positions 5 and 75 of one head: bits of outputs before, of gradients that do not depend on it, of other heads."""
+    """Positions 5 and 75 of one head: outputs before and gradients that do not depend on it; bits of other heads."""
     for (normalize, dtype), at in itertools.product(
         itertools.product(NORMALIZATIONS, (torch.float32, torch.bfloat16)), (5, 75)
     ):
@@ -525,7 +535,7 @@ def test_what_is_not_finite_does_not_reach_back(causal, bad):
             if i == 0:
                 rest += [(out, true, after), (grad_q, true_q, after), (grad_k, true_k, after), (grad_v, true_v, after)]
             for mine, other, part in rest:
-                assert bits(mine[0, 1, part], other[0, 1, part])
+                assert same(mine[0, 1, part], other[0, 1, part])
             for mine, other in zip((out, *states, grad_q, grad_k, grad_v), clean, strict=True):
                 assert bits(mine[1], other[1])
                 assert bits(mine[0, 0], other[0, 0])
