@@ -459,8 +459,8 @@ def test_causal_matches_reference_and_grad(dtype, causal):
             leaves = leaves_of(tensors, state)
             given = upstream(mine[: 3 if normalize == "sum" else 2])
             high = numbers(ours, leaves, given, torch.float32, key_mask=mask, **options)
-            # C = A B^T, then C V: either factor of both a sum of two bfloat16
-            assert_within_one_rounding(mine, high, lost=2**-17)
+            # C = A B^T, then C V: factors are sums of two bfloat16, and terms of either sign cancel
+            assert_within_one_rounding(mine, high, lost=2**-14)
 
 
 @pytest.mark.parametrize("size", [(1, 1, 70, 256, 130), (1, 1, 99, 2, 256), (1, 2, 16, 1, 1), (1, 1, 128, 64, 64)])

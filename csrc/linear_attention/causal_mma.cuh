@@ -26,7 +26,7 @@
 
 #define CAUSAL_MMA_DIM 64 /* columns of features and of values, at most */
 #define CAUSAL_MMA_THREADS 128
-#define CAUSAL_MMA_BLOCKS 768 /* which fill the largest GPU about twice */
+#define CAUSAL_MMA_BLOCKS 1024 /* which fill the largest GPU about twice */
 #define CAUSAL_TILE_WORDS (CAUSAL_ROWS * CAUSAL_MMA_DIM / 2)
 #define CAUSAL_TILES (CAUSAL_MMA_DIM / 8) /* of 8 columns in an accumulator */
 #define CAUSAL_STEPS (CAUSAL_MMA_DIM / 16)
@@ -270,74 +270,84 @@ struct causal_state {
 
 /* ---- what a chunk's state adds: x and y ---- */
 
-/* A chunk on its way: a thread has a piece of four rows each, and with 7 neighbours whole rows. scaled: y is g, and x is
-   r f(q). */
+/* A chunk on its way: a thread has a piece of four rows each, and with 7 neighbours whole rows. A warp's 16 rows have a number
+   in each of its lanes: in lanes 0 to 15 what features are multiplied by, in the others out . g. scaled: y is g, and x is r f(q). */
 template <typename T>
 struct causal_next {
   static constexpr int rows = CAUSAL_ROWS * 8 / CAUSAL_MMA_THREADS, lanes = 8, step = CAUSAL_ROWS / rows;
   T x[rows][lanes], y[rows][lanes];
-  float scale[rows], shift[rows];
-  uint32_t dropped[rows];
+  float number;
+  uint32_t dropped;
+
+  /* The row whose number this lane has, and the lane that has those of a thread's row i. */
+  static __device__ __forceinline__ int row_of_lane() {
+    return causal_warp() * (CAMOX_WARP / lanes) + causal_lane() % rows + causal_lane() / rows % rows * step;
+  }
+  static __device__ __forceinline__ int lane_of_row(int i) { return rows * i + causal_lane() / lanes; }
 
   /* Rows from `first` of the segment on. */
   __device__ __forceinline__ void load(const causal_pass &p, const causal_chunk &at, int first, bool scaled) {
     const int piece = static_cast<int>(threadIdx.x % 8), thread_row = first + static_cast<int>(threadIdx.x / 8);
-    const uint8_t *const mask = p.y.mask ? causal_kept(p.y, at).mask + thread_row * p.y.mask_stride[1] : nullptr;
     load_pieces(x, causal_rows<const T>(p.y.feature, at, lanes * piece), thread_row, lanes * piece < p.n ? at.count : 0);
     load_pieces(y, causal_rows<const T>(p.y.value, at, lanes * piece), thread_row, lanes * piece < p.d ? at.count : 0);
-#pragma unroll
-    for (int i = 0; i < rows; ++i) {
-      const bool exists = thread_row + i * step < at.count;
-      dropped[i] = !exists ? 1u : mask ? __ldg(mask + i * step * p.y.mask_stride[1]) : 0u;
-      const int64_t position = causal_position(p, at, thread_row) + i * step;
-      scale[i] = exists && scaled ? __ldg(p.inverse + position) : 1.0f;
-      shift[i] = exists && scaled ? __ldg(p.y.dots + position) : 0.0f;
-    }
+    const int row = first + row_of_lane();
+    const bool exists = row < at.count, is_scale = causal_lane() < CAMOX_WARP / 2;
+    const la_kept kept = causal_kept(p.y, at);
+    dropped = !exists ? 1u : kept.mask ? __ldg(kept.mask + row * kept.step) : 0u;
+    number = is_scale ? 1.0f : 0.0f;
+    if (exists && scaled) number = __ldg((is_scale ? p.inverse : p.y.dots) + causal_position(p, at, row));
   }
 
+  /* TOGETHER: rows at a time: more hide latency, fewer leave registers. */
+  template <int TOGETHER>
   __device__ __forceinline__ void put(const causal_pass &p, const causal_mma_shared &shared, bool scaled) const {
-    const unsigned piece = threadIdx.x % 8, row = threadIdx.x / 8, word = causal_tile_word(row, piece);
-    const bool exists = lanes * static_cast<int>(piece) < p.n;
-    float f[rows * lanes];
+    const unsigned piece = threadIdx.x % 8, word = causal_tile_word(threadIdx.x / 8, piece);
 #pragma unroll
-    for (int i = 0; i < rows; ++i) {
-      float of_row[lanes];
-      camox_to_floats(of_row, x[i]);
+    for (int first = 0; first < rows; first += TOGETHER) {
+      float f[TOGETHER * lanes];
+      bool counts[TOGETHER];
 #pragma unroll
-      for (int k = 0; k < lanes; ++k) f[lanes * i + k] = of_row[k];
-    }
-    la_apply_feature_map<T>(f, p.feature_map);
+      for (int i = 0; i < TOGETHER; ++i) {
+        float of_row[lanes];
+        camox_to_floats(of_row, x[first + i]);
 #pragma unroll
-    for (int i = 0; i < rows * lanes; ++i)
-      if (dropped[i / lanes] != 0u || !exists) f[i] = 0.0f;
-    if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
+        for (int k = 0; k < lanes; ++k) f[lanes * i + k] = of_row[k];
+        counts[i] = __shfl_sync(CAMOX_FULL_MASK, dropped, lane_of_row(first + i)) == 0u;
+      }
+      la_apply_feature_map<T>(f, p.feature_map);
 #pragma unroll
-      for (int i = 0; i < rows; ++i) {
-        float sum = 0.0f;
+      for (int i = 0; i < TOGETHER * lanes; ++i)
+        if (!counts[i / lanes] || lanes * static_cast<int>(piece) >= p.n) f[i] = 0.0f;
+      if (p.normalize == CAMOX_NORMALIZE_FEATURE) {
 #pragma unroll
-        for (int k = 0; k < lanes; ++k) sum += f[lanes * i + k];
-        const float factor = causal_reciprocal(camox_team_sum(sum, 8));
+        for (int i = 0; i < TOGETHER; ++i) {
+          float sum = 0.0f;
 #pragma unroll
-        for (int k = 0; k < lanes; ++k) f[lanes * i + k] *= factor;
+          for (int k = 0; k < lanes; ++k) sum += f[lanes * i + k];
+          const float factor = causal_reciprocal(camox_team_sum(sum, 8));
+#pragma unroll
+          for (int k = 0; k < lanes; ++k) f[lanes * i + k] *= factor;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const float factor = scaled ? __shfl_sync(CAMOX_FULL_MASK, number, lane_of_row(first + i)) : 1.0f;
+        const unsigned to = word + (first + i) * step * 32;
+        uint32_t high[4], low[4], values[4];
+        __builtin_memcpy(values, static_cast<const void *>(y[first + i]), sizeof values);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          uint32_t parts[2];
+          la_split(f[lanes * i + 2 * k] * factor, f[lanes * i + 2 * k + 1] * factor, parts);
+          high[k] = parts[0], low[k] = parts[1];
+          if (!counts[i]) values[k] = 0u;
+        }
+        camox_store_shared(shared.x.high + to, high);
+        if (shared.low) camox_store_shared(shared.x.low + to, low);
+        camox_store_shared(shared.y.high + to, values);
       }
     }
-#pragma unroll
-    for (int i = 0; i < rows; ++i) {
-      uint32_t high[4], low[4], values[4];
-      __builtin_memcpy(values, static_cast<const void *>(y[i]), sizeof values);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float factor = scaled ? scale[i] : 1.0f;
-        uint32_t parts[2];
-        la_split(f[lanes * i + 2 * k] * factor, f[lanes * i + 2 * k + 1] * factor, parts);
-        high[k] = parts[0], low[k] = parts[1];
-        if (dropped[i] != 0u) values[k] = 0u;
-      }
-      camox_store_shared(shared.x.high + word + i * step * 32, high);
-      if (shared.low) camox_store_shared(shared.x.low + word + i * step * 32, low);
-      camox_store_shared(shared.y.high + word + i * step * 32, values);
-      if (scaled && piece == 0) shared.shift[row + i * step] = -shift[i];
-    }
+    if (scaled && causal_lane() >= CAMOX_WARP / 2) shared.shift[row_of_lane()] = -number;
   }
 
  private:
@@ -743,7 +753,7 @@ __device__ __forceinline__ bool causal_has_low(const causal_pass &p, bool scaled
 }
 
 template <typename T>
-__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 3) causal_mma_sum_kernel(const __grid_constant__ causal_pass p) {
+__global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 4) causal_mma_sum_kernel(const __grid_constant__ causal_pass p) {
   CAMOX_DYNAMIC_SHARED(uint32_t, memory);
   const causal_chunk at = causal_chunk_at(p, blockIdx.x);
   if (at.count == 0) return;
@@ -758,7 +768,7 @@ __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, 3) causal_mma_sum_kernel(c
     if (first > 0) state.add(p, shared, scaled); /* the chunk before, while this one comes */
     if (first >= at.count) break;
     __syncthreads();
-    next.put(p, shared, scaled);
+    next.template put<1>(p, shared, scaled);
     __syncthreads();
   }
   state.store(p, causal_record(p, blockIdx.x));
@@ -794,7 +804,7 @@ __global__ void __launch_bounds__(CAUSAL_MMA_THREADS, causal_attend_blocks<RESUL
     if (done > 0) state.add(p, shared, scaled); /* the chunk before, while this one comes */
     __syncthreads();
     state.put(shared);
-    next.put(p, shared, scaled);
+    next.template put<causal_next<T>::rows>(p, shared, scaled);
     __syncthreads();
     if constexpr (RESULT == CAUSAL_FORWARD) causal_forward_rows<T>(p, at, first, own, shared, features);
     if constexpr (RESULT == CAUSAL_QUERY_GRADIENT) causal_query_rows<T>(p, at, first, own, shared, features, values);
