@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import example_path
@@ -303,6 +304,30 @@ def test_model_under_autocast():
         assert logits.dtype == torch.bfloat16
         assert all(p.grad.isfinite().all() for p in made.parameters() if p.requires_grad)
         torch.testing.assert_close(logits.float(), made(images), rtol=0.1, atol=0.1)
+
+
+def test_attention_on_given_tables():
+    """The bits of its own; those of another length are refused by bdh_attention."""
+    attention, (q, v) = cx.nn.BidirectionalBDHAttention(CONFIG, False), heads()
+    given = attention.tables(q.shape[2])
+    assert torch.equal(attention(q, q, v, tables=given), attention(q, q, v))
+    assert not torch.equal(attention(q, q, v, tables=given[::-1]), attention(q, q, v))
+    with pytest.raises(ValueError, match="cos and sin must have a row for each"):
+        attention(q, q, v, tables=attention.tables(q.shape[2] - 1))
+
+
+def test_a_step_makes_its_tables_once_and_casts_twice_a_pass():
+    """The tokens, and what the pass adds to them; forward and again backward. A GPU waits for the host's launches."""
+    images, casts = random_batch()[0], {}
+    for layers in (1, 3):
+        built = model.VisionBDHv2(replace(CONFIG, n_layer=layers), ops="camox").to(DEVICE)
+        tables, made = built.attn.tables, []
+        built.attn.tables = lambda length, tables=tables, made=made: made.append(length) or tables(length)
+        with torch.profiler.profile() as profile, torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            built(images).float().sum().backward()
+        assert made == [built.num_patches]
+        casts[layers] = sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
+    assert casts[3] - casts[1] == 2 * 4
 
 
 @pytest.mark.parametrize("ops", bdh.OPS)
