@@ -113,6 +113,20 @@ def test_grad():
     assert torch.autograd.gradgradcheck(project, (x, weight[0]), fast_mode=True)
 
 
+def test_vmap():
+    """Of products whose own kernels take them, 32 and more each way; gradients through the mapping and inside it."""
+    x, weight = torch.randn(3, 2, 40, 2, 48).unbind(1)[0], torch.randn(2, 48, 64)
+    for product, each, given in ((project, x[:, :, 0], weight[0]), (project_heads, x, weight)):
+        expected = torch.stack([product(one, given) for one in each])
+        torch.testing.assert_close(torch.vmap(product, (0, None))(each, given), expected)
+
+        def loss(one, product=product, given=given):
+            return product(one, given).square().sum()
+
+        expected = torch.stack([torch.func.grad(loss)(one) for one in each])
+        torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(each), expected)
+
+
 def test_autocast():
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert project(torch.rand(3, 4), torch.rand(4, 5)).dtype == torch.bfloat16

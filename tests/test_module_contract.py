@@ -317,6 +317,19 @@ def test_functional_call_and_ensembles(name, changed):
     torch.testing.assert_close(outputs, torch.stack([expert(x) for expert in experts]), rtol=1e-4, atol=1e-5)
 
 
+def test_hybrid_expert_under_vmap():
+    """Whose channels_last layout vmap does not have."""
+    expert = cx.nn.HybridExpert(8).to(DEVICE)
+    xs = torch.stack([random_image((2, 8, 9, 9), seed=seed) for seed in range(2)])
+    torch.testing.assert_close(torch.vmap(expert)(xs), torch.stack([expert(x) for x in xs]))
+
+    def loss(x):
+        return expert(x).square().sum()
+
+    expected = torch.stack([torch.func.grad(loss)(x) for x in xs])
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(xs), expected)
+
+
 # ---- EdgeExpert's buffers ----
 
 

@@ -329,6 +329,14 @@ def test_vmap_of_padded_groups():
     torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(xs), expected)
 
 
+def test_counts_that_cannot_be_read():
+    layer = cx.nn.MoELayer(16, 3, 2, experts=scales(3), aux_loss="switch")
+    with pytest.raises(ValueError, match="MoELayer: sync must be 'none' under vmap, got 'counts'"):
+        torch.vmap(layer.to(DEVICE))(torch.zeros(2, 2, 16, 5, 5, device=DEVICE))
+    with pytest.raises(ValueError, match="MoELayer: sync must be 'none' on the meta device, got 'counts'"):
+        layer.to("meta")(torch.zeros(2, 16, 5, 5, device="meta"))
+
+
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_export_of_padded_groups_with_any_batch(strict):
     x = random_image((3, 16, 5, 5))

@@ -285,6 +285,29 @@ def test_second_derivatives_are_refused():
         gradient.square().sum().backward()
 
 
+def test_func_transforms():
+    """grad, vmap over rows, gradients of each sample and an ensemble, as loops give them."""
+    layers = [layer_of(seed=seed, shared_hidden=8) for seed in range(2)]
+    samples = torch.stack([rows_of(5, seed=seed).detach() for seed in range(3)])
+    state = {name: value.detach() for name, value in layers[0].named_parameters()}
+
+    def loss(state, x):
+        output, aux_loss, _ = torch.func.functional_call(layers[0], state, (x,))
+        return output.square().sum() + aux_loss
+
+    def stock(x):
+        return torch.autograd.grad(loss(dict(layers[0].named_parameters()), x), list(layers[0].parameters()))
+
+    gradients = zip(*map(stock, samples), strict=True)
+    expected = {name: torch.stack(each) for name, each in zip(state, gradients, strict=True)}
+    found = torch.func.grad(loss)(state, samples[0])
+    torch.testing.assert_close(found, {name: each[0] for name, each in expected.items()})
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss), (None, 0))(state, samples), expected)
+    stacked, _ = torch.func.stack_module_state(layers)
+    found = torch.vmap(lambda state: torch.func.functional_call(layers[0], state, (samples[0],))[0])(stacked)
+    torch.testing.assert_close(found, torch.stack([layer(samples[0])[0] for layer in layers]))
+
+
 def test_saves_no_copies_of_rows():
     layer, x = layer_of(torch.float32), rows_of(64, dtype=torch.float32)
     saved = []

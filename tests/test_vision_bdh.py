@@ -330,6 +330,39 @@ def test_a_step_makes_its_tables_once_and_casts_twice_a_pass():
     assert casts[3] - casts[1] == 2 * 4
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 on the CPU")
+def test_float64_model_stays_so_under_autocast():
+    images, _ = random_batch(2)
+    made = model.VisionBDHv2(CONFIG).eval().double()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = made(images.double())
+    assert torch.equal(inside, made(images.double()))
+
+
+class Adapter(torch.nn.Module):
+    """Around an attention, as an adapter's library puts one."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, *args, **named):
+        return 1.5 * self.base_layer(*args, **named)
+
+
+def test_adapter_around_the_attention():
+    images, _ = random_batch(2)
+    outputs = []
+    for ops in bdh.OPS:
+        torch.manual_seed(0)
+        made = model.VisionBDHv2(CONFIG, ops=ops).to(DEVICE).eval()
+        plain = made(images)
+        made.attn = Adapter(made.attn)
+        outputs.append(made(images))
+        assert not torch.equal(outputs[-1], plain)
+    torch.testing.assert_close(*outputs)
+
+
 @pytest.mark.parametrize("ops", bdh.OPS)
 @pytest.mark.parametrize("softmax", [False, True])
 def test_attention_maps(ops, softmax):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .._torch_private import in_transform
 from ..ops.norm2d import layer_norm2d
 from ._branches import KINDS, branch, check_dim, fused_with_residual, why_not_merged, why_residual_apart
 from ._plain import FusedModule, all_plain, not_alike, not_plain, not_plain_layers, not_pointwise, plain_layers
@@ -114,8 +115,9 @@ class HybridExpert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, dim, H, W) -> (B, dim, H, W)."""
-        # PyTorch's CPU backward of the depthwise 5x5 weights is faster in this layout
-        wide = x.contiguous(memory_format=torch.channels_last) if x.device.type == "cpu" else x
+        # PyTorch's CPU backward of the depthwise 5x5 weights is faster in this layout, which vmap does not have
+        cpu = x.device.type == "cpu" and not in_transform(x)
+        wide = x.contiguous(memory_format=torch.channels_last) if cpu else x
         hybrid = self.fusion(self.local_branch(wide) * self.global_branch(x))
         return x + hybrid
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from .._torch_private import is_wrapped
 from ..ops import _check
 from ..ops._codes import AUX_LOSSES, SCORES
 from ..ops.moe import (
@@ -230,7 +231,16 @@ class _HostCounts:
         """The counts, and what is left to `total`, as numbers; the one moment in which the host waits."""
         if self.copied is not None:
             self.copied.synchronize()
-        sizes = self.counts.tolist()
+        if torch.compiler.is_compiling():
+            sizes = self.counts.tolist()
+        else:
+            try:
+                sizes = self.counts.tolist()
+            except RuntimeError as error:
+                if not self.counts.is_meta and not is_wrapped(self.counts):
+                    raise
+                where = "on the meta device" if self.counts.is_meta else "under vmap"
+                raise ValueError(f"{NAME}: sync must be 'none' {where}, got 'counts', which reads counts") from error
         return [*sizes, total - sum(sizes)]
 
 

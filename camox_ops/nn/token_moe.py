@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .._torch_private import in_transform
 from ..ops import _check
 from ..ops._codes import AUX_LOSSES, EXPERT_ACTIVATIONS, SCORES
-from ..ops._register import last_derivative
+from ..ops._register import last_derivative, no_samples, one_by_one
 from ..ops.moe import (
     MOST_EXPERTS,
     Routing,
@@ -297,20 +298,28 @@ def run_experts(
     x, w_in, w_out = _check.autocast(x, w_in, w_out)
     tensors = routing.experts, routing.counts, routing.offsets, routing.order, routing.position
     weights = routing.weights.to(_check.computed_in(x))
+    if not torch.compiler.is_compiling() and in_transform(x, w_in, w_out, weights):
+        return _TransformedExperts.apply(x, w_in, w_out, weights, *tensors, activation)[0]
     return _Experts.apply(x, w_in, w_out, weights, *tensors, activation)
+
+
+def _forward(x, w_in, w_out, weights, experts, counts, offsets, order, position, activation):
+    """The weighted sums, and the first products."""
+    routing = _routing(weights, experts, counts, offsets, order, position)
+    h = _products(dispatch_unchecked(x, routing), w_in, offsets)
+    y = _products(_activated(h, activation), w_out, offsets)
+    return combine_unchecked(y, routing, weights), h
 
 
 class _Experts(torch.autograd.Function):
     """Copies of the rows -> products, activation, products -> weighted sums; only the first products are kept."""
 
     @staticmethod
-    def forward(ctx, x, w_in, w_out, weights, experts, counts, offsets, order, position, activation):
-        routing = _routing(weights, experts, counts, offsets, order, position)
-        h = _products(dispatch_unchecked(x, routing), w_in, offsets)
-        y = _products(_activated(h, activation), w_out, offsets)
-        ctx.activation = activation
-        ctx.save_for_backward(x, w_in, w_out, weights, experts, counts, offsets, order, position, h)
-        return combine_unchecked(y, routing, weights)
+    def forward(ctx, *args):
+        output, h = _forward(*args)
+        *tensors, ctx.activation = args
+        ctx.save_for_backward(*tensors, h)
+        return output
 
     @staticmethod
     @last_derivative(NAME)
@@ -334,6 +343,23 @@ class _Experts(torch.autograd.Function):
         if needs_x:
             grad_x = combine_unchecked(_products(grad_h, w_in.mT, offsets), routing, torch.ones_like(weights))
         return grad_x, grad_in, grad_out, grad_weights, *(None,) * 6
+
+
+class _TransformedExperts(torch.autograd.Function):
+    """_Experts as torch.func needs it, which looks at what a Function saves: the first products are an output."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_forward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        *tensors, ctx.activation = inputs
+        ctx.mark_non_differentiable(outputs[1])
+        ctx.save_for_backward(*tensors, outputs[1])
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return _Experts.backward(ctx, grad)
 
 
 def _routing(weights, experts, counts, offsets, order, position) -> Routing:
@@ -430,3 +456,16 @@ torch.library.register_fake(
         h.new_empty((h.shape[0],), dtype=_check.computed_in(h)),
     ),
 )
+
+
+def _vmap_of(name: str):
+    overload = getattr(torch.ops.camox_ops, name).default
+
+    def rule(info, in_dims, *args):
+        return one_by_one(overload, info, in_dims, args) if info.batch_size else no_samples(overload, in_dims, args)
+
+    return rule
+
+
+for _name in ("moe_experts_mm", "moe_experts_mm_tn", "moe_activation", "moe_activation_backward"):
+    torch.library.register_vmap(f"camox_ops::{_name}", _vmap_of(_name))

@@ -67,6 +67,8 @@ def register_last_derivative(name: str, *, fake: Callable, vmap: Callable | None
 class _NoSecondDerivative(torch.autograd.Function):
     """Gradients as they are, which depend on `inputs` in a way that has no derivative."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(name, count, *gradients_and_inputs):
         return tuple(x.view_as(x) for x in gradients_and_inputs[:count])

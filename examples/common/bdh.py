@@ -119,10 +119,11 @@ class BDHLayers(nn.Module):
         """Under autocast each weight is cast once for all passes and each tensor once for all its uses. What a product
         takes is normalised in its dtype: the same numbers as a float32 copy of it, rounded for the product."""
         device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
+        autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which it does not cast
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         weights = [w.to(dtype) for w in (self.encoder_of_all_heads(), self.encoder_v, self.decoder)]
-        tables = self.attn.tables(x.shape[1])
+        # an adapter around the attention need not have tables
+        tables = self.attn.tables(x.shape[1]) if hasattr(self.attn, "tables") else None
         with torch.autocast(device, enabled=False):
             for _ in range(self.config.n_layer):
                 x = self.camox_pass(self.ln(x) if normalise_first else x, dtype, tables, *weights)
@@ -155,4 +156,5 @@ class BDHLayers(nn.Module):
 
     def attend(self, latent, x, tables):
         """Attention of camox_pass: latent (B, H, T, N) before its ReLU, x (B, T, D) -> (B, H, T, D)."""
-        return self.attn(latent, latent, x[:, None], relu=True, tables=tables)
+        named = {} if tables is None else {"tables": tables}
+        return self.attn(latent, latent, x[:, None], relu=True, **named)
