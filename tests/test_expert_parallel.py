@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import leave_process_group, run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -190,6 +191,23 @@ def half_precision_loss(kind: str) -> torch.Tensor:
     return layer(x.tensor_split(dist.get_world_size())[dist.get_rank()])[1]
 
 
+def resumed(rank: int, folder: str) -> bool:
+    """Whether the optimizer's state survives a checkpoint, saved as docs/token_moe.md says."""
+    key, states = f"optimizer of rank {rank}", []
+    for saves in (True, False):
+        model = cx.nn.expert_parallel(tokens("swiglu"), dist.group.WORLD)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if saves:
+            output, aux, _ = model(rows_of_rank("swiglu", rank, dist.get_world_size())[0])
+            (output.square().sum() + aux).backward()
+            optimizer.step()
+        state = {"model": model.state_dict(), key: get_optimizer_state_dict(model, optimizer)}
+        (dcp.save if saves else dcp.load)(state, checkpoint_id=f"{folder}/resumed")
+        set_optimizer_state_dict(model, optimizer, state[key])
+        states.append([optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()])
+    return all(map(torch.equal, *states))
+
+
 def upcycled(rank: int, world: int) -> list[str]:
     """The experts of all ranks are the same, as they were given."""
     found = []
@@ -238,6 +256,7 @@ def worker(rank: int, world: int, folder: str) -> None:
     for how in ("DDP", "FSDP2", "grid"):
         found[how] = wrapped(how, rank, world)
     found["merged"] = [merged(how, name, rank, world) for how in ("DDP", "FSDP2") for name in ("swiglu", "images")]
+    found["resumed"] = resumed(rank, folder)
     found["upcycled"] = upcycled(rank, world)
     slow = dist.new_group(timeout=datetime.timedelta(seconds=2))
     layer = cx.nn.expert_parallel(cx.nn.TokenMoE(D, 12, E, K), slow)
@@ -309,6 +328,10 @@ def test_checkpoint_loads_at_another_number_of_ranks(ranks):
     half = torch.cat([rank["autocast"] for rank in found])
     assert half.dtype == torch.bfloat16
     assert (half - output).abs().max() < 0.05 * output.abs().max()
+
+
+def test_optimizer_goes_on_from_a_checkpoint(ranks):
+    assert all(rank["resumed"] for rank in ranks[0])
 
 
 def test_copies_are_divided_like_the_layer(ranks):
