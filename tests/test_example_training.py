@@ -299,6 +299,9 @@ def test_refused_checkpoint_writes_nothing(tmp_path, small_set):
     broken.write_bytes(b"PK\x03\x04 not all of it")
     with pytest.raises(checkpoint.CheckpointError, match=str(broken)):
         train(tmp_path / "run", resume_from=str(broken))
+    torch.save([1, 2], broken)
+    with pytest.raises(checkpoint.CheckpointError, match=f"{broken} does not fit this run"):
+        train(tmp_path / "run", resume_from=str(broken))
     assert not (tmp_path / "run").exists()
 
 
@@ -368,6 +371,9 @@ def test_command_line_trains_with_every_option(tmp_path, small_set, capsys):
             "/nowhere.pth does not exist",
         ),
         (["--dataset-path", "builtin", "--backbone", "vgg"], "got 'vgg'"),
+        (["--dataset-path", "builtin", "--device", "gpu"], "device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["--dataset-path", "builtin", "--checkpoint-dir", __file__], f"{__file__} is no folder"),
+        (["--dataset-path", "builtin", "--lr", "nan"], "lr must be > 0, got nan"),
         (["--dataset-path", "builtin", "--epochs", "0"], "epochs must be >= 1, got 0"),
         (["--dataset-path", "builtin", "--img-size", "64"], "img_size must be >= 96 in bfloat16 on the CPU, got 64"),
     ],

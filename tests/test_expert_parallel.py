@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import leave_process_group, run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,8 +23,10 @@ VARIANTS = {
     "no rows": ({"aux_loss": {"importance_cv2": 1.0, "usage_mse": 1.0}}, (ROWS, 0)),
     "capacity": ({"activation": "gelu", "capacity_factor": 0.6, "score": "softmax_topk"}, (12, 12)),
     "biased": ({"router_bias": True, "score": "sigmoid_topk"}, (10, 14)),
+    "biased, capacity": ({"router_bias": True, "capacity_factor": 0.6}, (10, 14)),
     "valid": ({"shared_hidden": 6, "capacity_factor": 0.8}, (9, 15)),
 }
+BIASED = ("biased", "biased, capacity")
 IMAGES = {"images": None, "images, capacity": 0.6}
 
 
@@ -111,9 +114,9 @@ def errors_of(rank: int) -> dict[str, str]:
     return found
 
 
-def balanced() -> torch.Tensor:
-    layer = cx.nn.expert_parallel(tokens("biased"), dist.group.WORLD)
-    layer(rows_of_rank("biased", dist.get_rank(), dist.get_world_size())[0])
+def balanced(name: str) -> torch.Tensor:
+    layer = cx.nn.expert_parallel(tokens(name), dist.group.WORLD)
+    layer(rows_of_rank(name, dist.get_rank(), dist.get_world_size())[0])
     layer.update_router_bias(0.5)
     return layer.router_bias
 
@@ -175,6 +178,36 @@ def merged(how: str, name: str, rank: int, world: int) -> str:
     return caught(net, x)
 
 
+def of_losses(kind: str) -> tuple[nn.Module, torch.Tensor]:
+    """A MoELayer, and more images than bfloat16 can count."""
+    layer = images("images").float()
+    layer.aux_loss = kind
+    return layer, numbers(301, D, 1, 1, seed=3).float()
+
+
+def half_precision_loss(kind: str) -> torch.Tensor:
+    layer, x = of_losses(kind)
+    layer = cx.nn.expert_parallel(layer, dist.group.WORLD)
+    return layer(x.tensor_split(dist.get_world_size())[dist.get_rank()])[1]
+
+
+def resumed(rank: int, folder: str) -> bool:
+    """Whether the optimizer's state survives a checkpoint, saved as docs/token_moe.md says."""
+    key, states = f"optimizer of rank {rank}", []
+    for saves in (True, False):
+        model = cx.nn.expert_parallel(tokens("swiglu"), dist.group.WORLD)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if saves:
+            output, aux, _ = model(rows_of_rank("swiglu", rank, dist.get_world_size())[0])
+            (output.square().sum() + aux).backward()
+            optimizer.step()
+        state = {"model": model.state_dict(), key: get_optimizer_state_dict(model, optimizer)}
+        (dcp.save if saves else dcp.load)(state, checkpoint_id=f"{folder}/resumed")
+        set_optimizer_state_dict(model, optimizer, state[key])
+        states.append([optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()])
+    return all(map(torch.equal, *states))
+
+
 def upcycled(rank: int, world: int) -> list[str]:
     """The experts of all ranks are the same, as they were given."""
     found = []
@@ -217,11 +250,13 @@ def worker(rank: int, world: int, folder: str) -> None:
     part.load_state_dict(images("images").state_dict())
     with torch.autocast("cpu", torch.bfloat16):
         half = layer.float()(x.float())[0]
+        found["autocast losses"] = [half_precision_loss(kind) for kind in ("switch", "z", "usage_mse")]
     found["autocast"] = half
-    found["errors"], found["bias"] = errors_of(rank), balanced()
+    found["errors"], found["bias"] = errors_of(rank), {name: balanced(name) for name in BIASED}
     for how in ("DDP", "FSDP2", "grid"):
         found[how] = wrapped(how, rank, world)
     found["merged"] = [merged(how, name, rank, world) for how in ("DDP", "FSDP2") for name in ("swiglu", "images")]
+    found["resumed"] = resumed(rank, folder)
     found["upcycled"] = upcycled(rank, world)
     slow = dist.new_group(timeout=datetime.timedelta(seconds=2))
     layer = cx.nn.expert_parallel(cx.nn.TokenMoE(D, 12, E, K), slow)
@@ -295,18 +330,34 @@ def test_checkpoint_loads_at_another_number_of_ranks(ranks):
     assert (half - output).abs().max() < 0.05 * output.abs().max()
 
 
+def test_optimizer_goes_on_from_a_checkpoint(ranks):
+    assert all(rank["resumed"] for rank in ranks[0])
+
+
 def test_copies_are_divided_like_the_layer(ranks):
     expected = run(model_of("swiglu"), *batch("swiglu"))["output"]
     for name in ("average", "loaded average"):
         assert close(torch.cat([rank[name] for rank in ranks[0]]), expected)
 
 
-def test_loads_are_summed_over_the_ranks(ranks):
-    layer = tokens("biased")
-    layer(batch("biased")[0])
+@pytest.mark.parametrize("kind", ["switch", "z", "usage_mse"])
+def test_losses_of_images_under_autocast_are_those_of_one_process(ranks, kind):
+    layer, x = of_losses(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        truth = layer(x)[1]
+    for rank in ranks[0]:
+        found = rank["autocast losses"][("switch", "z", "usage_mse").index(kind)]
+        assert found.dtype == truth.dtype == torch.float32
+        assert torch.allclose(found, truth, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_loads_are_summed_over_the_ranks(ranks, name):
+    layer = tokens(name)
+    layer(batch(name)[0])
     layer.update_router_bias(0.5)
     for rank in ranks[0]:
-        assert torch.equal(rank["bias"], layer.router_bias)
+        assert torch.equal(rank["bias"][name], layer.router_bias)
 
 
 MESSAGES = {

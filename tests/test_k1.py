@@ -428,6 +428,8 @@ def test_weights_to_begin_with(tmp_path):
         (["--resume"], "does not exist"),
         (["--init", "/nowhere.pth"], "checkpoint /nowhere.pth does not exist"),
         (["--lr", "0"], "lr must be > 0, got 0.0"),
+        (["--device", "gpu"], "device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["--checkpoint-dir", f"{__file__}/run"], f"cannot write to {__file__}/run: {__file__} is no folder"),
         (["--branching", "4,x"], "branching must be numbers from 1 to 9 between commas, got '4,x'"),
         (["--num-heads", "5"], "embed_dim must be a multiple of num_heads=5, got 128"),
         (["--dropout", "1"], "dropout must be in [0, 1), got 1.0"),
@@ -447,7 +449,7 @@ def test_folders_that_no_run_wrote(tmp_path, capsys):
     (tmp_path / "file").touch()
     checkpoint.save(tmp_path / "foreign" / checkpoint.LAST, {"a": 1})
     for arguments, message in (
-        (["file", "--steps", "1"], "File exists"),
+        (["file", "--steps", "1"], f"{tmp_path / 'file'} is no folder"),
         (
             ["foreign", "--resume"],
             f"checkpoint {tmp_path / 'foreign' / checkpoint.LAST} does not fit this run: no words",

@@ -116,6 +116,9 @@ def test_kinds_of_bytes():
         (["--load", "/"], "checkpoint / was not written by --save"),
         (["--lr", "0"], "lr must be > 0, got 0.0"),
         (["--dim", "20", "--num-heads", "4"], "dim must be a multiple of 2 * num_heads = 8, got 20"),
+        (["--device", "gpu"], "device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["--save", __file__], f"cannot write to {__file__}: {__file__} is no folder"),
+        (["--metrics", "/"], "cannot write /: it is a folder"),
         (["--top-k", "17"], "top_k must be at most num_experts = 16, got 17"),
         (["--expert-ranks", "2"], "expert_ranks must divide the 1 ranks, got 2"),
     ],
@@ -242,6 +245,8 @@ def test_ranks_give_the_losses_of_one_process(ranks):
     loaded = training.Trainer(config(double=True, balance=balance, load=str(folder / "checkpoint")), DOCUMENTS)
     bits = training.held_out_bits(loaded.model, loaded.corpus, loaded.config)
     assert bits == pytest.approx(expected["held_out"], rel=1e-11)
+    with pytest.raises(training.CheckpointError, match="does not fit this model: Size mismatch"):
+        training.Trainer(config(hidden=6, load=str(folder / "checkpoint")), DOCUMENTS)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])

@@ -603,6 +603,8 @@ def test_learning_rate():
         (["--resume", "--checkpoint-dir", "/nowhere"], "checkpoint /nowhere/last.pth does not exist"),
         (["--lr", "0"], "lr must be > 0, got 0.0"),
         (["--batch-size", "4000"], "batch_size=4000 is more than the"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not there: torch finds"),
+        (["--checkpoint-dir", __file__], f"cannot write to {__file__}: {__file__} is no folder"),
         (["--cached"], "cached is an option of --ops torch"),
         (["--graph", "--device", "cpu"], "graph needs ops camox on a CUDA device, got ops camox on cpu"),
         (["--graph", "--device", "cuda", "--compile"], "graph and compile exclude each other"),
@@ -747,6 +749,9 @@ def test_text_training_learns_and_its_weights_load_back(tmp_path, capsys):
     again = capsys.readouterr().out
     assert first.split("held-out")[1].split("\n")[0] == again.split("held-out")[1].split("\n")[0]
     assert text_training.main([*common, "--prompt", ""]) == 2
+    capsys.readouterr()
+    assert text_training.main([*common, "--save", str(saved.parent)]) == 2
+    assert capsys.readouterr().err == f"error: cannot write {saved.parent}: it is a folder\n"
     torch.save([1, 2], saved)
     assert text_training.main([*common, "--load", str(saved)]) == 2
     assert f"checkpoint {saved} has no weights by name" in capsys.readouterr().err

@@ -89,6 +89,7 @@ class Exchange:
 
         (rows, kept, routing, logits), plan = self.agree(layer, route, layer.router.weight.device)
         routing = self.limited(routing, plan)
+        layer.count(routing)
         received, landed = self.start(moe_dispatch(rows, routing), plan)
         shared = layer.shared(rows)
         landed()
@@ -121,6 +122,8 @@ class Exchange:
         mixed = moe_combine(torch.cat(results) if results else received, one_each, padded=False).to(x.dtype)
         output = self.finish(mixed, plan, x.shape[0] * layer.top_k, routing)
         aux_loss = self.aux_loss({layer.aux_loss: 1.0}, logits, None, plan, layer.top_k)
+        if layer.aux_loss == "usage_mse":
+            aux_loss = aux_loss.float()
         return output.to(x.dtype), aux_loss, layer.info(routing, logits)
 
     def agree(self, layer: nn.Module, route: Callable, device: torch.device):
@@ -243,6 +246,7 @@ class Exchange:
     # ---- losses ----
     def aux_loss(self, factors, logits, valid, plan: _Plan, top_k: int) -> torch.Tensor:
         """The losses of camox_ops.moe_aux_loss over the rows of all ranks: one sum over the ranks for all of them."""
+        logits = logits.to(_check.computed_in(logits))  # a half type could not even count the rows
         total = logits.new_zeros(())
         if not factors:
             return total

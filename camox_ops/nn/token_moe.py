@@ -187,6 +187,7 @@ class TokenMoE(FusedModule):
             return self.exchange.run(self, x, valid)
         rows, kept = self.checked(x, valid)
         routing, logits = self.route(rows, kept)
+        self.count(routing)
         output = run_experts(rows, routing, self.w_in, self.w_out, self.activation)
         shared = self.shared(rows)
         if shared is not None:
@@ -238,9 +239,12 @@ class TokenMoE(FusedModule):
             else:
                 weights = scores.gather(1, routing.experts)
             dropped = (routing.position < 0).view(weights.shape)
-            if self.training:
-                self.expert_load += routing.counts
             return routing._replace(weights=weights.masked_fill(dropped, 0)), logits
+
+    def count(self, routing: Routing) -> None:
+        """What each expert got, for update_router_bias."""
+        if self.expert_load is not None and self.training:
+            self.expert_load += routing.counts
 
     def shared(self, rows: torch.Tensor) -> torch.Tensor | None:
         if self.shared_in is None:

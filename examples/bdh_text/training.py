@@ -13,7 +13,7 @@ from camox_ops.train import ProgressBar
 
 from ..common import checkpoint
 from ..common.bdh import OPS
-from ..common.options import add_options
+from ..common.options import add_options, open_device
 from .data import library_sources, windows
 from .model import BDH, BDHConfig
 
@@ -94,6 +94,9 @@ def bits_per_byte(model, text, length, count=64):
 
 def train(config):
     """Train, print and sample; returns {"model", "bits_per_byte", "sample"}."""
+    open_device(config.device)
+    if config.save:
+        checkpoint.check_file(config.save)
     torch.manual_seed(config.seed)
     training, held_out = library_sources(config.text)
     sizes = BDHConfig(config.n_layer, config.n_embd, config.dropout, config.n_head, config.mlp_multiplier)

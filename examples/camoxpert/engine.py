@@ -13,6 +13,7 @@ from camox_ops.train import ProgressBar, gradient_checkpointing_policy, loader_o
 
 from ..common import checkpoint, distributed
 from ..common.checkpoint import rng_state, set_rng_state
+from ..common.options import open_device
 from .data import BUILTIN, EpochSampler, check_folder, open_split
 from .ema import EMA
 from .losses import AdvancedCODLoss
@@ -83,7 +84,7 @@ class Config:
             raise ValueError(
                 f"gradient_checkpointing must be one of {CHECKPOINTING}, got {self.gradient_checkpointing!r}"
             )
-        if self.lr <= 0:
+        if not self.lr > 0:
             raise ValueError(f"lr must be > 0, got {self.lr}")
 
     def stage(self, epoch):
@@ -99,7 +100,8 @@ class Trainer:
 
     def __init__(self, config):
         self.config = config
-        self.rank, self.world, self.device = distributed.start(torch.device(config.device))
+        self.rank, self.world, self.device = distributed.start(open_device(config.device))
+        checkpoint.check_folder(config.checkpoint_dir)
         if str(config.dataset_path) != BUILTIN:
             distributed.on_first_rank(lambda: check_folder(config.dataset_path))
         torch.manual_seed(config.seed)
@@ -173,7 +175,7 @@ class Trainer:
             self.precision.scaler.load_state_dict(state["scaler_state_dict"])
             self.history, self.best_iou = state["history"], state["best_iou"]
             self.start_epoch = state["epoch"] + 1
-        except (KeyError, RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
         states = state["rng"]
         if self.rank < len(states):

@@ -14,6 +14,23 @@ class CheckpointError(RuntimeError):
     """A checkpoint that is missing, truncated or damaged; the message names its path."""
 
 
+def check_folder(path):
+    """CheckpointError where no file can be written into the folder path, found before a run and not at its end."""
+    path = Path(path)
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise CheckpointError(f"cannot write to {path}: {nearest} is no folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise CheckpointError(f"cannot write to {path}: no permission in {nearest}")
+
+
+def check_file(path):
+    """The same for the file path."""
+    if Path(path).is_dir():
+        raise CheckpointError(f"cannot write {path}: it is a folder")
+    check_folder(Path(path).parent)
+
+
 def save(path, state):
     """Write state to path so that a crash at any moment leaves either the old file or the new one, never a part."""
     path = Path(path)

@@ -6,6 +6,20 @@ from dataclasses import MISSING, fields
 import torch
 
 
+def open_device(name):
+    """torch.device(name); ValueError where it is none of those that the options offer, or not there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device {name!r} is not there: torch finds {count} CUDA devices")
+    return device
+
+
 def add_options(parser, config, texts, more=None):
     """One option per field of the dataclass config: switches for bools, required where there is no default.
 

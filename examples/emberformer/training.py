@@ -14,6 +14,7 @@ from camox_ops.train import LossMeter, ProgressBar
 from ..common import checkpoint
 from ..common.graph import GraphedSteps, check_graph
 from ..common.optimizer import capturable
+from ..common.options import open_device
 from .config import model_arguments
 from .data import Batch, NextFrames, loader, open_sequences, split
 from .losses import Criterion, pixel_mask
@@ -119,7 +120,8 @@ class Trainer:
         if graph and config.train.gradient_checkpointing:
             # its backward pass sets the random state again, which a capture may not
             raise ValueError(f"graph needs train.gradient_checkpointing: 0, got {config.train.gradient_checkpointing}")
-        self.config, self.device, self.folder = config.check(), torch.device(device), Path(config.train.checkpoint_dir)
+        self.config, self.device, self.folder = config.check(), open_device(device), Path(config.train.checkpoint_dir)
+        checkpoint.check_folder(self.folder)
         torch.manual_seed(config.run.seed)
         torch.backends.cudnn.benchmark = config.run.cudnn_benchmark
         sequences = open_sequences(config)
@@ -164,7 +166,7 @@ class Trainer:
             self.stopping.load_state_dict(state["stopping"])
             self.history, self.start_epoch = state["history"], state["epoch"] + 1
             checkpoint.set_rng_state(state["rng"], self.device)
-        except (KeyError, RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
 
     def run(self):

@@ -14,6 +14,7 @@ from camox_ops.train import LossMeter
 from ..common import checkpoint
 from ..common.bdh import check_ops
 from ..common.graph import GraphedStep, check_graph
+from ..common.options import open_device
 from ..common.text import windows
 from .attribution import Attribution, ErrorPath, PlainErrorPath, check_updates
 from .baseline import BaselineTransformer
@@ -190,8 +191,9 @@ class Trainer:
 
     def __init__(self, config, documents=None):
         """documents: {domain: texts} in the place of those of config.data."""
-        self.config, self.device = config, torch.device(config.device)
+        self.config, self.device = config, open_device(config.device)
         self.folder = Path(config.checkpoint_dir)
+        checkpoint.check_folder(self.folder)
         state = checkpoint.load(self.folder / checkpoint.LAST) if config.resume else None
         torch.manual_seed(config.seed)
         documents = texts(config.data) if documents is None else documents

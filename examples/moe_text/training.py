@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..common import distributed
 from ..common.bdh import check_ops
-from ..common.checkpoint import CheckpointError
+from ..common.checkpoint import CheckpointError, check_file, check_folder
+from ..common.options import open_device
 from .data import build_corpus, draw_batch, held_out_batch, texts
 from .model import BALANCES, FEED_FORWARDS, LanguageModel, Sizes
 
@@ -103,7 +104,7 @@ class Ranks:
     """The processes that train together; a single one without torchrun."""
 
     def __init__(self, config):
-        self.rank, self.world, self.device = distributed.start(torch.device(config.device))
+        self.rank, self.world, self.device = distributed.start(open_device(config.device))
         columns = config.expert_ranks or self.world
         if config.batch_size % self.world:
             raise ValueError(f"batch_size must be a multiple of the {self.world} ranks, got {config.batch_size}")
@@ -222,6 +223,10 @@ class Trainer:
     def __init__(self, config, documents=None):
         """documents: {domain: texts} in the place of those of config.data."""
         self.config, self.ranks = config, Ranks(config)
+        if config.save:
+            check_folder(config.save)
+        if config.metrics:
+            check_file(config.metrics)
         documents = texts(config.data) if documents is None else documents
         self.corpus = build_corpus(documents, config.length)
         self.model = build_model(config).to(self.ranks.device).train()
@@ -236,7 +241,11 @@ class Trainer:
             raise CheckpointError(f"checkpoint {folder} {why}")
         state = {"model": self.model.state_dict()}
         with quiet():
-            dcp.load(state, checkpoint_id=folder, no_dist=self.ranks.mesh is None)
+            try:
+                dcp.load(state, checkpoint_id=folder, no_dist=self.ranks.mesh is None)
+            except dcp.CheckpointException as error:  # a BaseException whose text is the tracebacks of all ranks
+                why = next(iter(error.failures.values()))[0]
+                raise CheckpointError(f"checkpoint {folder} does not fit this model: {why}") from error
         self.model.load_state_dict(state["model"])
 
     def run(self):
@@ -284,6 +293,7 @@ class Trainer:
         speeds = ", ".join(f"{speed:.0f}" for speed in metrics["tokens_per_s"])
         print(f"tokens/s of each rank: {speeds}", flush=True)
         if self.config.metrics:
+            Path(self.config.metrics).parent.mkdir(parents=True, exist_ok=True)
             Path(self.config.metrics).write_text(json.dumps(metrics, indent=1) + "\n")
 
 

@@ -16,6 +16,7 @@ from camox_ops.train import ProgressBar
 from ..common import checkpoint
 from ..common.graph import GraphedSteps, check_graph
 from ..common.optimizer import capturable, set_rate
+from ..common.options import open_device
 from .data import DIGITS, batches, normalise, open_data, split
 from .model import MODELS, BDHConfig
 from .report import choose, write_attention
@@ -122,7 +123,8 @@ class Trainer:
     """
 
     def __init__(self, config):
-        self.config, self.device = config, torch.device(config.device)
+        self.config, self.device = config, open_device(config.device)
+        checkpoint.check_folder(config.checkpoint_dir)
         seed_everything(config.seed, config.deterministic)
         training, self.test = open_data(config.data)
         self.training, self.validation = split(training, config.validation_split, config.seed)
@@ -160,7 +162,7 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer_state_dict"])
             self.history, self.best, self.start_epoch = state["history"], state["best"], state["epoch"] + 1
             checkpoint.set_rng_state(state["rng"], self.device)
-        except (KeyError, RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
 
     def run(self):
