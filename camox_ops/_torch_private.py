@@ -319,6 +319,11 @@ def in_transform(*tensors: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or any(is_wrapped(tensor) for tensor in tensors)
 
 
+def in_eager_transform(*tensors: torch.Tensor) -> bool:
+    """The same, but not while torch.compile traces, which has rules of its own for what is in a transform."""
+    return not torch.compiler.is_compiling() and in_transform(*tensors)
+
+
 def in_dispatch_mode() -> bool:
     """Whether Python sees every operator that is called: then what a module keeps must not serve. True where torch does
     not say."""

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from .._torch_private import in_transform
 from ..nn.projections import project, project_heads
 from ..ops.bdh import bdh_attention
 from ..ops.dropout import sparse_gate
@@ -164,8 +163,6 @@ def layer(x: torch.Tensor, weights: tuple, modules: tuple, kind: bdh.Kind) -> to
 
 def _is_served(x, weights: tuple, modules: tuple, kind: bdh.Kind) -> bool:
     if x.dim() != 4 or x.shape[1] != 1 or type(x) is not torch.Tensor or _call.autocast_dtype(x) is not None:
-        return False
-    if not torch.compiler.is_compiling() and in_transform(x):  # products of heads have no rule for vmap
         return False
     encoder, _, encoder_v, decoder = weights
     for weight in (encoder, encoder_v, decoder):  # wide: the layer's tensors are large whatever the batch is

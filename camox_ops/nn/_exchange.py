@@ -121,9 +121,7 @@ class Exchange:
         results = layer.run_parts(parts, x.dtype)
         mixed = moe_combine(torch.cat(results) if results else received, one_each, padded=False).to(x.dtype)
         output = self.finish(mixed, plan, x.shape[0] * layer.top_k, routing)
-        aux_loss = self.aux_loss({layer.aux_loss: 1.0}, logits, None, plan, layer.top_k)
-        if layer.aux_loss == "usage_mse":
-            aux_loss = aux_loss.float()
+        aux_loss = layer.reported(self.aux_loss({layer.aux_loss: 1.0}, logits, None, plan, layer.top_k))
         return output.to(x.dtype), aux_loss, layer.info(routing, logits)
 
     def agree(self, layer: nn.Module, route: Callable, device: torch.device):

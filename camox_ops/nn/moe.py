@@ -177,7 +177,10 @@ class MoELayer(nn.Module):
         }
 
     def _aux_loss(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
-        loss = moe_aux_loss(routing, logits, self.aux_loss)
+        return self.reported(moe_aux_loss(routing, logits, self.aux_loss))
+
+    def reported(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as forward returns it: CamoXpert's is float32, of float64 images too."""
         return loss.float() if self.aux_loss == "usage_mse" else loss
 
     def run_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .. import _C
-from .._torch_private import in_transform
+from .._torch_private import in_eager_transform, in_transform
 from ..ops import _check
 from ..ops._register import last_derivative
 
@@ -25,7 +25,8 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"project: x (..., K) and weight (K, N) must share K, got shapes {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    if x.device.type != "cpu" or x.dtype not in _MULTIPLIED or _in_func(x, weight):
+    # vmap has no rule for the Functions below
+    if x.device.type != "cpu" or x.dtype not in _MULTIPLIED or in_eager_transform(x, weight):
         return x @ weight
     if x.dim() == 1:
         return _apply(_Project, x[None], weight)[0]
@@ -42,14 +43,9 @@ def project_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             "project_heads: x (M, H, K) and weight (H, K, N) must share H and K, "
             f"got shapes {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    if _in_func(x, weight):
+    if in_eager_transform(x, weight):
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).contiguous()
     return _apply(_ProjectHeads, x, weight)
-
-
-def _in_func(*tensors: torch.Tensor) -> bool:
-    """Whether torch's own operators have to multiply: vmap needs a rule, which the Functions below do not have."""
-    return not torch.compiler.is_compiling() and in_transform(*tensors)
 
 
 def _operands(op: str, x, weight) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .._torch_private import in_transform
+from .._torch_private import in_eager_transform
 from ..ops import _check
 from ..ops._codes import AUX_LOSSES, EXPERT_ACTIVATIONS, SCORES
 from ..ops._register import last_derivative, no_samples, one_by_one
@@ -302,7 +302,7 @@ def run_experts(
     x, w_in, w_out = _check.autocast(x, w_in, w_out)
     tensors = routing.experts, routing.counts, routing.offsets, routing.order, routing.position
     weights = routing.weights.to(_check.computed_in(x))
-    if not torch.compiler.is_compiling() and in_transform(x, w_in, w_out, weights):
+    if in_eager_transform(x, w_in, w_out, weights):
         return _TransformedExperts.apply(x, w_in, w_out, weights, *tensors, activation)[0]
     return _Experts.apply(x, w_in, w_out, weights, *tensors, activation)
 

@@ -6,7 +6,7 @@ import numbers
 
 import torch
 
-from .._torch_private import in_transform, refuse_tangents
+from .._torch_private import in_eager_transform, refuse_tangents
 from . import _check, _linear_cross_entropy_cuda
 from ._codes import LOSS_REDUCTIONS, code_of
 from ._register import last_derivative, register, register_last_derivative
@@ -105,8 +105,7 @@ def _made_in_forward(x, weight, bias, reduction: int) -> tuple[bool, bool, bool]
     loss is one number, by whose gradient they are multiplied later. Tensors that a transform of torch.func follows do
     not say whether a gradient is required."""
     one_number = reduction != LOSS_REDUCTIONS["none"] and x.device.type != "meta" and x.dtype != torch.float64
-    transformed = not torch.compiler.is_compiling() and in_transform(x, weight)
-    makes = one_number and torch.is_grad_enabled() and not transformed
+    makes = one_number and torch.is_grad_enabled() and not in_eager_transform(x, weight)
     return tuple(makes and value is not None and value.requires_grad for value in (x, weight, bias))
 
 

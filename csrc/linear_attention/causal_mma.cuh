@@ -26,7 +26,7 @@
 
 #define CAUSAL_MMA_DIM 64 /* columns of features and of values, at most */
 #define CAUSAL_MMA_THREADS 128
-#define CAUSAL_MMA_BLOCKS 1024 /* which fill the largest GPU about twice */
+#define CAUSAL_MMA_BLOCKS 1024 /* two to four times as many as run at once on the largest GPU */
 #define CAUSAL_TILE_WORDS (CAUSAL_ROWS * CAUSAL_MMA_DIM / 2)
 #define CAUSAL_TILES (CAUSAL_MMA_DIM / 8) /* of 8 columns in an accumulator */
 #define CAUSAL_STEPS (CAUSAL_MMA_DIM / 16)
