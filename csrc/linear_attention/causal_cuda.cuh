@@ -273,7 +273,7 @@ __device__ __forceinline__ float causal_feature_sum(const causal_pass &p, const 
 #pragma unroll
       for (int k = 0; k < in_flight; ++k) {
         const int n = first + k * CAMOX_WARP;
-        raw[k] = n < p.n ? causal_load_one(from.base + row * from.row + n * from.column) : la_zero<T>();
+        raw[k] = n < p.n ? causal_load_one(from.base + row * from.row + n * from.column) : T{};
       }
 #pragma unroll
       for (int k = 0; k < in_flight; ++k) {

@@ -95,14 +95,6 @@ __device__ __forceinline__ float la_to_float(la_half16 x, bool is_float16) {
   return is_float16 ? __half2float(value) : __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
 }
 
-template <typename T>
-__device__ __forceinline__ T la_zero(void) {
-  if constexpr (sizeof(T) == 2)
-    return T{};
-  else
-    return 0.0f;
-}
-
 template <int N, typename T>
 __device__ __forceinline__ void la_store_floats(T *to, const float (&value)[N], bool) {
   camox_store_float(to, value);
@@ -228,7 +220,7 @@ __device__ __forceinline__ void la_load(const la_tile<T> &tile, int rows, const 
       const la_place<V, MEMORY> at(next, down);
       present[k] = 0;
 #pragma unroll
-      for (int i = 0; i < V; ++i) raw[k][i] = la_zero<T>();
+      for (int i = 0; i < V; ++i) raw[k][i] = T{};
       if (next.outer >= end || at.column >= tile.columns || at.row >= kept.valid) continue;
 #pragma unroll
       for (int i = 0; i < (COLUMNS ? V : 1); ++i)
@@ -455,13 +447,6 @@ __device__ __forceinline__ void la_put_product(const la_product &product, float 
 
 /* ---- rows ---- */
 
-/* Sum over the lanes of a row; all lanes of a warp have the same number of rows. */
-__device__ __forceinline__ float la_row_sum(float x) {
-#pragma unroll
-  for (int other = LA_LANES / 2; other > 0; other /= 2) x += __shfl_xor_sync(CAMOX_FULL_MASK, x, other);
-  return x;
-}
-
 /* a / b; for LA_FEATURE what is divided by a sum of 0 is 0. */
 __device__ __forceinline__ float la_divide(const la_pass &p, float a, float b) {
   return p.weight == LA_FEATURE && b == 0.0f ? 0.0f : a / b;
@@ -482,7 +467,7 @@ __device__ __forceinline__ float la_divisor(const la_pass &p, const float *x, in
       f = la_feature<T>(camox_to_float(__ldg(whole.base + row * whole.row + n * whole.column)), p.feature_map);
     sum = p.weight == LA_FEATURE ? sum + f : fmaf(f, __ldg(line + n), sum);
   }
-  return la_row_sum(sum) + (p.weight == LA_DIVIDE ? p.eps : 0.0f);
+  return camox_team_sum(sum, LA_LANES) + (p.weight == LA_DIVIDE ? p.eps : 0.0f);
 }
 
 /* ---- sums: x, y -> partial ---- */
@@ -631,7 +616,7 @@ __device__ __forceinline__ void la_gradient_rows(const la_pass &p, float *x, int
       weight = la_divide(p, 1.0f, divisor);
 #pragma unroll 2
       for (int n = lane; n < p.n; n += LA_LANES) dot = fmaf(f[n], g[n], dot);
-      dot = la_divide(p, la_row_sum(dot), divisor); /* not times weight: where f is the sum, u - dot must be 0 */
+      dot = la_divide(p, camox_team_sum(dot, LA_LANES), divisor); /* not times weight: where f is the sum, u - dot must be 0 */
       if (lane == 0) row_dots[r] = dot;
     }
     const bool counts = kept(r) && weight != 0.0f, has_line = p.line && p.weight != LA_FEATURE;
