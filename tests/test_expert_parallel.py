@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import pickle
 
 import pytest
 import torch
@@ -111,6 +112,7 @@ def errors_of(rank: int) -> dict[str, str]:
     found["mesh"] = caught(divide, cx.nn.TokenMoE(D, 12, E, K), mesh)
     layer = divide(cx.nn.TokenMoE(D, 12, E, K), mesh["experts"])
     found["works"] = str(layer(x)[0].shape)
+    found["pickle"] = caught(pickle.dumps, nn.Sequential(layer))
     return found
 
 
@@ -382,6 +384,7 @@ MESSAGES = {
     "no group": ("TypeError: expert_parallel: mesh_or_group must be a ProcessGroup or a DeviceMesh, got str",) * 2,
     "mesh": ("ValueError: expert_parallel: mesh_or_group must have one dimension, got a mesh of shape (1, ",) * 2,
     "works": ("torch.Size([3, 8])",) * 2,
+    "pickle": ("TypeError: TokenMoE (expert_parallel): a module whose experts are divided cannot be pickled",) * 2,
 }
 
 

@@ -143,6 +143,28 @@ def test_an_adapter_that_comes_later_is_called():
     torch.testing.assert_close(module(x), before + 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "other"),
+    [
+        ("Mlp", "act", lambda old: nn.GELU(approximate="tanh")),
+        ("Mlp", "fc1", lambda old: nn.Linear(old.in_features, old.out_features, bias=False)),
+        ("with norm", "LayerNorm", lambda old: nn.LayerNorm(32, bias=False)),
+        ("self output", "LayerNorm", lambda old: nn.LayerNorm(32, elementwise_affine=False)),
+        ("encoder layer", "conv1", lambda old: nn.Conv1d(old.in_channels, old.out_channels, 3, padding=1)),
+    ],
+)
+def test_an_inner_module_exchanged_for_another_of_its_class(name, part, other):
+    """What the fast forward takes for granted of it, such as the kind of GELU, no longer holds."""
+    module, args, _ = made(name)
+    module.eval()
+    plain = copy.deepcopy(module)
+    cx.patch(module)
+    module(*args)
+    setattr(module, part, other(getattr(module, part)))
+    setattr(plain, part, getattr(module, part))
+    close(numbers(module, args), numbers(plain, args))
+
+
 def test_other_calls_go_to_the_original():
     module, (x,), _ = made("encoder layer")
     module.eval()

@@ -184,6 +184,10 @@ def test_hooks_and_modules_that_come_later():
     plain.ff[1].register_forward_hook(lambda gelu, args, y: y + 1)
     close(numbers(module, x, CAUSAL), numbers(plain, x, CAUSAL))
     assert seen == [(BATCH, LENGTH, LENGTH)]  # the weights, which only a hook sees
+    norm, gelu = nn.LayerNorm(x.shape[-1], bias=False), nn.GELU(approximate="tanh")
+    for model in (module, plain):
+        model.ff_norm, model.ff[1] = norm, gelu
+    close(numbers(module, x, CAUSAL), numbers(plain, x, CAUSAL))
     for model in (module, plain):
         model.ff.append(nn.Tanh())
     close(numbers(module, x, CAUSAL), numbers(plain, x, CAUSAL))

@@ -54,6 +54,25 @@ def kind_of(module: nn.Module) -> type:
     return kind if patch is None else patch.original
 
 
+def original_forward(module: nn.Module):
+    """Of the class that was patched, also where fully_shard or a parametrization derived another class from it."""
+    patch = getattr(type(module), "_camox_patch", None)
+    return type(module).forward if patch is None else patch.original.forward
+
+
+def form_of(module: nn.Module):
+    """What a fast forward takes for granted of an inner module beside its class: one exchanged for another of its class
+    may lack a bias or be another GELU."""
+    kind = kind_of(module)
+    if kind is nn.GELU:
+        return module.approximate
+    if kind is nn.LayerNorm:
+        return module.normalized_shape, module.weight is None, module.bias is None
+    if kind is nn.Linear:
+        return module.bias is None
+    return (module.bias is None, module.kernel_size, module.groups) if kind is nn.Conv1d else None
+
+
 def why_not_bypassed(module: nn.Module, kind: type) -> str | None:
     """Why an inner module, one that the fast forward reads instead of calling, has to be called; None: it need not."""
     if module is None or kind_of(module) is not kind:

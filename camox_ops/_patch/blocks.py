@@ -56,20 +56,22 @@ def parts_of(module: nn.Module, norms: Sequence[str] = ()) -> Parts | None:
 
 
 class Inner(NamedTuple):
-    """The inner modules that are read and not called, and their classes at the proof."""
+    """The inner modules that are read and not called, and their classes and forms at the proof."""
 
     names: tuple[str, ...]
     kinds: tuple[type, ...]
+    forms: tuple
 
     @classmethod
     def of(cls, modules: Iterable[tuple[str, nn.Module]]) -> Inner:
         """Of (name, module)."""
         found = dict(modules)
-        return cls(tuple(found), tuple(map(_call.kind_of, found.values())))
+        parts = tuple(found.values())
+        return cls(tuple(found), tuple(map(_call.kind_of, parts)), tuple(map(_call.form_of, parts)))
 
     def are_bypassed(self, module: nn.Module) -> bool:
-        own = module._modules
-        return _call.are_bypassed([own.get(name) for name in self.names], self.kinds)
+        parts = [module._modules.get(name) for name in self.names]
+        return _call.are_bypassed(parts, self.kinds) and tuple(map(_call.form_of, parts)) == self.forms
 
 
 def inner_modules(module: nn.Module, *called: str | None) -> list[tuple[str, nn.Module]]:

@@ -52,11 +52,11 @@ class PostNormLayer(Recogniser):
 
     def recognise(self, module: nn.Module, thorough: bool, planned: Planned) -> tuple[Layer, float]:
         parts, attention = _roles(module)
-        inner = [(name, _call.kind_of(part)) for name, part in self.inner(module)]
+        inner = Inner.of(self.inner(module))
         passed = tuple(inspect.signature(type(module).forward).parameters)[2:]
         width = module._modules[parts.norms[0]].normalized_shape[0]
         arrangements = [
-            Layer(attention, first, second, norms, after, activation, names, Inner(*zip(*inner, strict=True)))
+            Layer(attention, first, second, norms, after, activation, names, inner)
             for names in dict.fromkeys((passed, passed[:1], ()))
             for first, second in itertools.permutations(parts.linears)
             for norms in itertools.permutations(parts.norms)

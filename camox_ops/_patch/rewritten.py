@@ -207,7 +207,7 @@ def normalised(norm: nn.LayerNorm, x, residual, drop: nn.Dropout | None) -> torc
     parts, kinds = ([norm], [nn.LayerNorm]) if drop is None else ([norm, drop], [nn.LayerNorm, nn.Dropout])
     served = _call.are_bypassed(parts, kinds) and _call.is_served(x) and _call.is_served(residual)
     served = served and x.shape == residual.shape and x.dtype is residual.dtype and (drop is None or 0 <= drop.p < 1)
-    if not served or x.dtype is not norm.weight.dtype:
+    if not served or norm.weight is None or norm.bias is None or x.dtype is not norm.weight.dtype:
         return norm(residual + (x if drop is None else drop(x)))
     return temporal._add_norm(norm, x, residual, NO_DROPOUT if drop is None else drop)
 
@@ -236,6 +236,7 @@ def activated(linear: nn.Linear, gelu: nn.GELU | None, drop: nn.Dropout | None, 
     parts = [(linear, nn.Linear), (gelu, nn.GELU), (drop, nn.Dropout)]
     parts = [pair for pair in parts if pair[0] is not None]
     served = _call.are_bypassed(*zip(*parts, strict=True)) and _call.is_served(x)
+    served = served and linear.bias is not None and (gelu is None or gelu.approximate == "none")
     if not served or x.dtype is not linear.weight.dtype or not (drop is None or 0 <= drop.p < 1):
         y = linear(x)
         y = F.gelu(y) if gelu is None else gelu(y)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -70,9 +69,16 @@ class Exchange:
 
     def __deepcopy__(self, memo) -> Exchange:
         """Of a copy of the layer, such as an average of its weights: in the same group, which cannot be copied."""
-        duplicate = copy.copy(self)
+        duplicate = Exchange.__new__(Exchange)
+        duplicate.__dict__.update(self.__dict__)
         memo[id(self)] = duplicate
         return duplicate
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            f"{self.name}: a module whose experts are divided cannot be pickled, as its process group cannot: "
+            "save its state_dict()"
+        )
 
     def remember(self, layer: nn.Module) -> None:
         """The experts have been given the values that they have now."""

@@ -94,7 +94,7 @@ def expert_parallel(module: nn.Module, mesh_or_group) -> nn.Module:
         layer.exchange = exchange = Exchange(layer, group, mesh)
         (_shard_tokens if isinstance(layer, TokenMoE) else _shard_images)(layer, exchange)
         exchange.remember(layer)
-        layer.register_load_state_dict_post_hook(lambda loaded, _: loaded.exchange.remember(loaded))
+        layer.register_load_state_dict_post_hook(_remember)
         prefix = f"{name}." if name else ""
         own = (
             SHARDED if isinstance(layer, TokenMoE) else [n for n, _ in layer.named_parameters() if n[:8] == "experts."]
@@ -143,6 +143,10 @@ def _shard_images(layer: MoELayer, exchange: Exchange) -> None:
         if not exchange.first <= number < exchange.last:
             layer.experts[number] = _Elsewhere()
     layer.register_load_state_dict_pre_hook(_load)
+
+
+def _remember(layer: nn.Module, incompatible_keys) -> None:
+    layer.exchange.remember(layer)
 
 
 def _save(layer: nn.Module, state_dict, prefix, metadata) -> None:

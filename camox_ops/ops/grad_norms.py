@@ -42,9 +42,9 @@ def grad_group_norms(
         gradient of its own. Of gradients that are all None: zeros on the CPU.
 
     Squares are added in blocks, of eight on the CPU, and blocks in float64: norms are right to the last digits of
-    float32 for any number of elements. Squares do not overflow or vanish, where torch.linalg.vector_norm gives inf from
-    1.8e19 on in float32. A NaN or inf makes the norm of its group NaN or inf, and no other. The same bits on every run
-    and for any number of threads. The norms of bfloat16 and float16 gradients are those of their values in float32;
+    float32 for any number of elements. Squares of float32 do not overflow or vanish, where torch.linalg.vector_norm
+    gives inf from 1.8e19 on. A NaN or inf makes the norm of its group NaN or inf, and no other. The same bits on every
+    run and for any number of threads. The norms of bfloat16 and float16 gradients are those of their values in float32;
     after GradScaler.unscale_ they are those of the unscaled gradients.
 
     grad_group_norms(grads, groups, n, reduce="l2").square().sum().sqrt() is the total norm that
