@@ -423,13 +423,16 @@ def test_public_keys_are_read(tmp_path):
         ("model: {temporal: {d_model: 30, nhead: 4}}", "d_model must be even and a multiple of nhead=4, got 30"),
         ("patchify_on_disk: {patch_size: 12}", "patch_size must be a power of 2, got 12"),
         ("split: {train: 0.9, val: 0.2}", "split: shares"),
+        ("train: {lr_temporal: .inf}", "x.yaml: train.lr_temporal must be a finite number, got inf"),
+        ("global: {seed: -1}", r"global.seed must be from 0 to 2\*\*63 - 1, got -1"),
         ("train: [1]", "train must be a mapping"),
         ("a: [", "is not YAML"),
+        (b"\xff\xfe\xfd", "x.yaml is not YAML"),
     ],
 )
 def test_configuration_errors_name_file_and_key(tmp_path, text, message):
     path = tmp_path / "x.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(config.ConfigError, match=message):
         config.read(path)
 
