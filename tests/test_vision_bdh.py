@@ -413,7 +413,7 @@ def test_cifar10_files(tmp_path):
         data.open_data(folder)
 
 
-@pytest.mark.parametrize("content", ["code", "truncated", "shape", "keys"])
+@pytest.mark.parametrize("content", ["code", "truncated", "shape", "keys", "labels", "class", "type"])
 def test_cifar10_files_that_cannot_be_used(tmp_path, content):
     folder = write_cifar10(tmp_path / "cifar")
     path = folder / "data_batch_2"
@@ -423,9 +423,16 @@ def test_cifar10_files_that_cannot_be_used(tmp_path, content):
         "truncated": whole[:-20],
         "shape": pickle.dumps({b"data": np.zeros((2, 5), np.uint8), b"labels": [0, 1]}, protocol=2),
         "keys": pickle.dumps({b"other": 1}, protocol=2),
+        "labels": pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": ["cat"]}, protocol=2),
+        "class": pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]}, protocol=2),
+        "type": whole.replace(b"u1", b"u3"),
     }
     path.write_bytes(bad[content])
     with pytest.raises(data.DatasetError, match="data_batch_2"):
+        data.open_data(folder)
+    path.write_bytes(whole)
+    (folder / data.NAMES_FILE).write_bytes(pickle.dumps({}, protocol=2))
+    with pytest.raises(data.DatasetError, match=r"batches\.meta has no list of names"):
         data.open_data(folder)
 
 
