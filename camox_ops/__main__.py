@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -86,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[:1] == ["run"]:
         return _run.main(arguments[1:])
     if arguments[:1] == ["patch-report"]:
-        return patch_report(arguments[1:])
+        return _until_nobody_reads(lambda: patch_report(arguments[1:]))
     # The description's lines are a table; not the docstring, of which `python -OO` leaves nothing.
     parser = argparse.ArgumentParser(
         prog="python -m camox_ops",
@@ -99,7 +101,19 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments).command
     if asked not in commands:
         parser.error(f"there is no command {asked!r}")
-    return commands[asked]()
+    return _until_nobody_reads(commands[asked])
+
+
+def _until_nobody_reads(command: Callable[[], int]) -> int:
+    """The command's status, or 1 without a traceback where the reader of its output, such as head, has ended."""
+    try:
+        status = command()
+        print(end="", flush=True)  # also where stdout is closed and sys.stdout is None
+    except BrokenPipeError:
+        # Python flushes once more at its end, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
 
 
 if __name__ == "__main__":

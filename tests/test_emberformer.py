@@ -316,6 +316,15 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def zipped(path):
+    with open(path, "wb") as file:
+        np.savez(file, np.ones((4, 2)))
+
+
+def nameless(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"wind": None}))
+
+
 def other_patch(path):
     path.write_text(path.read_text().replace('"patch_size": 4', '"patch_size": 8'))
 
@@ -333,6 +342,13 @@ def other_patch(path):
         ("cache/sequence_003/meta.json", truncate, "cannot read .*meta.json"),
         ("cache/sequence_003/meta.json", lambda path: path.write_text("{}"), "meta.json: no usable 'num_frames'"),
         ("cache/sequence_003/meta.json", other_patch, "patch_size is 8, the configuration's 4"),
+        ("cache/sequence_003/wind.npy", zipped, "wind.npy must be a .npy file of real numbers"),
+        (
+            "cache/sequence_003/wind.npy",
+            lambda path: np.save(path, np.ones((4, 2), complex)),
+            "wind.npy must be a .npy file of real numbers",
+        ),
+        ("cache/sequence_003/meta.json", nameless, "meta.json: no usable name of a file: None"),
         ("raw/isochrones/sequence_003/frame_002.png", lambda path: path.unlink(), "must have 4 PNG files, has 3"),
         ("raw/isochrones/sequence_003/frame_002.png", truncate, "frame_002.png is truncated"),
         ("cache", shutil.rmtree, "cache is no folder; simulator.enabled"),
@@ -345,6 +361,17 @@ def test_cache_errors_come_before_training(cache, tmp_path, name, change, messag
     with pytest.raises(data.CacheError, match=message):
         Trainer(settings)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_image_is_named_when_it_is_read(cache):
+    settings, _ = cache
+    sequence = data.open_sequences(settings)[0]
+    content = bytearray(sequence.images[1].read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 8] = bytes(byte ^ 255 for byte in content[middle : middle + 8])
+    sequence.images[1].write_bytes(content)
+    with pytest.raises(data.CacheError, match=f"{sequence.images[1]} is damaged"):
+        sequence.target(1)
 
 
 def test_split_is_the_public_scripts(cache):
@@ -423,13 +450,16 @@ def test_public_keys_are_read(tmp_path):
         ("model: {temporal: {d_model: 30, nhead: 4}}", "d_model must be even and a multiple of nhead=4, got 30"),
         ("patchify_on_disk: {patch_size: 12}", "patch_size must be a power of 2, got 12"),
         ("split: {train: 0.9, val: 0.2}", "split: shares"),
+        ("train: {lr_temporal: .inf}", "x.yaml: train.lr_temporal must be a finite number, got inf"),
+        ("global: {seed: -1}", r"global.seed must be from 0 to 2\*\*63 - 1, got -1"),
         ("train: [1]", "train must be a mapping"),
         ("a: [", "is not YAML"),
+        (b"\xff\xfe\xfd", "x.yaml is not YAML"),
     ],
 )
 def test_configuration_errors_name_file_and_key(tmp_path, text, message):
     path = tmp_path / "x.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(config.ConfigError, match=message):
         config.read(path)
 

@@ -300,7 +300,7 @@ def test_refused_checkpoint_writes_nothing(tmp_path, small_set):
     with pytest.raises(checkpoint.CheckpointError, match=str(broken)):
         train(tmp_path / "run", resume_from=str(broken))
     torch.save([1, 2], broken)
-    with pytest.raises(checkpoint.CheckpointError, match=f"{broken} does not fit this run"):
+    with pytest.raises(checkpoint.CheckpointError, match=f"{broken} has no values by name"):
         train(tmp_path / "run", resume_from=str(broken))
     assert not (tmp_path / "run").exists()
 
@@ -373,7 +373,10 @@ def test_command_line_trains_with_every_option(tmp_path, small_set, capsys):
         (["--dataset-path", "builtin", "--backbone", "vgg"], "got 'vgg'"),
         (["--dataset-path", "builtin", "--device", "gpu"], "device must be cpu, cuda or cuda:N, got 'gpu'"),
         (["--dataset-path", "builtin", "--checkpoint-dir", __file__], f"{__file__} is no folder"),
-        (["--dataset-path", "builtin", "--lr", "nan"], "lr must be > 0, got nan"),
+        (["--dataset-path", "builtin", "--lr", "nan"], "lr must be a finite number, got nan"),
+        (["--dataset-path", "builtin", "--ema-decay", "2"], "ema_decay must be in [0, 1), got 2.0"),
+        (["--dataset-path", "builtin", "--seed", str(2**70)], f"seed must be from 0 to 2**63 - 1, got {2**70}"),
+        (["--dataset-path", "builtin", "--ssim-weight", "-1"], "ssim_weight must be >= 0, got -1.0"),
         (["--dataset-path", "builtin", "--epochs", "0"], "epochs must be >= 1, got 0"),
         (["--dataset-path", "builtin", "--img-size", "64"], "img_size must be >= 96 in bfloat16 on the CPU, got 64"),
     ],

@@ -433,6 +433,8 @@ def test_weights_to_begin_with(tmp_path):
         (["--branching", "4,x"], "branching must be numbers from 1 to 9 between commas, got '4,x'"),
         (["--num-heads", "5"], "embed_dim must be a multiple of num_heads=5, got 128"),
         (["--dropout", "1"], "dropout must be in [0, 1), got 1.0"),
+        (["--lr", "inf"], "lr must be a finite number, got inf"),
+        (["--seed", str(2**70)], f"seed must be from 0 to 2**63 - 1, got {2**70}"),
         (["--resume", "--init", "a"], "init and resume exclude each other"),
         (["--graph", "--device", "cpu"], "graph needs ops camox on a CUDA device, got ops camox on cpu"),
         (["--graph", "--device", "cuda", "--ops", "torch"], "graph needs ops camox on a CUDA device, got ops torch on"),
@@ -458,6 +460,20 @@ def test_folders_that_no_run_wrote(tmp_path, capsys):
         folder, *more = arguments
         assert cli.main(["--checkpoint-dir", str(tmp_path / folder), *more]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1], "has no values by name: it holds a list"),
+        ({"model_state_dict": [1]}, "does not fit this model: Expected state_dict to be dict-like"),
+    ],
+)
+def test_weights_that_are_none_are_refused_by_name(tmp_path, content, message):
+    path = tmp_path / "init.pth"
+    torch.save(content, path)
+    with pytest.raises(checkpoint.CheckpointError, match=f"checkpoint {path} {message}"):
+        training.Trainer(config(tmp_path, init=str(path)))
 
 
 def test_a_vocabulary_that_has_shrunk_is_refused(tmp_path):

@@ -1,5 +1,8 @@
 """python -m camox_ops info | check | bench."""
 
+import os
+import sys
+
 import pytest
 import torch
 
@@ -70,3 +73,19 @@ def test_errors_of_an_unknown_command(capsys):
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert "nonsense" in said and "patch-report" in said
+
+
+def test_a_reader_that_has_ended(monkeypatch):
+    """As in `python -m camox_ops info | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert command.main(["info"]) == 1
+        print("what is left goes nowhere", flush=True)
+
+
+def test_closed_output(monkeypatch):
+    """As in `python -m camox_ops info >&-`."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert command.main(["info"]) == 0

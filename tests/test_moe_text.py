@@ -120,6 +120,9 @@ def test_kinds_of_bytes():
         (["--save", __file__], f"cannot write to {__file__}: {__file__} is no folder"),
         (["--metrics", "/"], "cannot write /: it is a folder"),
         (["--top-k", "17"], "top_k must be at most num_experts = 16, got 17"),
+        (["--lr", "inf"], "lr must be a finite number, got inf"),
+        (["--seed", "-1"], "seed must be from 0 to 2**63 - 1, got -1"),
+        (["--aux-weight", "-1"], "aux_weight must be >= 0, got -1.0"),
         (["--expert-ranks", "2"], "expert_ranks must divide the 1 ranks, got 2"),
     ],
 )

@@ -867,6 +867,14 @@ def test_patch_report(capsys):
     assert [entry["name"] for entry in json.loads(out)["patched"]] == ["3"]
 
 
+def test_patch_report_of_modules_that_print(tmp_path, monkeypatch, capsys):
+    (tmp_path / "module_that_prints.py").write_text("from torch import nn\nprint('loading')\nmodel = nn.ReLU()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, out, error = patch_report("module_that_prints:model", "--json", capsys=capsys)
+    assert status == 0 and json.loads(out)["patched"] == []
+    assert error == "loading\n"
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

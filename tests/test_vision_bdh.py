@@ -413,7 +413,7 @@ def test_cifar10_files(tmp_path):
         data.open_data(folder)
 
 
-@pytest.mark.parametrize("content", ["code", "truncated", "shape", "keys"])
+@pytest.mark.parametrize("content", ["code", "truncated", "shape", "keys", "labels", "class", "type"])
 def test_cifar10_files_that_cannot_be_used(tmp_path, content):
     folder = write_cifar10(tmp_path / "cifar")
     path = folder / "data_batch_2"
@@ -423,9 +423,16 @@ def test_cifar10_files_that_cannot_be_used(tmp_path, content):
         "truncated": whole[:-20],
         "shape": pickle.dumps({b"data": np.zeros((2, 5), np.uint8), b"labels": [0, 1]}, protocol=2),
         "keys": pickle.dumps({b"other": 1}, protocol=2),
+        "labels": pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": ["cat"]}, protocol=2),
+        "class": pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]}, protocol=2),
+        "type": whole.replace(b"u1", b"u3"),
     }
     path.write_bytes(bad[content])
     with pytest.raises(data.DatasetError, match="data_batch_2"):
+        data.open_data(folder)
+    path.write_bytes(whole)
+    (folder / data.NAMES_FILE).write_bytes(pickle.dumps({}, protocol=2))
+    with pytest.raises(data.DatasetError, match=r"batches\.meta has no list of names"):
         data.open_data(folder)
 
 
@@ -605,6 +612,10 @@ def test_learning_rate():
         (["--batch-size", "4000"], "batch_size=4000 is more than the"),
         (["--device", "cuda:99"], "device 'cuda:99' is not there: torch finds"),
         (["--checkpoint-dir", __file__], f"cannot write to {__file__}: {__file__} is no folder"),
+        (["--lr", "inf"], "lr must be a finite number, got inf"),
+        (["--seed", str(2**70)], f"seed must be from 0 to 2**63 - 1, got {2**70}"),
+        (["--patch-size", "33"], "patch_size must be at most 32, the side of an image, got 33"),
+        (["--n-head", "1000", "--ops", "torch"], "heads must have an even width >= 2"),
         (["--cached"], "cached is an option of --ops torch"),
         (["--graph", "--device", "cpu"], "graph needs ops camox on a CUDA device, got ops camox on cpu"),
         (["--graph", "--device", "cuda", "--compile"], "graph and compile exclude each other"),
@@ -754,4 +765,4 @@ def test_text_training_learns_and_its_weights_load_back(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: cannot write {saved.parent}: it is a folder\n"
     torch.save([1, 2], saved)
     assert text_training.main([*common, "--load", str(saved)]) == 2
-    assert f"checkpoint {saved} has no weights by name" in capsys.readouterr().err
+    assert f"checkpoint {saved} has no values by name" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -23,7 +24,9 @@ def patch_report(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="PatchReport.to_dict() instead of a table")
     asked = parser.parse_args(arguments)
     try:
-        model = _model(asked.model)
+        # What modules print while they are imported would stand in front of the JSON.
+        with contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext():
+            model = _model(asked.model)
     except _Unusable as error:
         parser.error(str(error))
     try:

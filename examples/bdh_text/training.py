@@ -13,7 +13,7 @@ from camox_ops.train import ProgressBar
 
 from ..common import checkpoint
 from ..common.bdh import OPS
-from ..common.options import add_options, open_device
+from ..common.options import add_options, check_numbers, open_device
 from .data import library_sources, windows
 from .model import BDH, BDHConfig
 
@@ -47,6 +47,7 @@ class Config:
     top_k: int = 20
 
     def __post_init__(self):
+        check_numbers(self)
         for name in ("n_layer", "n_embd", "n_head", "mlp_multiplier", "batch_size", "length", "log_interval", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
@@ -103,8 +104,6 @@ def train(config):
     model = BDH(sizes, config.ops).to(config.device).train()
     if config.load:
         weights = checkpoint.load(config.load, map_location=config.device)
-        if not isinstance(weights, dict):
-            raise checkpoint.CheckpointError(f"checkpoint {config.load} has no weights by name")
         model.load_state_dict(weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
     generator = torch.Generator().manual_seed(config.seed)

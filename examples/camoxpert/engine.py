@@ -13,7 +13,7 @@ from camox_ops.train import ProgressBar, gradient_checkpointing_policy, loader_o
 
 from ..common import checkpoint, distributed
 from ..common.checkpoint import rng_state, set_rng_state
-from ..common.options import open_device
+from ..common.options import check_numbers, open_device
 from .data import BUILTIN, EpochSampler, check_folder, open_split
 from .ema import EMA
 from .losses import AdvancedCODLoss
@@ -63,6 +63,7 @@ class Config:
     log_interval: int = 20
 
     def __post_init__(self):
+        check_numbers(self)
         smallest = {
             "num_experts": 1,
             "batch_size": 1,
@@ -86,6 +87,11 @@ class Config:
             )
         if not self.lr > 0:
             raise ValueError(f"lr must be > 0, got {self.lr}")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
+        for name in ("weight_decay", "backbone_lr_scale", "ssim_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
     def stage(self, epoch):
         """1 while the backbone is frozen, then 2."""

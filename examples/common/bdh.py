@@ -100,6 +100,8 @@ class BDHLayers(nn.Module):
         check_ops(ops)
         self.config, self.ops = config, ops
         heads, width, size = config.n_head, config.n_embd, config.head_size
+        if size < 2 or size % 2:  # the rotation turns pairs
+            raise ValueError(f"heads must have an even width >= 2, got multiplier * n_embd // n_head = {size}")
         self.decoder = nn.Parameter(torch.empty(heads * size, width))
         self.encoder = nn.Parameter(torch.empty(heads, width, size))
         self.encoder_v = nn.Parameter(torch.empty(heads, width, size))

@@ -79,11 +79,14 @@ def load(path, map_location="cpu"):
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"checkpoint {path} is damaged: wrong checksum in {damaged}{older(path)}")
-        return torch.load(path, map_location=map_location, weights_only=True)
+        state = torch.load(path, map_location=map_location, weights_only=True)
     except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"checkpoint {path} is truncated or damaged: {error}{older(path)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"checkpoint {path} has no values by name: it holds a {type(state).__name__}")
+    return state
 
 
 def older(path):

@@ -1,7 +1,8 @@
 """Command lines whose options are the fields of a dataclass."""
 
 import argparse
-from dataclasses import MISSING, fields
+import math
+from dataclasses import MISSING, fields, is_dataclass
 
 import torch
 
@@ -18,6 +19,22 @@ def open_device(name):
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"device {name!r} is not there: torch finds {count} CUDA devices")
     return device
+
+
+def check_numbers(config, where=""):
+    """ValueError where a number of the dataclass config, or of one inside it, is of no use in any run.
+
+    A seed goes to PyTorch and to NumPy, of which one takes 64 bits and the other nothing below 0. An infinite rate or
+    weight makes NaN of every parameter; only grad_clip may be infinite, which is no clipping.
+    """
+    for field in fields(config):
+        name, value = where + field.name, getattr(config, field.name)
+        if is_dataclass(value):
+            check_numbers(value, f"{name}.")
+        elif field.name == "seed" and not 0 <= value < 2**63:
+            raise ValueError(f"{name} must be from 0 to 2**63 - 1, got {value}")
+        elif isinstance(value, float) and not math.isfinite(value) and (field.name != "grad_clip" or math.isnan(value)):
+            raise ValueError(f"{name} must be a finite number, got {value}")
 
 
 def add_options(parser, config, texts, more=None):

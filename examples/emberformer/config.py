@@ -9,6 +9,7 @@ import types
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 
+from ..common.options import check_numbers
 from .decoders import PUBLIC_SEGFORMER
 from .losses import LOSSES
 from .model import DECODERS, SLOTS
@@ -191,6 +192,12 @@ class Config:
 
     def check(self):
         """ConfigError where a value cannot be."""
+        keys = {name: key for key, name in SECTIONS.items()}
+        for section in fields(self):
+            try:
+                check_numbers(getattr(self, section.name), f"{keys.get(section.name, section.name)}.")
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         temporal, spatial, train = self.model.temporal, self.model.spatial, self.train
         for where, name, value, choices in (
             ("model.temporal", "slot", temporal.slot, SLOTS),
@@ -287,7 +294,7 @@ def read(path):
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     try:
         return fill(Config, values).check()

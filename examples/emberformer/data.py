@@ -90,7 +90,10 @@ class CachedSequence:
                 self.fire_files = [meta["fire_tokens"]]
             else:
                 self.fire_files = [meta["fires"][str(frame)] for frame in range(self.frames)]
-        except (KeyError, TypeError, ValueError) as error:
+            for name in (*names.values(), *self.fire_files):
+                if not isinstance(name, str):
+                    raise ValueError(f"name of a file: {name!r}")
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise CacheError(f"{folder / 'meta.json'}: no usable {error}") from None
         if own_patch != patch:
             raise CacheError(f"{folder / 'meta.json'}: patch_size is {own_patch}, the configuration's {patch}")
@@ -123,6 +126,8 @@ class CachedSequence:
             found = np.load(path, mmap_mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise CacheError(f"{path} is missing, truncated or no .npy file: {error}") from error
+        if not isinstance(found, np.ndarray) or found.dtype.kind not in "biuf":
+            raise CacheError(f"{path} must be a .npy file of real numbers")
         if len(found.shape) != len(shape) or any(b not in (None, a) for a, b in zip(found.shape, shape, strict=True)):
             raise CacheError(f"{path} must have shape {shape}, has {found.shape}")
         return found
@@ -167,8 +172,11 @@ class CachedSequence:
         )
 
     def target(self, frame):
-        with Image.open(self.images[frame]) as image:
-            green = np.array(image.convert("RGB"))[..., 1]
+        try:
+            with Image.open(self.images[frame]) as image:
+                green = np.array(image.convert("RGB"))[..., 1]
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each of these for damaged files
+            raise CacheError(f"{self.images[frame]} is damaged: {error}") from error
         return torch.from_numpy(green == self.fire_value).float()[None]
 
 

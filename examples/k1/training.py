@@ -14,7 +14,7 @@ from camox_ops.train import LossMeter
 from ..common import checkpoint
 from ..common.bdh import check_ops
 from ..common.graph import GraphedStep, check_graph
-from ..common.options import open_device
+from ..common.options import check_numbers, open_device
 from ..common.text import windows
 from .attribution import Attribution, ErrorPath, PlainErrorPath, check_updates
 from .baseline import BaselineTransformer
@@ -66,6 +66,7 @@ class Config:
     save_interval: int = 500
 
     def __post_init__(self):
+        check_numbers(self)
         for name in ("embed_dim", "ff_dim", "num_heads", "num_layers", "max_seq_len", "steps", "batch_size"):
             at_least(name, getattr(self, name), 1)
         for name in ("log_interval", "save_interval"):
@@ -223,7 +224,7 @@ class Trainer:
         state = checkpoint.load(path, map_location=self.device)
         try:
             self.model.load_state_dict(state.get("model_state_dict", state))
-        except (AttributeError, RuntimeError) as error:
+        except (AttributeError, RuntimeError, TypeError) as error:
             raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this model: {error}") from error
 
     def resume(self, state):
@@ -236,7 +237,7 @@ class Trainer:
                 raise ValueError(f"it has domains {state['domains']}, the texts {self.corpus.domains}")
             self.history, self.start = state["history"], state["step"]
             checkpoint.set_rng_state(state["rng"], self.device)
-        except (KeyError, RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
             path = self.folder / checkpoint.LAST
             raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..common import distributed
 from ..common.bdh import check_ops
 from ..common.checkpoint import CheckpointError, check_file, check_folder
-from ..common.options import open_device
+from ..common.options import check_numbers, open_device
 from .data import build_corpus, draw_batch, held_out_batch, texts
 from .model import BALANCES, FEED_FORWARDS, LanguageModel, Sizes
 
@@ -62,6 +62,7 @@ class Config(Sizes):
     metrics: str | None = None
 
     def __post_init__(self):
+        check_numbers(self)
         for name in (
             "dim",
             "num_heads",
@@ -75,7 +76,7 @@ class Config(Sizes):
         ):
             at_least(name, getattr(self, name), 1)
         at_least("log_interval", self.log_interval, 1)
-        for name in ("shared_hidden", "expert_ranks"):
+        for name in ("shared_hidden", "expert_ranks", "aux_weight"):
             at_least(name, getattr(self, name), 0)
         for name in ("lr", "grad_clip", "bias_rate"):
             if not getattr(self, name) > 0:

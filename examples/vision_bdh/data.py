@@ -56,20 +56,22 @@ def read_pickle(path):
     try:
         with open(path, "rb") as file:
             return ArraysOnly(file, encoding="bytes").load()
-    except (OSError, EOFError, pickle.UnpicklingError, ValueError) as error:
+    except Exception as error:  # a damaged pickle may raise any
         raise DatasetError(f"cannot read {path}: {error}") from error
 
 
 def read_batch(path):
-    """(images (P,3,32,32) uint8, labels (P,)) of one of CIFAR-10's files."""
+    """(images (P,3,32,32) uint8, labels (P,) int64) of one of CIFAR-10's files."""
     content = read_pickle(path)
     try:
         images, labels = content[b"data"], content[b"labels"]
     except (KeyError, TypeError):
         raise DatasetError(f"{path} has no b'data' and b'labels'") from None
+    if not isinstance(labels, list) or not all(isinstance(label, int) for label in labels):
+        raise DatasetError(f"{path}: b'labels' must be a list of ints")
     if getattr(images, "shape", None) != (len(labels), 3 * SIZE * SIZE) or images.dtype != np.uint8:
         raise DatasetError(f"{path}: b'data' must be uint8 ({len(labels)}, {3 * SIZE * SIZE})")
-    return torch.from_numpy(images).view(-1, 3, SIZE, SIZE), torch.tensor(labels)
+    return torch.from_numpy(images).view(-1, 3, SIZE, SIZE), torch.tensor(labels, dtype=torch.int64)
 
 
 def open_cifar10(folder):
@@ -80,10 +82,17 @@ def open_cifar10(folder):
     missing = [name for name in (*TRAIN_FILES, TEST_FILE, NAMES_FILE) if not (folder / name).is_file()]
     if missing:
         raise DatasetError(f"{folder} has no CIFAR-10 in python files: {', '.join(missing)} missing")
-    names = [name.decode() for name in read_pickle(folder / NAMES_FILE)[b"label_names"]]
-    batches = [read_batch(folder / name) for name in TRAIN_FILES]
+    try:
+        names = [name.decode() for name in read_pickle(folder / NAMES_FILE)[b"label_names"]]
+    except (AttributeError, KeyError, TypeError, UnicodeDecodeError):
+        raise DatasetError(f"{folder / NAMES_FILE} has no list of names b'label_names'") from None
+    *batches, test = [read_batch(folder / name) for name in (*TRAIN_FILES, TEST_FILE)]
+    for name, (_, labels) in zip((*TRAIN_FILES, TEST_FILE), (*batches, test), strict=True):
+        wrong = labels[(labels < 0) | (labels >= len(names))]
+        if len(wrong):
+            raise DatasetError(f"{folder / name}: label {int(wrong[0])} is none of the {len(names)} classes")
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    return LabelledImages(images, labels, names, True), LabelledImages(*read_batch(folder / TEST_FILE), names, True)
+    return LabelledImages(images, labels, names, True), LabelledImages(*test, names, True)
 
 
 def open_digits(seed=0):

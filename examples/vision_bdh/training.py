@@ -16,8 +16,8 @@ from camox_ops.train import ProgressBar
 from ..common import checkpoint
 from ..common.graph import GraphedSteps, check_graph
 from ..common.optimizer import capturable, set_rate
-from ..common.options import open_device
-from .data import DIGITS, batches, normalise, open_data, split
+from ..common.options import check_numbers, open_device
+from .data import DIGITS, SIZE, batches, normalise, open_data, split
 from .model import MODELS, BDHConfig
 from .report import choose, write_attention
 
@@ -63,11 +63,14 @@ class Config:
     log_interval: int = 20
 
     def __post_init__(self):
+        check_numbers(self)
         smallest = dict.fromkeys(("n_layer", "n_embd", "n_head", "mlp_multiplier", "patch_size", "epochs"), 1)
         smallest |= {"batch_size": 1, "accumulation_steps": 1, "warmup_steps": 0, "log_interval": 1}
         for name, least in smallest.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        if self.patch_size > SIZE:
+            raise ValueError(f"patch_size must be at most {SIZE}, the side of an image, got {self.patch_size}")
         for name in ("lr", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
