@@ -8,8 +8,7 @@ again only when it or a header that it includes is newer than its object. From t
   CAMOX_NVCC=<path>     the CUDA compiler; "none" for no CUDA part; default: nvcc on PATH or in CUDA_HOME
   CAMOX_CUDA_ARCHS      "all" (default: those of ALL_CUDA_ARCHS that nvcc knows), or a list such as sm_80,sm_90
   CAMOX_QUICK_BUILD=1   for work on the sources, `make build`: kernels that this machine cannot run, those of an
-                        instruction set that its CPU lacks and CUDA's without a GPU, are compiled without optimisation;
-                        so are the portable ones where its CPU has AVX2 and leaves them float64 alone
+                        instruction set that its CPU lacks and CUDA's without a GPU, are compiled without optimisation
 """
 
 import os
@@ -104,12 +103,6 @@ def find_nvcc():
 def lacks(isa):
     """Whether this machine's CPU has no such instruction set."""
     return isa in CPU_WORDS and CPU_WORDS[isa] not in Path("/proc/cpuinfo").read_text().split()
-
-
-def unoptimised(isa):
-    """Whether a quick build saves the time to optimise an instruction set's kernels, half of it and more."""
-    runs_elsewhere = not lacks("avx2") if X86 and isa == "portable" else lacks(isa)
-    return QUICK == "1" and runs_elsewhere
 
 
 def where_nvcc_can(flag):
@@ -313,15 +306,13 @@ def stale(target):
 
 def compilations():
     """(source, folder of its object, flags) of everything in the extension."""
-    slow = ",".join(filter(unoptimised, ISA_FLAGS))
     module_flags = [
         "-DPy_LIMITED_API=0x030A0000",
         f'-DCAMOX_VERSION="{version()}"',
         f'-DCAMOX_BUILD_TORCH="{torch.__version__}"',
         f'-DCAMOX_BREAK_NAME="{BREAK}"',
-        f'-DCAMOX_UNOPTIMISED="{slow}"',
     ]
-    yield str(CSRC / "module.c"), "c-quick" if slow else "c", [*C_FLAGS, *module_flags]
+    yield str(CSRC / "module.c"), "c", [*C_FLAGS, *module_flags]
     for source in sorted([*CSRC.glob("common/*.c"), *(CSRC / op / f"{op}.c" for op in OPS), SGEMM[0]]):
         yield str(source), "c", C_FLAGS
     yield from per_isa(path for path in CSRC.glob("*/*_cpu.c") if path.parent != TUNE)
@@ -333,8 +324,8 @@ def per_isa(sources):
     for source in sorted(sources):
         for isa, flags in ISA_FLAGS.items():
             flags = [*C_FLAGS, *flags, f"-DCAMOX_ISA={isa}"]
-            if unoptimised(isa):
-                yield str(source), f"{isa}-unoptimised", [*flags, "-Og", "-fira-region=one"]
+            if QUICK == "1" and lacks(isa):
+                yield str(source), f"{isa}-unoptimised", [*flags, "-Og"]
             else:
                 yield str(source), isa, flags
 

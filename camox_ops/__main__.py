@@ -46,8 +46,6 @@ def info() -> int:
         "CUDA": _cuda.status(),
         "allocator": allocator_state(),
     }
-    if facts["unoptimised"]:
-        rows["kernels"] += f", without optimisation: {facts['unoptimised']} (CAMOX_QUICK_BUILD)"
     if facts["broken_op"]:
         rows["broken"] = f"{facts['broken_op']} is wrong on purpose (CAMOX_BREAK), for testing the tests"
     for name, value in rows.items():

@@ -220,9 +220,6 @@ def _record(name: str, args, kwargs, output, device: torch.device, seconds: floa
         found = kernels if kind == "kernel" else reasons
         if text not in found:
             found.append(text)
-    for isa in filter(None, _C.build_info()["unoptimised"].split(",")):
-        if any(kernel.endswith(f"_{isa}") for kernel in kernels):
-            reasons.append(f"{isa} kernels of this build are not optimised (CAMOX_QUICK_BUILD)")
     on_cpu = device.type == "cpu"
     ran = kernels if on_cpu else [f"camox_{name}_cuda"]
     names = [argument.name for argument in getattr(torch.ops.camox_ops, name).default._schema.arguments]

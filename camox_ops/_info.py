@@ -19,7 +19,6 @@ def supported_isas() -> list[str]:
 
 
 def build_info() -> dict[str, str]:
-    """Version, compiler, the torch it was built with, the oldest torch it runs on, `unoptimised` (the instruction sets,
-    with commas between, whose kernels a quick build left slow; empty in a wheel), and `broken_op` (empty unless it is
+    """Version, compiler, the torch it was built with, the oldest torch it runs on, and `broken_op` (empty unless it is
     a build for testing the tests, see CONTRIBUTING.md)."""
     return _C.build_info()

@@ -52,9 +52,8 @@ static PyObject *take_notes(PyObject *self, PyObject *args) {
 
 static PyObject *build_info(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  return Py_BuildValue("{s:s, s:s, s:s, s:s, s:s, s:s}", "version", CAMOX_VERSION, "compiler", __VERSION__, "built_with_torch",
-                       CAMOX_BUILD_TORCH, "minimum_torch", "2.10", "broken_op", CAMOX_BREAK_NAME, "unoptimised",
-                       CAMOX_UNOPTIMISED);
+  return Py_BuildValue("{s:s, s:s, s:s, s:s, s:s}", "version", CAMOX_VERSION, "compiler", __VERSION__, "built_with_torch",
+                       CAMOX_BUILD_TORCH, "minimum_torch", "2.10", "broken_op", CAMOX_BREAK_NAME);
 }
 
 #if defined(__GLIBC__)
