@@ -1,5 +1,6 @@
 """A training step as a CUDA graph: the host queues its kernels once, and later steps replay them."""
 
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -18,6 +19,18 @@ def side_stream(device):
     """Where steps are warmed up and captured: leaves of autograd remember the stream of their first use, and a capture
     may not wait for the default stream."""
     return torch.cuda.Stream(device)
+
+
+@contextmanager
+def workspaces_in_graph():
+    """cuBLAS keeps a workspace from product to product, and PyTorch has no public name for giving it back. One from
+    before a capture would be written by every replay, also once it is freed and another's, as torch.compile's graphs
+    free all of them whenever they are recorded. One that is allocated within the capture lies in the graph's memory."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class GraphedStep:
@@ -63,7 +76,7 @@ class GraphedStep:
     def capture(self, inputs):
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=side_stream(inputs[0].device)):
+        with workspaces_in_graph(), torch.cuda.graph(graph, pool=self.pool, stream=side_stream(inputs[0].device)):
             self.outputs = self.step(*self.inputs)
         self.graph = graph
 
