@@ -3,9 +3,8 @@
 eager is the public model's own arithmetic in stock PyTorch; the peer ``optimized`` is what its authors made of it: the
 angles' tables kept, PyTorch's fused attention where there is a softmax, torch.compile around it. The learning rate is
 0, so that every step is the same step but for its dropout; outputs and gradients are compared without dropout first.
-On a GPU the peer ``reduce_overhead`` is torch.compile with CUDA graphs of its own. ``camox_graph``, which replays
-camox's step as a CUDA graph, is a case apart: those of torch.compile free cuBLAS's workspaces whenever they are
-recorded, on which a graph that was captured before may rely, and with both in one case an H200 was lost.
+On a GPU the peer ``reduce_overhead`` is torch.compile with CUDA graphs of its own, and ``camox_graph`` replays camox's
+step as a CUDA graph.
 """
 
 import copy
@@ -77,10 +76,8 @@ def step_case(
     optimized=None,
     sizes=PUBLISHED,
     rounds=None,
-    graph=False,
 ) -> Case:
-    """optimized: the peers that run a compiled model, {name: (how torch.compile does it, with kept tables)}.
-    graph: with camox_graph, on a GPU."""
+    """optimized: the peers that run a compiled model, {name: (how torch.compile does it, with kept tables)}."""
     expected = {}
     autocast = dtype == torch.bfloat16
 
@@ -104,7 +101,7 @@ def step_case(
                 if cached:  # made before the graph is captured, which would be captured again with them
                     built.attn.tables(built.pos_embed.shape[1])
                 steps[name] = TrainStep(built, autocast, mode)
-            if graph and images.is_cuda:
+            if images.is_cuda:
                 steps["camox_graph"] = Captured(TrainStep(build(ops="camox"), autocast, graph=True))
             expected["loss"] = steps["eager"](images).item()
         return {**steps, "compile": None}
@@ -130,7 +127,7 @@ def step_case(
     )
 
 
-GPU = on_gpu(
+@on_gpu(
     shapes=((128, 3, 32, 32),),
     rehearsal=(2, 3, 8, 8),
     size="step",
@@ -138,23 +135,10 @@ GPU = on_gpu(
     dtypes=(torch.bfloat16,),
     full=True,
 )
-
-
-def sizes_of(shape):
-    """The published model, the demo's in a rehearsal."""
-    return PUBLISHED if shape[0] == 128 else SMALL
-
-
-@GPU
 def make_case(shape, direction, dtype, layout) -> Case:
-    sizes = sizes_of(shape)
+    sizes = PUBLISHED if shape[0] == 128 else SMALL  # the demo's in a rehearsal
     peers = {"reduce_overhead": ("reduce-overhead", False)} if sizes is PUBLISHED else {}
     return step_case("vision_bdh_step", shape, dtype=dtype, optimized=peers, sizes=sizes)
-
-
-@GPU
-def make_case_graph(shape, direction, dtype, layout) -> Case:
-    return step_case("vision_bdh_graph_step", shape, dtype=dtype, sizes=sizes_of(shape), graph=True)
 
 
 def cases() -> list[Case]:

@@ -53,7 +53,6 @@ GROUPS = {
     "token_moe_gelu": "moe_combine",
     "bdh_attention": "bdh_attention",
     "vision_bdh_step": "bdh_attention",
-    "vision_bdh_graph_step": "bdh_attention",
     "k1_step": "short_attention",
     "emberformer_step": "short_attention",
     **{name: name for name in IMAGE_OPS},
@@ -134,7 +133,6 @@ OWN_TARGETS = {
     "token_moe_gelu": (speed_target("scattermoe", "step", 1.0),),
     "bdh_attention": (),  # measured alone; its target is the model's step
     "vision_bdh_step": (speed_target("eager", "step", 2.5), speed_target("reduce_overhead", "step", 1.5)),
-    "vision_bdh_graph_step": (),
     "k1_step": (speed_target("eager", "step", 5.0),),
     "emberformer_step": (speed_target("eager", "step", 2.0),),
 }

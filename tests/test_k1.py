@@ -15,7 +15,7 @@ from helpers import DEVICE, on_device
 import camox_ops as cx
 
 one_thread = example_path.one_thread
-bdh, checkpoint = (example_path.load(name, "common") for name in ("bdh", "checkpoint"))
+bdh, checkpoint, graph = (example_path.load(name, "common") for name in ("bdh", "checkpoint", "graph"))
 attribution, baseline, cli, data, demo_run, optimizer, report, training, tree = (
     example_path.load(name, "k1")
     for name in (
@@ -290,6 +290,18 @@ def test_a_graph_replays_the_same_steps(updates):
     assert steppers[1].run.graph is not None
     with pytest.raises(ValueError, match=r"argument 0 .* of shape \(3, 12\), got .* of shape \(2, 12\)"):
         steppers[1].step(*words(batch=2))
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_a_graph_writes_to_no_workspace_that_others_free():
+    x, weight = (torch.randn(512, 512, device=DEVICE) for _ in range(2))
+    step = graph.GraphedStep(lambda x: (x @ weight,))
+    for _ in range(graph.WARM_UP + 1):
+        (product,) = step(x)
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()  # as torch.compile's graphs do
+    assert torch.cuda.memory_allocated() == before
+    assert torch.equal(product, x @ weight)
 
 
 @pytest.mark.parametrize("updates", attribution.UPDATES)

@@ -21,6 +21,7 @@ FEW_LOGITS, MOST_LOGITS = 16 << 20, 64 << 20
 MOST_ROWS = 8192  # longer sums over the rows would lose digits of grad_weight
 FEWEST_ROWS = 128
 ADDS_HALVES = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)  # a product of them to float32, on CUDA
+MOST_STRIDE = 2**31 - 1  # of cuBLAS
 LARGEST_DZ = 1024.0  # of float16, whose gradients of a mean would be too small for it otherwise
 
 
@@ -88,7 +89,8 @@ def _row_grad(grad, counted):
 def _over_blocks(tensors, statistics, grad, options, needs, rows_):
     """Runs all blocks, which fill the statistics: top, log and the rows' losses. Returns the gradients that `needs`
     names in float32, the others empty."""
-    x, weight, target, bias = tensors
+    *factors, target, bias = tensors
+    x, weight = (factor if max(factor.stride()) <= MOST_STRIDE else factor.contiguous() for factor in factors)
     rows_ = rows_ or torch.ops.camox_ops.linear_cross_entropy_rows_
     (rows, depth), classes = x.shape, weight.shape[0]
     needs_x, needs_weight, needs_bias = needs

@@ -108,3 +108,19 @@ def test_linear_cross_entropy_broken_build_is_noticed():
     wrong, right = (cases.run(*inputs, **cases.OPTIONS[1], define=d) for d in (define, ""))
     for k in (0, 3, 4, 5):
         assert not torch.allclose(wrong[k], right[k], atol=1e-4)
+
+
+def test_linear_cross_entropy_copies_strides_beyond_those_of_cublas(monkeypatch):
+    strides = []
+
+    def multiply(a, b, *how, **more):
+        strides.extend((*a.stride(), *b.stride()))
+        return product(a, b, *how, **more)
+
+    product = cases.loop._multiply
+    monkeypatch.setattr(cases.loop, "_multiply", multiply)
+    monkeypatch.setattr(cases.loop, "MOST_STRIDE", 20)
+    x, *others = cases.inputs_of((5, 8, 9), torch.float32)
+    distant = torch.empty(5, 40).as_strided(x.shape, (40, 1)).copy_(x)
+    assert_right((distant, *others), cases.OPTIONS[1])
+    assert max(strides) <= 20
