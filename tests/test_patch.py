@@ -1,6 +1,7 @@
 """camox_ops.patch: what it promises about every model, and how modules are found and left alone."""
 
 import copy
+import functools
 import gc
 import inspect
 import io
@@ -10,18 +11,29 @@ import random
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import keep, run_python_with_torch
-from patch_models import CHANNELS, LeavesMean, Manual, NoAffine, Permuting, WithoutBias, network
+from patch_models import (
+    CHANNELS,
+    AddNorm,
+    LeavesMean,
+    Manual,
+    Mlp,
+    NoAffine,
+    Permuting,
+    WithoutBias,
+    network,
+)
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import camox_ops as cx
-from camox_ops._patch import _swap
+from camox_ops._patch import _call, _swap
 from camox_ops._patch._table import RECOGNISERS
 
 PATCHED = ["1", "3", "5"]  # of network()
@@ -105,6 +117,71 @@ def test_small_inputs_take_the_original_forward():
     ours = model(x)
     torch.manual_seed(1)
     assert torch.equal(ours, F.dropout(x, 0.5))
+
+
+IMAGES, ROWS = (2, CHANNELS, 24, 24), (8, 40, 32)
+IN_FEW_OPERATORS = {
+    "dropout": (lambda: nn.Dropout(0.5), [IMAGES]),
+    "average_pool": (lambda: nn.AvgPool2d(5, 1, 2), [IMAGES]),
+    "layer_norm2d": (lambda: Permuting(CHANNELS), [IMAGES]),
+    "feed_forward": (Mlp, [ROWS]),
+    "add_norm": (AddNorm, [ROWS, ROWS]),
+    "sequential": (lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU()), [ROWS]),
+}
+
+
+@pytest.mark.parametrize("name", IN_FEW_OPERATORS)
+def test_few_operators_stay_where_a_gpu_would_wait_for_its_host(name, monkeypatch):
+    make, shapes = IN_FEW_OPERATORS[name]
+    module = make()
+    assert cx.patch(module, only=name).patched
+    inputs = [torch.randn(shape) for shape in shapes]
+    for expected in (True, False):
+        with cx.explain() as calls:
+            module(*inputs)
+        assert bool(calls.calls) is expected
+        monkeypatch.setattr(_call, "outlasts_host", lambda *_: False)
+
+
+def test_many_operators_are_fused_however_small_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(_call, "outlasts_host", lambda *_: False)
+    module = Manual(CHANNELS)
+    assert cx.patch(module).patched
+    with cx.explain() as calls:
+        module(torch.randn(IMAGES))
+    assert calls.calls
+
+
+def test_what_outlasts_the_host_of_a_gpu(monkeypatch):
+    """What its memory gives in 16 us: an H200's 4.9 TB/s, by its clock and width, a T4's where torch has neither."""
+    gpus = [SimpleNamespace(memory_clock_rate=3_201_000, memory_bus_width=6144), SimpleNamespace()]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    monkeypatch.setattr(_call, "least_bytes", functools.cache(_call.least_bytes.__wrapped__))
+    assert [_call.least_bytes(gpu) for gpu in range(2)] == [78_667_776, 5 << 20]
+
+    def on_gpu(gpu, *shape, dtype=torch.float32):
+        of = torch.empty(shape, dtype=dtype, device="meta")
+        return SimpleNamespace(
+            is_cpu=False, device=torch.device("cuda", gpu), numel=of.numel, dtype=dtype, shape=of.shape
+        )
+
+    assert not _call.outlasts_host(on_gpu(0, 19_000, 1024))
+    assert _call.outlasts_host(on_gpu(0, 20_000, 1024))
+    assert not _call.outlasts_host(on_gpu(0, 20_000, 1024, dtype=torch.bfloat16))
+    assert not _call.outlasts_host(on_gpu(0, 9_000, 1024), 2048)
+    assert _call.outlasts_host(on_gpu(0, 10_000, 1024), 2048)
+    assert _call.outlasts_host(on_gpu(1, 1280, 1024))
+    assert _call.outlasts_host(torch.empty(4))
+
+
+def test_the_report_says_from_which_size_on_a_gpu_serves():
+    made = [nn.Dropout(0.5), nn.AvgPool2d(5, 1, 2), Manual(CHANNELS)]
+    report = cx.patch(nn.Sequential(*made))
+    assert report.least_bytes is None and "MB" not in str(report)
+    assert [entry.few_operators for entry in report.patched] == [True, True, False]
+    report.least_bytes = 78_667_776
+    assert "dropout, average_pool: on the GPU from tensors of 79 MB on" in str(report)
+    assert report.to_dict()["least_bytes"] == 78_667_776
 
 
 def test_all_but_the_class_stays():

@@ -10,8 +10,14 @@ from patch_models import CHANNELS, NORMS, NOT_NORMS, Manual, Permuting, Wrapped
 from torch import nn
 
 import camox_ops as cx
+from camox_ops._patch import _call
 
 pytestmark = on_device
+
+
+@pytest.fixture(autouse=True)
+def small_calls_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(_call, "least_bytes", lambda gpu: 0)
 
 
 def made(name, table=NORMS):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import camox_ops as cx
-from camox_ops._patch import _proof
+from camox_ops._patch import _proof, _swap
 
 WIDTH = 32
 
@@ -292,6 +292,16 @@ def test_matches(name, training):
         served = served or recogniser != "masked_attention" or mode or args[0].shape[1] <= 64
         assert (entry.first_error is not None) == served
     assert entry.patched, report
+
+
+def test_masks_on_other_devices_are_not_read():
+    """As on a GPU, whose values would have to be waited for; the meta device has none."""
+    x, mask = rows(), padding(40, 17)
+    module = MaskedAttention()
+    cx.patch(module, only="masked_attention")
+    patch = _swap.patch_of(type(module))
+    assert patch.recogniser.serves(module, patch.settings, (x, mask), {})
+    assert not patch.recogniser.serves(module, patch.settings, (x, mask.to("meta")), {})
 
 
 class Unbiased(RowNorm):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from . import _proof
+from . import _call, _proof
 from ._find import NO_SIZES, fingerprint, has_no_sizes, modules_of, uses_of, why_left_alone
 from ._report import PatchEntry, PatchReport
 from ._swap import Patch, apply, patch_of, swap_back
@@ -104,7 +104,7 @@ def _patch(model, dry_run, verify, only) -> tuple[PatchReport, list[nn.Module]]:
         if not isinstance(value, bool):
             raise TypeError(f"patch: {name} must be a bool, got {value!r}")
     recognisers, patterns = _selection(model, only)
-    report = PatchReport(dry_run, verify)
+    report = PatchReport(dry_run, verify, least_bytes=_least_bytes(model))
     with _proof.own_ground():
         plan = _plan(model, recognisers, patterns, report)
     done: list[nn.Module] = []
@@ -117,6 +117,12 @@ def _patch(model, dry_run, verify, only) -> tuple[PatchReport, list[nn.Module]]:
             swap_back(module)
         raise
     return report, done
+
+
+def _least_bytes(model: nn.Module) -> int | None:
+    """Of the GPU that has the model's first parameters, if one has."""
+    gpu = next((parameter.device.index for parameter in model.parameters() if parameter.is_cuda), None)
+    return None if gpu is None else _call.least_bytes(gpu)
 
 
 def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
@@ -151,6 +157,7 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
                 refused.append(_entry(name, module, recogniser.name, reason))
             elif reason is None:
                 entry = _entry(name, module, recogniser.name, "", error if report.verified else None)
+                entry.few_operators = recogniser.few_operators(settings)
                 report.entries.append(entry)
                 planned[id(module)] = Patch(type(module), recogniser, settings, False)
                 plan.append((module, planned[id(module)], entry))

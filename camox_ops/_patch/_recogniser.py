@@ -43,6 +43,10 @@ class Recogniser:
         """The fast forward."""
         raise NotImplementedError
 
+    def few_operators(self, settings) -> bool:
+        """Whether the original is so few operators that on a GPU only large tensors are served: _call.outlasts_host."""
+        return False
+
     def prepared(self, copy_of_module: nn.Module) -> nn.Module:
         """The copy, without what may differ by design in a comparison."""
         return copy_of_module

@@ -12,7 +12,8 @@ class PatchEntry:
     name, of (its class), recogniser; patched: whether the fast forward is in place; reason: why it is not (empty where
     it is). error: the largest difference of the proof in float64, over the largest value. first_error: the same on the
     first real input, in its dtype and from the original in float64; first_torch_error: PyTorch's own there; both None
-    until that input came."""
+    until that input came. few_operators: on a GPU the original runs for tensors of less than `least_bytes` of the
+    report."""
 
     name: str
     of: str
@@ -22,6 +23,7 @@ class PatchEntry:
     error: float | None = None
     first_error: float | None = None
     first_torch_error: float | None = None
+    few_operators: bool = False
 
     def give_back(self, reason: str) -> None:
         self.patched, self.reason = False, reason
@@ -31,11 +33,13 @@ class PatchEntry:
 class PatchReport:
     """Returned by camox_ops.patch; str() is a table, to_dict() is made of plain numbers and texts.
 
+    least_bytes: from which on a GPU that has the model serves modules in place of `few_operators`; None without one.
     `entries` are kept up to date: a layer that differs on its first real input moves from `patched` to `skipped`."""
 
     dry_run: bool = False
     verified: bool = True
     entries: list[PatchEntry] = field(default_factory=list)
+    least_bytes: int | None = None
 
     @property
     def patched(self) -> list[PatchEntry]:
@@ -57,6 +61,7 @@ class PatchReport:
         return {
             "dry_run": self.dry_run,
             "verified": self.verified,
+            "least_bytes": self.least_bytes,
             "max_error": self.max_error,
             "patched": [asdict(entry) for entry in self.patched],
             "skipped": [asdict(entry) for entry in self.skipped],
@@ -78,6 +83,12 @@ class PatchReport:
             for row in rows:
                 cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)]
                 lines.append("  " + "  ".join([*cells, row[3]]))
+        few = dict.fromkeys(entry.recogniser for entry in patched if entry.few_operators)
+        if few and self.least_bytes is not None:
+            lines.append(
+                f"  {', '.join(few)}: on the GPU from tensors of {self.least_bytes / 1e6:.0f} MB on; "
+                "smaller ones take it less time than their host, which the originals take less"
+            )
         return "\n".join(lines)
 
 

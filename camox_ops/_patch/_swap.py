@@ -154,8 +154,7 @@ def _checking_forward(patch: Patch) -> Callable:
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return final(self, *args, **kwargs)
-        plain_call = not in_transform() and not in_dispatch_mode()
-        if self in _waiting and serves(self, settings, args, kwargs) and plain_call:
+        if self in _waiting and serves(self, settings, args, kwargs) and not in_transform() and not in_dispatch_mode():
             mine = object()
             if _comparing.setdefault(self, mine) is not mine:
                 return original(self, *args, **kwargs)

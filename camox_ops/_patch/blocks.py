@@ -177,11 +177,16 @@ class FeedForward(Recogniser):
             return settings, 0.0
         return settings, _proof.compare64(module, type(module).forward, fast, cases, ("own",))
 
+    def few_operators(self, settings) -> bool:
+        return True
+
     def serves(self, module: nn.Module, settings: Block, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not _call.is_served(args[0]) or not settings.inner.are_bypassed(module):
             return False
         x, first = args[0], module._modules[settings.first]
         if x.dim() < 2 or x.shape[-1] != first.in_features or first.bias is None:
+            return False
+        if not _call.outlasts_host(x, first.out_features):
             return False
         if not have_probabilities(module, settings.between, settings.last):
             return False
@@ -269,6 +274,9 @@ class AddNorm(Recogniser):
             return settings, 0.0
         return settings, _proof.compare64(module, type(module).forward, fast, cases, ("own",))
 
+    def few_operators(self, settings) -> bool:
+        return True
+
     def serves(self, module: nn.Module, settings: Residual, args: tuple, kwargs: dict) -> bool:
         if len(args) != 2 or kwargs or not settings.inner.are_bypassed(module):
             return False
@@ -278,7 +286,7 @@ class AddNorm(Recogniser):
         own = module._modules
         norm = self.norm(module, settings)
         shape = x.shape if settings.linear is None else (*x.shape[:-1], own[settings.linear].out_features)
-        if residual.shape != shape or norm.weight is None or norm.bias is None:
+        if residual.shape != shape or norm.weight is None or norm.bias is None or not _call.outlasts_host(residual):
             return False
         if x.dtype is residual.dtype is norm.weight.dtype is norm.bias.dtype:
             return True

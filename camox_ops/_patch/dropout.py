@@ -33,10 +33,14 @@ class Dropout(Recogniser):
             raise _proof.NotAlike(f"it has p={module.p}")
         return None, _proof.compare64(module, nn.Dropout.forward, fast, cases, ("own",))
 
+    def few_operators(self, settings) -> bool:
+        return True
+
     def serves(self, module: nn.Module, settings, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not module.training or not 0 < module.p < 1:
             return False
-        return _call.is_served(args[0]) and args[0].dim() <= MOST_DIMENSIONS
+        x = args[0]
+        return _call.is_served(x) and x.dim() <= MOST_DIMENSIONS and _call.outlasts_host(x)
 
     def compute(self, module: nn.Module, settings, x: torch.Tensor) -> torch.Tensor:
         result = dropout(x, float(module.p))

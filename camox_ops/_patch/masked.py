@@ -207,7 +207,8 @@ def _largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
 
 
 def _is_mask(mask, x: torch.Tensor) -> bool:
-    if type(mask) is not torch.Tensor or mask.requires_grad or mask.device != x.device or mask.dim() != 4:
+    """Reads its values, for which a GPU would have to be waited for."""
+    if type(mask) is not torch.Tensor or mask.requires_grad or not (mask.is_cpu and x.is_cpu) or mask.dim() != 4:
         return False
     batch, tokens = x.shape[:2]
     if mask.dtype is not x.dtype or mask.shape[0] not in (1, batch) or mask.shape[1] != 1:

@@ -24,7 +24,7 @@ class Settings(NamedTuple):
     """weight, bias: where they are, a path in parts, or None. eps: a path as well, or the number that the code has.
     from_contiguous, from_channels_last: memory format of the output. outputs: ((dtype of x, of the parameters, what
     autocast casts to), dtype of the output) wherever these are not one dtype without autocast. inner: paths and classes
-    of the modules that are read and not called."""
+    of the modules that are read and not called. short: whether the original is torch's layer_norm between two views."""
 
     weight: tuple[str, ...] | None
     bias: tuple[str, ...] | None
@@ -34,6 +34,7 @@ class Settings(NamedTuple):
     outputs: tuple
     device: str
     inner: tuple[tuple[tuple[str, ...], type], ...]
+    short: bool
 
 
 class Norm2d(Recogniser):
@@ -80,6 +81,7 @@ class Norm2d(Recogniser):
                 _outputs(module, type(module).forward, channels),
                 _device(module),
                 inner,
+                _is_short(module),
             )
             return settings, self._proved(module, settings, original, channels, thorough)
         raise _proof.OtherKind
@@ -100,11 +102,14 @@ class Norm2d(Recogniser):
 
         return _proof.compare64(module, original, fast, cases, ("own", 1) if thorough else (1,))
 
+    def few_operators(self, settings: Settings) -> bool:
+        return settings.short
+
     def serves(self, module: nn.Module, settings: Settings, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs:
             return False
         x = args[0]
-        if not _call.is_served(x) or x.dim() != 4:
+        if not _call.is_served(x) or x.dim() != 4 or (settings.short and not _call.outlasts_host(x)):
             return False
         if settings.inner:
             modules = [_call.at(module, path) for path, _ in settings.inner]
@@ -183,6 +188,12 @@ def _names_in(module: nn.Module) -> set[str]:
         code = getattr(forward, "__code__", None)
         names |= set(() if code is None else code.co_names)
     return names
+
+
+def _is_short(module: nn.Module) -> bool:
+    inherited = isinstance(module, nn.LayerNorm) and "super" in _names_in(module)
+    inside = any(_call.kind_of(part) is nn.LayerNorm for part in module.modules())
+    return inherited or inside or bool(_names_in(module) & {"layer_norm", "native_layer_norm"})
 
 
 def _device(module: nn.Module) -> str:

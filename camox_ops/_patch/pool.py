@@ -35,11 +35,14 @@ class AveragePool(Recogniser):
 
         return None, _proof.compare64(module, type(module).forward, fast, cases, ("own",))
 
+    def few_operators(self, settings) -> bool:
+        return True
+
     def serves(self, module: nn.Module, settings, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not _call.is_served(args[0]):
             return False
         dimensions = 1 if isinstance(module, nn.AvgPool1d) else 2
-        return args[0].dim() == 2 + dimensions and _window(module) is not None
+        return args[0].dim() == 2 + dimensions and _window(module) is not None and _call.outlasts_host(args[0])
 
     def compute(self, module: nn.Module, settings, x: torch.Tensor) -> torch.Tensor:
         window = _window(module)

@@ -67,6 +67,9 @@ class Sequential(Recogniser):
 
         return _proof.compare64(nn.Sequential(*parts), nn.Sequential.forward, fast, cases, ("own", 1))
 
+    def few_operators(self, settings) -> bool:
+        return True
+
     def serves(self, module: nn.Module, settings, args: tuple, kwargs: dict) -> bool:
         return len(args) == 1 and not kwargs and not any_global_hook()
 
@@ -91,6 +94,8 @@ def _taken(first: nn.Module, following: list[nn.Module], x: torch.Tensor) -> int
         if first.bias is None or _call.kind_of(gelu) is not nn.GELU or gelu.approximate != "none":
             return 0
         if x.dtype is not first.bias.dtype and first.bias.dtype is not torch.float32:
+            return 0
+        if not _call.outlasts_host(x, first.out_features):
             return 0
         if not _call.are_bypassed([first, gelu], [nn.Linear, nn.GELU]):
             return 0
