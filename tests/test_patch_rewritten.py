@@ -188,6 +188,10 @@ def test_hooks_and_modules_that_come_later():
     for model in (module, plain):
         model.ff_norm, model.ff[1] = norm, gelu
     close(numbers(module, x, CAUSAL), numbers(plain, x, CAUSAL))
+    norm = nn.LayerNorm(x.shape[1:])
+    for model in (module, plain):
+        model.ff_norm = norm
+    close(numbers(module, x, CAUSAL), numbers(plain, x, CAUSAL))
     for model in (module, plain):
         model.ff.append(nn.Tanh())
     close(numbers(module, x, CAUSAL), numbers(plain, x, CAUSAL))

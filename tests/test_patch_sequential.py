@@ -7,6 +7,7 @@ import pytest
 import torch
 from patch_models import CHANNELS, Gains, Manual, Permuting
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import camox_ops as cx
 from camox_ops._patch import sequential
@@ -45,10 +46,10 @@ def counted(monkeypatch):
     return Counted(monkeypatch)
 
 
-def numbers(module, x, grad=None):
+def numbers(module, x, call=None):
     x = x.clone().requires_grad_()
-    y = module(x)
-    grad = torch.linspace(-1, 1, y.numel()).view(y.shape) if grad is None else grad
+    y = (call or module)(x)
+    grad = torch.linspace(-1, 1, y.numel()).view(y.shape)
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], grad)]
 
 
@@ -66,10 +67,32 @@ def test_norm_and_activation(activation, norm, counted):
     expected = numbers(model, x)
     report = counted.patch(model)
     assert [entry.name for entry in report.patched] == ["", "1"]
-    close(numbers(model, x), expected)
-    assert not counted.kinds  # the norm has its first input alone
-    close(numbers(model, x), expected)
-    assert counted.kinds == [norm.__name__]
+    for _ in range(2):
+        close(numbers(model, x), expected)
+    assert counted.kinds == [norm.__name__] * 2
+
+
+def test_checkpointing_repeats_the_first_call_as_it_was():
+    model = nn.Sequential(nn.Conv2d(3, CHANNELS, 1), Manual(), nn.GELU())
+    x = torch.randn(2, 3, 17, 15)
+    expected = numbers(model, x)
+    cx.patch(model)
+    close(numbers(model, x, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
+
+
+def test_a_norm_that_differs_on_its_first_input_is_given_back(counted):
+    class Scaled(Manual):
+        factor = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    model = nn.Sequential(Scaled(), nn.ReLU())
+    report = counted.patch(model)
+    Scaled.factor = 2.0
+    x = torch.randn(2, CHANNELS, 16, 16)
+    torch.testing.assert_close(model(x), Manual()(x).relu() * 2)
+    assert [entry.name for entry in report.patched] == [""] and type(model[0]) is Scaled
 
 
 @pytest.mark.parametrize("activation", [nn.Tanh, nn.Sigmoid, lambda: nn.LeakyReLU(0.1), nn.ReLU6])
@@ -107,15 +130,13 @@ def test_autocast(counted):
         for y in found:
             assert y.dtype == expected.dtype
             assert (y.double() - expected.double()).abs().max() < 0.02 * expected.double().abs().max()
-        assert counted.kinds == (["Manual"] if model is norms else ["Linear", "Linear"])
+        assert counted.kinds == ["Manual" if model is norms else "Linear"] * 2
 
 
 def test_hooks_that_come_later_are_called(counted):
     model = nn.Sequential(Manual(), nn.GELU(), nn.Linear(16, 16), nn.GELU())
     counted.patch(model)
     x = torch.randn(2, CHANNELS, 16, 16)
-    model(x)
-    counted.kinds.clear()
     model(x)
     assert counted.kinds == ["Manual", "Linear"]
     seen = []

@@ -245,6 +245,10 @@ def test_inner_modules_with_hooks_or_exchanged(calls):
     calls.clear()
     torch.testing.assert_close(module(x), expected)
     assert len(calls) == 1  # that of the attention, which is patched as well
+    for name in ("norm1", "norm2"):
+        module = patched(layer(), calls)
+        setattr(module, name, nn.LayerNorm(x.shape[1:]))
+        torch.testing.assert_close(module(x), nn.TransformerEncoderLayer.forward(module, x))
 
 
 def test_hooks_on_the_activation(calls):

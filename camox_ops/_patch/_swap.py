@@ -149,26 +149,33 @@ def _final_forward(patch: Patch) -> Callable:
 
 def _checking_forward(patch: Patch) -> Callable:
     final = _final_forward(patch)
-    original, settings, serves = patch.original.forward, patch.settings, patch.recogniser.serves
+    original = patch.original.forward
 
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return final(self, *args, **kwargs)
-        if self in _waiting and serves(self, settings, args, kwargs) and not in_transform() and not in_dispatch_mode():
-            mine = object()
-            if _comparing.setdefault(self, mine) is not mine:
-                return original(self, *args, **kwargs)
-            try:
-                settled = _settle(self, patch, args, kwargs)
-            finally:
-                del _comparing[self]
-            if not settled:
-                return original(self, *args, **kwargs)
+        if not is_settled(self, patch, args, kwargs):
+            return original(self, *args, **kwargs)
         if self in _refused or patch_of(type(self)) is None:
             return original(self, *args, **kwargs)
         return final(self, *args, **kwargs)
 
     return forward
+
+
+def is_settled(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
+    """Compares a module that waits for its first input on these arguments. False: this call runs the original."""
+    if module not in _waiting or not patch.recogniser.serves(module, patch.settings, args, kwargs):
+        return True
+    if in_transform() or in_dispatch_mode():
+        return True
+    mine = object()
+    if _comparing.setdefault(module, mine) is not mine:
+        return False
+    try:
+        return _settle(module, patch, args, kwargs)
+    finally:
+        del _comparing[module]
 
 
 def _settle(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:

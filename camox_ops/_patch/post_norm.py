@@ -199,7 +199,7 @@ class SoftmaxAttention(Recogniser):
         if not q.dtype is k.dtype is v.dtype or _call.autocast_dtype(q) is not None:
             return False
         drop = module._modules.get(settings.dropout)
-        return drop is not None and 0 <= drop.p < 1 and _call.are_bypassed([drop], [nn.Dropout])
+        return _call.are_bypassed([drop], [nn.Dropout]) and 0 <= drop.p < 1
 
     def compute(self, module: nn.Module, settings: Softmax, q, k, v, *others, **nothing) -> tuple[torch.Tensor, None]:
         drop = module._modules[settings.dropout]

@@ -207,7 +207,8 @@ def normalised(norm: nn.LayerNorm, x, residual, drop: nn.Dropout | None) -> torc
     parts, kinds = ([norm], [nn.LayerNorm]) if drop is None else ([norm, drop], [nn.LayerNorm, nn.Dropout])
     served = _call.are_bypassed(parts, kinds) and _call.is_served(x) and _call.is_served(residual)
     served = served and x.shape == residual.shape and x.dtype is residual.dtype and (drop is None or 0 <= drop.p < 1)
-    if not served or norm.weight is None or norm.bias is None or x.dtype is not norm.weight.dtype:
+    served = served and norm.weight is not None and norm.bias is not None and len(norm.normalized_shape) == 1
+    if not served or x.dtype is not norm.weight.dtype:
         return norm(residual + (x if drop is None else drop(x)))
     return temporal._add_norm(norm, x, residual, NO_DROPOUT if drop is None else drop)
 

@@ -13,7 +13,7 @@ from .._torch_private import any_global_hook
 from ..ops.bias_gelu import bias_gelu
 from . import _call, _proof
 from ._recogniser import Planned, Recogniser
-from ._swap import Patch, apply
+from ._swap import Patch, apply, is_settled
 from .norm2d import Norm2d
 
 
@@ -34,7 +34,7 @@ class _LinearGelu(NamedTuple):
 
 class Sequential(Recogniser):
     """Any module with the forward of nn.Sequential. What is fused is decided on each call from the modules that are in
-    it, so that it may be changed and sliced; a norm is, once it is patched itself and had its first input."""
+    it, so that it may be changed and sliced; a norm is where it is patched itself, from its first input on."""
 
     name = "sequential"
     checks_first_input = False  # a norm in it waits for its own, and the ops are proved without regard to inputs
@@ -103,7 +103,7 @@ def _taken(first: nn.Module, following: list[nn.Module], x: torch.Tensor) -> int
             return 3
         return 2
     patch = type(first).__dict__.get("_camox_patch")
-    if patch is None or patch.checking or not isinstance(patch.recogniser, Norm2d):
+    if patch is None or not isinstance(patch.recogniser, Norm2d) or (patch.checking and torch.compiler.is_compiling()):
         return 0
     if _activation(following[0]) is None or _call.why_not_bypassed(first, patch.original) is not None:
         return 0
@@ -115,6 +115,12 @@ def _fused(x: torch.Tensor, first: nn.Module, second: nn.Module, dropout: nn.Dro
         options = {} if dropout is None else {"p": float(dropout.p), "training": dropout.training}
         return bias_gelu(F.linear(x, first.weight), first.bias, **options)
     patch = type(first)._camox_patch
+    # Before the call and not in it: a call that checkpointing repeats has to save what the first one saved.
+    if patch.checking and not is_settled(first, patch, (x,), {}):
+        return second(patch.original.forward(first, x))
+    patch = type(first).__dict__.get("_camox_patch")
+    if patch is None or patch.checking:
+        return second(first(x))
     return patch.recogniser.compute(first, patch.settings, x, _activation(second))
 
 

@@ -168,6 +168,8 @@ def why_not_plain(layer: nn.TransformerEncoderLayer) -> str | None:
             return f"its {name} has p={own[name].p}"
     if own["linear1"].bias is None or own["norm1"].bias is None or own["norm2"].bias is None:
         return "it has no biases"
+    if any(len(own[name].normalized_shape) != 1 for name in ("norm1", "norm2")):
+        return "its norms are over more than the last dimension"
     return None
 
 
