@@ -27,6 +27,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from . import _C, _torch_private, train
+from ._patch._proof import proving
 from .train import tune
 from .train.allocator import ON_PAGES
 
@@ -188,7 +189,7 @@ _watch: _Watch | None = None
 def _enter(module: torch.nn.Module, args) -> None:
     """A hook on the calls of all modules, which is taken away while the call of a root module is open, so that inner
     modules pay nothing, and those of camox_ops, which compute apart where such hooks are registered, do not either."""
-    if torch.compiler.is_compiling() or _open.handle is not None:
+    if torch.compiler.is_compiling() or _open.handle is not None or proving.now:  # a script may call patch itself
         return
     _watch.entered(module)
 

@@ -192,6 +192,15 @@ def results(model, batch):
     return [loss.detach(), *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
 
 
+def test_a_patched_model_on_meta():
+    model = Model(p=0.0, **MODELS["images"])
+    (x,) = batch_of(model)
+    cx.patch(model)
+    expected = model(x).shape
+    with torch.device("meta"):
+        assert model.to("meta")(x.to("meta")).shape == expected
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_layers(name):
     torch.manual_seed(0)

@@ -476,6 +476,24 @@ def test_each_root_is_patched_once_at_its_first_call():
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in (*net.modules(),))
 
 
+def test_what_patch_calls_for_the_script_is_no_root():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16))
+
+        def forward(self, x):
+            y = nn.functional.layer_norm(x.permute(0, 2, 3, 1), (16,), self.weight, self.bias)
+            return y.permute(0, 3, 1, 2)
+
+    model = nn.Sequential(Norm(), nn.GELU())
+    with watching(Patcher(patched=())) as watch:
+        report = cx.patch(model)
+        model(torch.ones(1, 16, 16, 16))
+    assert [entry.name for entry in report.patched] == ["", "0"]
+    assert [root.module() for root in watch.roots] == [model]
+
+
 def test_wrapped_and_compiled_models_are_patched_within():
     patcher = Patcher()
     torch._dynamo.reset()

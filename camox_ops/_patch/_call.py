@@ -71,6 +71,8 @@ def _may_carry_tangents(x) -> bool:
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What autocast casts to on x's device; None where it is off."""
+    if x.is_meta:  # a device without autocast
+        return None
     device = "cpu" if x.is_cpu else x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 

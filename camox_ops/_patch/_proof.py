@@ -84,10 +84,29 @@ def same_random_state() -> Iterator[None]:
                 numpy_random.set_state(numpy_state)
 
 
+class _Proving(threading.local):
+    """Of each thread: whether the modules that are called are copies of a proof."""
+
+    now = False
+
+
+proving = _Proving()
+
+
+@contextmanager
+def _while_proving() -> Iterator[None]:
+    before, proving.now = proving.now, True
+    try:
+        yield
+    finally:
+        proving.now = before
+
+
 @contextmanager
 def own_ground() -> Iterator[None]:
     """Runs that do not depend on where patch is called, and change nothing there."""
     with (
+        _while_proving(),
         same_random_state(),
         torch.inference_mode(False),
         torch.enable_grad(),
