@@ -325,7 +325,7 @@ def per_isa(sources):
         for isa, flags in ISA_FLAGS.items():
             flags = [*C_FLAGS, *flags, f"-DCAMOX_ISA={isa}"]
             if QUICK == "1" and lacks(isa):
-                yield str(source), f"{isa}-unoptimised", [*flags, "-Og"]
+                yield str(source), f"{isa}-unoptimised", [*flags, "-Og", "-fira-region=one"]
             else:
                 yield str(source), isa, flags
 
