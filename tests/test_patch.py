@@ -29,6 +29,7 @@ from patch_models import (
     network,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -527,6 +528,13 @@ def test_parameters_without_sizes():
     model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.Dropout(0.1))
     model(torch.ones(128, 16))
     assert ("", "sequential") in [(entry.name, entry.recogniser) for entry in cx.patch(model).patched]
+
+
+def test_parameters_on_a_gpu_that_is_not_there():
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Dropout())
+        model[0].scale = nn.Parameter(torch.empty(8, device="cuda"))
+    assert cx.patch(model, dry_run=True).least_bytes is None
 
 
 def test_parameters_of_another_type():

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from . import _call, _proof
@@ -120,9 +121,9 @@ def _patch(model, dry_run, verify, only) -> tuple[PatchReport, list[nn.Module]]:
 
 
 def _least_bytes(model: nn.Module) -> int | None:
-    """Of the GPU that has the model's first parameters, if one has."""
+    """Of the GPU that has the model's first parameters, if one has: fake tensors may be on one that is not there."""
     gpu = next((parameter.device.index for parameter in model.parameters() if parameter.is_cuda), None)
-    return None if gpu is None else _call.least_bytes(gpu)
+    return None if gpu is None or not torch.cuda.is_available() else _call.least_bytes(gpu)
 
 
 def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
