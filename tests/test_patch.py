@@ -162,9 +162,8 @@ def test_what_outlasts_the_host_of_a_gpu(monkeypatch):
 
     def on_gpu(gpu, *shape, dtype=torch.float32):
         of = torch.empty(shape, dtype=dtype, device="meta")
-        return SimpleNamespace(
-            is_cpu=False, device=torch.device("cuda", gpu), numel=of.numel, dtype=dtype, shape=of.shape
-        )
+        device = {"is_cpu": False, "is_meta": False, "device": torch.device("cuda", gpu)}
+        return SimpleNamespace(numel=of.numel, dtype=dtype, shape=of.shape, **device)
 
     assert not _call.outlasts_host(on_gpu(0, 19_000, 1024))
     assert _call.outlasts_host(on_gpu(0, 20_000, 1024))
