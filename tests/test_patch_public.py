@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import camox_ops as cx
-from camox_ops._patch import _proof, _swap
+from camox_ops._patch import _call, _proof, _swap
 
 WIDTH = 32
 
@@ -292,6 +292,16 @@ def test_matches(name, training):
         served = served or recogniser != "masked_attention" or mode or args[0].shape[1] <= 64
         assert (entry.first_error is not None) == served
     assert entry.patched, report
+
+
+def test_a_row_norm_is_fused_however_small_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(_call, "outlasts_host", lambda *_: False)
+    kind, args, name = CASES["residual with a row norm"]
+    module = kind()
+    (entry,) = [entry for entry in cx.patch(module).patched if entry.recogniser == name]
+    with cx.explain() as calls:
+        module(*args)
+    assert not entry.few_operators and "dropout_add_layer_norm" in {call.op for call in calls.calls}
 
 
 def test_masks_on_other_devices_are_not_read():

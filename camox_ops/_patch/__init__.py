@@ -158,7 +158,7 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
                 refused.append(_entry(name, module, recogniser.name, reason))
             elif reason is None:
                 entry = _entry(name, module, recogniser.name, "", error if report.verified else None)
-                entry.few_operators = recogniser.few_operators(settings)
+                entry.few_operators = recogniser.few_operators(module, settings)
                 report.entries.append(entry)
                 planned[id(module)] = Patch(type(module), recogniser, settings, False)
                 plan.append((module, planned[id(module)], entry))

@@ -14,10 +14,10 @@ from ..ops._check import DTYPES
 
 # Below so many elements a call of ours costs as much as what it saves.
 SMALLEST = 4096
-# A call of ours takes the host some 100 us, forward and backward, one of PyTorch's a half or a third of that. In the
-# place of few operators it is worth it where the GPU takes longer: where it needs this long to read a tensor once. An
-# H200 reads 79 MB in it; there a step of timm's ConvNeXt, whose largest have 77 MB, took as long with patch as without,
-# and steps of smaller tensors up to a third longer.
+# A call of ours takes the host some 150 us, forward and backward, one of PyTorch's a half of that. In the place of few
+# operators it is worth it where the GPU takes longer: where it needs this long to read a tensor once. An H200 reads 79
+# MB in it; there a step of timm's ConvNeXt, whose largest have 77 MB, took as long with patch as without, and steps of
+# smaller tensors up to a third longer.
 READ_S = 16e-6
 _PLAIN = (torch.Tensor, nn.Parameter)
 _LEVEL_IS_KNOWN = not any(name.endswith("_current_level") for name in missing)

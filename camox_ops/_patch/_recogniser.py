@@ -20,6 +20,8 @@ class Recogniser:
     name: str
     # Whether the module gets its final forward only after a comparison on its first input.
     checks_first_input = True
+    # Whether the originals are so few operators that on a GPU only large tensors are served (_call.outlasts_host).
+    in_few_operators = False
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         """Whether parameters and children allow the module to be of this kind. Reads attributes only, never the name
@@ -43,9 +45,9 @@ class Recogniser:
         """The fast forward."""
         raise NotImplementedError
 
-    def few_operators(self, settings) -> bool:
-        """Whether the original is so few operators that on a GPU only large tensors are served: _call.outlasts_host."""
-        return False
+    def few_operators(self, module: nn.Module, settings) -> bool:
+        """in_few_operators of this module."""
+        return self.in_few_operators
 
     def prepared(self, copy_of_module: nn.Module) -> nn.Module:
         """The copy, without what may differ by design in a comparison."""

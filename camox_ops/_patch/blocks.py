@@ -128,6 +128,7 @@ class FeedForward(Recogniser):
     """One or two linear layers and GELU, wherever the GELU is: a module, a function or tensor operations."""
 
     name = "feed_forward"
+    in_few_operators = True
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         if type(module).forward is nn.Sequential.forward:
@@ -177,9 +178,6 @@ class FeedForward(Recogniser):
             return settings, 0.0
         return settings, _proof.compare64(module, type(module).forward, fast, cases, ("own",))
 
-    def few_operators(self, settings) -> bool:
-        return True
-
     def serves(self, module: nn.Module, settings: Block, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not _call.is_served(args[0]) or not settings.inner.are_bypassed(module):
             return False
@@ -220,6 +218,7 @@ class AddNorm(Recogniser):
     """Two tensors, of which one goes through dropout, and perhaps a linear layer before it."""
 
     name = "add_norm"
+    in_few_operators = True
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         parts = self.parts(module, planned)
@@ -274,9 +273,6 @@ class AddNorm(Recogniser):
             return settings, 0.0
         return settings, _proof.compare64(module, type(module).forward, fast, cases, ("own",))
 
-    def few_operators(self, settings) -> bool:
-        return True
-
     def serves(self, module: nn.Module, settings: Residual, args: tuple, kwargs: dict) -> bool:
         if len(args) != 2 or kwargs or not settings.inner.are_bypassed(module):
             return False
@@ -286,7 +282,9 @@ class AddNorm(Recogniser):
         own = module._modules
         norm = self.norm(module, settings)
         shape = x.shape if settings.linear is None else (*x.shape[:-1], own[settings.linear].out_features)
-        if residual.shape != shape or norm.weight is None or norm.bias is None or not _call.outlasts_host(residual):
+        if residual.shape != shape or norm.weight is None or norm.bias is None:
+            return False
+        if self.in_few_operators and not _call.outlasts_host(residual):
             return False
         if x.dtype is residual.dtype is norm.weight.dtype is norm.bias.dtype:
             return True

@@ -14,6 +14,7 @@ class Dropout(Recogniser):
     """By its exact type. p, inplace and training are read on each call."""
 
     name = "dropout"
+    in_few_operators = True
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         return type(module) is nn.Dropout and module.p > 0
@@ -32,9 +33,6 @@ class Dropout(Recogniser):
         if not module.p < 1:
             raise _proof.NotAlike(f"it has p={module.p}")
         return None, _proof.compare64(module, nn.Dropout.forward, fast, cases, ("own",))
-
-    def few_operators(self, settings) -> bool:
-        return True
 
     def serves(self, module: nn.Module, settings, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not module.training or not 0 < module.p < 1:

@@ -102,7 +102,7 @@ class Norm2d(Recogniser):
 
         return _proof.compare64(module, original, fast, cases, ("own", 1) if thorough else (1,))
 
-    def few_operators(self, settings: Settings) -> bool:
+    def few_operators(self, module: nn.Module, settings: Settings) -> bool:
         return settings.short
 
     def serves(self, module: nn.Module, settings: Settings, args: tuple, kwargs: dict) -> bool:

@@ -17,6 +17,7 @@ class AveragePool(Recogniser):
     """By its exact type: an odd window that is padded to keep the size. Read on each call."""
 
     name = "average_pool"
+    in_few_operators = True
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         return type(module) in KINDS and _window(module) is not None
@@ -34,9 +35,6 @@ class AveragePool(Recogniser):
                 yield (_proof.values((2, 3, *(side + more for side in size))),), {}
 
         return None, _proof.compare64(module, type(module).forward, fast, cases, ("own",))
-
-    def few_operators(self, settings) -> bool:
-        return True
 
     def serves(self, module: nn.Module, settings, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs or not _call.is_served(args[0]):

@@ -98,6 +98,7 @@ class AddRowNorm(AddNorm):
     """AddNorm around a norm that is recognised as a RowNorm."""
 
     name = "add_row_norm"
+    in_few_operators = False
 
     def parts(self, module: nn.Module, planned: Planned) -> Parts | None:
         norms = [name for name, part in module._modules.items() if part is not None and _row_of(part, planned)]

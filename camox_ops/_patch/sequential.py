@@ -67,8 +67,9 @@ class Sequential(Recogniser):
 
         return _proof.compare64(nn.Sequential(*parts), nn.Sequential.forward, fast, cases, ("own", 1))
 
-    def few_operators(self, settings) -> bool:
-        return True
+    def few_operators(self, module: nn.Module, settings) -> bool:
+        """A norm in it has a line of its own in the report."""
+        return any(_call.kind_of(part) is nn.Linear for part in module._modules.values())
 
     def serves(self, module: nn.Module, settings, args: tuple, kwargs: dict) -> bool:
         return len(args) == 1 and not kwargs and not any_global_hook()
