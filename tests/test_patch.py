@@ -134,6 +134,7 @@ IN_FEW_OPERATORS = {
 @pytest.mark.parametrize("name", IN_FEW_OPERATORS)
 def test_few_operators_stay_where_a_gpu_would_wait_for_its_host(name, monkeypatch):
     make, shapes = IN_FEW_OPERATORS[name]
+    monkeypatch.setattr(_call, "LEAST_IN_ROWS", 0)
     module = make()
     assert cx.patch(module, only=name).patched
     inputs = [torch.randn(shape) for shape in shapes]
@@ -151,6 +152,25 @@ def test_many_operators_are_fused_however_small_on_a_gpu(monkeypatch):
     with cx.explain() as calls:
         module(torch.randn(IMAGES))
     assert calls.calls
+
+
+@pytest.mark.parametrize(
+    ("elements", "dtype", "activation", "expected"),
+    [
+        (_call.LEAST_IN_ROWS, torch.float32, nn.Identity, True),
+        (_call.LEAST_IN_ROWS - CHANNELS, torch.float32, nn.Identity, False),
+        (1 << 14, torch.float32, nn.GELU, True),
+        (1 << 14, torch.bfloat16, nn.Identity, True),
+    ],
+)
+def test_a_norm_of_rows_that_is_torchs_own(elements, dtype, activation, expected):
+    """On the CPU it is fused where there are many of them, an activation behind it, or where they are halves."""
+    module = nn.Sequential(Permuting(CHANNELS), activation()).to(dtype)
+    assert cx.patch(module).patched
+    x = torch.randn(1, CHANNELS, 1, elements // CHANNELS, dtype=dtype)
+    with cx.explain() as calls:
+        module(x.to(memory_format=torch.channels_last))
+    assert bool(calls.calls) is expected
 
 
 def test_what_outlasts_the_host_of_a_gpu(monkeypatch):
@@ -183,6 +203,8 @@ def test_the_report_says_from_which_size_on_a_gpu_serves():
     report.least_bytes = 78_667_776
     assert "dropout, average_pool: on the GPU from tensors of 79 MB on" in str(report)
     assert report.to_dict()["least_bytes"] == 78_667_776
+    on_cpu = str(cx.patch(Permuting(CHANNELS)))
+    assert f"channels_last from {_call.LEAST_IN_ROWS:,} elements on" in on_cpu and "GPU" not in on_cpu
 
 
 def test_all_but_the_class_stays():

@@ -16,8 +16,9 @@ pytestmark = on_device
 
 
 @pytest.fixture(autouse=True)
-def small_calls_on_a_gpu_too(monkeypatch):
+def small_calls_too(monkeypatch):
     monkeypatch.setattr(_call, "least_bytes", lambda gpu: 0)
+    monkeypatch.setattr(_call, "LEAST_IN_ROWS", 0)
 
 
 def made(name, table=NORMS):

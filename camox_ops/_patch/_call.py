@@ -14,6 +14,9 @@ from ..ops._check import DTYPES
 
 # Below so many elements a call of ours costs as much as what it saves.
 SMALLEST = 4096
+# Of fewer float32 elements, with the channels of a pixel side by side, torch's layer_norm is the faster one on the CPU:
+# there is no copy to save, and a call of ours costs the host some 50 us more, forward and backward.
+LEAST_IN_ROWS = 1 << 19
 # A call of ours takes the host some 150 us, forward and backward, one of PyTorch's a half of that. In the place of few
 # operators it is worth it where the GPU takes longer: where it needs this long to read a tensor once. An H200 reads 79
 # MB in it; there a step of timm's ConvNeXt, whose largest have 77 MB, took as long with patch as without, and steps of

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from ._call import LEAST_IN_ROWS
+
 
 @dataclass
 class PatchEntry:
@@ -88,6 +90,12 @@ class PatchReport:
             lines.append(
                 f"  {', '.join(few)}: on the GPU from tensors of {self.least_bytes / 1e6:.0f} MB on; "
                 "smaller ones take it less time than their host, which the originals take less"
+            )
+        norms = [name for name in few if name.startswith("layer_norm2d")]
+        if norms and self.least_bytes is None:
+            lines.append(
+                f"  {', '.join(norms)}: where the module calls layer_norm, float32 in channels_last from "
+                f"{LEAST_IN_ROWS:,} elements on; smaller ones the original computes faster on the CPU"
             )
         return "\n".join(lines)
 

@@ -163,9 +163,10 @@ def _checking_forward(patch: Patch) -> Callable:
     return forward
 
 
-def is_settled(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
-    """Compares a module that waits for its first input on these arguments. False: this call runs the original."""
-    if module not in _waiting or not patch.recogniser.serves(module, patch.settings, args, kwargs):
+def is_settled(module: nn.Module, patch: Patch, args: tuple, kwargs: dict, served: bool = False) -> bool:
+    """Compares a module that waits for its first input on these arguments. False: this call runs the original. served:
+    the caller knows that they are served."""
+    if module not in _waiting or not (served or patch.recogniser.serves(module, patch.settings, args, kwargs)):
         return True
     if in_transform() or in_dispatch_mode():
         return True

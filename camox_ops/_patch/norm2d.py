@@ -105,11 +105,12 @@ class Norm2d(Recogniser):
     def few_operators(self, module: nn.Module, settings: Settings) -> bool:
         return settings.short
 
-    def serves(self, module: nn.Module, settings: Settings, args: tuple, kwargs: dict) -> bool:
+    def serves(self, module: nn.Module, settings: Settings, args: tuple, kwargs: dict, activated: bool = False) -> bool:
+        """activated: with an activation in the same op."""
         if len(args) != 1 or kwargs:
             return False
         x = args[0]
-        if not _call.is_served(x) or x.dim() != 4 or (settings.short and not _call.outlasts_host(x)):
+        if not _call.is_served(x) or x.dim() != 4 or (settings.short and not _is_faster(settings, x, activated)):
             return False
         if settings.inner:
             modules = [_call.at(module, path) for path, _ in settings.inner]
@@ -152,6 +153,17 @@ class Norm2d(Recogniser):
         if settings.from_contiguous is last:
             x = x.contiguous(memory_format=last)
         return layer_norm2d(x, weight, bias, eps, activation=activation)
+
+
+def _is_faster(settings: Settings, x: torch.Tensor, activated: bool) -> bool:
+    """Than torch's layer_norm between two views."""
+    if not _call.outlasts_host(x):
+        return False
+    if activated or not x.is_cpu or x.dtype is not torch.float32 or torch.compiler.is_compiling():
+        return True
+    last = torch.channels_last
+    in_rows = settings.from_contiguous is last or x.is_contiguous(memory_format=last)
+    return not in_rows or x.numel() >= _call.LEAST_IN_ROWS
 
 
 def _as_channels_last(x: torch.Tensor) -> torch.Tensor:

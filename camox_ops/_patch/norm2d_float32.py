@@ -24,7 +24,7 @@ class Norm2dInFloat32(Norm2d):
     def exact(self, original: Callable) -> Callable:
         return without_casts(original)
 
-    def serves(self, module: nn.Module, settings: Settings, args: tuple, kwargs: dict) -> bool:
-        if not super().serves(module, settings, args, kwargs):
+    def serves(self, module: nn.Module, settings: Settings, args: tuple, kwargs: dict, activated: bool = False) -> bool:
+        if not super().serves(module, settings, args, kwargs, activated):
             return False
         return args[0].dtype is not torch.float64  # which the original rounds to float32

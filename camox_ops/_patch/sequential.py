@@ -108,7 +108,7 @@ def _taken(first: nn.Module, following: list[nn.Module], x: torch.Tensor) -> int
         return 0
     if _activation(following[0]) is None or _call.why_not_bypassed(first, patch.original) is not None:
         return 0
-    return 2 if patch.recogniser.serves(first, patch.settings, (x,), {}) else 0
+    return 2 if patch.recogniser.serves(first, patch.settings, (x,), {}, activated=True) else 0
 
 
 def _fused(x: torch.Tensor, first: nn.Module, second: nn.Module, dropout: nn.Dropout | None = None) -> torch.Tensor:
@@ -117,7 +117,7 @@ def _fused(x: torch.Tensor, first: nn.Module, second: nn.Module, dropout: nn.Dro
         return bias_gelu(F.linear(x, first.weight), first.bias, **options)
     patch = type(first)._camox_patch
     # Before the call and not in it: a call that checkpointing repeats has to save what the first one saved.
-    if patch.checking and not is_settled(first, patch, (x,), {}):
+    if patch.checking and not is_settled(first, patch, (x,), {}, served=True):
         return second(patch.original.forward(first, x))
     patch = type(first).__dict__.get("_camox_patch")
     if patch is None or patch.checking:
