@@ -173,6 +173,24 @@ def test_a_norm_of_rows_that_is_torchs_own(elements, dtype, activation, expected
     assert bool(calls.calls) is expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "p", "training", "expected"),
+    [
+        (_call.LEAST_IN_ROWS // 32, 0.0, True, True),
+        (256, 0.0, True, False),
+        (256, 0.5, True, True),
+        (256, 0.5, False, False),
+    ],
+)
+def test_a_residual_with_a_norm_that_is_torchs_own(rows, p, training, expected):
+    """On the CPU it is fused where there are many rows or dropout is active."""
+    module = AddNorm(32, p).train(training)
+    assert cx.patch(module, only="add_norm").patched
+    with cx.explain() as calls:
+        module(torch.randn(rows, 32), torch.randn(rows, 32))
+    assert bool(calls.calls) is expected
+
+
 def test_what_outlasts_the_host_of_a_gpu(monkeypatch):
     """What its memory gives in 16 us: an H200's 4.9 TB/s, by its clock and width, a T4's where torch has neither."""
     gpus = [SimpleNamespace(memory_clock_rate=3_201_000, memory_bus_width=6144), SimpleNamespace()]
@@ -204,7 +222,8 @@ def test_the_report_says_from_which_size_on_a_gpu_serves():
     assert "dropout, average_pool: on the GPU from tensors of 79 MB on" in str(report)
     assert report.to_dict()["least_bytes"] == 78_667_776
     on_cpu = str(cx.patch(Permuting(CHANNELS)))
-    assert f"channels_last from {_call.LEAST_IN_ROWS:,} elements on" in on_cpu and "GPU" not in on_cpu
+    assert f"layer_norm2d (in channels_last): on the CPU float32 from {_call.LEAST_IN_ROWS:,}" in on_cpu
+    assert "GPU" not in on_cpu
 
 
 def test_all_but_the_class_stays():

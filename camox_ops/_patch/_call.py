@@ -14,8 +14,8 @@ from ..ops._check import DTYPES
 
 # Below so many elements a call of ours costs as much as what it saves.
 SMALLEST = 4096
-# Of fewer float32 elements, with the channels of a pixel side by side, torch's layer_norm is the faster one on the CPU:
-# there is no copy to save, and a call of ours costs the host some 50 us more, forward and backward.
+# Of fewer float32 elements in rows torch's layer_norm is the faster one on the CPU, where one pass saves neither a copy
+# nor a mask: a call of ours costs the host some 50 us more, forward and backward.
 LEAST_IN_ROWS = 1 << 19
 # A call of ours takes the host some 150 us, forward and backward, one of PyTorch's a half of that. In the place of few
 # operators it is worth it where the GPU takes longer: where it needs this long to read a tensor once. An H200 reads 79
@@ -55,6 +55,11 @@ def outlasts_host(x: torch.Tensor, columns: int | None = None) -> bool:
     if columns is not None:
         size = size // max(x.shape[-1], 1) * columns
     return size >= least_bytes(x.device.index)
+
+
+def is_small_in_rows(x: torch.Tensor) -> bool:
+    """Whether torch's layer_norm of x, whose rows are contiguous, is faster than ours."""
+    return x.is_cpu and x.dtype is torch.float32 and x.numel() < LEAST_IN_ROWS and not torch.compiler.is_compiling()
 
 
 @functools.cache

@@ -91,11 +91,16 @@ class PatchReport:
                 f"  {', '.join(few)}: on the GPU from tensors of {self.least_bytes / 1e6:.0f} MB on; "
                 "smaller ones take it less time than their host, which the originals take less"
             )
-        norms = [name for name in few if name.startswith("layer_norm2d")]
+        kinds = {
+            "layer_norm2d": "in channels_last",
+            "layer_norm2d_float32": "in channels_last",
+            "add_norm": "undropped",
+        }
+        norms = [f"{name} ({kinds[name]})" for name in few if name in kinds]
         if norms and self.least_bytes is None:
             lines.append(
-                f"  {', '.join(norms)}: where the module calls layer_norm, float32 in channels_last from "
-                f"{LEAST_IN_ROWS:,} elements on; smaller ones the original computes faster on the CPU"
+                f"  {', '.join(norms)}: on the CPU float32 from {LEAST_IN_ROWS:,} elements on; "
+                "the originals compute smaller ones faster"
             )
         return "\n".join(lines)
 

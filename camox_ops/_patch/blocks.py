@@ -284,11 +284,18 @@ class AddNorm(Recogniser):
         shape = x.shape if settings.linear is None else (*x.shape[:-1], own[settings.linear].out_features)
         if residual.shape != shape or norm.weight is None or norm.bias is None:
             return False
-        if self.in_few_operators and not _call.outlasts_host(residual):
+        if self.in_few_operators and not self._is_faster(module, settings, residual):
             return False
         if x.dtype is residual.dtype is norm.weight.dtype is norm.bias.dtype:
             return True
         return _call.autocast_dtype(x) is not None
+
+    def _is_faster(self, module: nn.Module, settings: Residual, residual: torch.Tensor) -> bool:
+        """Than an addition and torch's layer_norm, with the dropout if it is active."""
+        if not _call.outlasts_host(residual):
+            return False
+        drop = None if settings.dropout is None else module._modules[settings.dropout]
+        return (drop is not None and drop.training and drop.p > 0) or not _call.is_small_in_rows(residual)
 
     def compute(self, module: nn.Module, settings: Residual, *args: torch.Tensor) -> torch.Tensor:
         own = module._modules

@@ -159,11 +159,10 @@ def _is_faster(settings: Settings, x: torch.Tensor, activated: bool) -> bool:
     """Than torch's layer_norm between two views."""
     if not _call.outlasts_host(x):
         return False
-    if activated or not x.is_cpu or x.dtype is not torch.float32 or torch.compiler.is_compiling():
+    if activated or not _call.is_small_in_rows(x):
         return True
     last = torch.channels_last
-    in_rows = settings.from_contiguous is last or x.is_contiguous(memory_format=last)
-    return not in_rows or x.numel() >= _call.LEAST_IN_ROWS
+    return settings.from_contiguous is not last and not x.is_contiguous(memory_format=last)
 
 
 def _as_channels_last(x: torch.Tensor) -> torch.Tensor:
