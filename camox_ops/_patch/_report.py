@@ -94,7 +94,7 @@ class PatchReport:
         kinds = {
             "layer_norm2d": "in channels_last",
             "layer_norm2d_float32": "in channels_last",
-            "add_norm": "undropped",
+            "add_norm": "without dropout",
         }
         norms = [f"{name} ({kinds[name]})" for name in few if name in kinds]
         if norms and self.least_bytes is None:
