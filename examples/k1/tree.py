@@ -260,15 +260,15 @@ def fits(tensor, count):
 
 
 def lie_in(rows, tensors):
-    """Whether lists of tensors are, one after the other, the contiguous rows."""
+    """Whether lists of tensors, of the same sizes in each, are one after the other the contiguous rows."""
+    size = rows.element_size()
+    *within, row = accumulate((tensor.numel() * size for tensor in tensors[0]), initial=0)
     # list by list, not in one loop: for hundreds of tensors in every step
-    tensors = list(chain.from_iterable(tensors))
-    if not all(tensor.is_contiguous() for tensor in tensors) or {tensor.dtype for tensor in tensors} != {rows.dtype}:
+    tensors, first = list(chain.from_iterable(tensors)), rows.data_ptr()
+    if not all(map(torch.Tensor.is_contiguous, tensors)) or {tensor.dtype for tensor in tensors} != {rows.dtype}:
         return False
-    sizes = [tensor.numel() * rows.element_size() for tensor in tensors]
-    places = list(accumulate(sizes, initial=rows.data_ptr()))
-    end = rows.data_ptr() + rows.numel() * rows.element_size()
-    return places == [*(tensor.data_ptr() for tensor in tensors), end]
+    places = [start + place for start in range(first, first + len(rows) * row, row) for place in within]
+    return row == rows.shape[1] * size and list(map(torch.Tensor.data_ptr, tensors)) == places
 
 
 class _Stacked(torch.autograd.Function):
@@ -285,9 +285,6 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        rows = grads[0].new_empty(len(grads[0]), sum(kind.numel() for kind in ctx.kinds))
-        places = split_row(rows, ctx.kinds)
-        for place, grad in zip(places, grads, strict=True):
-            place.copy_(grad)
-        by_kind = [place.unbind(0) for place in places]
+        rows = torch.cat([grad.flatten(1) for grad in grads], 1)
+        by_kind = [place.unbind(0) for place in split_row(rows, ctx.kinds)]
         return None, None, *(grad for own in zip(*by_kind, strict=True) for grad in own)
