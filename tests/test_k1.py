@@ -141,6 +141,23 @@ def test_the_weights_of_a_level_are_views_wherever_the_parameters_go():
         assert double.nodes[9].ff_norm.bias.data_ptr() > double.buffer().data_ptr()
 
 
+@pytest.mark.parametrize("branching", [BRANCHING, []], ids=str)
+def test_gradients_in_rows_are_those_of_the_parameters(branching):
+    made = build("camox", branching)
+    inputs, targets = words()
+    made.loss(inputs, targets).backward()
+    expected = [made.own_gradients(), made.gradient_rows(), [p.grad for p in made.shared_parameters()]]
+    made.zero_grad()
+    with made.gradients_in_rows():
+        made.loss(inputs, targets).backward()
+        found = [made.own_gradients(), made.gradient_rows(), [p.grad for p in made.shared_parameters()]]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(parameter.grad is None for node in made.nodes for parameter in node.own_parameters())
+    made.loss(inputs, targets).backward()
+    assert torch.equal(made.root.ff_norm.bias.grad, expected[0][11])
+
+
 def test_dropout_is_drawn_from_the_seed_and_off_in_evaluation():
     made = build("camox", dropout=0.5)
     inputs, _ = words()

@@ -43,11 +43,9 @@ class ErrorPath:
     def __init__(self, tree, grad_clip=1.0, updates="path"):
         check_updates(updates)
         self.tree, self.grad_clip, self.updates = tree, grad_clip, updates
-        by_node = [node.own_parameters() for node in tree.nodes]
         shared = tree.shared_parameters()
-        self.parameters = [parameter for own in by_node for parameter in own] + shared
-        self.per_node = len(by_node[0])
-        self.own = list(range(len(self.parameters)))  # a group for every tensor
+        self.per_node = len(tree.root.own_parameters())
+        self.own = list(range(len(tree.nodes) * self.per_node + len(shared)))  # a group for every tensor
         # and one for every node; the last is of the tensors of no node
         self.nodes = [number // self.per_node for number in range(len(tree.nodes) * self.per_node)]
         self.nodes += [len(tree.nodes)] * len(shared)
@@ -55,7 +53,7 @@ class ErrorPath:
     def __call__(self):
         from camox_ops import grad_group_norms, scale_grads_  # so that --ops torch runs where camox_ops is not built
 
-        grads = [parameter.grad for parameter in self.parameters]
+        grads = [*self.tree.own_gradients(), *(parameter.grad for parameter in self.tree.shared_parameters())]
         norms = grad_group_norms(grads, self.own, len(grads))
         total = torch.linalg.vector_norm(norms)
         clip = (self.grad_clip / (total + 1e-6)).clamp(max=1.0)

@@ -3,6 +3,7 @@
 import csv
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -144,6 +145,10 @@ class Stepper:
 
     def compute(self, inputs, targets):
         """(loss,) and after it what an Attribution holds, of a model with a path."""
+        with self.model.gradients_in_rows() if self.by_path else nullcontext():
+            return self.trained(inputs, targets)
+
+    def trained(self, inputs, targets):
         device, found = inputs.device.type, ()
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
             loss = self.model.loss(inputs, targets)

@@ -4,6 +4,7 @@ Written from the architecture of PlanetDestroyyer/self-learning-k-1 (k1_system/c
 constructor and names of parameters, so that its checkpoints load. A checkpoint of one op set loads into the other.
 """
 
+from contextlib import contextmanager
 from itertools import accumulate, chain
 
 import torch
@@ -97,7 +98,7 @@ class HierarchicalTree(nn.Module):
         self.nodes = [node for level in self.levels for node in level]
         for number, node in enumerate(self.nodes):
             node.number = number
-        self.kept_own, self.kept_buffer = None, None
+        self.kept_own, self.kept_buffer, self.kept_leaves = None, None, None
 
     def _grow(self, sizes, level, node_id):
         node = TreeNode(*sizes)
@@ -133,8 +134,21 @@ class HierarchicalTree(nn.Module):
                     parameter.data = place
         return self.kept_buffer
 
+    @contextmanager
+    def gradients_in_rows(self):
+        """Within, a backward leaves the gradients of a level as one tensor for gradient_rows and own_gradients, and the
+        nodes' parameters without .grad: autograd hands on a tensor a level, not one for each of hundreds of parameters.
+        """
+        self.kept_leaves = [None] * len(self.levels)
+        try:
+            yield
+        finally:
+            self.kept_leaves = None
+
     def gradient_rows(self):
         """The nodes' gradients per level, (nodes of the level, P) each: no copy where a level ran as one batch."""
+        if self.kept_leaves is not None:
+            return [leaf.grad for leaf in self.kept_leaves]
         grads, found = [[parameter.grad for parameter in own] for own in self.own_parameters()], []
         width = sum(grad.numel() for grad in grads[0])
         for level in self.levels:
@@ -144,6 +158,13 @@ class HierarchicalTree(nn.Module):
                 rows = first.as_strided((len(level), width), (width, 1))
             found.append(rows if rows is not None and lie_in(rows, of_level) else rows_of(of_level))
         return found
+
+    def own_gradients(self):
+        """The gradient of each parameter of the nodes, node by node."""
+        own = self.own_parameters()
+        if self.kept_leaves is None:
+            return [parameter.grad for parameter in chain.from_iterable(own)]
+        return [grad for leaf in self.kept_leaves for grad in by_node(leaf.grad, own[0])]
 
     # ---- forward ----
 
@@ -194,7 +215,7 @@ class HierarchicalTree(nn.Module):
         batch, length, width = h.shape
         rows = h.reshape(-1, width)
         (in_weight, in_bias, out_weight, out_bias, norm1, shift1, weight1, bias1, weight2, bias2, norm2, shift2) = (
-            _Stacked.apply(self, level, *chain.from_iterable(self.own_parameters()[node.number : node.number + count]))
+            self.stacked(level)
         )
         # queries of all nodes, then keys, then values: heads of all nodes are the heads of one attention
         by_role = in_weight.view(count, 3, width, width).transpose(0, 1).reshape(-1, width)
@@ -212,6 +233,15 @@ class HierarchicalTree(nn.Module):
         x = norm_per_node(x, norm2, shift2, node.ff_norm.eps)
         x = x.mean(1) if shares is None else (x * x.new_tensor(shares)[:, None]).sum(1)
         return x.view(batch, length, width)
+
+    def stacked(self, level):
+        """The parameters of a level's nodes, each kind as one tensor (nodes, ...): views of the buffer."""
+        first, last = level[0].number, level[-1].number + 1
+        own = self.own_parameters()[first:last]
+        if self.kept_leaves is None:
+            return _Stacked.apply(self, level, *chain.from_iterable(own))
+        leaf = self.kept_leaves[level[0].level] = self.kept_buffer[first:last].detach().requires_grad_()
+        return split_row(leaf, own[0])
 
 
 def children_per_level(tree_depth, branching_factor):
@@ -271,6 +301,12 @@ def lie_in(rows, tensors):
     return row == rows.shape[1] * size and list(map(torch.Tensor.data_ptr, tensors)) == places
 
 
+def by_node(rows, like):
+    """The tensors of split_row for each of the rows (n, P), row after row."""
+    by_kind = [part.unbind(0) for part in split_row(rows, like)]
+    return chain.from_iterable(zip(*by_kind, strict=True))
+
+
 class _Stacked(torch.autograd.Function):
     """The parameters of a level's nodes, each kind as one tensor (nodes, ...): views of the tree's buffer.
 
@@ -285,6 +321,4 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        rows = torch.cat([grad.flatten(1) for grad in grads], 1)
-        by_kind = [place.unbind(0) for place in split_row(rows, ctx.kinds)]
-        return None, None, *(grad for own in zip(*by_kind, strict=True) for grad in own)
+        return None, None, *by_node(torch.cat([grad.flatten(1) for grad in grads], 1), ctx.kinds)
