@@ -144,6 +144,8 @@ def assert_alike(module, plain, args, tolerance=1e-5):
 
 
 def patched(kind=Experts, *options):
+    if "grouped" in options and not hasattr(F, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
     torch.manual_seed(0)
     module = kind(*options)
     plain = copy.deepcopy(module)
@@ -266,11 +268,11 @@ def test_other_tensors_are_no_candidates():
 
 
 def test_another_implementation_runs_as_it_was_chosen():
-    module, plain, _ = patched()
+    module, plain, _ = patched(Experts, "grouped")
     args = given()
-    module.config._experts_implementation = plain.config._experts_implementation = "grouped"
+    module.config._experts_implementation = plain.config._experts_implementation = None
     assert not is_served(module, args) and torch.equal(module(*args), plain(*args))
-    module.config._experts_implementation = None
+    module.config._experts_implementation = "grouped"
     assert is_served(module, args)
 
 
