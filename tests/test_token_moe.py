@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 
 import camox_ops as cx
 from camox_ops import reference
+from camox_ops.nn.token_moe import run_experts
 
 D, H, E, K = 24, 40, 6, 2
 
@@ -323,6 +324,25 @@ def test_saves_no_copies_of_rows():
         kept.pop(tensor.data_ptr(), None)
     assert max(kept.values()) == 64 * K * 2 * H  # before the activation; nothing else of the experts
     assert sum(kept.values()) <= 64 * (K * 2 * H + 4 * E)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_lie_in_memory_as_the_parameters_do(dtype):
+    """Those of transposed views too, or autograd would copy them."""
+    layer = layer_of(dtype)
+    x = rows_of(40, dtype=dtype)
+    routing, _ = layer.route(x, None)
+    found = []
+    for transposed in (False, True):
+        stored = [w.detach().mT.contiguous() if transposed else w.detach() for w in (layer.w_in, layer.w_out)]
+        stored = [w.requires_grad_() for w in stored]
+        w_in, w_out = (w.mT if transposed else w for w in stored)
+        y = run_experts(x, routing, w_in, w_out, "swiglu")
+        gradients = torch.autograd.grad(y.square().sum(), stored, retain_graph=True)
+        assert all(gradient.is_contiguous() for gradient in gradients)
+        found.append([gradient.mT if transposed else gradient for gradient in gradients])
+    for plain, view in zip(*found, strict=True):
+        torch.testing.assert_close(view, plain)
 
 
 def test_state_dict_names_are_stable():

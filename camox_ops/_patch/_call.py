@@ -22,7 +22,7 @@ LEAST_IN_ROWS = 1 << 19
 # MB in it; there a step of timm's ConvNeXt, whose largest have 77 MB, took as long with patch as without, and steps of
 # smaller tensors up to a third longer.
 READ_S = 16e-6
-_PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN = (torch.Tensor, nn.Parameter)
 _LEVEL_IS_KNOWN = not any(name.endswith("_current_level") for name in missing)
 
 
@@ -36,7 +36,7 @@ def is_served(x) -> bool:
         return False
     if isinstance(x, torch.Tensor) and in_transform(x):
         return False
-    if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.dtype not in DTYPES:
+    if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or x.dtype not in DTYPES:
         return False
     if x.numel() < SMALLEST:
         return False

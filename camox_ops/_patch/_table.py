@@ -8,6 +8,7 @@ from .bdh_layers import BDHLayers
 from .blocks import AddNorm, FeedForward
 from .camoxpert import BANDS, EDGES, ExpertMixture, PixelAttention
 from .dropout import Dropout
+from .expert_tensors import ExpertTensors
 from .linear import LinearAttention
 from .masked import MaskedAttention
 from .mixture import TokenMixture
@@ -41,6 +42,7 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     PixelAttention(),
     ExpertMixture(),
     TokenMixture(),
+    ExpertTensors(),
     BDHAttention(),
     AveragePool(),
     LinearAttention(),

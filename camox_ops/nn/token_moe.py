@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -341,9 +341,9 @@ class _Experts(torch.autograd.Function):
         if needs_weights:
             grad_weights = dots[position.clamp(min=0)].masked_fill(position < 0, 0).view(weights.shape)
         if needs_out:
-            grad_out = _transposed_products(a, grads, offsets)
+            grad_out = _gradient_like(w_out, a, grads, offsets)
         if needs_in:
-            grad_in = _transposed_products(dispatch_unchecked(x, routing), grad_h, offsets)
+            grad_in = _gradient_like(w_in, dispatch_unchecked(x, routing), grad_h, offsets)
         if needs_x:
             grad_x = combine_unchecked(_products(grad_h, w_in.mT, offsets), routing, torch.ones_like(weights))
         return grad_x, grad_in, grad_out, grad_weights, *(None,) * 6
@@ -429,10 +429,20 @@ def _transposed_products(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor
     return torch.stack([torch.mm(a[begin:end].t(), b[begin:end]) for begin, end in _ranges(offsets)])
 
 
+def _gradient_like(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """_transposed_products, in memory as w is: autograd copies the gradient of a parameter that has other strides."""
+    if w.stride(1) < w.stride(2):
+        return _transposed_products(b, a, offsets).mT
+    return _transposed_products(a, b, offsets)
+
+
 def _is_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return grouped_product_serves(a.dtype, (a.shape[1], *b.shape[1:]))
+
+
+def grouped_product_serves(dtype: torch.dtype, sizes: Iterable[int]) -> bool:
     """Whether torch's grouped product serves without waiting for the counts: addresses in steps of 16 bytes."""
-    sizes = a.shape[1], *b.shape[1:]
-    return _cuda_product is not None and a.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
+    return _cuda_product is not None and dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
 def _ranges(offsets: torch.Tensor) -> list[tuple[int, int]]:
