@@ -149,24 +149,26 @@ def _final_forward(patch: Patch) -> Callable:
 
 def _checking_forward(patch: Patch) -> Callable:
     final = _final_forward(patch)
-    original = patch.original.forward
+    original, settings = patch.original.forward, patch.settings
+    serves, compute = patch.recogniser.serves, patch.recogniser.compute
 
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return final(self, *args, **kwargs)
-        if not is_settled(self, patch, args, kwargs):
+        # asked once: a module whose calls are never served waits for as long as it lives
+        if not serves(self, settings, args, kwargs) or not is_settled(self, patch, args, kwargs):
             return original(self, *args, **kwargs)
         if self in _refused or patch_of(type(self)) is None:
             return original(self, *args, **kwargs)
-        return final(self, *args, **kwargs)
+        return compute(self, settings, *args, **kwargs)
 
     return forward
 
 
-def is_settled(module: nn.Module, patch: Patch, args: tuple, kwargs: dict, served: bool = False) -> bool:
-    """Compares a module that waits for its first input on these arguments. False: this call runs the original. served:
-    the caller knows that they are served."""
-    if module not in _waiting or not (served or patch.recogniser.serves(module, patch.settings, args, kwargs)):
+def is_settled(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
+    """Compares a module that waits for its first input on these arguments, which are served. False: this call runs the
+    original."""
+    if module not in _waiting:
         return True
     if in_transform() or in_dispatch_mode():
         return True

@@ -117,7 +117,7 @@ def _fused(x: torch.Tensor, first: nn.Module, second: nn.Module, dropout: nn.Dro
         return bias_gelu(F.linear(x, first.weight), first.bias, **options)
     patch = type(first)._camox_patch
     # Before the call and not in it: a call that checkpointing repeats has to save what the first one saved.
-    if patch.checking and not is_settled(first, patch, (x,), {}, served=True):
+    if patch.checking and not is_settled(first, patch, (x,), {}):
         return second(patch.original.forward(first, x))
     patch = type(first).__dict__.get("_camox_patch")
     if patch is None or patch.checking:
