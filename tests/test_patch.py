@@ -504,6 +504,9 @@ def test_meta_parameters():
     with torch.device("meta"):
         model = network()
     assert reason_for(model) == "it has weight on the meta device"
+    with torch.device("meta"):  # also where they are an inner module's
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    assert reason_for(model, "") == "its parameters or buffers are on the meta device"
 
 
 def test_parameters_without_sizes():
@@ -969,6 +972,8 @@ def test_patch_report_of_modules_that_print(tmp_path, monkeypatch, capsys):
         ("patch_models:CHANNELS", "patch_models:CHANNELS is a int, not a model"),
         ("patch_models:dict", "has no 'dict'"),
         ("builtins:dict", "gave a dict, not an nn.Module"),
+        ("torch.nn:Linear", "torch.nn:Linear needs arguments (in_features, out_features): give a function"),
+        (".patch_models:network", "expected the whole name of a module, such as models.unet, got '.patch_models'"),
     ],
 )
 def test_patch_report_errors(target, message, capsys):
