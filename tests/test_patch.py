@@ -348,6 +348,10 @@ def test_errors_of_options():
         cx.patch(model, verify=None)
     with pytest.raises(TypeError, match="only must be a text or several, got 3"):
         cx.patch(model, only=[3])
+    with pytest.raises(TypeError, match="only must be a text or several, got b'dropout'"):
+        cx.patch(model, only=b"dropout")
+    with pytest.raises(ValueError, match=r"only must name modules or recognisers, got \[\], which names none"):
+        cx.patch(model, only=[])
     with pytest.raises(ValueError, match=r"only must name modules of the model or recognisers .*, got 'dropuot'"):
         cx.patch(model, only="dropuot")
     assert all(_swap.patch_of(type(module)) is None for module in model.modules())
