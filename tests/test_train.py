@@ -4,6 +4,7 @@ import io
 import math
 import os
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -308,6 +309,15 @@ def test_checkpointing_estimate_in_inference_mode():
     expected = cx.train.gradient_checkpointing_policy(800, net, torch.randn(2, 3)).needed_bytes
     with torch.inference_mode():
         assert cx.train.gradient_checkpointing_policy(800, net, torch.randn(2, 3)).needed_bytes == expected
+
+
+def test_checkpointing_estimate_frees_what_it_counted():
+    """Also outputs that their own node keeps, as ReLU's does."""
+    made = []
+    net = nn.Sequential(nn.Linear(3, 300), nn.ReLU())
+    net.register_forward_hook(lambda module, args, output: made.append(weakref.ref(output)))
+    cx.train.gradient_checkpointing_policy(8, net, torch.randn(2, 3))
+    assert [reference() for reference in made] == [None]
 
 
 @pytest.mark.parametrize("sample", [[torch.ones(2, 1000)], (), (3.0,), torch.ones(())])

@@ -133,7 +133,7 @@ def _kept_bytes(model: nn.Module, inputs: tuple) -> tuple[int, int]:
             alike = by_size.get(storage.nbytes() // tensor.element_size(), ())
             found = casts if any(_is_cast(tensor, original) for original in alike) else kept
             found[place] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own node keeps would never be freed
 
     device = inputs[0].device
     # by module and name: forward may write into a buffer or assign another tensor
