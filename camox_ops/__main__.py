@@ -103,15 +103,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _until_nobody_reads(command: Callable[[], int]) -> int:
-    """The command's status, or 1 without a traceback where the reader of its output, such as head, has ended."""
+    """The command's status, or 1 without a traceback where nobody can read its output: its reader, such as head, has
+    ended, or the disk is full."""
     try:
         status = command()
         print(end="", flush=True)  # also where stdout is closed and sys.stdout is None
     except BrokenPipeError:
-        # Python flushes once more at its end, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 1
+    except OSError as error:
+        try:
+            print(end="", flush=True)
+        except OSError:
+            print(f"python -m camox_ops: can't write the output: {error.strerror}", file=sys.stderr)
+            _discard_output()
+            return 1
+        raise  # not of the output: of the model that patch-report makes
     return status
+
+
+def _discard_output() -> None:
+    """Python flushes once more at its end, which would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

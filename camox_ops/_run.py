@@ -113,6 +113,10 @@ def _execute(script: list[str]) -> None:
     if "__annotations__" in vars(sys.modules["__main__"]):  # not from Python 3.14 on
         names["__annotations__"] = {}
     sys.modules["__main__"] = main_module
+    if "__mp_main__" in sys.modules:
+        # multiprocessing's name for the main module as it was when torch imported multiprocessing; what a spawned
+        # worker sends back is pickled by it.
+        sys.modules["__mp_main__"] = main_module
     if script[0] == "-m":
         sys.argv[:] = ["-m", *script[2:]]
         runpy._run_module_as_main(script[1])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import example_path
@@ -170,6 +171,15 @@ def test_failures_are_said_and_success_is_silent():
 
 
 @pytest.mark.slow
+def test_memory_that_was_counted_is_freed():
+    """Also outputs that their own node keeps, as ReLU's does."""
+    made = []
+    net = torch.nn.Sequential(torch.nn.Linear(3, 300), torch.nn.ReLU())
+    net.register_forward_hook(lambda module, args, output: made.append(weakref.ref(output)))
+    assert common_memory.saved_bytes(net, lambda: net(torch.ones(2, 3)).sum()) >= 2400
+    assert [reference() for reference in made] == [None]
+
+
 def test_memory_of_known_steps(dataset, batch):
     peak = common_memory.peak_bytes(lambda: torch.ones(1000, 1000) + torch.ones(1000, 1000))
     assert peak == pytest.approx(12e6, rel=1e-3)

@@ -190,6 +190,31 @@ def test_none_is_skipped():
         cx.scale_grads_(nothing, [0] * len(nothing), torch.ones(1))
 
 
+def test_gradients_that_are_negated_lazily():
+    """As autograd makes them: the operator read memory that had been freed."""
+    real, imaginary = ([torch.nn.Parameter(torch.ones(1, device=DEVICE)) for _ in range(6)] for _ in range(2))
+    for i, (a, b) in enumerate(zip(real, imaginary, strict=True)):
+        (torch.complex(a, b).conj() * torch.tensor([2 + (i + 1) * 1j], device=DEVICE)).real.sum().backward()
+    grads = [parameter.grad for parameter in imaginary]
+    assert all(grad.is_neg() for grad in grads)
+    before = [grad._version for grad in grads]
+    norms = cx.grad_group_norms(grads, range_of(grads), 6)
+    assert norms.tolist() == [1, 2, 3, 4, 5, 6]
+    factors = -torch.arange(6.0, device=DEVICE)
+    cx.scale_grads_([*grads, grads[2]], [*range_of(grads), 3], torch._neg_view(factors))
+    assert [grad.item() for grad in grads] == [0, 2, 6 * 3, 12, 20, 30]
+    assert all(grad._version > old for grad, old in zip(grads, before, strict=True))
+
+
+def test_gradients_that_are_lazily_zero():
+    grads = [torch._efficientzerotensor((50, 40), device=DEVICE) for _ in range(6)]
+    assert cx.grad_group_norms(grads, range_of(grads), 6).tolist() == [0] * 6
+
+
+def range_of(grads) -> list[int]:
+    return list(range(len(grads)))
+
+
 def test_norms_of_no_gradient_under_other_defaults():
     torch.set_default_dtype(torch.float64)
     try:

@@ -85,6 +85,24 @@ def test_a_reader_that_has_ended(monkeypatch):
         print("what is left goes nowhere", flush=True)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_full_disk(monkeypatch, capsys):
+    """As in `python -m camox_ops info >/dev/full`."""
+    for arguments in (["info"], ["patch-report", "torch.nn:ReLU"]):
+        with open("/dev/full", "w") as out:
+            monkeypatch.setattr(sys, "stdout", out)
+            assert command.main(arguments) == 1
+        message = "python -m camox_ops: can't write the output: No space left on device"
+        assert capsys.readouterr().err.strip() == message
+
+
+def test_errors_of_a_model_are_its_own(tmp_path, monkeypatch):
+    (tmp_path / "model_of_a_file.py").write_text("def model(): return open('nothing')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        command.main(["patch-report", "model_of_a_file:model"])
+
+
 def test_closed_output(monkeypatch):
     """As in `python -m camox_ops info >&-`."""
     monkeypatch.setattr(sys, "stdout", None)

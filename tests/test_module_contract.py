@@ -256,6 +256,12 @@ def test_hooks_on_all_modules_see_each_inner_module(name):
     assert expert.why_not_fused() == []
 
 
+@pytest.mark.parametrize("value", [None, nn.Linear, [nn.ReLU()]])
+def test_why_not_fused_of_no_module(value):
+    with pytest.raises(TypeError, match=r"why_not_fused: model must be an nn\.Module, got "):
+        cx.nn.why_not_fused(value)
+
+
 def test_why_not_fused_names_modules_and_reasons():
     model = nn.ModuleDict(
         {"moe": cx.nn.MoELayer(8, 7, 2, aux_loss="switch"), "time": cx.nn.TemporalEncoder(8, 2, 2, 16)}

@@ -389,6 +389,10 @@ def test_errors_of_options():
         cx.patch(model, verify=None)
     with pytest.raises(TypeError, match="only must be a text or several, got 3"):
         cx.patch(model, only=[3])
+    with pytest.raises(TypeError, match="only must be a text or several, got b'dropout'"):
+        cx.patch(model, only=b"dropout")
+    with pytest.raises(ValueError, match=r"only must name modules or recognisers, got \[\], which names none"):
+        cx.patch(model, only=[])
     with pytest.raises(ValueError, match=r"only must name modules of the model or recognisers .*, got 'dropuot'"):
         cx.patch(model, only="dropuot")
     assert all(_swap.patch_of(type(module)) is None for module in model.modules())
@@ -545,6 +549,9 @@ def test_meta_parameters():
     with torch.device("meta"):
         model = network()
     assert reason_for(model) == "it has weight on the meta device"
+    with torch.device("meta"):  # also where they are an inner module's
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    assert reason_for(model, "") == "its parameters or buffers are on the meta device"
 
 
 def test_parameters_without_sizes():
@@ -1010,6 +1017,8 @@ def test_patch_report_of_modules_that_print(tmp_path, monkeypatch, capsys):
         ("patch_models:CHANNELS", "patch_models:CHANNELS is a int, not a model"),
         ("patch_models:dict", "has no 'dict'"),
         ("builtins:dict", "gave a dict, not an nn.Module"),
+        ("torch.nn:Linear", "torch.nn:Linear needs arguments (in_features, out_features): give a function"),
+        (".patch_models:network", "expected the whole name of a module, such as models.unet, got '.patch_models'"),
     ],
 )
 def test_patch_report_errors(target, message, capsys):

@@ -69,6 +69,8 @@ main = sys.modules["__main__"]
 print(sys.argv, sys.path[0], __name__, __file__, __spec__ and __spec__.name, __package__, type(__loader__))
 print(sorted(globals()))
 print(main.__dict__ is globals(), type(pickle.loads(pickle.dumps(Local()))) is Local, sys.stdout.line_buffering)
+import multiprocessing  # a spawned worker pickles what it sends back by this name
+print(sys.modules["__mp_main__"] is main)
 """
 
 # A shell starts what it puts in the background with SIGINT ignored.

@@ -2,6 +2,9 @@
 
 import io
 import math
+import os
+import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -157,6 +160,9 @@ def test_containers_limits_count(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "_cgroup", lambda: tmp_path)
     assert machine.usable_cpus() == 1
     assert machine.free_memory(torch.device("cpu")) == 40 * MIB
+    # files that were read are in memory.current, and make room when it is asked for
+    write(tmp_path / "memory.stat", f"anon {12 * MIB}\ninactive_file {3 * MIB}\nactive_file {4 * MIB}\nshmem 4096\n")
+    assert machine.free_memory(torch.device("cpu")) == 47 * MIB
     for name in ("cpu.max", "memory.max"):
         write(tmp_path / name, "max\n")
     assert machine.usable_cpus() >= 1
@@ -228,6 +234,51 @@ def test_errors_of_the_checkpointing_policy():
         cx.train.gradient_checkpointing_policy(8, Squares(), torch.randn(0, 1000))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("batch_size", "8", TypeError),
+        ("batch_size", True, TypeError),
+        ("batch_size", 8.0, TypeError),
+        ("min_batch", None, TypeError),
+        ("min_batch", -1, ValueError),
+        ("optimizer_states", math.nan, ValueError),
+        ("available_bytes", "x", TypeError),
+        ("available_bytes", math.inf, ValueError),
+        ("model", 5, TypeError),
+    ],
+)
+def test_errors_of_the_checkpointing_policy_name_the_argument(name, value, kind):
+    arguments = {"batch_size": 8, "model": Squares(), "sample": torch.randn(2, 1000), name: value}
+    with pytest.raises(kind, match=f"gradient_checkpointing_policy: {name} must be .*, got "):
+        cx.train.gradient_checkpointing_policy(**arguments)
+
+
+class Masked(nn.Module):
+    """Multiplies by a buffer, which autograd keeps beside what belongs to the images."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.rand(500, 500))
+
+    def forward(self, x):
+        return x @ self.mask
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_checkpointing_estimate_grows_with_what_belongs_to_images(half):
+    """Buffers are there already, and autocast makes one copy of a parameter for all images of a batch."""
+    model = nn.Sequential(nn.Linear(40, 500), nn.Conv1d(1, 1, 1), Masked(), nn.MultiheadAttention(500, 5)).to(DEVICE)
+    model.forward = lambda x: model[3](*[model[2](model[1](model[0](x)[:, None]))] * 3, need_weights=False)[0]
+    needed = []
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16, enabled=half):
+        for images in (2, 4):
+            sample = torch.randn(images, 40, device=DEVICE)
+            needed.append(cx.train.gradient_checkpointing_policy(1000, model, sample).needed_bytes)
+    # of attention's small tensors some are as large for any batch
+    assert needed[0] == pytest.approx(needed[1], rel=1e-2)
+
+
 class Moving(nn.Module):
     """A mean that forward assigns again, a buffer that it fills at the first call, and one in a child."""
 
@@ -260,6 +311,15 @@ def test_checkpointing_estimate_in_inference_mode():
         assert cx.train.gradient_checkpointing_policy(800, net, torch.randn(2, 3)).needed_bytes == expected
 
 
+def test_checkpointing_estimate_frees_what_it_counted():
+    """Also outputs that their own node keeps, as ReLU's does."""
+    made = []
+    net = nn.Sequential(nn.Linear(3, 300), nn.ReLU())
+    net.register_forward_hook(lambda module, args, output: made.append(weakref.ref(output)))
+    cx.train.gradient_checkpointing_policy(8, net, torch.randn(2, 3))
+    assert [reference() for reference in made] == [None]
+
+
 @pytest.mark.parametrize("sample", [[torch.ones(2, 1000)], (), (3.0,), torch.ones(())])
 def test_errors_of_samples(sample):
     with pytest.raises(TypeError, match="sample must be a tensor with a batch dimension, or a tuple"):
@@ -290,6 +350,7 @@ def test_progress_in_a_log_is_one_line_an_update(monkeypatch, capsys):
 
 
 def test_progress_on_a_terminal_redraws_one_line(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "gpu_utilisation", lambda: None)
     stream = Terminal()
     with cx.train.ProgressBar(4, "t", stream=stream, interval=1000) as bar:
@@ -298,6 +359,37 @@ def test_progress_on_a_terminal_redraws_one_line(monkeypatch):
     assert stream.getvalue() == "\r\033[Kt [#####...............] 1/4\r\033[Kt [####################] 4/4\n"
     with pytest.raises(ValueError, match="total must be >= 0, got -1"):
         cx.train.ProgressBar(-1)
+
+
+def test_progress_on_a_narrow_terminal(monkeypatch):
+    """A line that is longer than a row would be continued in the next, and stay there when the next one is drawn."""
+    monkeypatch.setattr(progress, "gpu_utilisation", lambda: None)
+    monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: os.terminal_size((30, 24)))
+    stream = Terminal()
+    monkeypatch.setattr(stream, "fileno", lambda: 2)
+    cx.train.ProgressBar(4, "t", stream=stream).update(2, loss=1.0)
+    assert stream.getvalue() == "\r\033[Kt [##########..........] 2/4 "
+    monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: os.terminal_size((0, 0)))
+    cx.train.ProgressBar(4, "t", stream=stream).update(2, loss=1.0)
+    assert stream.getvalue().endswith("loss=1.0000")
+
+
+def test_progress_on_a_dumb_terminal_and_without_one(monkeypatch):
+    monkeypatch.setattr(progress, "gpu_utilisation", lambda: None)
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    with cx.train.ProgressBar(4, "t", stream=stream) as bar:
+        bar.update(1)
+    assert stream.getvalue() == "t 1/4\n"
+    monkeypatch.setattr(sys, "stderr", None)  # as in `python train.py 2>&-`
+    with cx.train.ProgressBar(4) as bar:
+        bar.update(1, 3, loss=1.0)
+
+
+@pytest.mark.parametrize("total", [None, "5", 2.5, True])
+def test_errors_of_the_progress_bar(total):
+    with pytest.raises(TypeError, match="ProgressBar: total must be an int, got "):
+        cx.train.ProgressBar(total)
 
 
 class Driver:

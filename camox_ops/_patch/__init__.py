@@ -61,7 +61,7 @@ def patch(
 
     Raises:
         TypeError: model is not an nn.Module, dry_run or verify not a bool, only not made of texts.
-        ValueError: something in `only` names neither a recogniser nor a module of the model.
+        ValueError: `only` is empty, or something in it names neither a recogniser nor a module of the model.
 
     An exception on the way leaves the model as it was."""
     return _patch(model, dry_run, verify, only)[0]
@@ -196,7 +196,10 @@ def _selection(model: nn.Module, only) -> tuple[list, list[str]]:
     """Recognisers, and patterns of names."""
     if only is None:
         return list(RECOGNISERS), ["*"]
-    texts = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
+    is_one = isinstance(only, (str, bytes)) or not isinstance(only, Iterable)
+    texts = [only] if is_one else list(only)
+    if not texts:
+        raise ValueError(f"patch: only must name modules or recognisers, got {only!r}, which names none")
     for text in texts:
         if not isinstance(text, str):
             raise TypeError(f"patch: only must be a text or several, got {text!r}")

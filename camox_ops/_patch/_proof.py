@@ -219,6 +219,8 @@ def copied(module: nn.Module, dtype: torch.dtype | None = None, device: str | No
     """A copy in which nothing is patched and nothing hooked: what hooks do, and hold, is the user's."""
     from ._swap import swap_back
 
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise NotAlike("its parameters or buffers are on the meta device")
     memo = {id(vars(part)[name]): OrderedDict() for part in module.modules() for name in _HOOKS}
     try:
         duplicate = copy.deepcopy(module, memo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -46,6 +47,8 @@ def _model(target: str) -> nn.Module:
     where, colon, name = target.partition(":")
     if not (where and colon and name):
         raise _Unusable(f"expected MODULE:FACTORY, such as models.unet:UNet, got {target!r}")
+    if where.startswith("."):
+        raise _Unusable(f"expected the whole name of a module, such as models.unet, got {where!r}")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -61,7 +64,19 @@ def _model(target: str) -> nn.Module:
     if not isinstance(value, nn.Module):
         if not callable(value):
             raise _Unusable(f"{target} is a {type(value).__name__}, not a model and nothing that makes one")
+        needed = _needed_arguments(value)
+        if needed:
+            raise _Unusable(f"{target} needs arguments ({needed}): give a function without any that makes the model")
         value = value()
     if not isinstance(value, nn.Module):
         raise _Unusable(f"{target}() gave a {type(value).__name__}, not an nn.Module")
     return value
+
+
+def _needed_arguments(factory) -> str:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # made in C: the call will tell
+        return ""
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(p.name for p in parameters if p.default is p.empty and p.kind not in optional)

@@ -34,7 +34,12 @@ def why_not_fused(model: nn.Module) -> dict[str, list[str]]:
     of those layers at once. They do so only where the layers are what the constructor made: of exactly that class,
     without hooks, and with settings that agree. Otherwise the layers are called, so that LoRA adapters, quantised
     layers, pruning, weight_norm, spectral_norm and hooks work as they do in the replaced module, at its speed. This
-    function lists which modules do that now, and why. A module is named as in model.named_modules()."""
+    function lists which modules do that now, and why. A module is named as in model.named_modules().
+
+    Raises:
+        TypeError: model is not an nn.Module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"why_not_fused: model must be an nn.Module, got {type(model).__name__}")
     found = {name: module.why_not_fused() for name, module in model.named_modules() if isinstance(module, FusedModule)}
     return {name: reasons for name, reasons in found.items() if reasons}
 

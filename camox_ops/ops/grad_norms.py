@@ -203,6 +203,28 @@ def _vmap_scale(info, in_dims, grads, groups, scales):
     return None, None
 
 
+def _norms_of_lazy(grads, groups, num_groups, reduce):
+    """Where a gradient is negated lazily, as those of torch.complex's imaginary part are, or lazily zero. The operator
+    lets go of its list at once, as the caller has the tensors too; nobody has those that torch would make here."""
+    held = [torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad) for grad in grads]
+    return torch.ops.camox_ops.grad_group_norms(held, groups, num_groups, reduce)
+
+
+def _scale_negated(grads, groups, scales):
+    """What is in memory is the gradient or its negative, and is scaled by the same factor."""
+    grads = [
+        torch.empty(0, dtype=grad.dtype, device=grad.device).set_(
+            grad.untyped_storage(), grad.storage_offset(), grad.shape, grad.stride()
+        )
+        for grad in grads
+    ]
+    return torch.ops.camox_ops.scale_grads_(grads, groups, scales.resolve_neg())
+
+
+_lazy = torch.library.Library("camox_ops", "IMPL")
+_lazy.impl("grad_group_norms", _norms_of_lazy, "Negative")
+_lazy.impl("grad_group_norms", _norms_of_lazy, "ZeroTensor")
+_lazy.impl("scale_grads_", _scale_negated, "Negative")
 torch.library.register_fake("camox_ops::grad_group_norms", _fake)
 torch.library.register_vmap("camox_ops::grad_group_norms", _vmap)
 torch.library.register_fake(

@@ -49,8 +49,14 @@ def _host_memory() -> int | None:
         return None
     limit, used = (_read(_cgroup() / name) for name in ("memory.max", "memory.current"))
     if limit and used and limit.strip() != "max":
-        free = min(free, int(limit) - int(used))
+        free = min(free, int(limit) - int(used) + _cached_files())
     return max(0, free)
+
+
+def _cached_files() -> int:
+    """What a container's memory.current counts though the kernel gives it back when memory is asked for."""
+    rows = (line.split() for line in (_read(_cgroup() / "memory.stat") or "").splitlines())
+    return sum(int(row[1]) for row in rows if row[0] in ("active_file", "inactive_file"))
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import numbers
+import os
 import sys
 import time
 from functools import cache
@@ -62,15 +64,16 @@ class ProgressBar:
                 if step % 20 == 0:
                     bar.update(step, step * len(images), loss=meter.mean())
 
-    On a terminal one line with a bar is rewritten, at most every `interval` seconds; elsewhere each update is a line of
-    its own, so that log files stay readable. The GPU's utilisation is asked of its driver at each line shown.
+    On a terminal one line with a bar is rewritten, at most every `interval` seconds, and cut at the terminal's width;
+    elsewhere, also where TERM is dumb, each update is a line of its own, so that log files stay readable. The GPU's
+    utilisation is asked of its driver at each line shown.
 
     Args:
         total: steps of the loop, >= 0.
         title: what stands before the numbers.
         unit: what `count` of update counts.
         interval: seconds between two drawings on a terminal.
-        stream: where to write; None: sys.stderr."""
+        stream: where to write; None: sys.stderr, or nowhere in a process without one."""
 
     def __init__(
         self,
@@ -81,11 +84,14 @@ class ProgressBar:
         interval: float = 0.1,
         stream: TextIO | None = None,
     ):
+        if isinstance(total, bool) or not isinstance(total, numbers.Integral):
+            raise TypeError(f"ProgressBar: total must be an int, got {total!r}")
         if total < 0:
             raise ValueError(f"ProgressBar: total must be >= 0, got {total}")
         self.total, self.title, self.unit, self.interval = total, title, unit, interval
         self.stream = sys.stderr if stream is None else stream
-        self._terminal = self.stream.isatty()
+        is_terminal = self.stream is not None and self.stream.isatty()
+        self._terminal = is_terminal and os.environ.get("TERM") != "dumb"
         self._start = time.perf_counter()
         self._drawn = -float("inf")
 
@@ -93,6 +99,8 @@ class ProgressBar:
         """Shows `step` of total, the mean speed when `count` (units since the start) is given, and each value by its
         name. A tensor among the values is read, which waits for its device: give what a LossMeter has read."""
         now = time.perf_counter()
+        if self.stream is None:
+            return
         if self._terminal and step < self.total and now - self._drawn < self.interval:
             return
         self._drawn = now
@@ -104,7 +112,7 @@ class ProgressBar:
         if busy is not None:
             shown.append(f"gpu={busy}%")
         line = "  ".join(shown)
-        self.stream.write(f"\r\033[K{line}" if self._terminal else f"{line}\n")
+        self.stream.write(f"\r\033[K{line[: self._columns()]}" if self._terminal else f"{line}\n")
         self.stream.flush()
 
     def _bar(self, step: int) -> str:
@@ -112,6 +120,14 @@ class ProgressBar:
             return ""
         filled = WIDTH * min(step, self.total) // max(1, self.total)
         return f"[{'#' * filled}{'.' * (WIDTH - filled)}] "
+
+    def _columns(self) -> int | None:
+        """Of a terminal, less the one after the cursor: a longer line would be continued in the next row, and left."""
+        try:
+            columns = os.get_terminal_size(self.stream.fileno()).columns
+        except (OSError, ValueError, AttributeError):  # one of another kind, such as an IDE's
+            return None
+        return columns - 1 if columns > 1 else None  # 0: it does not say
 
     def close(self) -> None:
         """Ends the line on a terminal."""
