@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import run_python_with_torch
 
+from camox_ops import _torch_private
 from camox_ops.ops._register import register
 
 NO_MEMORY = """
@@ -40,8 +41,10 @@ def test_out_of_memory_says_how_much_was_asked_for():
         assert str(64 * 16 * 256 * 256 * 4) in line
 
 
-def test_out_of_memory_on_cuda_is_an_out_of_memory_error():
+def test_out_of_memory_on_cuda_is_an_out_of_memory_error(monkeypatch):
     """torch's C interface gives its text alone: an operator that fails with it stands in for one on a GPU."""
+    # what explain observes, without this operator, which is gone after the test
+    monkeypatch.setattr(_torch_private, "_observe", dict(_torch_private._observe))
 
     def kernel(x):
         raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB.")
