@@ -363,6 +363,7 @@ def test_progress_on_a_terminal_redraws_one_line(monkeypatch):
 
 def test_progress_on_a_narrow_terminal(monkeypatch):
     """A line that is longer than a row would be continued in the next, and stay there when the next one is drawn."""
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "gpu_utilisation", lambda: None)
     monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: os.terminal_size((30, 24)))
     stream = Terminal()
