@@ -1,7 +1,5 @@
 """PathAdamW: AdamW for the nodes of the error path alone, without waiting for the device to know which they are."""
 
-from itertools import chain
-
 import torch
 
 from ..common.optimizer import capturable
@@ -35,7 +33,7 @@ class PathAdamW:
 
     @torch.no_grad()
     def step(self, path):
-        """path (depth,) int64: a node of each level, as Attribution has it."""
+        """path (depth,) int64: a node of each level, as Attribution has it. Within the tree's gradients_in_rows."""
         self.shared.step()
         rate, decay = self.param_groups[0]["lr"], self.weight_decay
         buffer, sizes = self.tree.buffer(), [len(level) for level in self.tree.levels]
@@ -58,8 +56,8 @@ class PathAdamW:
             rows.index_copy_(0, path, new)
 
     def zero_grad(self):
-        for parameter in chain(self.tree.shared_parameters(), *self.tree.own_parameters()):
-            parameter.grad = None
+        """Of the shared parameters: the nodes' gradients end with the tree's gradients_in_rows."""
+        self.shared.zero_grad()
 
     def state_dict(self):
         return {"shared": self.shared.state_dict(), "mean": self.mean, "square": self.square, "steps": self.steps}

@@ -146,18 +146,8 @@ class HierarchicalTree(nn.Module):
             self.kept_leaves = None
 
     def gradient_rows(self):
-        """The nodes' gradients per level, (nodes of the level, P) each: no copy where a level ran as one batch."""
-        if self.kept_leaves is not None:
-            return [leaf.grad for leaf in self.kept_leaves]
-        grads, found = [[parameter.grad for parameter in own] for own in self.own_parameters()], []
-        width = sum(grad.numel() for grad in grads[0])
-        for level in self.levels:
-            of_level = grads[level[0].number : level[0].number + len(level)]
-            first, rows = of_level[0][0], None
-            if fits(first, len(level) * width):
-                rows = first.as_strided((len(level), width), (width, 1))
-            found.append(rows if rows is not None and lie_in(rows, of_level) else rows_of(of_level))
-        return found
+        """Within gradients_in_rows: the nodes' gradients per level, (nodes of the level, P) each."""
+        return [leaf.grad for leaf in self.kept_leaves]
 
     def own_gradients(self):
         """The gradient of each parameter of the nodes, node by node."""
@@ -283,12 +273,6 @@ def rows_of(tensors):
     return torch.stack([torch.cat([tensor.flatten() for tensor in own]) for own in tensors])
 
 
-def fits(tensor, count):
-    """Whether `count` elements from the tensor's first on lie in its memory."""
-    held = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.storage_offset() + count <= held
-
-
 def lie_in(rows, tensors):
     """Whether lists of tensors, of the same sizes in each, are one after the other the contiguous rows."""
     size = rows.element_size()
@@ -310,7 +294,7 @@ def by_node(rows, like):
 class _Stacked(torch.autograd.Function):
     """The parameters of a level's nodes, each kind as one tensor (nodes, ...): views of the tree's buffer.
 
-    The gradients leave as views of rows like those of the buffer, for the optimizer and the error path to read.
+    Where gradients are not taken in rows: every parameter gets its own, a view of rows like those of the buffer.
     """
 
     @staticmethod
