@@ -61,7 +61,8 @@ if X86:
 CUDA_OPS = [op for op in OPS if (CSRC / op / f"{op}_cuda.cu").exists()]
 # sm_89 runs the machine code of sm_86, as all minor versions do that of earlier ones: a seventh part of the wheel.
 ALL_CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-# What CUDA's static runtime calls that moved into libc.so.6 with glibc 2.34: library, version, functions of x86-64.
+# What moved into libc.so.6 with glibc 2.34, of that which CUDA's static runtime and the headers of torch 2.14 (dlsym)
+# call: library, version, functions of x86-64.
 OLD_GLIBC = {
     "libdl.so.2": {"GLIBC_2.2.5": "dlclose dlerror dlopen dlsym dlvsym", "GLIBC_2.3.4": "dlmopen"},
     "libpthread.so.0": {
@@ -189,13 +190,14 @@ class BuildExt(build_ext):
         library = Path(self.get_ext_fullpath(ext.name))
         parts = [list(compilations()), list(tune_compilations()), list(cuda_compilations()) if NVCC else []]
         module, tune, cuda = self.compile_all(parts)
+        old_glibc = self.old_glibc()
         for path, objects in ((library, module), (library.with_name(TUNE_LIBRARY), tune)):
             self.compiler.link_shared_object(
                 objects,
                 str(path),
                 libraries=["torch_cpu"],
                 library_dirs=library_paths(),
-                extra_postargs=["-Wl,--as-needed", "-lm"],
+                extra_postargs=["-Wl,--as-needed", *old_glibc, "-lm"],
                 target_lang="c++",
             )
         if NVCC is None:
@@ -203,11 +205,11 @@ class BuildExt(build_ext):
             return
         link = [NVCC, "-shared", "-cudart=static", *CUDA_CODE, *cuda, *(f"-L{path}" for path in library_paths())]
         path = library.with_name("libcamox_ops_cuda.so")
-        self.spawn([*link, "-ltorch_cpu", "-Xlinker=--no-as-needed", *self.old_glibc(), "-o", str(path)])
+        self.spawn([*link, "-ltorch_cpu", "-Xlinker=--no-as-needed", *old_glibc, "-o", str(path)])
 
     def old_glibc(self):
         """Libraries to link with in place of a glibc from 2.34 on: functions where, and of the version that, older ones
-        have them, which newer ones have too. Without, CUDA's static runtime would ask for the glibc of this machine."""
+        have them, which newer ones have too. Without, the binaries would ask for the glibc of this machine."""
         if not X86:
             return []
         stubs = []

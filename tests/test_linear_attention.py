@@ -194,6 +194,16 @@ def test_shapes(size, mode, memory, dtype, both):
     assert_right(tensors, mask, state, feature_map=mode[0], normalize=mode[1], eps=1e-2)
 
 
+def test_grad_of_features_where_they_bend():
+    """elu(x) + 1 has the slope 1 at 0, also where torch's clamp has none there."""
+    x, one = torch.zeros(1, 1, 1, 1, requires_grad=True), torch.ones(1, 1, 1, 1)
+    for out in (
+        cx.linear_attention(x, one, one, normalize="none"),
+        reference.linear_attention(x, one, one, normalize="none")[0],
+    ):
+        assert torch.autograd.grad(out, x)[0].item() == 2  # the feature of the one key
+
+
 @ON_CPU
 @pytest.mark.parametrize("feature_map, normalize", MODES)
 def test_grad(feature_map, normalize):

@@ -12,7 +12,8 @@ def feature_map_of(x: torch.Tensor, feature_map: str) -> torch.Tensor:
         return x
     if feature_map == "relu":
         return x.relu()
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    # No clamp: its gradient where x is 0 is 1 up to torch 2.13, and 0 since.
+    return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
 
 def over_sum(features: torch.Tensor) -> torch.Tensor:

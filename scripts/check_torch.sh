@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# The wheel on the oldest torch that it claims: CPU ops run, and where that torch has CUDA the CUDA part loads and
-# registers its kernels, GPU or not. Usage: check_torch210.sh [WHEEL]; PYTHON names the Python. Up to 7 GB of downloads.
+# The wheel on another torch than it was built beside: CPU ops run, and where that torch has CUDA the CUDA part loads
+# and registers its kernels, GPU or not. Usage: check_torch.sh REQUIREMENT [WHEEL], as in check_torch.sh "torch==2.10.*";
+# PYTHON names the Python. Up to 7 GB of downloads.
 set -euo pipefail
-wheel=${1:+$(realpath "$1")}
+requirement=$1
+wheel=${2:+$(realpath "$2")}
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 wheel=${wheel:-$(realpath dist/camox_ops-*.whl)}
-venv=$PWD/build/torch210
+venv=$PWD/build/wheel-on-$(printf %s "$requirement" | tr -c A-Za-z0-9. _)
 
 [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
-"$venv/bin/python" -m pip --disable-pip-version-check -q install "torch==2.10.*" numpy
+"$venv/bin/python" -m pip --disable-pip-version-check -q install -U "$requirement" numpy
 "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-deps --force-reinstall "$wheel"
 # The operators whose kernels this tree has for CUDA.
 operators=$(for bind in $(grep -l CAMOX_BACKEND csrc/*/*_bind.cpp); do
@@ -22,7 +24,6 @@ import zipfile
 
 import torch
 
-assert torch.__version__.startswith("2.10."), torch.__version__
 import camox_ops
 from camox_ops import _cuda, _selftest
 
