@@ -405,7 +405,9 @@ class _Steps:
         self._calls = 0
 
     def called(self, root: _Root, module: torch.nn.Module) -> None:
-        training = module.training and torch.is_grad_enabled()
+        # Of the model within: a wrapper's own flag stays where it was while a framework sets the model's.
+        inner = root.module()
+        training = (module if inner is None else inner).training and torch.is_grad_enabled()
         if self.root is None:
             if training and root not in self._frozen:
                 if any(parameter.requires_grad for parameter in module.parameters()):

@@ -366,6 +366,17 @@ def test_patch_twice_says_so():
     assert [type(module) for module in model.modules()] == kinds
 
 
+def test_unpatch_holds_for_a_forward_that_was_taken_before():
+    """accelerate keeps the bound forward behind its hooks and its autocast."""
+    norm, x = Manual(CHANNELS), torch.randn(2, CHANNELS, 24, 24)
+    cx.patch(norm)
+    norm(x)
+    taken = norm.forward
+    cx.unpatch(norm)
+    norm.eps = 1.0
+    assert torch.equal(taken(x), norm(x))
+
+
 def test_unpatch_of_what_was_never_patched_warns():
     model = network()
     with pytest.warns(UserWarning, match="no module of this Sequential is patched"):

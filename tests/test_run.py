@@ -667,6 +667,18 @@ def test_steps_with_validation_within_are_not_counted():
     assert (len(report["times_before"]), len(report["times_after"])) == (4, 2)
 
 
+def test_the_mode_is_that_of_the_model_within_its_wrapper():
+    """Lightning leaves DistributedDataParallel itself in evaluation mode after a validation."""
+    net = Net()
+    wrapped = nn.DataParallel(net)
+    wrapped.eval()
+    net.train()
+    with watching(Patcher()) as watch:
+        for _ in range(_run.STEPS + 1):
+            wrapped(torch.ones(2, 8)).sum().backward()
+    assert watch.steps.to_dict()["why_not"] == ""
+
+
 def test_several_calls_of_a_model_make_one_step():
     with watching(Patcher()) as watch:
         net, x = Net(), torch.ones(2, 8)

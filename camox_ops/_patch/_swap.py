@@ -140,7 +140,8 @@ def _final_forward(patch: Patch) -> Callable:
     serves, compute = patch.recogniser.serves, patch.recogniser.compute
 
     def forward(self, *args, **kwargs):
-        if serves(self, settings, args, kwargs):
+        # After unpatch whoever took the bound forward before still calls this one: accelerate's hooks and autocast do.
+        if hasattr(type(self), "_camox_patch") and serves(self, settings, args, kwargs):
             return compute(self, settings, *args, **kwargs)
         return original(self, *args, **kwargs)
 
