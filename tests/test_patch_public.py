@@ -330,6 +330,36 @@ def test_masks_of_bools_are_served_where_the_original_takes_them():
         assert patch.recogniser.serves(module, patch.settings, (rows(), found), {}) == served
 
 
+class CausalWithoutMask(ByFunction):
+    """LayoutLM's in transformers 5."""
+
+    def forward(self, x, mask=None):
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return super().forward(x, later if mask is None else mask)
+
+
+def test_an_attention_without_a_mask_may_be_another():
+    module = CausalWithoutMask().eval()
+    plain = copy.deepcopy(module)
+    (entry,) = [entry for entry in cx.patch(module).patched if entry.recogniser == "masked_attention"]
+    torch.testing.assert_close(module(rows())[0], plain(rows())[0])
+    assert entry.first_error is None
+    mask = padding(40, 17) == 0
+    torch.testing.assert_close(module(rows(), mask)[0], plain(rows(), mask)[0])
+    assert entry.first_error is not None
+
+
+def test_an_attention_whose_input_is_a_keyword():
+    module = ByFunction().eval()
+    plain = copy.deepcopy(module)
+    (entry,) = [entry for entry in cx.patch(module).patched if entry.recogniser == "masked_attention"]
+    given = {"mask": padding(40, 17), "cache": None}
+    for _ in range(2):
+        torch.testing.assert_close(module(x=rows(), **given)[0], plain(rows(), **given)[0])
+    torch.testing.assert_close(module(**given, x=rows())[0], plain(rows(), **given)[0])
+    assert entry.first_error is not None and entry.patched
+
+
 class ByConfig(ByFunction):
     """transformers': the config says which function runs, one of them gives the weights too."""
 

@@ -33,9 +33,9 @@ LOW, LARGEST_SCORE = -9999.0, 4500.0
 class Self(NamedTuple):
     """Names of inner modules: query, key, value and, where there is one, the layer after them, its dropout and norm.
 
-    dropout, probability: the module that drops weights, or the attribute with its p, or neither. mask: name of the
-    argument; optional: whether it may be None; bools: whether it may be of bools, True where a key counts. ignored:
-    arguments without effect. in_tuple: (y, None) comes back. implementation: which one the module's config named."""
+    dropout, probability: the module that drops weights, or the attribute with its p, or neither. x, mask: names of the
+    arguments; optional: whether the mask may be None; bools: whether it may be of bools, True where a key counts.
+    ignored: arguments without effect. in_tuple: (y, None) comes back. implementation: which one the config named."""
 
     linears: tuple[str, ...]
     heads: int
@@ -43,6 +43,7 @@ class Self(NamedTuple):
     probability: str | None
     last: str | None
     norm: str | None
+    x: str
     mask: str
     optional: bool
     bools: bool
@@ -105,7 +106,7 @@ class MaskedAttention(Recogniser):
         """In evaluation mode: the order of the linear layers, the number of heads, what is returned."""
         base = _proof.copied(module, torch.float64, "cpu").eval()
         original = type(base).forward
-        mask_name, *others = list(inspect.signature(original).parameters)[2:]
+        x_name, mask_name, *others = list(inspect.signature(original).parameters)[1:]
         try:
             with torch.no_grad():
                 y = original(base, x, mask)
@@ -115,9 +116,9 @@ class MaskedAttention(Recogniser):
         if in_tuple and (len(y) != 2 or y[1] is not None):
             raise _proof.OtherKind
         norm, inner = parts.norms[0] if parts.norms else None, inner_of(module)
-        optional = _runs(original, base, x)
         chosen = _implementation(module)
-        form = Self((), 0, None, None, None, norm, mask_name, optional, False, chosen, frozenset(), in_tuple, inner)
+        names = x_name, mask_name
+        form = Self((), 0, None, None, None, norm, *names, False, False, chosen, frozenset(), in_tuple, inner)
         y = y[0] if in_tuple else y
         for order in itertools.permutations(parts.linears):
             shapes = [base._modules[name].weight.shape for name in order]
@@ -126,17 +127,19 @@ class MaskedAttention(Recogniser):
             for heads in _heads(module, shapes[0][0]):
                 settings = form._replace(linears=order, heads=heads)
                 if self._gives(base, settings, x, mask, y):
-                    bools = self._takes_bools(base, settings, x, mask == 0)
-                    return settings._replace(bools=bools, ignored=_ignored(base, others, x, mask, y))
+                    optional, bools = (self._takes(base, settings, x, given) for given in (None, mask == 0))
+                    ignored = _ignored(base, others, x, mask, y)
+                    return settings._replace(optional=optional, bools=bools, ignored=ignored)
         raise _proof.OtherKind
 
-    def _gives(self, base: nn.Module, settings: Self, x, mask: torch.Tensor, y: torch.Tensor) -> bool:
+    def _gives(self, base: nn.Module, settings: Self, x, mask: torch.Tensor | None, y: torch.Tensor) -> bool:
         with torch.no_grad():
             ours = self.compute(base, settings, x, mask)
         ours = ours[0] if settings.in_tuple else ours
         return y.shape == ours.shape and torch.allclose(y, ours, rtol=1e-9, atol=1e-9)
 
-    def _takes_bools(self, base: nn.Module, settings: Self, x, mask: torch.Tensor) -> bool:
+    def _takes(self, base: nn.Module, settings: Self, x, mask: torch.Tensor | None) -> bool:
+        """Whether such a mask means to the original what it does here: some are causal where they get none."""
         try:
             with torch.no_grad():
                 y = type(base).forward(base, x, mask)
@@ -146,6 +149,7 @@ class MaskedAttention(Recogniser):
         return isinstance(y, torch.Tensor) and self._gives(base, settings, x, mask, y)
 
     def serves(self, module: nn.Module, settings: Self, args: tuple, kwargs: dict) -> bool:
+        args, kwargs = _by_position(settings, args, kwargs)
         if not args or len(args) > 2 or not settings.inner.are_bypassed(module) or torch.compiler.is_compiling():
             return False
         x = args[0]
@@ -171,7 +175,8 @@ class MaskedAttention(Recogniser):
             return False
         return x.shape[1] <= LONGEST or (p > 0 and training)
 
-    def compute(self, module: nn.Module, settings: Self, x: torch.Tensor, *args, **kwargs):
+    def compute(self, module: nn.Module, settings: Self, *args, **kwargs):
+        (x, *args), kwargs = _by_position(settings, args, kwargs)
         mask = args[0] if args else kwargs.get(settings.mask)
         own = module._modules
         first = [own[name] for name in settings.linears[:3]]
@@ -189,6 +194,14 @@ class MaskedAttention(Recogniser):
             last = NO_DROPOUT if settings.last is None else own[settings.last]
             y = temporal._add_norm(own[settings.norm], F.linear(y, dense.weight, dense.bias), x, last)
         return (y, None) if settings.in_tuple else y
+
+
+def _by_position(settings: Self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments with the input before all others, where it is the first keyword."""
+    if args or next(iter(kwargs), None) != settings.x:
+        return args, kwargs
+    others = dict(kwargs)
+    return (others.pop(settings.x),), others
 
 
 def _with_weights(q, k, v, mask: torch.Tensor | None, p: float, training: bool) -> torch.Tensor:
@@ -247,15 +260,6 @@ def _is_mask(mask, x: torch.Tensor, bools: bool) -> bool:
 def _implementation(module: nn.Module):
     """transformers' attentions ask their config on each call which function they run, and whether weights come back."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
-
-
-def _runs(original, base: nn.Module, x: torch.Tensor) -> bool:
-    try:
-        with torch.no_grad():
-            original(base, x, None)
-    except Exception:
-        return False
-    return True
 
 
 def _dropped(module: nn.Module, settings: Self) -> tuple:
