@@ -982,6 +982,35 @@ def test_alike_modules_share_a_class():
     assert len({type(module) for module in list(model)[4:]}) == 1
 
 
+class Configured(Mlp):
+    """Holds an object, as transformers' modules hold their model's config, and counts its calls."""
+
+    calls = 0
+
+    def __init__(self, config):
+        super().__init__(16, 32)
+        self.config = config
+
+    def forward(self, x):
+        Configured.calls += 1
+        return super().forward(x) * self.config.factor
+
+
+def test_modules_that_hold_one_object_are_proved_once(monkeypatch):
+    def calls_of(*configs):
+        monkeypatch.setattr(Configured, "calls", 0)
+        model = nn.Sequential(*map(Configured, configs))
+        found = names(cx.patch(model, only="feed_forward", dry_run=True).patched)
+        return Configured.calls, found
+
+    config = SimpleNamespace(factor=1.0)
+    once, found = calls_of(config)
+    assert once and found == ["0"]
+    assert calls_of(config, config, config) == (once, ["0", "1", "2"])
+    assert calls_of(config, SimpleNamespace(factor=1.0)) == (2 * once, ["0", "1"])
+    assert calls_of(config, SimpleNamespace(factor=2.0))[1] == ["0"]
+
+
 def test_export_writes_the_original_operators():
     model = network().eval()
     cx.patch(model)

@@ -239,6 +239,10 @@ CASES = {
     "biases in the mask": (WithOutput, (rows(), rows(1, 17, 17)[None]), "masked_attention"),
     "torch's function": (ByFunction, (rows(),), "masked_attention"),
     "torch's function, mask": (ByFunction, (rows(), padding(40, 17)), "masked_attention"),
+    "torch's function, bools": (ByFunction, (rows(), padding(40, 17) == 0), "masked_attention"),
+    "torch's function, causal bools": (ByFunction, (rows(), (causal(17) + padding(40, 17)) == 0), "masked_attention"),
+    "torch's function, other bools": (ByFunction, (rows(), causal(17).flip(-1) == 0), "masked_attention"),
+    "more tokens, bools": (ByFunction, (rows(4, 70), causal(70) == 0), "masked_attention"),
     "norm in float32": (CastingNorm, (IMAGE,), "layer_norm2d_float32"),
     "attention over scales": (Scales, (IMAGE,), "multiscale_attention"),
     "another eps": (lambda: Scales(eps=1e-5), (IMAGE,), "multiscale_attention"),
@@ -313,6 +317,73 @@ def test_masks_on_other_devices_are_not_read():
     patch = _swap.patch_of(type(module))
     assert patch.recogniser.serves(module, patch.settings, (x, mask), {})
     assert not patch.recogniser.serves(module, patch.settings, (x, mask.to("meta")), {})
+
+
+def test_masks_of_bools_are_served_where_the_original_takes_them():
+    mask = padding(40, 17) == 0
+    closed = mask.clone()
+    closed[1] = False  # tokens without any key
+    for kind, found, served in ((ByFunction, mask, True), (ByFunction, closed, False), (MaskedAttention, mask, False)):
+        module = kind()
+        cx.patch(module, only="masked_attention")
+        patch = _swap.patch_of(type(module))
+        assert patch.recogniser.serves(module, patch.settings, (rows(), found), {}) == served
+
+
+class CausalWithoutMask(ByFunction):
+    """LayoutLM's in transformers 5."""
+
+    def forward(self, x, mask=None):
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return super().forward(x, later if mask is None else mask)
+
+
+def test_an_attention_without_a_mask_may_be_another():
+    module = CausalWithoutMask().eval()
+    plain = copy.deepcopy(module)
+    (entry,) = [entry for entry in cx.patch(module).patched if entry.recogniser == "masked_attention"]
+    torch.testing.assert_close(module(rows())[0], plain(rows())[0])
+    assert entry.first_error is None
+    mask = padding(40, 17) == 0
+    torch.testing.assert_close(module(rows(), mask)[0], plain(rows(), mask)[0])
+    assert entry.first_error is not None
+
+
+def test_an_attention_whose_input_is_a_keyword():
+    module = ByFunction().eval()
+    plain = copy.deepcopy(module)
+    (entry,) = [entry for entry in cx.patch(module).patched if entry.recogniser == "masked_attention"]
+    given = {"mask": padding(40, 17), "cache": None}
+    for _ in range(2):
+        torch.testing.assert_close(module(x=rows(), **given)[0], plain(rows(), **given)[0])
+    torch.testing.assert_close(module(**given, x=rows())[0], plain(rows(), **given)[0])
+    assert entry.first_error is not None and entry.patched
+
+
+class ByConfig(ByFunction):
+    """transformers': the config says which function runs, one of them gives the weights too."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(_attn_implementation="sdpa")
+
+    def forward(self, x, mask=None):
+        if self.config._attn_implementation == "sdpa":
+            return super().forward(x, mask)
+        q, k, v = (self.split(layer(x)) for layer in (self.query, self.key, self.value))
+        weights = (q @ k.transpose(2, 3) / self.scale()).softmax(-1)
+        return (self.dropout(weights) @ v).transpose(1, 2).reshape(x.shape), weights
+
+
+def test_another_attention_that_a_config_names_later_runs_as_chosen():
+    module = ByConfig().eval()
+    (entry,) = [entry for entry in cx.patch(module).patched if entry.recogniser == "masked_attention"]
+    assert module(rows())[1] is None and entry.first_error is not None
+    module.config._attn_implementation = "eager"
+    y, weights = module(rows())
+    assert weights.shape == (40, 4, 17, 17)
+    module.config._attn_implementation = "sdpa"
+    torch.testing.assert_close(module(rows())[0], y)
 
 
 class Unbiased(RowNorm):

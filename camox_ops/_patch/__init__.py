@@ -173,17 +173,16 @@ def _recognised(recogniser, module: nn.Module, thorough: bool, planned, known: d
     """(settings, error, reason): reason is None where it is recognised, empty where it is something else altogether.
 
     known: results of this patch; modules of which everything but the values of parameters is equal are proved once."""
-    key = fingerprint(module)
-    if key is not None and (recogniser.name, key) in known:
-        return known[recogniser.name, key]
+    key = recogniser.name, fingerprint(module)
+    if key in known:
+        return known[key]
     try:
         found = (*recogniser.recognise(module, thorough, planned), None)
     except _proof.OtherKind:
         found = (None, None, "")
     except _proof.NotAlike as difference:
         found = (None, None, str(difference))
-    if key is not None:
-        known[recogniser.name, key] = found
+    known[key] = found
     return found
 
 

@@ -97,17 +97,16 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
 _OF_ALL = set(vars(nn.Module()))
 
 
-def fingerprint(module: nn.Module) -> tuple | None:
-    """Equal for two modules that differ in the values of parameters and buffers alone; None: not certain."""
+def fingerprint(module: nn.Module) -> tuple:
+    """Equal for two modules that differ in the values of parameters and buffers alone. What is not a plain value, as
+    the config that transformers gives all its modules, has to be one object in both."""
     found = []
     for name, part in module.named_modules():
         own = []
         for key, value in sorted(vars(part).items()):
             if key in _OF_ALL:
                 continue
-            if not _is_plain(value):
-                return None
-            own.append((key, type(value), value))
+            own.append((key, type(value), value if _is_plain(value) else id(value)))
         tensors = [
             (key, None if tensor is None else (type(tensor), tensor.shape, tensor.dtype, tensor.device))
             for key, tensor in [*part._parameters.items(), *part._buffers.items()]

@@ -3,8 +3,9 @@
     masked_attention   heads(W_q x), heads(W_k x), heads(W_v x) -> drop(softmax(q k^T / sqrt(D) + mask)) v
                        and, where the module has them, norm(drop(W mixed) + x)
 
-That is BERT's and RecBole's. A mask of zeros and of numbers so low that their exponential is 0 goes to short_attention
-as padding and causality; any other mask, and more tokens than it takes, are computed with the weights in memory."""
+That is BERT's and RecBole's. A mask of zeros and of numbers so low that their exponential is 0, or of bools where the
+original takes them, goes to short_attention as padding and causality; any other mask, and more tokens than it takes,
+are computed with the weights in memory."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ LOW, LARGEST_SCORE = -9999.0, 4500.0
 class Self(NamedTuple):
     """Names of inner modules: query, key, value and, where there is one, the layer after them, its dropout and norm.
 
-    dropout, probability: the module that drops weights, or the attribute with its p, or neither. mask: name of the
-    argument; optional: whether it may be None. ignored: arguments without effect. in_tuple: (y, None) comes back."""
+    dropout, probability: the module that drops weights, or the attribute with its p, or neither. x, mask: names of the
+    arguments; optional: whether the mask may be None; bools: whether it may be of bools, True where a key counts.
+    ignored: arguments without effect. in_tuple: (y, None) comes back. implementation: which one the config named."""
 
     linears: tuple[str, ...]
     heads: int
@@ -41,8 +43,11 @@ class Self(NamedTuple):
     probability: str | None
     last: str | None
     norm: str | None
+    x: str
     mask: str
     optional: bool
+    bools: bool
+    implementation: object
     ignored: frozenset[str]
     in_tuple: bool
     inner: Inner
@@ -88,6 +93,9 @@ class MaskedAttention(Recogniser):
                 yield (_proof.values((2, 3, width)), None), {}
             yield (_proof.values((3, 7, width)), _mask(3, 7, causal=False)), {}
             yield (_proof.values((2, 6, width)), _proof.values((2, 1, 1, 6)).detach()), {}
+            if settings.bools:
+                yield (_proof.values((3, 7, width)), _mask(3, 7, causal=False) == 0), {}
+                yield (_proof.values((2, 6, width)), _mask(2, 6, causal=True).flip(-1) == 0), {}  # no padding
             yield (_proof.values((1, LONGEST + 3, width)), _mask(1, LONGEST + 3, causal=True)), {}
 
         if not thorough:
@@ -98,7 +106,7 @@ class MaskedAttention(Recogniser):
         """In evaluation mode: the order of the linear layers, the number of heads, what is returned."""
         base = _proof.copied(module, torch.float64, "cpu").eval()
         original = type(base).forward
-        mask_name, *others = list(inspect.signature(original).parameters)[2:]
+        x_name, mask_name, *others = list(inspect.signature(original).parameters)[1:]
         try:
             with torch.no_grad():
                 y = original(base, x, mask)
@@ -108,8 +116,9 @@ class MaskedAttention(Recogniser):
         if in_tuple and (len(y) != 2 or y[1] is not None):
             raise _proof.OtherKind
         norm, inner = parts.norms[0] if parts.norms else None, inner_of(module)
-        optional = _runs(original, base, x)
-        form = Self((), 0, None, None, None, norm, mask_name, optional, frozenset(), in_tuple, inner)
+        chosen = _implementation(module)
+        names = x_name, mask_name
+        form = Self((), 0, None, None, None, norm, *names, False, False, chosen, frozenset(), in_tuple, inner)
         y = y[0] if in_tuple else y
         for order in itertools.permutations(parts.linears):
             shapes = [base._modules[name].weight.shape for name in order]
@@ -117,14 +126,30 @@ class MaskedAttention(Recogniser):
                 continue
             for heads in _heads(module, shapes[0][0]):
                 settings = form._replace(linears=order, heads=heads)
-                with torch.no_grad():
-                    ours = self.compute(base, settings, x, mask)
-                ours = ours[0] if in_tuple else ours
-                if y.shape == ours.shape and torch.allclose(y, ours, rtol=1e-9, atol=1e-9):
-                    return settings._replace(ignored=_ignored(base, others, x, mask, y))
+                if self._gives(base, settings, x, mask, y):
+                    optional, bools = (self._takes(base, settings, x, given) for given in (None, mask == 0))
+                    ignored = _ignored(base, others, x, mask, y)
+                    return settings._replace(optional=optional, bools=bools, ignored=ignored)
         raise _proof.OtherKind
 
+    def _gives(self, base: nn.Module, settings: Self, x, mask: torch.Tensor | None, y: torch.Tensor) -> bool:
+        with torch.no_grad():
+            ours = self.compute(base, settings, x, mask)
+        ours = ours[0] if settings.in_tuple else ours
+        return y.shape == ours.shape and torch.allclose(y, ours, rtol=1e-9, atol=1e-9)
+
+    def _takes(self, base: nn.Module, settings: Self, x, mask: torch.Tensor | None) -> bool:
+        """Whether such a mask means to the original what it does here: some are causal where they get none."""
+        try:
+            with torch.no_grad():
+                y = type(base).forward(base, x, mask)
+        except Exception:
+            return False
+        y = y[0] if isinstance(y, tuple) else y
+        return isinstance(y, torch.Tensor) and self._gives(base, settings, x, mask, y)
+
     def serves(self, module: nn.Module, settings: Self, args: tuple, kwargs: dict) -> bool:
+        args, kwargs = _by_position(settings, args, kwargs)
         if not args or len(args) > 2 or not settings.inner.are_bypassed(module) or torch.compiler.is_compiling():
             return False
         x = args[0]
@@ -136,7 +161,9 @@ class MaskedAttention(Recogniser):
             if name not in settings.ignored or type(value) is not torch.Tensor or value.shape != x.shape[1:2]:
                 return False
         mask = args[1] if len(args) == 2 else kwargs.get(settings.mask)
-        if not (settings.optional if mask is None else _is_mask(mask, x)):
+        if not (settings.optional if mask is None else _is_mask(mask, x, settings.bools)):
+            return False
+        if _implementation(module) != settings.implementation:
             return False
         if not have_probabilities(module, settings.dropout, settings.last):
             return False
@@ -148,7 +175,8 @@ class MaskedAttention(Recogniser):
             return False
         return x.shape[1] <= LONGEST or (p > 0 and training)
 
-    def compute(self, module: nn.Module, settings: Self, x: torch.Tensor, *args, **kwargs):
+    def compute(self, module: nn.Module, settings: Self, *args, **kwargs):
+        (x, *args), kwargs = _by_position(settings, args, kwargs)
         mask = args[0] if args else kwargs.get(settings.mask)
         own = module._modules
         first = [own[name] for name in settings.linears[:3]]
@@ -168,12 +196,20 @@ class MaskedAttention(Recogniser):
         return (y, None) if settings.in_tuple else y
 
 
+def _by_position(settings: Self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments with the input before all others, where it is the first keyword."""
+    if args or next(iter(kwargs), None) != settings.x:
+        return args, kwargs
+    others = dict(kwargs)
+    return (others.pop(settings.x),), others
+
+
 def _with_weights(q, k, v, mask: torch.Tensor | None, p: float, training: bool) -> torch.Tensor:
     """(B, T, H, D), the weights of all heads in memory."""
     q, k, v = (part.transpose(1, 2) for part in (q * q.shape[-1] ** -0.5, k, v))
     scores = q @ k.transpose(-2, -1)
     if mask is not None:
-        scores = scores + mask
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
     return (dropout(scores.softmax(-1), p, training=training) @ v).transpose(1, 2)
 
 
@@ -181,8 +217,10 @@ def _padding(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> tup
     """The mask as (keys that do not count, causal); None: it is something else, or some token has no key."""
     if mask is None:
         return None, False
-    open_ = mask == 0
-    if not bool((open_ | (mask <= LOW)).all()) or not _largest_score(q, k) <= LARGEST_SCORE:
+    open_ = mask if mask.dtype is torch.bool else mask == 0
+    if mask.dtype is not torch.bool and not (
+        bool((open_ | (mask <= LOW)).all()) and _largest_score(q, k) <= LARGEST_SCORE
+    ):
         return None
     open_ = open_[:, 0]
     keys, causal = open_[:, -1], False
@@ -206,24 +244,22 @@ def _largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
         return (lengths[0] * lengths[1] * math.sqrt(q.shape[-1])).item()
 
 
-def _is_mask(mask, x: torch.Tensor) -> bool:
+def _is_mask(mask, x: torch.Tensor, bools: bool) -> bool:
     """Reads its values, for which a GPU would have to be waited for."""
     if type(mask) is not torch.Tensor or mask.requires_grad or not (mask.is_cpu and x.is_cpu) or mask.dim() != 4:
         return False
     batch, tokens = x.shape[:2]
-    if mask.dtype is not x.dtype or mask.shape[0] not in (1, batch) or mask.shape[1] != 1:
+    is_bool = bools and mask.dtype is torch.bool
+    if not (is_bool or mask.dtype is x.dtype) or mask.shape[0] not in (1, batch) or mask.shape[1] != 1:
         return False
     # A token that sees no key at all is NaN in one original and zeros in another.
-    return mask.shape[2:] in ((1, tokens), (tokens, tokens)) and not bool((mask == -math.inf).all(-1).any())
+    closed = ~mask if is_bool else mask == -math.inf
+    return mask.shape[2:] in ((1, tokens), (tokens, tokens)) and not bool(closed.all(-1).any())
 
 
-def _runs(original, base: nn.Module, x: torch.Tensor) -> bool:
-    try:
-        with torch.no_grad():
-            original(base, x, None)
-    except Exception:
-        return False
-    return True
+def _implementation(module: nn.Module):
+    """transformers' attentions ask their config on each call which function they run, and whether weights come back."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
 def _dropped(module: nn.Module, settings: Self) -> tuple:
