@@ -41,6 +41,13 @@ class _Part:
     def unoptimised(self) -> bool:
         return bool(self.library.camox_cuda_unoptimised())
 
+    def last_refusal(self) -> str:
+        """As _C.last_refusal, of what this part checked."""
+        if self.library is None:
+            return ""
+        self.library.camox_cuda_last_refusal.restype = ctypes.c_char_p
+        return self.library.camox_cuda_last_refusal().decode()
+
 
 part = _Part()
 

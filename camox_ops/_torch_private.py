@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import torch
 from torch.autograd import Function, forward_ad
 
+from . import _C, _cuda
+
 NAMES = (
     # the call path past the Python of OpOverload and Function, all of it or nothing
     "torch._C._AutoDispatchBelowAutograd",
@@ -293,10 +295,24 @@ def attempt_in_place(name: str) -> Callable:
     return attempt
 
 
+def call_operator(operator: Callable, *args):
+    """For operators that the package calls without differentiable_call, of arguments that only they check."""
+    try:
+        return operator(*args)
+    except RuntimeError as error:
+        raise_as_torch_does(error)
+        raise
+
+
 def raise_as_torch_does(error: RuntimeError) -> None:
-    """What torch's C interface makes a plain RuntimeError of is an OutOfMemoryError again, which callers look for."""
-    if type(error) is RuntimeError and str(error).startswith("CUDA out of memory"):
+    """What torch's C interface makes a plain RuntimeError of is again what callers look for: an OutOfMemoryError, and
+    from torch 2.15 on, where C++'s invalid_argument is none any longer, a ValueError."""
+    if type(error) is not RuntimeError:
+        return
+    if str(error).startswith("CUDA out of memory"):
         raise torch.OutOfMemoryError(*error.args) from None
+    if str(error) in (_C.last_refusal(), _cuda.part.last_refusal()):
+        raise ValueError(*error.args) from None
 
 
 def refuse_tangents(name: str, args) -> None:

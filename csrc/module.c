@@ -50,6 +50,12 @@ static PyObject *take_notes(PyObject *self, PyObject *args) {
   return text;
 }
 
+/* What this thread's last failed call said of an argument that it refused; empty where it failed for another reason. */
+static PyObject *last_refusal(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return PyUnicode_FromString(camox_last_refusal());
+}
+
 static PyObject *build_info(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   return Py_BuildValue("{s:s, s:s, s:s, s:s, s:s}", "version", CAMOX_VERSION, "compiler", __VERSION__, "built_with_torch",
@@ -97,6 +103,7 @@ static PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS, "Facts of this build as a dict."},
     {"keep_notes", keep_notes, METH_O, "Whether C notes what each call runs."},
     {"take_notes", take_notes, METH_NOARGS, "This thread's notes, a line each; they are forgotten then."},
+    {"last_refusal", last_refusal, METH_NOARGS, "What this thread's last failed call said of an argument; else empty."},
     {"tune_cpu_allocator", tune_cpu_allocator, METH_NOARGS, "Keep freed memory with the process (glibc)."},
     {NULL, NULL, 0, NULL},
 };

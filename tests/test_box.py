@@ -7,6 +7,7 @@ from helpers import (
     DEVICE,
     FLOATS,
     LAYOUTS,
+    REFUSAL,
     TWO_OF_FLOATS,
     assert_close_to_reference,
     assert_one_rounding,
@@ -282,11 +283,11 @@ def test_errors_of_options():
 
 def test_errors_from_c():
     op = torch.ops.camox_ops
-    with pytest.raises(ValueError, match=r"box_mean: x must have 4 dimensions \(B, C, H, W\), got 3"):
+    with pytest.raises(REFUSAL, match=r"box_mean: x must have 4 dimensions \(B, C, H, W\), got 3"):
         op.box_mean(X[0], 3, 3, True)
-    with pytest.raises(ValueError, match=r"box_mean: size must be odd and > 0, got \(3, 2\)"):
+    with pytest.raises(REFUSAL, match=r"box_mean: size must be odd and > 0, got \(3, 2\)"):
         op.box_mean(X, 3, 2, True)
-    with pytest.raises(ValueError, match="box_mean_backward: dtype must be float32"):
+    with pytest.raises(REFUSAL, match="box_mean_backward: dtype must be float32"):
         op.box_mean_backward(X.long(), 3, 3, True, False)
-    with pytest.raises(ValueError, match="structure_weight: gain must be finite, got inf"):
+    with pytest.raises(REFUSAL, match="structure_weight: gain must be finite, got inf"):
         op.structure_weight(X, 3, 3, float("inf"))

@@ -14,6 +14,7 @@ from helpers import DEVICE, run_python_with_torch
 
 import camox_ops
 from camox_ops import _cuda
+from camox_ops._torch_private import raise_as_torch_does
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 import emulator
@@ -176,6 +177,13 @@ def test_error_word_is_that_of_the_device_asked_for(machine):
         assert current(machine) == 0
     for none in (-1, 4, 1000):
         assert machine.camox_cuda_error_word(none) is None
+
+
+def test_arguments_that_it_refused_are_value_errors(machine):
+    """Also where torch makes a RuntimeError of C++'s invalid_argument."""
+    with pytest.raises(ValueError, match="^refused$"):
+        raise_as_torch_does(RuntimeError("refused"))
+    raise_as_torch_does(RuntimeError("failed"))
 
 
 def test_check_errors_touches_only_devices_that_ran_kernels(machine):

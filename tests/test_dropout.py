@@ -9,6 +9,7 @@ from dropout_inputs import LAYOUTS, affine, normal
 from helpers import (
     DEVICE,
     FLOATS,
+    REFUSAL,
     assert_close_to_reference,
     assert_one_rounding,
     assert_reads_half_weights,
@@ -262,7 +263,7 @@ def test_norm_weight_and_bias_of_two_dtypes():
     y = cx.dropout_add_layer_norm(x, *leaves)
     assert torch.equal(y, cx.dropout_add_layer_norm(x, x, leaves[1].float(), bias))
     assert [grad.dtype for grad in torch.autograd.grad(y.sum(), leaves[1:])] == [torch.bfloat16, torch.float32]
-    with pytest.raises(ValueError, match="bias must have the dtype of weight"):
+    with pytest.raises(REFUSAL, match="bias must have the dtype of weight"):
         op.dropout_add_layer_norm(x, *leaves, None, 0.0, 1e-5)
 
 
@@ -517,29 +518,29 @@ def test_errors_of_norm(change, error, message):
 
 def test_errors_from_c():
     x, seed, weight = torch.zeros(2, 4, device=DEVICE), seed_of(), torch.ones(4, device=DEVICE)
-    with pytest.raises(ValueError, match=r"dropout: p must be in \[0, 1\), got 1"):
+    with pytest.raises(REFUSAL, match=r"dropout: p must be in \[0, 1\), got 1"):
         op.dropout(x, seed, 1.0)
-    with pytest.raises(ValueError, match="dropout: seed must be one int64 number, got 2 elements"):
+    with pytest.raises(REFUSAL, match="dropout: seed must be one int64 number, got 2 elements"):
         op.dropout(x, seed.repeat(2), 0.5)
-    with pytest.raises(ValueError, match="dropout: x must have at most 16 dimensions, got 17"):
+    with pytest.raises(REFUSAL, match="dropout: x must have at most 16 dimensions, got 17"):
         op.dropout(torch.zeros([1] * 17, device=DEVICE), seed, 0.5)
-    with pytest.raises(ValueError, match="dropout: dtype must be float32, bfloat16"):
+    with pytest.raises(REFUSAL, match="dropout: dtype must be float32, bfloat16"):
         op.dropout(x.int(), seed, 0.5)
-    with pytest.raises(ValueError, match="sparse_gate: y must have the shape of x"):
+    with pytest.raises(REFUSAL, match="sparse_gate: y must have the shape of x"):
         op.sparse_gate(x, x[:1], None, 0.0)
-    with pytest.raises(ValueError, match="sparse_gate_backward: grad must have the dtype of x"):
+    with pytest.raises(REFUSAL, match="sparse_gate_backward: grad must have the dtype of x"):
         op.sparse_gate_backward(x.half(), x, x, None, 0.0)
-    with pytest.raises(ValueError, match="weight must have one element per column of x, 4, got 3"):
+    with pytest.raises(REFUSAL, match="weight must have one element per column of x, 4, got 3"):
         op.dropout_add_layer_norm(x, x, weight[:3], weight, None, 0.0, 1e-5)
-    with pytest.raises(ValueError, match="bias must be contiguous, got stride 2"):
+    with pytest.raises(REFUSAL, match="bias must be contiguous, got stride 2"):
         op.dropout_add_layer_norm(x, x, weight, torch.ones(8, device=DEVICE)[::2], None, 0.0, 1e-5)
-    with pytest.raises(ValueError, match="eps must be > 0 and finite, got 0"):
+    with pytest.raises(REFUSAL, match="eps must be > 0 and finite, got 0"):
         op.dropout_add_layer_norm(x, x, weight, weight, None, 0.0, 0.0)
-    with pytest.raises(ValueError, match="eps must be > 0 and finite, got 1e-50"):
+    with pytest.raises(REFUSAL, match="eps must be > 0 and finite, got 1e-50"):
         op.dropout_add_layer_norm(x, x, weight, weight, None, 0.0, 1e-50)
-    with pytest.raises(ValueError, match="weight must have dtype float32 beside this x"):
+    with pytest.raises(REFUSAL, match="weight must have dtype float32 beside this x"):
         op.dropout_add_layer_norm(x, x, weight.half(), weight, None, 0.0, 1e-5)
-    with pytest.raises(ValueError, match=r"stats must have shape \(2, 2\), got \(2, 3\)"):
+    with pytest.raises(REFUSAL, match=r"stats must have shape \(2, 2\), got \(2, 3\)"):
         op.dropout_add_layer_norm_backward(x, x, x, weight, torch.ones(2, 3, device=DEVICE), None, 0.0)
 
 

@@ -7,6 +7,7 @@ from helpers import (
     DEVICE,
     FLOATS,
     LAYOUTS,
+    REFUSAL,
     assert_close_to_reference,
     assert_one_rounding,
     every_pair,
@@ -226,22 +227,22 @@ def test_errors_of_nested_tensors():
 def test_errors_from_c():
     op = torch.ops.camox_ops
     x = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(ValueError, match="edge_maps: eps must be > 0 and finite, got 0"):
+    with pytest.raises(REFUSAL, match="edge_maps: eps must be > 0 and finite, got 0"):
         op.edge_maps(x, 0.0, 0)
-    with pytest.raises(ValueError, match="edge_maps: eps must be > 0 and finite, got 1e-46"):
+    with pytest.raises(REFUSAL, match="edge_maps: eps must be > 0 and finite, got 1e-46"):
         op.edge_maps(x, 1e-46, 0)
     assert op.edge_maps(x.double(), 1e-46, 0)[0].min() > 0
-    with pytest.raises(ValueError, match="edge_maps: unknown border code 3"):
+    with pytest.raises(REFUSAL, match="edge_maps: unknown border code 3"):
         op.edge_maps(x, 1e-8, 3)
-    with pytest.raises(ValueError, match="'reflect' needs sides of at least 2, got x with H=1, W=4"):
+    with pytest.raises(REFUSAL, match="'reflect' needs sides of at least 2, got x with H=1, W=4"):
         op.edge_maps_stacked(x, 1e-8, 2)
-    with pytest.raises(ValueError, match="x must have 4 dimensions"):
+    with pytest.raises(REFUSAL, match="x must have 4 dimensions"):
         op.edge_maps(x[0], 1e-8, 0)
-    with pytest.raises(ValueError, match="dtype must be float32, bfloat16, float16 or float64"):
+    with pytest.raises(REFUSAL, match="dtype must be float32, bfloat16, float16 or float64"):
         op.edge_maps(x.int(), 1e-8, 0)
-    with pytest.raises(ValueError, match="grad_sobel has size 5 in dimension 3, expected 4"):
+    with pytest.raises(REFUSAL, match="grad_sobel has size 5 in dimension 3, expected 4"):
         op.edge_maps_backward(x, torch.zeros(1, 1, 1, 5), None, None, None, 1e-8, 0)
-    with pytest.raises(ValueError, match="grad_gradient must have the dtype of x"):
+    with pytest.raises(REFUSAL, match="grad_gradient must have the dtype of x"):
         op.edge_maps_backward(x, None, None, x.double(), None, 1e-8, 0)
 
 

@@ -8,6 +8,7 @@ import torch
 from helpers import (
     DEVICE,
     FLOATS,
+    REFUSAL,
     TWO_OF_FLOATS,
     assert_close_to_reference,
     assert_one_rounding,
@@ -258,15 +259,15 @@ def test_errors_of_given_experts():
         with pytest.raises(ValueError, match=f"routing.experts must be >= 0 and < 4, got {bad} in slot 3"):
             cx.moe_routing(torch.zeros(3, 2), experts, 4)
     place = torch.ops.camox_ops.moe_place
-    with pytest.raises(ValueError, match="moe_place: experts must have 2 dimensions"):
+    with pytest.raises(REFUSAL, match="moe_place: experts must have 2 dimensions"):
         place(torch.zeros(3).long(), None, 4, None)
-    with pytest.raises(ValueError, match="moe_place: capacity must be >= 0, got -1"):
+    with pytest.raises(REFUSAL, match="moe_place: capacity must be >= 0, got -1"):
         place(torch.zeros(3, 2).long(), None, 4, -1)
-    with pytest.raises(ValueError, match="moe_place: experts must have dtype int64"):
+    with pytest.raises(REFUSAL, match="moe_place: experts must have dtype int64"):
         place(torch.zeros(3, 2).int(), None, 4, None)
-    with pytest.raises(ValueError, match="the number of experts must be from 1 to 1024, got 2000"):
+    with pytest.raises(REFUSAL, match="the number of experts must be from 1 to 1024, got 2000"):
         place(torch.zeros(3, 2).long(), None, 2000, None)
-    with pytest.raises(ValueError, match="top_k must be from 1 to the number of experts, 1, got 2"):
+    with pytest.raises(REFUSAL, match="top_k must be from 1 to the number of experts, 1, got 2"):
         place(torch.zeros(3, 2).long(), None, 1, None)
 
 
@@ -777,7 +778,7 @@ def test_a_backward_takes_what_its_forward_validated():
             y.sum().backward()
         with pytest.raises(ValueError, match=r"moe: routing\.position must"):
             step(changed)
-    with pytest.raises(ValueError, match=r"moe: routing\.position must"):
+    with pytest.raises(REFUSAL, match=r"moe: routing\.position must"):
         torch.ops.camox_ops.moe_dispatch_backward(torch.rand(12, 3), *indices_of(changed), None)
 
 
@@ -820,5 +821,5 @@ def test_errors_from_c():
         ),
         ("grad must have the dtype", lambda: op.moe_combine_backward(x.half(), y, weights, *indices_of(routing), None)),
     ):
-        with pytest.raises(ValueError, match="moe.*: " + message):
+        with pytest.raises(REFUSAL, match="moe.*: " + message):
             call()

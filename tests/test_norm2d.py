@@ -7,6 +7,7 @@ from helpers import (
     DEVICE,
     FLOATS,
     LAYOUTS,
+    REFUSAL,
     assert_close_to_reference,
     assert_one_rounding,
     assert_reads_half_weights,
@@ -356,15 +357,15 @@ def test_errors_from_c():
         ({"groups": 0}, "groups must be >= 1 and divide the 6 channels of x, got 0"),
         ({"activation": 5}, "unknown activation code 5"),
     ):
-        with pytest.raises(ValueError, match="layer_norm2d: " + message):
+        with pytest.raises(REFUSAL, match="layer_norm2d: " + message):
             call(**arguments)
-    with pytest.raises(ValueError, match="layer_norm2d_backward: grad has size 5 in dimension 3, expected 4"):
+    with pytest.raises(REFUSAL, match="layer_norm2d_backward: grad has size 5 in dimension 3, expected 4"):
         op.layer_norm2d_backward(torch.zeros(1, 6, 2, 5), x, weight, bias, stats, 1e-6, 1, 0)
     for arguments, message in (
         ((2, 0), "size 1 in dimension 2, expected 2"),
         ((1, 1), "size 1 in dimension 0, expected 2"),
     ):
-        with pytest.raises(ValueError, match="layer_norm2d_backward: stats has " + message):
+        with pytest.raises(REFUSAL, match="layer_norm2d_backward: stats has " + message):
             op.layer_norm2d_backward(x, x, weight, bias, stats, 1e-6, *arguments)
 
 

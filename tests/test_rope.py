@@ -10,6 +10,7 @@ import torch
 from helpers import (
     DEVICE,
     FLOATS,
+    REFUSAL,
     TWO_OF_FLOATS,
     assert_close_to_reference,
     assert_one_rounding,
@@ -364,7 +365,7 @@ def test_errors_of_inplace():
     ):
         with pytest.raises(ValueError, match=message):
             cx.rope(*arguments, inplace=True)
-    with pytest.raises(ValueError, match="share memory, their stride is 0"):
+    with pytest.raises(REFUSAL, match="share memory, their stride is 0"):
         torch.ops.camox_ops.rope_(x.expand(2, 2, 3, 4), cos, sin, None, None, False, 0, None, False)
 
 
@@ -760,11 +761,11 @@ def test_errors_from_c():
         ("cu_seqlens must have dtype int32", {"x": x[0], "cu_seqlens": torch.zeros(2)}),
         ("cu_seqlens must be contiguous", {"x": x[0], "cu_seqlens": torch.zeros(0, dtype=torch.int32)}),
     ):
-        with pytest.raises(ValueError, match="rope: " + message):
+        with pytest.raises(REFUSAL, match="rope: " + message):
             call(**arguments)
-    with pytest.raises(ValueError, match="rope_backward: grad must have the shape of x"):
+    with pytest.raises(REFUSAL, match="rope_backward: grad must have the shape of x"):
         backward(torch.zeros(2, 1, 3, 4), x, cos, sin)
-    with pytest.raises(ValueError, match="rope_backward: grad must have the dtype of x"):
+    with pytest.raises(REFUSAL, match="rope_backward: grad must have the dtype of x"):
         backward(x.bfloat16(), x, cos, sin)
 
 

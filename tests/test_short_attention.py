@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers import (
     DEVICE,
     FLOATS,
+    REFUSAL,
     TWO_OF_FLOATS,
     assert_close_to_reference,
     assert_one_rounding,
@@ -340,7 +341,7 @@ def test_errors_of_the_operator():
         ((torch.ones(1, 65, 1, 1),) * 3 + (None, None, False, 1.0, 0.0), "at most 64 tokens in dimension 1, got 65"),
         ((q.long(), q.long(), q.long(), None, None, False, 1.0, 0.0), "dtype must be float32"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(REFUSAL, match=message):
             op.short_attention(*arguments)
-    with pytest.raises(ValueError, match="grad must have the shape of q"):
+    with pytest.raises(REFUSAL, match="grad must have the shape of q"):
         op.short_attention_backward(q[:1], q, q, q, None, None, False, 1.0, 0.0)

@@ -7,6 +7,7 @@ from helpers import (
     DEVICE,
     FLOATS,
     LAYOUTS,
+    REFUSAL,
     assert_close_to_reference,
     assert_same_sums,
     float64_on_cpu,
@@ -263,19 +264,19 @@ def test_errors_of_a_mask_outside_0_and_1():
 
 def test_errors_from_c():
     op, grad, sums = torch.ops.camox_ops, torch.ones(()), torch.zeros(2, 4)
-    with pytest.raises(ValueError, match="structure_loss: mask has size 3 in dimension 3, logits 4"):
+    with pytest.raises(REFUSAL, match="structure_loss: mask has size 3 in dimension 3, logits 4"):
         op.structure_loss(X, HALF[..., 1:], HALF, 0, 1.0, False, 0)
-    with pytest.raises(ValueError, match="structure_loss: weight must have dtype float32 beside this x"):
+    with pytest.raises(REFUSAL, match="structure_loss: weight must have dtype float32 beside this x"):
         op.structure_loss(X, HALF, HALF.double(), 0, 1.0, False, 0)
-    with pytest.raises(ValueError, match="structure_loss: weight must have the dtype of x"):
+    with pytest.raises(REFUSAL, match="structure_loss: weight must have the dtype of x"):
         op.structure_loss(X.half(), HALF.half(), HALF, 0, 1.0, False, 0)
-    with pytest.raises(ValueError, match="structure_loss: unknown bce code 2"):
+    with pytest.raises(REFUSAL, match="structure_loss: unknown bce code 2"):
         op.structure_loss(X, HALF, HALF, 2, 1.0, False, 0)
-    with pytest.raises(ValueError, match="structure_loss: unknown reduction code 3"):
+    with pytest.raises(REFUSAL, match="structure_loss: unknown reduction code 3"):
         op.structure_loss(X, HALF, HALF, 0, 1.0, False, 3)
-    with pytest.raises(ValueError, match="structure_loss: smooth must be >= 0 and finite, got -1"):
+    with pytest.raises(REFUSAL, match="structure_loss: smooth must be >= 0 and finite, got -1"):
         op.structure_loss(X, HALF, HALF, 0, -1.0, False, 0)
-    with pytest.raises(ValueError, match=r"structure_loss_backward: sums must have shape \(2, 4\), got \(1, 4\)"):
+    with pytest.raises(REFUSAL, match=r"structure_loss_backward: sums must have shape \(2, 4\), got \(1, 4\)"):
         op.structure_loss_backward(grad, X, HALF, HALF, sums[:1], 0, 1.0, False, 0)
-    with pytest.raises(ValueError, match="structure_loss_backward: grad must have 2 dimensions, got 0"):
+    with pytest.raises(REFUSAL, match="structure_loss_backward: grad must have 2 dimensions, got 0"):
         op.structure_loss_backward(grad, X, HALF, HALF, sums, 0, 1.0, False, 2)

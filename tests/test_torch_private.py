@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import run_python_with_torch
 
+import camox_ops as cx
 from camox_ops import _torch_private
 
 ROOT = Path(__file__).parents[1]
@@ -158,6 +160,15 @@ def test_the_autograd_tests_without_any_name():
     )
     assert result.returncode == 0, result.stdout[-4000:]
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 100
+
+
+def test_arguments_that_c_refuses_are_value_errors():
+    """Also where torch, from 2.15 on, makes a RuntimeError of C++'s invalid_argument."""
+    with pytest.raises(ValueError, match="logits hold NaN in 1 of 1 rows") as refused:
+        cx.moe_route(torch.full((1, 2), float("nan")), 1)
+    with pytest.raises(ValueError, match="logits hold NaN in 1 of 1 rows"):
+        _torch_private.raise_as_torch_does(RuntimeError(str(refused.value)))
+    _torch_private.raise_as_torch_does(RuntimeError("another"))
 
 
 def test_other_files_use_public_names_alone():

@@ -8,7 +8,7 @@ import numbers
 import torch
 
 from .. import reference
-from .._torch_private import in_transform
+from .._torch_private import call_operator, in_transform
 from . import _check
 from ._check import dtype_names
 from ._codes import LAYOUTS
@@ -133,7 +133,7 @@ def bdh_attention_step(
     if _differentiated(q, v, cos, sin, *(() if state is None else (state,))):
         return reference.bdh_attention_step(q, v, cos, sin, state, relu=relu, scale=scale)
     state = None if state is None else state.contiguous()
-    return torch.ops.camox_ops.bdh_attention_step(q, v, cos, sin, state, relu, scale)
+    return call_operator(torch.ops.camox_ops.bdh_attention_step, q, v, cos, sin, state, relu, scale)
 
 
 def _tf32(q: torch.Tensor) -> bool:

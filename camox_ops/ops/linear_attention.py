@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from .. import reference
-from .._torch_private import attempt_in_place, in_transform
+from .._torch_private import attempt_in_place, call_operator, in_transform
 from . import _check
 from ._check import dtype_names
 from ._codes import FEATURE_MAPS, LAYOUTS, NORMALIZATIONS, code_of
@@ -212,7 +212,7 @@ def linear_attention_step(
     _check_written(op, s, z)
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     dense = [None if x is None else x.resolve_neg().contiguous() for x in (s, z)]
-    out = torch.ops.camox_ops.linear_attention_step(q, k, v, *dense, *options, strict, eps)
+    out = call_operator(torch.ops.camox_ops.linear_attention_step, q, k, v, *dense, *options, strict, eps)
     for given, written in zip((s, z), dense, strict=True):
         if given is not None and written is not given:
             given.copy_(written)

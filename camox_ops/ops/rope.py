@@ -7,7 +7,7 @@ import math
 import torch
 
 from .. import reference
-from .._torch_private import in_transform, why_not_overwritten
+from .._torch_private import call_operator, in_transform, why_not_overwritten
 from . import _check
 from ._check import dtype_names
 from ._codes import LAYOUTS, code_of, name_of
@@ -295,7 +295,7 @@ class _RopeInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, *arguments):
-        torch.ops.camox_ops.rope_(x, *arguments)
+        call_operator(torch.ops.camox_ops.rope_, x, *arguments)
         ctx.mark_dirty(x)
         ctx.save_for_backward(*arguments[:4])
         ctx.arguments = arguments[4:]
@@ -313,7 +313,7 @@ def _rotate_in_place(x: torch.Tensor, *arguments) -> torch.Tensor:
         return x.copy_(_rope(x, *arguments))  # a lazily negated view has no memory of its own values
     if torch.is_grad_enabled() and x.requires_grad:
         return _RopeInPlace.apply(x, *arguments)
-    torch.ops.camox_ops.rope_(x, *arguments)
+    call_operator(torch.ops.camox_ops.rope_, x, *arguments)
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
     return x

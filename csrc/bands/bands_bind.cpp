@@ -72,7 +72,7 @@ Tensor frequency_bands_backward(OptionalTensor grad_low, OptionalTensor grad_mid
     check_like(grad, *like, p.channels, "frequency_bands_backward", grads[band].second);
     p.bands[band] = view4(grad);
   }
-  if (like == nullptr) throw std::invalid_argument("frequency_bands_backward: at least one gradient must be given");
+  if (like == nullptr) throw refusal("frequency_bands_backward: at least one gradient must be given");
   Tensor grad_x = empty_image(*like, p.channels, channels_last);
   p.grad_x = view4(grad_x);
   compute(p, *like, true);

@@ -10,19 +10,19 @@ using namespace camox;
 
 void check_table(const Tensor& table, const Tensor& q, int64_t dimensions, const char* op, const char* name) {
   check_real(table, q, dimensions, op, name);
-  if (!table.is_contiguous()) throw std::invalid_argument(std::string(op) + ": " + name + " must be contiguous");
+  if (!table.is_contiguous()) throw refusal(std::string(op) + ": " + name + " must be contiguous");
 }
 
 void check_companion(const Tensor& y, const Tensor& q, int64_t dimensions, const char* op, const char* name) {
   if (y.dim() != dimensions)
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have " + std::to_string(dimensions) +
-                                " dimensions, got " + std::to_string(y.dim()));
+    throw refusal(std::string(op) + ": " + name + " must have " + std::to_string(dimensions) + " dimensions, got " +
+                  std::to_string(y.dim()));
   check_dtype_and_device(y, q, op, name);
 }
 
 void check_sizes(const Tensor& y, std::initializer_list<int64_t> sizes, const char* op, const char* name) {
   if (!std::equal(sizes.begin(), sizes.end(), y.sizes().begin(), y.sizes().end()))
-    throw std::invalid_argument(std::string(op) + ": " + name + " has another shape than q and v ask for");
+    throw refusal(std::string(op) + ": " + name + " has another shape than q and v ask for");
 }
 
 // v with as many heads as q has: the stride over a shared head is 0.
@@ -48,7 +48,7 @@ camox_bdh_params bdh_params(const Tensor& q, const Tensor& v, const Tensor& cos,
   check_table(cos, q, 2, op, "cos");
   check_table(sin, q, 2, op, "sin");
   if (cos.size(0) != sin.size(0) || cos.size(1) != sin.size(1))
-    throw std::invalid_argument("bdh_attention: cos and sin must have the same shape");
+    throw refusal("bdh_attention: cos and sin must have the same shape");
   p.relu = o.relu, p.causal = o.causal, p.softmax = o.softmax, p.tf32 = o.tf32, p.scale = o.scale;
   p.form = static_cast<camox_bdh_form>(o.form < 0 || o.form > CAMOX_BDH_STATE ? CAMOX_BDH_STATE + 1 : o.form);
   p.batch = q.size(0), p.heads = q.size(1), p.length = q.size(2), p.dim = q.size(3), p.value_dim = v.size(3);
@@ -93,7 +93,7 @@ void* data_of_saved(const Tensor& saved, const Tensor& q, std::initializer_list<
   if (saved.numel() == 0) return nullptr;
   check_real(saved, q, static_cast<int64_t>(size.size()), op, name);
   check_sizes(saved, size, op, name);
-  if (!saved.is_contiguous()) throw std::invalid_argument(std::string(op) + ": " + name + " must be contiguous");
+  if (!saved.is_contiguous()) throw refusal(std::string(op) + ": " + name + " must be contiguous");
   return saved.data_ptr();
 }
 
@@ -170,7 +170,7 @@ std::tuple<Tensor, Tensor> bdh_attention_step(const Tensor& q, const Tensor& v, 
   check_companion(v, q, 3, op, "v");
   check_table(cos, q, 1, op, "cos");
   check_table(sin, q, 1, op, "sin");
-  if (cos.size(0) != sin.size(0)) throw std::invalid_argument("bdh_attention_step: cos and sin must have the same shape");
+  if (cos.size(0) != sin.size(0)) throw refusal("bdh_attention_step: cos and sin must have the same shape");
   p.relu = relu, p.scale = scale;
   p.batch = q.size(0), p.heads = q.size(1), p.dim = q.size(2), p.value_dim = v.size(2);
   check_sizes(v, {p.batch, v.size(1), p.value_dim}, op, "v");
@@ -181,7 +181,7 @@ std::tuple<Tensor, Tensor> bdh_attention_step(const Tensor& q, const Tensor& v, 
   if (state.has_value()) {
     check_real(*state, q, 4, op, "state");
     check_sizes(*state, {p.batch, p.heads, p.dim, p.value_dim}, op, "state");
-    if (!state->is_contiguous()) throw std::invalid_argument("bdh_attention_step: state must be contiguous");
+    if (!state->is_contiguous()) throw refusal("bdh_attention_step: state must be contiguous");
     p.state = view4(*state);
   }
   Tensor next = empty_real(q, {p.batch, p.heads, p.dim, p.value_dim});

@@ -10,7 +10,7 @@ using namespace camox;
 // x is contiguous.
 camox_bias_gelu_params params_of(const Tensor& x, const Weights& bias, const OptionalTensor& seed, double probability,
                                  const char* op) {
-  if (x.dim() < 1) throw std::invalid_argument(std::string(op) + ": x must have at least 1 dimension, got 0");
+  if (x.dim() < 1) throw refusal(std::string(op) + ": x must have at least 1 dimension, got 0");
   camox_bias_gelu_params p{};
   p.dtype = dtype_of(x, op);
   p.p = probability;
@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& given_grad, const Te
   const char* op = "bias_gelu_backward";
   bool same = given_grad.dim() == given.dim();
   for (int64_t d = 0; same && d < given.dim(); ++d) same = given_grad.size(d) == given.size(d);
-  if (!same) throw std::invalid_argument("bias_gelu_backward: grad must have the shape of x");
+  if (!same) throw refusal("bias_gelu_backward: grad must have the shape of x");
   check_dtype_and_device(given_grad, given, op, "grad");
   const Tensor x = as_contiguous(given), grad = as_contiguous(given_grad);
   const Weights biases(bias, x, op, "bias");

@@ -5,6 +5,8 @@
 
 #include <atomic>
 
+#include "status.h"
+
 #define CAMOX_EXPORT extern "C" __attribute__((visibility("default")))
 
 /* "sm_80,sm_90,compute_90": the architectures with machine code here, and that of the PTX, if there is any. */
@@ -24,6 +26,9 @@ CAMOX_EXPORT void camox_cuda_versions(int *built, int *driver) {
   *built = CUDART_VERSION;
   if (cudaDriverGetVersion(driver) != cudaSuccess) *driver = 0;
 }
+
+/* The kernels' checks were made in this part, which has a message of its own. */
+CAMOX_EXPORT const char *camox_cuda_last_refusal(void) { return camox_last_refusal(); }
 
 CAMOX_EXPORT const char *camox_cuda_error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 

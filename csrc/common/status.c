@@ -4,6 +4,7 @@
 #include <stdio.h>
 
 static _Thread_local char last_error[512];
+static _Thread_local int last_code;
 static _Thread_local char notes[2048];
 static _Thread_local size_t notes_length;
 int camox_notes_are_kept = 0;
@@ -13,10 +14,12 @@ int camox_fail(int code, const char *format, ...) {
   va_start(arguments, format);
   vsnprintf(last_error, sizeof last_error, format, arguments);
   va_end(arguments);
-  return code;
+  return last_code = code;
 }
 
 const char *camox_last_error(void) { return last_error; }
+
+const char *camox_last_refusal(void) { return last_code == CAMOX_INVALID_ARGUMENT ? last_error : ""; }
 
 void camox_note(const char *format, ...) {
   const size_t room = sizeof notes - notes_length;

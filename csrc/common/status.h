@@ -9,7 +9,7 @@ extern "C" {
 
 enum {
   CAMOX_OK = 0,
-  CAMOX_INVALID_ARGUMENT = 1, /* becomes ValueError in Python */
+  CAMOX_INVALID_ARGUMENT = 1, /* becomes ValueError in Python (raise_as_torch_does of camox_ops/_torch_private.py) */
   CAMOX_UNSUPPORTED = 2,      /* becomes RuntimeError: no such variant in this build or on this machine */
   CAMOX_CUDA_ERROR = 3        /* becomes RuntimeError with the CUDA error's text */
 };
@@ -19,6 +19,9 @@ int camox_fail(int code, const char *format, ...) __attribute__((format(printf, 
 
 /* The message of this thread's last camox_fail; valid until its next one. */
 const char *camox_last_error(void);
+
+/* The same where it was an argument that was refused, else empty. */
+const char *camox_last_refusal(void);
 
 /* Notes of what this thread's calls run and why, for cx.explain: lines that begin with "kernel " or "why ". They are asked for
    only while camox_notes_are_kept is set, so that a call without them pays for one comparison. */

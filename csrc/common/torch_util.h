@@ -45,7 +45,19 @@ namespace camox {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// A failed C check becomes ValueError (std::invalid_argument), anything else RuntimeError.
+// A refused argument, as a check in C refuses one. torch makes a ValueError of it, from 2.15 on a RuntimeError.
+class refusal : public std::invalid_argument {
+ public:
+  explicit refusal(const std::string& message) : std::invalid_argument(kept(message)) {}
+
+ private:
+  static const char* kept(const std::string& message) {
+    camox_fail(CAMOX_INVALID_ARGUMENT, "%s", message.c_str());
+    return camox_last_error();
+  }
+};
+
+// A failed C check becomes what refusal does, or RuntimeError.
 inline void check(int status) {
   if (status == CAMOX_OK) return;
   if (status == CAMOX_INVALID_ARGUMENT) throw std::invalid_argument(camox_last_error());
@@ -62,8 +74,8 @@ inline camox_dtype dtype_of(const Tensor& x, const char* op) {
     case ScalarType::Double: return CAMOX_F64;
 #endif
     default:
-      throw std::invalid_argument(std::string(op) + ": dtype must be float32, bfloat16, float16" +
-                                  (CAMOX_ON_CPU ? " or float64" : "; float64 runs on the CPU only"));
+      throw refusal(std::string(op) + ": dtype must be float32, bfloat16, float16" +
+                    (CAMOX_ON_CPU ? " or float64" : "; float64 runs on the CPU only"));
   }
 }
 
@@ -71,7 +83,7 @@ inline camox_dtype dtype_of(const Tensor& x, const char* op) {
 template <class Enum>
 Enum code_of(int64_t code, Enum last, const char* op, const char* name) {
   if (code < 0 || code > static_cast<int64_t>(last))
-    throw std::invalid_argument(std::string(op) + ": unknown " + name + " code " + std::to_string(code));
+    throw refusal(std::string(op) + ": unknown " + name + " code " + std::to_string(code));
   return static_cast<Enum>(code);
 }
 
@@ -82,18 +94,16 @@ inline camox_view4 view4(const Tensor& x) {
 
 inline void check_image(const Tensor& x, const char* op, const char* name) {
   if (x.dim() != 4)
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have 4 dimensions (B, C, H, W), got " +
-                                std::to_string(x.dim()));
+    throw refusal(std::string(op) + ": " + name + " must have 4 dimensions (B, C, H, W), got " + std::to_string(x.dim()));
 }
 
 inline void check_device(const Tensor& y, const Tensor& x, const char* op, const char* name) {
   if (y.is_cpu() != x.is_cpu() || y.get_device_index() != x.get_device_index())
-    throw std::invalid_argument(std::string(op) + ": " + name + " must be on the device of x");
+    throw refusal(std::string(op) + ": " + name + " must be on the device of x");
 }
 
 inline void check_dtype_and_device(const Tensor& y, const Tensor& x, const char* op, const char* name) {
-  if (y.scalar_type() != x.scalar_type())
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have the dtype of x");
+  if (y.scalar_type() != x.scalar_type()) throw refusal(std::string(op) + ": " + name + " must have the dtype of x");
   check_device(y, x, op, name);
 }
 
@@ -101,8 +111,7 @@ inline void check_dtype_and_device(const Tensor& y, const Tensor& x, const char*
 inline const int64_t* seed_of(const OptionalTensor& seed, const Tensor& x, const char* op) {
   if (!seed.has_value()) return nullptr;
   if (seed->scalar_type() != torch::headeronly::ScalarType::Long || seed->numel() != 1)
-    throw std::invalid_argument(std::string(op) + ": seed must be one int64 number, got " + std::to_string(seed->numel()) +
-                                " elements");
+    throw refusal(std::string(op) + ": seed must be one int64 number, got " + std::to_string(seed->numel()) + " elements");
   check_device(*seed, x, op, "seed");
   return static_cast<const int64_t*>(seed->data_ptr());
 }
@@ -112,11 +121,10 @@ inline void check_real(const Tensor& v, const Tensor& x, int64_t dimensions, con
   using torch::headeronly::ScalarType;
   bool is_double = x.scalar_type() == ScalarType::Double;
   if (v.scalar_type() != (is_double ? ScalarType::Double : ScalarType::Float))
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have dtype " + (is_double ? "float64" : "float32") +
-                                " beside this x");
+    throw refusal(std::string(op) + ": " + name + " must have dtype " + (is_double ? "float64" : "float32") + " beside this x");
   if (v.dim() != dimensions)
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have " + std::to_string(dimensions) +
-                                " dimensions, got " + std::to_string(v.dim()));
+    throw refusal(std::string(op) + ": " + name + " must have " + std::to_string(dimensions) + " dimensions, got " +
+                  std::to_string(v.dim()));
   check_device(v, x, op, name);
 }
 
@@ -126,8 +134,8 @@ inline void check_like(const Tensor& y, const Tensor& x, int64_t channels, const
   for (int64_t d = 0; d < 4; ++d) {
     int64_t expected = d == 1 ? channels : x.size(d);
     if (y.size(d) != expected)
-      throw std::invalid_argument(std::string(op) + ": " + name + " has size " + std::to_string(y.size(d)) + " in dimension " +
-                                  std::to_string(d) + ", expected " + std::to_string(expected));
+      throw refusal(std::string(op) + ": " + name + " has size " + std::to_string(y.size(d)) + " in dimension " +
+                    std::to_string(d) + ", expected " + std::to_string(expected));
   }
   check_dtype_and_device(y, x, op, name);
 }

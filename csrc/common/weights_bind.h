@@ -19,8 +19,7 @@ struct Weights {
   Weights(const Tensor& v, const Tensor& x, const char* op, const char* name)
       : half(v.element_size() == 2 && v.scalar_type() == x.scalar_type()) {
     if (!half) check_real(v, x, 1, op, name);
-    if (v.dim() != 1)
-      throw std::invalid_argument(std::string(op) + ": " + name + " must have 1 dimensions, got " + std::to_string(v.dim()));
+    if (v.dim() != 1) throw refusal(std::string(op) + ": " + name + " must have 1 dimensions, got " + std::to_string(v.dim()));
     check_device(v, x, op, name);
     data = v.data_ptr(), length = v.size(0), stride = v.stride(0);
 #ifndef CAMOX_CUDA_PART
@@ -42,7 +41,7 @@ struct Weights {
 
 // A bias has the dtype of the weight beside it: a call has one flag for both.
 inline void check_alike(const Weights& bias, const Weights& weight, const char* op) {
-  if (bias.half != weight.half) throw std::invalid_argument(std::string(op) + ": bias must have the dtype of weight");
+  if (bias.half != weight.half) throw refusal(std::string(op) + ": bias must have the dtype of weight");
 }
 
 // An uninitialised contiguous tensor of n elements in the dtype of these weights.

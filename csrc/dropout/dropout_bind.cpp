@@ -21,7 +21,7 @@ void compute(camox_dropout_kernel* variant(camox_dtype, camox_isa), const camox_
 void check_same(const Tensor& y, const Tensor& x, const char* op, const char* name) {
   bool same = y.dim() == x.dim();
   for (int64_t d = 0; same && d < x.dim(); ++d) same = y.size(d) == x.size(d);
-  if (!same) throw std::invalid_argument(std::string(op) + ": " + name + " must have the shape of x");
+  if (!same) throw refusal(std::string(op) + ": " + name + " must have the shape of x");
   check_dtype_and_device(y, x, op, name);
 }
 
@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor> sparse_gate_backward(const Tensor& grad, const Tensor
 // x and residual are contiguous.
 camox_dropout_norm_params norm_params(const Tensor& x, const Tensor& residual, const Weights& weight,
                                       const OptionalTensor& seed, double probability, const char* op) {
-  if (x.dim() < 1) throw std::invalid_argument(std::string(op) + ": x must have at least 1 dimension, got 0");
+  if (x.dim() < 1) throw refusal(std::string(op) + ": x must have at least 1 dimension, got 0");
   check_same(residual, x, op, "residual");
   camox_dropout_norm_params p{};
   p.dtype = dtype_of(x, op);
@@ -131,8 +131,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(const
   check_same(grad, x, op, "grad");
   check_real(stats, x, 2, op, "stats");
   if (stats.size(0) != 2 || stats.size(1) != p.rows)
-    throw std::invalid_argument(std::string(op) + ": stats must have shape (2, " + std::to_string(p.rows) + "), got (" +
-                                std::to_string(stats.size(0)) + ", " + std::to_string(stats.size(1)) + ")");
+    throw refusal(std::string(op) + ": stats must have shape (2, " + std::to_string(p.rows) + "), got (" +
+                  std::to_string(stats.size(0)) + ", " + std::to_string(stats.size(1)) + ")");
   const int64_t none = 0;
   Tensor grad_x = p.seed ? empty_contiguous(x) : empty_contiguous(x, dtype_code(x), 1, &none),
          grad_residual = empty_contiguous(x);

@@ -12,7 +12,7 @@ constexpr const char* op = "gemm";
 
 void check_operand(const Tensor& x, const char* name) {
   if (x.dim() == 3) return;
-  throw std::invalid_argument(std::string(op) + ": " + name + " must have 3 dimensions, got " + std::to_string(x.dim()));
+  throw refusal(std::string(op) + ": " + name + " must have 3 dimensions, got " + std::to_string(x.dim()));
 }
 
 void multiply_float32(const camox_gemm_params& p) {
@@ -47,9 +47,9 @@ Tensor gemm(const Tensor& a, const Tensor& b, bool by_row) {
   check_dtype_and_device(b, a, op, "b");
   camox_gemm_params p{};
   p.dtype = dtype_of(a, op);
-  if (p.dtype != CAMOX_BF16 && p.dtype != CAMOX_F32) throw std::invalid_argument("gemm: a must have dtype float32 or bfloat16");
+  if (p.dtype != CAMOX_BF16 && p.dtype != CAMOX_F32) throw refusal("gemm: a must have dtype float32 or bfloat16");
   if (b.size(0) != a.size(0) || b.size(1) != a.size(2))
-    throw std::invalid_argument("gemm: b must have the heads of a and as many rows as a has columns");
+    throw refusal("gemm: b must have the heads of a and as many rows as a has columns");
   p.heads = a.size(0), p.rows = a.size(1), p.depth = a.size(2), p.columns = b.size(2);
   p.a = a.data_ptr(), p.b = b.data_ptr();
   std::copy_n(a.strides().begin(), 3, p.a_stride);

@@ -58,14 +58,14 @@ camox_grad run_of(const Tensor& x, const Memory& memory, camox_dtype dtype, std:
 }
 
 void check_lists(const std::vector<Tensor>& grads, const std::vector<int64_t>& groups, const char* op) {
-  if (grads.empty()) throw std::invalid_argument(std::string(op) + ": grads must not be empty");
+  if (grads.empty()) throw refusal(std::string(op) + ": grads must not be empty");
   if (grads.size() != groups.size())
-    throw std::invalid_argument(std::string(op) + ": grads and groups must have the same length, got " +
-                                text(static_cast<int64_t>(grads.size())) + " and " + text(static_cast<int64_t>(groups.size())));
+    throw refusal(std::string(op) + ": grads and groups must have the same length, got " +
+                  text(static_cast<int64_t>(grads.size())) + " and " + text(static_cast<int64_t>(groups.size())));
   const bool on_cpu = grads[0].is_cpu();
   for (size_t i = 0; i < grads.size(); ++i)
     if (grads[i].is_cpu() != on_cpu || (!on_cpu && grads[i].get_device_index() != grads[0].get_device_index()))
-      throw std::invalid_argument(std::string(op) + ": " + nth_grad(i) + " must be on the device of grads[0]");
+      throw refusal(std::string(op) + ": " + nth_grad(i) + " must be on the device of grads[0]");
 }
 
 #ifdef CAMOX_CUDA_PART
@@ -152,8 +152,8 @@ Target target_of(const Tensor& x, size_t i, std::vector<Tensor>& gapped) {
   for (size_t d = target.memory.dimensions.size(); d-- > 0 && reach > 0;) {
     const Dimension& dimension = target.memory.dimensions[d];
     if (dimension.stride < reach)
-      throw std::invalid_argument(std::string(op) + ": " + nth_grad(i) +
-                                  " has elements that share memory, which would be scaled more than once");
+      throw refusal(std::string(op) + ": " + nth_grad(i) +
+                    " has elements that share memory, which would be scaled more than once");
     reach += (dimension.size - 1) * dimension.stride;
   }
   if (!target.memory.dimensions.empty()) {
@@ -243,9 +243,9 @@ void scale_grads_(std::vector<Tensor>& grads, const std::vector<int64_t>& groups
   const char* op = "scale_grads_";
   check_lists(grads, groups, op);
   if (given_scales.scalar_type() != ScalarType::Float && (!CAMOX_ON_CPU || given_scales.scalar_type() != ScalarType::Double))
-    throw std::invalid_argument(std::string(op) + ": scales must have dtype float32" + (CAMOX_ON_CPU ? " or float64" : ""));
+    throw refusal(std::string(op) + ": scales must have dtype float32" + (CAMOX_ON_CPU ? " or float64" : ""));
   if (given_scales.dim() != 1)
-    throw std::invalid_argument(std::string(op) + ": scales must have 1 dimension, got " + text(given_scales.dim()));
+    throw refusal(std::string(op) + ": scales must have 1 dimension, got " + text(given_scales.dim()));
   check_device(given_scales, grads[0], op, "scales");
   const Tensor scales = as_contiguous(given_scales);
   const int64_t num_groups = scales.numel();
@@ -254,8 +254,8 @@ void scale_grads_(std::vector<Tensor>& grads, const std::vector<int64_t>& groups
   listed.reserve(grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
     if (groups[i] < 0 || groups[i] >= num_groups)
-      throw std::invalid_argument(std::string(op) + ": groups[" + text(static_cast<int64_t>(i)) + "] must be in [0, " +
-                                  text(num_groups) + "), got " + text(groups[i]));
+      throw refusal(std::string(op) + ": groups[" + text(static_cast<int64_t>(i)) + "] must be in [0, " + text(num_groups) +
+                    "), got " + text(groups[i]));
     listed.push_back(target_of(grads[i], i, gapped));
     listed.back().group = groups[i];
   }

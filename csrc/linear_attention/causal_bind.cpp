@@ -14,14 +14,14 @@ void check_shape(const Tensor& y, std::initializer_list<int64_t> size, const cha
   if (same) return;
   std::string wanted;
   for (int64_t n : size) wanted += (wanted.empty() ? "" : ", ") + std::to_string(n);
-  throw std::invalid_argument(std::string(of) + ": " + name + " must have shape (" + wanted + ")");
+  throw refusal(std::string(of) + ": " + name + " must have shape (" + wanted + ")");
 }
 
 // The data of a contiguous real tensor of these sizes.
 void* real_data(const Tensor& y, const Tensor& q, std::initializer_list<int64_t> size, const char* of, const char* name) {
   check_real(y, q, static_cast<int64_t>(size.size()), of, name);
   check_shape(y, size, of, name);
-  if (!y.is_contiguous()) throw std::invalid_argument(std::string(of) + ": " + name + " must be contiguous");
+  if (!y.is_contiguous()) throw refusal(std::string(of) + ": " + name + " must be contiguous");
   return y.data_ptr();
 }
 
@@ -51,9 +51,9 @@ camox_causal_params params_of(const Tensor& q, const Tensor& k, const Tensor& v,
   if (options.cu_seqlens.has_value()) {
     const Tensor& cu_seqlens = *options.cu_seqlens;
     if (cu_seqlens.scalar_type() != torch::headeronly::ScalarType::Int)
-      throw std::invalid_argument("linear_attention: cu_seqlens must have dtype int32");
+      throw refusal("linear_attention: cu_seqlens must have dtype int32");
     if (cu_seqlens.dim() != 1 || cu_seqlens.size(0) < 1 || !cu_seqlens.is_contiguous())
-      throw std::invalid_argument("linear_attention: cu_seqlens must be contiguous with 1 dimension and at least 1 element");
+      throw refusal("linear_attention: cu_seqlens must be contiguous with 1 dimension and at least 1 element");
     check_device(cu_seqlens, q, op, "cu_seqlens");
     p.cu_seqlens = static_cast<const int32_t*>(cu_seqlens.data_ptr());
     p.sequences = cu_seqlens.size(0) - 1;
@@ -61,7 +61,7 @@ camox_causal_params params_of(const Tensor& q, const Tensor& k, const Tensor& v,
   if (options.key_mask.has_value()) {
     const Tensor& mask = *options.key_mask;
     if (mask.scalar_type() != torch::headeronly::ScalarType::Bool)
-      throw std::invalid_argument("linear_attention: key_mask must have dtype bool");
+      throw refusal("linear_attention: key_mask must have dtype bool");
     check_shape(mask, {p.batch, p.length}, op, "key_mask");
     check_device(mask, q, op, "key_mask");
     p.key_mask = static_cast<const uint8_t*>(mask.data_ptr());
@@ -164,7 +164,7 @@ Tensor linear_attention_step(const Tensor& q, const Tensor& k, const Tensor& v, 
   p.feature_map = code_of(feature_map, CAMOX_FEATURE_IDENTITY, name, "feature map");
   p.normalize = code_of(normalize, CAMOX_NORMALIZE_NONE, name, "normalization");
   p.strict = strict, p.eps = eps;
-  if (q.dim() != 3 || v.dim() != 3) throw std::invalid_argument("linear_attention_step: q and v must have 3 dimensions");
+  if (q.dim() != 3 || v.dim() != 3) throw refusal("linear_attention_step: q and v must have 3 dimensions");
   p.batch = q.size(0), p.heads = q.size(1), p.key_dim = q.size(2), p.value_dim = v.size(2);
   check_shape(k, {p.batch, p.heads, p.key_dim}, name, "k");
   check_shape(v, {p.batch, p.heads, p.value_dim}, name, "v");

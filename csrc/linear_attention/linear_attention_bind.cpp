@@ -14,7 +14,7 @@ void check_shape(const Tensor& y, std::initializer_list<int64_t> size, const cha
   if (same) return;
   std::string wanted;
   for (int64_t n : size) wanted += (wanted.empty() ? "" : ", ") + std::to_string(n);
-  throw std::invalid_argument(std::string("linear_attention: ") + name + " must have shape (" + wanted + ")");
+  throw refusal(std::string("linear_attention: ") + name + " must have shape (" + wanted + ")");
 }
 
 // The data of a contiguous real tensor of these sizes; NULL where it is absent.
@@ -22,7 +22,7 @@ const void* real_data(const OptionalTensor& y, const Tensor& q, std::initializer
   if (!y.has_value()) return nullptr;
   check_real(*y, q, static_cast<int64_t>(size.size()), op, name);
   check_shape(*y, size, name);
-  if (!y->is_contiguous()) throw std::invalid_argument(std::string("linear_attention: ") + name + " must be contiguous");
+  if (!y->is_contiguous()) throw refusal(std::string("linear_attention: ") + name + " must be contiguous");
   return y->data_ptr();
 }
 
@@ -43,7 +43,7 @@ camox_linear_attention_params params_of(const Tensor& q, const Tensor& k, const 
   p.q = view4(q), p.k = view4(k), p.v = view4(v);
   if (key_mask.has_value()) {
     if (key_mask->scalar_type() != torch::headeronly::ScalarType::Bool)
-      throw std::invalid_argument("linear_attention: key_mask must have dtype bool");
+      throw refusal("linear_attention: key_mask must have dtype bool");
     check_shape(*key_mask, {p.batch, p.length}, "key_mask");
     check_device(*key_mask, q, op, "key_mask");
     p.key_mask = static_cast<const uint8_t*>(key_mask->data_ptr());
@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_backward(
 
 // q, k or v of a (B,3,H,T,N) tensor.
 Tensor part_of(const Tensor& qkv, int64_t part) {
-  if (qkv.dim() != 5 || qkv.size(1) != 3) throw std::invalid_argument("linear_attention: qkv must have shape (B, 3, H, T, N)");
+  if (qkv.dim() != 5 || qkv.size(1) != 3) throw refusal("linear_attention: qkv must have shape (B, 3, H, T, N)");
   return torch::stable::select(qkv, 1, part);
 }
 

@@ -15,20 +15,20 @@ constexpr const char* backward_op = "linear_cross_entropy_backward";
 
 void check_matrix(const Tensor& x, const char* op, const char* name) {
   if (x.dim() == 2) return;
-  throw std::invalid_argument(std::string(op) + ": " + name + " must have 2 dimensions, got " + std::to_string(x.dim()));
+  throw refusal(std::string(op) + ": " + name + " must have 2 dimensions, got " + std::to_string(x.dim()));
 }
 
 void check_length(const Tensor& v, int64_t length, const char* op, const char* name) {
   if (v.dim() != 1 || v.size(0) != length)
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have shape (" + std::to_string(length) + ",), got " +
-                                std::to_string(v.numel()) + " elements in " + std::to_string(v.dim()) + " dimensions");
+    throw refusal(std::string(op) + ": " + name + " must have shape (" + std::to_string(length) + ",), got " +
+                  std::to_string(v.numel()) + " elements in " + std::to_string(v.dim()) + " dimensions");
 }
 
 void check_target(const Tensor& target, int64_t rows, const Tensor& x, const char* op) {
   check_length(target, rows, op, "target");
   check_device(target, x, op, "target");
   if (target.scalar_type() != torch::headeronly::ScalarType::Long)
-    throw std::invalid_argument(std::string(op) + ": target must have dtype int64");
+    throw refusal(std::string(op) + ": target must have dtype int64");
 }
 
 OptionalTensor as_contiguous(const OptionalTensor& x) {
@@ -54,8 +54,8 @@ camox_linear_cross_entropy_params params_of(const Arguments& a, const char* op) 
   p.dtype = dtype_of(a.x, op);
   p.rows = a.x.size(0), p.depth = a.x.size(1), p.classes = a.weight.size(0);
   if (a.weight.size(1) != p.depth)
-    throw std::invalid_argument(std::string(op) + ": weight must have " + std::to_string(p.depth) + " columns as x, got " +
-                                std::to_string(a.weight.size(1)));
+    throw refusal(std::string(op) + ": weight must have " + std::to_string(p.depth) + " columns as x, got " +
+                  std::to_string(a.weight.size(1)));
   check_target(a.target, p.rows, a.x, op);
   if (a.bias.has_value()) {
     check_real(*a.bias, a.x, 1, op, "bias");
@@ -73,7 +73,7 @@ camox_linear_cross_entropy_params params_of(const Arguments& a, const char* op) 
 // Gradients that a forward makes are multiplied later by the one number that is the gradient of its loss.
 void check_makes_gradients(const camox_linear_cross_entropy_params& p) {
   if (p.dtype == CAMOX_F64 || p.reduction == CAMOX_LOSS_NONE)
-    throw std::invalid_argument(std::string(forward_op) + ": the forward makes gradients of a mean or sum, and not in float64");
+    throw refusal(std::string(forward_op) + ": the forward makes gradients of a mean or sum, and not in float64");
 }
 
 // One direction, with the memory that its kernels share.
@@ -158,7 +158,7 @@ void linear_cross_entropy_rows_(const Tensor& logits, const Tensor& x, const Ten
   camox_linear_cross_entropy_rows_params p{};
   p.rows = logits.size(0), p.classes = logits.size(1), p.pitch = logits.stride(0);
   p.logits = static_cast<float*>(logits.data_ptr());
-  if (logits.stride(1) != 1) throw std::invalid_argument(std::string(op) + ": logits must have dense rows");
+  if (logits.stride(1) != 1) throw refusal(std::string(op) + ": logits must have dense rows");
   const auto floats_of = [&](const Tensor& v, int64_t length, const char* name) {
     check_real(v, logits, 1, op, name);
     check_length(v, length, op, name);
@@ -170,14 +170,14 @@ void linear_cross_entropy_rows_(const Tensor& logits, const Tensor& x, const Ten
   check_dtype_and_device(weight, x, op, "weight");
   p.dtype = dtype_of(x, op), p.depth = x.size(1);
   if (x.size(0) != p.rows || weight.size(0) != p.classes || weight.size(1) != p.depth)
-    throw std::invalid_argument(std::string(op) + ": logits must have a row for each of x's and a column for each of weight's");
+    throw refusal(std::string(op) + ": logits must have a row for each of x's and a column for each of weight's");
   p.x = x.data_ptr(), p.weight = weight.data_ptr();
   for (int64_t d = 0; d < 2; ++d) p.x_stride[d] = x.stride(d), p.weight_stride[d] = weight.stride(d);
   check_target(target, p.rows, logits, op);
   p.target = static_cast<const int64_t*>(target.data_ptr());
   if (bias.has_value()) p.bias = floats_of(*bias, p.classes, "bias");
   p.top = floats_of(top, p.rows, "top"), p.log = floats_of(log, p.rows, "log"), p.loss = floats_of(loss, p.rows, "loss");
-  if (grad.has_value() != dz.has_value()) throw std::invalid_argument(std::string(op) + ": grad and dz come together");
+  if (grad.has_value() != dz.has_value()) throw refusal(std::string(op) + ": grad and dz come together");
   if (grad.has_value()) {
     p.grad_stride = grad->dim();
     check_real(*grad, logits, p.grad_stride, op, "grad");
@@ -185,7 +185,7 @@ void linear_cross_entropy_rows_(const Tensor& logits, const Tensor& x, const Ten
     p.grad = static_cast<const float*>(grad->data_ptr());
     check_dtype_and_device(*dz, x, op, "dz");
     if (dz->data_ptr() != logits.data_ptr() || dz->stride(0) * static_cast<int64_t>(dz->element_size()) != p.pitch * 4)
-      throw std::invalid_argument(std::string(op) + ": dz must begin where logits does, in each row");
+      throw refusal(std::string(op) + ": dz must begin where logits does, in each row");
   }
   p.ignore_index = ignore_index, p.smoothing = label_smoothing;
   check(camox_linear_cross_entropy_rows_check(&p, op));

@@ -15,11 +15,9 @@ std::string text(int64_t value) { return std::to_string(value); }
 
 // int64 indices of a routing, as the kernels read them.
 Tensor indices(const Tensor& value, const Tensor& x, int64_t numel, const char* op, const char* name) {
-  if (value.scalar_type() != ScalarType::Long)
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have dtype int64");
+  if (value.scalar_type() != ScalarType::Long) throw refusal(std::string(op) + ": " + name + " must have dtype int64");
   if (value.numel() != numel)
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have " + text(numel) + " elements, got " +
-                                text(value.numel()));
+    throw refusal(std::string(op) + ": " + name + " must have " + text(numel) + " elements, got " + text(value.numel()));
   check_device(value, x, op, name);
   return as_contiguous(value);
 }
@@ -28,7 +26,7 @@ const int64_t* data_of(const Tensor& value) { return static_cast<const int64_t*>
 
 camox_moe_route_params route_params(const Tensor& logits, int64_t top_k, const char* op) {
   if (logits.dim() != 2)
-    throw std::invalid_argument(std::string(op) + ": logits must have 2 dimensions (rows, experts), got " + text(logits.dim()));
+    throw refusal(std::string(op) + ": logits must have 2 dimensions (rows, experts), got " + text(logits.dim()));
   camox_moe_route_params p{};
   p.dtype = dtype_of(logits, op);
   p.rows = logits.size(0), p.num_experts = logits.size(1), p.top_k = top_k, p.capacity = -1;
@@ -39,9 +37,9 @@ camox_moe_route_params route_params(const Tensor& logits, int64_t top_k, const c
 
 void set_valid(camox_moe_route_params& p, const OptionalTensor& valid, const Tensor& logits, const char* op) {
   if (!valid.has_value()) return;
-  if (valid->scalar_type() != ScalarType::Bool) throw std::invalid_argument(std::string(op) + ": valid must have dtype bool");
+  if (valid->scalar_type() != ScalarType::Bool) throw refusal(std::string(op) + ": valid must have dtype bool");
   if (valid->dim() != 1 || valid->size(0) != p.rows)
-    throw std::invalid_argument(std::string(op) + ": valid must have shape (" + text(p.rows) + ",)");
+    throw refusal(std::string(op) + ": valid must have shape (" + text(p.rows) + ",)");
   check_device(*valid, logits, op, "valid");
   static const uint8_t nothing = 0;  // an empty tensor may have no memory
   p.valid = p.rows ? static_cast<const uint8_t*>(valid->data_ptr()) : &nothing;
@@ -58,8 +56,7 @@ Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, int6
   const char* op = "moe_route";
   camox_moe_route_params p = route_params(logits, top_k, op);
   p.score = code_of(score, CAMOX_MOE_SIGMOID_TOPK, op, "score");
-  if (capacity.has_value() && *capacity < 0)
-    throw std::invalid_argument(std::string(op) + ": capacity must be >= 0, got " + text(*capacity));
+  if (capacity.has_value() && *capacity < 0) throw refusal(std::string(op) + ": capacity must be >= 0, got " + text(*capacity));
   p.capacity = capacity.value_or(-1);
   set_valid(p, valid, logits, op);
   check(camox_moe_route_check(&p));
@@ -90,9 +87,8 @@ Routed moe_route(const Tensor& logits, OptionalTensor valid, int64_t top_k, int6
 std::tuple<Tensor, Tensor, Tensor, Tensor> moe_place(const Tensor& given, OptionalTensor valid, int64_t num_experts,
                                                      OptionalInt capacity) {
   const char* op = "moe_place";
-  if (given.dim() != 2) throw std::invalid_argument(std::string(op) + ": experts must have 2 dimensions (rows, K)");
-  if (capacity.has_value() && *capacity < 0)
-    throw std::invalid_argument(std::string(op) + ": capacity must be >= 0, got " + text(*capacity));
+  if (given.dim() != 2) throw refusal(std::string(op) + ": experts must have 2 dimensions (rows, K)");
+  if (capacity.has_value() && *capacity < 0) throw refusal(std::string(op) + ": capacity must be >= 0, got " + text(*capacity));
   camox_moe_route_params p{};
   p.dtype = CAMOX_F32;
   p.rows = given.size(0), p.top_k = given.size(1), p.num_experts = num_experts, p.capacity = capacity.value_or(-1);
@@ -125,7 +121,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_place(const Tensor& given, Option
 Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const Tensor& given_experts,
                           const Tensor& given_position, int64_t score) {
   const char* op = "moe_route_backward";
-  if (given_experts.dim() != 2) throw std::invalid_argument(std::string(op) + ": experts must have 2 dimensions");
+  if (given_experts.dim() != 2) throw refusal(std::string(op) + ": experts must have 2 dimensions");
   camox_moe_route_params p = route_params(logits, given_experts.size(1), op);
   p.score = code_of(score, CAMOX_MOE_SIGMOID_TOPK, op, "score");
   check(camox_moe_route_check(&p));
@@ -133,7 +129,7 @@ Tensor moe_route_backward(const Tensor& given_grad, const Tensor& logits, const 
   Tensor experts = indices(given_experts, logits, slots, op, "experts");
   Tensor position = indices(given_position, logits, slots, op, "position");
   check_real(given_grad, logits, 2, op, "grad");
-  if (given_grad.numel() != slots) throw std::invalid_argument(std::string(op) + ": grad must have the shape of experts");
+  if (given_grad.numel() != slots) throw refusal(std::string(op) + ": grad must have the shape of experts");
   Tensor grad = as_contiguous(given_grad);
   Tensor grad_logits = empty_contiguous(logits, dtype_code(logits), 2, logits.sizes().data());
   p.experts = const_cast<int64_t*>(data_of(experts)), p.position = const_cast<int64_t*>(data_of(position));
@@ -185,7 +181,7 @@ Tensor moe_aux_loss_backward(const Tensor& grad, const Tensor& logits, const Ten
   check_real(grad, logits, 0, op, "grad");
   check_real(given_slope, logits, 1, op, "slope");
   if (given_slope.numel() != p.num_experts)
-    throw std::invalid_argument(std::string(op) + ": slope must have " + text(p.num_experts) + " elements");
+    throw refusal(std::string(op) + ": slope must have " + text(p.num_experts) + " elements");
   Tensor slope = as_contiguous(given_slope);
   Tensor grad_logits = empty_contiguous(logits, dtype_code(logits), 2, logits.sizes().data());
   p.grad = grad.data_ptr(), p.slope = slope.data_ptr(), p.grad_logits = grad_logits.data_ptr();
@@ -269,9 +265,8 @@ Indices set_routing(camox_moe_rows_params& p, const Tensor& x, const GivenRoutin
   const Tensor &experts = given.experts, &offsets = given.offsets, &position = given.position;
   const OptionalInt capacity = given.capacity;
   if (experts.dim() != 2 || offsets.dim() != 1)
-    throw std::invalid_argument(std::string(op) + ": experts must have shape (rows, K) and offsets (E+1,)");
-  if (capacity.has_value() && *capacity < 0)
-    throw std::invalid_argument(std::string(op) + ": capacity must be >= 0, got " + text(*capacity));
+    throw refusal(std::string(op) + ": experts must have shape (rows, K) and offsets (E+1,)");
+  if (capacity.has_value() && *capacity < 0) throw refusal(std::string(op) + ": capacity must be >= 0, got " + text(*capacity));
   p.dtype = dtype_of(x, op);
   p.rows = experts.size(0), p.top_k = experts.size(1), p.num_experts = offsets.size(0) - 1;
   p.capacity = capacity.value_or(-1);
@@ -301,7 +296,7 @@ void check_first(const Tensor& x, const int64_t* size, int64_t count, const char
   if (same) return;
   std::string expected;
   for (int64_t d = 0; d < count; ++d) expected += text(size[d]) + ", ";
-  throw std::invalid_argument(std::string(op) + ": " + name + " must have shape (" + expected + "...)");
+  throw refusal(std::string(op) + ": " + name + " must have shape (" + expected + "...)");
 }
 
 void check_outer(const Tensor& x, Outer outer, const char* op, const char* name) {
@@ -382,7 +377,7 @@ std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor& given_grad, const 
   of_grad.insert(of_grad.end(), layout.size.begin(), layout.size.end());
   check_first(given_grad, of_grad.data(), of_grad.size(), op, "grad");
   if (given_grad.dim() != static_cast<int64_t>(of_grad.size()))
-    throw std::invalid_argument(std::string(op) + ": grad must have as many dimensions as what combine returns");
+    throw refusal(std::string(op) + ": grad must have as many dimensions as what combine returns");
   check_dtype_and_device(given_grad, given, op, "grad");
   check_real(given_weights, given, 2, op, "weights");
   check_outer(given_weights, {{p.rows, p.top_k}, 2}, op, "weights");

@@ -15,19 +15,19 @@ std::string text(int64_t value) { return std::to_string(value); }
 // The rows [offsets[e], offsets[e+1]) of expert e; offsets rise from 0 and stay within `rows`.
 const int64_t* checked_offsets(const Tensor& offsets, int64_t rows, const char* op) {
   if (offsets.scalar_type() != ScalarType::Long || offsets.dim() != 1 || offsets.size(0) < 2)
-    throw std::invalid_argument(std::string(op) + ": offsets must have shape (E+1,) and dtype int64");
+    throw refusal(std::string(op) + ": offsets must have shape (E+1,) and dtype int64");
   const int64_t* begin = static_cast<const int64_t*>(offsets.data_ptr());
   for (int64_t e = 0; e < offsets.size(0); ++e)
     if (begin[e] < (e ? begin[e - 1] : 0) || begin[e] > rows || (e == 0 && begin[0] != 0))
-      throw std::invalid_argument(std::string(op) + ": offsets must rise from 0 to at most the " + text(rows) + " rows, got " +
-                                  text(begin[e]) + " at index " + text(e));
+      throw refusal(std::string(op) + ": offsets must rise from 0 to at most the " + text(rows) + " rows, got " +
+                    text(begin[e]) + " at index " + text(e));
   return begin;
 }
 
 void check_operands(const Tensor& a, const Tensor& b, int64_t b_dimensions, const char* op) {
   if (a.dim() != 2 || b.dim() != b_dimensions)
-    throw std::invalid_argument(std::string(op) + ": a must have 2 dimensions and b " + text(b_dimensions) + ", got " +
-                                text(a.dim()) + " and " + text(b.dim()));
+    throw refusal(std::string(op) + ": a must have 2 dimensions and b " + text(b_dimensions) + ", got " + text(a.dim()) +
+                  " and " + text(b.dim()));
   dtype_of(a, op);
   check_dtype_and_device(b, a, op, "b");
 }
@@ -76,7 +76,7 @@ Tensor moe_experts_mm(const Tensor& given_a, const Tensor& given_b, const Tensor
   const int64_t rows = a.size(0), depth = a.size(1), columns = b.size(2), experts = b.size(0);
   const int64_t* begin = checked_offsets(offsets, rows, op);
   if (offsets.size(0) != experts + 1 || b.size(1) != depth)
-    throw std::invalid_argument(std::string(op) + ": b must have shape (E, K, M) for a (N, K) and offsets (E+1,)");
+    throw refusal(std::string(op) + ": b must have shape (E, K, M) for a (N, K) and offsets (E+1,)");
   const std::array<int64_t, 2> size = {rows, columns};
   Tensor out = empty_contiguous(a, dtype_code(a), size.size(), size.data());
   const bool ours = a.scalar_type() == ScalarType::Float;
@@ -102,7 +102,7 @@ Tensor moe_experts_mm_tn(const Tensor& given_a, const Tensor& given_b, const Ten
   const Tensor offsets = as_contiguous(given_offsets), a = as_operand(given_a), b = as_operand(given_b);
   const int64_t rows = a.size(0), depth = a.size(1), columns = b.size(1), experts = offsets.size(0) - 1;
   const int64_t* begin = checked_offsets(offsets, rows, op);
-  if (b.size(0) != rows) throw std::invalid_argument(std::string(op) + ": a and b must have as many rows");
+  if (b.size(0) != rows) throw refusal(std::string(op) + ": a and b must have as many rows");
   const std::array<int64_t, 3> size = {experts, depth, columns};
   Tensor out = empty_contiguous(a, dtype_code(a), size.size(), size.data());
   const bool ours = a.scalar_type() == ScalarType::Float;
@@ -120,13 +120,13 @@ Tensor moe_experts_mm_tn(const Tensor& given_a, const Tensor& given_b, const Ten
 }
 
 camox_moe_activation_params activation_params(const Tensor& h, int64_t activation, const char* op) {
-  if (h.dim() != 2) throw std::invalid_argument(std::string(op) + ": h must have 2 dimensions, got " + text(h.dim()));
+  if (h.dim() != 2) throw refusal(std::string(op) + ": h must have 2 dimensions, got " + text(h.dim()));
   camox_moe_activation_params p{};
   p.dtype = dtype_of(h, op);
   p.activation = code_of(activation, CAMOX_EXPERT_GELU, op, "activation");
   const bool gated = p.activation == CAMOX_EXPERT_SWIGLU;
   if (gated && h.size(1) % 2 != 0)
-    throw std::invalid_argument(std::string(op) + ": h must have an even number of columns, got " + text(h.size(1)));
+    throw refusal(std::string(op) + ": h must have an even number of columns, got " + text(h.size(1)));
   p.rows = h.size(0), p.hidden = h.size(1) / (gated ? 2 : 1);
   check(camox_moe_activation_check(&p));
   p.h = h.data_ptr();
@@ -155,8 +155,8 @@ std::tuple<Tensor, Tensor, Tensor> moe_activation_backward(const Tensor& given, 
   check_dtype_and_device(grad, h, op, "grad");
   check_real(scale, h, 1, op, "scale");
   if (grad.dim() != 2 || grad.size(0) != p.rows || grad.size(1) != p.hidden || scale.size(0) != p.rows)
-    throw std::invalid_argument(std::string(op) + ": grad must have shape (" + text(p.rows) + ", " + text(p.hidden) +
-                                ") and scale (" + text(p.rows) + ",)");
+    throw refusal(std::string(op) + ": grad must have shape (" + text(p.rows) + ", " + text(p.hidden) + ") and scale (" +
+                  text(p.rows) + ",)");
   const std::array<int64_t, 2> size = {h.size(0), h.size(1)};
   Tensor a = empty_activation(h, p), grad_h = empty_contiguous(h, dtype_code(h), size.size(), size.data());
   Tensor dots = empty_real(h, {p.rows});

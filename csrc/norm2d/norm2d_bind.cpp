@@ -81,8 +81,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm2d_backward(const Tensor& grad, con
   const std::array<int64_t, 5> expected = {saved(p), p.batch, p.groups, p.height, p.width};
   for (int64_t d = 0; d < 5; ++d)
     if (stats.size(d) != expected[d])
-      throw std::invalid_argument("layer_norm2d_backward: stats has size " + std::to_string(stats.size(d)) + " in dimension " +
-                                  std::to_string(d) + ", expected " + std::to_string(expected[d]));
+      throw refusal("layer_norm2d_backward: stats has size " + std::to_string(stats.size(d)) + " in dimension " +
+                    std::to_string(d) + ", expected " + std::to_string(expected[d]));
   Tensor packed_stats = as_contiguous(stats);
   Tensor grad_x = empty_image(x, p.channels, is_channels_last(x));
   Tensor grad_weight = empty_gradient(weight, p.channels), grad_bias = empty_gradient(bias, p.channels);

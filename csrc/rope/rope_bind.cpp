@@ -18,9 +18,8 @@ Axes axes_of(const Tensor& x, int64_t layout, bool packed, const char* name) {
   const camox_rope_layout order = code_of(layout, CAMOX_ROPE_BTHD, "rope", "layout");
   int64_t dimensions = packed ? 3 : 4;
   if (x.dim() != dimensions)
-    throw std::invalid_argument(std::string("rope: ") + name + " must have " + std::to_string(dimensions) +
-                                (packed ? " dimensions (total, H, D) with cu_seqlens, got " : " dimensions, got ") +
-                                std::to_string(x.dim()));
+    throw refusal(std::string("rope: ") + name + " must have " + std::to_string(dimensions) +
+                  (packed ? " dimensions (total, H, D) with cu_seqlens, got " : " dimensions, got ") + std::to_string(x.dim()));
   if (packed) return {-1, 1, 0, 2};
   return order == CAMOX_ROPE_BHTD ? Axes{0, 1, 2, 3} : Axes{0, 2, 1, 3};
 }
@@ -33,27 +32,25 @@ camox_view4 view_of(const Tensor& x, const Axes& axes) {
 
 void check_same_device(const Tensor& y, const Tensor& x, const char* name) {
   if (y.is_cpu() != x.is_cpu() || y.get_device_index() != x.get_device_index())
-    throw std::invalid_argument(std::string("rope: ") + name + " must be on the device of x");
+    throw refusal(std::string("rope: ") + name + " must be on the device of x");
 }
 
 void check_table(const Tensor& table, const Tensor& x, const char* name) {
   using torch::headeronly::ScalarType;
   const bool is_double = x.scalar_type() == ScalarType::Double;
   if (table.scalar_type() != (is_double ? ScalarType::Double : ScalarType::Float))
-    throw std::invalid_argument(std::string("rope: ") + name + " must have dtype " + (is_double ? "float64" : "float32") +
-                                " beside this x");
+    throw refusal(std::string("rope: ") + name + " must have dtype " + (is_double ? "float64" : "float32") + " beside this x");
   if (table.dim() != 2 || !table.is_contiguous())
-    throw std::invalid_argument(std::string("rope: ") + name + " must be contiguous with 2 dimensions");
+    throw refusal(std::string("rope: ") + name + " must be contiguous with 2 dimensions");
   check_same_device(table, x, name);
 }
 
 void set_positions(camox_rope_params& p, const Tensor& positions, const Tensor& x) {
   static const int64_t nowhere = 0;  // an empty tensor may have no memory
-  if (positions.scalar_type() != torch::headeronly::ScalarType::Long)
-    throw std::invalid_argument("rope: positions must have dtype int64");
+  if (positions.scalar_type() != torch::headeronly::ScalarType::Long) throw refusal("rope: positions must have dtype int64");
   const bool batched = positions.dim() == 2;
   if ((!batched && positions.dim() != 1) || positions.size(batched) != p.length || (batched && positions.size(0) != p.batch))
-    throw std::invalid_argument("rope: positions must have shape (T,) or (B, T) of x");
+    throw refusal("rope: positions must have shape (T,) or (B, T) of x");
   check_same_device(positions, x, "positions");
   p.positions = positions.numel() ? static_cast<const int64_t*>(positions.data_ptr()) : &nowhere;
   p.position_stride[0] = batched ? positions.stride(0) : 0;
@@ -61,10 +58,9 @@ void set_positions(camox_rope_params& p, const Tensor& positions, const Tensor& 
 }
 
 void set_cu_seqlens(camox_rope_params& p, const Tensor& cu_seqlens, const Tensor& x) {
-  if (cu_seqlens.scalar_type() != torch::headeronly::ScalarType::Int)
-    throw std::invalid_argument("rope: cu_seqlens must have dtype int32");
+  if (cu_seqlens.scalar_type() != torch::headeronly::ScalarType::Int) throw refusal("rope: cu_seqlens must have dtype int32");
   if (cu_seqlens.dim() != 1 || cu_seqlens.size(0) < 1 || !cu_seqlens.is_contiguous())
-    throw std::invalid_argument("rope: cu_seqlens must be contiguous with 1 dimension and at least 1 element");
+    throw refusal("rope: cu_seqlens must be contiguous with 1 dimension and at least 1 element");
   check_same_device(cu_seqlens, x, "cu_seqlens");
   p.cu_seqlens = static_cast<const int32_t*>(cu_seqlens.data_ptr());
   p.sequences = cu_seqlens.size(0) - 1;
@@ -91,8 +87,7 @@ camox_rope_params rope_params(const Tensor& x, const Tensor& cos, const Tensor& 
   p.x = view_of(x, axes);
   check_table(cos, x, "cos");
   check_table(sin, x, "sin");
-  if (cos.size(0) != sin.size(0) || cos.size(1) != sin.size(1))
-    throw std::invalid_argument("rope: cos and sin must have the same shape");
+  if (cos.size(0) != sin.size(0) || cos.size(1) != sin.size(1)) throw refusal("rope: cos and sin must have the same shape");
   p.table_length = cos.size(0), p.table_columns = cos.size(1);
   p.cos = cos.data_ptr(), p.sin = sin.data_ptr();
   if (options.positions.has_value()) set_positions(p, *options.positions, x);
@@ -132,8 +127,8 @@ std::tuple<Tensor, Tensor, Tensor> rope_backward(const Tensor& grad, const Tenso
   camox_rope_params p = rope_params(grad, cos, sin, {positions, cu_seqlens, interleaved, layout, rotary_dim, !transposed});
   const Axes axes = axes_of(x, layout, cu_seqlens.has_value(), "x");
   for (int64_t d = 0; d < x.dim(); ++d)
-    if (grad.size(d) != x.size(d)) throw std::invalid_argument("rope_backward: grad must have the shape of x");
-  if (grad.scalar_type() != x.scalar_type()) throw std::invalid_argument("rope_backward: grad must have the dtype of x");
+    if (grad.size(d) != x.size(d)) throw refusal("rope_backward: grad must have the shape of x");
+  if (grad.scalar_type() != x.scalar_type()) throw refusal("rope_backward: grad must have the dtype of x");
   check_same_device(grad, x, "grad");
   Tensor grad_x = empty_in_order(x);
   Tensor grad_cos = empty_in_order(cos), grad_sin = empty_in_order(sin);

@@ -10,17 +10,15 @@ using torch::headeronly::ScalarType;
 void check_like_q(const Tensor& x, const Tensor& q, const char* op, const char* name) {
   bool same = x.dim() == 4;
   for (int64_t d = 0; same && d < 4; ++d) same = x.size(d) == q.size(d);
-  if (!same) throw std::invalid_argument(std::string(op) + ": " + name + " must have the shape of q");
-  if (x.scalar_type() != q.scalar_type())
-    throw std::invalid_argument(std::string(op) + ": " + name + " must have the dtype of q");
+  if (!same) throw refusal(std::string(op) + ": " + name + " must have the shape of q");
+  if (x.scalar_type() != q.scalar_type()) throw refusal(std::string(op) + ": " + name + " must have the dtype of q");
   check_device(x, q, op, name);
 }
 
 void set_padding(camox_short_attention_params& p, const Tensor& mask, const Tensor& q, const char* op) {
-  if (mask.scalar_type() != ScalarType::Bool)
-    throw std::invalid_argument(std::string(op) + ": key_padding_mask must have dtype bool");
+  if (mask.scalar_type() != ScalarType::Bool) throw refusal(std::string(op) + ": key_padding_mask must have dtype bool");
   if (mask.dim() != 2 || mask.size(0) != p.sequences || mask.size(1) != p.length)
-    throw std::invalid_argument(std::string(op) + ": key_padding_mask must have shape (S, T) of q");
+    throw refusal(std::string(op) + ": key_padding_mask must have shape (S, T) of q");
   check_device(mask, q, op, "key_padding_mask");
   p.padding = static_cast<const uint8_t*>(mask.data_ptr());
   p.padding_stride[0] = mask.stride(0), p.padding_stride[1] = mask.stride(1);
@@ -34,8 +32,7 @@ struct Options {
 camox_short_attention_params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                                        const OptionalTensor& seed, const Options& o, const char* op) {
   camox_short_attention_params p{};
-  if (q.dim() != 4)
-    throw std::invalid_argument(std::string(op) + ": q must have 4 dimensions (S, T, H, D), got " + std::to_string(q.dim()));
+  if (q.dim() != 4) throw refusal(std::string(op) + ": q must have 4 dimensions (S, T, H, D), got " + std::to_string(q.dim()));
   check_like_q(k, q, op, "k");
   check_like_q(v, q, op, "v");
   p.dtype = dtype_of(q, op);

@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double
 Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy, double side, double middle, int64_t border,
                                  bool channels_last) {
   if (!grad_gx.has_value() && !grad_gy.has_value())
-    throw std::invalid_argument("spatial_gradient_backward: at least one gradient must be given");
+    throw refusal("spatial_gradient_backward: at least one gradient must be given");
   const Tensor& like = grad_gx.has_value() ? grad_gx.value() : grad_gy.value();
   camox_spatial_gradient_params p = gradient_params(like, grad_gx.has_value() ? "grad_gx" : "grad_gy", side, middle, border);
   p.channels_last = channels_last;

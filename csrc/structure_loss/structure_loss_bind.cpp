@@ -24,8 +24,8 @@ void check_companion(const Tensor& y, const Tensor& x, bool half, const char* op
   }
   for (int64_t d = 0; d < 4; ++d)
     if (y.size(d) != x.size(d))
-      throw std::invalid_argument(std::string(op) + ": " + name + " has size " + std::to_string(y.size(d)) + " in dimension " +
-                                  std::to_string(d) + ", logits " + std::to_string(x.size(d)));
+      throw refusal(std::string(op) + ": " + name + " has size " + std::to_string(y.size(d)) + " in dimension " +
+                    std::to_string(d) + ", logits " + std::to_string(x.size(d)));
 }
 
 // logits, mask and weight are contiguous already.
@@ -78,11 +78,11 @@ Tensor structure_loss_backward(const Tensor& given_grad, const Tensor& given_log
   check_real(grad, logits, p.reduction == CAMOX_REDUCE_NONE ? 2 : 0, op, "grad");
   check_real(sums, logits, 2, op, "sums");
   if (grad.numel() != (p.reduction == CAMOX_REDUCE_NONE ? p.images : 1))
-    throw std::invalid_argument(std::string(op) + ": grad must have the shape of the loss, got " +
-                                std::to_string(grad.numel()) + " elements");
+    throw refusal(std::string(op) + ": grad must have the shape of the loss, got " + std::to_string(grad.numel()) +
+                  " elements");
   if (sums.size(0) != p.images || sums.size(1) != CAMOX_STRUCTURE_SUMS)
-    throw std::invalid_argument(std::string(op) + ": sums must have shape (" + std::to_string(p.images) + ", 4), got (" +
-                                std::to_string(sums.size(0)) + ", " + std::to_string(sums.size(1)) + ")");
+    throw refusal(std::string(op) + ": sums must have shape (" + std::to_string(p.images) + ", 4), got (" +
+                  std::to_string(sums.size(0)) + ", " + std::to_string(sums.size(1)) + ")");
   Tensor grad_logits = empty_contiguous(logits);
   p.grad = grad.data_ptr(), p.sums = sums.data_ptr(), p.grad_logits = grad_logits.data_ptr();
 #ifdef CAMOX_CUDA_PART

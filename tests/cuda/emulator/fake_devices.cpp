@@ -26,6 +26,7 @@ cudaError_t CUDARTAPI cudaGetLastError(void) {
   return error;
 }
 const char *CUDARTAPI cudaGetErrorString(cudaError_t) { return "made up"; }
+const char *camox_last_refusal(void) { return "refused"; }
 cudaError_t CUDARTAPI cudaDriverGetVersion(int *version) {
   *version = 0;
   return cudaSuccess;
