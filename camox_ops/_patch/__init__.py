@@ -159,6 +159,7 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
             elif reason is None:
                 entry = _entry(name, module, recogniser.name, "", error if report.verified else None)
                 entry.few_operators = recogniser.few_operators(module, settings)
+                entry.slower_in_few_rows = recogniser.slower_in_few_rows if entry.few_operators else ""
                 report.entries.append(entry)
                 planned[id(module)] = Patch(type(module), recogniser, settings, False)
                 plan.append((module, planned[id(module)], entry))
