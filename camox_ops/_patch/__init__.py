@@ -87,7 +87,8 @@ def patched(
 ) -> Iterator[PatchReport]:
     """patch inside a with block, and back at its end; modules that were patched before stay so.
 
-    Args: as for patch. Yields its report."""
+    Args: as for patch. Yields its report. Each with statement takes a patched(model) of its own; as a decorator it
+    serves every call."""
     report, modules = _patch(model, False, verify, only)
     modules = [weakref.ref(module) for module in modules]
     try:
