@@ -206,6 +206,7 @@ def test_ssim_term_is_that_of_average_pooling():
 
 def test_checkpoint_round_trip_leaves_no_other_file(tmp_path):
     state = {"epoch": 3, "tensor": torch.randn(4), "nested": [{"a": 1.5}, None, "text"]}
+    (tmp_path / ".last.pth.1.tmp").write_bytes(b"half of what a run wrote that was killed")
     checkpoint.save(tmp_path / "last.pth", state)
     assert differing(checkpoint.load(tmp_path / "last.pth"), state) == []
     assert [path.name for path in tmp_path.iterdir()] == ["last.pth"]

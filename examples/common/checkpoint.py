@@ -35,6 +35,8 @@ def save(path, state):
     """Write state to path so that a crash at any moment leaves either the old file or the new one, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for unfinished in path.parent.glob(f".{path.name}.*.tmp"):  # of runs that were killed while they wrote
+        unfinished.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
