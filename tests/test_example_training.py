@@ -230,6 +230,13 @@ def test_an_interrupted_write_keeps_the_old_checkpoint(tmp_path, monkeypatch, fa
     assert [found.name for found in tmp_path.iterdir()] == ["last.pth"]
 
 
+def test_a_run_that_was_killed_after_its_link_leaves_no_other_file(tmp_path):
+    checkpoint.save_last(tmp_path, {"epoch": 0})
+    os.link(tmp_path / checkpoint.LAST, tmp_path / checkpoint.PREVIOUS)
+    checkpoint.save_last(tmp_path, {"epoch": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.LAST, checkpoint.PREVIOUS]
+
+
 def test_the_checkpoint_before_the_last_is_kept(tmp_path):
     for epoch in range(3):
         checkpoint.save_last(tmp_path, {"epoch": epoch})

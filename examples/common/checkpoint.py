@@ -68,6 +68,7 @@ def save_last(folder, state):
         spare.unlink(missing_ok=True)
         os.link(last, spare)
         os.replace(spare, previous)
+        spare.unlink(missing_ok=True)  # still there where the two were one file, as a killed run leaves them
     save(last, state)
 
 
