@@ -79,7 +79,8 @@ class explain:
     costs nothing. Enter and leave it while no other thread is in an op.
 
     Raises:
-        TypeError: model is neither None nor an nn.Module."""
+        TypeError: model is neither None nor an nn.Module.
+        RuntimeError: it is left without having been entered."""
 
     def __init__(self, model: torch.nn.Module | None = None):
         if model is not None and not isinstance(model, torch.nn.Module):
@@ -100,6 +101,8 @@ class explain:
 
     def __exit__(self, *exception) -> None:
         with _lock:
+            if self._depth == 0:
+                raise RuntimeError("explain: it is left more often than it was entered")
             self._depth -= 1
             if self._depth == 0:
                 _open.remove(self)
@@ -160,7 +163,8 @@ class explain:
         return "\n".join(lines)
 
 
-_lock = threading.Lock()
+# Garbage collected while it is held may be a generator inside a `with explain()`, which ends there in the same thread.
+_lock = threading.RLock()
 _open: list[explain] = []
 
 

@@ -45,9 +45,12 @@ USAGE = "python -m camox_ops run [--no-tune] [--no-patch] [--report FILE] (scrip
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """(our options, the script and what belongs to it): the first word that is no option of ours begins the latter."""
+    """(our options, the script and what belongs to it): the first word that is no option of ours begins the latter,
+    behind a `--` if there is one, which ends the options as it does for python and torchrun."""
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and not arguments[at].startswith("-m"):
+        if arguments[at] == "--":
+            return arguments[:at], arguments[at + 1 :]
         at += 2 if arguments[at] == "--report" else 1
     return arguments[:at], arguments[at:]
 

@@ -321,8 +321,19 @@ def zipped(path):
         np.savez(file, np.ones((4, 2)))
 
 
-def nameless(path):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"wind": None}))
+def with_wind(name):
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"wind": name}))
+
+
+def with_number(value):
+    """The file's second row gets it."""
+
+    def change(path):
+        array = np.load(path)
+        array[1, 0] = value
+        np.save(path, array)
+
+    return change
 
 
 def other_patch(path):
@@ -348,7 +359,29 @@ def other_patch(path):
             lambda path: np.save(path, np.ones((4, 2), complex)),
             "wind.npy must be a .npy file of real numbers",
         ),
-        ("cache/sequence_003/meta.json", nameless, "meta.json: no usable name of a file: None"),
+        ("cache/sequence_003/meta.json", with_wind(None), "meta.json: no usable name of a file in the folder: None"),
+        (
+            "cache/sequence_003/meta.json",
+            with_wind("../sequence_002/wind.npy"),
+            "no usable name of a file in the folder: '../sequence_002/wind.npy'",
+        ),
+        ("cache/sequence_003/meta.json", with_wind("/wind.npy"), "no usable name of a file in the folder: '/wind.npy'"),
+        ("cache/sequence_003/meta.json", lambda path: path.write_text("[" * 100_000), "cannot read .*meta.json"),
+        (
+            "cache/sequence_003/wind.npy",
+            with_number(np.nan),
+            r"wind.npy must have finite numbers, has nan at \(1, 0\)",
+        ),
+        (
+            "cache/sequence_003/static_tokens.npy",
+            lambda path: np.save(path, np.load(path).astype(np.float64) * 1e300),
+            "static_tokens.npy must have finite numbers",
+        ),
+        (
+            "cache/sequence_003/fire_tokens.npy",
+            with_number(np.inf),
+            r"fire_tokens.npy must have finite numbers, has inf at \(1, 0\)",
+        ),
         ("raw/isochrones/sequence_003/frame_002.png", lambda path: path.unlink(), "must have 4 PNG files, has 3"),
         ("raw/isochrones/sequence_003/frame_002.png", truncate, "frame_002.png is truncated"),
         ("cache", shutil.rmtree, "cache is no folder; simulator.enabled"),
@@ -393,6 +426,9 @@ def test_split_is_the_public_scripts(cache):
     assert {part: [s.name for s in found] for part, found in parts.items()} == stored
     path.write_text(json.dumps({**stored, "val": ["sequence_009"]}))
     with pytest.raises(data.CacheError, match="does not fit the cache: 'sequence_009'"):
+        data.split(sequences, shares, folder)
+    path.write_text("[" * 100_000)
+    with pytest.raises(data.CacheError, match=f"{path} does not fit the cache"):
         data.split(sequences, shares, folder)
     with pytest.raises(data.CacheError, match="leaves none of two frames to val"):
         data.split(sequences, config.Split(train=1.0, val=0.0, test=0.0))
@@ -454,6 +490,7 @@ def test_public_keys_are_read(tmp_path):
         ("global: {seed: -1}", r"global.seed must be from 0 to 2\*\*63 - 1, got -1"),
         ("train: [1]", "train must be a mapping"),
         ("a: [", "is not YAML"),
+        ("[" * 1000, "x.yaml is not YAML"),
         (b"\xff\xfe\xfd", "x.yaml is not YAML"),
     ],
 )

@@ -171,6 +171,12 @@ def test_failures_are_said_and_success_is_silent():
 
 
 @pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_found_before_the_training(capsys, monkeypatch):
+    monkeypatch.setattr(demo_run, "run", lambda mode, folder: pytest.fail("it ran"))
+    assert demo_run.main(["--out", f"{__file__}/demo"]) == 2
+    assert capsys.readouterr().err == f"error: cannot write to {__file__}/demo: {__file__} is no folder\n"
+
+
 def test_memory_that_was_counted_is_freed():
     """Also outputs that their own node keeps, as ReLU's does."""
     made = []

@@ -206,6 +206,7 @@ def test_ssim_term_is_that_of_average_pooling():
 
 def test_checkpoint_round_trip_leaves_no_other_file(tmp_path):
     state = {"epoch": 3, "tensor": torch.randn(4), "nested": [{"a": 1.5}, None, "text"]}
+    (tmp_path / ".last.pth.1.tmp").write_bytes(b"half of what a run wrote that was killed")
     checkpoint.save(tmp_path / "last.pth", state)
     assert differing(checkpoint.load(tmp_path / "last.pth"), state) == []
     assert [path.name for path in tmp_path.iterdir()] == ["last.pth"]
@@ -229,6 +230,13 @@ def test_an_interrupted_write_keeps_the_old_checkpoint(tmp_path, monkeypatch, fa
     assert [found.name for found in tmp_path.iterdir()] == ["last.pth"]
 
 
+def test_a_run_that_was_killed_after_its_link_leaves_no_other_file(tmp_path):
+    checkpoint.save_last(tmp_path, {"epoch": 0})
+    os.link(tmp_path / checkpoint.LAST, tmp_path / checkpoint.PREVIOUS)
+    checkpoint.save_last(tmp_path, {"epoch": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.LAST, checkpoint.PREVIOUS]
+
+
 def test_the_checkpoint_before_the_last_is_kept(tmp_path):
     for epoch in range(3):
         checkpoint.save_last(tmp_path, {"epoch": epoch})
@@ -250,6 +258,18 @@ def test_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
     with pytest.raises(checkpoint.CheckpointError, match=f"{path} is .*damaged.*{tmp_path / 'previous.pth'}"):
         checkpoint.load(path)
     assert checkpoint.load(tmp_path / checkpoint.PREVIOUS)["tensor"].shape == (1000,)
+
+
+def test_a_damaged_list_of_names_is_refused_by_name(tmp_path):
+    """What zipfile reads as UTF-8 because a bit of the central directory says so."""
+    path = tmp_path / checkpoint.LAST
+    checkpoint.save(path, {"epoch": 1})
+    whole = bytearray(path.read_bytes())
+    entry = whole.rindex(b"PK\x01\x02")
+    whole[entry + 9], whole[entry + 46] = whole[entry + 9] | 8, 0xFF
+    path.write_bytes(whole)
+    with pytest.raises(checkpoint.CheckpointError, match=f"{path} is truncated or damaged: 'utf-8' codec"):
+        checkpoint.load(path)
 
 
 def test_missing_checkpoint_is_named(tmp_path):
@@ -292,6 +312,24 @@ def test_stage_one_leaves_the_backbone_alone_and_its_checkpoint_fits_no_other_mo
     assert moved and not any(name.startswith("backbone.") for name in moved)
     with pytest.raises(checkpoint.CheckpointError, match=f"{tmp_path}/last.pth does not fit this run"):
         train(tmp_path, epochs=2, stage1_epochs=1, num_experts=3, resume_from=str(tmp_path / "last.pth"))
+
+
+def test_averages_begin_with_the_weights_of_a_run_that_had_none(tmp_path, small_set):
+    trainer = engine.Trainer(config(tmp_path, use_ema=True, num_experts=1))
+    state = {
+        "epoch": 0,
+        "stage": 1,
+        "model_state_dict": {name: 3 * value for name, value in trainer.model.state_dict().items()},
+        "ema_state_dict": None,
+        "scaler_state_dict": {},
+        "best_iou": 0.5,
+        "history": [],
+        "rng": [checkpoint.rng_state(trainer.device)],
+    }
+    checkpoint.save(tmp_path / checkpoint.LAST, state)
+    trainer.resume(tmp_path / checkpoint.LAST)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(trainer.ema.shadow[name], parameter), name
 
 
 def test_refused_checkpoint_writes_nothing(tmp_path, small_set):

@@ -204,6 +204,44 @@ def test_nested_and_entered_again():
         cx.explain(3)
 
 
+def test_left_without_being_entered():
+    calls = cx.explain()
+    with pytest.raises(RuntimeError, match="explain: it is left more often than it was entered"):
+        calls.__exit__(None, None, None)
+    with calls:
+        norm(image())
+    assert names(calls) == ["layer_norm2d"]
+
+
+def test_a_generator_that_is_collected_while_another_block_begins(monkeypatch):
+    """It ends in the middle of what the other does under the lock."""
+
+    def generator():
+        with cx.explain():
+            yield
+
+    class Collecting(list):
+        def append(self, item):
+            running.clear()
+            super().append(item)
+
+    def enter_and_leave():
+        with cx.explain() as calls:
+            norm(image())
+        found.extend(names(calls))
+
+    monkeypatch.setattr(_explain, "_open", Collecting())
+    running, found = [], []
+    other = generator()
+    next(other)
+    running.append(other)
+    del other
+    thread = threading.Thread(target=enter_and_leave, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and found == ["layer_norm2d"] and not _explain._open
+
+
 def test_threads_are_all_recorded():
     def work():
         for _ in range(20):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, default_device, each_backend
@@ -315,6 +316,9 @@ WRONG_LISTS = [
     (([one(), one()], [0, 2]), ValueError, r"groups\[1\] must be in \[0, 2\), got 2"),
     (([one(), None], [0, -1]), ValueError, r"groups\[1\] must be in \[0, 2\), got -1"),
     (([one()], [0.5]), TypeError, r"groups\[0\] must be an int, got 0.5"),
+    (([one(), one()], [0, True]), TypeError, r"groups\[1\] must be an int, got True"),
+    (([one()], [torch.tensor(1.7)]), TypeError, r"groups\[0\] must be an int, got tensor\(1.7000\)"),
+    (([one()], [np.float32(1.7)]), TypeError, r"groups\[0\] must be an int, got .*1.7"),
     (([one(), 3.0], [0, 1]), TypeError, r"grads\[1\] must be a torch.Tensor, got float"),
     (([one(), one(dtype=torch.int32)], [0, 1]), TypeError, r"grads\[1\] must have dtype float32.*got int32"),
     (([one(), one(dtype=torch.complex64)], [0, 1]), TypeError, r"grads\[1\] must have dtype float32.*got complex64"),

@@ -480,12 +480,14 @@ def test_command_line_errors(arguments, message, tmp_path, capsys):
 def test_folders_that_no_run_wrote(tmp_path, capsys):
     (tmp_path / "file").touch()
     checkpoint.save(tmp_path / "foreign" / checkpoint.LAST, {"a": 1})
+    checkpoint.save(tmp_path / "empty" / checkpoint.LAST, {})
     for arguments, message in (
         (["file", "--steps", "1"], f"{tmp_path / 'file'} is no folder"),
         (
             ["foreign", "--resume"],
             f"checkpoint {tmp_path / 'foreign' / checkpoint.LAST} does not fit this run: no words",
         ),
+        (["empty", "--resume"], f"checkpoint {tmp_path / 'empty' / checkpoint.LAST} does not fit this run: no words"),
     ):
         folder, *more = arguments
         assert cli.main(["--checkpoint-dir", str(tmp_path / folder), *more]) == 2

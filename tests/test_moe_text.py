@@ -252,6 +252,24 @@ def test_ranks_give_the_losses_of_one_process(ranks):
         training.Trainer(config(hidden=6, load=str(folder / "checkpoint")), DOCUMENTS)
 
 
+def test_weights_whose_saving_was_interrupted_are_refused(tmp_path, monkeypatch):
+    """Also over older ones, some of whose files may be left."""
+    folder = str(tmp_path / "checkpoint")
+    options = {"steps": 1, "num_layers": 1}
+    trainer = training.Trainer(config(save=folder, **options), DOCUMENTS)
+    trainer.run()
+    trainer.load(folder)
+
+    def killed(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.dcp, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    with pytest.raises(training.CheckpointError, match=f"{folder} was not written by --save, or not to its end"):
+        trainer.load(folder)
+
+
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_bytes_sent_are_those_of_the_formula(ranks, dtype, size):
     """docs/scaling.md: a rank's copies and their results forward, the gradients of both backward, counts, one sum."""

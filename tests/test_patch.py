@@ -221,8 +221,12 @@ def test_the_report_says_from_which_size_on_a_gpu_serves():
     report.least_bytes = 78_667_776
     assert "dropout, average_pool: on the GPU from tensors of 79 MB on" in str(report)
     assert report.to_dict()["least_bytes"] == 78_667_776
-    on_cpu = str(cx.patch(Permuting(CHANNELS)))
-    assert f"layer_norm2d (in channels_last): on the CPU float32 from {_call.LEAST_IN_ROWS:,}" in on_cpu
+    norms = nn.Sequential(Permuting(CHANNELS), Permuting(CHANNELS), Manual(CHANNELS), AddNorm(32))
+    on_cpu = str(cx.patch(norms, only=("layer_norm2d", "add_norm")))
+    assert on_cpu.splitlines()[-1] == (
+        "  layer_norm2d (in channels_last), add_norm (without dropout): on the CPU float32 from "
+        f"{_call.LEAST_IN_ROWS:,} elements on; the originals compute smaller ones faster"
+    )
     assert "GPU" not in on_cpu
 
 

@@ -1,6 +1,7 @@
 """patch on feed-forward blocks, residual norms and post-norm layers, in classes of any name."""
 
 import copy
+import re
 
 import patch_models as models
 import pytest
@@ -164,6 +165,37 @@ def test_an_inner_module_exchanged(name, part, other):
     setattr(module, part, other(getattr(module, part)))
     setattr(plain, part, getattr(module, part))
     close(numbers(module, args), numbers(plain, args))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stride", (2,)),
+        ("padding", (1,)),
+        ("groups", 2),
+        ("kernel_size", (3,)),
+        ("dilation", (2,)),
+        ("padding_mode", "circular"),
+        ("bias", None),
+        ("weight", nn.Parameter(torch.randn(64, 32, 3))),
+    ],
+)
+def test_a_convolution_changed_in_place(name, value):
+    """The original says what becomes of it, also where that is an error."""
+    module, args, _ = made("encoder layer")
+    module.eval()
+    plain = copy.deepcopy(module)
+    cx.patch(module)
+    module(*args)
+    for model in (module, plain):
+        setattr(model.conv1, name, value)
+    try:
+        expected = numbers(plain, args)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error).split("(")[0])):
+            module(*args)
+    else:
+        close(numbers(module, args), expected)
 
 
 def test_other_calls_go_to_the_original():

@@ -365,6 +365,7 @@ def test_torchrun(tmp_path):
         ([], "no script was given"),
         (["--no-tune"], "no script was given"),
         (["-m"], "no script was given"),
+        (["--"], "no script was given"),
         (["missing.py"], "can't open file 'missing.py': No such file or directory"),
         (["--nonsense", "x.py"], "unrecognized arguments: --nonsense"),
         (["--report"], "expected one argument"),
@@ -380,6 +381,13 @@ def test_errors(capsys, arguments, said):
     assert printed.out == ""
     assert "usage: python -m camox_ops run" in printed.err
     assert said in printed.err
+
+
+@pytest.mark.parametrize("script", [[__file__, "--", "a"], ["-m", "json.tool", "--"]])
+@pytest.mark.parametrize("ours", [[], ["--no-tune"]])
+def test_two_dashes_end_our_options(ours, script):
+    options, given = _run._parse([*ours, "--", *script])
+    assert given == script and options.no_tune == bool(ours)
 
 
 def test_report_file_is_not_made_before_its_time(tmp_path, capsys):

@@ -142,6 +142,17 @@ def test_extreme_probabilities(p):
         torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("p", [-1e-30, -0.5, 1.0 + 2**-20, 1.5, float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize(("mask", "weight"), [(0.0, 1.0), (1.0, 1.0), (0.5, 0.0)])
+def test_what_is_no_probability_gives_nan(p, mask, weight):
+    """Where a finite loss would hide it: what it is multiplied by may be 0."""
+    given, masks, weights = (torch.full((2, 1, 5, 7), value, device=DEVICE) for value in (0.3, 0.5, 1.0))
+    for values, value in ((given, p), (masks, mask), (weights, weight)):
+        values[0, 0, 4, 6] = value
+    loss = cx.structure_loss(given, masks, weight=weights, probabilities=True, reduction="none")
+    assert loss.isnan().flatten().tolist() == [True, False]
+
+
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 60), st.integers(1, 70)),
     st.sampled_from(BCES),

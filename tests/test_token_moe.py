@@ -309,6 +309,27 @@ def test_func_transforms():
     torch.testing.assert_close(found, torch.stack([layer(samples[0])[0] for layer in layers]))
 
 
+def test_func_transforms_need_the_buffers_that_training_writes():
+    layers = [layer_of(seed=seed, router_bias=True) for seed in range(2)]
+    x, state = rows_of(5).detach(), dict(layers[0].named_parameters())
+    for transform in (torch.func.grad, torch.vmap):
+        with pytest.raises(ValueError, match="TokenMoE: in training router_bias=True adds to the buffer expert_load"):
+            transform(lambda x: layers[0](x)[0].sum())(x if transform is torch.func.grad else x[None])
+    assert not layers[0].expert_load.any()
+
+    def loss(state, buffers):
+        return torch.func.functional_call(layers[0], (state, buffers), (x,))[0].square().sum()
+
+    stacked = torch.func.stack_module_state(layers)
+    expected = [layer(x)[0].square().sum() for layer in layers]
+    torch.testing.assert_close(torch.vmap(loss)(*stacked), torch.stack(expected))
+    for load, layer in zip(stacked[1]["expert_load"], layers, strict=True):
+        assert torch.equal(load, layer.expert_load) and load.sum() == 5 * K
+    buffers = {name: torch.zeros_like(value) for name, value in layers[0].named_buffers()}
+    torch.func.grad(loss)(state, buffers)
+    assert torch.equal(buffers["expert_load"], layers[0].expert_load)
+
+
 def test_saves_no_copies_of_rows():
     layer, x = layer_of(torch.float32), rows_of(64, dtype=torch.float32)
     saved = []

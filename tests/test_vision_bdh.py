@@ -530,6 +530,67 @@ def test_resuming_gives_the_numbers_of_an_unbroken_run(tmp_path, few_digits, mon
     assert (tmp_path / "resumed" / training.MAPS).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_was_killed_between_its_two_checkpoints_has_the_best_weights(tmp_path, few_stripes, monkeypatch):
+    """The second epoch is the best one."""
+    save, saved, shares = checkpoint.save, [], {1: 0.1, 2: 0.9, 3: 0.5}
+
+    def killed_at_the_fourth(path, state):
+        saved.append(path)
+        if len(saved) == 4:
+            raise KeyboardInterrupt
+        save(path, state)
+
+    def accuracy_of_epoch(model, dataset, device="cpu"):
+        return shares.get(len(trainer.history) + 1, 0.0)
+
+    monkeypatch.setattr(training, "accuracy", accuracy_of_epoch)
+    monkeypatch.setattr(training, "write_attention", lambda *arguments: None)
+    monkeypatch.setattr(checkpoint, "save", killed_at_the_fourth)
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    trainer = trainer_of(tmp_path, resume=True)
+    trainer.run()
+    assert checkpoint.load(tmp_path / checkpoint.BEST)["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"epoch": 1.5}, "epoch must be of type int, got float"),
+        ({"epoch": -3}, "epoch must be >= 0, got -3"),
+        ({"history": {}}, "history must be of type list, got dict"),
+        ({"best": None}, "best must be of type float, got NoneType"),
+        ({"rng": {"cpu": None}}, "'NoneType' object has no attribute 'cpu'"),
+        ({"optimizer_state_dict": None}, "'NoneType' object has no attribute 'copy'"),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_refused_by_name(tmp_path, few_stripes, changed, message):
+    trainer = trainer_of(tmp_path)
+    state = {
+        "epoch": 0,
+        "model_state_dict": trainer.model.state_dict(),
+        "optimizer_state_dict": trainer.optimizer.state_dict(),
+        "best": 0.5,
+        "history": [],
+        "rng": checkpoint.rng_state(trainer.device),
+    }
+    checkpoint.save(tmp_path / checkpoint.LAST, state)
+    trainer_of(tmp_path, resume=True)
+    checkpoint.save(tmp_path / checkpoint.LAST, state | changed)
+    expected = f"checkpoint {tmp_path / checkpoint.LAST} does not fit this run: {message}"
+    with pytest.raises(checkpoint.CheckpointError, match=expected):
+        trainer_of(tmp_path, resume=True)
+
+
+def test_best_weights_of_another_model_are_refused_by_name(tmp_path, few_stripes):
+    checkpoint.save(tmp_path / checkpoint.BEST, {"model_state_dict": {}, "epoch": 0})
+    trainer = trainer_of(tmp_path)
+    trainer.start_epoch = trainer.config.epochs
+    with pytest.raises(checkpoint.CheckpointError, match=f"checkpoint {tmp_path / checkpoint.BEST} does not fit"):
+        trainer.run()
+
+
 def test_accumulation_gives_the_gradients_of_one_batch(digits):
     train = digits[0].part(torch.arange(16, device="cpu"))
     torch.manual_seed(0)
@@ -766,3 +827,6 @@ def test_text_training_learns_and_its_weights_load_back(tmp_path, capsys):
     torch.save([1, 2], saved)
     assert text_training.main([*common, "--load", str(saved)]) == 2
     assert f"checkpoint {saved} has no values by name" in capsys.readouterr().err
+    torch.save({"a": torch.ones(2)}, saved)
+    assert text_training.main([*common, "--load", str(saved)]) == 2
+    assert f"checkpoint {saved} does not fit this model" in capsys.readouterr().err

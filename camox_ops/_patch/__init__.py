@@ -87,7 +87,8 @@ def patched(
 ) -> Iterator[PatchReport]:
     """patch inside a with block, and back at its end; modules that were patched before stay so.
 
-    Args: as for patch. Yields its report."""
+    Args: as for patch. Yields its report. Each with statement takes a patched(model) of its own; as a decorator it
+    serves every call."""
     report, modules = _patch(model, False, verify, only)
     modules = [weakref.ref(module) for module in modules]
     try:
@@ -159,6 +160,7 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
             elif reason is None:
                 entry = _entry(name, module, recogniser.name, "", error if report.verified else None)
                 entry.few_operators = recogniser.few_operators(module, settings)
+                entry.slower_in_few_rows = recogniser.slower_in_few_rows if entry.few_operators else ""
                 report.entries.append(entry)
                 planned[id(module)] = Patch(type(module), recogniser, settings, False)
                 plan.append((module, planned[id(module)], entry))

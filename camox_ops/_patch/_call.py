@@ -108,7 +108,10 @@ def form_of(module: nn.Module):
         return module.normalized_shape, module.weight is None, module.bias is None
     if kind is nn.Linear:
         return module.bias is None
-    return (module.bias is None, module.kernel_size, module.groups) if kind is nn.Conv1d else None
+    if kind is nn.Conv1d:
+        shape = module.weight.shape[2:], module.stride, module.padding
+        return module.bias is None, module.kernel_size, module.groups, shape
+    return None
 
 
 def why_not_bypassed(module: nn.Module, kind: type) -> str | None:

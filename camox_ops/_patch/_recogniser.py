@@ -22,6 +22,8 @@ class Recogniser:
     checks_first_input = True
     # Whether the originals are so few operators that on a GPU only large tensors are served (_call.outlasts_host).
     in_few_operators = False
+    # Of those: in which form the original is the faster one on the CPU for few rows (_call.is_small_in_rows).
+    slower_in_few_rows = ""
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         """Whether parameters and children allow the module to be of this kind. Reads attributes only, never the name

@@ -15,7 +15,7 @@ class PatchEntry:
     it is). error: the largest difference of the proof in float64, over the largest value. first_error: the same on the
     first real input, in its dtype and from the original in float64; first_torch_error: PyTorch's own there; both None
     until that input came. few_operators: on a GPU the original runs for tensors of less than `least_bytes` of the
-    report."""
+    report. slower_in_few_rows: in which form its small float32 tensors get the original on the CPU; empty for none."""
 
     name: str
     of: str
@@ -26,6 +26,7 @@ class PatchEntry:
     first_error: float | None = None
     first_torch_error: float | None = None
     few_operators: bool = False
+    slower_in_few_rows: str = ""
 
     def give_back(self, reason: str) -> None:
         self.patched, self.reason = False, reason
@@ -91,12 +92,9 @@ class PatchReport:
                 f"  {', '.join(few)}: on the GPU from tensors of {self.least_bytes / 1e6:.0f} MB on; "
                 "smaller ones take it less time than their host, which the originals take less"
             )
-        kinds = {
-            "layer_norm2d": "in channels_last",
-            "layer_norm2d_float32": "in channels_last",
-            "add_norm": "without dropout",
-        }
-        norms = [f"{name} ({kinds[name]})" for name in few if name in kinds]
+        norms = dict.fromkeys(
+            f"{entry.recogniser} ({entry.slower_in_few_rows})" for entry in patched if entry.slower_in_few_rows
+        )
         if norms and self.least_bytes is None:
             lines.append(
                 f"  {', '.join(norms)}: on the CPU float32 from {LEAST_IN_ROWS:,} elements on; "

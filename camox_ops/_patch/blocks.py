@@ -227,6 +227,7 @@ class AddNorm(Recogniser):
 
     name = "add_norm"
     in_few_operators = True
+    slower_in_few_rows = "without dropout"
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         parts = self.parts(module, planned)

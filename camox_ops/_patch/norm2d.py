@@ -42,6 +42,7 @@ class Norm2d(Recogniser):
     eps, and all else is the proof's."""
 
     name = "layer_norm2d"
+    slower_in_few_rows = "in channels_last"
 
     def is_candidate(self, module: nn.Module, planned: Planned) -> bool:
         kind = type(module)

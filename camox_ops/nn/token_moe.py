@@ -243,8 +243,17 @@ class TokenMoE(FusedModule):
 
     def count(self, routing: Routing) -> None:
         """What each expert got, for update_router_bias."""
-        if self.expert_load is not None and self.training:
+        if self.expert_load is None or not self.training:
+            return
+        try:
             self.expert_load += routing.counts
+        except RuntimeError as error:
+            if in_eager_transform(routing.counts):
+                raise ValueError(
+                    f"{NAME}: in training router_bias=True adds to the buffer expert_load, which torch.func must be "
+                    "given as an argument, and vmap for each sample: functional_call with the buffers too, or eval()"
+                ) from error
+            raise
 
     def shared(self, rows: torch.Tensor) -> torch.Tensor | None:
         if self.shared_in is None:

@@ -12,6 +12,7 @@ from . import _check
 from ._codes import GROUP_REDUCTIONS, code_of
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_INT = frozenset((int,))
 
 
 def grad_group_norms(
@@ -130,9 +131,13 @@ def _call(op: str, grads, groups, num_groups: int, tensors: Sequence, indices: S
     """The operator, of what `_given` found in grads and groups.
 
     It refuses by itself whatever is wrong with plain tensors, before it writes anything. Only then, and where it cannot
-    see everything, each gradient is looked at in Python, for a message that names it."""
+    see everything, each gradient is looked at in Python, for a message that names it. It sees no group's type: torch
+    makes ints of True, tensor(1.7) and NumPy's float32(1.7)."""
     seen_by_operator = (
-        len(tensors) == len(grads) and forward_levels._current_level < 0 and not torch.compiler.is_compiling()
+        len(tensors) == len(grads)
+        and forward_levels._current_level < 0
+        and not torch.compiler.is_compiling()
+        and _INT.issuperset(map(type, groups))
     )
     scales = arguments[0] if op == "scale_grads_" else None
     if not seen_by_operator:

@@ -41,7 +41,8 @@ def structure_loss(
         bce: "weighted", the formula above, or "mean": the plain mean of bce over the whole batch in the place of its
             first term, which is what most public copies compute, as they pass reduce='none', a string that is true.
         smooth: added above and below the fraction, >= 0.
-        probabilities: `logits` holds p itself; the logarithms are no less than -100, as in binary_cross_entropy.
+        probabilities: `logits` holds p itself; the logarithms are no less than -100, as in binary_cross_entropy. Of an
+            image with one outside [0, 1] the loss is NaN, on every device.
         reduction: "mean" or "sum" over B and C, or "none": a loss (B, C).
 
     Returns:

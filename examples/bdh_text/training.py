@@ -104,7 +104,8 @@ def train(config):
     model = BDH(sizes, config.ops).to(config.device).train()
     if config.load:
         weights = checkpoint.load(config.load, map_location=config.device)
-        model.load_state_dict(weights)
+        with checkpoint.fitting(config.load, "model"):
+            model.load_state_dict(weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
     generator = torch.Generator().manual_seed(config.seed)
     line, total, read = ProgressBar(config.steps, "step", unit="windows"), 0.0, 0

@@ -174,20 +174,22 @@ class Trainer:
     def resume(self, path):
         """Take model, averages and counters from a checkpoint; returns it, for the parts that the stage builds."""
         state = checkpoint.load(path, map_location=self.device)
-        try:
+        with checkpoint.fitting(path):
             self.model.load_state_dict(state["model_state_dict"])
-            if self.ema is not None and state["ema_state_dict"] is not None:
-                self.ema.load(state["ema_state_dict"])
+            if self.ema is not None:
+                self.ema = EMA(self.model, self.config.ema_decay)  # of these weights, where that run averaged none
+                if state["ema_state_dict"] is not None:
+                    self.ema.load(state["ema_state_dict"])
             self.precision.scaler.load_state_dict(state["scaler_state_dict"])
-            self.history, self.best_iou = state["history"], state["best_iou"]
-            self.start_epoch = state["epoch"] + 1
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
-        states = state["rng"]
-        if self.rank < len(states):
-            set_rng_state(states[self.rank], self.device)
-        else:
-            torch.manual_seed(self.config.seed + self.rank + self.world * self.start_epoch)
+            self.history = checkpoint.entry(state, "history", list)
+            self.best_iou = checkpoint.entry(state, "best_iou", float)
+            self.start_epoch = checkpoint.entry(state, "epoch", int) + 1
+            checkpoint.entry(state, "stage", int)
+            states = checkpoint.entry(state, "rng", list)
+            if self.rank < len(states):
+                set_rng_state(states[self.rank], self.device)
+            else:
+                torch.manual_seed(self.config.seed + self.rank + self.world * self.start_epoch)
         return state
 
     def begin_stage(self, stage):
@@ -196,7 +198,8 @@ class Trainer:
         self.model.backbone.requires_grad_(stage == 2)
         optimizer = build_optimizer(self.model, config.lr, config.weight_decay, config.backbone_lr_scale)
         if self.resumed is not None and self.resumed["stage"] == stage:
-            optimizer.load_state_dict(self.resumed["optimizer_state_dict"])
+            with checkpoint.fitting(config.resume_from):
+                optimizer.load_state_dict(self.resumed["optimizer_state_dict"])
         self.resumed = None
         model = self.model
         if self.world > 1:
@@ -279,9 +282,9 @@ class Trainer:
             "args": asdict(self.config),
         }
         folder = Path(self.config.checkpoint_dir)
-        checkpoint.save_last(folder, state)
-        if improved:
+        if improved:  # before the last: a run that is killed between the two repeats the epoch
             checkpoint.save(folder / checkpoint.BEST, state)
+        checkpoint.save_last(folder, state)
         (folder / "history.json").write_text(json.dumps(self.history, indent=2) + "\n")
 
     def validate(self):

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent: written beside, synced, then renamed over; checked before they are read."""
 
 import os
-import pickle
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,6 +35,8 @@ def save(path, state):
     """Write state to path so that a crash at any moment leaves either the old file or the new one, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for unfinished in path.parent.glob(f".{path.name}.*.tmp"):  # of runs that were killed while they wrote
+        unfinished.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -66,6 +68,7 @@ def save_last(folder, state):
         spare.unlink(missing_ok=True)
         os.link(last, spare)
         os.replace(spare, previous)
+        spare.unlink(missing_ok=True)  # still there where the two were one file, as a killed run leaves them
     save(last, state)
 
 
@@ -80,13 +83,38 @@ def load(path, map_location="cpu"):
         if damaged is not None:
             raise CheckpointError(f"checkpoint {path} is damaged: wrong checksum in {damaged}{older(path)}")
         state = torch.load(path, map_location=map_location, weights_only=True)
-    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file may raise any
         raise CheckpointError(f"checkpoint {path} is truncated or damaged: {error}{older(path)}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"checkpoint {path} has no values by name: it holds a {type(state).__name__}")
     return state
+
+
+@contextmanager
+def fitting(path, what="run"):
+    """CheckpointError that names path, in the place of whatever is raised where the block takes a checkpoint apart that
+    another program or model has written."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"checkpoint {path} does not fit this {what}: {error}") from error
+
+
+def entry(state, name, kind):
+    """state[name]; TypeError or ValueError where it is missing, of another type or a count below 0, on which a run
+    would stop only later."""
+    if name not in state:
+        raise ValueError(f"no {name}")
+    value = state[name]
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+    if kind is int and value < 0:
+        raise ValueError(f"{name} must be >= 0, got {value}")
+    return value
 
 
 def older(path):

@@ -294,7 +294,7 @@ def read(path):
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     try:
         return fill(Config, values).check()

@@ -91,8 +91,8 @@ class CachedSequence:
             else:
                 self.fire_files = [meta["fires"][str(frame)] for frame in range(self.frames)]
             for name in (*names.values(), *self.fire_files):
-                if not isinstance(name, str):
-                    raise ValueError(f"name of a file: {name!r}")
+                if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+                    raise ValueError(f"name of a file in the folder: {name!r}")
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise CacheError(f"{folder / 'meta.json'}: no usable {error}") from None
         if own_patch != patch:
@@ -101,19 +101,19 @@ class CachedSequence:
         self.static_file, self.valid_file, self.wind_file = (
             names[key] for key in ("static_tokens", "valid_tokens", "wind")
         )
-        self.channels = self.array(self.static_file, (count, None)).shape[1]
+        self.channels = self.finite(self.static_file, (count, None)).shape[1]
         self.array(self.valid_file, (count,))
-        self.array(self.wind_file, (self.frames, 2))
+        self.finite(self.wind_file, (self.frames, 2))
         self.one_file = "fire_tokens" in meta
         for name in self.fire_files:
-            self.array(name, (self.frames, count) if self.one_file else (count,))
+            self.finite(name, (self.frames, count) if self.one_file else (count,))
         self.images = self.find_images(data_dir)
 
     def read_meta(self):
         path = self.folder / "meta.json"
         try:
             meta = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, RecursionError, ValueError) as error:
             raise CacheError(f"cannot read {path}: {error}") from error
         if not isinstance(meta, dict):
             raise CacheError(f"{path} is not a mapping")
@@ -130,6 +130,16 @@ class CachedSequence:
             raise CacheError(f"{path} must be a .npy file of real numbers")
         if len(found.shape) != len(shape) or any(b not in (None, a) for a, b in zip(found.shape, shape, strict=True)):
             raise CacheError(f"{path} must have shape {shape}, has {found.shape}")
+        return found
+
+    def finite(self, name, shape):
+        """The same; CacheError where a number is none in float32, in which it is read: it would make the loss NaN."""
+        found = self.array(name, shape)
+        with np.errstate(over="ignore"):
+            wrong = np.argwhere(~np.isfinite(np.asarray(found, np.float32)))
+        if len(wrong):
+            place = tuple(wrong[0].tolist())
+            raise CacheError(f"{self.folder / name} must have finite numbers, has {found[place]} at {place}")
         return found
 
     def find_images(self, data_dir):
@@ -216,7 +226,7 @@ def split(sequences, settings, cache_dir=""):
         try:
             names = json.loads(stored.read_text())
             parts = {part: [by_name[name] for name in names[part]] for part in ("train", "val", "test")}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise CacheError(f"{stored} does not fit the cache: {error}") from None
     else:
         names = sorted(by_name)

@@ -159,15 +159,14 @@ class Trainer:
     def resume(self, path):
         """Go on after the epoch of a checkpoint, to the same numbers as an unbroken run."""
         state = checkpoint.load(path, map_location=self.device)
-        try:
+        with checkpoint.fitting(path):
             self.model.load_state_dict(state["model_state_dict"])
             self.optimizer.load_state_dict(state["optimizer_state_dict"])
             self.scaler.load_state_dict(state["scaler"])
             self.stopping.load_state_dict(state["stopping"])
-            self.history, self.start_epoch = state["history"], state["epoch"] + 1
+            self.history = checkpoint.entry(state, "history", list)
+            self.start_epoch = checkpoint.entry(state, "epoch", int) + 1
             checkpoint.set_rng_state(state["rng"], self.device)
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
 
     def run(self):
         """Train to the last epoch or until nothing improves."""
@@ -255,9 +254,9 @@ class Trainer:
             **{name.replace("/", "_"): value for name, value in row.items() if name.startswith("val/")},
         }
         if self.config.train.save_checkpoints:
-            checkpoint.save_last(self.folder, state)
-            if best:
+            if best:  # before the last: a run that is killed between the two repeats the epoch
                 checkpoint.save(self.folder / checkpoint.BEST, state)
+            checkpoint.save_last(self.folder, state)
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / METRICS_FILE, "w", newline="") as file:
             writer = csv.DictWriter(file, self.history[0])

@@ -203,11 +203,11 @@ class Trainer:
         state = checkpoint.load(self.folder / checkpoint.LAST) if config.resume else None
         torch.manual_seed(config.seed)
         documents = texts(config.data) if documents is None else documents
-        if state and "words" not in state:
-            raise checkpoint.CheckpointError(
-                f"checkpoint {self.folder / checkpoint.LAST} does not fit this run: no words"
-            )
-        corpus = build_corpus(documents, config.vocab_size, state["words"] if state else None)
+        words = None
+        if state is not None:
+            with checkpoint.fitting(self.folder / checkpoint.LAST):
+                words = checkpoint.entry(state, "words", list)
+        corpus = build_corpus(documents, config.vocab_size, words)
         check_corpus(corpus, config.vocab_size, config.max_seq_len)
         self.corpus = corpus.to(self.device)
         self.model = build_model(config).to(self.device).train()
@@ -221,30 +221,25 @@ class Trainer:
         self.counts = torch.zeros(len(corpus.domains), nodes, device=self.device)
         self.ones = torch.ones(depth, device=self.device)
         self.history, self.start = [], 0
-        if state:
+        if state is not None:
             self.resume(state)
 
     def load_weights(self, path):
         """Begin with the weights of a checkpoint, of this project's or of the public one's."""
         state = checkpoint.load(path, map_location=self.device)
-        try:
+        with checkpoint.fitting(path, "model"):
             self.model.load_state_dict(state.get("model_state_dict", state))
-        except (AttributeError, RuntimeError, TypeError) as error:
-            raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this model: {error}") from error
 
     def resume(self, state):
         """Go on after the step of a checkpoint, to the same numbers as an unbroken run."""
-        try:
+        with checkpoint.fitting(self.folder / checkpoint.LAST):
             self.model.load_state_dict(state["model_state_dict"])
             self.stepper.optimizer.load_state_dict(state["optimizer_state_dict"])
             self.counts.copy_(state["counts"])
             if state["domains"] != self.corpus.domains:
                 raise ValueError(f"it has domains {state['domains']}, the texts {self.corpus.domains}")
-            self.history, self.start = state["history"], state["step"]
+            self.history, self.start = checkpoint.entry(state, "history", list), checkpoint.entry(state, "step", int)
             checkpoint.set_rng_state(state["rng"], self.device)
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            path = self.folder / checkpoint.LAST
-            raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
 
     def run(self):
         """Train to the last step, log, save, report."""

@@ -238,7 +238,7 @@ class Trainer:
     def load(self, folder):
         """Weights that any number of ranks has saved."""
         if not Path(folder, ".metadata").is_file():
-            why = "was not written by --save" if Path(folder).exists() else "does not exist"
+            why = "was not written by --save, or not to its end" if Path(folder).exists() else "does not exist"
             raise CheckpointError(f"checkpoint {folder} {why}")
         state = {"model": self.model.state_dict()}
         with quiet():
@@ -275,6 +275,8 @@ class Trainer:
         }
         if config.save:
             state = {"model": self.model.state_dict()}
+            if ranks.rank == 0:  # written last: a save that is killed leaves no mixture of two models that would load
+                Path(config.save, ".metadata").unlink(missing_ok=True)
             with quiet():
                 dcp.save(state, checkpoint_id=config.save, no_dist=ranks.mesh is None)
         if ranks.rank == 0:

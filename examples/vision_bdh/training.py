@@ -160,13 +160,12 @@ class Trainer:
     def resume(self, path):
         """Go on after the epoch of a checkpoint, to the same numbers as an unbroken run."""
         state = checkpoint.load(path, map_location=self.device)
-        try:
+        with checkpoint.fitting(path):
             self.model.load_state_dict(state["model_state_dict"])
             self.optimizer.load_state_dict(state["optimizer_state_dict"])
-            self.history, self.best, self.start_epoch = state["history"], state["best"], state["epoch"] + 1
+            self.history, self.best = checkpoint.entry(state, "history", list), checkpoint.entry(state, "best", float)
+            self.start_epoch = checkpoint.entry(state, "epoch", int) + 1
             checkpoint.set_rng_state(state["rng"], self.device)
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise checkpoint.CheckpointError(f"checkpoint {path} does not fit this run: {error}") from error
 
     def run(self):
         """Train to the last epoch, then test the weights of the best validation."""
@@ -178,11 +177,13 @@ class Trainer:
             seconds = time.perf_counter() - start
             self.record(epoch, loss, correct, seconds)
         best = checkpoint.load(folder / checkpoint.BEST, map_location=self.device)
-        self.model.load_state_dict(best["model_state_dict"])
+        with checkpoint.fitting(folder / checkpoint.BEST):
+            self.model.load_state_dict(best["model_state_dict"])
+            epoch = checkpoint.entry(best, "epoch", int)
         tested = accuracy(self.model, self.test, self.device)
         checkpoint.save(folder / FINAL, self.model.state_dict())
         write_attention(folder / MAPS, self.model, choose(self.test))
-        print(f"test accuracy {100 * tested:.2f}% (epoch {best['epoch'] + 1}); wrote {folder / MAPS}", flush=True)
+        print(f"test accuracy {100 * tested:.2f}% (epoch {epoch + 1}); wrote {folder / MAPS}", flush=True)
         return {"history": self.history, "test_accuracy": tested}
 
     def autocast(self):
@@ -248,9 +249,9 @@ class Trainer:
             "args": asdict(self.config),
         }
         folder = Path(self.config.checkpoint_dir)
-        checkpoint.save_last(folder, state)
-        if improved:
+        if improved:  # before the last: a run that is killed between the two repeats the epoch
             checkpoint.save(folder / checkpoint.BEST, state)
+        checkpoint.save_last(folder, state)
         with open(folder / METRICS, "w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
