@@ -181,7 +181,7 @@ def test_error_word_is_that_of_the_device_asked_for(machine):
 
 def test_arguments_that_it_refused_are_value_errors(machine):
     """Also where torch makes a RuntimeError of C++'s invalid_argument."""
-    with pytest.raises(ValueError, match="^refused$"):
+    with pytest.raises(ValueError, match="refused"):
         raise_as_torch_does(RuntimeError("refused"))
     raise_as_torch_does(RuntimeError("failed"))
 
