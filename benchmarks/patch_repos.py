@@ -92,7 +92,7 @@ def in_a_process(entry, asked) -> dict:
         "repository": entry.repository,
         "commit": entry.commit,
         "note": entry.note,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "camox_commit": commit,
         "camox_dirty": dirty,
     }

@@ -38,7 +38,8 @@ def test_out_of_memory_says_how_much_was_asked_for():
     assert [line.split()[0] for line in lines] == ["torch", "layer_norm2d", "dropout"]
     for line in lines:
         assert "DefaultCPUAllocator: can't allocate memory" in line
-        assert str(64 * 16 * 256 * 256 * 4) in line
+        # torch 2.10 gives no words of its own to pass on.
+        assert str(64 * 16 * 256 * 256 * 4) in line or line.endswith(f"tensor of {64 * 16 * 256 * 256} elements")
 
 
 def test_out_of_memory_on_cuda_is_an_out_of_memory_error(monkeypatch):
