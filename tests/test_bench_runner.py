@@ -238,7 +238,7 @@ def guarded(x):
 
 
 traces_attributes = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    torch.__version__ < (2, 13),
     reason="torch.compile does not recompile for a class's attribute, or cannot trace that it is set (2.10)",
 )
 
