@@ -338,12 +338,22 @@ CAMOX_CALLED vf32 vf32_gelu(vf32 x) {
   return vf32_fma(-a, tail, vf32_at_least(x, 0));
 }
 
+/* 1 - v where x > 0, else v. */
+CAMOX_INLINE vf32 vf32_complement_where_positive(vf32 v, vf32 x) {
+  const vf32 one = vf32_set1(1), zero = vf32_set1(0);
+#ifdef CAMOX_SIMD_AVX512 /* one subtraction under a mask */
+  return (vf32)_mm512_mask_sub_ps((__m512)v, _mm512_cmp_ps_mask((__m512)x, (__m512)zero, _CMP_GT_OQ), (__m512)one, (__m512)v);
+#else
+  return vf32_select((vi32)(x > zero), one - v, v);
+#endif
+}
+
 /* d gelu / dx = Phi(x) + x phi(x). Intervals of 1/4 would be too wide for its table. */
 CAMOX_CALLED vf32 vf32_gelu_grad(vf32 x) {
   vf32 a = vf32_at_most(vf32_abs(x), 6.2f), five = vf32_set1(5), round = vf32_set1(CAMOX_ROUND_F32);
   vf32 shifted = vf32_fma(a, five, round);
   vf32 grad = vf32_table_polynomial(camox_gelu_tail_grad, 32, 5, (vi32)shifted, vf32_fma(a, five, round - shifted));
-  return vf32_select((vi32)(x > vf32_set1(0)), vf32_set1(1) - grad, grad);
+  return vf32_complement_where_positive(grad, x);
 }
 
 #if !defined(CAMOX_SIMD_AVX2) && !defined(CAMOX_SIMD_AVX512)
