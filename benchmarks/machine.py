@@ -85,18 +85,26 @@ class Eviction:
         return {"last_level": self.cache, "written_between_calls": self.written}
 
 
-def cpu_model() -> str:
+def cpu_field(name: str) -> str:
+    """What the system says of its first processor, "" where it does not."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(rf"^{name}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+        return ""
+    return found.group(1).strip() if found else ""
+
+
+def vector_units(capability: str) -> str:
+    """The instruction set, and whose AVX-512 takes two steps: AMD's family 25 is Zen 3, without it, and Zen 4."""
+    halves = capability == "AVX512" and (cpu_field("vendor_id"), cpu_field("cpu family")) == ("AuthenticAMD", "25")
+    return "ZEN4" if halves else capability
 
 
 def name_of(cpu: str, cores: int, capability: str) -> str:
-    """A file-name part such as ``amd-epyc-2c`` or ``intel-xeon-gold-6248-16c``, with the instruction set below AVX-512.
+    """A file-name part such as ``amd-epyc-2c`` or ``intel-xeon-gold-6248-16c``; says what is less than whole AVX-512.
 
-    A virtual machine calls every generation of a processor by one name: ``amd-epyc-avx2-2c`` is not ``amd-epyc-2c``.
+    A virtual machine calls every generation of a processor by one name: neither ``amd-epyc-avx2-2c`` nor
+    ``amd-epyc-zen4-2c`` is ``amd-epyc-2c``.
     """
     text = re.sub(r"\((?:r|tm|c)\)|@.*$|\b(?:cpu|processor|\d+-core)\b", " ", cpu.lower())
     words = re.findall(r"[a-z0-9]+", text)[:5] or ["cpu"]
@@ -107,12 +115,12 @@ def name_of(cpu: str, cores: int, capability: str) -> str:
 
 def facts() -> dict:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpu = cpu_model()
+    cpu = cpu_field("model name") or platform.processor() or platform.machine()
     try:
         governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
     except OSError:
         governor = "unknown"
-    name = name_of(cpu, cores, torch.backends.cpu.get_cpu_capability())
+    name = name_of(cpu, cores, vector_units(torch.backends.cpu.get_cpu_capability()))
     return {"name": name, "cpu": cpu, "cores": cores, "governor": governor}
 
 

@@ -375,6 +375,7 @@ def test_the_floor_moves_the_bytes_it_is_asked_for():
     [
         ("AMD EPYC", 2, "AVX512", "amd-epyc-2c"),
         ("AMD EPYC", 2, "AVX2", "amd-epyc-avx2-2c"),
+        ("AMD EPYC", 2, "ZEN4", "amd-epyc-zen4-2c"),
         ("AMD EPYC 7B13 64-Core Processor", 4, "AVX2", "amd-epyc-7b13-avx2-4c"),
         ("Intel(R) Xeon(R) Gold 6248 CPU @ 2.50GHz", 16, "AVX512", "intel-xeon-gold-6248-16c"),
         ("", 1, "DEFAULT", "cpu-default-1c"),
@@ -382,6 +383,21 @@ def test_the_floor_moves_the_bytes_it_is_asked_for():
 )
 def test_machine_names(cpu, cores, capability, name):
     assert machine.name_of(cpu, cores, capability) == name
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "capability", "units"),
+    [
+        ("AuthenticAMD", "25", "AVX512", "ZEN4"),
+        ("AuthenticAMD", "25", "AVX2", "AVX2"),
+        ("AuthenticAMD", "26", "AVX512", "AVX512"),
+        ("GenuineIntel", "6", "AVX512", "AVX512"),
+        ("", "", "DEFAULT", "DEFAULT"),
+    ],
+)
+def test_vector_units(monkeypatch, vendor, family, capability, units):
+    monkeypatch.setattr(machine, "cpu_field", {"vendor_id": vendor, "cpu family": family}.get)
+    assert machine.vector_units(capability) == units
 
 
 @pytest.mark.slow

@@ -1350,6 +1350,32 @@ def test_restored_kernels_are_pytorchs():
     assert [tune._library.calls(kernel) for kernel in tune.KERNELS] == before
 
 
+def test_beside_other_processes_one_thread_is_measured(monkeypatch):
+    threads, measured_on = torch.get_num_threads(), set()
+    monkeypatch.setattr(tune, "_cores_of_others", lambda: 0.3 * torch.get_num_threads())
+    monkeypatch.setattr(tune, "_seconds", lambda probe: measured_on.add(torch.get_num_threads()) or 1.0)
+    report = cx.train.tune_cpu(allocator=False)
+    assert torch.get_num_threads() == threads
+    if threads > 1 and any(kernel.gain for kernel in report.kernels):
+        assert measured_on == {1}
+        assert f"{threads} threads; measured on one, as other processes used" in report.text
+        assert cx.train.tune_cpu(allocator=False).text == report.text
+    monkeypatch.setattr(tune, "_cores_of_others", lambda: 0.2 * torch.get_num_threads())
+    cx.train.restore_cpu()
+    assert "measured on one" not in cx.train.tune_cpu(allocator=False).text
+
+
+def test_cores_of_others(monkeypatch, tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        used = tune._cores_of_others(0.3)
+        busy.kill()
+    assert tune.STAT.exists() and used > 0.2
+    monkeypatch.setattr(tune, "STAT", tmp_path / "nothing")
+    assert tune._cores_of_others() == 0
+    (tmp_path / "nothing").write_text("cpu of another system\n")
+    assert tune._cores_of_others() == 0
+
+
 def test_report_where_nothing_helps(monkeypatch):
     monkeypatch.setattr(tune, "LEAST_GAIN", math.inf)
     report = cx.train.tune_cpu(allocator=False)

@@ -24,6 +24,9 @@ LIBRARY = Path(__file__).parent.with_name("libcamox_ops_tune.so")
 # A replacement must be faster by this much in the mean over its probes, and slower in none.
 LEAST_GAIN = 1.2
 ROUNDS = 9
+# Other processes disturb a measurement on all threads where they use more than this share of as many cores.
+BUSY = 0.25
+STAT = Path("/proc/stat")
 
 
 class KernelReport(NamedTuple):
@@ -286,8 +289,8 @@ def replaced(*names: str):
             _library.take(kernel)
 
 
-_active: tuple[KernelReport, ...] | None = None
-"""What tune_cpu did, until restore_cpu."""
+_active: tuple[tuple[KernelReport, ...], str] | None = None
+"""What tune_cpu did, and what it says of the threads, until restore_cpu."""
 
 
 def _seconds(probe: Callable[[], torch.Tensor]) -> float:
@@ -331,17 +334,45 @@ def _left_alone(reason: str) -> tuple[KernelReport, ...]:
     return tuple(KernelReport(k.name, k.operators, k.domain, False, None, reason) for k in KERNELS)
 
 
-def _measure_all() -> tuple[KernelReport, ...]:
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return tuple(_replace(kernel) for kernel in KERNELS)
+def _cores_of_others(seconds: float = 0.05) -> float:
+    """Cores that other processes use meanwhile; 0 where the system does not say."""
+
+    def used() -> float:
+        user, nice, system, _idle, _iowait, irq, softirq = map(int, STAT.read_text().split("\n", 1)[0].split()[1:8])
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+    start, own = time.perf_counter(), time.process_time()
+    try:
+        before = used()
+        time.sleep(seconds)
+        others = used() - before - (time.process_time() - own)
+    except (OSError, ValueError):
+        return 0.0
+    return max(0.0, others / (time.perf_counter() - start))
 
 
-def _replace_all() -> tuple[KernelReport, ...]:
+def _measure_all() -> tuple[tuple[KernelReport, ...], str]:
+    """Reports, and what they say of the threads.
+
+    Beside other processes threads wait for each other by whole time slices: whatever runs on several of them then takes
+    milliseconds, this or that way. One thread is slower for both and compares as on a quiet machine."""
+    threads, others = torch.get_num_threads(), _cores_of_others()
+    busy = threads > 1 and others > BUSY * threads
+    torch.set_num_threads(1 if busy else threads)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            reports = tuple(_replace(kernel) for kernel in KERNELS)
+    finally:
+        torch.set_num_threads(threads)
+    return reports, f"; measured on one, as other processes used {others:.1f} cores" if busy else ""
+
+
+def _replace_all() -> tuple[tuple[KernelReport, ...], str]:
     global _active
     if _active is None:
         error = _library.open()
         if error:
-            return _left_alone(error)
+            return _left_alone(error), ""
         state = torch.get_rng_state()
         try:
             # OpenMP's threads belong to the thread that computes: measured in this one, a child that is forked later
@@ -387,7 +418,7 @@ def tune_cpu(*, allocator: bool = True, kernels: bool = True) -> TuneReport:
         refused = "refused by CAMOX_TUNE_CPU=0 in the environment"
         return TuneReport(_left_alone(refused) if kernels else (), None, f"tune_cpu: {refused}, nothing was changed")
     memory = tune_cpu_allocator() if allocator else None  # first: measuring makes tensors
-    reports = _replace_all() if kernels else ()
+    reports, measured = _replace_all() if kernels else ((), "")
     replaced = sum(kernel.replaced for kernel in reports)
     if not kernels:
         text = "tune_cpu: PyTorch's kernels were not asked for"
@@ -395,7 +426,7 @@ def tune_cpu(*, allocator: bool = True, kernels: bool = True) -> TuneReport:
         text = f"tune_cpu: {replaced} of {len(reports)} kernels replaced"
     else:
         text = "tune_cpu: no replacement helps on this machine, PyTorch's own kernels stay"
-    return TuneReport(reports, memory, f"{text} ({_C.isa()}, {torch.get_num_threads()} threads)")
+    return TuneReport(reports, memory, f"{text} ({_C.isa()}, {torch.get_num_threads()} threads{measured})")
 
 
 def restore_cpu() -> None:
