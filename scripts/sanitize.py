@@ -23,6 +23,9 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-o
 # Kernels check addresses in calls rather than in branches, and GCC allocates the registers of a whole function at once:
 # the same checks, in functions that it compiles in a quarter of the time.
 SANITIZE_KERNELS = [*SANITIZE, "--param=asan-instrumentation-with-call-threshold=0", "-fira-region=one", "-Og"]
+# GCC does not align what needs 64 bytes in the stack that finds uses after return (its bug 110027); the other
+# instruction sets look for these in the same sources.
+SANITIZE_AVX512 = ["--param=asan-use-after-return=0"]
 # Ops whose kernels multiply by csrc/gemm's sgemm.
 MULTIPLY = {"linear_cross_entropy"}
 COMPILER = os.environ.get("CC", "gcc")
@@ -49,6 +52,8 @@ def compile_one(job, lacks) -> str:
         if built:  # by setup.py, for the extension
             return str(built[0])
         sanitize = []
+    elif flavour == "avx512":
+        sanitize = [*sanitize, *SANITIZE_AVX512]
     command = [COMPILER, *flags, "-O1", *sanitize, "-g1", "-c", str(source), "-o", str(target)]
     subprocess.run(command, cwd=ROOT, check=True)
     return str(target)

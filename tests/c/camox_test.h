@@ -191,7 +191,7 @@ static inline int test_close_within(double steps, const test_image *ours, const 
   TEST_EACH(ours, b, c, y, x) {
     double difference = fabs(test_at(ours, b, c, y, x) - *value);
     *allowed = steps * precise * largest + rounding * fabs(*value++) + (ours->dtype == CAMOX_F16 ? 0x1p-25 : 0);
-    if (!(difference <= *allowed)) close = 0, *error = difference;
+    if (!(difference <= *allowed)) close = 0, *error = isnan(difference) ? INFINITY : fmax(*error, difference);
   }
   return close;
 }

@@ -130,7 +130,9 @@ static void test_case(camox_isa isa, camox_dtype dtype, problem size, int option
                  {"grad_bias", &grad_bias, truth.bias}};
   for (size_t i = 0; i < sizeof results / sizeof *results; ++i) {
     double error, allowed;
-    TEST(test_close_within(32, results[i].ours, results[i].truth, &error, &allowed),
+    /* The sum of exp is 1 at least, and rounded: its logarithm may be off by that however small it is itself. */
+    const double of_sum = results[i].ours == &log ? 2 * (real == CAMOX_F64 ? DBL_EPSILON : FLT_EPSILON) : 0;
+    TEST(test_close_within(32, results[i].ours, results[i].truth, &error, &allowed) || error <= of_sum,
          "%s %s (%d,%d,%d) options %d: %s off by %g, allowed %g", camox_isa_name(isa), test_dtype_names[dtype], (int)size.rows,
          (int)size.depth, (int)size.classes, options, results[i].name, error, allowed);
   }
