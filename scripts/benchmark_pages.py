@@ -23,6 +23,7 @@ START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 GENERATED = "<!-- Written by scripts/benchmark_pages.py from benchmarks/results. Do not edit. -->"
 SUPERSCRIPTS = "¹²³⁴⁵⁶⁷⁸⁹"
 COMPILE = "`torch.compile`"
+GENERATIONS = {"amd-epyc-2c": " (Zen 5)", "amd-epyc-zen4-2c": " (Zen 4)"}  # which a virtual machine does not say
 ISA_NAMES = {"avx512": "AVX-512", "avx2": "AVX2", "portable": "portable kernels"}
 SLOW_HALF = 1.5  # eager PyTorch in half precision, this much slower than in float32, is remarked upon
 SLOW_HALF_REMARK = Remark(
@@ -179,7 +180,8 @@ def facts(records: list[dict]) -> str:
     threads = f"{first['threads']} thread{'s' if first['threads'] != 1 else ''}"
     isa = ISA_NAMES.get(first["isa"], first["isa"])
     cores = f"{first['machine']['cores']} core{'s' if first['machine']['cores'] != 1 else ''}"
-    return f"{first['machine']['cpu']}, {cores}, {isa}, {threads}, PyTorch {first['torch']}"
+    processor = first["machine"]["cpu"] + GENERATIONS.get(first["machine"]["name"], "")
+    return f"{processor}, {cores}, {isa}, {threads}, PyTorch {first['torch']}"
 
 
 def by_machine(records: list[dict]) -> dict[str, list[dict]]:
