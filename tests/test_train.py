@@ -169,6 +169,26 @@ def test_containers_limits_count(monkeypatch, tmp_path):
     assert machine.free_memory(torch.device("cpu")) > 40 * MIB
 
 
+def test_quota_of_the_first_version_of_cgroups(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "_cgroup", lambda: tmp_path / "nothing")
+    monkeypatch.setattr(machine, "_cgroup_v1", lambda: tmp_path)
+    assert machine._quota() is None
+    write(tmp_path / "cpu.cfs_quota_us", "-1\n")
+    write(tmp_path / "cpu.cfs_period_us", "100000\n")
+    assert machine._quota() is None
+    write(tmp_path / "cpu.cfs_quota_us", "120000\n")
+    assert machine._quota() == 1.2 and machine.usable_cpus() == 1
+
+
+def test_folder_of_the_first_version_of_cgroups(monkeypatch):
+    for text, folder in (
+        ("3:cpuset:/a\n2:cpu,cpuacct:/no/such/group\n0::/\n", "/sys/fs/cgroup/cpu"),
+        (None, "/sys/fs/cgroup/cpu"),
+    ):
+        monkeypatch.setattr(machine, "_read", lambda path, text=text: text)
+        assert str(machine._cgroup_v1()) == folder
+
+
 class Squares(nn.Module):
     """Keeps its input and one more tensor like it for the backward pass; draws numbers and moves a buffer."""
 

@@ -1350,19 +1350,25 @@ def test_restored_kernels_are_pytorchs():
     assert [tune._library.calls(kernel) for kernel in tune.KERNELS] == before
 
 
-def test_beside_other_processes_one_thread_is_measured(monkeypatch):
+@pytest.mark.parametrize(
+    ("others", "cpus", "said"),
+    [
+        (0.3, 1 << 20, "other processes used"),
+        (0.2, 1 << 20, ""),
+        (0.0, 1, "this process may use 1 CPU: try OMP_NUM_THREADS=1"),
+    ],
+)
+def test_threads_without_a_cpu_each_are_not_measured(monkeypatch, others, cpus, said):
     threads, measured_on = torch.get_num_threads(), set()
-    monkeypatch.setattr(tune, "_cores_of_others", lambda: 0.3 * torch.get_num_threads())
+    monkeypatch.setattr(tune, "_cores_of_others", lambda: others * threads)
+    monkeypatch.setattr(tune, "usable_cpus", lambda: cpus)
     monkeypatch.setattr(tune, "_seconds", lambda probe: measured_on.add(torch.get_num_threads()) or 1.0)
     report = cx.train.tune_cpu(allocator=False)
     assert torch.get_num_threads() == threads
     if threads > 1 and any(kernel.gain for kernel in report.kernels):
-        assert measured_on == {1}
-        assert f"{threads} threads; measured on one, as other processes used" in report.text
-        assert cx.train.tune_cpu(allocator=False).text == report.text
-    monkeypatch.setattr(tune, "_cores_of_others", lambda: 0.2 * torch.get_num_threads())
-    cx.train.restore_cpu()
-    assert "measured on one" not in cx.train.tune_cpu(allocator=False).text
+        assert measured_on == ({1} if said else {threads})
+        assert ("; measured on one, as " in report.text) is bool(said) and said in report.text
+    assert cx.train.tune_cpu(allocator=False).text == report.text
 
 
 def test_cores_of_others(monkeypatch, tmp_path):

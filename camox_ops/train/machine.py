@@ -31,13 +31,31 @@ def _cgroup() -> Path:
     return root
 
 
+def _cgroup_v1() -> Path:
+    """This process's folder of cgroup v1's cpu controller, or its root where only that is shown."""
+    root = Path("/sys/fs/cgroup/cpu")
+    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):
+            folder = root / path.lstrip("/")
+            return folder if folder.is_dir() else root
+    return root
+
+
+def _quota() -> float | None:
+    """CPUs' time that a container has, None without a limit: of cgroup v2, or of v1, where -1 is none."""
+    files = [_read(_cgroup_v1() / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    values = (_read(_cgroup() / "cpu.max") or " ".join(filter(None, files))).split()
+    if len(values) != 2 or values[0] in ("max", "-1"):
+        return None
+    return int(values[0]) / int(values[1])
+
+
 def usable_cpus() -> int:
     """CPUs that this process may run on: its affinity, and a container's quota where that is less."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = (_read(_cgroup() / "cpu.max") or "max").split()
-    if len(quota) == 2 and quota[0] != "max":
-        cpus = min(cpus, max(1, int(quota[0]) // int(quota[1])))
-    return cpus
+    quota = _quota()
+    return cpus if quota is None else min(cpus, max(1, int(quota)))
 
 
 def _host_memory() -> int | None:

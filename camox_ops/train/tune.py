@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from .. import _C
 from .allocator import AllocatorReport, tune_cpu_allocator
+from .machine import usable_cpus
 
 LIBRARY = Path(__file__).parent.with_name("libcamox_ops_tune.so")
 # A replacement must be faster by this much in the mean over its probes, and slower in none.
@@ -351,20 +352,29 @@ def _cores_of_others(seconds: float = 0.05) -> float:
     return max(0.0, others / (time.perf_counter() - start))
 
 
-def _measure_all() -> tuple[tuple[KernelReport, ...], str]:
-    """Reports, and what they say of the threads.
+def _why_one_thread(threads: int) -> str:
+    """Why a measurement on all threads would say nothing, or an empty string.
 
-    Beside other processes threads wait for each other by whole time slices: whatever runs on several of them then takes
-    milliseconds, this or that way. One thread is slower for both and compares as on a quiet machine."""
-    threads, others = torch.get_num_threads(), _cores_of_others()
-    busy = threads > 1 and others > BUSY * threads
-    torch.set_num_threads(1 if busy else threads)
+    Threads that do not all have a CPU wait for each other by whole time slices: whatever runs on several of them then
+    takes milliseconds, this or that way. One thread is slower for both and compares as on a quiet machine."""
+    cpus = usable_cpus()
+    if threads > cpus:
+        return f"as this process may use {cpus} CPU{'s' * (cpus > 1)}: try OMP_NUM_THREADS={cpus}"
+    others = _cores_of_others() if threads > 1 else 0
+    return f"as other processes used {others:.1f} cores" if others > BUSY * threads else ""
+
+
+def _measure_all() -> tuple[tuple[KernelReport, ...], str]:
+    """Reports, and what they say of the threads."""
+    threads = torch.get_num_threads()
+    reason = _why_one_thread(threads)
+    torch.set_num_threads(1 if reason else threads)
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             reports = tuple(_replace(kernel) for kernel in KERNELS)
     finally:
         torch.set_num_threads(threads)
-    return reports, f"; measured on one, as other processes used {others:.1f} cores" if busy else ""
+    return reports, f"; measured on one, {reason}" if reason else ""
 
 
 def _replace_all() -> tuple[tuple[KernelReport, ...], str]:
@@ -394,7 +404,9 @@ def tune_cpu(*, allocator: bool = True, kernels: bool = True) -> TuneReport:
         ...                         # any training script
 
     Every replacement has a domain, outside of which PyTorch's kernel runs as before, and is put in place only where a
-    measurement of a few milliseconds, made in this call, shows that it is faster here; the report has the gains.
+    measurement of a few milliseconds, made in this call, shows that it is faster here; the report has the gains. It is
+    made on one thread where other processes use the cores, or a container has fewer CPUs than PyTorch has threads; the
+    report says so.
     Results change by rounding alone; the masks of dropout are drawn from a random stream of its own, which
     torch.manual_seed, get_rng_state and checkpointing reproduce as they do PyTorch's. See docs/cpu.md for the kernels,
     and for when not to use it.
