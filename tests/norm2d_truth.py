@@ -31,13 +31,14 @@ def forward_and_gradients(function, x, weight, bias, grad):
 
 def sizes_of_terms(x, weight, grad, groups):
     """How large the terms are that y, grad_x, grad_weight and grad_bias add up, from the largest 1/std and
-    derivative."""
+    derivative, and what the rounding of the activation's argument makes of a derivative."""
     grouped = x.double().unflatten(1, (groups, -1))
     scale = (grouped.var(dim=2, correction=0).min() + 1e-6) ** -0.5
     z = 1 + scale * x.double().abs().max()
     g, w = 1.2 * grad.double().abs(), weight.double().abs().max()
     per_channel = g.sum(dim=(0, 2, 3)).max()
-    return [size.item() for size in (w * z, g.max() * w * scale * z, per_channel * z, per_channel)]
+    derivatives = per_channel * (1 + w * z)
+    return [size.item() for size in (w * z, g.max() * w * scale * z, derivatives * z, derivatives)]
 
 
 def roundings_of_distances(x, weight, grad, groups, activation="none"):

@@ -22,6 +22,7 @@ from torch.autograd import gradcheck
 import camox_ops as cx
 from camox_ops import _torch_private, reference
 from camox_ops.ops.linear_attention import linear_attention_packed
+from camox_ops.reference.linear_attention import feature_map_of, over_sum
 
 MAPS = ("elu1", "relu", "identity")
 NORMALIZATIONS = ("sum", "feature", "none")
@@ -93,6 +94,19 @@ def numbers(op, leaves, given, real=None, **options):
     return [*(o.detach() for o in outputs), *found]
 
 
+def terms_of_divided(leaves, given, **options):
+    """How large the terms are of which the gradients of q and k are differences where features are divided by their
+    sum: of a position with one feature nothing remains of them."""
+    leaves = [t.detach().double() for t in leaves]
+    features = [feature_map_of(x, options["feature_map"]) for x in leaves[:2]]
+    divided = [over_sum(f).requires_grad_() for f in features]
+    plain = {**options, "feature_map": "identity", "normalize": "none"}
+    outputs = reference.linear_attention(*divided, *leaves[2:], **plain)
+    grads = torch.autograd.grad(outputs, divided, [g.double() for g in given])
+    sums = [f.sum(-1, keepdim=True) for f in features]
+    return [torch.where(total > 0, g.abs() / total, 0).max().item() for g, total in zip(grads, sums, strict=True)]
+
+
 def assert_right(tensors, mask=None, state=None, **options):
     """Outputs and gradients under the tolerance rule, states and their gradients too."""
     leaves, options = leaves_of(tensors, state), {**options, "key_mask": mask}
@@ -102,10 +116,17 @@ def assert_right(tensors, mask=None, state=None, **options):
     same = numbers(reference.linear_attention, leaves, given, tensors[0].dtype, **options)
     # Tensor cores, which multiply causal chunks, cut off the digits of a sum that other units round: twice the error.
     roundings = 8.0 if DEVICE.type == "cuda" and options.get("causal") else 4.0
-    for one, other, true in zip(mine, same, truth, strict=True):
-        # Both are sums of terms of either sign; in float64 the reference is no better than they are.
-        scale = 16 * true.abs().max().item() if true.numel() else 0
-        assert_close_to_reference(one, other.to(one.dtype), true, scale64=scale, roundings=roundings)
+    lost = [0.0] * len(mine)
+    if options.get("normalize") == "feature" and tensors[0].numel():
+        rounding = torch.finfo(torch.float64 if tensors[0].dtype == torch.float64 else torch.float32).eps
+        lost[len(given) : len(given) + 2] = (4 * rounding * term for term in terms_of_divided(leaves, given, **options))
+    # Sums of terms of either sign: in float64 the reference is no better than they are, and neither is where nothing
+    # remains of terms as large as another result, as of a quotient whose two parts grow together.
+    largest = max((true.abs().max().item() for true in truth if true.numel()), default=0.0)
+    for one, other, true, intermediate in zip(mine, same, truth, lost, strict=True):
+        scale = max(16 * true.abs().max().item(), largest) if true.numel() else 0
+        allowed = {"scale64": scale, "roundings": roundings, "intermediate": intermediate}
+        assert_close_to_reference(one, other.to(one.dtype), true, **allowed)
     return mine
 
 
