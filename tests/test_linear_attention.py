@@ -98,7 +98,7 @@ def terms_of_divided(leaves, given, **options):
     """How large the terms are of which the gradients of q and k are differences where features are divided by their
     sum: of a position with one feature nothing remains of them."""
     leaves = [t.detach().double() for t in leaves]
-    features = [feature_map_of(x, options["feature_map"]) for x in leaves[:2]]
+    features = [feature_map_of(x, options.get("feature_map", "elu1")) for x in leaves[:2]]
     divided = [over_sum(f).requires_grad_() for f in features]
     plain = {**options, "feature_map": "identity", "normalize": "none"}
     outputs = reference.linear_attention(*divided, *leaves[2:], **plain)
