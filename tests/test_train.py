@@ -157,7 +157,7 @@ def test_containers_limits_count(monkeypatch, tmp_path):
     written = {"cpu.max": "150000 100000\n", "memory.max": f"{64 * MIB}\n", "memory.current": f"{24 * MIB}\n"}
     for name, text in written.items():
         write(tmp_path / name, text)
-    monkeypatch.setattr(machine, "_cgroup", lambda: tmp_path)
+    monkeypatch.setattr(machine, "_cgroup", lambda controller="": tmp_path)
     assert machine.usable_cpus() == 1
     assert machine.free_memory(torch.device("cpu")) == 40 * MIB
     # files that were read are in memory.current, and make room when it is asked for
@@ -170,23 +170,24 @@ def test_containers_limits_count(monkeypatch, tmp_path):
 
 
 def test_quota_of_the_first_version_of_cgroups(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "_cgroup", lambda: tmp_path / "nothing")
-    monkeypatch.setattr(machine, "_cgroup_v1", lambda: tmp_path)
+    monkeypatch.setattr(machine, "_cgroup", lambda controller="": tmp_path / (controller or "nothing"))
     assert machine._quota() is None
-    write(tmp_path / "cpu.cfs_quota_us", "-1\n")
-    write(tmp_path / "cpu.cfs_period_us", "100000\n")
+    write(tmp_path / "cpu/cpu.cfs_quota_us", "-1\n")
+    write(tmp_path / "cpu/cpu.cfs_period_us", "100000\n")
     assert machine._quota() is None
-    write(tmp_path / "cpu.cfs_quota_us", "120000\n")
+    write(tmp_path / "cpu/cpu.cfs_quota_us", "120000\n")
     assert machine._quota() == 1.2 and machine.usable_cpus() == 1
 
 
-def test_folder_of_the_first_version_of_cgroups(monkeypatch):
-    for text, folder in (
-        ("3:cpuset:/a\n2:cpu,cpuacct:/no/such/group\n0::/\n", "/sys/fs/cgroup/cpu"),
-        (None, "/sys/fs/cgroup/cpu"),
-    ):
-        monkeypatch.setattr(machine, "_read", lambda path, text=text: text)
-        assert str(machine._cgroup_v1()) == folder
+def test_folders_of_cgroups(monkeypatch, tmp_path):
+    (tmp_path / "cpu/a/b").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    text = "3:cpuset:/c\n2:cpu,cpuacct:/a/b\n1:memory:/not/shown\n0::/c\n"
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_read", lambda path: text)
+    assert machine._cgroup() == tmp_path / "c"
+    assert machine._cgroup("cpu") == tmp_path / "cpu/a/b"
+    assert machine._cgroup("memory") == tmp_path / "memory"
 
 
 class Squares(nn.Module):

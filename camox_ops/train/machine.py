@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 GIB = 1 << 30
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def gib(size: float) -> str:
@@ -21,22 +22,12 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _cgroup() -> Path:
-    """This process's folder of cgroup v2, or its root where only that is shown."""
-    root = Path("/sys/fs/cgroup")
-    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
-        if line.startswith("0::"):
-            folder = root / line[3:].lstrip("/")
-            return folder if folder.is_dir() else root
-    return root
-
-
-def _cgroup_v1() -> Path:
-    """This process's folder of cgroup v1's cpu controller, or its root where only that is shown."""
-    root = Path("/sys/fs/cgroup/cpu")
+def _cgroup(controller: str = "") -> Path:
+    """This process's folder of cgroup v2, or of a controller of v1; their root where only that is shown."""
+    root = CGROUPS / controller
     for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        if "cpu" in controllers.split(","):
+        if controller in controllers.split(","):
             folder = root / path.lstrip("/")
             return folder if folder.is_dir() else root
     return root
@@ -44,7 +35,7 @@ def _cgroup_v1() -> Path:
 
 def _quota() -> float | None:
     """CPUs' time that a container has, None without a limit: of cgroup v2, or of v1, where -1 is none."""
-    files = [_read(_cgroup_v1() / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    files = [_read(_cgroup("cpu") / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
     values = (_read(_cgroup() / "cpu.max") or " ".join(filter(None, files))).split()
     if len(values) != 2 or values[0] in ("max", "-1"):
         return None
