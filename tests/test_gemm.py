@@ -21,11 +21,11 @@ def strided(shape, layout, seed=0):
     return torch.randn(shape, generator=generator, device="cpu").to(DEVICE)
 
 
-def product_numbers(product, x, weight):
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    out = product(x, weight)
+def product_numbers(product, *operands):
+    operands = [x.detach().requires_grad_() for x in operands]
+    out = product(*operands)
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return [out, *torch.autograd.grad(out, [x, weight], grad)]
+    return [out, *torch.autograd.grad(out, operands, grad)]
 
 
 @pytest.mark.parametrize("x_layout", ["plain", "transposed", "sliced"])
@@ -72,6 +72,52 @@ def test_grad_in_bfloat16(product, x_layout, w_layout):
         assert_close_in_bfloat16(one, other)
 
 
+def plain_project(x, weight, bias):
+    return x @ weight + bias
+
+
+def plain_project_heads(x, weight, bias):
+    return torch.einsum("mhk,hkn->mhn", x, weight) + bias
+
+
+WITH_BIAS = [(project, plain_project), (project_heads, plain_project_heads)]
+
+
+def operands_with_bias(product, inner=40, dtype=torch.float32):
+    """x, weight and a bias of every second number. By csrc/gemm on the CPU where inner is large enough; two blocks of
+    a sum from 385 on."""
+    x_shape, w_shape = ((2, 35, inner), (inner, 49)) if product is project else ((35, 3, inner), (3, inner, 49))
+    bias = strided((*w_shape[:-2], 98), "plain", seed=2)[..., ::2]
+    return [x.to(dtype) for x in (strided(x_shape, "plain"), strided(w_shape, "plain", seed=1), bias)]
+
+
+@pytest.mark.parametrize("inner", [12, 40, 400])
+@pytest.mark.parametrize(("product", "plain"), WITH_BIAS)
+def test_bias_matches_reference(product, plain, inner):
+    operands = operands_with_bias(product, inner)
+    exact = product_numbers(plain, *(x.double() for x in operands))
+    assert_close_to_reference(product_numbers(product, *operands), product_numbers(plain, *operands), exact)
+
+
+@pytest.mark.parametrize(("product", "plain"), WITH_BIAS)
+def test_bias_in_bfloat16(product, plain):
+    """Against PyTorch's in bfloat16: the gradient that flows in is rounded to it."""
+    operands = operands_with_bias(product, dtype=torch.bfloat16)
+    for ours, theirs in zip(product_numbers(product, *operands), product_numbers(plain, *operands), strict=True):
+        assert_close_in_bfloat16(ours, theirs)
+
+
+def test_bias_of_another_shape_or_dtype():
+    for product, letters in ((project, "N"), (project_heads, "H, N")):
+        x, weight, bias = operands_with_bias(product)
+        with pytest.raises(ValueError, match=rf"{product.__name__}: bias must have shape \({letters}\) = .*, got "):
+            product(x, weight, bias[..., 1:])
+        with pytest.raises(TypeError, match=f"{product.__name__}: bias must have the dtype of x, float32, got float64"):
+            product(x, weight, bias.double())
+        with pytest.raises(TypeError, match=f"{product.__name__}: bias must be a torch.Tensor, got int"):
+            product(x, weight, 1)
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of the CPU")
 @pytest.mark.skipif(torch.bfloat16 not in MULTIPLIED, reason="PyTorch's product, whose bits its threads may change")
 def test_same_bits_for_any_number_of_threads():
@@ -94,6 +140,11 @@ def test_errors():
             product(a, b, False)
     with pytest.raises(REFUSAL, match="gemm: a must have dtype float32 or bfloat16"):
         product(a.double(), a.mT.double(), False)
+    for bias in (torch.rand(2, 5), torch.rand(4), torch.rand(2, 8)[:, ::2]):
+        with pytest.raises(REFUSAL, match=r"gemm: bias must have shape \(H, N\)"):
+            product(a.float(), a.float().mT, False, bias)
+    with pytest.raises(REFUSAL, match="gemm: bias is for products of float32"):
+        product(a, a.mT, False, torch.rand(2, 4).bfloat16())
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -110,6 +161,8 @@ def test_grad():
     with pytest.raises(NotImplementedError, match="project_heads: second derivatives are not implemented"):
         gradient.square().sum().backward()
     assert gradcheck(project, (x, weight[0]))
+    assert gradcheck(project_heads, (x, weight, torch.rand(2, 5).double().requires_grad_()))
+    assert gradcheck(project, (x, weight[0], torch.rand(5).double().requires_grad_()))
     assert torch.autograd.gradgradcheck(project, (x, weight[0]), fast_mode=True)
 
 
@@ -119,6 +172,9 @@ def test_vmap():
     for product, each, given in ((project, x[:, :, 0], weight[0]), (project_heads, x, weight)):
         expected = torch.stack([product(one, given) for one in each])
         torch.testing.assert_close(torch.vmap(product, (0, None))(each, given), expected)
+        bias = given[..., 0, :]
+        with_bias = torch.vmap(product, (0, None, None))(each, given, bias)
+        torch.testing.assert_close(with_bias, expected + bias)
 
         def loss(one, product=product, given=given):
             return product(one, given).square().sum()
@@ -131,3 +187,5 @@ def test_autocast():
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert project(torch.rand(3, 4), torch.rand(4, 5)).dtype == torch.bfloat16
         assert project_heads(torch.rand(3, 2, 4), torch.rand(2, 4, 5)).dtype == torch.bfloat16
+        assert project(torch.rand(3, 4), torch.rand(4, 5), torch.rand(5)).dtype == torch.bfloat16
+        assert project_heads(torch.rand(3, 2, 4), torch.rand(2, 4, 5), torch.rand(2, 5)).dtype == torch.bfloat16

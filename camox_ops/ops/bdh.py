@@ -270,7 +270,7 @@ def _fake_step(q, v, cos, sin, state, relu, scale):
     return q.new_empty((*q.shape[:2], v.shape[-1])), cos.new_empty((*q.shape, v.shape[-1]))
 
 
-def _fake_product(a, b, by_row):
+def _fake_product(a, b, by_row, bias=None):
     heads, rows, columns = *a.shape[:2], b.shape[2]
     return a.new_empty((rows, heads, columns)).transpose(0, 1) if by_row else a.new_empty((heads, rows, columns))
 

@@ -15,18 +15,20 @@ void check_operand(const Tensor& x, const char* name) {
   throw refusal(std::string(op) + ": " + name + " must have 3 dimensions, got " + std::to_string(x.dim()));
 }
 
-void multiply_float32(const camox_gemm_params& p) {
+void multiply_float32(const camox_gemm_params& p, const OptionalTensor& bias) {
   Products products{};
   products.shape = {p.rows,        p.columns,     p.depth,        1, 0, p.a_stride[1], p.a_stride[2],
                     p.b_stride[1], p.b_stride[2], p.out_stride[1]};
-  std::vector<const float*> a(p.heads), b(p.heads);
+  std::vector<const float*> a(p.heads), b(p.heads), biases(p.heads);
   std::vector<float*> out(p.heads);
   for (int64_t head = 0; head < p.heads; ++head) {
     a[head] = static_cast<const float*>(p.a) + head * p.a_stride[0];
     b[head] = static_cast<const float*>(p.b) + head * p.b_stride[0];
     out[head] = static_cast<float*>(p.out) + head * p.out_stride[0];
+    if (bias) biases[head] = static_cast<const float*>(bias->data_ptr()) + head * bias->stride(0);
   }
   products.x = a.data(), products.y = b.data(), products.c = out.data(), products.count = p.heads;
+  if (bias) products.biases = biases.data();
   if (!multiply(products)) throw std::runtime_error("gemm: no memory for the scratch of its threads");
 }
 
@@ -40,8 +42,15 @@ void multiply_bfloat16(camox_gemm_params& p, const Tensor& like) {
   run(kernel, p, p.slots, p.rows * p.columns * p.depth);
 }
 
-// (H, M, N), in memory (M, H, N) where `by_row`.
-Tensor gemm(const Tensor& a, const Tensor& b, bool by_row) {
+void check_bias(const Tensor& bias, const Tensor& a, const camox_gemm_params& p) {
+  check_dtype_and_device(bias, a, op, "bias");
+  if (p.dtype != CAMOX_F32) throw refusal("gemm: bias is for products of float32");
+  if (bias.dim() != 2 || bias.size(0) != p.heads || bias.size(1) != p.columns || (p.columns > 1 && bias.stride(1) != 1))
+    throw refusal("gemm: bias must have shape (H, N), the heads and columns of b, and dense rows");
+}
+
+// (H, M, N), in memory (M, H, N) where `by_row`; bias (H, N) is added to each row.
+Tensor gemm(const Tensor& a, const Tensor& b, bool by_row, OptionalTensor bias) {
   check_operand(a, "a");
   check_operand(b, "b");
   check_dtype_and_device(b, a, op, "b");
@@ -55,6 +64,7 @@ Tensor gemm(const Tensor& a, const Tensor& b, bool by_row) {
   std::copy_n(a.strides().begin(), 3, p.a_stride);
   std::copy_n(b.strides().begin(), 3, p.b_stride);
   check(camox_gemm_check(&p));
+  if (bias) check_bias(*bias, a, p);
   const std::vector<int64_t> size = {p.heads, p.rows, p.columns};
   const std::vector<int64_t> order = by_row ? std::vector<int64_t>{1, 0, 2} : std::vector<int64_t>{0, 1, 2};
   Tensor out = empty_strided(a, dtype_code(a), size.size(), size.data(), packed_strides(size, order).data());
@@ -62,7 +72,7 @@ Tensor gemm(const Tensor& a, const Tensor& b, bool by_row) {
   std::copy_n(out.strides().begin(), 2, p.out_stride);
   if (out.numel() == 0) return out;
   if (p.dtype == CAMOX_F32)
-    multiply_float32(p);
+    multiply_float32(p, bias);
   else
     multiply_bfloat16(p, a);
   return out;
@@ -70,6 +80,6 @@ Tensor gemm(const Tensor& a, const Tensor& b, bool by_row) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) { m.def("gemm(Tensor a, Tensor b, bool by_row) -> Tensor"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) { m.def("gemm(Tensor a, Tensor b, bool by_row, Tensor? bias=None) -> Tensor"); }
 
 STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) { m.impl("gemm", TORCH_BOX(&gemm)); }

@@ -1,7 +1,7 @@
-/* Products of float32 matrices in memory, C = alpha op(A) op(B) + beta C: for the projections (gemm.h), and for the BLAS calls of
+/* Products of float32 matrices in memory, C = alpha op(A) op(B) + beta C + bias: for the projections (gemm.h), and for the BLAS calls of
    PyTorch's own kernels (../tune).
 
-   formula   c[i,j] = (beta ? beta c[i,j] : 0) + alpha * sum over k of x[i,k] y[k,j]
+   formula   c[i,j] = (beta ? beta c[i,j] : 0) + alpha * sum over k of x[i,k] y[k,j] + (bias ? bias[j] : 0)
    shapes    x [rows, depth], y [depth, columns], c [rows, columns] with neighbouring columns adjacent in memory; of x and of y
              either the rows or the columns lie adjacent (one of the two strides is 1), as in BLAS
    dtype     float32. Sums run over blocks of the depth, in order, in fused multiply-adds where the CPU has them; they depend on
@@ -33,6 +33,7 @@ typedef struct {
   /* scratch is as the last call left it, which had this y and these columns: what it packed of y is used again where that was
      all of it, as camox_sgemm_keeps_y says */
   int y_is_packed;
+  const float *bias; /* [columns], dense, or NULL */
 } camox_sgemm_operands;
 
 /* A rectangle of c: what one work item computes. */

@@ -90,6 +90,7 @@ static prefetcher prefetch_of(lines from, int64_t depth) {
 
 typedef struct {
   const float *x, *y; /* packed: [depth][x_pitch], [depth][COLUMNS] */
+  const float *bias;  /* of these columns, or NULL */
   float *c;
   int64_t x_pitch, c_row, depth, columns;
   float alpha, beta;
@@ -140,11 +141,17 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
 #else
   const vf32 alpha = vf32_set1(t->alpha);
 #endif
+  vf32 bias[VECTORS];
+#pragma GCC unroll 2
+  for (int v = 0; v < vectors; ++v)
+    bias[v] = t->bias ? vf32_load_n(t->bias + v * VF32_LANES, camox_min_i64(t->columns - v * VF32_LANES, VF32_LANES))
+                      : vf32_set1(0);
 #pragma GCC unroll 14
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v)
-      store_sum(t->c + r * t->c_row + v * VF32_LANES, sum[r][v] * alpha, t->beta, t->columns - v * VF32_LANES);
+      store_sum(t->c + r * t->c_row + v * VF32_LANES, vf32_multiply_add(sum[r][v], alpha, bias[v]), t->beta,
+                t->columns - v * VF32_LANES);
 }
 
 #define MULTIPLY(n)                                                                           \
@@ -190,13 +197,18 @@ typedef struct {
   const float *packed;
 } side;
 
-static void multiply_block(const camox_sgemm_shape *s, float *c, side x, side y, prefetcher next, int64_t depth, float beta) {
+/* The steps [k, k + depth) of the sums. */
+static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operands *at, side x, side y, prefetcher next, int64_t k,
+                           int64_t depth) {
+  const float *bias = k == 0 ? at->bias : NULL;
+  const float beta = k == 0 ? s->beta : 1;
   micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
   for (int64_t i = x.begin; i < x.end; i += x.panel) {
     t.x = x.packed + (i - x.begin) * depth;
     for (int64_t j = y.begin; j < y.end; j += COLUMNS) {
       t.y = y.packed + (j - y.begin) * depth;
-      t.c = c + i * s->c_row + j;
+      t.bias = bias ? bias + j : NULL;
+      t.c = at->c + i * s->c_row + j;
       t.columns = camox_min_i64(COLUMNS, y.end - j);
       multiply_rows[camox_min_i64(x.panel, x.end - i)](&t, &next);
     }
@@ -227,7 +239,7 @@ void CAMOX_PASTE3(camox_sgemm, f32, CAMOX_ISA)(const camox_sgemm_shape *s, const
         lines rows = {at->x + top * s->x_row + k * s->x_depth, s->x_row, s->x_depth, x.end - top};
         if (left == tile.column || tile.rows > height) pack_panels(x_block, panel, rows, steps);
         rows.at += height * s->x_row, rows.count = camox_min_i64(height, end_row - x.end);
-        multiply_block(s, at->c, x, y, prefetch_of(rows.count > 0 ? rows : columns, steps), steps, k == 0 ? s->beta : 1);
+        multiply_block(s, at, x, y, prefetch_of(rows.count > 0 ? rows : columns, steps), k, steps);
       }
     }
   }

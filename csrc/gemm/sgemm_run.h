@@ -17,6 +17,7 @@ struct Products {
   const float** y;
   float** c;
   int64_t count;
+  const float** biases;      // of each product, for sgemm.h; NULL: none
   const float* row_offsets;  // of each row of c, added to its products; NULL: none. beta is 0
   int64_t tiles;             // at least so many work items for each product, so that a tile stays in the caches
 };
@@ -63,7 +64,7 @@ inline void run_lanes(int64_t begin, int64_t end, void* context) {
       camox_sgemm_tile t{};
       t.row = tile / g.column_tiles * g.rows, t.column = tile % g.column_tiles * g.columns;
       t.rows = std::min(g.rows, p.shape.rows - t.row), t.columns = std::min(g.columns, p.shape.columns - t.column);
-      const camox_sgemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix], 0};
+      const camox_sgemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix], 0, p.biases ? p.biases[matrix] : nullptr};
       camox_sgemm_shape shape = p.shape;
       if (p.row_offsets) {
         shape.beta = 1;
