@@ -23,6 +23,7 @@ from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.moe import moe_aux_loss, moe_combine, moe_dispatch, moe_route, moe_routing
 from .ops.norm2d import layer_norm2d
 from .ops.rope import rope
+from .ops.short_attention import short_attention_packed
 from .ops.spatial_gradient import spatial_gradient
 from .ops.structure_loss import structure_loss
 
@@ -171,6 +172,11 @@ def attention_with_padding(q, k, v, function, causal=False) -> torch.Tensor:
 def attention_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q, k and v of sequences of six tokens and heads of twelve."""
     return projection(shape, dtype, 6, 4, 12)
+
+
+def packed_projection(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor]:
+    """The same in one tensor (S, T, 3, H, D)."""
+    return (torch.stack(attention_inputs(shape, dtype), 2),)
 
 
 def long_attention_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -407,6 +413,13 @@ OPS = (
         lambda q, k, v: attention_with_padding(q, k, v, reference.short_attention),
         attention_inputs,
         stock_attention,
+        offset=False,
+    ),
+    Op(
+        "short_attention packed",
+        lambda qkv: short_attention_packed(qkv, causal=True),
+        lambda qkv: reference.short_attention(*qkv.unbind(2), causal=True),
+        packed_projection,
         offset=False,
     ),
     Op(

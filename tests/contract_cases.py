@@ -17,6 +17,7 @@ from image_op import number_of
 import camox_ops as cx
 from camox_ops._ops import IMAGE_OPS
 from camox_ops.ops.linear_attention import linear_attention_packed
+from camox_ops.ops.short_attention import short_attention_packed
 
 # Public functions that run no operator, and why.
 WITHOUT_OPERATOR = {
@@ -566,6 +567,22 @@ SHORT_ATTENTION = (
         inputs=lambda shape, dtype: short_attention_inputs(shape, dtype)[:3],
         fixed=0,
         saves=(0, 1, 2, SEED),
+    ),
+    replace(
+        short_attention,
+        variant="packed",
+        ours=lambda qkv, mask: short_attention_packed(qkv, key_padding_mask=mask, causal=True),
+        plain=lambda qkv, mask: reference.short_attention(*qkv.unbind(2), mask, causal=True),
+        inputs=lambda shape, dtype: (normal(shape, dtype), some_of(*shape[:2])),
+        shapes=((9, 6, 3, 2, 12), (4, 5, 3, 3, 8)),
+        wide=((9, 6, 3, 8, 12), (3, 16, 3, 3, 5), (3, 33, 3, 2, 40)),
+        large=((300, 6, 3, 8, 12), (40, 20, 3, 3, 20)),
+        empty=((0, 3, 3, 4, 4), (2, 0, 3, 4, 4), (2, 3, 3, 0, 4), (2, 3, 3, 4, 0)),
+        beyond=((3, 4, 3, 2, 8), 0),
+        near_in_layouts_on_cuda=False,
+        sums=(0, 1),
+        cast=1,
+        saves=(0, 1),
     ),
 )
 

@@ -72,13 +72,13 @@ def close(ours, theirs):
 @pytest.fixture
 def calls(monkeypatch):
     """Counts what runs on short_attention after patch."""
-    found, real = [], transformer.short_attention
+    found, real = [], transformer.short_attention_packed
 
     def counting(*args, **kwargs):
         found.append(args[0].shape)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(transformer, "short_attention", counting)
+    monkeypatch.setattr(transformer, "short_attention_packed", counting)
     return found
 
 

@@ -22,6 +22,7 @@ from torch.autograd import gradcheck
 
 import camox_ops as cx
 from camox_ops import reference
+from camox_ops.ops.short_attention import short_attention_packed
 
 HALVES = (torch.bfloat16, torch.float16)
 MEMORY = ("contiguous", "packed", "strided", "heads_first", "expanded")
@@ -170,6 +171,43 @@ def test_grad_of_the_function():
     cx.short_attention(q, k, v).sum().backward()  # a gradient whose strides are all 0
     expected = op.short_attention_backward(torch.ones_like(q), q, k, v, None, None, False, 12**-0.5, 0.0)
     assert torch.equal(q.grad, expected[0])
+
+
+@pytest.mark.parametrize("memory", ["packed", "strided", "length_first"])
+@pytest.mark.parametrize("dtype", TWO_OF_FLOATS)
+def test_packed_has_the_same_bits_and_one_gradient(memory, dtype):
+    """In the order of qkv in memory; of few tokens, of more, and of 8 MiB, where stores go past the caches."""
+    for shape in ((9, 6, 8, 12), (2, 33, 1, 65), (8192, 2, 4, 64)):
+        s, t, h, d = shape
+        qkv = normal((s, t, 3, h, 2 * d)).to(DEVICE, dtype)[..., ::2]
+        if memory == "packed":
+            qkv = qkv.contiguous()
+        elif memory == "length_first":
+            qkv = qkv.transpose(0, 1).contiguous().transpose(0, 1)
+        qkv.requires_grad_()
+        options = {"key_padding_mask": padding_of(shape), "causal": True, "p": 0.3, "training": True}
+        found = []
+        for function in (short_attention_packed, lambda qkv, **options: cx.short_attention(*qkv.unbind(2), **options)):
+            torch.manual_seed(0)
+            out = function(qkv, **options)
+            found.append([out, *torch.autograd.grad(out, qkv, normal(out.shape, 3).to(out))])
+        (out, grad), expected = found
+        assert torch.equal(out, expected[0]) and torch.equal(grad, expected[1])
+        assert out.stride() == expected[0].stride()
+        order = qkv if memory == "length_first" else qkv.detach().contiguous()
+        assert grad.stride() == order.stride()
+
+
+def test_errors_of_packed():
+    for qkv, message in (
+        (torch.ones(2, 3, 2, 4, 5), r"qkv must have shape \(S, T, 3, H, D\), got \(2, 3, 2, 4, 5\)"),
+        (torch.ones(2, 3, 4, 5), r"qkv must have shape \(S, T, 3, H, D\), got \(2, 3, 4, 5\)"),
+        (torch.ones(2, 65, 3, 4, 5), "qkv must have at most 64 tokens in dimension 1"),
+    ):
+        with pytest.raises(ValueError, match=f"short_attention: {message}"):
+            short_attention_packed(qkv.to(DEVICE))
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(2, 3\), S and T of qkv, got \(3, 2\)"):
+        short_attention_packed(torch.ones(2, 3, 3, 4, 5), key_padding_mask=torch.zeros(3, 2, dtype=torch.bool))
 
 
 def test_large_scores():
@@ -345,3 +383,9 @@ def test_errors_of_the_operator():
             op.short_attention(*arguments)
     with pytest.raises(REFUSAL, match="grad must have the shape of q"):
         op.short_attention_backward(q[:1], q, q, q, None, None, False, 1.0, 0.0)
+    qkv = torch.ones(2, 3, 3, 4, 5)
+    for unlike in (q, qkv[:, :, :2]):
+        with pytest.raises(REFUSAL, match="qkv must have shape"):
+            op.short_attention_packed(unlike, None, None, False, 1.0, 0.0)
+    with pytest.raises(REFUSAL, match="grad must have the shape of q"):
+        op.short_attention_packed_backward(q[:1], qkv, None, None, False, 1.0, 0.0)

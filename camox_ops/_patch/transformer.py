@@ -13,7 +13,7 @@ from torch import nn
 from ..nn import temporal
 from ..ops.bias_gelu import bias_gelu
 from ..ops.dropout import dropout
-from ..ops.short_attention import LONGEST, short_attention
+from ..ops.short_attention import LONGEST, short_attention_packed
 from . import _call, _proof
 from ._recogniser import Planned, Recogniser
 
@@ -233,7 +233,7 @@ def _attention(attention: nn.MultiheadAttention, x: torch.Tensor, mask, padding,
     if not attention.batch_first:
         heads = heads.transpose(0, 1)
     options = {"key_padding_mask": padding, "causal": mask is not None, "p": float(attention.dropout)}
-    mixed = short_attention(*heads.unbind(2), training=attention.training, **options)
+    mixed = short_attention_packed(heads, training=attention.training, **options)
     if length_first:
         mixed = mixed.transpose(0, 1)
     return F.linear(mixed.flatten(2), attention.out_proj.weight, attention.out_proj.bias)

@@ -16,7 +16,7 @@ from ..ops._random import draw_seed
 from ..ops._register import last_derivative
 from ..ops.bias_gelu import bias_gelu
 from ..ops.dropout import dropout_add_layer_norm
-from ..ops.short_attention import short_attention
+from ..ops.short_attention import short_attention_packed
 from ._plain import FusedModule, all_plain, global_hooks, not_plain
 from .projections import multiply, project
 
@@ -177,8 +177,8 @@ def _attention(layer: nn.TransformerEncoderLayer, x: torch.Tensor, padding: torc
     """x (S, T, D) -> what the heads give, side by side, and x."""
     attention = layer.self_attn
     qkv = _linear(x, attention.in_proj_weight, attention.in_proj_bias)
-    q, k, v = qkv.view(*x.shape[:2], 3, attention.num_heads, attention.head_dim).unbind(2)
-    heads = short_attention(q, k, v, key_padding_mask=padding, p=attention.dropout, training=attention.training)
+    qkv = qkv.view(*x.shape[:2], 3, attention.num_heads, attention.head_dim)
+    heads = short_attention_packed(qkv, key_padding_mask=padding, p=attention.dropout, training=attention.training)
     return heads.flatten(2), x
 
 
@@ -190,8 +190,8 @@ def _feed_forward(layer: nn.TransformerEncoderLayer, heads: torch.Tensor, x: tor
     if _multiplies(x, first.weight, first.bias, second.weight, second.bias):
         seed = draw_seed("bias_gelu", x, p, training, None)
         bias = as_read(first.bias, x.dtype)
-        y, _ = _FeedForward.apply(x.flatten(0, -2), first.weight, bias, second.weight, seed, p)
-        y = y.view_as(x) if second.bias is None else y.view_as(x) + second.bias
+        y, _ = _FeedForward.apply(x.flatten(0, -2), first.weight, bias, second.weight, second.bias, seed, p)
+        y = y.view_as(x)
     else:
         hidden = bias_gelu(F.linear(x, first.weight), first.bias, p=p, training=training)
         y = F.linear(hidden, second.weight, second.bias)
@@ -214,33 +214,33 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if not _multiplies(x, weight, bias):
         return F.linear(x, weight, bias)
-    y = project(x, weight.t())
-    return y if bias is None else y + bias
+    return project(x, weight.t(), bias)
 
 
 class _FeedForward(torch.autograd.Function):
-    """x (M, D) through the first product, bias_gelu and the second product, without its bias -> (M, D).
+    """x (M, D) through the first product, bias_gelu and the second product -> (M, D).
 
     Saves the first product and not what bias_gelu makes of it, which is as large: backward computes that again, from
     the same seed, in one pass over memory."""
 
     @staticmethod
-    def forward(x, weight1, bias1, weight2, seed, p):
+    def forward(x, weight1, bias1, weight2, bias2, seed, p):
         inner = multiply(x, weight1.t())
-        return multiply(torch.ops.camox_ops.bias_gelu(inner, bias1, seed, p), weight2.t()), inner
+        return multiply(torch.ops.camox_ops.bias_gelu(inner, bias1, seed, p), weight2.t(), bias2), inner
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        *tensors, ctx.p = inputs
+        *operands, _, seed, ctx.p = inputs
         ctx.mark_non_differentiable(outputs[1])
-        ctx.save_for_backward(*tensors, outputs[1])
+        ctx.save_for_backward(*operands, seed, outputs[1])
 
     @staticmethod
     @last_derivative("TemporalEncoder")
     def backward(ctx, grad, _):
         x, weight1, bias1, weight2, seed, inner = ctx.saved_tensors
-        needs_x, needs_weight1, _, needs_weight2, *_ = ctx.needs_input_grad
+        needs_x, needs_weight1, _, needs_weight2, needs_bias2, *_ = ctx.needs_input_grad
         grad_x = grad_weight1 = grad_weight2 = None
+        grad_bias2 = grad.sum(0) if needs_bias2 else None
         if needs_weight2:
             grad_weight2 = multiply(grad.t(), torch.ops.camox_ops.bias_gelu(inner, bias1, seed, ctx.p))
         grad_hidden = multiply(grad, weight2)
@@ -250,7 +250,7 @@ class _FeedForward(torch.autograd.Function):
             grad_x = multiply(grad_inner, weight1)
         if needs_weight1:
             grad_weight1 = multiply(grad_inner.t(), x)
-        return grad_x, grad_weight1, grad_bias1, grad_weight2, None, None
+        return grad_x, grad_weight1, grad_bias1, grad_weight2, grad_bias2, None, None
 
 
 def _add_norm(norm: nn.LayerNorm, x: torch.Tensor, residual: torch.Tensor, dropout: nn.Dropout) -> torch.Tensor:

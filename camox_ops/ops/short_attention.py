@@ -13,6 +13,7 @@ from ._layout import dense_strides
 from ._random import draw_seed
 from ._register import one_by_one, register, register_last_derivative, vmap_folded
 
+OP = "short_attention"
 LONGEST = 64
 
 
@@ -63,37 +64,66 @@ def short_attention(
             scale is not finite, p outside [0, 1), an unsupported device, a generator of another device.
 
     The formula is that of torch.nn.functional.scaled_dot_product_attention."""
-    op = "short_attention"
-    _check.tensor(op, "q", q)
+    _check.tensor(OP, "q", q)
     if q.dim() != 4:
-        raise ValueError(f"{op}: q must have 4 dimensions (S, T, H, D), got shape {tuple(q.shape)}")
-    if q.shape[1] > LONGEST:
-        raise ValueError(f"{op}: q must have at most {LONGEST} tokens in dimension 1, got shape {tuple(q.shape)}")
+        raise ValueError(f"{OP}: q must have 4 dimensions (S, T, H, D), got shape {tuple(q.shape)}")
+    _check_length("q", q)
     q, k, v = _check.autocast(q, k, v)
-    _check.like(op, "k", k, q, "q")
-    _check.like(op, "v", v, q, "q")
+    _check.like(OP, "k", k, q, "q")
+    _check.like(OP, "v", v, q, "q")
+    return _short_attention(q, k, v, *_options("q", q, key_padding_mask, causal, scale, p, training, generator))
+
+
+def short_attention_packed(
+    qkv: torch.Tensor,
+    *,
+    key_padding_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    p: float = 0.0,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """short_attention of the q, k and v of one (S, T, 3, H, D) tensor, any strides, to (S, T, H, D).
+
+    For modules whose q, k and v are one layer's output: the gradient is one tensor too, in the order of qkv's strides,
+    where three would be joined by a copy. Arguments, errors and numbers are those of short_attention."""
+    _check.tensor(OP, "qkv", qkv)
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"{OP}: qkv must have shape (S, T, 3, H, D), got {tuple(qkv.shape)}")
+    _check_length("qkv", qkv)
+    (qkv,) = _check.autocast(qkv)
+    return _short_attention_packed(qkv, *_options("qkv", qkv, key_padding_mask, causal, scale, p, training, generator))
+
+
+def _check_length(name: str, x: torch.Tensor) -> None:
+    if x.shape[1] > LONGEST:
+        raise ValueError(f"{OP}: {name} must have at most {LONGEST} tokens in dimension 1, got shape {tuple(x.shape)}")
+
+
+def _options(name: str, x: torch.Tensor, key_padding_mask, causal, scale, p, training, generator) -> tuple:
+    """What the operators take beside x, called `name`, and the like: (S, T, ..., D)."""
     if key_padding_mask is not None:
-        _check.tensor(op, "key_padding_mask", key_padding_mask, dtypes=(torch.bool,))
-        if key_padding_mask.shape != q.shape[:2]:
+        _check.tensor(OP, "key_padding_mask", key_padding_mask, dtypes=(torch.bool,))
+        if key_padding_mask.shape != x.shape[:2]:
             raise ValueError(
-                f"{op}: key_padding_mask must have shape {tuple(q.shape[:2])}, S and T of q, "
+                f"{OP}: key_padding_mask must have shape {tuple(x.shape[:2])}, S and T of {name}, "
                 f"got {tuple(key_padding_mask.shape)}"
             )
-        _check.same_device(op, "key_padding_mask", key_padding_mask, q, "q")
-    _check.flag(op, "causal", causal)
-    scale = _scale(op, scale, q.shape[3])
-    p = _check.probability(op, "p", p)
-    seed = draw_seed(op, q, p, training, generator, "q")
-    return _short_attention(q, k, v, key_padding_mask, seed, causal, scale, p)
+        _check.same_device(OP, "key_padding_mask", key_padding_mask, x, name)
+    _check.flag(OP, "causal", causal)
+    scale = _scale(scale, x.shape[-1])
+    p = _check.probability(OP, "p", p)
+    return key_padding_mask, draw_seed(OP, x, p, training, generator, name), causal, scale, p
 
 
-def _scale(op: str, scale, dim: int) -> float:
+def _scale(scale, dim: int) -> float:
     if scale is None:
         return default_scale(dim)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
+        raise TypeError(f"{OP}: scale must be a number or None, got {scale!r}")
     if not -math.inf < scale < math.inf:  # as torch.compile can trace it
-        raise ValueError(f"{op}: scale must be finite, got {scale!r}")
+        raise ValueError(f"{OP}: scale must be finite, got {scale!r}")
     return float(scale)
 
 
@@ -107,6 +137,12 @@ def _backward(ctx, grad):
     if grad is None:
         return (None,) * 8
     return *_short_attention_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.p), *(None,) * 5
+
+
+def _backward_packed(ctx, grad):
+    if grad is None:
+        return (None,) * 6
+    return _short_attention_packed_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.p), *(None,) * 5
 
 
 def _fake(q, *_):
@@ -132,4 +168,16 @@ _short_attention_backward = register_last_derivative(
     "short_attention",
     fake=lambda grad, q, k, v, *_: (_fake(q), _fake(k), _fake(v)),
     vmap=_vmap("short_attention_backward", 4),
+)
+_short_attention_packed = register(
+    "short_attention_packed",
+    fake=lambda qkv, *_: _fake(qkv[:, :, 0]),
+    setup_context=_save,
+    backward=_backward_packed,
+    vmap=_vmap("short_attention_packed", 1),
+)
+_short_attention_packed_backward = register_last_derivative(
+    "short_attention_packed",
+    fake=lambda grad, qkv, *_: _fake(qkv),
+    vmap=_vmap("short_attention_packed_backward", 2),
 )

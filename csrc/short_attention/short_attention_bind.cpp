@@ -68,33 +68,64 @@ Tensor short_attention(const Tensor& q, const Tensor& k, const Tensor& v, Option
   return out;
 }
 
+// p: as params_of made it.
+void backward_into(const std::array<Tensor, 3>& grad_qkv, const Tensor& grad, const Tensor& q, camox_short_attention_params p,
+                   const char* op) {
+  check_like_q(grad, q, op, "grad");
+  p.grad = view4(grad);
+  p.grad_q = view4(grad_qkv[0]), p.grad_k = view4(grad_qkv[1]), p.grad_v = view4(grad_qkv[2]);
+  check(camox_short_attention_check(&p, 1));
+  CAMOX_SHORT_ATTENTION_COMPUTE(backward, camox_short_attention_backward_cuda, p, q, op);
+}
+
 std::tuple<Tensor, Tensor, Tensor> short_attention_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                             const Tensor& v, OptionalTensor key_padding_mask,
                                                             OptionalTensor seed, bool causal, double scale,
                                                             double probability) {
   const char* op = "short_attention_backward";
-  camox_short_attention_params p = params_of(q, k, v, key_padding_mask, seed, {causal, scale, probability}, op);
-  check_like_q(grad, q, op, "grad");
+  auto p = params_of(q, k, v, key_padding_mask, seed, {causal, scale, probability}, op);
   Tensor grad_q = empty_in_order(q), grad_k = empty_in_order(k), grad_v = empty_in_order(v);
-  p.grad = view4(grad);
-  p.grad_q = view4(grad_q), p.grad_k = view4(grad_k), p.grad_v = view4(grad_v);
-  check(camox_short_attention_check(&p, 1));
-  CAMOX_SHORT_ATTENTION_COMPUTE(backward, camox_short_attention_backward_cuda, p, q, op);
+  backward_into({grad_q, grad_k, grad_v}, grad, q, p, op);
   return {grad_q, grad_k, grad_v};
+}
+
+// q, k or v of a (S,T,3,H,D) tensor.
+Tensor part_of(const Tensor& qkv, int64_t part) {
+  if (qkv.dim() != 5 || qkv.size(2) != 3) throw refusal("short_attention: qkv must have shape (S, T, 3, H, D)");
+  return torch::stable::select(qkv, 2, part);
+}
+
+Tensor short_attention_packed(const Tensor& qkv, OptionalTensor key_padding_mask, OptionalTensor seed, bool causal,
+                              double scale, double probability) {
+  return short_attention(part_of(qkv, 0), part_of(qkv, 1), part_of(qkv, 2), key_padding_mask, seed, causal, scale, probability);
+}
+
+Tensor short_attention_packed_backward(const Tensor& grad, const Tensor& qkv, OptionalTensor key_padding_mask,
+                                       OptionalTensor seed, bool causal, double scale, double probability) {
+  const char* op = "short_attention_packed_backward";
+  const Tensor q = part_of(qkv, 0);
+  auto p = params_of(q, part_of(qkv, 1), part_of(qkv, 2), key_padding_mask, seed, {causal, scale, probability}, op);
+  Tensor grad_qkv = empty_in_order(qkv);
+  backward_into({part_of(grad_qkv, 0), part_of(grad_qkv, 1), part_of(grad_qkv, 2)}, grad, q, p, op);
+  return grad_qkv;
 }
 
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
-#define SHORT_ATTENTION_ARGUMENTS \
-  "Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? seed, bool causal, float scale, float p"
+#define SHORT_ATTENTION_OPTIONS "Tensor? key_padding_mask, Tensor? seed, bool causal, float scale, float p"
+#define SHORT_ATTENTION_ARGUMENTS "Tensor q, Tensor k, Tensor v, " SHORT_ATTENTION_OPTIONS
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("short_attention(" SHORT_ATTENTION_ARGUMENTS ") -> Tensor");
   m.def("short_attention_backward(Tensor grad, " SHORT_ATTENTION_ARGUMENTS ") -> (Tensor, Tensor, Tensor)");
+  m.def("short_attention_packed(Tensor qkv, " SHORT_ATTENTION_OPTIONS ") -> Tensor");
+  m.def("short_attention_packed_backward(Tensor grad, Tensor qkv, " SHORT_ATTENTION_OPTIONS ") -> Tensor");
 }
 #endif
 
 STABLE_TORCH_LIBRARY_IMPL(camox_ops, CAMOX_BACKEND, m) {
   m.impl("short_attention", TORCH_BOX(&short_attention));
   m.impl("short_attention_backward", TORCH_BOX(&short_attention_backward));
+  m.impl("short_attention_packed", TORCH_BOX(&short_attention_packed));
+  m.impl("short_attention_packed_backward", TORCH_BOX(&short_attention_packed_backward));
 }

@@ -68,8 +68,8 @@ def camox_layer(layer, x):
 
     attention, p, training = layer.self_attn, layer.dropout.p, layer.training
     qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
-    q, k, v = qkv.view(*x.shape[:2], 3, attention.num_heads, attention.head_dim).unbind(2)
-    attended = attention.out_proj(causal_attention(q, k, v, p, training).flatten(2))
+    qkv = qkv.view(*x.shape[:2], 3, attention.num_heads, attention.head_dim)
+    attended = attention.out_proj(causal_attention(qkv, p, training).flatten(2))
 
     def add_norm(norm, added, x):
         options = {"p": p, "training": training, "eps": norm.eps}

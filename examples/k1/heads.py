@@ -5,13 +5,14 @@ from torch.nn import functional as F
 LONGEST = 64  # words that cx.short_attention takes
 
 
-def causal_attention(q, k, v, p, training):
-    """Causal attention of (B, T, heads, size) with dropout p of its weights, by camox_ops where T is at most 64."""
-    from camox_ops import short_attention
+def causal_attention(qkv, p, training):
+    """Causal attention of queries, keys and values (B, T, 3, heads, size) with dropout p of its weights, by camox_ops
+    where T is at most 64."""
+    from camox_ops.ops.short_attention import short_attention_packed
 
-    if q.shape[1] <= LONGEST:
-        return short_attention(q, k, v, causal=True, p=p, training=training)
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    if qkv.shape[1] <= LONGEST:
+        return short_attention_packed(qkv, causal=True, p=p, training=training)
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p if training else 0.0)
     return out.transpose(1, 2)
 

@@ -209,16 +209,14 @@ class HierarchicalTree(nn.Module):
         )
         # queries of all nodes, then keys, then values: heads of all nodes are the heads of one attention
         by_role = in_weight.view(count, 3, width, width).transpose(0, 1).reshape(-1, width)
-        qkv = project(rows, by_role.t())
-        # a bias of autocast's dtype keeps the sum in it, as it is in a linear layer
-        qkv = qkv + in_bias.view(count, 3, width).transpose(0, 1).flatten().to(qkv.dtype)
+        qkv = project(rows, by_role.t(), in_bias.view(count, 3, width).transpose(0, 1).flatten())
         qkv = qkv.view(batch, length, 3, count * self.num_heads, width // self.num_heads)
-        attended = causal_attention(*qkv.unbind(2), self.dropout, self.training).reshape(-1, count, width)
-        x = project_heads(attended, out_weight.mT) + out_bias + rows[:, None]
+        attended = causal_attention(qkv, self.dropout, self.training).reshape(-1, count, width)
+        x = project_heads(attended, out_weight.mT, out_bias) + rows[:, None]
         x = norm_per_node(x, norm1, shift1, node.attn_norm.eps)
         hidden = project_heads(x, weight1.mT).flatten(1)
         hidden = bias_gelu(hidden, bias1.flatten(), p=self.dropout, training=self.training)
-        added = project_heads(hidden.view(len(rows), count, -1), weight2.mT) + bias2
+        added = project_heads(hidden.view(len(rows), count, -1), weight2.mT, bias2)
         x = x + dropout(added, self.dropout, training=self.training)
         x = norm_per_node(x, norm2, shift2, node.ff_norm.eps)
         x = x.mean(1) if shares is None else (x * x.new_tensor(shares)[:, None]).sum(1)
