@@ -637,15 +637,23 @@ def test_quantised():
     assert names(report.patched) == ["2"]
 
 
-def test_classes_that_keep_account_of_subclasses():
+def test_classes_with_an_init_subclass():
     made = []
 
     class Registered(Manual):
         def __init_subclass__(cls, **options):
             made.append(cls)
 
-    assert "subclasses" in reason_for(nn.Sequential(nn.Identity(), Registered()))
+    class Another(Registered):
+        def forward(self, x):
+            return super().forward(x) + x.sin()
+
+    made.clear()
+    assert "__init_subclass__" in reason_for(nn.Sequential(nn.Identity(), Registered()))
     assert not made
+
+    # What is not recognised would be left alone all the same.
+    assert [entry.reason for entry in cx.patch(Another()).skipped if "__init_subclass__" in entry.reason] == []
 
 
 def test_classes_that_a_subclass_would_break():

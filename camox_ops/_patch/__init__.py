@@ -28,7 +28,7 @@ from ._find import (
     without_numbers,
 )
 from ._report import PatchEntry, PatchReport
-from ._swap import Patch, apply, patch_of, swap_back
+from ._swap import Patch, apply, patch_of, swap_back, why_no_subclass
 from ._table import RECOGNISERS
 
 __all__ = ["PatchEntry", "PatchReport", "patch", "patched", "unpatch"]
@@ -159,6 +159,8 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
                 reason = why_left_alone(module, recogniser.inner(module), uses)
                 if reason is None:
                     settings, error, reason = _recognised(recogniser, module, report.verified, planned, known)
+                if reason is None:
+                    reason = why_no_subclass(type(module))
             except Exception as failure:  # whatever a module does when it is looked at, patch goes on with the others
                 inside = has_no_sizes(*module.modules())
                 reason = NO_SIZES if inside else f"the recogniser raised {_proof.brief(failure)}"

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from ..nn._plain import FusedModule
 from ._call import kind_of, why_not_bypassed
-from ._swap import patch_of, why_no_subclass
+from ._swap import patch_of
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -69,9 +69,6 @@ def why_left_alone(module: nn.Module, inner: list[tuple[str, nn.Module]], uses: 
         return f"it is used in {uses[id(module)]} places of the model"
     if "forward" in module.__dict__:
         return "it has a forward of its own"
-    reason = why_no_subclass(type(module))
-    if reason is not None:
-        return reason
     for name, part in [("", module), *inner]:
         where = f"{name} " if name else "it "
         if name:
