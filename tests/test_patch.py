@@ -637,15 +637,23 @@ def test_quantised():
     assert names(report.patched) == ["2"]
 
 
-def test_classes_that_keep_account_of_subclasses():
+def test_classes_with_an_init_subclass():
     made = []
 
     class Registered(Manual):
         def __init_subclass__(cls, **options):
             made.append(cls)
 
-    assert "subclasses" in reason_for(nn.Sequential(nn.Identity(), Registered()))
+    class Another(Registered):
+        def forward(self, x):
+            return super().forward(x) + x.sin()
+
+    made.clear()
+    assert "__init_subclass__" in reason_for(nn.Sequential(nn.Identity(), Registered()))
     assert not made
+
+    # What is not recognised would be left alone all the same.
+    assert [entry.reason for entry in cx.patch(Another()).skipped if "__init_subclass__" in entry.reason] == []
 
 
 def test_classes_that_a_subclass_would_break():
@@ -1013,6 +1021,53 @@ def test_modules_that_hold_one_object_are_proved_once(monkeypatch):
     assert calls_of(config, config, config) == (once, ["0", "1", "2"])
     assert calls_of(config, SimpleNamespace(factor=1.0)) == (2 * once, ["0", "1"])
     assert calls_of(config, SimpleNamespace(factor=2.0))[1] == ["0"]
+
+
+class Numbered(Configured):
+    """Knows its place among the layers of a model, as transformers' modules do; a cache alone would ask for it."""
+
+    def __init__(self, place, config):
+        super().__init__(config)
+        self.place = place
+
+    def forward(self, x, cache=None):
+        if cache is not None:
+            cache.update(x, self.place)
+        return super().forward(x)
+
+
+class UsesNumber(Numbered):
+    def use(self):
+        return self.place
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if self.use() == 1 else 1.0)
+
+
+class UsesDefault(UsesNumber):
+    def use(self):
+        return 1 if getattr(self, "place", 0) else 0
+
+
+class UsesIndex(UsesNumber):
+    def use(self):
+        return [0, 1, 0, 0][self.place]
+
+
+def test_modules_with_a_number_are_proved_without_it(monkeypatch):
+    config = SimpleNamespace(factor=1.0)
+
+    def calls_of(layers):
+        monkeypatch.setattr(Configured, "calls", 0)
+        model = nn.Sequential(*(Numbered(place, config) for place in range(layers)))
+        report = cx.patch(model, only="feed_forward", dry_run=True)
+        assert names(report.patched) == [str(place) for place in range(layers)]
+        return Configured.calls
+
+    assert calls_of(2) == calls_of(9) == 2 * calls_of(1)
+    for kind in (UsesNumber, UsesDefault, UsesIndex):
+        model = nn.Sequential(*(kind(place, config) for place in range(2)))
+        assert names(cx.patch(model, only="feed_forward", dry_run=True).patched) == ["0"], kind
 
 
 def test_export_writes_the_original_operators():

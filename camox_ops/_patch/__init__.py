@@ -17,9 +17,18 @@ import torch
 from torch import nn
 
 from . import _call, _proof
-from ._find import NO_SIZES, fingerprint, has_no_sizes, modules_of, uses_of, why_left_alone
+from ._find import (
+    NO_SIZES,
+    differing_numbers,
+    fingerprint,
+    has_no_sizes,
+    modules_of,
+    uses_of,
+    why_left_alone,
+    without_numbers,
+)
 from ._report import PatchEntry, PatchReport
-from ._swap import Patch, apply, patch_of, swap_back
+from ._swap import Patch, apply, patch_of, swap_back, why_no_subclass
 from ._table import RECOGNISERS
 
 __all__ = ["PatchEntry", "PatchReport", "patch", "patched", "unpatch"]
@@ -150,6 +159,8 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
                 reason = why_left_alone(module, recogniser.inner(module), uses)
                 if reason is None:
                     settings, error, reason = _recognised(recogniser, module, report.verified, planned, known)
+                if reason is None:
+                    reason = why_no_subclass(type(module))
             except Exception as failure:  # whatever a module does when it is looked at, patch goes on with the others
                 inside = has_no_sizes(*module.modules())
                 reason = NO_SIZES if inside else f"the recogniser raised {_proof.brief(failure)}"
@@ -174,18 +185,35 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
 def _recognised(recogniser, module: nn.Module, thorough: bool, planned, known: dict) -> tuple:
     """(settings, error, reason): reason is None where it is recognised, empty where it is something else altogether.
 
-    known: results of this patch; modules of which everything but the values of parameters is equal are proved once."""
+    known: results of this patch; modules of which everything but the values of parameters is equal are proved once.
+    So are those that differ in whole numbers besides, as in the place that transformers tells each layer, where the
+    proof holds without these numbers."""
     key = recogniser.name, fingerprint(module)
     if key in known:
         return known[key]
+    first = known.setdefault((recogniser.name, type(module)), module)
+    numbers = differing_numbers(module, first)
+    if numbers:
+        unnumbered = without_numbers(module, numbers)
+        general = recogniser.name, fingerprint(unnumbered)
+        if general not in known:
+            try:
+                known[general] = _proved(recogniser, unnumbered, thorough, planned)
+            except Exception:  # the numbers are used
+                known[general] = (None, None, "")
+        if known[general][2] is None:
+            return known[general]
+    known[key] = _proved(recogniser, module, thorough, planned)
+    return known[key]
+
+
+def _proved(recogniser, module: nn.Module, thorough: bool, planned) -> tuple:
     try:
-        found = (*recogniser.recognise(module, thorough, planned), None)
+        return (*recogniser.recognise(module, thorough, planned), None)
     except _proof.OtherKind:
-        found = (None, None, "")
+        return None, None, ""
     except _proof.NotAlike as difference:
-        found = (None, None, str(difference))
-    known[key] = found
-    return found
+        return None, None, str(difference)
 
 
 def _entry(name: str, module: nn.Module, recogniser: str, reason: str, error: float | None = None) -> PatchEntry:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from ..nn._plain import FusedModule
 from ._call import kind_of, why_not_bypassed
-from ._swap import patch_of, why_no_subclass
+from ._swap import patch_of
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -69,9 +69,6 @@ def why_left_alone(module: nn.Module, inner: list[tuple[str, nn.Module]], uses: 
         return f"it is used in {uses[id(module)]} places of the model"
     if "forward" in module.__dict__:
         return "it has a forward of its own"
-    reason = why_no_subclass(type(module))
-    if reason is not None:
-        return reason
     for name, part in [("", module), *inner]:
         where = f"{name} " if name else "it "
         if name:
@@ -122,3 +119,37 @@ def _is_plain(value) -> bool:
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
         return getattr(value, "__closure__", None) is None
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype, type))
+
+
+class _Unusable:
+    """In the place of a number: it may be handed on, but not be asked for anything. Comparisons would answer for any
+    object, arithmetic does not."""
+
+    def _refuse(self, *others):
+        raise TypeError("patch: this number was left out of a proof")
+
+    __bool__ = __eq__ = __ne__ = __hash__ = __str__ = __repr__ = __format__ = _refuse
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+_UNUSABLE = _Unusable()
+
+
+def differing_numbers(module: nn.Module, other: nn.Module) -> list[str]:
+    """Names of the module's own attributes that are whole numbers, and others in the other module."""
+    own, others = vars(module), vars(other)
+    return [
+        name
+        for name, value in own.items()
+        if type(value) is int and type(others.get(name)) is int and value != others[name]
+    ]
+
+
+def without_numbers(module: nn.Module, names: list[str]) -> nn.Module:
+    """The same parameters, inner modules and attributes, in a module that raises where it uses one of these."""
+    unnumbered = object.__new__(type(module))
+    vars(unnumbered).update(vars(module))
+    vars(unnumbered).update(dict.fromkeys(names, _UNUSABLE))
+    return unnumbered

@@ -93,7 +93,7 @@ def why_no_subclass(kind: type) -> str | None:
         return f"its class has the metaclass {type(kind).__name__}"
     function = getattr(kind.__init_subclass__, "__func__", None)
     if function is not None and function.__module__ != "typing":
-        return "its class keeps account of its subclasses (__init_subclass__)"
+        return "a subclass of its class would run code of the class (__init_subclass__)"
     if kind.__hash__ is None:
         return "its class is not hashable"
     if any(_passes_own_class_to_super(base.__dict__.get("forward")) for base in kind.__mro__):
