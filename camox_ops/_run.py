@@ -180,7 +180,9 @@ def _hide_frames() -> None:
 # the models -----------------------------------------------------------------------------------------------------------
 
 MOST_ROOTS = 64
-"""Root modules that are looked at; a script that makes new ones in every step is left alone from then on."""
+"""Root modules with something that patch reports; a script that makes new ones in every step is left alone then."""
+MOST_PLAIN_ROOTS = 1024
+"""Of the others, which patch looks at in milliseconds: constructors that call their layers one by one make many."""
 
 
 class _Open(threading.local):
@@ -225,6 +227,11 @@ class _Root:
     @property
     def is_patched(self) -> bool:
         return self.report is not None and bool(self.report.patched)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether patch found nothing in it to say something of."""
+        return self.report is not None and not self.report.patched and not self.report.skipped
 
     def is_compiled(self) -> bool:
         """Whether it is compiled, or a part of it."""
@@ -296,6 +303,7 @@ class _Watch:
         self.patch = patch
         self.why_not = why_not
         self.roots: list[_Root] = []
+        self._plain = 0  # roots that are plain
         self.steps = _Steps(self, switches)
         self._threads = os.environ.get("OMP_NUM_THREADS", ""), torch.get_num_threads()
         self._known: dict[int, tuple[weakref.ref, _Root | None]] = {}
@@ -304,7 +312,7 @@ class _Watch:
 
     @property
     def is_full(self) -> bool:
-        return len(self.roots) >= MOST_ROOTS
+        return len(self.roots) - self._plain >= MOST_ROOTS or self._plain >= MOST_PLAIN_ROOTS
 
     def arm(self) -> None:
         with self._lock:
@@ -351,6 +359,7 @@ class _Watch:
             root.patch(self.patch)
             self.steps.disturb()
         self.roots.append(root)
+        self._plain += root.is_plain
         # Its inner modules are no roots when a script or a checkpoint's backward calls them on their own.
         for inner in list(module.modules())[1:]:
             self._know(inner, None)
@@ -400,7 +409,7 @@ class _Steps:
         self.why_not = "no model was called in training"
         self.times: dict[bool, list[float]] = {True: [], False: []}
         self.root: _Root | None = None
-        self._frozen: set[_Root] = set()
+        self._left_out: set[_Root] = set()
         self._exchanged: list[tuple[torch.nn.Module, type]] = []
         self._index = 0
         self._since: float | None = None
@@ -411,12 +420,14 @@ class _Steps:
         # Of the model within: a wrapper's own flag stays where it was while a framework sets the model's.
         inner = root.module()
         training = (module if inner is None else inner).training and torch.is_grad_enabled()
-        if self.root is None:
-            if training and root not in self._frozen:
+        # A constructor may have called a layer of its own: the larger one of those called before a step is the model.
+        is_larger = self.root is not None and not self._index and root.parameters > self.root.parameters
+        if self.root is None or is_larger:
+            if training and root not in self._left_out:
                 if any(parameter.requires_grad for parameter in module.parameters()):
                     self._begin(root, module)
                 else:
-                    self._frozen.add(root)
+                    self._left_out.add(root)
         elif root is self.root:
             self._step(module) if training else self.disturb()
 
@@ -428,7 +439,9 @@ class _Steps:
         if root.is_compiled():
             return self._stop("the model is compiled, or a part of it, and switching would compile it again")
         if not self.switches and not any(root.is_patched for root in self.watch.roots):
-            return self._stop("nothing was tuned or patched")
+            self.why_not = "nothing was tuned or patched"  # a larger model may come
+            self._left_out.add(root)
+            return
         self.root = root
         self.why_not = f"fewer than {STEPS} steps"
         self._start_step(module)
@@ -595,11 +608,18 @@ class _Session:
         if self.watch.why_not:
             lines.append(f"patch: {self.watch.why_not}")
         else:
-            lines += "\n".join(f"patch: {root}" for root in self.watch.roots).splitlines()
+            plain = [root for root in self.watch.roots if root.is_plain]
+            largest = max(plain, key=lambda root: root.parameters, default=None)
+            listed = [root for root in self.watch.roots if not root.is_plain or root is largest]
+            lines += "\n".join(f"patch: {root}" for root in listed).splitlines()
+            if len(plain) > 1:
+                lines.append(
+                    f"patch: {len(plain) - 1} others were called, with nothing in them that a recogniser looks for"
+                )
             if not self.watch.roots:
                 lines.append("patch: no model was called")
             if self.watch.is_full:
-                lines.append(f"patch: these are the first {MOST_ROOTS}; models after them were left alone")
+                lines.append(f"patch: these are the first {len(self.watch.roots)}; models after them were left alone")
         lines.append(str(self.watch.steps))
         return "\n".join([lines[0], *(f"  {line}" for line in lines[1:])])
 

@@ -220,3 +220,29 @@ def test_a_gate_without_numbers():
         module.gate[1].bias.fill_(float("nan"))
     output, _, info = module(x)
     assert output.isnan().all() and info["top_k_indices"].shape == (3, 2)
+
+
+class Pyramid(nn.Module):
+    """DeepLab's ASPP: a list of layers and one more, but no mixture."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = (1, 3)
+        self.convs = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(WIDTH, WIDTH, k, padding=k // 2), nn.BatchNorm2d(WIDTH)) for k in sizes
+        )
+        self.project = nn.Conv2d(WIDTH * len(sizes), WIDTH, 1)
+
+    def forward(self, x):
+        return self.project(torch.cat([conv(x) for conv in self.convs], 1))
+
+
+def test_lists_of_layers_are_not_called_experts():
+    assert not cx.patch(Pyramid()).entries
+
+
+def test_experts_with_batch_norm_are_left_alone():
+    layer = mixture()
+    layer.experts[0] = nn.Sequential(layer.experts[0], nn.BatchNorm2d(WIDTH))
+    reasons = [entry.reason for entry in cx.patch(layer).skipped if entry.recogniser == "expert_mixture"]
+    assert reasons == ["its experts mix the images of a batch (BatchNorm)"]

@@ -623,14 +623,49 @@ def test_what_patch_raises_is_reported():
     assert root.to_dict()["patch"] is None
 
 
-def test_models_beyond_number_are_left_alone():
-    patcher = Patcher(patched=())
+@pytest.mark.parametrize(("patched", "most"), [(("first",), _run.MOST_ROOTS), ((), _run.MOST_PLAIN_ROOTS)])
+def test_models_beyond_number_are_left_alone(patched, most):
+    patcher = Patcher(patched)
     with watching(patcher) as watch:
-        for _ in range(_run.MOST_ROOTS + 9):
+        for _ in range(most + 9):
             Net()(torch.ones(1, 8))
         assert not torch_module._global_forward_pre_hooks
-    assert len(watch.roots) == len(patcher.models) == _run.MOST_ROOTS
+    assert len(watch.roots) == len(patcher.models) == most
     assert watch.is_full
+
+
+class CallsItsLayers(Net):
+    """As ultralytics' detectors do, whose constructor asks its layers for their strides."""
+
+    def __init__(self):
+        super().__init__(16)
+        self.second(self.first(torch.ones(2, 16)))
+
+
+def test_layers_that_constructors_call():
+    def patcher(model):
+        return Patcher(("first",) if isinstance(model, CallsItsLayers) else ())(model)
+
+    with watching(patcher) as watch:
+        for _ in range(_run.MOST_ROOTS):
+            CallsItsLayers()
+        net = CallsItsLayers()
+        for _ in range(_run.STEPS + 1):
+            net(torch.ones(2, 16)).sum().backward()
+    assert [root.called() for root in watch.roots if root.is_patched] == [net]
+    assert watch.steps.to_dict()["model"] == f"{__name__}.CallsItsLayers"
+    assert watch.steps.to_dict()["why_not"] == ""
+
+
+def test_report_of_models_with_nothing_in_them():
+    session = _run._Session(None, ["script.py"])
+    with watching(Patcher(patched=())) as session.watch:
+        kept = [Net(width) for width in (4, 16, 8)]
+        for net in kept:
+            net(torch.ones(2, net.first.in_features))
+    text = str(session)
+    assert text.count("Net, ") == 1 and "Net, 289 parameters" in text
+    assert "patch: 2 others were called, with nothing in them" in text
 
 
 def train(net, steps, accumulate=1, validate_at=()):

@@ -268,8 +268,6 @@ class ExpertMixture(Recogniser):
         count, channels = len(module._modules[experts]), _width(module._modules[gate])
         if channels is None:
             raise _proof.OtherKind
-        if any(isinstance(part, _BatchNorm) for part in module._modules[experts].modules()):
-            raise _proof.NotAlike("its experts mix the images of a batch (BatchNorm)")
         small = _with_small_experts(module, experts, channels)
         numbers = sorted({v for v in vars(module).values() if type(v) is int and 0 < v <= count})
 
@@ -284,6 +282,9 @@ class ExpertMixture(Recogniser):
         formats = _formats(small, channels)
         choices = (Mixture(experts, gate, k, formats) for k in numbers)
         settings, error = _first_matching(choices, lambda settings: proved(settings, first, modes=modes))
+        # said of what is a mixture alone: lists of layers with BatchNorm are in most vision models
+        if any(isinstance(part, _BatchNorm) for part in module._modules[experts].modules()):
+            raise _proof.NotAlike("its experts mix the images of a batch (BatchNorm)")
         if not thorough:
             return settings, error
         return settings, max(error, proved(settings, 3 * _proof.values((5, channels, 6, 6)), modes=(True,)))
