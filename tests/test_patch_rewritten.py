@@ -123,7 +123,7 @@ def test_a_tree_of_nodes():
             close(numbers(root, x, mask), numbers(plain, x, mask))
     assert all(entry.patched for entry in report.entries), report
     calls = calls_of(lambda: numbers(root, x, CAUSAL))
-    assert calls["camox_ops::short_attention"] == 1 and calls["camox_ops::dropout_add_layer_norm"] == 2
+    assert calls["camox_ops::short_attention_packed"] == 1 and calls["camox_ops::dropout_add_layer_norm"] == 2
     assert calls["camox_ops::bias_gelu"] == 1 and "aten::softmax" not in calls
     # a mask that is not causal, whatever is_causal says
     other = CAUSAL.t().contiguous()

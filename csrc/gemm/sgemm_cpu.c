@@ -144,8 +144,8 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
   vf32 bias[VECTORS];
 #pragma GCC unroll 2
   for (int v = 0; v < vectors; ++v)
-    bias[v] = t->bias ? vf32_load_n(t->bias + v * VF32_LANES, camox_min_i64(t->columns - v * VF32_LANES, VF32_LANES))
-                      : vf32_set1(0);
+    bias[v] =
+        t->bias ? vf32_load_n(t->bias + v * VF32_LANES, camox_min_i64(t->columns - v * VF32_LANES, VF32_LANES)) : vf32_set1(0);
 #pragma GCC unroll 14
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 2
@@ -198,8 +198,8 @@ typedef struct {
 } side;
 
 /* The steps [k, k + depth) of the sums. */
-static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operands *at, side x, side y, prefetcher next, int64_t k,
-                           int64_t depth) {
+static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operands *at, side x, side y, prefetcher next,
+                           int64_t k, int64_t depth) {
   const float *bias = k == 0 ? at->bias : NULL;
   const float beta = k == 0 ? s->beta : 1;
   micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
