@@ -182,7 +182,7 @@ def _hide_frames() -> None:
 MOST_ROOTS = 64
 """Root modules with something that patch reports; a script that makes new ones in every step is left alone then."""
 MOST_PLAIN_ROOTS = 1024
-"""Of the others, which patch looks at in milliseconds: constructors that call their layers one by one make many."""
+"""Of the others: constructors that call their layers one by one make many."""
 
 
 class _Open(threading.local):

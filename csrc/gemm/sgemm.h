@@ -1,5 +1,5 @@
-/* Products of float32 matrices in memory, C = alpha op(A) op(B) + beta C + bias: for the projections (gemm.h), and for the BLAS calls of
-   PyTorch's own kernels (../tune).
+/* Products of float32 matrices in memory, C = alpha op(A) op(B) + beta C + bias: for the projections (gemm.h), and for the BLAS
+   calls of PyTorch's own kernels (../tune).
 
    formula   c[i,j] = (beta ? beta c[i,j] : 0) + alpha * sum over k of x[i,k] y[k,j] + (bias ? bias[j] : 0)
    shapes    x [rows, depth], y [depth, columns], c [rows, columns] with neighbouring columns adjacent in memory; of x and of y
