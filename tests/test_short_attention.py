@@ -176,8 +176,8 @@ def test_grad_of_the_function():
 @pytest.mark.parametrize("memory", ["packed", "strided", "length_first"])
 @pytest.mark.parametrize("dtype", TWO_OF_FLOATS)
 def test_packed_has_the_same_bits_and_one_gradient(memory, dtype):
-    """In the order of qkv in memory; of few tokens, of more, and of 8 MiB, where stores go past the caches."""
-    for shape in ((9, 6, 8, 12), (2, 33, 1, 65), (8192, 2, 4, 64)):
+    """In the order of qkv in memory; of few tokens, of more, and of 8 MiB of both, where stores go past the caches."""
+    for shape in ((9, 6, 8, 12), (2, 33, 1, 65), (8192, 2, 4, 64), (1040, 33, 2, 32)):
         s, t, h, d = shape
         qkv = normal((s, t, 3, h, 2 * d)).to(DEVICE, dtype)[..., ::2]
         if memory == "packed":
@@ -285,10 +285,11 @@ def test_shapes(shape, which, memory, dtype):
 @pytest.mark.parametrize("dtype", TWO_OF_FLOATS)
 def test_large_outputs_have_the_same_bits(dtype):
     """From 8 MiB on stores go past the caches; halves are below that."""
-    for heads, dim in ((8, 12), (1, 6), (3, 8)):
-        sequences = (8 << 20) // (6 * heads * dim * dtype.itemsize) + 7
-        q, k, v = qkv_of((sequences, 6, heads, dim), dtype, "packed")
-        options, cut = (padding_of((sequences, 6)), None, False, 0.5, 0.0), sequences // 2
+    few, more = ((6, 8, 12, False), (6, 1, 6, False), (6, 3, 8, False)), ((40, 2, 32, True), (33, 1, 72, True))
+    for length, heads, dim, causal in few + more:
+        sequences = (8 << 20) // (length * heads * dim * dtype.itemsize) + 7
+        q, k, v = qkv_of((sequences, length, heads, dim), dtype, "packed")
+        options, cut = (padding_of((sequences, length)), None, causal, 0.5, 0.0), sequences // 2
         whole = op.short_attention_backward(q, q, k, v, *options)
         whole = (op.short_attention(q, k, v, *options), *whole)
         for part in (slice(0, cut), slice(cut, None)):
