@@ -79,9 +79,10 @@ typedef struct {
 } prefetcher;
 
 enum { LINE = 16 }; /* floats of a cache line */
+static const prefetcher no_prefetch;
 
 static prefetcher prefetch_of(lines from, int64_t depth) {
-  if (from.count == 0) return (prefetcher){from.at, 0, 0, 0, 0};
+  if (from.count == 0) return no_prefetch;
   const int across = from.line == 1;
   const int64_t run = across ? from.count : depth, distance = across ? from.step : from.line;
   const int64_t covered = camox_ceil_div(run, LINE);
@@ -111,6 +112,7 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
   prefetcher p = *next;
   int64_t step = p.runs > 0 ? LINE : 0;
   const float *x = t->x, *y = t->y;
+  if (step == 0) p.at = x; /* what lies in L1 */
 #pragma GCC unroll 14
   for (int r = 0; r < rows; ++r) {
     __builtin_prefetch(t->c + r * t->c_row, 1);
@@ -197,9 +199,9 @@ typedef struct {
   const float *packed;
 } side;
 
-/* The steps [k, k + depth) of the sums. */
+/* The steps [k, k + depth) of the sums; what is packed after them is prefetched, `next` before `then`. */
 static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operands *at, side x, side y, prefetcher next,
-                           int64_t k, int64_t depth) {
+                           prefetcher then, int64_t k, int64_t depth) {
   const float *bias = k == 0 ? at->bias : NULL;
   const float beta = k == 0 ? s->beta : 1;
   micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
@@ -210,6 +212,7 @@ static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operand
       t.bias = bias ? bias + j : NULL;
       t.c = at->c + i * s->c_row + j;
       t.columns = camox_min_i64(COLUMNS, y.end - j);
+      if (next.runs == 0) next = then, then.runs = 0;
       multiply_rows[camox_min_i64(x.panel, x.end - i)](&t, &next);
     }
   }
@@ -238,8 +241,14 @@ void CAMOX_PASTE3(camox_sgemm, f32, CAMOX_ISA)(const camox_sgemm_shape *s, const
         const side x = {top, camox_min_i64(top + height, end_row), panel, x_block};
         lines rows = {at->x + top * s->x_row + k * s->x_depth, s->x_row, s->x_depth, x.end - top};
         if (left == tile.column || tile.rows > height) pack_panels(x_block, panel, rows, steps);
-        rows.at += height * s->x_row, rows.count = camox_min_i64(height, end_row - x.end);
-        multiply_block(s, at, x, y, prefetch_of(rows.count > 0 ? rows : columns, steps), k, steps);
+        if (x.end < end_row) {
+          rows.at += height * s->x_row, rows.count = camox_min_i64(height, end_row - x.end);
+          multiply_block(s, at, x, y, prefetch_of(rows, steps), no_prefetch, k, steps);
+        } else {
+          rows.at = at->x + tile.row * s->x_row + (k + depth) * s->x_depth;
+          rows.count = y.end == end_column && k + depth < s->depth ? camox_min_i64(height, tile.rows) : 0;
+          multiply_block(s, at, x, y, prefetch_of(columns, steps), prefetch_of(rows, steps), k, steps);
+        }
       }
     }
   }
