@@ -109,6 +109,7 @@ def state() -> str:
 WITHOUT_GRADIENT = (
     "bdh_attention_step",
     "gemm",
+    "gemm_sums",
     "grad_group_norms",
     "linear_attention_step",
     "linear_cross_entropy_rows_",

@@ -107,6 +107,34 @@ def test_bias_in_bfloat16(product, plain):
         assert_close_in_bfloat16(ours, theirs)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="an operator of the CPU")
+@pytest.mark.parametrize("layout", ["plain", "transposed", "sliced"])
+@pytest.mark.parametrize(("depth", "columns"), [(1, 1), (33, 32), (385, 49), (1931, 700)])
+def test_product_with_sums(depth, columns, layout):
+    """Of one block of the sums and of several, whose last is short; the product has the bits of gemm."""
+    a, b = strided((3, 35, depth), "transposed"), strided((3, depth, columns), layout, seed=1)
+    out, sums = torch.ops.camox_ops.gemm_sums(a, b)
+    assert torch.equal(out, torch.ops.camox_ops.gemm(a, b, False))
+    assert_close_to_reference(sums, b.sum(1), b.double().sum(1))
+    torch.library.opcheck(torch.ops.camox_ops.gemm_sums, (a, b))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="an operator of the CPU")
+def test_product_with_sums_of_nothing_and_errors():
+    product = torch.ops.camox_ops.gemm_sums
+    out, sums = product(torch.rand(2, 3, 4), torch.rand(2, 4, 0))
+    assert out.shape == (2, 3, 0) and sums.shape == (2, 0)
+    with pytest.raises(REFUSAL, match="gemm_sums: a must have dtype float32"):
+        product(torch.rand(2, 3, 4).bfloat16(), torch.rand(2, 4, 5).bfloat16())
+    for a, b, message in (
+        (torch.rand(2, 3, 4), torch.rand(2, 5, 4), "gemm: b must have the heads of a"),
+        (torch.rand(2, 3, 0), torch.rand(2, 0, 4), "gemm: a must have columns, got 0"),
+        (torch.rand(2, 0, 4), torch.rand(2, 4, 4), "gemm_sums: a must have rows, got 0"),
+    ):
+        with pytest.raises(REFUSAL, match=message):
+            product(a, b)
+
+
 def test_bias_of_another_shape_or_dtype():
     for product, letters in ((project, "N"), (project_heads, "H, N")):
         x, weight, bias = operands_with_bias(product)

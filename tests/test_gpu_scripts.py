@@ -63,7 +63,7 @@ def test_every_operator_is_checked():
     assert ours - called.names == {
         f"camox_ops::{name}"
         for name in (
-            *("edge_maps_stacked", "frequency_bands_stacked", "rope_", "gemm"),
+            *("edge_maps_stacked", "frequency_bands_stacked", "rope_", "gemm", "gemm_sums"),
             *("moe_experts_mm", "moe_experts_mm_tn", "moe_activation", "moe_activation_backward"),
             "linear_cross_entropy_rows_",
         )

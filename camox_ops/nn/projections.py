@@ -100,6 +100,20 @@ def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
+def multiply_and_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a (M, K) times b (K, N), and the sum of b's rows (N): a weight's and a bias's gradient, for what has derivatives
+    of its own."""
+    out, total = _bmm_and_sum(a[None], b[None])
+    return out[0], total[0]
+
+
+def _bmm_and_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a (H, M, K) times b (H, K, N), and the sum of b's rows (H, N); where both are ours, from one reading of b."""
+    if a.dtype == torch.float32 and _is_ours(a, b):
+        return torch.ops.camox_ops.gemm_sums(a, b)
+    return _bmm(a, b), b.sum(1)
+
+
 def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _product(a, b, False) if _is_ours(a, b) else torch.bmm(a, b)
 
@@ -125,11 +139,10 @@ class _Project(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            _apply(_Project, grad, weight.t()) if needs_x else None,
-            _apply(_Project, x.t(), grad) if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-        )
+        grad_x = _apply(_Project, grad, weight.t()) if needs_x else None
+        if needs_weight and needs_bias and not torch.is_grad_enabled():  # it is where second derivatives are asked for
+            return grad_x, *multiply_and_sum(x.t(), grad)
+        return grad_x, _apply(_Project, x.t(), grad) if needs_weight else None, grad.sum(0) if needs_bias else None
 
 
 class _ProjectHeads(torch.autograd.Function):
@@ -146,11 +159,11 @@ class _ProjectHeads(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            _heads(grad, weight.mT) if needs_x else None,
-            _bmm(x.permute(1, 2, 0), grad.transpose(0, 1)) if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-        )
+        grad_x = _heads(grad, weight.mT) if needs_x else None
+        by_head = x.permute(1, 2, 0), grad.transpose(0, 1)
+        if needs_weight and needs_bias:
+            return grad_x, *_bmm_and_sum(*by_head)
+        return grad_x, _bmm(*by_head) if needs_weight else None, grad.sum(0) if needs_bias else None
 
 
 def _eager(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

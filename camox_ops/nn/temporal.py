@@ -18,7 +18,7 @@ from ..ops.bias_gelu import bias_gelu
 from ..ops.dropout import dropout_add_layer_norm
 from ..ops.short_attention import short_attention_packed
 from ._plain import FusedModule, all_plain, global_hooks, not_plain
-from .projections import multiply, project
+from .projections import multiply, multiply_and_sum, project
 
 # what an nn.TransformerEncoderLayer holds
 KINDS = {
@@ -239,10 +239,12 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx, grad, _):
         x, weight1, bias1, weight2, seed, inner = ctx.saved_tensors
         needs_x, needs_weight1, _, needs_weight2, needs_bias2, *_ = ctx.needs_input_grad
-        grad_x = grad_weight1 = grad_weight2 = None
-        grad_bias2 = grad.sum(0) if needs_bias2 else None
-        if needs_weight2:
-            grad_weight2 = multiply(grad.t(), torch.ops.camox_ops.bias_gelu(inner, bias1, seed, ctx.p))
+        grad_x = grad_weight1 = grad_weight2 = grad_bias2 = None
+        if needs_weight2 or needs_bias2:
+            hidden = torch.ops.camox_ops.bias_gelu(inner, bias1, seed, ctx.p)
+            grad_weight2, grad_bias2 = multiply_and_sum(hidden.t(), grad)
+            grad_weight2 = grad_weight2.t()
+            del hidden
         grad_hidden = multiply(grad, weight2)
         grad_inner, grad_bias1 = torch.ops.camox_ops.bias_gelu_backward(grad_hidden, inner, bias1, seed, ctx.p)
         del grad_hidden

@@ -275,7 +275,12 @@ def _fake_product(a, b, by_row, bias=None):
     return a.new_empty((rows, heads, columns)).transpose(0, 1) if by_row else a.new_empty((heads, rows, columns))
 
 
+def _fake_product_and_sums(a, b):
+    return _fake_product(a, b, False), b.new_empty((b.shape[0], b.shape[2]))
+
+
 _bdh_attention = register("bdh_attention", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap)
 _bdh_attention_backward = register_last_derivative("bdh_attention", fake=_fake_backward)
 torch.library.register_fake("camox_ops::bdh_attention_step", _fake_step)
 torch.library.register_fake("camox_ops::gemm", _fake_product)
+torch.library.register_fake("camox_ops::gemm_sums", _fake_product_and_sums)

@@ -15,20 +15,23 @@ void check_operand(const Tensor& x, const char* name) {
   throw refusal(std::string(op) + ": " + name + " must have 3 dimensions, got " + std::to_string(x.dim()));
 }
 
-void multiply_float32(const camox_gemm_params& p, const OptionalTensor& bias) {
+// sums: what the columns of b add up to, (H, N), or nullptr.
+void multiply_float32(const camox_gemm_params& p, const OptionalTensor& bias, float* sums) {
   Products products{};
   products.shape = {p.rows,        p.columns,     p.depth,        1, 0, p.a_stride[1], p.a_stride[2],
                     p.b_stride[1], p.b_stride[2], p.out_stride[1]};
   std::vector<const float*> a(p.heads), b(p.heads), biases(p.heads);
-  std::vector<float*> out(p.heads);
+  std::vector<float*> out(p.heads), y_sums(p.heads);
   for (int64_t head = 0; head < p.heads; ++head) {
     a[head] = static_cast<const float*>(p.a) + head * p.a_stride[0];
     b[head] = static_cast<const float*>(p.b) + head * p.b_stride[0];
     out[head] = static_cast<float*>(p.out) + head * p.out_stride[0];
+    if (sums) y_sums[head] = sums + head * p.columns;
     if (bias) biases[head] = static_cast<const float*>(bias->data_ptr()) + head * bias->stride(0);
   }
   products.x = a.data(), products.y = b.data(), products.c = out.data(), products.count = p.heads;
   if (bias) products.biases = biases.data();
+  if (sums) products.y_sums = y_sums.data();
   if (!multiply(products)) throw std::runtime_error("gemm: no memory for the scratch of its threads");
 }
 
@@ -49,8 +52,8 @@ void check_bias(const Tensor& bias, const Tensor& a, const camox_gemm_params& p)
     throw refusal("gemm: bias must have shape (H, N), the heads and columns of b, and dense rows");
 }
 
-// (H, M, N), in memory (M, H, N) where `by_row`; bias (H, N) is added to each row.
-Tensor gemm(const Tensor& a, const Tensor& b, bool by_row, OptionalTensor bias) {
+// What multiplies a and b, which are checked; `out` is not set.
+camox_gemm_params params_of(const Tensor& a, const Tensor& b) {
   check_operand(a, "a");
   check_operand(b, "b");
   check_dtype_and_device(b, a, op, "b");
@@ -64,6 +67,12 @@ Tensor gemm(const Tensor& a, const Tensor& b, bool by_row, OptionalTensor bias) 
   std::copy_n(a.strides().begin(), 3, p.a_stride);
   std::copy_n(b.strides().begin(), 3, p.b_stride);
   check(camox_gemm_check(&p));
+  return p;
+}
+
+// (H, M, N), in memory (M, H, N) where `by_row`; bias (H, N) is added to each row.
+Tensor gemm(const Tensor& a, const Tensor& b, bool by_row, OptionalTensor bias) {
+  camox_gemm_params p = params_of(a, b);
   if (bias) check_bias(*bias, a, p);
   const std::vector<int64_t> size = {p.heads, p.rows, p.columns};
   const std::vector<int64_t> order = by_row ? std::vector<int64_t>{1, 0, 2} : std::vector<int64_t>{0, 1, 2};
@@ -72,14 +81,35 @@ Tensor gemm(const Tensor& a, const Tensor& b, bool by_row, OptionalTensor bias) 
   std::copy_n(out.strides().begin(), 2, p.out_stride);
   if (out.numel() == 0) return out;
   if (p.dtype == CAMOX_F32)
-    multiply_float32(p, bias);
+    multiply_float32(p, bias, nullptr);
   else
     multiply_bfloat16(p, a);
   return out;
 }
 
+// (H, M, N), and the sums of b's columns, (H, N): gradients of a weight and a bias from one reading of b.
+std::tuple<Tensor, Tensor> gemm_sums(const Tensor& a, const Tensor& b) {
+  camox_gemm_params p = params_of(a, b);
+  if (p.dtype != CAMOX_F32) throw refusal("gemm_sums: a must have dtype float32");
+  if (p.rows < 1) throw refusal("gemm_sums: a must have rows, got 0");
+  const std::array<int64_t, 3> size = {p.heads, p.rows, p.columns};
+  const std::array<int64_t, 2> sums_size = {p.heads, p.columns};
+  Tensor out = empty_contiguous(a, dtype_code(a), 3, size.data()),
+         sums = empty_contiguous(a, dtype_code(a), 2, sums_size.data());
+  p.out = out.data_ptr();
+  std::copy_n(out.strides().begin(), 2, p.out_stride);
+  if (out.numel() > 0) multiply_float32(p, {}, static_cast<float*>(sums.data_ptr()));
+  return {out, sums};
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) { m.def("gemm(Tensor a, Tensor b, bool by_row, Tensor? bias=None) -> Tensor"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
+  m.def("gemm(Tensor a, Tensor b, bool by_row, Tensor? bias=None) -> Tensor");
+  m.def("gemm_sums(Tensor a, Tensor b) -> (Tensor, Tensor)");
+}
 
-STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) { m.impl("gemm", TORCH_BOX(&gemm)); }
+STABLE_TORCH_LIBRARY_IMPL(camox_ops, CPU, m) {
+  m.impl("gemm", TORCH_BOX(&gemm));
+  m.impl("gemm_sums", TORCH_BOX(&gemm_sums));
+}

@@ -4,6 +4,7 @@
    formula   c[i,j] = (beta ? beta c[i,j] : 0) + alpha * sum over k of x[i,k] y[k,j] + (bias ? bias[j] : 0)
    shapes    x [rows, depth], y [depth, columns], c [rows, columns] with neighbouring columns adjacent in memory; of x and of y
              either the rows or the columns lie adjacent (one of the two strides is 1), as in BLAS
+   sums      y_sums[j] = sum over k of y[k,j], from the packed blocks: a bias's gradient beside its weight's
    dtype     float32. Sums run over blocks of the depth, in order, in fused multiply-adds where the CPU has them; they depend on
              the sizes alone, so that any division of the work among threads gives the same bits
    beta      0: c is not read, whatever is there; alpha is not 0
@@ -34,6 +35,7 @@ typedef struct {
      all of it, as camox_sgemm_keeps_y says */
   int y_is_packed;
   const float *bias; /* [columns], dense, or NULL */
+  float *y_sums;     /* [columns]: what the columns of y add up to, written by the tiles of row 0; or NULL */
 } camox_sgemm_operands;
 
 /* A rectangle of c: what one work item computes. */

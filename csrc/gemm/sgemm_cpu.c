@@ -199,6 +199,18 @@ typedef struct {
   const float *packed;
 } side;
 
+/* sums[j] = (accumulate ? sums[j] : 0) + the steps of column j of y. */
+static void add_up_columns(float *sums, side y, int64_t depth, int accumulate) {
+  for (int64_t j = y.begin; j < y.end; j += VF32_LANES) {
+    const float *at = y.packed + (j - y.begin) / COLUMNS * COLUMNS * depth + (j - y.begin) % COLUMNS;
+    const int64_t n = camox_min_i64(y.end - j, VF32_LANES);
+    vf32 sum = accumulate ? vf32_load_n(sums + j, n) : vf32_set1(0), even = vf32_set1(0), odd = vf32_set1(0);
+    for (int64_t k = 0; k + 1 < depth; k += 2, at += 2 * COLUMNS) even += vf32_load(at), odd += vf32_load(at + COLUMNS);
+    if (depth % 2) even += vf32_load(at);
+    vf32_store_n(sums + j, sum + (even + odd), n);
+  }
+}
+
 /* The steps [k, k + depth) of the sums; what is packed after them is prefetched, `next` before `then`. */
 static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operands *at, side x, side y, prefetcher next,
                            prefetcher then, int64_t k, int64_t depth) {
@@ -231,6 +243,7 @@ void CAMOX_PASTE3(camox_sgemm, f32, CAMOX_ISA)(const camox_sgemm_shape *s, const
       const side y = {left, camox_min_i64(left + width, end_column), COLUMNS, y_block};
       lines columns = {at->y + k * s->y_depth + left * s->y_column, s->y_column, s->y_depth, y.end - left};
       if (!at->y_is_packed || !camox_sgemm_keeps_y(s->depth, tile.columns)) pack_panels(y_block, COLUMNS, columns, steps);
+      if (at->y_sums && tile.row == 0) add_up_columns(at->y_sums, y, steps, k > 0);
       if (y.end < end_column) {
         columns.at += width * s->y_column, columns.count = camox_min_i64(width, end_column - y.end);
       } else {

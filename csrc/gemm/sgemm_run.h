@@ -18,6 +18,7 @@ struct Products {
   float** c;
   int64_t count;
   const float** biases;      // of each product, for sgemm.h; NULL: none
+  float** y_sums;            // the same
   const float* row_offsets;  // of each row of c, added to its products; NULL: none. beta is 0
   int64_t tiles;             // at least so many work items for each product, so that a tile stays in the caches
 };
@@ -64,7 +65,12 @@ inline void run_lanes(int64_t begin, int64_t end, void* context) {
       camox_sgemm_tile t{};
       t.row = tile / g.column_tiles * g.rows, t.column = tile % g.column_tiles * g.columns;
       t.rows = std::min(g.rows, p.shape.rows - t.row), t.columns = std::min(g.columns, p.shape.columns - t.column);
-      const camox_sgemm_operands at = {p.x[matrix], p.y[matrix], p.c[matrix], 0, p.biases ? p.biases[matrix] : nullptr};
+      const camox_sgemm_operands at = {p.x[matrix],
+                                       p.y[matrix],
+                                       p.c[matrix],
+                                       0,
+                                       p.biases ? p.biases[matrix] : nullptr,
+                                       p.y_sums ? p.y_sums[matrix] : nullptr};
       camox_sgemm_shape shape = p.shape;
       if (p.row_offsets) {
         shape.beta = 1;

@@ -102,8 +102,8 @@ void add_up_part(const Parts& job, int64_t part) {
     const float* dy = job.dy + image * s.outputs * s.positions + from;
     if (job.dw) {
       const camox_sgemm_shape shape = shape_of_weights(s, positions, chunk == first);
-      const camox_sgemm_operands at = {dy, job.x + image * s.inputs * s.positions + from, job.dw + part * s.outputs * s.inputs,
-                                       0, nullptr};
+      const camox_sgemm_operands at = {
+          dy, job.x + image * s.inputs * s.positions + from, job.dw + part * s.outputs * s.inputs, 0, nullptr, nullptr};
       job.kernel(&shape, &at, {0, s.outputs, 0, s.inputs}, static_cast<float*>(job.scratch));
     }
     if (sums) add_sums(s, dy, positions, sums);
