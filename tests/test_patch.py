@@ -34,7 +34,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import camox_ops as cx
-from camox_ops._patch import _call, _swap
+from camox_ops._patch import _call, _proof, _swap
 from camox_ops._patch._table import RECOGNISERS
 
 PATCHED = ["1", "3", "5"]  # of network()
@@ -1068,6 +1068,41 @@ def test_modules_with_a_number_are_proved_without_it(monkeypatch):
     for kind in (UsesNumber, UsesDefault, UsesIndex):
         model = nn.Sequential(*(kind(place, config) for place in range(2)))
         assert names(cx.patch(model, only="feed_forward", dry_run=True).patched) == ["0"], kind
+
+
+class Consumed(torch.autograd.Function):
+    """The identity, whose backward writes into the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        taken = gradient.clone()
+        gradient.zero_()
+        return taken
+
+
+def test_runs_that_are_compared_share_what_is_drawn(monkeypatch):
+    class Consuming(Manual):
+        def forward(self, x):
+            return Consumed.apply(super().forward(x))
+
+    shapes = []
+
+    def normal(shape, seed, drawn=_proof.normal):
+        shapes.append(shape)
+        return drawn(shape, seed)
+
+    monkeypatch.setattr(_proof, "normal", normal)
+    model = Consuming().double()  # no run converts what was drawn
+    report = cx.patch(model)
+    assert names(report.patched) == [""]
+    shapes.clear()
+    model(torch.randn(2, CHANNELS, 20, 20, dtype=torch.float64))
+    assert report.patched and report.patched[0].first_error is not None
+    assert shapes == [(2, CHANNELS, 20, 20)]
 
 
 def test_export_writes_the_original_operators():

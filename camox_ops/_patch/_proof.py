@@ -9,6 +9,7 @@ Copies are compared, never the user's module, and the user's random generators a
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 import statistics
@@ -247,6 +248,16 @@ def values(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu", requires_grad=True)
 
 
+def normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def drawn_once() -> Callable:
+    """`normal` that keeps what it drew: a draw takes the time of many passes over a tensor."""
+    return functools.cache(normal)
+
+
 def run(
     forward: Callable,
     module: nn.Module,
@@ -256,11 +267,12 @@ def run(
     seed: int = 0,
     channels: int | None = None,
     gradients: bool = True,
+    draw: Callable = normal,
 ) -> Numbers:
     """forward(module, *args) and the gradients of what it gives, for cotangents that depend on shapes alone.
 
     Differentiated are the parameters and the inputs that require a gradient; nothing where `gradients` is False.
-    channels: as for RoutedDropout."""
+    channels: as for RoutedDropout. draw: what cotangents are drawn by, `drawn_once()` for runs that are compared."""
     args, kwargs, leaves = _detached(args, kwargs)
     before = _attributes(module)
     for name, parameter in module.named_parameters():
@@ -275,7 +287,11 @@ def run(
     differentiable = [output for output in outputs if gradients and output.requires_grad]
     found: dict[str, torch.Tensor | None] = dict.fromkeys(leaves)
     if differentiable and leaves:
-        cotangents = [_cotangent(output, number) for number, output in enumerate(differentiable)]
+        # Copies, as a backward may write into what it is given.
+        cotangents = [
+            draw(output.shape, number).to(output.device, output.dtype, copy=True)
+            for number, output in enumerate(differentiable)
+        ]
         taken = torch.autograd.grad(differentiable, list(leaves.values()), cotangents, allow_unused=True)
         found = dict(zip(leaves, taken, strict=True))
     return Numbers([output.detach() for output in outputs], arrangement, found, left_behind)
@@ -315,12 +331,6 @@ def _flatten(value, tensors: list[torch.Tensor]):
     if isinstance(value, dict):
         return type(value).__name__, {key: _flatten(part, tensors) for key, part in value.items()}
     return value
-
-
-def _cotangent(output: torch.Tensor, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu")
-    return values.to(output.device, output.dtype)
 
 
 def _attributes(module: nn.Module) -> dict:
@@ -430,13 +440,14 @@ def _relative(mine: torch.Tensor, original: torch.Tensor, least: float = 0.0) ->
     """max|mine - original| / max(max|original|, least); where the original is not finite, ours has to be the same."""
     if original.numel() == 0:
         return 0.0
-    mine, original = mine.double(), original.double()
-    size, error = _largest(original), _largest(mine - original)
+    original = original.double()
+    apart = mine.to(torch.float64, copy=True).sub_(original)  # not mine.double() - original: that allocates twice
+    size, error = _largest(original), _largest(apart)
     if not math.isfinite(size):
         finite = original.isfinite()
         if not torch.equal(finite, mine.isfinite()):
             return float("inf")
-        size, error = _largest(original[finite]), _largest((mine - original)[finite])
+        size, error = _largest(original[finite]), _largest(apart[finite])
     size = max(size, least)
     return error / size if size else error
 
@@ -455,7 +466,7 @@ def compare64(
     """Runs both on copies of the module in float64 (dtype None: in its own), on each of cases() (args, kwargs), with
     its own and with random parameters, in training and eval mode (`modes`: training or not) -> the largest relative
     difference. Raises NotAlike."""
-    worst = 0.0
+    worst, draw = 0.0, drawn_once()
     for choice in parameters:
         base = copied(module, dtype, "cpu")
         if choice != "own":
@@ -467,7 +478,7 @@ def compare64(
                 for forward in (original, fast):
                     side = (unchanged.pop(forward, None) or copy.deepcopy(base)).train(training)
                     try:
-                        numbers.append(run(forward, side, args, kwargs, seed=number, channels=channels))
+                        numbers.append(run(forward, side, args, kwargs, seed=number, channels=channels, draw=draw))
                     except Exception as error:
                         who = "its forward" if forward is original else "ours"
                         raise NotAlike(f"{who} raised {brief(error)} for {_shapes(args)}") from None
@@ -515,20 +526,19 @@ def compare_on_input(module: nn.Module, patch, args: tuple, kwargs: dict) -> Com
         except NotAlike:  # fully_shard forbids copies; the proof stands
             return Comparison(None)
         try:
-            channels = recogniser.channels(module, settings)
-            theirs = run(original, copy.deepcopy(base), args, kwargs, channels=channels)
+            channels, draw = recogniser.channels(module, settings), drawn_once()
+            theirs = run(original, copy.deepcopy(base), args, kwargs, channels=channels, draw=draw)
         except Exception as error:
             raise OriginalFailed from error
         try:
-            ours = run(fast, copy.deepcopy(base), args, kwargs)
+            ours = run(fast, copy.deepcopy(base), args, kwargs, draw=draw)
         except Exception as error:
             return Comparison(f"ours raised {brief(error)}")
         reason = _other_form(ours, theirs)
         if reason is not None:
             return Comparison(reason)
-        return _judged(
-            ours, theirs, _truth(recogniser.exact(original), recogniser.widened, base, args, kwargs, channels)
-        )
+        exact = recogniser.exact(original)
+        return _judged(ours, theirs, _truth(exact, recogniser.widened, base, args, kwargs, channels, draw))
 
 
 def _with_gradient(x: torch.Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -540,7 +550,13 @@ def _with_gradient(x: torch.Tensor, args: tuple, kwargs: dict) -> tuple[tuple, d
 
 
 def _truth(
-    original: Callable, widened: Callable, base: nn.Module, args: tuple, kwargs: dict, channels: int | None
+    original: Callable,
+    widened: Callable,
+    base: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    channels: int | None,
+    draw: Callable,
 ) -> Numbers | None:
     """The original in float64, or None where it cannot be run so."""
 
@@ -560,7 +576,7 @@ def _truth(
     device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     try:
         with torch.autocast(device, enabled=False):
-            return run(original, widened(base), args, kwargs, channels=channels)
+            return run(original, widened(base), args, kwargs, channels=channels, draw=draw)
     except Exception:
         return None
 
