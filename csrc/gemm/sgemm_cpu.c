@@ -207,6 +207,9 @@ static void add_up_columns(float *sums, side y, int64_t depth, int accumulate) {
     vf32 sum = accumulate ? vf32_load_n(sums + j, n) : vf32_set1(0), even = vf32_set1(0), odd = vf32_set1(0);
     for (int64_t k = 0; k + 1 < depth; k += 2, at += 2 * COLUMNS) even += vf32_load(at), odd += vf32_load(at + COLUMNS);
     if (depth % 2) even += vf32_load(at);
+#ifdef CAMOX_BREAK
+    even *= vf32_set1(1.01f);
+#endif
     vf32_store_n(sums + j, sum + (even + odd), n);
   }
 }
