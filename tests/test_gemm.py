@@ -110,7 +110,7 @@ def test_bias_in_bfloat16(product, plain):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="an operator of the CPU")
 @pytest.mark.parametrize("layout", ["plain", "transposed", "sliced"])
 @pytest.mark.parametrize(("depth", "columns"), [(1, 1), (33, 32), (385, 49), (1931, 700)])
-def test_product_with_sums(depth, columns, layout):
+def test_matches_reference_sums(depth, columns, layout):
     """Of one block of the sums and of several, whose last is short; the product has the bits of gemm."""
     a, b = strided((3, 35, depth), "transposed"), strided((3, depth, columns), layout, seed=1)
     out, sums = torch.ops.camox_ops.gemm_sums(a, b)
