@@ -35,6 +35,7 @@ typedef struct {
      backward: the incoming gradients, any strides, NULL where there is none. */
   camox_view4 bands[CAMOX_BANDS_MAPS];
   camox_view4 grad_x; /* backward: the output */
+  void *scratch;      /* CPU: CAMOX_STENCIL_SCRATCH bytes of this thread alone, aligned to 64 bytes */
 } camox_bands_params;
 
 /* Validates all arguments of a forward (backward = 0) or backward call; when it fails, nothing has been written. */

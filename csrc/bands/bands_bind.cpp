@@ -23,8 +23,8 @@ void compute(const camox_bands_params& p, const Tensor& like, bool backward) {
 #else
   int64_t items = camox_bands_items(&p);
   camox_isa isa = camox_isa_current();
-  run(backward ? camox_bands_backward(p.dtype, isa) : camox_bands_forward(p.dtype, isa), p, items,
-      items > 0 ? like.numel() / items : 0);
+  run_with_scratch(backward ? camox_bands_backward(p.dtype, isa) : camox_bands_forward(p.dtype, isa), p, items,
+                   items > 0 ? like.numel() / items : 0, CAMOX_STENCIL_SCRATCH);
 #endif
 }
 

@@ -25,7 +25,8 @@ static inline camox_stencil bands_stencil(const camox_bands_params *p, int backw
                          .width = p->width,
                          .reach = CAMOX_BANDS_REACH,
                          .x = backward ? p->bands : &p->x,
-                         .map = backward ? &p->grad_x : p->bands};
+                         .map = backward ? &p->grad_x : p->bands,
+                         .scratch = p->scratch};
 }
 
 #endif

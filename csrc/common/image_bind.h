@@ -42,7 +42,7 @@ inline Tensor image_op(const ImageOp& op, const Tensor& x, const Tensor* grad, d
   launch(which, p, x, op.name);
 #else
   const int64_t items = camox_image_items(&p);
-  run(which(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0);
+  run_with_scratch(which(p.dtype, camox_isa_current()), p, items, items > 0 ? x.numel() / items : 0, CAMOX_STENCIL_SCRATCH);
 #endif
   return made;
 }

@@ -20,6 +20,7 @@ typedef struct {
   camox_view4 x;      /* any strides; backward too */
   camox_view4 y;      /* forward: what is written; backward: the incoming gradient, any strides */
   camox_view4 grad_x; /* backward: what is written */
+  void *scratch;      /* CPU: CAMOX_STENCIL_SCRATCH bytes of this thread alone, aligned to 64 bytes */
 } camox_image_params;
 
 typedef void camox_image_kernel(const camox_image_params *p, int64_t begin, int64_t end);

@@ -15,6 +15,9 @@
 #include "types.h"
 
 #define CAMOX_TILE_ROWS 64
+/* Tiles of channels_last, of which an image may be one, are halved until there are so many, down to so many rows. */
+#define CAMOX_TILE_ITEMS 8
+#define CAMOX_TILE_LEAST_ROWS 16
 /* Flat tiles: widest row, and elements of a band. */
 #define CAMOX_FLAT_WIDTH 512
 #define CAMOX_FLAT_ELEMENTS 4096
@@ -44,9 +47,13 @@ static inline camox_tiling camox_tiling_within(int channels_last, int64_t batch,
   /* An image up to half as high again as a band stays whole: each cut loads its border rows twice. */
   t.tile_rows = height <= CAMOX_TILE_ROWS * 3 / 2 ? height : CAMOX_TILE_ROWS;
   if (t.flat) t.tile_rows = camox_even_part(height, CAMOX_FLAT_ELEMENTS / width, 1);
-  t.row_tiles = camox_ceil_div(height, t.tile_rows);
   t.column_tiles = camox_ceil_div(width, t.tile_columns);
   t.channel_tiles = camox_ceil_div(channels, t.tile_channels);
+  int64_t bands = batch * t.channel_tiles * t.column_tiles;
+  while (channels_last && bands * camox_ceil_div(height, t.tile_rows) < CAMOX_TILE_ITEMS &&
+         t.tile_rows >= 2 * CAMOX_TILE_LEAST_ROWS)
+    t.tile_rows = camox_ceil_div(t.tile_rows, 2);
+  t.row_tiles = camox_ceil_div(height, t.tile_rows);
   t.units = batch * t.channel_tiles * t.row_tiles * t.column_tiles;
   return t;
 }
@@ -72,10 +79,10 @@ static inline camox_tile camox_tile_at(const camox_tiling *t, int64_t unit) {
 /* The most outputs of an op, and the most filters whose gradients its backward keeps. */
 #define CAMOX_STENCIL_MAPS 4
 #define CAMOX_STENCIL_FILTERS 3
-/* A line of a tile and the channels of one of its columns as they are computed: the backward keeps about twenty such lines on
-   the stack, of which a thread may have little. */
-#define CAMOX_STENCIL_LINE_BYTES 6144
-#define CAMOX_STENCIL_CHANNELS_BYTES 512
+/* A line of a tile and the channels of one of its columns, as they are computed. Tiles of channels_last take all channels where
+   they can, so that a row of them is one run of memory; nine lines of the 3x3 backward, fifteen of the 5x5 one, stay in L2. */
+#define CAMOX_STENCIL_LINE_BYTES 24576
+#define CAMOX_STENCIL_CHANNELS_BYTES 2048
 /* Elements of a line with two more columns on both sides and room to read a whole vector past the end. */
 #define CAMOX_STENCIL_LINE ((CAMOX_STENCIL_LINE_BYTES + 4 * CAMOX_STENCIL_CHANNELS_BYTES) / sizeof(real) + 16)
 /* Planes up to this many pixels are crossed so often that every vector looks for their first and last rows. */
@@ -95,6 +102,7 @@ typedef struct {
   const camox_view4 *map;      /* outputs, or in the backward their gradients; NULL data where one is absent */
   const camox_view4 *residual; /* backward: added to grad_x; NULL: nothing */
   const camox_view4 *grad_x;   /* backward: output */
+  void *scratch;               /* CPU: CAMOX_STENCIL_SCRATCH bytes of this thread alone, aligned to 64 bytes */
 } camox_stencil;
 
 /* The initialiser of a camox_stencil from an op's params, which call their sizes, x and grad_x so. */
@@ -108,7 +116,8 @@ typedef struct {
    .width = (p)->width,                 \
    .x = &(p)->x,                        \
    .map = (maps),                       \
-   .grad_x = &(p)->grad_x}
+   .grad_x = &(p)->grad_x,              \
+   .scratch = (p)->scratch}
 
 static inline camox_tiling camox_stencil_tiling(const camox_stencil *s) {
   int64_t size = s->dtype == CAMOX_F64 ? sizeof(double) : sizeof(float); /* as it is computed */

@@ -31,6 +31,9 @@ typedef struct {
   int64_t stride[4];
 } camox_view4;
 
+/* The lines of a thread that computes a stencil on the CPU (stencil.h), about 24: its stack can be too small for them. */
+#define CAMOX_STENCIL_SCRATCH (772 << 10)
+
 /* The row or column that index i maps to, i may lie outside [0, n); -1 where the border is zero. */
 CAMOX_ANYWHERE static inline int64_t camox_border_index(int64_t i, int64_t n, int border) {
   if (i >= 0 && i < n) return i;

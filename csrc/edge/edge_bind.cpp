@@ -25,8 +25,8 @@ void compute(const camox_edge_params& p, const Tensor& x, bool backward) {
 #else
   int64_t items = camox_edge_items(&p);
   camox_isa isa = camox_isa_current();
-  run(backward ? camox_edge_backward(p.dtype, isa) : camox_edge_forward(p.dtype, isa), p, items,
-      items > 0 ? x.numel() / items : 0);
+  run_with_scratch(backward ? camox_edge_backward(p.dtype, isa) : camox_edge_forward(p.dtype, isa), p, items,
+                   items > 0 ? x.numel() / items : 0, CAMOX_STENCIL_SCRATCH);
 #endif
 }
 

@@ -30,6 +30,7 @@ typedef struct {
   /* gx, gy. forward: the output; backward: the incoming gradients, any strides, NULL where there is none. */
   camox_view4 gradient[2];
   camox_view4 grad_x; /* backward: the output */
+  void *scratch;      /* CPU: CAMOX_STENCIL_SCRATCH bytes of this thread alone, aligned to 64 bytes */
 } camox_spatial_gradient_params;
 
 /* Validates all arguments of a forward (backward = 0) or backward call; when it fails, nothing has been written. */

@@ -25,8 +25,8 @@ void compute(const camox_spatial_gradient_params& p, const Tensor& like, bool ba
 #else
   int64_t items = camox_spatial_gradient_items(&p);
   camox_isa isa = camox_isa_current();
-  run(backward ? camox_spatial_gradient_backward(p.dtype, isa) : camox_spatial_gradient_forward(p.dtype, isa), p, items,
-      items > 0 ? like.numel() / items : 0);
+  run_with_scratch(backward ? camox_spatial_gradient_backward(p.dtype, isa) : camox_spatial_gradient_forward(p.dtype, isa), p,
+                   items, items > 0 ? like.numel() / items : 0, CAMOX_STENCIL_SCRATCH);
 #endif
 }
 
