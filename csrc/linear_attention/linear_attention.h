@@ -67,7 +67,7 @@ typedef struct {
   void *scratch; /* CPU: CAMOX_LINEAR_ATTENTION_SCRATCH bytes of this thread alone, aligned to 64 bytes */
 } camox_linear_attention_params;
 
-#define CAMOX_LINEAR_ATTENTION_SCRATCH (480 << 10)
+#define CAMOX_LINEAR_ATTENTION_SCRATCH (484 << 10)
 
 /* Sets chunk and chunks; the sizes must be set, in the CUDA part dtype, k, multiprocessors and backward too. */
 void camox_linear_attention_plan(camox_linear_attention_params *p);
