@@ -203,6 +203,17 @@ def test_matches_reference_of_large_heads(size):
         assert_right(tensors, mask, state, feature_map=feature_map, normalize=normalize)
 
 
+@every_second(dtype=FLOATS, memory=("contiguous", "channels_last"))
+def test_matches_reference_and_grad_of_whole_vectors(dtype, memory):
+    """Heads whose elements are adjacent and whole vectors: on the CPU they are not transposed."""
+    sizes = ((2, 3, 37, 32, 64), (1, 2, 700, 16, 48), (1, 1, 1, 64, 32))
+    for size, (feature_map, normalize), stateful in itertools.product(sizes, MODES, (False, True)):
+        if size[2] == 1 and normalize != "none":
+            continue
+        tensors, _, state = inputs(size, dtype, memory, False, stateful, normalize)
+        assert_right(tensors, None, state, feature_map=feature_map, normalize=normalize, eps=1e-2)
+
+
 @given(
     st.tuples(*(st.integers(*range_) for range_ in ((1, 3), (1, 3), (3, 200), (2, 40), (1, 40)))),
     st.sampled_from(MODES),
@@ -279,10 +290,11 @@ def test_masked_keys_may_hold_anything(normalize, memory):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
-def test_zero_sums_are_finite(normalize, dtype):
+@pytest.mark.parametrize("dims", [(6, 5), (32, 16)])
+def test_zero_sums_are_finite(normalize, dtype, dims):
     """Rows of relu features that are all 0, and elu1 features that underflow, in q, in k and in both."""
     for feature_map in ("relu", "elu1"):
-        (q, k, v), _, _ = inputs((1, 2, 40, 6, 5), dtype)
+        (q, k, v), _, _ = inputs((1, 2, 40, *dims), dtype)
         q, k = q.clone(), k.clone()
         q[:, :, 3:9], k[:, :, 5:11], k[:, 1] = -2000, -2000, -2000
         for tensor in numbers(
@@ -295,9 +307,10 @@ def test_zero_sums_are_finite(normalize, dtype):
         assert out[:, 0, 10:].any()
 
 
-def test_next_to_nothing_is_normalized():
+@pytest.mark.parametrize("dims, memory", [((6, 5), "image"), ((32, 16), "contiguous")])
+def test_next_to_nothing_is_normalized(dims, memory):
     """Rows of elu1 features of 1e-35 have sums whose inverse times v would be infinite."""
-    (q, k, v), _, _ = inputs((1, 2, 150, 6, 5), memory="image")
+    (q, k, v), _, _ = inputs((1, 2, 150, *dims), memory=memory)
     q, k, v = q.clone(), k.clone(), v * 1e6
     q[:, :, 3:9], k[:, :, 5:90] = -80, -80
     given = upstream(ours(q, k, v, normalize="feature"))
