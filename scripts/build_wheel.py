@@ -37,7 +37,8 @@ def repaired(wheel: Path, out: Path) -> Path:
     """The same wheel in `out`, named after the oldest Linux that has all it asks for."""
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     excluded = [f"--exclude={name}" for name in EXCLUDED]
-    command = [sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded, "--wheel-dir", str(out), str(wheel)]
+    command = [sys.executable, "-m", "auditwheel", "repair", "--strip", "--zip-compression-level=9"]
+    command += [*excluded, "--wheel-dir", str(out), str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": tools})
     found = re.search(r"Fixed-up wheel written to (.+)", done.stdout + done.stderr)
     if done.returncode or not found:
