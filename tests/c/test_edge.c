@@ -57,7 +57,10 @@ static void run(camox_edge_kernel *kernel, const camox_edge_params *p, int piece
   int64_t items = camox_edge_items(p);
   for (int piece = 0; piece < pieces; ++piece) {
     test_poison_scratch();
-    kernel(p, items * piece / pieces, items * (piece + 1) / pieces);
+    camox_edge_params own = *p;
+    own.scratch = test_scratch(CAMOX_STENCIL_SCRATCH);
+    kernel(&own, items * piece / pieces, items * (piece + 1) / pieces);
+    free(own.scratch);
   }
 }
 
@@ -145,8 +148,9 @@ static void test_checks_refuse(void) {
 int main(void) {
   /* one pixel; around one vector; flat tiles of odd width; a plane of two tiles; wider than a flat row and than a tile;
      more channels than a tile holds; empty */
-  static const int64_t sizes[][4] = {{1, 1, 1, 1},   {2, 3, 2, 2},    {1, 2, 5, 7},    {2, 1, 3, 17},  {1, 2, 9, 31},
-                                     {1, 1, 66, 65}, {1, 1, 3, 513},  {1, 1, 2, 1027}, {1, 67, 3, 18}, {1, 130, 2, 3},
+  static const int64_t sizes[][4] = {{1, 1, 1, 1},   {2, 3, 2, 2},    {1, 2, 5, 7},    {2, 1, 3, 17},
+                                     {1, 2, 9, 31},  {1, 1, 66, 65},  {1, 1, 3, 513},  {1, 1, 2, 1027},
+                                     {1, 67, 3, 18}, {1, 130, 2, 3},  {1, 520, 2, 24}, {1, 8, 33, 9},
                                      {1, 8, 5, 33},  {1, 200, 3, 17}, {0, 3, 4, 4},    {2, 3, 0, 4}};
   static const unsigned given[] = {0xf, 0x7, 0x1, 0x2, 0x4};
   test_checks_refuse();
