@@ -214,6 +214,13 @@ def test_matches_reference_and_grad_of_whole_vectors(dtype, memory):
         assert_right(tensors, None, state, feature_map=feature_map, normalize=normalize, eps=1e-2)
 
 
+@pytest.mark.parametrize("memory", ["image", "channels_last", "contiguous"])
+def test_matches_reference_and_grad_past_the_caches(memory):
+    """Gradients of 8 MiB and more, which the CPU writes by non-temporal stores."""
+    tensors, _, _ = inputs((1, 4, 2800, 64, 64), memory=memory)
+    assert_right(tensors, None, None)
+
+
 @given(
     st.tuples(*(st.integers(*range_) for range_ in ((1, 3), (1, 3), (3, 200), (2, 40), (1, 40)))),
     st.sampled_from(MODES),

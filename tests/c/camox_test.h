@@ -130,6 +130,16 @@ static inline void *test_scratch(size_t bytes) {
   return memset(scratch, 0xff, bytes);
 }
 
+/* All work items of *params, in as many pieces as threads would take, each with `bytes` of scratch. */
+#define TEST_RUN(kernel, type, params, items, pieces, bytes)              \
+  for (int64_t piece = 0, all = (items); piece < (pieces); ++piece) {     \
+    type own = *(params);                                                 \
+    test_poison_scratch();                                                \
+    own.scratch = test_scratch(bytes);                                    \
+    (kernel)(&own, all * piece / (pieces), all * (piece + 1) / (pieces)); \
+    free(own.scratch);                                                    \
+  }
+
 /* What kernels write to: `gaps` as in a range of the channels of a larger image. */
 static inline test_image test_output(camox_dtype dtype, int channels_last, int gaps, const int64_t size[4]) {
   int64_t h = size[2], w = size[3], c = size[1] + (gaps ? 3 : 0);

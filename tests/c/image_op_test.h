@@ -33,14 +33,7 @@ static void naive_plane(const camox_image_params *p, const double *x, const doub
 
 /* All work items, in as many pieces as threads would take. */
 static void run(camox_image_kernel *kernel, const camox_image_params *p, int pieces) {
-  int64_t units = camox_image_items(p);
-  for (int piece = 0; piece < pieces; ++piece) {
-    test_poison_scratch();
-    camox_image_params own = *p;
-    own.scratch = test_scratch(CAMOX_STENCIL_SCRATCH);
-    kernel(&own, units * piece / pieces, units * (piece + 1) / pieces);
-    free(own.scratch);
-  }
+  TEST_RUN(kernel, camox_image_params, p, camox_image_items(p), pieces, CAMOX_STENCIL_SCRATCH);
 }
 
 static void expect(const char *what, const test_image *ours, const double *truth, const char *name) {

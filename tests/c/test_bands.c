@@ -30,14 +30,7 @@ static void naive_plane(const camox_bands_params *p, const double *x, double *co
 }
 
 static void run(camox_bands_kernel *kernel, const camox_bands_params *p, int pieces) {
-  int64_t items = camox_bands_items(p);
-  for (int piece = 0; piece < pieces; ++piece) {
-    test_poison_scratch();
-    camox_bands_params own = *p;
-    own.scratch = test_scratch(CAMOX_STENCIL_SCRATCH);
-    kernel(&own, items * piece / pieces, items * (piece + 1) / pieces);
-    free(own.scratch);
-  }
+  TEST_RUN(kernel, camox_bands_params, p, camox_bands_items(p), pieces, CAMOX_STENCIL_SCRATCH);
 }
 
 /* given: a bit for each incoming gradient that is there; with bit CAMOX_BANDS_INPUT the forward also copies x. */

@@ -68,13 +68,7 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, camo
            test_dtype_names[dtype], test_layout_names[layout], (int)kind, (int)size[0], (int)size[1], (int)size[2],
            (int)size[3], (int)window[0], (int)window[1], (int)there);
   TEST(camox_box_check(&p, "box_mean") == CAMOX_OK, "%s: %s", what, camox_last_error());
-  const int64_t items = camox_box_items(&p);
-  const size_t bytes = camox_box_scratch(&p);
-  for (int piece = 0; piece < 2; ++piece) {
-    p.scratch = test_scratch(bytes);
-    camox_box_forward(dtype, isa)(&p, items * piece / 2, items * (piece + 1) / 2);
-    free(p.scratch);
-  }
+  TEST_RUN(camox_box_forward(dtype, isa), camox_box_params, &p, camox_box_items(&p), 2, camox_box_scratch(&p));
   TEST(test_close_within(16, &y, truth, &error, &allowed), "%s: off by %g, allowed %g", what, error, allowed);
   TEST(test_untouched(&y), "%s: written outside its pixels", what);
   test_free(&x), test_free(&y);

@@ -54,14 +54,7 @@ static double *dense(const test_image *p, const camox_edge_params *of) {
 }
 
 static void run(camox_edge_kernel *kernel, const camox_edge_params *p, int pieces) {
-  int64_t items = camox_edge_items(p);
-  for (int piece = 0; piece < pieces; ++piece) {
-    test_poison_scratch();
-    camox_edge_params own = *p;
-    own.scratch = test_scratch(CAMOX_STENCIL_SCRATCH);
-    kernel(&own, items * piece / pieces, items * (piece + 1) / pieces);
-    free(own.scratch);
-  }
+  TEST_RUN(kernel, camox_edge_params, p, camox_edge_items(p), pieces, CAMOX_STENCIL_SCRATCH);
 }
 
 /* given: a bit for each incoming gradient that is there; with bit CAMOX_EDGE_INPUT the forward also copies x. */

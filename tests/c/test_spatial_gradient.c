@@ -26,14 +26,7 @@ static void naive_plane(const camox_spatial_gradient_params *p, const double *x,
 }
 
 static void run(camox_spatial_gradient_kernel *kernel, const camox_spatial_gradient_params *p, int pieces) {
-  int64_t items = camox_spatial_gradient_items(p);
-  for (int piece = 0; piece < pieces; ++piece) {
-    test_poison_scratch();
-    camox_spatial_gradient_params own = *p;
-    own.scratch = test_scratch(CAMOX_STENCIL_SCRATCH);
-    kernel(&own, items * piece / pieces, items * (piece + 1) / pieces);
-    free(own.scratch);
-  }
+  TEST_RUN(kernel, camox_spatial_gradient_params, p, camox_spatial_gradient_items(p), pieces, CAMOX_STENCIL_SCRATCH);
 }
 
 /* given: a bit for each incoming gradient that is there. */
