@@ -37,13 +37,24 @@ def repaired(wheel: Path, out: Path) -> Path:
     """The same wheel in `out`, named after the oldest Linux that has all it asks for."""
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     excluded = [f"--exclude={name}" for name in EXCLUDED]
-    command = [sys.executable, "-m", "auditwheel", "repair", "--strip", "--zip-compression-level=9"]
+    command = [sys.executable, "-m", "auditwheel", "repair", "--strip"]
     command += [*excluded, "--wheel-dir", str(out), str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": tools})
     found = re.search(r"Fixed-up wheel written to (.+)", done.stdout + done.stderr)
     if done.returncode or not found:
         sys.exit(f"auditwheel failed:\n{done.stdout}{done.stderr}")
     return Path(found.group(1).strip())
+
+
+def squeeze(wheel: Path) -> None:
+    """Writes the wheel again with Zopfli's Deflate, which any pip reads and which is smaller than zlib's smallest."""
+    import zopfli
+
+    smaller = wheel.with_suffix(".squeezed")
+    with zipfile.ZipFile(wheel) as old, zopfli.ZipFile(smaller, "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry, old.read(entry), zipfile.ZIP_DEFLATED)
+    smaller.replace(wheel)
 
 
 def faults(wheel: Path, cuda: bool) -> list[str]:
@@ -78,6 +89,7 @@ def main(arguments: list[str]) -> int:
         built = build(Path(folder))
         seconds = time.monotonic() - begin
         wheel = repaired(built, out)
+    squeeze(wheel)
     for old in out.glob("camox_ops-*.whl"):
         if old != wheel:
             old.unlink()
