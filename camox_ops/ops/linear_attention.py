@@ -85,6 +85,19 @@ def linear_attention(
 
     Source: Transformers are RNNs (arXiv 2006.16236, equations 4 to 7); "feature": SDTAEncoder.linear_attention of
     mahi-chan/camoXpert, models/backbone.py at 47e858c."""
+    if (  # at once, as in linear_attention_step
+        key_mask is initial_state is cu_seqlens is None
+        and causal is return_state is False
+        and type(eps) is float
+        and type(feature_map) is type(normalize) is str
+        and type(layout) is str
+        and layout == "bhtd"
+        and not torch.is_autocast_enabled("cpu")
+    ):
+        codes = FEATURE_MAPS.get(feature_map, -1), NORMALIZATIONS.get(normalize, -1)
+        outputs = _linear_attention.attempt(q, k, v, None, None, None, *codes, eps)
+        if outputs is not None:
+            return outputs[0]
     _check.choice(OP, "feature_map", feature_map, (*FEATURE_MAPS, SOFTMAX))
     softmax = feature_map == SOFTMAX
     options = _codes_of("identity" if softmax else feature_map, normalize)
