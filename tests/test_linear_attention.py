@@ -214,6 +214,14 @@ def test_matches_reference_and_grad_of_whole_vectors(dtype, memory):
         assert_right(tensors, None, state, feature_map=feature_map, normalize=normalize, eps=1e-2)
 
 
+@pytest.mark.parametrize("length", [96, 1024])
+@pytest.mark.parametrize("normalize", ["sum", "none"])
+def test_matches_reference_and_grad_of_rows_in_place(normalize, length):
+    """v of an image that is multiplied with nothing: on the CPU read where it lies, unless its rows share cache sets."""
+    tensors, _, _ = inputs((1, 2, length, 6, 5), memory="image")
+    assert_right(tensors, None, None, normalize=normalize)
+
+
 @pytest.mark.parametrize("memory", ["image", "channels_last", "contiguous"])
 def test_matches_reference_and_grad_past_the_caches(memory):
     """Gradients of 8 MiB and more, which the CPU writes by non-temporal stores."""
