@@ -217,7 +217,7 @@ def test_matches_reference_and_grad_of_whole_vectors(dtype, memory):
 @pytest.mark.parametrize("length", [96, 1024])
 @pytest.mark.parametrize("normalize", ["sum", "none"])
 def test_matches_reference_and_grad_of_rows_in_place(normalize, length):
-    """v of an image that is multiplied with nothing: on the CPU read where it lies, unless its rows share cache sets."""
+    """v of an image, multiplied with nothing: on the CPU read where it lies, unless its rows share cache sets."""
     tensors, _, _ = inputs((1, 2, length, 6, 5), memory="image")
     assert_right(tensors, None, None, normalize=normalize)
 
