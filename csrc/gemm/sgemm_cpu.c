@@ -8,27 +8,34 @@
        +---------------+          +-------+-------+                   |        |        |
 
    for each depth block (at most 384 long):
-     for each block of columns:      packed into panels of COLUMNS columns, [depth][COLUMNS]
-       for each block of rows:       packed into panels of at most ROWS rows, [depth][rows]; both blocks lie in L2
+     for each block of columns:      packed into panels of COLUMNS columns, [depth][COLUMNS], stays in L2
+       for each block of rows:       x with dense rows: two panels of them, copied to rows that share no cache sets
+                                     else: packed into panels of at most ROWS rows, [depth][rows], in L2 as well
          for each panel of rows:     it stays in L1
            for each panel of columns:   micro tile: rows x COLUMNS sums in registers, vectors along the columns, one
                                         factor of x broadcast per row and step; meanwhile the next block is prefetched
-   Packing turns any transposition into the order in which the micro tile reads. */
+   Packing turns any transposition into one of two orders that the micro tile reads: steps of all rows, or whole rows. */
 #include "sgemm.h"
 
 #include "../common/integers.h"
 #include "../common/simd.h"
 #include "../common/simd_transpose.h"
 
+/* PREFETCH: where half vectors let a panel of y stay in L1, what comes next waits in L2. */
 #if defined(CAMOX_SIMD_AVX512)
 #define ROWS 14
+#define PREFETCH(at) __builtin_prefetch(at, 0, 3)
 #elif defined(CAMOX_SIMD_AVX2)
 #define ROWS 6
+#define PREFETCH(at) __builtin_prefetch(at, 0, 2)
 #else
 #define ROWS 4
+#define PREFETCH(at) __builtin_prefetch(at, 0, 2)
 #endif
 #define VECTORS 2
 #define COLUMNS (VECTORS * VF32_LANES)
+/* Between copied rows of x: a constant needs no register, and one that is no power of two spreads them over the sets of L1. */
+#define X_ROW (CAMOX_SGEMM_DEPTH + 16)
 
 /* Lines of a matrix, rows of x or columns of y: element k of line i is at[i * line + k * step], one of the strides 1. */
 typedef struct {
@@ -72,6 +79,12 @@ static void pack_panels(float *to, int64_t pitch, lines from, int64_t depth) {
       }
 }
 
+/* Dense rows, X_ROW apart, in whole vectors. */
+static void copy_rows(float *to, lines from, int64_t depth) {
+  for (int64_t i = 0; i < from.count; ++i, to += X_ROW, from.at += from.line)
+    for (int64_t k = 0; k < depth; k += VF32_LANES) vf32_store(to + k, vf32_load_n(from.at + k, depth - k));
+}
+
 /* Runs of cache lines that are prefetched one by one while registers multiply: `line` lines of this run are done. */
 typedef struct {
   const float *at;
@@ -90,7 +103,7 @@ static prefetcher prefetch_of(lines from, int64_t depth) {
 }
 
 typedef struct {
-  const float *x, *y; /* packed: [depth][x_pitch], [depth][COLUMNS] */
+  const float *x, *y; /* steps [depth][x_pitch] or rows X_ROW apart; [depth][COLUMNS] */
   const float *bias;  /* of these columns, or NULL */
   float *c;
   int64_t x_pitch, c_row, depth, columns;
@@ -107,7 +120,8 @@ CAMOX_INLINE void store_sum(float *to, vf32 sum, float beta, int64_t n) {
   }
 }
 
-CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int vectors) {
+/* Element (r, k) of x is t->x[r * x_row + k * x_step]. */
+CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int vectors, int64_t x_row, int64_t x_step) {
   vf32 sum[ROWS][VECTORS];
   prefetcher p = *next;
   int64_t step = p.runs > 0 ? LINE : 0;
@@ -125,12 +139,12 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
     for (int v = 0; v < vectors; ++v) column[v] = vf32_load(y + v * VF32_LANES);
 #pragma GCC unroll 14
     for (int r = 0; r < rows; ++r) {
-      const vf32 factor = vf32_set1(x[r]);
+      const vf32 factor = vf32_set1(x[r * x_row]);
 #pragma GCC unroll 2
       for (int v = 0; v < vectors; ++v) sum[r][v] = vf32_multiply_add(factor, column[v], sum[r][v]);
     }
-    x += t->x_pitch, y += COLUMNS;
-    __builtin_prefetch(p.at, 0, 2);
+    x += x_step, y += COLUMNS;
+    PREFETCH(p.at);
     p.at += step;
     if (step != 0 && ++p.line == p.lines) {
       p.at += p.skip, p.line = 0;
@@ -156,12 +170,18 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
                 t->columns - v * VF32_LANES);
 }
 
-#define MULTIPLY(n)                                                                           \
-  static __attribute__((noinline)) void multiply_##n(const micro_tile *t, prefetcher *next) { \
-    if (t->columns > VF32_LANES)                                                              \
-      multiply(t, next, n, 2);                                                                \
-    else                                                                                      \
-      multiply(t, next, n, 1);                                                                \
+#define MULTIPLY(n)                                                                                 \
+  static __attribute__((noinline)) void multiply_steps_##n(const micro_tile *t, prefetcher *next) { \
+    if (t->columns > VF32_LANES)                                                                    \
+      multiply(t, next, n, 2, 1, t->x_pitch);                                                       \
+    else                                                                                            \
+      multiply(t, next, n, 1, 1, t->x_pitch);                                                       \
+  }                                                                                                 \
+  static __attribute__((noinline)) void multiply_rows_##n(const micro_tile *t, prefetcher *next) {  \
+    if (t->columns > VF32_LANES)                                                                    \
+      multiply(t, next, n, 2, X_ROW, 1);                                                            \
+    else                                                                                            \
+      multiply(t, next, n, 1, X_ROW, 1);                                                            \
   }
 MULTIPLY(1)
 MULTIPLY(2)
@@ -182,16 +202,28 @@ MULTIPLY(13)
 MULTIPLY(14)
 #endif
 
-static void (*const multiply_rows[ROWS + 1])(const micro_tile *, prefetcher *) = {
-    NULL,        multiply_1,  multiply_2, multiply_3,  multiply_4,
+/* By rows, and by the order of x: steps, or whole rows. */
+#define MULTIPLIERS(n) {multiply_steps_##n, multiply_rows_##n}
+static void (*const multipliers[ROWS + 1][2])(const micro_tile *, prefetcher *) = {
+    {NULL, NULL},    MULTIPLIERS(1),  MULTIPLIERS(2), MULTIPLIERS(3),  MULTIPLIERS(4),
 #if ROWS > 4
-    multiply_5,  multiply_6,
+    MULTIPLIERS(5),  MULTIPLIERS(6),
 #endif
 #if ROWS > 6
-    multiply_7,  multiply_8,  multiply_9, multiply_10, multiply_11,
-    multiply_12, multiply_13, multiply_14
+    MULTIPLIERS(7),  MULTIPLIERS(8),  MULTIPLIERS(9), MULTIPLIERS(10), MULTIPLIERS(11),
+    MULTIPLIERS(12), MULTIPLIERS(13), MULTIPLIERS(14)
 #endif
 };
+
+static int has_dense_rows(const camox_sgemm_shape *s) { return s->x_depth == 1 && s->x_row != 1; }
+
+static lines x_lines(const camox_sgemm_shape *s, const camox_sgemm_operands *at, int64_t begin, int64_t end, int64_t k) {
+  return (lines){at->x + begin * s->x_row + k * s->x_depth, s->x_row, s->x_depth, end - begin};
+}
+
+static lines y_lines(const camox_sgemm_shape *s, const camox_sgemm_operands *at, int64_t begin, int64_t end, int64_t k) {
+  return (lines){at->y + begin * s->y_column + k * s->y_depth, s->y_column, s->y_depth, end - begin};
+}
 
 /* Rows and columns [begin, end) of c, whose factors are packed. */
 typedef struct {
@@ -214,57 +246,62 @@ static void add_up_columns(float *sums, side y, int64_t depth, int accumulate) {
   }
 }
 
-/* The steps [k, k + depth) of the sums; what is packed after them is prefetched, `next` before `then`. */
-static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operands *at, side x, side y, prefetcher next,
-                           prefetcher then, int64_t k, int64_t depth) {
+/* The steps [k, k + depth) of the sums. Meanwhile the rows of x and then the columns of y that come next are prefetched. */
+static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operands *at, side x, side y, int64_t k, int64_t depth,
+                           prefetcher *x_next, prefetcher *y_next) {
   const float *bias = k == 0 ? at->bias : NULL;
   const float beta = k == 0 ? s->beta : 1;
+  const int in_rows = has_dense_rows(s);
+  const int64_t x_row = in_rows ? X_ROW : depth;
   micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
   for (int64_t i = x.begin; i < x.end; i += x.panel) {
-    t.x = x.packed + (i - x.begin) * depth;
+    t.x = x.packed + (i - x.begin) * x_row;
     for (int64_t j = y.begin; j < y.end; j += COLUMNS) {
       t.y = y.packed + (j - y.begin) * depth;
       t.bias = bias ? bias + j : NULL;
       t.c = at->c + i * s->c_row + j;
       t.columns = camox_min_i64(COLUMNS, y.end - j);
-      if (next.runs == 0) next = then, then.runs = 0;
-      multiply_rows[camox_min_i64(x.panel, x.end - i)](&t, &next);
+      multipliers[camox_min_i64(x.panel, x.end - i)][in_rows](&t, x_next->runs > 0 ? x_next : y_next);
     }
   }
 }
 
 void CAMOX_PASTE3(camox_sgemm, f32, CAMOX_ISA)(const camox_sgemm_shape *s, const camox_sgemm_operands *at,
                                                camox_sgemm_tile tile, float *scratch) {
+  /* Of dense rows; and those during whose products the next columns of y are fetched, late enough to be there still. */
+  enum { COPIED_PANELS = 2, LAST_PANELS = 8 };
   float *x_block = scratch, *y_block = scratch + CAMOX_SGEMM_X_FLOATS;
+  const int in_rows = has_dense_rows(s);
   const int64_t depth = camox_even_part(s->depth, CAMOX_SGEMM_DEPTH, 1), panel = camox_even_part(tile.rows, ROWS, 1);
-  const int64_t height = camox_even_part(tile.rows, CAMOX_SGEMM_X_FLOATS / depth / panel * panel - panel, panel);
+  const int64_t packed_rows = CAMOX_SGEMM_X_FLOATS / depth / panel * panel - panel;
+  const int64_t height = in_rows ? COPIED_PANELS * panel : camox_even_part(tile.rows, packed_rows, panel);
   const int64_t width = camox_even_part(tile.columns, CAMOX_SGEMM_Y_FLOATS / depth / COLUMNS * COLUMNS, COLUMNS);
   const int64_t end_row = tile.row + tile.rows, end_column = tile.column + tile.columns;
+  const int keeps_x = !in_rows && tile.rows <= height;
   for (int64_t k = 0; k < s->depth; k += depth) {
     const int64_t steps = camox_min_i64(depth, s->depth - k);
     for (int64_t left = tile.column; left < end_column; left += width) {
       const side y = {left, camox_min_i64(left + width, end_column), COLUMNS, y_block};
-      lines columns = {at->y + k * s->y_depth + left * s->y_column, s->y_column, s->y_depth, y.end - left};
-      if (!at->y_is_packed || !camox_sgemm_keeps_y(s->depth, tile.columns)) pack_panels(y_block, COLUMNS, columns, steps);
+      const int more_columns = y.end < end_column, more_steps = k + depth < s->depth;
+      if (!at->y_is_packed || !camox_sgemm_keeps_y(s->depth, tile.columns))
+        pack_panels(y_block, COLUMNS, y_lines(s, at, left, y.end, k), steps);
       if (at->y_sums && tile.row == 0) add_up_columns(at->y_sums, y, steps, k > 0);
-      if (y.end < end_column) {
-        columns.at += width * s->y_column, columns.count = camox_min_i64(width, end_column - y.end);
-      } else {
-        columns.at = at->y + (k + depth) * s->y_depth + tile.column * s->y_column;
-        columns.count = k + depth < s->depth ? camox_min_i64(width, tile.columns) : 0;
-      }
+      const int64_t next_k = more_columns ? k : k + depth, next_left = more_columns ? y.end : tile.column;
+      const int64_t next_end = more_columns || more_steps ? camox_min_i64(next_left + width, end_column) : next_left;
+      prefetcher y_next = prefetch_of(y_lines(s, at, next_left, next_end, next_k), steps), nothing = no_prefetch;
       for (int64_t top = tile.row; top < end_row; top += height) {
         const side x = {top, camox_min_i64(top + height, end_row), panel, x_block};
-        lines rows = {at->x + top * s->x_row + k * s->x_depth, s->x_row, s->x_depth, x.end - top};
-        if (left == tile.column || tile.rows > height) pack_panels(x_block, panel, rows, steps);
-        if (x.end < end_row) {
-          rows.at += height * s->x_row, rows.count = camox_min_i64(height, end_row - x.end);
-          multiply_block(s, at, x, y, prefetch_of(rows, steps), no_prefetch, k, steps);
-        } else {
-          rows.at = at->x + tile.row * s->x_row + (k + depth) * s->x_depth;
-          rows.count = y.end == end_column && k + depth < s->depth ? camox_min_i64(height, tile.rows) : 0;
-          multiply_block(s, at, x, y, prefetch_of(columns, steps), prefetch_of(rows, steps), k, steps);
-        }
+        const lines rows = x_lines(s, at, top, x.end, k);
+        if (in_rows)
+          copy_rows(x_block, rows, steps);
+        else if (left == tile.column || !keeps_x)
+          pack_panels(x_block, panel, rows, steps);
+        lines next_rows = x_lines(s, at, x.end, camox_min_i64(x.end + height, end_row), k);
+        if (x.end == end_row && (more_columns ? !keeps_x : more_steps))
+          next_rows = x_lines(s, at, tile.row, camox_min_i64(tile.row + height, end_row), next_k);
+        prefetcher x_next = prefetch_of(next_rows, steps);
+        const int is_late = end_row - top <= camox_max_i64(height, LAST_PANELS * panel);
+        multiply_block(s, at, x, y, k, steps, &x_next, is_late ? &y_next : &nothing);
       }
     }
   }
