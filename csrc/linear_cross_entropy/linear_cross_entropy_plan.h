@@ -13,10 +13,12 @@ enum {
   CAMOX_LCE_BLOCK_ROWS = 4096, /* a block of logits: at most 8 MiB, which lies in L3 between the steps of a backward */
   CAMOX_LCE_BLOCK_CLASSES = 4096,
   CAMOX_LCE_BLOCK = 2 << 20,
-  /* Of a forward with gradients: the rows whose logits are there at once, all classes of them, at most 32 MiB where that is 128
-     rows and more, so that the weight is packed, and its gradient read and written, for enough rows. */
+  /* Of a forward with gradients: the rows whose logits are there at once, all classes of them, at most 32 MiB, or 64 where that
+     is an eighth of all logits, and where that is 256 rows and more: so that the weight is packed, and its gradient read and
+     written, for enough rows. */
   CAMOX_LCE_WHOLE_ROWS = 8 << 20,
-  CAMOX_LCE_FEWEST_WHOLE_ROWS = 128,
+  CAMOX_LCE_WHOLE_SHARE = 8,
+  CAMOX_LCE_FEWEST_WHOLE_ROWS = 256,
   CAMOX_LCE_WHOLE_ROWS_CLASSES = 2048, /* of a block of them, so that few rows of a block lie on a page each */
   CAMOX_LCE_PAD = 16, /* rows of tiles and blocks are no power of two apart, which would meet in few cache sets */
   CAMOX_LCE_STATS = 3 /* of a row of a tile: maximum, sum of exp, sum */
@@ -44,7 +46,8 @@ static inline camox_lce_plan camox_lce_plan_of(const camox_linear_cross_entropy_
   plan.direct = p->dtype == CAMOX_F32 && (p->depth <= 1 || (p->x_stride[1] == 1 && p->weight_stride[1] == 1));
   plan.real = p->dtype == CAMOX_F64 ? 8 : 4;
   plan.with_gradients = !p->backward && (p->grad_x || p->grad_weight || p->grad_bias);
-  const int64_t whole_rows = CAMOX_LCE_WHOLE_ROWS / camox_max_i64(p->classes, 1);
+  int64_t whole_rows = CAMOX_LCE_WHOLE_ROWS / camox_max_i64(p->classes, 1);
+  whole_rows = camox_max_i64(whole_rows, camox_min_i64(2 * whole_rows, p->rows / CAMOX_LCE_WHOLE_SHARE));
   plan.block_rows = p->rows;
   if (p->backward) plan.block_rows = camox_even_part(p->rows, CAMOX_LCE_BLOCK_ROWS, 1);
   if (plan.with_gradients)
