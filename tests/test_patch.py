@@ -367,7 +367,22 @@ def test_patch_twice_says_so():
     again = cx.patch(model)
     assert not again.patched
     assert [(entry.name, entry.reason) for entry in again.skipped] == [(n, "it is patched already") for n in PATCHED]
+    assert str(again).startswith(f"0 modules patched, 0 left alone, {len(PATCHED)} patched already")
+    assert "left alone: it is" not in str(again)
     assert [type(module) for module in model.modules()] == kinds
+
+
+def test_report_says_that_no_call_was_served_yet():
+    norm, small = Manual(CHANNELS), torch.randn(1, CHANNELS, 3, 3)
+    report = cx.patch(norm)
+    (entry,) = report.patched
+    assert entry.passed_on == 0 and "no call served" not in str(report)
+    norm(small), norm(small[..., :2])
+    assert entry.passed_on == 2 and entry.first_passed_on == f"(float32 {tuple(small.shape)})"
+    assert "no call served so far: 2 for the original, first (float32 (1, " in str(report)
+    assert report.to_dict()["patched"][0]["passed_on"] == 2
+    norm(torch.randn(2, CHANNELS, 24, 24))
+    assert entry.first_error is not None and "no call served" not in str(report)
 
 
 def test_unpatch_holds_for_a_forward_that_was_taken_before():

@@ -27,7 +27,7 @@ from ._find import (
     why_left_alone,
     without_numbers,
 )
-from ._report import PatchEntry, PatchReport
+from ._report import PATCHED_ALREADY, PatchEntry, PatchReport
 from ._swap import Patch, apply, patch_of, swap_back, why_no_subclass
 from ._table import RECOGNISERS
 
@@ -145,7 +145,7 @@ def _plan(model, recognisers, patterns, report: PatchReport) -> list[tuple]:
             continue
         patch, reason = patch_of(type(module)), closed
         if patch is not None:
-            reason = "it is patched already"
+            reason = PATCHED_ALREADY
         elif reason is None and has_no_sizes(module):
             reason = NO_SIZES
         if reason is not None:

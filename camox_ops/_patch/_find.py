@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from ..nn._plain import FusedModule
 from ._call import kind_of, why_not_bypassed
+from ._report import PATCHED_ALREADY
 from ._swap import patch_of
 
 
@@ -64,7 +65,7 @@ def has_no_sizes(*modules: nn.Module) -> bool:
 def why_left_alone(module: nn.Module, inner: list[tuple[str, nn.Module]], uses: Counter) -> str | None:
     """Why a candidate keeps its forward. inner: what a fast forward would read instead of calling it."""
     if patch_of(type(module)) is not None:
-        return "it is patched already"
+        return PATCHED_ALREADY
     if uses[id(module)] > 1:
         return f"it is used in {uses[id(module)]} places of the model"
     if "forward" in module.__dict__:

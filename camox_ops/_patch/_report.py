@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 
 from ._call import LEAST_IN_ROWS
 
+PATCHED_ALREADY = "it is patched already"
+
 
 @dataclass
 class PatchEntry:
@@ -14,7 +16,8 @@ class PatchEntry:
     name, of (its class), recogniser; patched: whether the fast forward is in place; reason: why it is not (empty where
     it is). error: the largest difference of the proof in float64, over the largest value. first_error: the same on the
     first real input, in its dtype and from the original in float64; first_torch_error: PyTorch's own there; both None
-    until that input came. few_operators: on a GPU the original runs for tensors of less than `least_bytes` of the
+    until that input came. passed_on: how many calls the original answered before one that the fast forward serves;
+    first_passed_on: what the first of them was called with. few_operators: on a GPU the original runs for tensors of less than `least_bytes` of the
     report. slower_in_few_rows: in which form its small float32 tensors get the original on the CPU; empty for none."""
 
     name: str
@@ -25,6 +28,8 @@ class PatchEntry:
     error: float | None = None
     first_error: float | None = None
     first_torch_error: float | None = None
+    passed_on: int = 0
+    first_passed_on: str = ""
     few_operators: bool = False
     slower_in_few_rows: str = ""
 
@@ -73,7 +78,10 @@ class PatchReport:
     def __str__(self) -> str:
         patched, skipped = self.patched, self.skipped
         verb = "would be patched" if self.dry_run else "patched"
-        lines = [f"{len(patched)} modules {verb}, {len(skipped)} left alone"]
+        before = sum(entry.reason == PATCHED_ALREADY for entry in skipped)
+        lines = [f"{len(patched)} modules {verb}, {len(skipped) - before} left alone"]
+        if before:
+            lines[0] += f", {before} patched already"
         if not self.entries:
             lines[0] += ": none has a structure that a recogniser looks for"
         rows = [
@@ -104,6 +112,8 @@ class PatchReport:
 
 
 def _outcome(entry: PatchEntry) -> str:
+    if entry.reason == PATCHED_ALREADY:
+        return PATCHED_ALREADY
     if not entry.patched:
         return f"left alone: {entry.reason}"
     parts = []
@@ -111,4 +121,6 @@ def _outcome(entry: PatchEntry) -> str:
         parts.append(f"proved, differs by {entry.error:.0e}")
     if entry.first_error is not None:
         parts.append(f"first input {entry.first_error:.0e} (PyTorch {entry.first_torch_error:.0e})")
+    elif entry.passed_on:
+        parts.append(f"no call served so far: {entry.passed_on} for the original, first {entry.first_passed_on}")
     return "; ".join(parts) or "patched"

@@ -157,13 +157,32 @@ def _checking_forward(patch: Patch) -> Callable:
         if torch.compiler.is_compiling():
             return final(self, *args, **kwargs)
         # asked once: a module whose calls are never served waits for as long as it lives
-        if not serves(self, settings, args, kwargs) or not is_settled(self, patch, args, kwargs):
+        if not serves(self, settings, args, kwargs):
+            _note_passed_on(_waiting.get(self), args, kwargs)
+            return original(self, *args, **kwargs)
+        if not is_settled(self, patch, args, kwargs):
             return original(self, *args, **kwargs)
         if self in _refused or patch_of(type(self)) is None:
             return original(self, *args, **kwargs)
         return compute(self, settings, *args, **kwargs)
 
     return forward
+
+
+def _note_passed_on(entry: PatchEntry | None, args: tuple, kwargs: dict) -> None:
+    if entry is None or torch.jit.is_tracing():  # a trace names its values by the variables that hold them
+        return
+    entry.passed_on += 1
+    if entry.passed_on == 1:
+        given = [_brief(value) for value in args]
+        given += [f"{name}={_brief(value)}" for name, value in kwargs.items() if value is not None]
+        entry.first_passed_on = f"({', '.join(given)})"
+
+
+def _brief(value) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return repr(value) if isinstance(value, (bool, int, float, type(None))) else type(value).__name__
 
 
 def is_settled(module: nn.Module, patch: Patch, args: tuple, kwargs: dict) -> bool:
