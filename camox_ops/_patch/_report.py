@@ -17,8 +17,9 @@ class PatchEntry:
     it is). error: the largest difference of the proof in float64, over the largest value. first_error: the same on the
     first real input, in its dtype and from the original in float64; first_torch_error: PyTorch's own there; both None
     until that input came. passed_on: how many calls the original answered before one that the fast forward serves;
-    first_passed_on: what the first of them was called with. few_operators: on a GPU the original runs for tensors of less than `least_bytes` of the
-    report. slower_in_few_rows: in which form its small float32 tensors get the original on the CPU; empty for none."""
+    first_passed_on: what the first of them was called with. few_operators: on a GPU the original runs for tensors of
+    less than `least_bytes` of the report. slower_in_few_rows: in which form its small float32 tensors get the original
+    on the CPU; empty for none."""
 
     name: str
     of: str
