@@ -1,7 +1,7 @@
 /* Products of float32 matrices in memory, C = alpha op(A) op(B) + beta C + bias: for the projections (gemm.h), and for the BLAS
    calls of PyTorch's own kernels (../tune).
 
-   formula   c[i,j] = (beta ? beta c[i,j] : 0) + alpha * sum over k of x[i,k] y[k,j] + (bias ? bias[j] : 0)
+   formula   c[i,j] = (beta ? beta c[i,j] : 0) + alpha * sum over k of x[i,k] y[k,j] + (bias ? bias[j] : row_bias ? row_bias[i] : 0)
    shapes    x [rows, depth], y [depth, columns], c [rows, columns] with neighbouring columns adjacent in memory; of x and of y
              either the rows or the columns lie adjacent (one of the two strides is 1), as in BLAS
    sums      y_sums[j] = sum over k of y[k,j], from the packed blocks: a bias's gradient beside its weight's
@@ -34,8 +34,9 @@ typedef struct {
   /* scratch is as the last call left it, which had this y and these columns: what it packed of y is used again where that was
      all of it, as camox_sgemm_keeps_y says */
   int y_is_packed;
-  const float *bias; /* [columns], dense, or NULL */
-  float *y_sums;     /* [columns]: what the columns of y add up to, written by the tiles of row 0; or NULL */
+  const float *bias;     /* [columns], dense, or NULL */
+  const float *row_bias; /* [rows], dense, or NULL; with a bias of the columns it is not read */
+  float *y_sums;         /* [columns]: what the columns of y add up to, written by the tiles of row 0; or NULL */
 } camox_sgemm_operands;
 
 /* A rectangle of c: what one work item computes. */

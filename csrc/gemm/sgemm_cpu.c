@@ -103,8 +103,8 @@ static prefetcher prefetch_of(lines from, int64_t depth) {
 }
 
 typedef struct {
-  const float *x, *y; /* steps [depth][x_pitch] or rows X_ROW apart; [depth][COLUMNS] */
-  const float *bias;  /* of these columns, or NULL */
+  const float *x, *y;           /* steps [depth][x_pitch] or rows X_ROW apart; [depth][COLUMNS] */
+  const float *bias, *row_bias; /* of these columns or rows, or NULL */
   float *c;
   int64_t x_pitch, c_row, depth, columns;
   float alpha, beta;
@@ -165,9 +165,11 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
 #pragma GCC unroll 14
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v)
-      store_sum(t->c + r * t->c_row + v * VF32_LANES, vf32_multiply_add(sum[r][v], alpha, bias[v]), t->beta,
+    for (int v = 0; v < vectors; ++v) {
+      const vf32 offset = t->row_bias ? vf32_set1(t->row_bias[r]) : bias[v];
+      store_sum(t->c + r * t->c_row + v * VF32_LANES, vf32_multiply_add(sum[r][v], alpha, offset), t->beta,
                 t->columns - v * VF32_LANES);
+    }
 }
 
 #define MULTIPLY(n)                                                                                 \
@@ -249,13 +251,14 @@ static void add_up_columns(float *sums, side y, int64_t depth, int accumulate) {
 /* The steps [k, k + depth) of the sums. Meanwhile the rows of x and then the columns of y that come next are prefetched. */
 static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operands *at, side x, side y, int64_t k, int64_t depth,
                            prefetcher *x_next, prefetcher *y_next) {
-  const float *bias = k == 0 ? at->bias : NULL;
+  const float *bias = k == 0 ? at->bias : NULL, *row_bias = k == 0 && !bias ? at->row_bias : NULL;
   const float beta = k == 0 ? s->beta : 1;
   const int in_rows = has_dense_rows(s);
   const int64_t x_row = in_rows ? X_ROW : depth;
   micro_tile t = {.x_pitch = x.panel, .c_row = s->c_row, .depth = depth, .alpha = s->alpha, .beta = beta};
   for (int64_t i = x.begin; i < x.end; i += x.panel) {
     t.x = x.packed + (i - x.begin) * x_row;
+    t.row_bias = row_bias ? row_bias + i : NULL;
     for (int64_t j = y.begin; j < y.end; j += COLUMNS) {
       t.y = y.packed + (j - y.begin) * depth;
       t.bias = bias ? bias + j : NULL;

@@ -17,10 +17,9 @@ struct Products {
   const float** y;
   float** c;
   int64_t count;
-  const float** biases;      // of each product, for sgemm.h; NULL: none
-  float** y_sums;            // the same
-  const float* row_offsets;  // of each row of c, added to its products; NULL: none. beta is 0
-  int64_t tiles;             // at least so many work items for each product, so that a tile stays in the caches
+  const float** biases;   // of each product, for sgemm.h; NULL: none
+  float** y_sums;         // the same
+  const float* row_bias;  // of all products; NULL: none
 };
 
 // c as a grid of tiles, at most `tiles` of them. A tile costs its products, and the packing of its rows of x and columns of
@@ -65,19 +64,11 @@ inline void run_lanes(int64_t begin, int64_t end, void* context) {
       camox_sgemm_tile t{};
       t.row = tile / g.column_tiles * g.rows, t.column = tile % g.column_tiles * g.columns;
       t.rows = std::min(g.rows, p.shape.rows - t.row), t.columns = std::min(g.columns, p.shape.columns - t.column);
-      const camox_sgemm_operands at = {p.x[matrix],
-                                       p.y[matrix],
-                                       p.c[matrix],
-                                       0,
-                                       p.biases ? p.biases[matrix] : nullptr,
-                                       p.y_sums ? p.y_sums[matrix] : nullptr};
-      camox_sgemm_shape shape = p.shape;
-      if (p.row_offsets) {
-        shape.beta = 1;
-        for (int64_t row = t.row; row < t.row + t.rows; ++row)
-          std::fill_n(p.c[matrix] + row * shape.c_row + t.column, t.columns, p.row_offsets[row]);
-      }
-      job.kernel(&shape, &at, t, scratch);
+      camox_sgemm_operands at{};
+      at.x = p.x[matrix], at.y = p.y[matrix], at.c = p.c[matrix], at.row_bias = p.row_bias;
+      if (p.biases) at.bias = p.biases[matrix];
+      if (p.y_sums) at.y_sums = p.y_sums[matrix];
+      job.kernel(&p.shape, &at, t, scratch);
     }
   }
 }
@@ -92,7 +83,7 @@ inline bool multiply(const Products& p) {
   const int64_t lanes = std::clamp<int64_t>(p.count * product / thread_product, 1, threads);
   ProductJob job{};
   job.products = &p;
-  job.grid = grid_of(p.shape, std::max(p.tiles, camox_ceil_div(lanes, p.count)));
+  job.grid = grid_of(p.shape, camox_ceil_div(lanes, p.count));
   job.items = p.count * job.grid.row_tiles * job.grid.column_tiles;
   job.lanes = std::min(lanes, job.items);
   job.kernel = camox_sgemm(camox_isa_current());

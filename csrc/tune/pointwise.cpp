@@ -1,7 +1,6 @@
 // The products of a convolution with a window of one pixel: see pointwise.h.
 //
-//     y[n]  =  w  x[n]            work items are tiles of an image's y, small enough that they stay in L2 from the bias that
-//                                 they begin as to the sums that are added to it
+//     y[n]  =  w  x[n]            work items are tiles of an image's y; the bias is added where sums are stored
 //
 //     dw    =  dy[n] x[n]^T       a long sum for few results. Its positions are cut into chunks, and the chunks of all images
 //                                 into parts, the work items:
@@ -17,6 +16,7 @@
 // Images of one position, which gates of channels have, are the rows of a single matrix: y = x w^T, dx = dy w, dw = dy^T x.
 #include "pointwise.h"
 
+#include <cstring>
 #include <memory>
 
 #include "../gemm/sgemm_run.h"
@@ -30,7 +30,6 @@
 namespace camox {
 namespace {
 
-constexpr int64_t tile_floats = 64 << 10;    // of y, that a work item computes: 256 KiB
 constexpr int64_t chunk_positions = 1024;    // of dy and x
 constexpr int64_t most_parts = 8;            // each has a dw of its own
 constexpr int64_t most_in_parts = 32 << 10;  // elements of dw; of more, tiles are work enough for all threads
@@ -55,15 +54,21 @@ void multiply_images(Products& p, const Operands& at, int64_t images) {
   if (!multiply(p)) throw std::runtime_error("camox_ops: no memory for the scratch of a convolution");
 }
 
+// A sum per lane. Of a plain loop the flags of bindings make no vectors.
+constexpr int lanes = 32;
+typedef float Lanes __attribute__((vector_size(lanes * sizeof(float))));
+
 double sum_of(const float* x, int64_t n) {
-  constexpr int lanes = 32;
-  float sum[lanes] = {};
+  Lanes sum{};
   int64_t i = 0;
-  for (; i + lanes <= n; i += lanes)
-    for (int k = 0; k < lanes; ++k) sum[k] += x[i + k];
+  for (; i + lanes <= n; i += lanes) {
+    Lanes next;
+    std::memcpy(&next, x + i, sizeof next);
+    sum += next;
+  }
   double total = 0;
   for (; i < n; ++i) total += x[i];
-  for (float lane : sum) total += lane;
+  for (int lane = 0; lane < lanes; ++lane) total += sum[lane];
   return total * FACTOR;
 }
 
@@ -102,8 +107,8 @@ void add_up_part(const Parts& job, int64_t part) {
     const float* dy = job.dy + image * s.outputs * s.positions + from;
     if (job.dw) {
       const camox_sgemm_shape shape = shape_of_weights(s, positions, chunk == first);
-      const camox_sgemm_operands at = {
-          dy, job.x + image * s.inputs * s.positions + from, job.dw + part * s.outputs * s.inputs, 0, nullptr, nullptr};
+      camox_sgemm_operands at{};
+      at.x = dy, at.y = job.x + image * s.inputs * s.positions + from, at.c = job.dw + part * s.outputs * s.inputs;
       job.kernel(&shape, &at, {0, s.outputs, 0, s.inputs}, static_cast<float*>(job.scratch));
     }
     if (sums) add_sums(s, dy, positions, sums);
@@ -150,12 +155,14 @@ void multiply_once(camox_sgemm_shape shape, const float* x, const float* y, floa
 void rows_forward(const PointwiseSizes& s, const float* x, const float* w, const float* bias, float* y) {
   camox_sgemm_shape shape{};
   shape.rows = s.images, shape.columns = s.outputs, shape.depth = s.inputs;
-  shape.alpha = FACTOR, shape.beta = bias ? 1.0f : 0.0f;
+  shape.alpha = FACTOR;
   shape.x_row = s.inputs, shape.x_depth = 1;
   shape.y_depth = 1, shape.y_column = s.inputs;
   shape.c_row = s.outputs;
-  for (int64_t image = 0; bias && image < s.images; ++image) std::copy_n(bias, s.outputs, y + image * s.outputs);
-  multiply_once(shape, x, w, y);
+  Products p{};
+  p.shape = shape;
+  if (bias) p.biases = &bias;
+  multiply_images(p, {x, 0, w, 0, y, 0}, 1);
 }
 
 void rows_gradient_of_x(const PointwiseSizes& s, const float* dy, const float* w, float* dx) {
@@ -193,8 +200,7 @@ void pointwise(const PointwiseSizes& s, const float* x, const float* w, const fl
   p.shape.x_row = s.inputs, p.shape.x_depth = 1;
   p.shape.y_depth = s.positions, p.shape.y_column = 1;
   p.shape.c_row = s.positions;
-  p.row_offsets = bias;
-  p.tiles = camox_ceil_div(s.outputs * s.positions, tile_floats);
+  p.row_bias = bias;
   multiply_images(p, {w, 0, x, s.inputs * s.positions, y, s.outputs * s.positions}, s.images);
 }
 

@@ -230,8 +230,10 @@ static float *integers(int64_t count) {
   return x;
 }
 
-/* float32. Integers, so that sums are exact in any order; in two tiles, as two threads take them. With a bias where beta is 0. */
-static void test_sgemm(camox_isa isa, const int64_t *size, int transpose_x, int transpose_y, float beta) {
+typedef enum { NO_BIAS, COLUMN_BIAS, ROW_BIAS } sgemm_bias;
+
+/* float32. Integers, so that sums are exact in any order; in two tiles, as two threads take them. */
+static void test_sgemm(camox_isa isa, const int64_t *size, int transpose_x, int transpose_y, float beta, sgemm_bias which) {
   const int64_t rows = size[0], columns = size[1], depth = size[2];
   const camox_sgemm_shape s = {.rows = rows,
                                .columns = columns,
@@ -244,18 +246,21 @@ static void test_sgemm(camox_isa isa, const int64_t *size, int transpose_x, int 
                                .y_column = transpose_y ? depth : 1,
                                .c_row = columns};
   float *x = integers(rows * depth), *y = integers(depth * columns), *c = integers(rows * columns);
-  float *bias = integers(columns);
+  float *bias = integers(which == ROW_BIAS ? rows : columns);
   float *before = malloc((size_t)(rows * columns) * sizeof *before);
   memcpy(before, c, (size_t)(rows * columns) * sizeof *before);
   for (int64_t i = 0; beta == 0 && i < rows * columns; ++i) c[i] = NAN; /* is not read */
   float *scratch = aligned_alloc(64, CAMOX_SGEMM_SCRATCH_BYTES);
   memset(scratch, 0xff, CAMOX_SGEMM_SCRATCH_BYTES);
-  const camox_sgemm_operands at = {x, y, c, 0, beta == 0 ? bias : NULL};
+  camox_sgemm_operands at = {.x = x, .y = y, .c = c};
+  if (which == COLUMN_BIAS) at.bias = bias;
+  if (which == ROW_BIAS) at.row_bias = bias;
   const camox_sgemm_tile tiles[] = {{0, rows / 2, 0, columns}, {rows / 2, rows - rows / 2, 0, columns}};
   for (int tile = rows > 1 ? 0 : 1; tile < 2; ++tile) camox_sgemm(isa)(&s, &at, tiles[tile], scratch);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < columns; ++j) {
-      double sum = beta == 0 ? bias[j] : beta * before[i * columns + j];
+      double sum = which == NO_BIAS ? 0 : bias[which == ROW_BIAS ? i : j];
+      if (beta != 0) sum += beta * before[i * columns + j];
       for (int64_t k = 0; k < depth; ++k) sum += 2.0 * x[i * s.x_row + k * s.x_depth] * y[k * s.y_depth + j * s.y_column];
       TEST(c[i * columns + j] == sum, "%s %lldx%lldx%lld at %lld, %lld", camox_isa_name(isa), (long long)rows,
            (long long)columns, (long long)depth, (long long)i, (long long)j);
@@ -291,8 +296,8 @@ int main(void) {
     }
     test_tiles((camox_isa)isa, has_bf16 && isa == CAMOX_ISA_AVX512);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; ++i)
-      for (int which = 0; which < 8; ++which)
-        test_sgemm((camox_isa)isa, sizes[i], which & 1, which >> 1 & 1, which & 4 ? 0.5f : 0);
+      for (int which = 0; which < 24; ++which)
+        test_sgemm((camox_isa)isa, sizes[i], which & 1, which >> 1 & 1, which & 4 ? 0.5f : 0, (sgemm_bias)(which / 8));
   }
   test_product_refuses();
   TEST(!camox_gemm(CAMOX_F32) && !camox_gemm(CAMOX_BF16) == !has_bf16, "a kernel for bfloat16 where the CPU has one");
