@@ -385,6 +385,16 @@ def test_report_says_that_no_call_was_served_yet():
     assert entry.first_error is not None and "no call served" not in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_report_of_a_call_with_what_has_no_shape():
+    module = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)).eval()
+    report = cx.patch(module)
+    with torch.no_grad():
+        module(torch.nested.nested_tensor([torch.randn(5, 32), torch.randn(9, 32)]))
+    (layer,) = [entry for entry in report.patched if entry.name == "0"]
+    assert layer.passed_on == 1 and layer.first_passed_on == "(Tensor)"
+
+
 def test_unpatch_holds_for_a_forward_that_was_taken_before():
     """accelerate keeps the bound forward behind its hooks and its autocast."""
     norm, x = Manual(CHANNELS), torch.randn(2, CHANNELS, 24, 24)

@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 
 from .._torch_private import in_dispatch_mode, in_transform
 from . import _proof
+from ._call import PLAIN
 from ._report import PatchEntry
 
 
@@ -180,7 +181,7 @@ def _note_passed_on(entry: PatchEntry | None, args: tuple, kwargs: dict) -> None
 
 
 def _brief(value) -> str:
-    if isinstance(value, torch.Tensor):
+    if type(value) in PLAIN and not value.is_nested:  # nothing else has to answer for a shape
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return repr(value) if isinstance(value, (bool, int, float, type(None))) else type(value).__name__
 
