@@ -120,6 +120,15 @@ def test_matches_reference_sums(depth, columns, layout):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="an operator of the CPU")
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+def test_matches_reference_of_several_blocks(layout):
+    """Of the rows, the columns and the sums: each block of columns needs all blocks of rows again."""
+    a, b = strided((1, 720, 770), layout), strided((1, 770, 700), "plain", seed=1)
+    out = torch.ops.camox_ops.gemm(a, b, False)
+    assert_close_to_reference(out, torch.bmm(a, b), torch.bmm(a.double(), b.double()))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="an operator of the CPU")
 def test_product_with_sums_of_nothing_and_errors():
     product = torch.ops.camox_ops.gemm_sums
     out, sums = product(torch.rand(2, 3, 4), torch.rand(2, 4, 0))
