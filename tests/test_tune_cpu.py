@@ -1464,3 +1464,35 @@ cx.train.tune_cpu()
     assert run.stdout.startswith("False\ntune_cpu: ")
     said = "tensors were made before" if before else "large tensors begin on pages"
     assert said in run.stdout or "not glibc" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        ((0.5, 0.5), ""),
+        ((0.9, 0.9), "ours is not 1.2x as fast in the mean on this machine (1.11x, 1.11x)"),
+        ((0.25, 2.0), "ours is slower in a probe on this machine (4.00x, 0.50x)"),
+    ],
+)
+def test_reason_for_a_kernel_left_alone(monkeypatch, ours, reason):
+    class Library:
+        in_place = False
+
+        def put(self, kernel):
+            self.in_place = True
+            return ""
+
+        def take(self, kernel):
+            self.in_place = False
+
+    class Kernel:
+        exact = True
+
+        @staticmethod
+        def probes():
+            return [lambda at=at: torch.tensor(at) for at in range(len(ours))]
+
+    library = Library()
+    monkeypatch.setattr(tune, "_library", library)
+    monkeypatch.setattr(tune, "_seconds", lambda probe: ours[int(probe())] if library.in_place else 1.0)
+    assert tune._measure(Kernel())[1] == reason

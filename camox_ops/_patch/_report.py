@@ -16,10 +16,10 @@ class PatchEntry:
     name, of (its class), recogniser; patched: whether the fast forward is in place; reason: why it is not (empty where
     it is). error: the largest difference of the proof in float64, over the largest value. first_error: the same on the
     first real input, in its dtype and from the original in float64; first_torch_error: PyTorch's own there; both None
-    until that input came. passed_on: how many calls the original answered before one that the fast forward serves;
-    first_passed_on: what the first of them was called with. few_operators: on a GPU the original runs for tensors of
-    less than `least_bytes` of the report. slower_in_few_rows: in which form its small float32 tensors get the original
-    on the CPU; empty for none."""
+    until that input came. passed_on: how many calls the original answered before it, as the fast forward serves none of
+    them (not counted where no first input is compared); first_passed_on: what the first of them was called with.
+    few_operators: on a GPU the original runs for tensors of less than `least_bytes` of the report. slower_in_few_rows:
+    in which form its small float32 tensors get the original on the CPU; empty for none."""
 
     name: str
     of: str
