@@ -53,8 +53,8 @@ camox_sgemm_kernel *camox_sgemm(camox_isa isa);
 enum {
   CAMOX_SGEMM_COLUMNS = 32, /* tiles are best a multiple of so many columns */
   CAMOX_SGEMM_DEPTH = 384,  /* the longest sum in registers */
-  /* Packed blocks, which lie in L2 together: 256 KiB of x, 512 KiB of y. */
-  CAMOX_SGEMM_X_FLOATS = 64 << 10,
+  /* Packed blocks, which lie in L2 together: 128 KiB of x, 512 KiB of y. */
+  CAMOX_SGEMM_X_FLOATS = 32 << 10,
   CAMOX_SGEMM_Y_FLOATS = 128 << 10,
   CAMOX_SGEMM_SCRATCH_BYTES = 4 * (CAMOX_SGEMM_X_FLOATS + CAMOX_SGEMM_Y_FLOATS)
 };

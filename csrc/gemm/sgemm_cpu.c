@@ -10,7 +10,7 @@
    for each depth block (at most 384 long):
      for each block of columns:      packed into panels of COLUMNS columns, [depth][COLUMNS], stays in L2
        for each block of rows:       x with dense rows: two panels of them, copied to rows that share no cache sets
-                                     else: packed into panels of at most ROWS rows, [depth][rows], in L2 as well
+                                     else: packed into six panels of at most ROWS rows, [depth][rows]
          for each panel of rows:     it stays in L1
            for each panel of columns:   micro tile: rows x COLUMNS sums in registers, vectors along the columns, one
                                         factor of x broadcast per row and step; meanwhile the next block is prefetched
@@ -61,22 +61,42 @@ static void pack_across(float *to, int64_t pitch, lines from, int64_t depth) {
   }
 }
 
-/* Panels of `pitch` lines, one after the other, each [depth][pitch]. Where the elements of a step are adjacent in memory, all
-   panels take theirs together, so that memory is read in long runs. */
-static void pack_panels(float *to, int64_t pitch, lines from, int64_t depth) {
-  if (from.line != 1) {
-    for (int64_t first = 0; first < from.count; first += pitch) {
-      const lines panel = {from.at + first * from.line, from.line, from.step, camox_min_i64(pitch, from.count - first)};
-      pack_across(to + first * depth, pitch, panel, depth);
+/* to[k * pitch + i] = from[k * step + i] for the i below n and VF32_LANES; vectors are stored whole. */
+static void pack_steps(float *to, int64_t pitch, const float *from, int64_t step, int64_t n, int64_t steps) {
+  if (n >= VF32_LANES)
+    for (int64_t k = 0; k < steps; ++k) vf32_store(to + k * pitch, vf32_load(from + k * step));
+  else
+    for (int64_t k = 0; k < steps; ++k) vf32_store(to + k * pitch, vf32_load_n(from + k * step, n));
+}
+
+/* The steps [begin, end) of one panel, where the elements of a step are adjacent in memory, which has `more` behind them. */
+static void pack_along(float *panel, int64_t pitch, lines from, int64_t more, int64_t begin, int64_t end, int64_t depth) {
+  const int64_t last = depth - 1;
+  for (int64_t i = 0; i < from.count; i += VF32_LANES) {
+    const float *at = from.at + i;
+    const int64_t readable = from.count + more - i;
+    pack_steps(panel + begin * pitch + i, pitch, at + begin * from.step, from.step, readable, camox_min_i64(end, last) - begin);
+    if (end > last) { /* behind which the next panel begins, and is there already */
+      const vf32 v = vf32_load_n(at + last * from.step, camox_min_i64(readable, VF32_LANES));
+      vf32_store_n(panel + last * pitch + i, v, camox_min_i64(pitch - i, VF32_LANES));
     }
-    return;
   }
-  for (int64_t k = 0; k < depth; ++k)
-    for (int64_t first = 0; first < from.count; first += pitch)
-      for (int64_t i = 0; i < pitch && first + i < from.count; i += VF32_LANES) {
-        const vf32 v = vf32_load_n(from.at + k * from.step + first + i, camox_min_i64(from.count - first - i, VF32_LANES));
-        vf32_store_n(to + first * depth + k * pitch + i, v, camox_min_i64(pitch - i, VF32_LANES));
-      }
+}
+
+/* Panels of `pitch` lines, one after the other, each [depth][pitch]. Where the elements of a step are adjacent in memory, the
+   panels take those of a few steps in turn, so that a cache line that several of them share is read once. */
+static void pack_panels(float *to, int64_t pitch, lines from, int64_t depth) {
+  enum { TURN = 16 };
+  const int along = from.line == 1;
+  for (int64_t begin = 0; begin < depth; begin += along ? TURN : depth)
+    for (int64_t first = 0; first < from.count; first += pitch) {
+      const int64_t left = from.count - first, count = camox_min_i64(pitch, left);
+      const lines panel = {from.at + first * from.line, from.line, from.step, count};
+      if (along)
+        pack_along(to + first * depth, pitch, panel, left - count, begin, camox_min_i64(begin + TURN, depth), depth);
+      else
+        pack_across(to + first * depth, pitch, panel, depth);
+    }
 }
 
 /* Dense rows, X_ROW apart, in whole vectors. */
@@ -271,13 +291,13 @@ static void multiply_block(const camox_sgemm_shape *s, const camox_sgemm_operand
 
 void CAMOX_PASTE3(camox_sgemm, f32, CAMOX_ISA)(const camox_sgemm_shape *s, const camox_sgemm_operands *at,
                                                camox_sgemm_tile tile, float *scratch) {
-  /* Of dense rows; and those during whose products the next columns of y are fetched, late enough to be there still. */
-  enum { COPIED_PANELS = 2, LAST_PANELS = 8 };
+  /* Of dense rows; of others; those during whose products the next columns of y are fetched, late enough to be there still. */
+  enum { COPIED_PANELS = 2, PACKED_PANELS = 6, LAST_PANELS = 8 };
+  _Static_assert(PACKED_PANELS * ROWS * CAMOX_SGEMM_DEPTH <= CAMOX_SGEMM_X_FLOATS, "what the scratch has room for");
   float *x_block = scratch, *y_block = scratch + CAMOX_SGEMM_X_FLOATS;
   const int in_rows = has_dense_rows(s);
   const int64_t depth = camox_even_part(s->depth, CAMOX_SGEMM_DEPTH, 1), panel = camox_even_part(tile.rows, ROWS, 1);
-  const int64_t packed_rows = CAMOX_SGEMM_X_FLOATS / depth / panel * panel - panel;
-  const int64_t height = in_rows ? COPIED_PANELS * panel : camox_even_part(tile.rows, packed_rows, panel);
+  const int64_t height = in_rows ? COPIED_PANELS * panel : camox_even_part(tile.rows, PACKED_PANELS * panel, panel);
   const int64_t width = camox_even_part(tile.columns, CAMOX_SGEMM_Y_FLOATS / depth / COLUMNS * COLUMNS, COLUMNS);
   const int64_t end_row = tile.row + tile.rows, end_column = tile.column + tile.columns;
   const int keeps_x = !in_rows && tile.rows <= height;
