@@ -22,8 +22,9 @@ from .allocator import AllocatorReport, tune_cpu_allocator
 from .machine import usable_cpus
 
 LIBRARY = Path(__file__).parent.with_name("libcamox_ops_tune.so")
-# A replacement must be faster by this much in the mean over its probes, and slower in none.
-LEAST_GAIN = 1.2
+# A replacement must be faster by this much in the mean over its probes, and in each of them not slower than noise can say.
+LEAST_GAIN = 1.05
+LEAST_OF_EACH = 0.95
 ROUNDS = 9
 # Other processes disturb a measurement on all threads where they use more than this share of as many cores.
 BUSY = 0.25
@@ -86,14 +87,20 @@ def _small_integers(*shape: int) -> torch.Tensor:
 
 
 def _product_probes() -> list[Callable[[], torch.Tensor]]:
-    x, weight, grad = _small_integers(256, 512), _small_integers(512, 512), _small_integers(256, 512)
+    x, weight, grad = _small_integers(2048, 128), _small_integers(512, 128), _small_integers(2048, 512)
     bias = _small_integers(512)
     return [lambda: torch.addmm(bias, x, weight.t()), lambda: grad @ weight, lambda: grad.t() @ x]
 
 
 def _batch_probes() -> list[Callable[[], torch.Tensor]]:
-    x, y = _small_integers(16, 128, 64), _small_integers(16, 128, 64)
-    return [lambda: torch.bmm(x, y.transpose(1, 2)), lambda: torch.bmm(x.transpose(1, 2), y)]
+    """Those of attention and of its gradients."""
+    q, k = _small_integers(48, 256, 64), _small_integers(48, 256, 64)
+    scores = _small_integers(48, 256, 256)
+    return [
+        lambda: torch.bmm(q, k.transpose(1, 2)),
+        lambda: torch.bmm(scores, k),
+        lambda: torch.bmm(scores.transpose(1, 2), q),
+    ]
 
 
 def _bernoulli_probes() -> list[Callable[[], torch.Tensor]]:
@@ -306,21 +313,21 @@ def _measure(kernel: _Kernel) -> tuple[float | None, str]:
     for probe in kernel.probes():
         expected = probe().clone()
         stock, ours = [], []
-        for _ in range(ROUNDS):
+        for turn in range(ROUNDS):
             stock.append(_seconds(probe))
             error = _library.put(kernel)
             if error:
                 return None, error
             try:
-                ours.append(_seconds(probe))
-                if kernel.exact and not torch.equal(probe(), expected):
+                if turn == 0 and not torch.equal(probe(), expected) and kernel.exact:
                     return None, "the replacement gave another result"
+                ours.append(_seconds(probe))
             finally:
                 _library.take(kernel)
         # Other processes only ever add time, and the first call of each touches its memory.
         gains.append(min(stock) / min(ours))
     gain = math.exp(math.fsum(map(math.log, gains)) / len(gains))
-    if min(gains) < 1:
+    if min(gains) < LEAST_OF_EACH:
         reason = "ours is slower in a probe"
     elif gain < LEAST_GAIN:
         reason = f"ours is not {LEAST_GAIN:g}x as fast in the mean"
@@ -408,7 +415,7 @@ def tune_cpu(*, allocator: bool = True, kernels: bool = True) -> TuneReport:
         ...                         # any training script
 
     Every replacement has a domain, outside of which PyTorch's kernel runs as before, and is put in place only where a
-    measurement of a few milliseconds, made in this call, shows that it is faster here; the report has the gains. It is
+    measurement of half a second in all, made in this call, shows that it is faster here; the report has the gains. It is
     made on one thread where other processes use the cores, or a container has fewer CPUs than PyTorch has threads; the
     report says so.
     Results change by rounding alone; the masks of dropout are drawn from a random stream of its own, which
