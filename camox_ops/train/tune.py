@@ -22,7 +22,7 @@ from .allocator import AllocatorReport, tune_cpu_allocator
 from .machine import usable_cpus
 
 LIBRARY = Path(__file__).parent.with_name("libcamox_ops_tune.so")
-# A replacement must be faster by this much in the mean over its probes, and in each of them not slower than noise can say.
+# A replacement must be so many times as fast in the mean over its probes, and so many in each, where noise is larger.
 LEAST_GAIN = 1.05
 LEAST_OF_EACH = 0.95
 ROUNDS = 9
@@ -415,9 +415,9 @@ def tune_cpu(*, allocator: bool = True, kernels: bool = True) -> TuneReport:
         ...                         # any training script
 
     Every replacement has a domain, outside of which PyTorch's kernel runs as before, and is put in place only where a
-    measurement of half a second in all, made in this call, shows that it is faster here; the report has the gains. It is
-    made on one thread where other processes use the cores, or a container has fewer CPUs than PyTorch has threads; the
-    report says so.
+    measurement, made in this call (half a second for all), shows that it is faster here; the report has the gains. It
+    is made on one thread where other processes use the cores, or a container has fewer CPUs than PyTorch has threads;
+    the report says so.
     Results change by rounding alone; the masks of dropout are drawn from a random stream of its own, which
     torch.manual_seed, get_rng_state and checkpointing reproduce as they do PyTorch's. See docs/cpu.md for the kernels,
     and for when not to use it.
