@@ -76,7 +76,7 @@ static void pack_along(float *panel, int64_t pitch, lines from, int64_t more, in
     const float *at = from.at + i;
     const int64_t readable = from.count + more - i;
     pack_steps(panel + begin * pitch + i, pitch, at + begin * from.step, from.step, readable, camox_min_i64(end, last) - begin);
-    if (end > last) { /* behind which the next panel begins, and is there already */
+    if (end > last) { /* whole vectors of this step alone reach the next panel, where there is one: it has begun already */
       const vf32 v = vf32_load_n(at + last * from.step, camox_min_i64(readable, VF32_LANES));
       vf32_store_n(panel + last * pitch + i, v, camox_min_i64(pitch - i, VF32_LANES));
     }
