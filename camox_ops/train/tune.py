@@ -319,7 +319,7 @@ def _measure(kernel: _Kernel) -> tuple[float | None, str]:
             if error:
                 return None, error
             try:
-                if turn == 0 and not torch.equal(probe(), expected) and kernel.exact:
+                if turn == 0 and kernel.exact and not torch.equal(probe(), expected):
                     return None, "the replacement gave another result"
                 ours.append(_seconds(probe))
             finally:
@@ -415,9 +415,9 @@ def tune_cpu(*, allocator: bool = True, kernels: bool = True) -> TuneReport:
         ...                         # any training script
 
     Every replacement has a domain, outside of which PyTorch's kernel runs as before, and is put in place only where a
-    measurement, made in this call (half a second for all), shows that it is faster here; the report has the gains. It
-    is made on one thread where other processes use the cores, or a container has fewer CPUs than PyTorch has threads;
-    the report says so.
+    measurement, made in this call (some tenths of a second for all), shows that it is faster here; the report has the
+    gains. It is made on one thread where other processes use the cores, or a container has fewer CPUs than PyTorch has
+    threads; the report says so.
     Results change by rounding alone; the masks of dropout are drawn from a random stream of its own, which
     torch.manual_seed, get_rng_state and checkpointing reproduce as they do PyTorch's. See docs/cpu.md for the kernels,
     and for when not to use it.

@@ -69,12 +69,12 @@ static void pack_steps(float *to, int64_t pitch, const float *from, int64_t step
     for (int64_t k = 0; k < steps; ++k) vf32_store(to + k * pitch, vf32_load_n(from + k * step, n));
 }
 
-/* The steps [begin, end) of one panel, where the elements of a step are adjacent in memory, which has `more` behind them. */
-static void pack_along(float *panel, int64_t pitch, lines from, int64_t more, int64_t begin, int64_t end, int64_t depth) {
+/* The steps [begin, end) of one panel, where the elements of a step are adjacent in memory: `left` of them, the panel's first. */
+static void pack_along(float *panel, int64_t pitch, lines from, int64_t left, int64_t begin, int64_t end, int64_t depth) {
   const int64_t last = depth - 1;
   for (int64_t i = 0; i < from.count; i += VF32_LANES) {
     const float *at = from.at + i;
-    const int64_t readable = from.count + more - i;
+    const int64_t readable = left - i;
     pack_steps(panel + begin * pitch + i, pitch, at + begin * from.step, from.step, readable, camox_min_i64(end, last) - begin);
     if (end > last) { /* whole vectors of this step alone reach the next panel, where there is one: it has begun already */
       const vf32 v = vf32_load_n(at + last * from.step, camox_min_i64(readable, VF32_LANES));
@@ -93,7 +93,7 @@ static void pack_panels(float *to, int64_t pitch, lines from, int64_t depth) {
       const int64_t left = from.count - first, count = camox_min_i64(pitch, left);
       const lines panel = {from.at + first * from.line, from.line, from.step, count};
       if (along)
-        pack_along(to + first * depth, pitch, panel, left - count, begin, camox_min_i64(begin + TURN, depth), depth);
+        pack_along(to + first * depth, pitch, panel, left, begin, camox_min_i64(begin + TURN, depth), depth);
       else
         pack_across(to + first * depth, pitch, panel, depth);
     }
