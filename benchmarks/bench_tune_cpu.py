@@ -1,5 +1,5 @@
 """Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, pools, convolutions,
-upsampling, training steps.
+softmax, upsampling, training steps.
 
 Both candidates are the same function; camox's replacements are put in place before each of its calls and taken out
 after it. A step has its backward inside, so that the replacements serve there too.
@@ -35,6 +35,8 @@ DEPTHWISE = ((4, 48, 56, 3), (4, 96, 28, 5), (4, 160, 14, 7), (4, 304, 7, 9), (8
 # Images, channels of x and y, side: NAFNet's of width 32 at 256 and 64, an EdgeNeXt stage, a decoder.
 _NAFNET = ((1, 32, 64, 256), (1, 256, 512, 32), (4, 256, 512, 8), (4, 256, 256, 1))
 POINTWISE = (*_NAFNET, (8, 160, 640, 14), (8, 64, 64, 88))
+# Attention over 6 frames, a few classes, and maps of classes.
+SOFTENED = ((76800, 6), (65536, 10), (8, 20, 256, 256))
 UPSAMPLED = ((4, 80, 72, 72), (8, 1, 88, 88))
 SLOW_ROUNDS = 7
 
@@ -212,6 +214,21 @@ def pointwise_cases(shape) -> list[Case]:
     ]
 
 
+def softmax_cases(shape) -> list[Case]:
+    """Of rows: forward, and forward with backward; of maps: over the channels, whose gradient is PyTorch's."""
+    inputs = lambda: (random_tensor(shape, seed=1),)  # noqa: E731
+    rest = {"inputs": inputs, "kernels": ("softmax",), "bytes": 2 * 4 * math.prod(shape)}
+    if len(shape) > 2:
+        return [forward_case("tune_log_softmax_channels", shape, lambda x: torch.log_softmax(x, 1), **rest)]
+    soften = lambda x: torch.softmax(x, 1)  # noqa: E731
+    step = gradients_of(soften, 1)
+    with_grad = lambda: (*inputs(), random_tensor(shape, seed=2))  # noqa: E731
+    return [
+        forward_case("tune_softmax", shape, soften, **rest, quick=shape[1] == 6),
+        step_case("tune_softmax_backward", shape, step, with_grad, rest["kernels"], same_numbers(step)),
+    ]
+
+
 def upsample_cases(shape) -> list[Case]:
     """By 2, or a map of logits by 4: forward, and forward with backward."""
     factor = 2 if shape[1] > 1 else 4
@@ -325,6 +342,7 @@ def cases() -> list[Case]:
         *(case for size, shape in POOLS for case in pool_cases(size, shape)),
         *(case for shape in DEPTHWISE for case in depthwise_cases(shape)),
         *(case for shape in POINTWISE for case in pointwise_cases(shape)),
+        *(case for shape in SOFTENED for case in softmax_cases(shape)),
         *(case for shape in UPSAMPLED for case in upsample_cases(shape)),
         *map(train_case, STEPS),
     ]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_close_to_reference, each_backend, run_python_with_torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import camox_ops as cx
 from camox_ops.reference.dropout import philox4x32
@@ -291,6 +292,7 @@ OPERATORS = (
     *("nn.functional.avg_pool1d", "nn.functional.avg_pool2d", "bernoulli"),
     *("nn.functional.interpolate", "nn.functional.upsample_bilinear"),
     *("nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose2d"),
+    *("softmax", "log_softmax", "nn.functional.cross_entropy"),
 )
 RANDOM_OPERATORS = ("nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d")
 
@@ -338,7 +340,8 @@ def test_samples_of_pytorch(any_size, operator_infos, operator, dtype):
             return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
         torch.manual_seed(3)
-        leaf, args, kwargs = to(sample.input), tuple(map(to, sample.args)), sample.kwargs
+        leaf, args = to(sample.input), tuple(map(to, sample.args))
+        kwargs = {name: to(value) for name, value in sample.kwargs.items()}
         if not isinstance(leaf, torch.Tensor):
             return [info.op(type(leaf)(map(to, leaf)), *args, **kwargs).detach()]
         leaf = leaf.detach().requires_grad_()
@@ -1086,6 +1089,143 @@ def test_upsample_under_vmap_and_of_any_number_of_threads():
         first = larger(1)
         assert all(torch.equal(first, larger(threads)) for threads in (2, 3, 8))
     torch.testing.assert_close(first, stock)
+
+
+def softened(x, dim, function=torch.softmax, grad=None):
+    """softmax or log_softmax and the gradient of x."""
+    leaf = x.detach().requires_grad_()
+    y = function(leaf, dim)
+    grad = normal(*y.shape, seed=5, dtype=x.dtype) if grad is None else grad
+    return [y.detach(), *torch.autograd.grad(y, leaf, grad)]
+
+
+# shape, dim, how many of forward and backward are replaced with AVX-512 and with less
+SOFTENED = [
+    *(((rows, n), -1, 2, 2) for n in (1, 2, 3, 4, 5, 7) for rows in (1, 17, 200)),
+    *(((rows, n), 1, 2, 1) for n in (8, 9, 12, 15) for rows in (5, 64, 131)),
+    *(((2, n, inner), 1, 1, 1) for n in (1, 2, 21, 64) for inner in (16, 63, 130)),
+    ((5, 3, 40), 0, 1, 1),
+    ((2, 10, 1, 1), 1, 2, 1),
+    ((7,), 0, 2, 2),
+]
+
+
+@needs["softmax"]
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matches_pytorch_softmax(dtype, function):
+    for shape, dim, with_avx512, with_less in SOFTENED:
+        dense, backwards = 4 * normal(*shape, dtype=dtype), 4 * normal(*shape[::-1], dtype=dtype)
+        for x in (dense, backwards.permute(*reversed(range(dense.dim()))), dense[:1].expand(shape)):
+            stock = softened(x, dim, function)
+            ours, calls = counted("softmax", lambda x=x, dim=dim: softened(x, dim, function))
+            assert calls == (with_avx512 if cx._C.isa() == "avx512" else with_less)
+            assert [t.stride() for t in ours] == [t.stride() for t in stock]
+            assert_close_to_reference(ours, stock, softened(x.double(), dim, function))
+
+
+@needs["softmax"]
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_softmax_keeps_nan_and_infinity_where_pytorch_does(function):
+    rows = 3 * normal(40, 6)
+    rows[3, 2], rows[7, 0], rows[9, 5], rows[11] = math.nan, math.inf, -math.inf, -math.inf
+    rows[13, 1:], rows[20], rows[21, 3], rows[22, 0] = -math.inf, 3e38, -3e38, -200.0
+    for x, dim in ((rows, 1), (rows.t().contiguous(), 0)):
+        ours, calls = counted("softmax", lambda x=x, dim=dim: softened(x, dim, function))
+        assert calls >= 1
+        torch.testing.assert_close(ours, softened(x, dim, function), equal_nan=True)
+
+
+@needs["softmax"]
+def test_gradients_of_softmax_of_any_layout():
+    """Of sums, whose gradient has strides of 0, of a transpose, and second ones."""
+    x = normal(30, 6)
+    cases = [
+        lambda x: softened(x, 1, grad=x.new_ones(()).expand(30, 6)),
+        lambda x: softened(x, 1, grad=normal(6, 30, seed=5).to(x.dtype).t()),
+        lambda x: [torch.autograd.functional.hessian(lambda x: torch.softmax(x, 1).square().sum(), x[:4])],
+        lambda x: [torch.func.vmap(torch.func.grad(lambda x: torch.log_softmax(x, 0)[2]))(x)],
+    ]
+    for case in cases:
+        ours, calls = counted("softmax", lambda case=case: case(x))
+        assert calls >= 2
+        assert_close_to_reference(ours, case(x), case(x.double()))
+
+
+@needs["softmax"]
+def test_softmax_in_losses_and_attention():
+    logits, classes = normal(70, 10), torch.arange(70) % 10
+    maps, pixels = normal(2, 5, 9, 11), torch.arange(2 * 9 * 11).view(2, 9, 11) % 5
+    q = normal(8, 4, 6, 12)
+
+    def attention(q):
+        with sdpa_kernel(SDPBackend.MATH):  # which PyTorch takes where there is dropout
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    cases = [
+        lambda to: [F.cross_entropy(to(logits), classes, label_smoothing=0.1)],
+        lambda to: [F.cross_entropy(to(maps), pixels)],
+        lambda to: [attention(to(q))],
+        lambda to: [F.softmin(to(logits), dim=1)],
+    ]
+    for case in cases:
+        ours, calls = counted("softmax", lambda case=case: case(lambda x: x.clone().requires_grad_()))
+        assert calls == 1
+        stock, truth = case(lambda x: x), case(lambda x: x.double())
+        assert_close_to_reference([t.detach() for t in ours], stock, truth)
+
+
+@needs["softmax"]
+def test_softmax_outside_the_domain_is_pytorchs():
+    rows, columns = normal(20, 6), normal(2, 65, 40)
+    cases = [
+        lambda: torch.softmax(rows.double(), 1),
+        lambda: torch.softmax(normal(20, 16), 1),
+        lambda: torch.log_softmax(columns, 1),
+        lambda: torch.softmax(columns[:, :, :15].contiguous(), 1),
+        lambda: torch.softmax(rows[:0], 1),
+        lambda: torch.softmax(rows[0, 0], 0),
+        lambda: torch.softmax(rows.bfloat16(), 1, dtype=torch.float64),
+        lambda: torch.ops.aten._softmax.out(rows, 1, False, out=torch.empty(20, 6)),
+        lambda: torch.ops.aten._softmax_backward_data(columns, columns, 1, torch.float32),
+        lambda: torch.ops.aten._log_softmax_backward_data(rows.double(), rows.double(), 1, torch.float64),
+    ]
+    for case in cases:
+        ours, calls = counted("softmax", case)
+        stock = case()
+        assert calls == 0
+        assert torch.equal(ours, stock) and ours.stride() == stock.stride()
+
+
+@needs["softmax"]
+def test_errors_of_softmax():
+    rows, aten = normal(20, 6), torch.ops.aten
+    cases = [
+        lambda: torch.softmax(rows, 2),
+        lambda: torch.log_softmax(rows, -3),
+        lambda: torch.softmax(rows.long(), 1),
+        lambda: aten._softmax(rows.half(), 1, True),
+        lambda: aten._softmax_backward_data(rows, rows[:4], 1, torch.float32),
+        lambda: aten._log_softmax_backward_data(rows, rows.double(), 1, torch.float64),
+    ]
+    for case in cases:
+        with pytest.raises((RuntimeError, IndexError)) as stock:
+            case()
+        with tune.replaced("softmax"), pytest.raises((RuntimeError, IndexError)) as ours:
+            case()
+        assert str(stock.value).splitlines()[0] in str(ours.value)
+
+
+@needs["softmax"]
+def test_softmax_of_any_number_of_threads_is_the_same():
+    def numbers(threads):
+        torch.set_num_threads(threads)
+        return [*softened(normal(30_000, 6), 1), *softened(normal(3, 20, 40, 60), 1, torch.log_softmax)]
+
+    with tune.replaced("softmax"):
+        first = numbers(1)
+        for threads in (2, 3, 8):
+            assert all(torch.equal(a, b) for a, b in zip(numbers(threads), first, strict=True))
 
 
 class Block(nn.Module):

@@ -157,6 +157,17 @@ def _upsample_probes() -> list[Callable[[], torch.Tensor]]:
     ]
 
 
+def _softmax_probes() -> list[Callable[[], torch.Tensor]]:
+    """Of rows of equal elements: their exponentials are 1, and 4 of them add up to a power of two."""
+    rows, columns = torch.ones(4096, 4, device="cpu"), torch.ones(2, 16, 48, 48, device="cpu")
+    grad, y = _small_integers(4096, 4), torch.softmax(rows, 1)
+    return [
+        lambda: torch.softmax(rows, 1),
+        lambda: torch.ops.aten._softmax_backward_data(grad, y, 1, grad.dtype),
+        lambda: torch.softmax(columns, 1),
+    ]
+
+
 KERNELS = (
     _Kernel(
         "mm",
@@ -204,6 +215,15 @@ KERNELS = (
         "conv1d, conv2d and conv3d with windows of one pixel and their gradients",
         "contiguous float32 images, stride 1, no padding, one group, 8 channels and more, 1 position or 16 and more",
         _pointwise_probes,
+        exact=True,
+        at_dispatcher=True,
+    ),
+    _Kernel(
+        "softmax",
+        "softmax, log_softmax, cross_entropy, attention with dropout and their gradients",
+        "float32, bfloat16 and float16, rows of at most 15 elements (gradients with AVX2: 7); without their gradients "
+        "also at most 64 channels or other elements that are not adjacent",
+        _softmax_probes,
         exact=True,
         at_dispatcher=True,
     ),

@@ -20,6 +20,7 @@
 #include "convolution.h"
 #include "pool.h"
 #include "slot.h"
+#include "softmax_ops.h"
 #include "stock.h"
 #include "upsample_ops.h"
 
@@ -220,6 +221,7 @@ Replacement table[] = {
     {"avg_pool2d", put_avg_pool2d, take_avg_pool2d, avg_pool2d_calls},
     {"convolution", put_convolution, take_convolution, convolution_calls},
     {"pointwise", put_pointwise, take_pointwise, pointwise_calls},
+    {"softmax", put_softmax, take_softmax, softmax_calls},
     {"upsample_bilinear2d", put_upsample, take_upsample, upsample_calls},
 };
 

@@ -1,0 +1,7 @@
+/* Compiled once per instruction set; the body once per element type. */
+#include "softmax.h"
+
+#include "../common/integers.h"
+
+#define CAMOX_BODY "../tune/softmax_cpu.inc"
+#include "../common/simd_foreach.h"
