@@ -2,6 +2,7 @@
 #include "../../csrc/common/philox.h"
 #include "../../csrc/tune/bernoulli.h"
 #include "../../csrc/tune/depthwise.h"
+#include "../../csrc/tune/softmax.h"
 #include "../../csrc/tune/upsample.h"
 #include "camox_test.h"
 
@@ -98,6 +99,40 @@ static void test_upsample(camox_isa isa, camox_dtype dtype, const int64_t *size,
   free(values), free(truth), free(p.scratch);
 }
 
+/* shape: outer, n, inner */
+static void test_softmax(camox_isa isa, camox_dtype dtype, const int64_t *shape, int log, int backward) {
+  const int64_t size[4] = {1, shape[0], shape[1], shape[2]}, n = shape[1], inner = shape[2];
+  test_image in = test_input(dtype, TEST_CONTIGUOUS, size), grad = test_input(dtype, TEST_CONTIGUOUS, size);
+  test_image out = test_output(dtype, 0, 0, size);
+  double *values = test_values(&in, 0), *grads = test_values(&grad, 0), *truth = test_values(&out, 1), error, allowed;
+  for (int64_t row = 0; row < shape[0] * inner; ++row) {
+    const int64_t first = row / inner * n * inner + row % inner, end = first + n * inner;
+    for (int64_t at = first; at < end; at += inner) {
+      double sum = 0, flow = 0;
+      for (int64_t i = first; i < end; i += inner) {
+        sum += exp(values[i] - values[at]);
+        flow += grads[i] * (log ? 1 : values[i]);
+      }
+      if (backward)
+        truth[at] = log ? grads[at] - exp(values[at]) * flow : values[at] * (grads[at] - flow);
+      else
+        truth[at] = log ? -log1p(sum - 1) : 1 / sum;
+    }
+  }
+  camox_softmax_params p = {.in = in.view.data, .grad = grad.view.data, .out = out.view.data};
+  p.outer = shape[0], p.n = n, p.inner = inner, p.log = log;
+  p.scratch = test_scratch((camox_softmax_scratch(&p) + 63) / 64 * 64);
+  const int64_t items = camox_softmax_items(&p);
+  camox_softmax_kernel *kernel = backward ? camox_softmax_backward(dtype, isa) : camox_softmax_forward(dtype, isa);
+  kernel(&p, 0, items / 2), kernel(&p, items / 2, items);
+  TEST(test_close_within(16, &out, truth, &error, &allowed),
+       "%s %s softmax %lldx%lldx%lld, log %d, backward %d: off by %g, allowed %g", camox_isa_name(isa), test_dtype_names[dtype],
+       (long long)shape[0], (long long)n, (long long)inner, log, backward, error, allowed);
+  TEST(test_untouched(&out), "%s: written outside its elements", test_dtype_names[dtype]);
+  test_free(&in), test_free(&grad), test_free(&out);
+  free(values), free(grads), free(truth), free(p.scratch);
+}
+
 /* Small integers, whose sums are exact: every output equals that of plain loops. In buffers of exactly their size. */
 static float *integers(int64_t count) {
   float *values = malloc((size_t)count * sizeof *values);
@@ -155,6 +190,7 @@ static void test_depthwise(camox_isa isa, const int64_t *size, int64_t window, i
 
 int main(void) {
   static const int64_t images[][2] = {{1, 1}, {2, 7}, {5, 8}, {3, 16}, {9, 33}, {1, 65}};
+  static const int64_t softened[][3] = {{1, 1, 1}, {70, 2, 1}, {130, 4, 1}, {33, 6, 1}, {64, 15, 1}, {2, 3, 17}, {1, 21, 130}};
   static const int64_t planes[][2] = {{1, 1}, {3, 16}, {7, 7}, {17, 33}, {36, 20}, {5, 64}};
   static const double probabilities[] = {0, 1e-5, 0.1, 0.5, 65535.5 / 65536, 1};
   static const int64_t counts[] = {1, 63, 64, 65, 1000, 40000};
@@ -167,6 +203,10 @@ int main(void) {
       for (size_t i = 0; i < sizeof images / sizeof *images; ++i)
         for (int which = 0; which < 6; ++which)
           test_upsample((camox_isa)isa, (camox_dtype)dtype, images[i], 2 + which % 3, which / 3);
+    for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
+      for (size_t i = 0; i < sizeof softened / sizeof *softened; ++i)
+        for (int which = 0; which < 4; ++which)
+          test_softmax((camox_isa)isa, (camox_dtype)dtype, softened[i], which % 2, which / 2);
     for (size_t i = 0; i < sizeof planes / sizeof *planes; ++i)
       for (int64_t window = 3; window <= CAMOX_DEPTHWISE_LARGEST; window += 2)
         for (int64_t top = 0; top < window; top += 2)
