@@ -1,5 +1,5 @@
 """Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, pools, convolutions,
-upsampling, training steps.
+upsampling, batch normalisation, training steps.
 
 Both candidates are the same function; camox's replacements are put in place before each of its calls and taken out
 after it. A step has its backward inside, so that the replacements serve there too.
@@ -36,6 +36,8 @@ DEPTHWISE = ((4, 48, 56, 3), (4, 96, 28, 5), (4, 160, 14, 7), (4, 304, 7, 9), (8
 _NAFNET = ((1, 32, 64, 256), (1, 256, 512, 32), (4, 256, 512, 8), (4, 256, 256, 1))
 POINTWISE = (*_NAFNET, (8, 160, 640, 14), (8, 64, 64, 88))
 UPSAMPLED = ((4, 80, 72, 72), (8, 1, 88, 88))
+# A ResNet's stages at 224, an encoder of images.
+NORMALIZED = ((8, 64, 56, 56), (8, 256, 14, 14), (16, 512, 7, 7), (8, 64, 64, 64))
 SLOW_ROUNDS = 7
 
 
@@ -227,6 +229,19 @@ def upsample_cases(shape) -> list[Case]:
     ]
 
 
+def batch_norm_cases(shape) -> list[Case]:
+    """In training: forward, and forward with PyTorch's backward."""
+    normalize = lambda x, weight, bias: F.batch_norm(x, None, None, weight, bias, True)  # noqa: E731
+    step = gradients_of(normalize, 3)
+    inputs = lambda: (random_tensor(shape, seed=1), *(random_tensor(shape[1:2], seed=seed) for seed in (2, 3)))  # noqa: E731
+    with_grad = lambda: (*inputs(), random_tensor(shape, seed=4))  # noqa: E731
+    floor, kernels = 2 * 4 * math.prod(shape), ("batch_norm",)
+    return [
+        forward_case("tune_batch_norm", shape, normalize, inputs, kernels=kernels, bytes=floor, quick=shape[2] == 14),
+        step_case("tune_batch_norm_backward", shape, step, with_grad, kernels, same_numbers(step)),
+    ]
+
+
 def wrong_dropout(numbers, inputs) -> str | None:
     grad = numbers["output0"]
     share = (grad == 0).float().mean().item()
@@ -326,5 +341,6 @@ def cases() -> list[Case]:
         *(case for shape in DEPTHWISE for case in depthwise_cases(shape)),
         *(case for shape in POINTWISE for case in pointwise_cases(shape)),
         *(case for shape in UPSAMPLED for case in upsample_cases(shape)),
+        *(case for shape in NORMALIZED for case in batch_norm_cases(shape)),
         *map(train_case, STEPS),
     ]
