@@ -1,5 +1,5 @@
 """Unchanged PyTorch code on PyTorch's own kernels and on cx.train.tune_cpu's: products, dropout, pools, convolutions,
-softmax, upsampling, training steps.
+softmax, upsampling, batch normalisation, training steps.
 
 Both candidates are the same function; camox's replacements are put in place before each of its calls and taken out
 after it. A step has its backward inside, so that the replacements serve there too.
@@ -38,6 +38,8 @@ POINTWISE = (*_NAFNET, (8, 160, 640, 14), (8, 64, 64, 88))
 # Attention over 6 frames, a few classes, and maps of classes.
 SOFTENED = ((76800, 6), (65536, 10), (8, 20, 256, 256))
 UPSAMPLED = ((4, 80, 72, 72), (8, 1, 88, 88))
+# A ResNet's stages at 224, an encoder of images.
+NORMALIZED = ((8, 64, 56, 56), (8, 256, 14, 14), (16, 512, 7, 7), (8, 64, 64, 64))
 SLOW_ROUNDS = 7
 
 
@@ -244,6 +246,19 @@ def upsample_cases(shape) -> list[Case]:
     ]
 
 
+def batch_norm_cases(shape) -> list[Case]:
+    """In training: forward, and forward with PyTorch's backward."""
+    normalize = lambda x, weight, bias: F.batch_norm(x, None, None, weight, bias, True)  # noqa: E731
+    step = gradients_of(normalize, 3)
+    inputs = lambda: (random_tensor(shape, seed=1), *(random_tensor(shape[1:2], seed=seed) for seed in (2, 3)))  # noqa: E731
+    with_grad = lambda: (*inputs(), random_tensor(shape, seed=4))  # noqa: E731
+    floor, kernels = 2 * 4 * math.prod(shape), ("batch_norm",)
+    return [
+        forward_case("tune_batch_norm", shape, normalize, inputs, kernels=kernels, bytes=floor, quick=shape[2] == 14),
+        step_case("tune_batch_norm_backward", shape, step, with_grad, kernels, same_numbers(step)),
+    ]
+
+
 def wrong_dropout(numbers, inputs) -> str | None:
     grad = numbers["output0"]
     share = (grad == 0).float().mean().item()
@@ -344,5 +359,6 @@ def cases() -> list[Case]:
         *(case for shape in POINTWISE for case in pointwise_cases(shape)),
         *(case for shape in SOFTENED for case in softmax_cases(shape)),
         *(case for shape in UPSAMPLED for case in upsample_cases(shape)),
+        *(case for shape in NORMALIZED for case in batch_norm_cases(shape)),
         *map(train_case, STEPS),
     ]

@@ -292,6 +292,7 @@ OPERATORS = (
     *("nn.functional.avg_pool1d", "nn.functional.avg_pool2d", "bernoulli"),
     *("nn.functional.interpolate", "nn.functional.upsample_bilinear"),
     *("nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose2d"),
+    *("nn.functional.batch_norm", "nn.functional.instance_norm"),
     *("softmax", "log_softmax", "nn.functional.cross_entropy"),
 )
 RANDOM_OPERATORS = ("nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d")
@@ -1089,6 +1090,232 @@ def test_upsample_under_vmap_and_of_any_number_of_threads():
         first = larger(1)
         assert all(torch.equal(first, larger(threads)) for threads in (2, 3, 8))
     torch.testing.assert_close(first, stock)
+
+
+def normalized(x, weight, bias, mean, var, momentum=0.1, eps=1e-5):
+    """y, what is saved for backward and the running statistics after it."""
+    running = [None if t is None else t.clone() for t in (mean, var)]
+    results = torch.native_batch_norm(x, weight, bias, *running, True, momentum, eps)
+    return [*results, *(t for t in running if t is not None)]
+
+
+def of_channels(channels, dtype=torch.float32):
+    """weight, bias, running mean and variance"""
+    weight, bias, mean, var = (normal(channels, seed=seed, dtype=dtype) for seed in range(4))
+    return weight, bias, mean, var.square()
+
+
+IMAGES = [(2, 3, 4, 4), (5, 7, 3, 17), (3, 20, 5, 6, 7), (1, 4, 100), (6, 1, 33), (4, 2, 130, 131)]
+
+
+@needs["batch_norm"]
+@pytest.mark.parametrize("shape", IMAGES, ids=str)
+def test_matches_reference_batch_norm(shape):
+    for mean, scale, eps in ((0.0, 1.0, 1e-5), (1e4, 1.0, 0.0), (-3.0, 1e-4, 1e-3)):
+        x, (weight, bias, *running) = scale * normal(*shape) + mean, of_channels(shape[1])
+        for arguments in ((weight, bias, *running), (None, None, *running), (weight, None, None, None)):
+            stock = normalized(x, *arguments, 0.3, eps)
+            ours, calls = counted("batch_norm", lambda a=arguments, x=x, eps=eps: normalized(x, *a, 0.3, eps))
+            assert calls == 1
+            assert [t.stride() for t in ours] == [t.stride() for t in stock]
+            doubles = (None if t is None else t.double() for t in arguments)
+            assert_close_to_reference(ours, stock, normalized(x.double(), *doubles, 0.3, eps))
+
+
+@needs["batch_norm"]
+@pytest.mark.parametrize("outlier", [1e4, -3e9])
+def test_matches_reference_batch_norm_of_large_means(outlier):
+    """More digits than PyTorch's y has, also where the first value, which is taken off all others, is far from them."""
+    x = normal(2, 3, 60, 70) + 1e4
+    x[0, 1, 0, 0] = outlier
+    ours, calls = counted("batch_norm", lambda: F.batch_norm(x, None, None, training=True))
+    assert calls == 1
+    exact = F.batch_norm(x.double(), None, None, training=True)
+    torch.testing.assert_close(ours.double(), exact, rtol=3e-7, atol=3e-7)
+
+
+@needs["batch_norm"]
+@pytest.mark.parametrize("value", [0.0, 3.7, -1e30])
+def test_known_values_of_batch_norm(value):
+    x, (weight, bias, *running) = torch.full((3, 4, 5, 5), value), of_channels(4)
+    for eps, invstd in ((0.0, 0.0), (0.25, 2.0)):
+        (y, *saved, mean, var), calls = counted(
+            "batch_norm", lambda eps=eps: normalized(x, weight, bias, *running, 0.5, eps)
+        )
+        assert calls == 1
+        assert torch.equal(y, bias.view(1, 4, 1, 1).expand_as(x))
+        assert torch.equal(saved[0], x[0, :, 0, 0]) and torch.equal(saved[1], torch.full((4,), invstd))
+        torch.testing.assert_close(mean, running[0] / 2 + value / 2)
+        torch.testing.assert_close(var, running[1] / 2)
+    signs = torch.tensor([4.0, 2.0]).repeat(3, 4, 8)
+    (y, *saved), _ = counted("batch_norm", lambda: normalized(signs, weight, None, None, None, 0.5, 0.0))
+    torch.testing.assert_close(y, (signs - 3) * weight.view(4, 1), rtol=1e-6, atol=0)
+    assert saved[0].tolist() == [3] * 4 and saved[1].tolist() == [1] * 4
+
+
+@needs["batch_norm"]
+def test_grad_matches_reference_batch_norm():
+    """PyTorch's backward reads what our forward saved."""
+    x, (weight, bias, *_) = normal(4, 6, 9, 11) + 2, of_channels(6)
+    grad, direction = normal(4, 6, 9, 11, seed=5), normal(4, 6, 9, 11, seed=6)
+
+    def numbers(dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+        y = F.batch_norm(leaves[0], None, None, *leaves[1:], training=True)
+        first = torch.autograd.grad(y, leaves, grad.to(dtype), create_graph=True)
+        second = torch.autograd.grad(first[0], leaves[:2], direction.to(dtype))
+        return [y.detach(), *(t.detach() for t in first), *second]
+
+    ours, calls = counted("batch_norm", lambda: numbers(torch.float32))
+    assert calls == 1
+    assert_close_to_reference(ours, numbers(torch.float32), numbers(torch.float64))
+
+
+@needs["batch_norm"]
+def test_batch_norm_keeps_nan_and_infinity_where_pytorch_does():
+    x, (weight, bias, *running) = normal(2, 6, 5, 5), of_channels(6)
+    x[0, 0, 0, 0], x[1, 1, 2, 3], x[0, 2, 0, 0], x[1, 3, 4, 4] = math.nan, math.nan, math.inf, -math.inf
+    x[0, 4, 0, 0], x[0, 4, 4, 0] = math.inf, -math.inf
+    ours, calls = counted("batch_norm", lambda: normalized(x, weight, bias, *running))
+    assert calls == 1
+    torch.testing.assert_close(ours, normalized(x, weight, bias, *running), equal_nan=True)
+
+
+@needs["batch_norm"]
+@pytest.mark.parametrize("momentum", [0.1, None, 1.0])
+def test_modules_of_batch_norm(momentum):
+    def numbers():
+        found = []
+        for dimensions, module in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1):
+            layer = module(7, momentum=momentum)
+            for seed in range(3):
+                found.append(layer(normal(3, 7, *([6] * (dimensions - 1)), 20, seed=seed) + seed).detach())
+            found += [layer.running_mean, layer.running_var, layer.num_batches_tracked]
+            found.append(layer.eval()(normal(3, 7, *([6] * dimensions))).detach())
+        return found
+
+    stock = numbers()
+    ours, calls = counted("batch_norm", numbers)
+    assert calls == 9
+    torch.testing.assert_close(ours, stock)
+
+
+@needs["batch_norm"]
+def test_instance_norm():
+    x, (weight, bias, *running) = normal(3, 5, 8, 9), of_channels(5)
+
+    def numbers():
+        mean, var = (t.clone() for t in running)
+        leaf = x.clone().requires_grad_()
+        y = F.instance_norm(leaf, mean, var, weight, bias, momentum=0.2)
+        return [y.detach(), mean, var, F.instance_norm(x), *torch.autograd.grad(y, leaf, x)]
+
+    stock = numbers()
+    ours, calls = counted("batch_norm", numbers)
+    assert calls == 2
+    torch.testing.assert_close(ours, stock)
+
+
+@needs["batch_norm"]
+def test_batch_norm_counts_versions_as_pytorch_does():
+    """Of the running statistics, whose change autograd does not see in PyTorch either."""
+
+    def versions():
+        running = of_channels(3)[2:]
+        F.batch_norm(normal(2, 3, 6, 7).requires_grad_(), *running, training=True)
+        return [t._version for t in running]
+
+    stock = versions()
+    ours, calls = counted("batch_norm", versions)
+    assert calls == 1 and ours == stock
+
+
+@needs["batch_norm"]
+def test_batch_norm_outside_the_domain_is_pytorchs():
+    x, (weight, bias, *running) = normal(2, 6, 8, 9), of_channels(6)
+    apart = normal(6, 2)[:, 0]
+    half = x.bfloat16()
+    cases = [
+        lambda: normalized(x.contiguous(memory_format=torch.channels_last), weight, bias, *running),
+        lambda: normalized(x.mT, weight, bias, *running),
+        lambda: normalized(x[:, :, ::2], weight, bias, *running),
+        lambda: normalized(x.double(), *(t.double() for t in (weight, bias, *running))),
+        lambda: normalized(half, weight, bias, *running),
+        lambda: normalized(half, *(t.bfloat16() for t in (weight, bias, *running))),
+        lambda: normalized(x, apart, bias, *running),
+        lambda: torch.native_batch_norm(x, weight, bias, apart, running[1], True, 0.0, 1e-5),
+        lambda: normalized(x[..., :1, :].contiguous(), weight, bias, *running),
+        lambda: normalized(x[..., 0, 0].contiguous(), weight, bias, *running),
+        lambda: normalized(x[:1, :, :1, :1].contiguous(), None, None, *running),  # a variance of 0 / 0
+        lambda: torch.native_batch_norm(x, weight, bias, *running, False, 0.1, 1e-5),
+        lambda: torch.native_batch_norm(x, None, None, *running, False, 0.1, 1e-5),
+    ]
+    for case in cases:
+        ours, calls = counted("batch_norm", case)
+        assert calls == 0
+        for a, b in zip(ours, case(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+            assert a.stride() == b.stride()
+
+
+@needs["batch_norm"]
+def test_errors_of_batch_norm():
+    x, (weight, bias, *running) = normal(2, 6, 8, 9), of_channels(6)
+    cases = [
+        lambda: F.batch_norm(x, *running, weight[:5], training=True),
+        lambda: F.batch_norm(x, running[0][:5], running[1], training=True),
+        lambda: torch.native_batch_norm(x[:0], weight, bias, *running, True, 0.1, 1e-5),
+        lambda: torch.native_batch_norm(x.long(), weight, bias, *running, True, 0.1, 1e-5),
+        lambda: torch.native_batch_norm(x, weight.double(), bias, *running, True, 0.1, 1e-5),
+    ]
+    for case in cases:
+        with pytest.raises(RuntimeError) as stock:
+            case()
+        with tune.replaced("batch_norm"), pytest.raises(RuntimeError) as ours:
+            case()
+        assert str(stock.value).splitlines()[0] in str(ours.value)
+
+
+# Bits, as text, of y and the statistics of images with few channels and many, and ends that fill no vector.
+BATCH_NORM_BITS = """
+import hashlib, torch
+from camox_ops.train import tune
+bits = hashlib.sha256()
+for shape in ((2, 3, 230, 231), (9, 40, 7, 7), (4, 64, 33), (1, 2, 300, 100)):
+    x = torch.arange(1, 1 + torch.Size(shape).numel()).double().sqrt().mul(1e3).frac().add(2).float().view(shape)
+    weight = x.flatten()[: shape[1]].clone()
+    with tune.replaced("batch_norm"):
+        running = weight.clone()
+        for t in (*torch.native_batch_norm(x, weight, weight, running, None, True, 0.1, 1e-5), running):
+            bits.update(t.numpy().tobytes())
+found = bits.hexdigest()
+"""
+
+
+@needs["batch_norm"]
+@pytest.mark.parametrize("isa", [ISAS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])])
+def test_batch_norm_gives_the_same_bits_everywhere(isa):
+    found = set()
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        exec(BATCH_NORM_BITS, here := {})
+        found.add(here["found"])
+    assert len(found) == 1
+    if isa != cx._C.isa():
+        elsewhere = run_python_with_torch(BATCH_NORM_BITS + "print(found)", CAMOX_FORCE_ISA=isa)
+        assert {elsewhere.strip()} == found
+
+
+@needs["batch_norm"]
+def test_batch_norm_under_vmap():
+    x, (weight, bias, *_) = normal(3, 4, 5, 6, 7), of_channels(5)
+
+    def of_each():
+        return torch.func.vmap(lambda x: F.batch_norm(x, None, None, weight, bias, True))(x)
+
+    stock = of_each()
+    with tune.replaced("batch_norm"):
+        torch.testing.assert_close(of_each(), stock)
 
 
 def softened(x, dim, function=torch.softmax, grad=None):

@@ -168,6 +168,16 @@ def _softmax_probes() -> list[Callable[[], torch.Tensor]]:
     ]
 
 
+def _batch_norm_probes() -> list[Callable[[], torch.Tensor]]:
+    probes = []
+    for shape in ((8, 32, 32, 32), (4, 128, 14, 14)):
+        # Every channel has as many ones as minus ones: its mean is 0, its variance with eps 4, and all is exact.
+        x = torch.arange(math.prod(shape), device="cpu").bitwise_and_(1).mul_(2).sub_(1).float().view(shape)
+        weight = _small_integers(shape[1])
+        probes.append(functools.partial(F.batch_norm, x, None, None, weight, weight, True, 0.1, 3.0))
+    return probes
+
+
 KERNELS = (
     _Kernel(
         "mm",
@@ -232,6 +242,14 @@ KERNELS = (
         "bilinear F.interpolate, nn.Upsample and their gradients",
         "float32, bfloat16 and float16 images with dense rows, not channels_last, to more rows and columns",
         _upsample_probes,
+        exact=True,
+        at_dispatcher=True,
+    ),
+    _Kernel(
+        "batch_norm",
+        "F.batch_norm, nn.BatchNorm1d to 3d and F.instance_norm, in training",
+        "contiguous float32 images, 16 positions and more; gradients are PyTorch's",
+        _batch_norm_probes,
         exact=True,
         at_dispatcher=True,
     ),

@@ -37,6 +37,14 @@
     return variants[dtype][isa];                                                             \
   }
 
+/* The same of kernels of float32 alone: get(isa). */
+#define CAMOX_F32_KERNEL_TABLE(type, get, kernel)                               \
+  extern type CAMOX_NAMES_(kernel, f32);                                        \
+  type *get(camox_isa isa) {                                                    \
+    static type *const variants[CAMOX_ISA_COUNT] = CAMOX_ISA_ROW_(kernel, f32); \
+    return variants[isa];                                                       \
+  }
+
 /* Rows in the order of camox_dtype, columns in the order of camox_isa. */
 #define CAMOX_KERNELS(name) \
   {CAMOX_ISA_ROW_(name, f32), CAMOX_ISA_ROW_(name, bf16), CAMOX_ISA_ROW_(name, f16), CAMOX_PORTABLE_ROW_(name)}

@@ -21,6 +21,14 @@ struct StockTensor {
   ~StockTensor() {}  // not trivial, as at::Tensor's: so it comes back in the caller's memory
 };
 
+// std::optional<at::Tensor> in libstdc++'s layout: a tensor that is passed, and of which nothing is owned.
+struct StockOptional {
+  void* impl = nullptr;
+  bool given = false;
+  explicit StockOptional(const OptionalTensor& tensor)
+      : impl(tensor ? *reinterpret_cast<void**>(tensor->get()) : nullptr), given(tensor.has_value()) {}
+};
+
 // c10::ArrayRef<int64_t>
 struct StockNumbers {
   const int64_t* data;

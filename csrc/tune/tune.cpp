@@ -8,6 +8,7 @@
 //   aten::bernoulli_.float      at the dispatcher, for the CPU key.
 //   aten::avg_pool2d, aten::upsample_bilinear2d, aten::convolution and their backward   there too: pool.cpp, upsample.cpp,
 //                               convolution.cpp.
+//   aten::native_batch_norm     there too: batch_norm.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -16,6 +17,7 @@
 #include "../common/integers.h"
 #include "../common/torch_util.h"
 #include "../gemm/sgemm_run.h"
+#include "batch_norm_ops.h"
 #include "bernoulli.h"
 #include "convolution.h"
 #include "pool.h"
@@ -223,6 +225,7 @@ Replacement table[] = {
     {"pointwise", put_pointwise, take_pointwise, pointwise_calls},
     {"softmax", put_softmax, take_softmax, softmax_calls},
     {"upsample_bilinear2d", put_upsample, take_upsample, upsample_calls},
+    {"batch_norm", put_batch_norm, take_batch_norm, batch_norm_calls},
 };
 
 Replacement* find(const char* name) {

@@ -1,5 +1,6 @@
 /* The replacements' kernels against plain loops: every instruction set of this machine. */
 #include "../../csrc/common/philox.h"
+#include "../../csrc/tune/batch_norm.h"
 #include "../../csrc/tune/bernoulli.h"
 #include "../../csrc/tune/depthwise.h"
 #include "../../csrc/tune/softmax.h"
@@ -188,11 +189,57 @@ static void test_depthwise(camox_isa isa, const int64_t *size, int64_t window, i
   free(x), free(weights), free(bias), free(dy), free(y), free(d_weights), free(d_bias), free(p.scratch);
 }
 
+/* Against plain loops in double, and the same bits as portable code gives. In buffers of exactly their size. */
+static void test_batch_norm(camox_isa isa, int64_t plane, int64_t bands) {
+  enum { CHANNELS = 3, IMAGES = 2 };
+  const int64_t count = IMAGES * CHANNELS * plane;
+  const float weight[CHANNELS] = {0.5f, -2, 3}, bias[CHANNELS] = {0, 1, -1};
+  camox_batch_norm_params p = {.images = IMAGES, .channels = CHANNELS, .plane = plane, .bands = bands, .momentum = 0.25};
+  float *x = malloc((size_t)count * sizeof *x), *results[2];
+  for (int64_t i = 0; i < count; ++i) x[i] = (float)(test_random(3) + 100);
+  p.x = x, p.weight = weight, p.bias = bias, p.eps = 1e-3;
+  p.sums = malloc((size_t)(2 * CHANNELS * bands) * sizeof *p.sums);
+  const int64_t length = count + 4 * CHANNELS; /* y, mean, invstd and the running statistics */
+  for (int which = 0; which < 2; ++which) {
+    float *y = results[which] = malloc((size_t)length * sizeof *y);
+    for (int64_t i = 0; i < length; ++i) y[i] = 1;
+    p.y = y, p.mean = y + count, p.invstd = p.mean + CHANNELS;
+    p.running_mean = p.invstd + CHANNELS, p.running_var = p.running_mean + CHANNELS;
+    camox_batch_norm_kernel *kernel = camox_batch_norm(which ? CAMOX_ISA_PORTABLE : isa);
+    p.adds_up = 1, p.writes = bands == 1;
+    kernel(&p, 0, 1), kernel(&p, 1, CHANNELS * bands);
+    p.adds_up = 0, p.writes = 1;
+    if (bands > 1) kernel(&p, 0, 2), kernel(&p, 2, CHANNELS * bands);
+  }
+  const float *y = results[0], *saved = y + count;
+  double error = 0;
+  for (int64_t c = 0; c < CHANNELS; ++c) {
+    double mean = 0, var = 0;
+    const double n = (double)(IMAGES * plane);
+    for (int64_t i = 0; i < count; ++i)
+      if (i / plane % CHANNELS == c) mean += x[i] / n;
+    for (int64_t i = 0; i < count; ++i)
+      if (i / plane % CHANNELS == c) var += (x[i] - mean) * (x[i] - mean) / n;
+    const double invstd = 1 / sqrt(var + p.eps), unbiased = var * n / (n - 1);
+    for (int64_t i = 0; i < count; ++i)
+      if (i / plane % CHANNELS == c) error = fmax(error, fabs(y[i] - ((x[i] - mean) * invstd * weight[c] + bias[c])));
+    error = fmax(error, fabs(saved[c] - mean) / 100);
+    error = fmax(error, fabs(saved[CHANNELS + c] - invstd) / invstd);
+    error = fmax(error, fabs(saved[2 * CHANNELS + c] - (0.75 + 0.25 * mean)) / 100);
+    error = fmax(error, fabs(saved[3 * CHANNELS + c] - (0.75 + 0.25 * unbiased)));
+  }
+  const int same = memcmp(results[0], results[1], (size_t)length * sizeof *y) == 0;
+  TEST(error < 2e-6 && same, "%s batch norm of planes of %lld, %lld bands: off by %g, %s bits", camox_isa_name(isa),
+       (long long)plane, (long long)bands, error, same ? "the same" : "other");
+  free(x), free(p.sums), free(results[0]), free(results[1]);
+}
+
 int main(void) {
   static const int64_t images[][2] = {{1, 1}, {2, 7}, {5, 8}, {3, 16}, {9, 33}, {1, 65}};
   static const int64_t softened[][3] = {{1, 1, 1}, {70, 2, 1}, {130, 4, 1}, {33, 6, 1}, {64, 15, 1}, {2, 3, 17}, {1, 21, 130}};
   static const int64_t planes[][2] = {{1, 1}, {3, 16}, {7, 7}, {17, 33}, {36, 20}, {5, 64}};
   static const double probabilities[] = {0, 1e-5, 0.1, 0.5, 65535.5 / 65536, 1};
+  static const int64_t lengths[] = {2, 7, 16, 17, 49, 333};
   static const int64_t counts[] = {1, 63, 64, 65, 1000, 40000};
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
     if (!camox_isa_supported((camox_isa)isa)) {
@@ -211,6 +258,8 @@ int main(void) {
       for (int64_t window = 3; window <= CAMOX_DEPTHWISE_LARGEST; window += 2)
         for (int64_t top = 0; top < window; top += 2)
           test_depthwise((camox_isa)isa, planes[i], window, top, window - 1 - top / 2, (int)(top / 2 % 2));
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; ++i)
+      for (int64_t bands = 1; bands < 4; ++bands) test_batch_norm((camox_isa)isa, lengths[i], bands);
     for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
       for (size_t p = 0; p < sizeof probabilities / sizeof *probabilities; ++p)
         for (size_t i = 0; i < sizeof counts / sizeof *counts; ++i)
