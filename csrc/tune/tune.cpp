@@ -8,6 +8,7 @@
 //   aten::bernoulli_.float      at the dispatcher, for the CPU key.
 //   aten::avg_pool2d, aten::upsample_bilinear2d, aten::convolution and their backward   there too: pool.cpp, upsample.cpp,
 //                               convolution.cpp.
+//   aten::max_pool2d_with_indices   there too: max_pool.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -218,6 +219,7 @@ Replacement table[] = {
     {"bmm", [] { return many_products.put(); }, [] { many_products.take(); }, [] { return batch_calls.load(); }},
     {"bernoulli_", put_bernoulli, [] { registered_bernoulli.reset(); }, [] { return bernoulli_calls.load(); }},
     {"avg_pool2d", put_avg_pool2d, take_avg_pool2d, avg_pool2d_calls},
+    {"max_pool2d", put_max_pool2d, take_max_pool2d, max_pool2d_calls},
     {"convolution", put_convolution, take_convolution, convolution_calls},
     {"pointwise", put_pointwise, take_pointwise, pointwise_calls},
     {"upsample_bilinear2d", put_upsample, take_upsample, upsample_calls},
