@@ -200,7 +200,8 @@ KERNELS = (
     _Kernel(
         "max_pool2d",
         "max_pool2d, and max_pool1d with gradients; the gradients themselves are PyTorch's",
-        "float32, bfloat16 and float16 images with dense rows, not channels_last, no dilation",
+        "float32, bfloat16 and float16 images with dense rows, not channels_last, no dilation, outputs of 4 columns "
+        "and more",
         _max_pool_probes,
         exact=True,
         at_dispatcher=True,
