@@ -30,6 +30,8 @@ LINEAR = (
 BATCHES = ((48, 256, 64),)
 DROPOUT = ((32, 6, 64, 1024),)
 POOLS = ((3, (4, 80, 72, 72)), (31, (8, 1, 352, 352)))
+# Shape, window, stride, padding: after ResNet's first convolution, between VGG's stages, YOLO's pyramid pooling.
+MAX_POOLS = (((8, 64, 112, 112), 3, 2, 1), ((8, 128, 56, 56), 2, 2, 0), ((4, 256, 20, 20), 5, 1, 2))
 # Images, channels, side, window: EdgeNeXt small's at 224, and ConvNeXt tiny's.
 DEPTHWISE = ((4, 48, 56, 3), (4, 96, 28, 5), (4, 160, 14, 7), (4, 304, 7, 9), (8, 96, 56, 7))
 # Images, channels of x and y, side: NAFNet's of width 32 at 256 and 64, an EdgeNeXt stage, a decoder.
@@ -171,6 +173,21 @@ def pool_cases(size, shape) -> list[Case]:
     return [
         forward_case(name, shape, pool, inputs, kernels=kernels, bytes=floor, rounds=rounds, quick=size == 3),
         step_case(f"{name}_backward", shape, step, with_grad, kernels, same_numbers(step), rounds=rounds),
+    ]
+
+
+def max_pool_cases(shape, window, stride, padding) -> list[Case]:
+    """Forward, and forward with backward."""
+    pool = lambda x: F.max_pool2d(x, window, stride, padding)  # noqa: E731
+    step = gradients_of(pool, 1)
+    sides = ((side + 2 * padding - window) // stride + 1 for side in shape[2:])
+    smaller = (*shape[:2], *sides)
+    inputs = lambda: (random_tensor(shape, seed=1),)  # noqa: E731
+    with_grad = lambda: (*inputs(), random_tensor(smaller, seed=2))  # noqa: E731
+    floor, kernels = 4 * math.prod(shape) + (4 + 8) * math.prod(smaller), ("max_pool2d",)
+    return [
+        forward_case("tune_max_pool", shape, pool, inputs, kernels=kernels, bytes=floor, quick=stride == 1),
+        step_case("tune_max_pool_backward", shape, step, with_grad, kernels, same_numbers(step)),
     ]
 
 
@@ -355,6 +372,7 @@ def cases() -> list[Case]:
         *map(dropout_case, DROPOUT),
         *map(bfloat16_case, LINEAR),
         *(case for size, shape in POOLS for case in pool_cases(size, shape)),
+        *(case for arguments in MAX_POOLS for case in max_pool_cases(*arguments)),
         *(case for shape in DEPTHWISE for case in depthwise_cases(shape)),
         *(case for shape in POINTWISE for case in pointwise_cases(shape)),
         *(case for shape in SOFTENED for case in softmax_cases(shape)),

@@ -178,6 +178,8 @@ GROUPS = {
     "tune_avg_pool_3_backward": Group("`avg_pool2d` by 3 and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_avg_pool_31": Group("`avg_pool2d` by 31 after `tune_cpu`", "cpu", "`avg_pool2d`"),
     "tune_avg_pool_31_backward": Group("`avg_pool2d` by 31 and its backward after `tune_cpu`", "cpu", "the same"),
+    "tune_max_pool": Group("`max_pool2d` after `tune_cpu`", "cpu", "`max_pool2d`"),
+    "tune_max_pool_backward": Group("`max_pool2d` and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_depthwise": Group("depthwise `F.conv2d` after `tune_cpu`", "cpu", "`F.conv2d`"),
     "tune_depthwise_backward": Group("depthwise `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_pointwise": Group("1x1 `F.conv2d` after `tune_cpu`", "cpu", "`F.conv2d`"),

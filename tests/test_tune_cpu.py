@@ -1,5 +1,6 @@
 """tune_cpu: PyTorch's own kernels and their replacements give the same, and PyTorch's come back."""
 
+import functools
 import importlib.util
 import math
 import os
@@ -236,6 +237,7 @@ def exact():
     products = [a @ b for a, b in ((x, y), (y.t(), x.t()), (x.t().contiguous().t(), y), (x, y.t().contiguous().t()))]
     pools = [F.avg_pool2d(x.view(2, 3, 125, 160), *pool) for pool in ((7, 1, 3), (31, 1, 15, False, False), (5, 1, 0))]
     images = x.view(2, 3, 125, 160)[:, :, :40, :50]
+    pools += [p for pool in ((2,), (3, 2, 1), (5, 1, 2)) for p in F.max_pool2d(images, *pool, return_indices=True)]
     larger = [F.interpolate(images, scale_factor=s, mode="bilinear") for s in (2, 4)]
     window, planes = y[:7, :7].expand(3, 1, 7, 7).contiguous(), x.view(2, 3, 125, 160)[:, :, :40].contiguous()
     one = planes.new_ones(()).requires_grad_()
@@ -248,7 +250,7 @@ def exact():
 wanted = exact()
 kernels = {kernel.name: kernel for kernel in tune.KERNELS}
 found = {}
-counts = {"mm": 4, "avg_pool2d": 3, "upsample_bilinear2d": 2, "convolution": 2, "pointwise": 2}
+counts = {"mm": 4, "avg_pool2d": 3, "max_pool2d": 3, "upsample_bilinear2d": 2, "convolution": 2, "pointwise": 2}
 for name, count in counts.items():
     names = (name,)
     try:
@@ -280,7 +282,7 @@ def test_every_instruction_set_gives_the_same(isa):
     here = {}
     exec(SAME_EVERYWHERE, here)
     assert here["found"][1] == here["found"][2]
-    for name in ("mm", "avg_pool2d", "upsample_bilinear2d", "convolution", "pointwise"):
+    for name in ("mm", "avg_pool2d", "max_pool2d", "upsample_bilinear2d", "convolution", "pointwise"):
         assert here["found"][(name,)] == (why_not(name) or True)
     if isa != cx._C.isa():  # what this process runs on
         elsewhere = run_python_with_torch(SAME_EVERYWHERE + "print(found)", CAMOX_FORCE_ISA=isa)
@@ -290,6 +292,7 @@ def test_every_instruction_set_gives_the_same(isa):
 OPERATORS = (
     *("mm", "addmm", "bmm", "baddbmm", "matmul", "nn.functional.linear", "einsum", "addbmm", "__rmatmul__"),
     *("nn.functional.avg_pool1d", "nn.functional.avg_pool2d", "bernoulli"),
+    *("nn.functional.max_pool1d", "nn.functional.max_pool2d"),
     *("nn.functional.interpolate", "nn.functional.upsample_bilinear"),
     *("nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose2d"),
     *("nn.functional.batch_norm", "nn.functional.instance_norm"),
@@ -346,16 +349,17 @@ def test_samples_of_pytorch(any_size, operator_infos, operator, dtype):
         if not isinstance(leaf, torch.Tensor):
             return [info.op(type(leaf)(map(to, leaf)), *args, **kwargs).detach()]
         leaf = leaf.detach().requires_grad_()
-        y = info.op(leaf, *args, **kwargs)
+        result = info.op(leaf, *args, **kwargs)
+        y, *indices = result if isinstance(result, tuple) else (result,)
         (grad,) = torch.autograd.grad(y.sum(), leaf, allow_unused=True)
-        return [y.detach()] + ([] if grad is None else [grad])
+        return [y.detach(), *indices] + ([] if grad is None else [grad])
 
     for info, sample in samples(operator_infos, operator, dtype):
         stock = results(info, sample, dtype)
         with all_replaced():
             ours = results(info, sample, dtype)
         assert [t.stride() for t in ours] == [t.stride() for t in stock]
-        if dtype == torch.float64 or operator == "bernoulli":  # PyTorch's kernels run
+        if dtype == torch.float64 or operator == "bernoulli" or "max_pool" in operator:  # PyTorch's kernels, or exact
             assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
         else:
             assert_close_to_reference(ours, stock, results(info, sample, torch.float64))
@@ -649,6 +653,196 @@ def test_pools_of_any_number_of_threads_are_the_same():
         first = pools(1)
         for threads in (2, 3, 8):
             assert all(torch.equal(a, b) for a, b in zip(first, pools(threads), strict=True))
+
+
+def max_pooled(x, *arguments):
+    """The largest pixels, where they lie, and a gradient of x."""
+    leaf = x.detach().requires_grad_()
+    y, indices = F.max_pool2d(leaf, *arguments, return_indices=True)
+    return [y.detach(), indices, *torch.autograd.grad(y, leaf, normal(*y.shape, seed=5, dtype=x.dtype))]
+
+
+def assert_same_pools(x, *arguments, seldom=False) -> int:
+    """PyTorch's pool of x and ours are the same bits. How often ours served: once, unless `seldom`."""
+    stock = max_pooled(x, *arguments)
+    ours, calls = counted("max_pool2d", lambda: max_pooled(x, *arguments))
+    assert calls == 1 or (seldom and calls == 0)
+    assert [t.stride() for t in ours] == [t.stride() for t in stock]
+    assert torch.equal(ours[1], stock[1])
+    for one, other in zip(ours, stock, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(one.signbit(), other.signbit())
+    return calls
+
+
+MAX_POOLED = {
+    "contiguous": lambda: normal(2, 3, 37, 29),
+    "cropped": lambda: normal(2, 3, 40, 50)[..., 2:39, 5:34],
+    "rows apart": lambda: normal(2, 37, 3, 29).transpose(1, 2),
+    "expanded": lambda: normal(1, 1, 37, 29).expand(2, 4, 37, 29),
+    "one image": lambda: normal(3, 37, 29),
+    "one channel": lambda: normal(2, 1, 37, 70),
+    "few pixels": lambda: normal(2, 19, 8, 9),
+    "one row": lambda: normal(2, 3, 1, 50),
+}
+# window, stride, padding
+MAX_POOLS = [
+    (2, None, 0),
+    (3, 2, 1),
+    (3, 1, 1),
+    (3, None, 1),
+    (5, 1, 2),
+    (7, 3, 3),
+    (13, 1, 6),
+    (13, 2, 5),
+    ((2, 3), None, 0),
+    ((2, 3), (3, 1), (1, 0)),
+    ((1, 4), (2, 5), (0, 2)),
+    (1, 2, 0),
+]
+
+
+@needs["max_pool2d"]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", MAX_POOLED)
+def test_matches_reference_max_pool2d(layout, dtype):
+    x = MAX_POOLED[layout]().to(dtype)
+    served = 0
+    for pool in MAX_POOLS:
+        for ceil_mode in (False, True):
+            try:
+                served += assert_same_pools(x, *pool, 1, ceil_mode, seldom=x.shape[-1] < 20)
+            except RuntimeError as error:  # the image is smaller than the window
+                assert "Output size is too small" in str(error)
+                with tune.replaced("max_pool2d"), pytest.raises(RuntimeError, match="Output size is too small"):
+                    max_pooled(x, *pool, 1, ceil_mode)
+    assert served >= 16
+
+
+@needs["max_pool2d"]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_max_pools_of_ties_nan_and_infinity(dtype):
+    """The first of equal pixels, -0 and 0 among them, the last NaN, and a pixel inside where all are -inf."""
+    share = torch.rand(2, 3, 21, 45, generator=torch.Generator().manual_seed(3))
+    few = torch.randint(-2, 3, share.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    few[(few == 0) & (share < 0.5)] *= -1
+    special = few.clone()
+    special[share < 0.3], special[share > 0.6], special[share > 0.8] = -math.inf, math.inf, math.nan
+    for x in (few, special, torch.full_like(few, -math.inf), torch.full_like(few, math.nan)):
+        for pool in MAX_POOLS:
+            assert_same_pools(x, *pool, 1, True)
+
+
+@needs["max_pool2d"]
+def test_max_pools_of_all_small_sizes():
+    served = 0
+    for height in range(1, 7):
+        for width in range(1, 36):
+            x = normal(2, 2, height, width, seed=width)
+            for pool in ((1, 1, 0), (2, 2, 1), (3, 2, 1), (5, 1, 2), ((1, 3), (1, 3), (0, 1))):
+                served += assert_same_pools(x, *pool, seldom=True)
+    assert served > 600
+
+
+@needs["max_pool2d"]
+def test_max_pool1d_and_modules():
+    x = normal(2, 5, 60)
+    for pool in (nn.MaxPool1d(4), nn.MaxPool1d(3, 2, 1, return_indices=True), nn.MaxPool2d(3, 1, 1, ceil_mode=True)):
+
+        def numbers(pool=pool):
+            y = pool(x.requires_grad_())
+            return y if isinstance(y, tuple) else (y,)
+
+        stock = numbers()
+        ours, calls = counted("max_pool2d", numbers)
+        assert calls == 1
+        assert all(torch.equal(one, other) for one, other in zip(ours, stock, strict=True))
+
+
+@needs["max_pool2d"]
+def test_second_gradients_of_max_pools():
+    x, grad, direction = normal(2, 3, 20, 20), normal(2, 3, 10, 10, seed=1), normal(2, 3, 20, 20, seed=2)
+
+    def numbers():
+        leaf, flows = x.clone().requires_grad_(), grad.clone().requires_grad_()
+        y = F.max_pool2d(leaf, 3, 2, 1)
+        (first,) = torch.autograd.grad(y, leaf, flows, create_graph=True)
+        return [first.detach(), *torch.autograd.grad(first, flows, direction)]
+
+    ours, calls = counted("max_pool2d", numbers)
+    assert calls == 1
+    assert all(torch.equal(one, other) for one, other in zip(ours, numbers(), strict=True))
+
+
+@needs["max_pool2d"]
+def test_max_pools_outside_the_domain_are_pytorchs():
+    x = normal(2, 3, 20, 20)
+    cases = [
+        lambda: F.max_pool2d(x, 2, 2, 0, 2),
+        lambda: F.max_pool2d(x.double(), 2),
+        lambda: F.max_pool2d((9 * x).long(), 2),
+        lambda: F.max_pool2d(x[:0], 2),
+        lambda: F.max_pool2d(x[..., ::2], 2),
+        lambda: F.max_pool2d(x.mT, 2),
+        lambda: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2),
+        lambda: F.max_pool2d(x, 6),  # 3 columns
+        lambda: F.max_pool2d(normal(2, 3, 84, 84), 14),  # 6 columns of 196 pixels
+        lambda: F.max_pool2d(x[..., :2], 3, 2, ceil_mode=True, padding=(1, 0)),
+        lambda: F.max_pool1d(x[0], 3),  # without gradients, and adaptive pools: kernels of their own
+        lambda: F.max_pool3d(x, 3, 1, 1),
+        lambda: F.adaptive_max_pool2d(x, 5),
+        lambda: torch.ops.aten.max_pool2d_with_indices.out(
+            x, [2, 2], out=torch.empty(0), indices=x.new_empty(0).long()
+        )[0],
+    ]
+    for case in cases:
+        ours, calls = counted("max_pool2d", case)
+        stock = case()
+        assert calls == 0
+        assert torch.equal(ours, stock) and ours.stride() == stock.stride()
+
+
+@needs["max_pool2d"]
+def test_errors_of_max_pools():
+    x, pool = normal(2, 3, 8, 8), torch.ops.aten.max_pool2d_with_indices
+    cases = [
+        lambda: F.max_pool2d(x, 3, 1, 2),
+        lambda: F.max_pool2d(x, 11, 1, 1),
+        lambda: F.max_pool2d(x, 3, 1, -1),
+        lambda: F.max_pool2d(x, 3, 0, 1),
+        lambda: F.max_pool2d(x, 0, 1, 0),
+        lambda: F.max_pool2d(x, 2, 2, 0, 0),
+        lambda: F.max_pool2d(x, 1 << 40, 1, 1 << 39),
+        lambda: F.max_pool2d(x[0, 0], 3, 1, 1),
+        lambda: F.max_pool2d(x.bool(), 3, 1, 1),
+        lambda: pool(x, [3, 3, 3], [1, 1], [1, 1]),
+        lambda: pool(x, [3, 3], [1, 1, 1], [1, 1]),
+    ]
+    for case in cases:
+        with pytest.raises((RuntimeError, IndexError)) as stock:
+            case()
+        with tune.replaced("max_pool2d"), pytest.raises(RuntimeError) as ours:
+            case()
+        assert str(stock.value).splitlines()[0] in str(ours.value)
+
+
+@needs["max_pool2d"]
+def test_max_pools_under_vmap_and_of_any_number_of_threads():
+    x = normal(4, 2, 1, 130, 70)
+
+    def pools(threads):
+        torch.set_num_threads(threads)
+        windows = ((5, 1, 2), (3, 2, 1), (40, 1, 20))
+        return [
+            torch.func.vmap(functools.partial(F.max_pool2d, kernel_size=w, stride=s, padding=p))(x[:n])
+            for w, s, p in windows
+            for n in (1, 4)
+        ]
+
+    stock = pools(2)
+    with tune.replaced("max_pool2d"):
+        for threads in (1, 2, 3, 8):
+            assert all(torch.equal(one, other) for one, other in zip(pools(threads), stock, strict=True))
 
 
 def convolved(x, window, bias, padding, wanted=(True, True, True)):
@@ -1596,6 +1790,7 @@ def test_meta_and_fake_tensors(block):
         with FakeTensorMode():
             assert F.dropout(torch.empty(64, 64) @ torch.empty(64, 64), 0.5).shape == (64, 64)
             assert F.avg_pool2d(torch.empty(1, 64, 64), 7, 1, 2).shape == (1, 62, 62)
+            assert F.max_pool2d(torch.empty(1, 64, 64), 3, 2, 1).shape == (1, 32, 32)
             assert F.interpolate(torch.empty(1, 1, 8, 9), scale_factor=2, mode="bilinear").shape == (1, 1, 16, 18)
 
 
@@ -1706,7 +1901,8 @@ def test_restored_kernels_are_pytorchs():
     def numbers():
         torch.manual_seed(1)
         images = F.avg_pool2d(x[None], 5, 1, 2), F.interpolate(x[None, None], size=(400, 500), mode="bilinear")
-        return x @ x, torch.bmm(x[None], x[None]), torch.empty(1000).bernoulli_(0.4), *images
+        pools = F.max_pool2d(x[None], 3, 2, 1, return_indices=True)
+        return x @ x, torch.bmm(x[None], x[None]), torch.empty(1000).bernoulli_(0.4), *images, *pools
 
     stock = numbers()
     before = [tune._library.calls(kernel) for kernel in tune.KERNELS]
@@ -1819,6 +2015,7 @@ print(cx.train.tune_cpu())
 x = torch.randn(64, 64)
 torch.nn.functional.dropout(x @ x, 0.5)
 torch.nn.functional.avg_pool2d(x[None], 5, 1, 2)
+torch.nn.functional.max_pool2d(x[None], 3, 2, 1)
 torch.nn.functional.interpolate(x[None, None], scale_factor=2, mode="bilinear")
 cx.train.restore_cpu()
 cx.train.tune_cpu()

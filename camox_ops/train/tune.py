@@ -117,6 +117,12 @@ def _pool_probes() -> list[Callable[[], torch.Tensor]]:
     ]
 
 
+def _max_pool_probes() -> list[Callable[[], torch.Tensor]]:
+    """After a network's first convolution, between stages, and at stride 1."""
+    x = _small_integers(2, 8, 56, 56)
+    return [functools.partial(F.max_pool2d, x, *window) for window in ((3, 2, 1), (2,), (5, 1, 2))]
+
+
 def _convolution_probes() -> list[Callable[[], torch.Tensor]]:
     x, weight, channels = _small_integers(2, 32, 28, 28), _small_integers(32, 1, 7, 7), 32
     backward = torch.ops.aten.convolution_backward
@@ -209,6 +215,15 @@ KERNELS = (
         "float32, bfloat16 and float16 images, stride 1, odd windows of 7 pixels and more, no ceil_mode, no "
         "divisor_override",
         _pool_probes,
+        exact=True,
+        at_dispatcher=True,
+    ),
+    _Kernel(
+        "max_pool2d",
+        "max_pool2d, and max_pool1d with gradients; the gradients themselves are PyTorch's",
+        "float32, bfloat16 and float16 images with dense rows, not channels_last, no dilation, outputs of 4 columns "
+        "and more",
+        _max_pool_probes,
         exact=True,
         at_dispatcher=True,
     ),

@@ -58,20 +58,6 @@ struct Pool {
   }
 };
 
-bool is_pooled_type(const Tensor& x) {
-  using torch::headeronly::ScalarType;
-  const ScalarType type = x.scalar_type();
-  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
-}
-
-// (C,H,W) is an image of a batch of one.
-camox_view4 image_view(const Tensor& x) {
-  camox_view4 view{x.data_ptr(), {0, 0, 0, 0}};
-  const auto strides = x.strides();
-  std::copy(strides.begin(), strides.end(), view.stride + 4 - x.dim());
-  return view;
-}
-
 // What the kernel is asked for, but for x and y; nothing where PyTorch's kernel serves.
 std::optional<camox_box_params> params_of(const Tensor& x, const Pool& pool) {
   // Below this, PyTorch's additions over box_mean's pixels, the latter was not always faster.

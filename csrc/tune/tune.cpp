@@ -9,6 +9,7 @@
 //   aten::avg_pool2d, aten::upsample_bilinear2d, aten::convolution and their backward   there too: pool.cpp, upsample.cpp,
 //                               convolution.cpp.
 //   aten::native_batch_norm     there too: batch_norm.cpp.
+//   aten::max_pool2d_with_indices   there too: max_pool.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -221,6 +222,7 @@ Replacement table[] = {
     {"bmm", [] { return many_products.put(); }, [] { many_products.take(); }, [] { return batch_calls.load(); }},
     {"bernoulli_", put_bernoulli, [] { registered_bernoulli.reset(); }, [] { return bernoulli_calls.load(); }},
     {"avg_pool2d", put_avg_pool2d, take_avg_pool2d, avg_pool2d_calls},
+    {"max_pool2d", put_max_pool2d, take_max_pool2d, max_pool2d_calls},
     {"convolution", put_convolution, take_convolution, convolution_calls},
     {"pointwise", put_pointwise, take_pointwise, pointwise_calls},
     {"softmax", put_softmax, take_softmax, softmax_calls},

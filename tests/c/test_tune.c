@@ -3,6 +3,7 @@
 #include "../../csrc/tune/batch_norm.h"
 #include "../../csrc/tune/bernoulli.h"
 #include "../../csrc/tune/depthwise.h"
+#include "../../csrc/tune/max_pool.h"
 #include "../../csrc/tune/softmax.h"
 #include "../../csrc/tune/upsample.h"
 #include "camox_test.h"
@@ -234,6 +235,45 @@ static void test_batch_norm(camox_isa isa, int64_t plane, int64_t bands) {
   free(x), free(p.sums), free(results[0]), free(results[1]);
 }
 
+/* PyTorch's loop over each window. Buffers of exactly their size; few values, so that many are equal, NaN and -inf. */
+static void test_max_pool(camox_isa isa, camox_dtype dtype, const int64_t *size, int64_t window, int64_t stride,
+                          int64_t padding) {
+  static const double values[] = {0, 1, -1, 2, -3, -INFINITY, NAN};
+  camox_max_pool_params p = {.channels = 3, .planes = 6, .rows = size[0], .columns = size[1], .bands = 2};
+  p.window[0] = window, p.stride[0] = stride, p.padding[0] = padding;
+  p.window[1] = window + 1, p.stride[1] = stride, p.padding[1] = padding;
+  if (p.rows + 2 * padding < p.window[0] || p.columns + 2 * padding < p.window[1]) return;
+  p.y_rows = (p.rows + 2 * padding - p.window[0]) / stride + 1,
+  p.y_columns = (p.columns + 2 * padding - p.window[1]) / stride + 1;
+  const int64_t pixels = p.rows * p.columns, outputs = p.y_rows * p.y_columns;
+  void *x = malloc((size_t)(6 * pixels) * test_size[dtype]), *y = malloc((size_t)(6 * outputs) * test_size[dtype]);
+  p.x = (camox_view4){x, {3 * pixels, pixels, p.columns, 1}}, p.y = y;
+  p.indices = malloc((size_t)(6 * outputs) * sizeof *p.indices);
+  p.scratch = test_scratch((camox_max_pool_scratch(&p) + 63) / 64 * 64);
+  for (int64_t i = 0; i < 6 * pixels; ++i)
+    test_set(dtype, x, i, values[(int)(test_random(8) * 1000 + 3000) % (i % pixels < pixels / 2 ? 5 : 7)]);
+  camox_max_pool(dtype, isa)(&p, 0, 5), camox_max_pool(dtype, isa)(&p, 5, 12);
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < 6 * outputs; ++i) {
+    const int64_t plane = i / outputs, top = i % outputs / p.y_columns * stride - padding;
+    const int64_t left = i % p.y_columns * stride - padding;
+    int64_t place = (top > 0 ? top : 0) * p.columns + (left > 0 ? left : 0);
+    double largest = -INFINITY;
+    for (int64_t k = 0; k < p.window[0] * p.window[1]; ++k) {
+      const int64_t row = top + k / p.window[1], column = left + k % p.window[1];
+      if (row < 0 || row >= p.rows || column < 0 || column >= p.columns) continue;
+      const double value = test_get(dtype, x, plane * pixels + row * p.columns + column);
+      if (value > largest || isnan(value)) largest = value, place = row * p.columns + column;
+    }
+    const double found = test_get(dtype, y, i);
+    wrong += p.indices[i] != place || !(found == largest || (isnan(found) && isnan(largest)));
+  }
+  TEST(wrong == 0, "%s %s max_pool %lldx%lld by %lld, stride %lld, padding %lld: %lld wrong", camox_isa_name(isa),
+       test_dtype_names[dtype], (long long)size[0], (long long)size[1], (long long)window, (long long)stride,
+       (long long)padding, (long long)wrong);
+  free(x), free(y), free(p.indices), free(p.scratch);
+}
+
 int main(void) {
   static const int64_t images[][2] = {{1, 1}, {2, 7}, {5, 8}, {3, 16}, {9, 33}, {1, 65}};
   static const int64_t softened[][3] = {{1, 1, 1}, {70, 2, 1}, {130, 4, 1}, {33, 6, 1}, {64, 15, 1}, {2, 3, 17}, {1, 21, 130}};
@@ -254,6 +294,12 @@ int main(void) {
       for (size_t i = 0; i < sizeof softened / sizeof *softened; ++i)
         for (int which = 0; which < 4; ++which)
           test_softmax((camox_isa)isa, (camox_dtype)dtype, softened[i], which % 2, which / 2);
+    for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
+      for (size_t i = 0; i < sizeof planes / sizeof *planes; ++i)
+        for (int64_t window = 1; window <= 5; ++window)
+          for (int64_t stride = 1; stride <= 4; ++stride)
+            for (int64_t padding = 0; padding <= window / 2; ++padding)
+              test_max_pool((camox_isa)isa, (camox_dtype)dtype, planes[i], window, stride, padding);
     for (size_t i = 0; i < sizeof planes / sizeof *planes; ++i)
       for (int64_t window = 3; window <= CAMOX_DEPTHWISE_LARGEST; window += 2)
         for (int64_t top = 0; top < window; top += 2)
