@@ -184,6 +184,10 @@ GROUPS = {
     "tune_pointwise_backward": Group("1x1 `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_upsample": Group("bilinear `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
     "tune_upsample_backward": Group("bilinear `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same"),
+    "tune_upsample_nearest": Group("nearest `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
+    "tune_upsample_nearest_backward": Group(
+        "nearest `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same"
+    ),
     "tune_dropout": Group("`F.dropout` and its backward after `tune_cpu`", "cpu", "the same", ("mask",)),
     "tune_vit_step": Group("step of a ViT-like model after `tune_cpu`", "cpu", "the same step", ("step",)),
     "tune_mlp_step": Group("step of an MLP after `tune_cpu`", "cpu", "the same step", ("step",)),

@@ -148,12 +148,21 @@ def _pointwise_gradients(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tens
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def _upsample_probes() -> list[Callable[[], torch.Tensor]]:
+def _bilinear_probes() -> list[Callable[[], torch.Tensor]]:
     x, size = _small_integers(2, 4, 48, 48), [96, 96]
     y = F.interpolate(x, scale_factor=2, mode="bilinear")
     return [
         lambda: F.interpolate(x, scale_factor=2, mode="bilinear"),
         lambda: torch.ops.aten.upsample_bilinear2d_backward(y, size, list(x.shape), False, 2.0, 2.0),
+    ]
+
+
+def _nearest_probes() -> list[Callable[[], torch.Tensor]]:
+    x, size = _small_integers(2, 4, 48, 48), [96, 96]
+    y = F.interpolate(x, scale_factor=2)
+    return [
+        lambda: F.interpolate(x, scale_factor=2),
+        lambda: torch.ops.aten.upsample_nearest2d_backward(y, size, list(x.shape), 2.0, 2.0),
     ]
 
 
@@ -211,7 +220,15 @@ KERNELS = (
         "upsample_bilinear2d",
         "bilinear F.interpolate, nn.Upsample and their gradients",
         "float32, bfloat16 and float16 images with dense rows, not channels_last, to more rows and columns",
-        _upsample_probes,
+        _bilinear_probes,
+        exact=True,
+        at_dispatcher=True,
+    ),
+    _Kernel(
+        "upsample_nearest2d",
+        "F.interpolate and nn.Upsample of images, nearest and nearest-exact, and their gradients",
+        "float32, bfloat16 and float16 images with dense rows, not channels_last, by whole factors up to 8",
+        _nearest_probes,
         exact=True,
         at_dispatcher=True,
     ),

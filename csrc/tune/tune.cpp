@@ -6,8 +6,8 @@
 //                               checked by then, and an operator that takes a Scalar, as addmm does, cannot be registered
 //                               through the stable ABI (torch 2.10 to 2.13: "Not yet supported conversion").
 //   aten::bernoulli_.float      at the dispatcher, for the CPU key.
-//   aten::avg_pool2d, aten::upsample_bilinear2d, aten::convolution and their backward   there too: pool.cpp, upsample.cpp,
-//                               convolution.cpp.
+//   aten::avg_pool2d, aten::upsample_bilinear2d, aten::upsample_nearest2d, aten::_upsample_nearest_exact2d, aten::convolution
+//                               and their backward   there too: pool.cpp, upsample.cpp, convolution.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -220,7 +220,8 @@ Replacement table[] = {
     {"avg_pool2d", put_avg_pool2d, take_avg_pool2d, avg_pool2d_calls},
     {"convolution", put_convolution, take_convolution, convolution_calls},
     {"pointwise", put_pointwise, take_pointwise, pointwise_calls},
-    {"upsample_bilinear2d", put_upsample, take_upsample, upsample_calls},
+    {"upsample_bilinear2d", put_upsample_bilinear, take_upsample_bilinear, upsample_bilinear_calls},
+    {"upsample_nearest2d", put_upsample_nearest, take_upsample_nearest, upsample_nearest_calls},
 };
 
 Replacement* find(const char* name) {
