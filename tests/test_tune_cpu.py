@@ -1160,6 +1160,10 @@ def test_known_values_of_upsample_nearest(dtype):
     for image in (x, large):
         ours, calls = counted("upsample_nearest2d", lambda image=image: F.interpolate(image, scale_factor=2))
         assert calls == 1 and same_bits(ours, copied(image, (2, 2)))
+    y, size = ours, list(large.shape)  # sums of four equal numbers are exact
+    backward = torch.ops.aten.upsample_nearest2d_backward
+    grad, calls = counted("upsample_nearest2d", lambda: backward(y, list(y.shape[2:]), size, None, None))
+    assert calls == 1 and torch.equal(grad, 4 * large)
 
 
 @needs["upsample_nearest2d"]
