@@ -158,7 +158,7 @@ def _bilinear_probes() -> list[Callable[[], torch.Tensor]]:
 
 
 def _nearest_probes() -> list[Callable[[], torch.Tensor]]:
-    x, size = _small_integers(2, 4, 48, 48), [96, 96]
+    x, size = _small_integers(2, 16, 48, 48), [96, 96]
     y = F.interpolate(x, scale_factor=2)
     return [
         lambda: F.interpolate(x, scale_factor=2),
