@@ -248,18 +248,18 @@ def softmax_cases(shape) -> list[Case]:
     ]
 
 
-def upsample_cases(shape) -> list[Case]:
+def upsample_cases(name, mode, shape) -> list[Case]:
     """By 2, or a map of logits by 4: forward, and forward with backward."""
     factor = 2 if shape[1] > 1 else 4
     larger = (*shape[:2], factor * shape[2], factor * shape[3])
-    upsample = lambda x: F.interpolate(x, scale_factor=factor, mode="bilinear")  # noqa: E731
+    upsample = lambda x: F.interpolate(x, scale_factor=factor, mode=mode)  # noqa: E731
     step = gradients_of(upsample, 1)
     inputs = lambda: (random_tensor(shape, seed=1),)  # noqa: E731
     with_grad = lambda: (*inputs(), random_tensor(larger, seed=2))  # noqa: E731
-    floor, kernels = 4 * (math.prod(shape) + math.prod(larger)), ("upsample_bilinear2d",)
+    floor, kernels = 4 * (math.prod(shape) + math.prod(larger)), (f"upsample_{mode}2d",)
     return [
-        forward_case("tune_upsample", shape, upsample, inputs, kernels=kernels, bytes=floor, quick=factor == 2),
-        step_case("tune_upsample_backward", shape, step, with_grad, kernels, same_numbers(step)),
+        forward_case(name, shape, upsample, inputs, kernels=kernels, bytes=floor, quick=factor == 2),
+        step_case(f"{name}_backward", shape, step, with_grad, kernels, same_numbers(step)),
     ]
 
 
@@ -376,7 +376,8 @@ def cases() -> list[Case]:
         *(case for shape in DEPTHWISE for case in depthwise_cases(shape)),
         *(case for shape in POINTWISE for case in pointwise_cases(shape)),
         *(case for shape in SOFTENED for case in softmax_cases(shape)),
-        *(case for shape in UPSAMPLED for case in upsample_cases(shape)),
         *(case for shape in NORMALIZED for case in batch_norm_cases(shape)),
+        *(case for shape in UPSAMPLED for case in upsample_cases("tune_upsample", "bilinear", shape)),
+        *(case for shape in UPSAMPLED for case in upsample_cases("tune_upsample_nearest", "nearest", shape)),
         *map(train_case, STEPS),
     ]

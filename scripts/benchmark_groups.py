@@ -189,6 +189,10 @@ GROUPS = {
     "tune_log_softmax_channels": Group("`log_softmax` over channels after `tune_cpu`", "cpu", "`log_softmax`"),
     "tune_upsample": Group("bilinear `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
     "tune_upsample_backward": Group("bilinear `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same"),
+    "tune_upsample_nearest": Group("nearest `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
+    "tune_upsample_nearest_backward": Group(
+        "nearest `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same"
+    ),
     "tune_batch_norm": Group("`F.batch_norm` in training after `tune_cpu`", "cpu", "`F.batch_norm`"),
     "tune_batch_norm_backward": Group("`F.batch_norm` and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_dropout": Group("`F.dropout` and its backward after `tune_cpu`", "cpu", "the same", ("mask",)),

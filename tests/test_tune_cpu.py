@@ -239,6 +239,9 @@ def exact():
     images = x.view(2, 3, 125, 160)[:, :, :40, :50]
     pools += [p for pool in ((2,), (3, 2, 1), (5, 1, 2)) for p in F.max_pool2d(images, *pool, return_indices=True)]
     larger = [F.interpolate(images, scale_factor=s, mode="bilinear") for s in (2, 4)]
+    for s in ((2, 2), (3, 4), (1, 5)):
+        copies = F.interpolate(leaf := images.clone().requires_grad_(), scale_factor=s)
+        larger += [copies, *torch.autograd.grad(copies, leaf, copies.detach())]
     window, planes = y[:7, :7].expand(3, 1, 7, 7).contiguous(), x.view(2, 3, 125, 160)[:, :, :40].contiguous()
     one = planes.new_ones(()).requires_grad_()
     convolved = F.conv2d(planes, one * window, padding=3, groups=3)
@@ -250,7 +253,8 @@ def exact():
 wanted = exact()
 kernels = {kernel.name: kernel for kernel in tune.KERNELS}
 found = {}
-counts = {"mm": 4, "avg_pool2d": 3, "max_pool2d": 3, "upsample_bilinear2d": 2, "convolution": 2, "pointwise": 2}
+counts = {"mm": 4, "avg_pool2d": 3, "max_pool2d": 3, "convolution": 2, "pointwise": 2}
+counts |= {"upsample_bilinear2d": 2, "upsample_nearest2d": 6}
 for name, count in counts.items():
     names = (name,)
     try:
@@ -282,7 +286,7 @@ def test_every_instruction_set_gives_the_same(isa):
     here = {}
     exec(SAME_EVERYWHERE, here)
     assert here["found"][1] == here["found"][2]
-    for name in ("mm", "avg_pool2d", "max_pool2d", "upsample_bilinear2d", "convolution", "pointwise"):
+    for name in here["counts"]:
         assert here["found"][(name,)] == (why_not(name) or True)
     if isa != cx._C.isa():  # what this process runs on
         elsewhere = run_python_with_torch(SAME_EVERYWHERE + "print(found)", CAMOX_FORCE_ISA=isa)
@@ -293,7 +297,7 @@ OPERATORS = (
     *("mm", "addmm", "bmm", "baddbmm", "matmul", "nn.functional.linear", "einsum", "addbmm", "__rmatmul__"),
     *("nn.functional.avg_pool1d", "nn.functional.avg_pool2d", "bernoulli"),
     *("nn.functional.max_pool1d", "nn.functional.max_pool2d"),
-    *("nn.functional.interpolate", "nn.functional.upsample_bilinear"),
+    *("nn.functional.interpolate", "nn.functional.upsample_bilinear", "nn.functional.upsample_nearest"),
     *("nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose2d"),
     *("nn.functional.batch_norm", "nn.functional.instance_norm"),
     *("softmax", "log_softmax", "nn.functional.cross_entropy"),
@@ -1649,6 +1653,204 @@ def test_softmax_of_any_number_of_threads_is_the_same():
             assert all(torch.equal(a, b) for a, b in zip(numbers(threads), first, strict=True))
 
 
+def copied(x, factors):
+    """x with every pixel factors[0] times in its column and factors[1] times in its row."""
+    return x.repeat_interleave(factors[0], 2).repeat_interleave(factors[1], 3)
+
+
+def summed(grad, factors):
+    """The adjoint of copied."""
+    batch, channels, height, width = grad.shape
+    rows, columns = factors
+    return grad.view(batch, channels, height // rows, rows, width // columns, columns).sum((3, 5))
+
+
+def same_bits(a, b):
+    integers = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
+
+
+# shape, factors: whole vectors and parts of one, one row or column, few planes, of which bands are computed
+NEAREST = [
+    ((2, 3, 5, 7), (2, 2)),
+    ((1, 1, 40, 35), (4, 4)),
+    ((1, 2, 33, 16), (3, 3)),
+    ((2, 3, 9, 64), (2, 3)),
+    ((3, 5, 1, 9), (1, 2)),
+    ((2, 2, 17, 1), (5, 8)),
+    ((1, 20, 6, 33), (8, 6)),
+    ((2, 3, 4, 4), (2, 2)),
+    ((1, 3, 8, 130), (1, 7)),
+    ((2, 3, 8, 9), (1, 1)),
+    ((1, 2, 1, 1), (2, 4)),
+]
+
+
+@needs["upsample_nearest2d"]
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matches_reference_upsample_nearest(dtype, mode):
+    def larger(x, asked):
+        leaf = x.detach().requires_grad_()
+        y = F.interpolate(leaf, mode=mode, **asked)
+        return [y.detach(), *torch.autograd.grad(y, leaf, normal(*y.shape, seed=5, dtype=dtype))]
+
+    for shape, factors in NEAREST:
+        batch, channels, height, width = shape
+        apart = normal(batch, height + 2, channels + 1, width).transpose(1, 2)[:, 1:, 1:-1]
+        dense, repeated = normal(*shape), normal(*shape[1:]).expand(shape)
+        for x in (dense.to(dtype), apart.to(dtype), repeated.to(dtype), dense.to(dtype)[:, :, :1].expand(shape)):
+            size = [side * factor for side, factor in zip(shape[2:], factors, strict=True)]
+            for asked in ({"scale_factor": tuple(map(float, factors))}, {"size": size}):
+                stock = larger(x, asked)
+                ours, calls = counted("upsample_nearest2d", lambda x=x, asked=asked: larger(x, asked))
+                assert calls == 2
+                assert [t.stride() for t in ours] == [t.stride() for t in stock]
+                assert same_bits(ours[0], stock[0]) and same_bits(ours[0], copied(x, factors))
+                grad = normal(*stock[0].shape, seed=5, dtype=dtype)
+                assert_close_to_reference(ours[1], stock[1], summed(grad.double(), factors))
+
+
+@needs["upsample_nearest2d"]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_known_values_of_upsample_nearest(dtype):
+    """Every bit pattern of a half type, NaN with its payload among them, and outputs that exceed the caches."""
+    integers = torch.int32 if dtype == torch.float32 else torch.int16
+    patterns = (torch.arange(1 << 16, dtype=torch.int32) - (1 << 15)).mul(1 if dtype != torch.float32 else 65537)
+    x = patterns.to(integers).view(dtype).view(1, 1, 256, 256)
+    large = normal(1, 2 if dtype == torch.float32 else 4, 1024, 1024).to(dtype)
+    for image in (x, large):
+        ours, calls = counted("upsample_nearest2d", lambda image=image: F.interpolate(image, scale_factor=2))
+        assert calls == 1 and same_bits(ours, copied(image, (2, 2)))
+    y, size = ours, list(large.shape)  # sums of four equal numbers are exact
+    backward = torch.ops.aten.upsample_nearest2d_backward
+    grad, calls = counted("upsample_nearest2d", lambda: backward(y, list(y.shape[2:]), size, None, None))
+    assert calls == 1 and torch.equal(grad, 4 * large)
+
+
+@needs["upsample_nearest2d"]
+def test_upsample_nearest_takes_the_pixels_that_pytorch_takes():
+    """Of rows of all lengths: PyTorch computes their indices in floating point."""
+    calls = 0
+    for factor in range(1, 9):
+        for length in (*range(1, 100), 1023, 4097, 65535, (1 << 20) // factor):
+            x = torch.arange(length, dtype=torch.float32).view(1, 1, 1, length)
+            for scale in (None, float(factor)):
+                for operator in (torch.ops.aten.upsample_nearest2d, torch.ops.aten._upsample_nearest_exact2d):
+                    arguments = x, [1, length * factor], None, scale
+                    ours, served = counted("upsample_nearest2d", lambda f=operator, a=arguments: f(*a))
+                    calls += served
+                    assert torch.equal(ours, operator(*arguments))
+    assert calls == 8 * 103 * 4
+
+
+@needs["upsample_nearest2d"]
+def test_upsample_nearest_keeps_nan_and_infinity_where_pytorch_does():
+    x, grad = normal(1, 1, 12, 20), normal(1, 1, 36, 40)
+    x[0, 0, 3, 4], x[0, 0, 8, 9], grad[0, 0, 7, 8], grad[0, 0, 30, 39] = math.nan, math.inf, math.nan, math.inf
+
+    def numbers():
+        leaf = x.detach().requires_grad_()
+        y = F.interpolate(leaf, scale_factor=(3, 2))
+        return [y.detach(), *torch.autograd.grad(y, leaf, grad)]
+
+    ours, calls = counted("upsample_nearest2d", numbers)
+    assert calls == 2
+    torch.testing.assert_close(ours, numbers(), equal_nan=True)
+
+
+@needs["upsample_nearest2d"]
+@pytest.mark.parametrize("factors", [(2, 2), (4, 4), (3, 2), (2, 6), (1, 5), (8, 8)], ids=str)
+def test_grad_of_upsample_nearest(factors):
+    """First and second gradients."""
+    x, direction = normal(2, 3, 8, 9), normal(2, 3, 8, 9, seed=2)
+    grad = normal(2, 3, 8 * factors[0], 9 * factors[1], seed=1)
+
+    def numbers(dtype):
+        leaf, flows = x.to(dtype).requires_grad_(), grad.to(dtype).requires_grad_()
+        y = F.interpolate(leaf, scale_factor=factors)
+        (first,) = torch.autograd.grad(y, leaf, flows, create_graph=True)
+        return [first.detach(), *torch.autograd.grad(first, flows, direction.to(dtype))]
+
+    ours, calls = counted("upsample_nearest2d", lambda: numbers(torch.float32))
+    assert calls == 3
+    assert_close_to_reference(ours, numbers(torch.float32), numbers(torch.float64))
+
+
+@needs["upsample_nearest2d"]
+def test_upsample_nearest_outside_the_domain_is_pytorchs():
+    x, aten = normal(2, 3, 20, 20), torch.ops.aten
+    last = x.contiguous(memory_format=torch.channels_last)
+    cases = [
+        lambda: F.interpolate(last, scale_factor=2),
+        lambda: F.interpolate(last, scale_factor=2, mode="nearest-exact"),
+        lambda: F.interpolate(x.double(), scale_factor=2),
+        lambda: F.interpolate(x.mul(50).byte(), scale_factor=2),
+        lambda: F.interpolate(x, scale_factor=0.5),
+        lambda: F.interpolate(x, scale_factor=1.5),
+        lambda: F.interpolate(x, scale_factor=9),
+        lambda: F.interpolate(x, size=(40, 50)),
+        lambda: F.interpolate(x[:, :, :3, :3], scale_factor=2.4),  # 7 pixels
+        lambda: F.interpolate(x[:, :, :3, :3], scale_factor=2.2),  # 6, by another scale
+        lambda: F.interpolate(x.mT, scale_factor=2),
+        lambda: F.interpolate(x[..., ::2], scale_factor=2),
+        lambda: F.interpolate(x[:0], scale_factor=2),
+        lambda: F.interpolate(x[0], scale_factor=2),
+        lambda: F.interpolate(x[None], scale_factor=2),
+        lambda: aten.upsample_nearest2d(x, [40, 40], 3.0, 2.0),
+        lambda: aten._upsample_nearest_exact2d(x, [40, 40], 2.0, 1.9),
+        lambda: aten.upsample_nearest2d.out(x, [40, 40], 2.0, 2.0, out=torch.empty(0)),
+        lambda: aten.upsample_nearest2d_backward(x, [20, 20], [2, 3, 8, 8], None, None),
+        lambda: aten.upsample_nearest2d_backward(last, [20, 20], [2, 3, 10, 10], None, None),
+        lambda: aten._upsample_nearest_exact2d_backward(x.mT, [20, 20], [2, 3, 10, 10], None, None),
+    ]
+    for case in cases:
+        ours, calls = counted("upsample_nearest2d", case)
+        stock = case()
+        assert calls == 0
+        assert torch.equal(ours, stock) and ours.stride() == stock.stride()
+
+
+@needs["upsample_nearest2d"]
+def test_errors_of_upsample_nearest():
+    x, aten = normal(2, 3, 8, 8), torch.ops.aten
+    cases = [
+        lambda: aten.upsample_nearest2d(x, [0, 16]),
+        lambda: aten.upsample_nearest2d(x, [16]),
+        lambda: aten.upsample_nearest2d(x[0], [16, 16]),
+        lambda: aten.upsample_nearest2d(x.long(), [16, 16]),
+        lambda: aten._upsample_nearest_exact2d(x, [-8, 16]),
+        lambda: aten.upsample_nearest2d_backward(x, [16, 16], [2, 3, 4, 4]),
+        lambda: aten.upsample_nearest2d_backward(x, [8, 8], [2, 3, 4]),
+        lambda: aten._upsample_nearest_exact2d_backward(x, [8, 8], [2, 4, 4, 4]),
+    ]
+    for case in cases:
+        with pytest.raises(RuntimeError) as stock:
+            case()
+        with tune.replaced("upsample_nearest2d"), pytest.raises(RuntimeError) as ours:
+            case()
+        assert str(stock.value).splitlines()[0] in str(ours.value)
+
+
+@needs["upsample_nearest2d"]
+def test_upsample_nearest_under_vmap_and_of_any_number_of_threads():
+    x = normal(4, 2, 3, 30, 21)
+
+    def results(threads):
+        torch.set_num_threads(threads)
+        leaf = x.flatten(0, 1).requires_grad_()
+        y = F.interpolate(leaf, scale_factor=3)
+        (grad,) = torch.autograd.grad(y, leaf, normal(*y.shape, seed=1))
+        return torch.func.vmap(lambda x: F.interpolate(x, scale_factor=2))(x), y.detach(), grad
+
+    stock = results(2)
+    with tune.replaced("upsample_nearest2d"):
+        first = results(1)
+        for threads in (2, 3, 8):
+            assert all(torch.equal(a, b) for a, b in zip(first, results(threads), strict=True))
+    torch.testing.assert_close(first, stock)
+
+
 class Block(nn.Module):
     def __init__(self, p=0.1):
         super().__init__()
@@ -1791,7 +1993,8 @@ def test_meta_and_fake_tensors(block):
             assert F.dropout(torch.empty(64, 64) @ torch.empty(64, 64), 0.5).shape == (64, 64)
             assert F.avg_pool2d(torch.empty(1, 64, 64), 7, 1, 2).shape == (1, 62, 62)
             assert F.max_pool2d(torch.empty(1, 64, 64), 3, 2, 1).shape == (1, 32, 32)
-            assert F.interpolate(torch.empty(1, 1, 8, 9), scale_factor=2, mode="bilinear").shape == (1, 1, 16, 18)
+            for mode in ("bilinear", "nearest", "nearest-exact"):
+                assert F.interpolate(torch.empty(1, 1, 8, 9), scale_factor=2, mode=mode).shape == (1, 1, 16, 18)
 
 
 def test_profiler_sees_pytorchs_operators():
@@ -1901,8 +2104,9 @@ def test_restored_kernels_are_pytorchs():
     def numbers():
         torch.manual_seed(1)
         images = F.avg_pool2d(x[None], 5, 1, 2), F.interpolate(x[None, None], size=(400, 500), mode="bilinear")
+        copies = (F.interpolate(x[None, None], scale_factor=2, mode=mode) for mode in ("nearest", "nearest-exact"))
         pools = F.max_pool2d(x[None], 3, 2, 1, return_indices=True)
-        return x @ x, torch.bmm(x[None], x[None]), torch.empty(1000).bernoulli_(0.4), *images, *pools
+        return x @ x, torch.bmm(x[None], x[None]), torch.empty(1000).bernoulli_(0.4), *images, *copies, *pools
 
     stock = numbers()
     before = [tune._library.calls(kernel) for kernel in tune.KERNELS]

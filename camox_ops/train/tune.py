@@ -154,7 +154,7 @@ def _pointwise_gradients(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tens
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def _upsample_probes() -> list[Callable[[], torch.Tensor]]:
+def _bilinear_probes() -> list[Callable[[], torch.Tensor]]:
     x, size = _small_integers(2, 4, 48, 48), [96, 96]
     y = F.interpolate(x, scale_factor=2, mode="bilinear")
     return [
@@ -182,6 +182,15 @@ def _batch_norm_probes() -> list[Callable[[], torch.Tensor]]:
         weight = _small_integers(shape[1])
         probes.append(functools.partial(F.batch_norm, x, None, None, weight, weight, True, 0.1, 3.0))
     return probes
+
+
+def _nearest_probes() -> list[Callable[[], torch.Tensor]]:
+    x, size = _small_integers(2, 16, 48, 48), [96, 96]
+    y = F.interpolate(x, scale_factor=2)
+    return [
+        lambda: F.interpolate(x, scale_factor=2),
+        lambda: torch.ops.aten.upsample_nearest2d_backward(y, size, list(x.shape), 2.0, 2.0),
+    ]
 
 
 KERNELS = (
@@ -256,7 +265,15 @@ KERNELS = (
         "upsample_bilinear2d",
         "bilinear F.interpolate, nn.Upsample and their gradients",
         "float32, bfloat16 and float16 images with dense rows, not channels_last, to more rows and columns",
-        _upsample_probes,
+        _bilinear_probes,
+        exact=True,
+        at_dispatcher=True,
+    ),
+    _Kernel(
+        "upsample_nearest2d",
+        "F.interpolate and nn.Upsample of images, nearest and nearest-exact, and their gradients",
+        "float32, bfloat16 and float16 images with dense rows, not channels_last, by whole factors up to 8",
+        _nearest_probes,
         exact=True,
         at_dispatcher=True,
     ),

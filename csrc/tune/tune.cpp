@@ -6,10 +6,10 @@
 //                               checked by then, and an operator that takes a Scalar, as addmm does, cannot be registered
 //                               through the stable ABI (torch 2.10 to 2.13: "Not yet supported conversion").
 //   aten::bernoulli_.float      at the dispatcher, for the CPU key.
-//   aten::avg_pool2d, aten::upsample_bilinear2d, aten::convolution and their backward   there too: pool.cpp, upsample.cpp,
-//                               convolution.cpp.
-//   aten::native_batch_norm     there too: batch_norm.cpp.
-//   aten::max_pool2d_with_indices   there too: max_pool.cpp.
+//   aten::avg_pool2d, aten::upsample_bilinear2d, aten::upsample_nearest2d, aten::_upsample_nearest_exact2d, aten::convolution
+//                               and their backward   there too: pool.cpp, upsample.cpp, convolution.cpp.
+//   aten::native_batch_norm, aten::max_pool2d_with_indices, aten::_softmax, aten::_log_softmax   there too: batch_norm.cpp,
+//                               max_pool.cpp, softmax.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -226,8 +226,9 @@ Replacement table[] = {
     {"convolution", put_convolution, take_convolution, convolution_calls},
     {"pointwise", put_pointwise, take_pointwise, pointwise_calls},
     {"softmax", put_softmax, take_softmax, softmax_calls},
-    {"upsample_bilinear2d", put_upsample, take_upsample, upsample_calls},
     {"batch_norm", put_batch_norm, take_batch_norm, batch_norm_calls},
+    {"upsample_bilinear2d", put_upsample_bilinear, take_upsample_bilinear, upsample_bilinear_calls},
+    {"upsample_nearest2d", put_upsample_nearest, take_upsample_nearest, upsample_nearest_calls},
 };
 
 Replacement* find(const char* name) {

@@ -101,6 +101,39 @@ static void test_upsample(camox_isa isa, camox_dtype dtype, const int64_t *size,
   free(values), free(truth), free(p.scratch);
 }
 
+/* By whole factors along rows and columns, the later work items first. */
+static void test_nearest(camox_isa isa, camox_dtype dtype, const int64_t *size, int64_t f, int64_t g, int backward) {
+  const int64_t x_size[4] = {2, 3, size[0], size[1]}, y_size[4] = {2, 3, size[0] * f, size[1] * g}, taps = f;
+  test_image in = test_input(dtype, TEST_CONTIGUOUS, backward ? y_size : x_size);
+  test_image out = test_output(dtype, 0, backward, backward ? x_size : y_size);
+  double *index = calloc((size_t)size[0], sizeof(double)), *count = calloc((size_t)size[0], sizeof(double));
+  double *weights = calloc((size_t)(size[0] * f), sizeof(double)), error, allowed;
+  for (int64_t p = 0; p < size[0]; ++p) index[p] = (double)(f * p), count[p] = (double)f;
+  for (int64_t i = 0; i < size[0] * f; ++i) weights[i] = 1;
+  camox_upsample_params p = {.channels = 3, .planes = 6, .bands = size[0] > 1 ? 2 : 1};
+  p.rows = (camox_upsample_side){.from = size[0], .to = size[0] * f, .taps = taps};
+  p.columns = (camox_upsample_side){.from = size[1], .to = size[1] * g};
+  p.rows.index = numbers(dtype == CAMOX_F64, 1, index, size[0]), p.rows.count = numbers(dtype == CAMOX_F64, 1, count, size[0]);
+  p.rows.weights = numbers(dtype == CAMOX_F64, 0, weights, size[0] * f);
+  p.in = in.view, p.out = out.view;
+  p.scratch = test_scratch((camox_upsample_scratch(&p) + 63) / 64 * 64);
+  camox_upsample_kernel *kernel = backward ? camox_nearest_backward(dtype, isa) : camox_nearest_forward(dtype, isa);
+  kernel(&p, 5, 6 * p.bands), kernel(&p, 0, 5);
+  double *values = test_values(&in, 0), *truth = test_values(&out, 1), *next = truth;
+  TEST_EACH(&out, b, c, y, x) {
+    const double *plane = values + (b * 3 + c) * in.size[2] * in.size[3];
+    double sum = 0;
+    for (int64_t k = 0; k < f * g && backward; ++k) sum += plane[(y * f + k / g) * in.size[3] + x * g + k % g];
+    *next++ = backward ? sum : plane[y / f * in.size[3] + x / g];
+  }
+  TEST(test_close_within(backward ? 16 : 0, &out, truth, &error, &allowed),
+       "%s %s nearest %lldx%lld by %lld, %lld, backward %d: off by %g, allowed %g", camox_isa_name(isa),
+       test_dtype_names[dtype], (long long)size[0], (long long)size[1], (long long)f, (long long)g, backward, error, allowed);
+  TEST(test_untouched(&out), "%s: written outside its pixels", test_dtype_names[dtype]);
+  test_free(&in), test_free(&out), free(values), free(truth), free(p.scratch), free(index), free(count), free(weights);
+  free((void *)p.rows.index), free((void *)p.rows.count), free((void *)p.rows.weights);
+}
+
 /* shape: outer, n, inner */
 static void test_softmax(camox_isa isa, camox_dtype dtype, const int64_t *shape, int log, int backward) {
   const int64_t size[4] = {1, shape[0], shape[1], shape[2]}, n = shape[1], inner = shape[2];
@@ -290,6 +323,11 @@ int main(void) {
       for (size_t i = 0; i < sizeof images / sizeof *images; ++i)
         for (int which = 0; which < 6; ++which)
           test_upsample((camox_isa)isa, (camox_dtype)dtype, images[i], 2 + which % 3, which / 3);
+    for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
+      for (size_t i = 0; i < sizeof images / sizeof *images; ++i)
+        for (int64_t f = 1; f <= CAMOX_NEAREST_LARGEST; ++f)
+          for (int backward = 0; backward < 2; ++backward)
+            test_nearest((camox_isa)isa, (camox_dtype)dtype, images[i], 1 + f / 2, f, backward);
     for (int dtype = 0; dtype < CAMOX_DTYPE_COUNT; ++dtype)
       for (size_t i = 0; i < sizeof softened / sizeof *softened; ++i)
         for (int which = 0; which < 4; ++which)
