@@ -6,10 +6,9 @@
 //                               checked by then, and an operator that takes a Scalar, as addmm does, cannot be registered
 //                               through the stable ABI (torch 2.10 to 2.13: "Not yet supported conversion").
 //   aten::bernoulli_.float      at the dispatcher, for the CPU key.
-//   aten::avg_pool2d, aten::upsample_bilinear2d, aten::upsample_nearest2d, aten::_upsample_nearest_exact2d, aten::convolution
-//                               and their backward   there too: pool.cpp, upsample.cpp, convolution.cpp.
-//   aten::native_batch_norm, aten::max_pool2d_with_indices, aten::_softmax, aten::_log_softmax   there too: batch_norm.cpp,
-//                               max_pool.cpp, softmax.cpp.
+//   aten::avg_pool2d, aten::convolution, aten::_softmax, aten::_log_softmax, aten::upsample_bilinear2d,
+//   aten::upsample_nearest2d, aten::_upsample_nearest_exact2d and their backward, and without it aten::max_pool2d_with_indices
+//   and aten::native_batch_norm   there too: pool.cpp, convolution.cpp, softmax.cpp, upsample.cpp, max_pool.cpp, batch_norm.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
