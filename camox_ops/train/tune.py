@@ -165,11 +165,13 @@ def _bilinear_probes() -> list[Callable[[], torch.Tensor]]:
 
 def _softmax_probes() -> list[Callable[[], torch.Tensor]]:
     """Of rows of equal elements: their exponentials are 1, and 4 of them add up to a power of two."""
-    rows, columns = torch.ones(4096, 4, device="cpu"), torch.ones(2, 16, 48, 48, device="cpu")
-    grad, y = _small_integers(4096, 4), torch.softmax(rows, 1)
+    rows, columns = torch.ones(4096, 4, device="cpu", requires_grad=True), torch.ones(2, 16, 48, 48, device="cpu")
+    with torch.enable_grad():
+        y = torch.softmax(rows, 1)
+    grad = _small_integers(4096, 4)
     return [
         lambda: torch.softmax(rows, 1),
-        lambda: torch.ops.aten._softmax_backward_data(grad, y, 1, grad.dtype),
+        lambda: torch.autograd.grad(y, rows, grad, retain_graph=True)[0],
         lambda: torch.softmax(columns, 1),
     ]
 

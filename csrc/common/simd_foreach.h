@@ -1,4 +1,5 @@
-/* Includes CAMOX_BODY once per element type of this instruction set: float64 has one portable body only. */
+/* Includes CAMOX_BODY once per element type of this instruction set: float64 has one portable body only, and none with
+   CAMOX_WITHOUT_F64. */
 #include "simd.h"
 
 #define CAMOX_DTYPE f32
@@ -33,7 +34,7 @@
 #undef VR
 #undef ELEM
 
-#if !defined(CAMOX_SIMD_AVX2) && !defined(CAMOX_SIMD_AVX512)
+#if !defined(CAMOX_SIMD_AVX2) && !defined(CAMOX_SIMD_AVX512) && !defined(CAMOX_WITHOUT_F64)
 #define CAMOX_DTYPE f64
 #define elem double
 #define real double

@@ -3,7 +3,7 @@
 #include "../common/integers.h"
 #include "../common/kernel_table.h"
 
-CAMOX_KERNEL_TABLE(camox_max_pool_kernel, camox_max_pool, camox_max_pool_kernel)
+CAMOX_KERNEL_TABLE_WITHOUT_F64(camox_max_pool_kernel, camox_max_pool, camox_max_pool_kernel)
 
 int64_t camox_max_pool_phase(const camox_max_pool_params *p) {
   const int64_t stride = p->stride[1];
@@ -17,5 +17,5 @@ int64_t camox_max_pool_lines(const camox_max_pool_params *p) { return camox_min_
 size_t camox_max_pool_scratch(const camox_max_pool_params *p) {
   const int64_t line = camox_round_up(p->y_columns, CAMOX_MAX_POOL_VECTOR);
   const int64_t copies = camox_round_up(p->columns, CAMOX_MAX_POOL_VECTOR) + p->stride[1] * camox_max_pool_phase(p);
-  return (size_t)(copies + 2 * camox_max_pool_lines(p) * line + p->window[1]) * sizeof(double);
+  return (size_t)(copies + 2 * camox_max_pool_lines(p) * line) * sizeof(float) + (size_t)p->window[1] * sizeof(int64_t);
 }

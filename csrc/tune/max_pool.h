@@ -3,7 +3,7 @@
    formula   y[i][j] = x[r][c], indices[i][j] = r columns + c  for the pixel (r, c) of the window that PyTorch's loop over its
              rows, and over the pixels of each, ends with: a pixel takes the place of the one before if it is larger or NaN
    window    rows i stride[0] - padding[0] ..., window[0] of them; columns alike. Pixels outside of x are not in it
-   dtypes    float32, bfloat16, float16, float64. Nothing is rounded
+   dtypes    float32, bfloat16, float16. Nothing is rounded
    shapes    x (B,C,H,W), rows dense; y and indices contiguous. A plane of x has less than 2^30 pixels
    source    torch.nn.functional.max_pool2d, without dilation. */
 #ifndef CAMOX_TUNE_MAX_POOL_H

@@ -8,5 +8,6 @@
 #define FACTOR 1
 #endif
 
+#define CAMOX_WITHOUT_F64
 #define CAMOX_BODY "../tune/max_pool_cpu.inc"
 #include "../common/simd_foreach.h"

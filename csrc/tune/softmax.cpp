@@ -58,8 +58,7 @@ Tensor compute(Get kernel, camox_softmax_params& p, const Tensor& like) {
 }
 
 // _softmax(Tensor self, int dim, bool half_to_float) -> Tensor, and _log_softmax
-template <bool log>
-void forward(StableIValue* stack, uint64_t, uint64_t) {
+void forward(StableIValue* stack, bool log) {
   const Tensor x(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
   const int64_t dim = torch::stable::detail::to<int64_t>(stack[1]);
   const bool half_to_float = torch::stable::detail::to<bool>(stack[2]);
@@ -82,8 +81,7 @@ bool are_alike(const Tensor& a, const Tensor& b) {
 }
 
 // _softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor, and _log_softmax's
-template <bool log>
-void backward(StableIValue* stack, uint64_t, uint64_t) {
+void backward(StableIValue* stack, bool log) {
   const Tensor grad(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
   const Tensor y(torch::stable::detail::to<AtenTensorHandle>(stack[1]));
   const int64_t dim = torch::stable::detail::to<int64_t>(stack[2]);
@@ -99,6 +97,11 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = torch::stable::detail::from(compute(camox_softmax_backward, p, y));
 }
 
+template <void (*function)(StableIValue*, bool), bool log>
+void entry(StableIValue* stack, uint64_t, uint64_t) {
+  function(stack, log);
+}
+
 std::unique_ptr<StableLibrary> registered;
 
 }  // namespace
@@ -112,8 +115,8 @@ const char* put_softmax() {
   }
   if (!registered) {
     auto library = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CPU", __FILE__, __LINE__);
-    library->impl("_softmax", forward<false>).impl("_softmax_backward_data", backward<false>);
-    library->impl("_log_softmax", forward<true>).impl("_log_softmax_backward_data", backward<true>);
+    library->impl("_softmax", entry<forward, false>).impl("_softmax_backward_data", entry<backward, false>);
+    library->impl("_log_softmax", entry<forward, true>).impl("_log_softmax_backward_data", entry<backward, true>);
     registered = std::move(library);
   }
   return nullptr;

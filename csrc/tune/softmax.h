@@ -3,7 +3,7 @@
    formula   y = exp(x - max) / sum of exp(x - max)                  log: y = (x - max) - log(sum of exp(x - max))
    backward  grad_x = y (grad - sum of grad y)                       log: grad_x = grad - exp(y) sum of grad
              with the maxima and sums over each row: the n elements along the dimension
-   dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store
+   dtypes    float32, bfloat16, float16 computed in float32. One rounding, at the store
    shapes    (outer, n, inner), contiguous
    source    torch.nn.functional.softmax, log_softmax. */
 #ifndef CAMOX_TUNE_SOFTMAX_H

@@ -3,5 +3,6 @@
 
 #include "../common/integers.h"
 
+#define CAMOX_WITHOUT_F64
 #define CAMOX_BODY "../tune/softmax_cpu.inc"
 #include "../common/simd_foreach.h"

@@ -31,22 +31,20 @@ struct Method {
   std::atomic<int64_t> calls{0};
 };
 
-template <Method& method>
-Operator upsample;
-template <Method& method>
-Operator upsample_backward;
+template <Method& method, bool backward>
+Operator entry;
 
 Method bilinear{
     false,
     {"upsample_bilinear2d", "upsample_bilinear2d_backward"},
-    {upsample<bilinear>, upsample_backward<bilinear>},
+    {entry<bilinear, false>, entry<bilinear, true>},
     {"_ZN2at3cpu19upsample_bilinear2dERKNS_6TensorEN3c108ArrayRefIlEEbSt8optionalIdES8_",
      "_ZN2at3cpu28upsample_bilinear2d_backwardERKNS_6TensorEN3c108ArrayRefIlEES6_bSt8optionalIdES8_"},
 };
 Method nearest{
     true,
     {"upsample_nearest2d", "upsample_nearest2d_backward"},
-    {upsample<nearest>, upsample_backward<nearest>},
+    {entry<nearest, false>, entry<nearest, true>},
     {"_ZN2at3cpu18upsample_nearest2dERKNS_6TensorEN3c108ArrayRefIlEESt8optionalIdES8_",
      "_ZN2at3cpu27upsample_nearest2d_backwardERKNS_6TensorEN3c108ArrayRefIlEES6_St8optionalIdES8_"},
 };
@@ -54,7 +52,7 @@ Method nearest{
 Method nearest_exact{
     true,
     {"_upsample_nearest_exact2d", "_upsample_nearest_exact2d_backward"},
-    {upsample<nearest_exact>, upsample_backward<nearest_exact>},
+    {entry<nearest_exact, false>, entry<nearest_exact, true>},
     {"_ZN2at3cpu25_upsample_nearest_exact2dERKNS_6TensorEN3c108ArrayRefIlEESt8optionalIdES8_",
      "_ZN2at3cpu34_upsample_nearest_exact2d_backwardERKNS_6TensorEN3c108ArrayRefIlEES6_St8optionalIdES8_"},
 };
@@ -258,8 +256,7 @@ Tensor run_stock(const Call& call, Lists... sizes) {
 
 // upsample_bilinear2d(Tensor self, SymInt[2] output_size, bool align_corners, float? scales_h, float? scales_w) -> Tensor;
 // those of nearest without align_corners
-template <Method& method>
-void upsample(StableIValue* stack, uint64_t, uint64_t) {
+void upsample(StableIValue* stack, Method& method) {
   const Tensor x(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
   const std::vector<int64_t> to = take_numbers(stack[1]);
   Call call(method, false, x, stack + 2);
@@ -277,8 +274,7 @@ void upsample(StableIValue* stack, uint64_t, uint64_t) {
 
 // upsample_bilinear2d_backward(Tensor grad_output, SymInt[2] output_size, SymInt[4] input_size, bool align_corners,
 //                              float? scales_h, float? scales_w) -> Tensor; those of nearest without align_corners
-template <Method& method>
-void upsample_backward(StableIValue* stack, uint64_t, uint64_t) {
+void upsample_backward(StableIValue* stack, Method& method) {
   const Tensor grad(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
   const std::vector<int64_t> to = take_numbers(stack[1]), size = take_numbers(stack[2]);
   Call call(method, true, grad, stack + 3);
@@ -293,6 +289,11 @@ void upsample_backward(StableIValue* stack, uint64_t, uint64_t) {
     call.out = run_stock(call, list_of(to), list_of(size));
   }
   stack[0] = torch::stable::detail::from(call.out);
+}
+
+template <Method& method, bool backward>
+void entry(StableIValue* stack, uint64_t, uint64_t) {
+  backward ? upsample_backward(stack, method) : upsample(stack, method);
 }
 
 std::unique_ptr<StableLibrary> registered_bilinear, registered_nearest;

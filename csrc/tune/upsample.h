@@ -4,7 +4,7 @@
              w(i, p) = 1 - t, w(i, p + 1) = t    for the pixel p and the fraction t of the table, p + 1 clamped to the last one
    backward  its transpose: gradients of y in x's place, of x in y's. Each pixel of x is a sum over the few adjacent pixels of y
              that it contributes to, whose first one and weights are in the table, so that every thread writes pixels of its own
-   dtypes    float32, bfloat16, float16 computed in float32; float64 in float64. One rounding, at the store
+   dtypes    float32, bfloat16, float16 computed in float32. One rounding, at the store
    shapes    x, y (B,C,H,W), rows dense
    source    torch.nn.functional.interpolate, mode="bilinear", without antialias.
 
@@ -23,14 +23,13 @@
 extern "C" {
 #endif
 
-/* One side, `from` pixels of x to `to` of y. Indices have the width of the weights: int32_t beside float, int64_t beside
-   double. */
+/* One side, `from` pixels of x to `to` of y. */
 typedef struct {
   int64_t from, to;
-  const void *index;   /* forward [to]: p. backward [from]: the first pixel of y that a pixel of x contributes to */
-  const void *count;   /* backward [from]: how many it contributes to: of no other pixel a NaN may spread. May be 0 */
-  const void *weights; /* forward [to]: t. backward [from, taps] */
-  int64_t taps;        /* backward: the largest count */
+  const int32_t *index; /* forward [to]: p. backward [from]: the first pixel of y that a pixel of x contributes to */
+  const int32_t *count; /* backward [from]: how many it contributes to: of no other pixel a NaN may spread. May be 0 */
+  const float *weights; /* forward [to]: t. backward [from, taps] */
+  int64_t taps;         /* backward: the largest count */
 } camox_upsample_side;
 
 typedef struct {
