@@ -38,12 +38,12 @@
   }
 
 /* The same of kernels without float64. */
-#define CAMOX_KERNEL_TABLE_WITHOUT_F64(type, get, kernel)                                                      \
-  extern type CAMOX_NAMES_(kernel, f32), CAMOX_NAMES_(kernel, bf16), CAMOX_NAMES_(kernel, f16);                \
-  type *get(camox_dtype dtype, camox_isa isa) {                                                                \
+#define CAMOX_KERNEL_TABLE_WITHOUT_F64(type, get, kernel)                                                        \
+  extern type CAMOX_NAMES_(kernel, f32), CAMOX_NAMES_(kernel, bf16), CAMOX_NAMES_(kernel, f16);                  \
+  type *get(camox_dtype dtype, camox_isa isa) {                                                                  \
     static type *const variants[][CAMOX_ISA_COUNT] = {CAMOX_ISA_ROW_(kernel, f32), CAMOX_ISA_ROW_(kernel, bf16), \
-                                                      CAMOX_ISA_ROW_(kernel, f16)};                            \
-    return variants[dtype][isa];                                                                               \
+                                                      CAMOX_ISA_ROW_(kernel, f16)};                              \
+    return variants[dtype][isa];                                                                                 \
   }
 
 /* The same of kernels of float32 alone: get(isa). */
