@@ -1538,7 +1538,7 @@ SOFTENED = [
 @needs["softmax"]
 @pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_matches_pytorch_softmax(dtype, function):
+def test_matches_reference_softmax(dtype, function):
     for shape, dim, with_avx512, with_less in SOFTENED:
         dense, backwards = 4 * normal(*shape, dtype=dtype), 4 * normal(*shape[::-1], dtype=dtype)
         for x in (dense, backwards.permute(*reversed(range(dense.dim()))), dense[:1].expand(shape)):

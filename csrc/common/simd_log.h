@@ -10,7 +10,7 @@
 /* (2 atanh(s) / s - 2) / s^2 by powers of s^2: its series, for s^2 <= 1/33. */
 static const float camox_atanh_near[] = {0.666666667f, 0.4f, 0.285714286f, 0.222222222f};
 
-/* log(x) for 0 <= x < inf, NaN for other x. */
+/* log(x) for 0 <= x < inf, NaN for x < 0 and NaN. Infinity is not for it. */
 CAMOX_CALLED vf32 vf32_log(vf32 x) {
   const vf32 one = vf32_set1(1), shift = vf32_set1(0x1p23f);
   const vi32 subnormal = (vi32)(x < vf32_set1(FLT_MIN));
