@@ -55,13 +55,17 @@ def require_equal(models, words, dtype):
             )
 
 
+def random_words(shape, vocab_size):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(vocab_size, shape, generator=generator, device="cpu")
+
+
 def step_case(shape, dtype=torch.float32, sizes=None) -> Case:
     expected = {}
     sizes = sizes or {}
 
     def words():
-        generator = torch.Generator().manual_seed(1)
-        return torch.randint(sizes.get("vocab_size", 10000), shape, generator=generator, device="cpu")
+        return random_words(shape, sizes.get("vocab_size", 10000))
 
     def candidates():
         camox_attr("linear_cross_entropy")

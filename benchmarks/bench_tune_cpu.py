@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks import bench_k1
 from benchmarks.common import Case, Skipped, camox_attr, random_tensor
 
 # rows, inputs, outputs of F.linear: classifiers, feed-forward layers, projections of tokens, a head over a vocabulary
@@ -315,34 +316,50 @@ def square(y):
     return y.square().mean()
 
 
-# group: shape of the input, model, loss, inputs, how far the losses of two steps may be apart
+def one_tensor(shape):
+    return (random_tensor(shape, seed=1),)
+
+
+def published_tree():
+    """K-1's quick tree, node by node in stock PyTorch: 13 nodes, dropout 0.1."""
+    from examples.k1.training import Config, build_model
+
+    return bench_k1.TrainStep(build_model(Config(ops="torch", max_seq_len=64, branching="3,3", num_layers=3)), False)
+
+
+def rows_and_classes(shape, classes):
+    return random_tensor(shape, seed=1), torch.arange(shape[0]) * 7919 % classes
+
+
+# group: shape of the input, step, its inputs of that shape, how far the losses of two steps may be apart
 STEPS = {
-    "tune_vit_step": ((32, 196, 192), lambda: encoder(192, 3, 4, 0.0), square, (), 1e-5),
+    "tune_vit_step": ((32, 196, 192), lambda: TrainStep(encoder(192, 3, 4, 0.0), square), one_tensor, 1e-5),
     "tune_mlp_step": (
         (1024, 512),
-        lambda: nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)),
-        square,
-        (),
+        lambda: TrainStep(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)), square),
+        one_tensor,
         1e-5,
     ),
-    "tune_lm_head_step": ((1024, 256), lambda: nn.Linear(256, 32000), F.cross_entropy, (32000,), 1e-5),
-    "tune_transformer_step": ((1600, 6, 96), lambda: encoder(96, 8, 4, 0.1), square, (), 1e-2),
+    "tune_lm_head_step": (
+        (1024, 256),
+        lambda: TrainStep(nn.Linear(256, 32000), F.cross_entropy),
+        lambda shape: rows_and_classes(shape, 32000),
+        1e-5,
+    ),
+    "tune_transformer_step": ((1600, 6, 96), lambda: TrainStep(encoder(96, 8, 4, 0.1), square), one_tensor, 1e-2),
+    "tune_k1_step": ((64, 64), published_tree, lambda shape: (bench_k1.random_words(shape, 10000),), 1e-2),
 }
 
 
 def train_case(group) -> Case:
-    shape, model, loss, classes, tolerance = STEPS[group]
+    shape, build, inputs, tolerance = STEPS[group]
     expected = {}
-
-    def inputs():
-        targets = (torch.arange(shape[0]) * 7919 % size for size in classes)
-        return random_tensor(shape, seed=1), *targets
 
     def candidates():
         with torch.enable_grad():
             torch.manual_seed(0)
-            step = TrainStep(model(), loss)
-            expected["loss"] = step(*inputs()).item()
+            step = build()
+            expected["loss"] = step(*inputs(shape)).item()
         return {"camox": Replaced(step), "eager": step, "compile": None}
 
     def verify(numbers, _):
@@ -354,7 +371,7 @@ def train_case(group) -> Case:
     return Case(
         group=group,
         shape=shape,
-        make_inputs=inputs,
+        make_inputs=lambda: inputs(shape),
         candidates=candidates,
         direction="step",
         grad_inputs=(),

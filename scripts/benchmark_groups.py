@@ -202,6 +202,9 @@ GROUPS = {
     "tune_transformer_step": Group(
         "step of `nn.TransformerEncoder` after `tune_cpu`", "cpu", "the same step", ("step", "mask")
     ),
+    "tune_k1_step": Group(
+        "step of K-1's quick tree, node by node, after `tune_cpu`", "cpu", "the same step", ("step", "mask")
+    ),
 }
 
 

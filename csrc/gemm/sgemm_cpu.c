@@ -149,9 +149,11 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
   if (step == 0) p.at = x; /* what lies in L1 */
 #pragma GCC unroll 14
   for (int r = 0; r < rows; ++r) {
-    __builtin_prefetch(t->c + r * t->c_row, 1);
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v) sum[r][v] = vf32_set1(0);
+    for (int v = 0; v < vectors; ++v) {
+      __builtin_prefetch(t->c + r * t->c_row + v * VF32_LANES, 1);
+      sum[r][v] = vf32_set1(0);
+    }
   }
   for (int64_t k = 0; k < t->depth; ++k) {
     vf32 column[VECTORS];
