@@ -38,8 +38,12 @@ DEPTHWISE = ((4, 48, 56, 3), (4, 96, 28, 5), (4, 160, 14, 7), (4, 304, 7, 9), (8
 # Images, channels of x and y, side: NAFNet's of width 32 at 256 and 64, an EdgeNeXt stage, a decoder.
 _NAFNET = ((1, 32, 64, 256), (1, 256, 512, 32), (4, 256, 512, 8), (4, 256, 256, 1))
 POINTWISE = (*_NAFNET, (8, 160, 640, 14), (8, 64, 64, 88))
-# Attention over 6 frames, a few classes, and maps of classes.
-SOFTENED = ((76800, 6), (65536, 10), (8, 20, 256, 256))
+# Attention over 6 frames, a few classes, maps of classes, and logits of classifiers and vocabularies.
+SOFTENED = (
+    *(("tune_softmax", torch.softmax, shape) for shape in ((76800, 6), (65536, 10))),
+    ("tune_log_softmax_channels", torch.log_softmax, (8, 20, 256, 256)),
+    *(("tune_log_softmax", torch.log_softmax, shape) for shape in ((2048, 1000), (1024, 32000))),
+)
 UPSAMPLED = ((4, 80, 72, 72), (8, 1, 88, 88))
 # A ResNet's stages at 224, an encoder of images.
 NORMALIZED = ((8, 64, 56, 56), (8, 256, 14, 14), (16, 512, 7, 7), (8, 64, 64, 64))
@@ -234,19 +238,17 @@ def pointwise_cases(shape) -> list[Case]:
     ]
 
 
-def softmax_cases(shape) -> list[Case]:
+def softmax_cases(name, function, shape) -> list[Case]:
     """Of rows: forward, and forward with backward; of maps: over the channels, whose gradient is PyTorch's."""
     inputs = lambda: (random_tensor(shape, seed=1),)  # noqa: E731
     rest = {"inputs": inputs, "kernels": ("softmax",), "bytes": 2 * 4 * math.prod(shape)}
+    soften = lambda x: function(x, 1)  # noqa: E731
+    forward = forward_case(name, shape, soften, **rest, quick=shape[1] == 6)
     if len(shape) > 2:
-        return [forward_case("tune_log_softmax_channels", shape, lambda x: torch.log_softmax(x, 1), **rest)]
-    soften = lambda x: torch.softmax(x, 1)  # noqa: E731
+        return [forward]
     step = gradients_of(soften, 1)
     with_grad = lambda: (*inputs(), random_tensor(shape, seed=2))  # noqa: E731
-    return [
-        forward_case("tune_softmax", shape, soften, **rest, quick=shape[1] == 6),
-        step_case("tune_softmax_backward", shape, step, with_grad, rest["kernels"], same_numbers(step)),
-    ]
+    return [forward, step_case(f"{name}_backward", shape, step, with_grad, rest["kernels"], same_numbers(step))]
 
 
 def upsample_cases(name, mode, shape) -> list[Case]:
@@ -392,7 +394,7 @@ def cases() -> list[Case]:
         *(case for arguments in MAX_POOLS for case in max_pool_cases(*arguments)),
         *(case for shape in DEPTHWISE for case in depthwise_cases(shape)),
         *(case for shape in POINTWISE for case in pointwise_cases(shape)),
-        *(case for shape in SOFTENED for case in softmax_cases(shape)),
+        *(case for arguments in SOFTENED for case in softmax_cases(*arguments)),
         *(case for shape in NORMALIZED for case in batch_norm_cases(shape)),
         *(case for shape in UPSAMPLED for case in upsample_cases("tune_upsample", "bilinear", shape)),
         *(case for shape in UPSAMPLED for case in upsample_cases("tune_upsample_nearest", "nearest", shape)),

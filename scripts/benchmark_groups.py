@@ -186,6 +186,10 @@ GROUPS = {
     "tune_pointwise_backward": Group("1x1 `F.conv2d` and its backward after `tune_cpu`", "cpu", "the same"),
     "tune_softmax": Group("`softmax` of short rows after `tune_cpu`", "cpu", "`softmax`"),
     "tune_softmax_backward": Group("`softmax` of short rows and its backward after `tune_cpu`", "cpu", "the same"),
+    "tune_log_softmax": Group("`log_softmax` of long rows after `tune_cpu`", "cpu", "`log_softmax`"),
+    "tune_log_softmax_backward": Group(
+        "`log_softmax` of long rows and its backward after `tune_cpu`", "cpu", "the same"
+    ),
     "tune_log_softmax_channels": Group("`log_softmax` over channels after `tune_cpu`", "cpu", "`log_softmax`"),
     "tune_upsample": Group("bilinear `F.interpolate` after `tune_cpu`", "cpu", "`F.interpolate`"),
     "tune_upsample_backward": Group("bilinear `F.interpolate` and its backward after `tune_cpu`", "cpu", "the same"),

@@ -1562,6 +1562,32 @@ def test_softmax_keeps_nan_and_infinity_where_pytorch_does(function):
 
 
 @needs["softmax"]
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_matches_reference_softmax_of_long_rows(function):
+    """The last one is written past the caches, its rows beginning anywhere in a vector."""
+    for shape, with_gradient in (((9, 128), False), ((33, 131), False), ((3, 5, 1023), False), ((65, 130_001), True)):
+        dense = 4 * normal(*shape)
+        for x in (dense, 4 * normal(*shape[::-1]).permute(*reversed(range(len(shape)))))[: 1 if with_gradient else 2]:
+            stock = softened(x, -1, function)
+            ours, calls = counted("softmax", lambda x=x: softened(x, -1, function))
+            assert calls == (2 if with_gradient and function is torch.log_softmax else 1)
+            assert [t.stride() for t in ours] == [t.stride() for t in stock]
+            assert_close_to_reference(ours, stock, softened(x.double(), -1, function))
+
+
+@needs["softmax"]
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_long_softmax_keeps_nan_and_infinity_where_pytorch_does(function):
+    rows = 3 * normal(40, 333)
+    rows[3, 200], rows[7, 0], rows[8, 332], rows[9, 5], rows[11] = math.nan, math.inf, math.nan, -math.inf, -math.inf
+    rows[13, 1:], rows[14, :-1], rows[20], rows[21, 3], rows[22, 0] = -math.inf, -math.inf, 3e38, -3e38, -200.0
+    rows[23], rows[24, 150:], rows[25, 300] = torch.finfo(rows.dtype).min, -1e30, 1e5
+    ours, calls = counted("softmax", lambda: function(rows, 1))
+    assert calls == 1
+    torch.testing.assert_close(ours, function(rows, 1), equal_nan=True)
+
+
+@needs["softmax"]
 def test_gradients_of_softmax_of_any_layout():
     """Of sums, whose gradient has strides of 0, of a transpose, and second ones."""
     x = normal(30, 6)
@@ -1606,6 +1632,10 @@ def test_softmax_outside_the_domain_is_pytorchs():
     cases = [
         lambda: torch.softmax(rows.double(), 1),
         lambda: torch.softmax(normal(20, 16), 1),
+        lambda: torch.softmax(normal(20, 127), 1),
+        lambda: torch.softmax(normal(20, 200, dtype=torch.bfloat16), 1),
+        lambda: torch.ops.aten._log_softmax_backward_data(normal(20, 200), normal(20, 200), 1, torch.float32),
+        lambda: torch.ops.aten._softmax_backward_data(*2 * [normal(65, 130_001)], 1, torch.float32),
         lambda: torch.log_softmax(columns, 1),
         lambda: torch.softmax(columns[:, :, :15].contiguous(), 1),
         lambda: torch.softmax(rows[:0], 1),
@@ -1645,7 +1675,8 @@ def test_errors_of_softmax():
 def test_softmax_of_any_number_of_threads_is_the_same():
     def numbers(threads):
         torch.set_num_threads(threads)
-        return [*softened(normal(30_000, 6), 1), *softened(normal(3, 20, 40, 60), 1, torch.log_softmax)]
+        inputs = normal(30_000, 6), normal(3, 20, 40, 60), normal(65, 130_001)
+        return [part for x in inputs for part in softened(x, 1, torch.log_softmax)]
 
     with tune.replaced("softmax"):
         first = numbers(1)

@@ -166,6 +166,7 @@ def _bilinear_probes() -> list[Callable[[], torch.Tensor]]:
 def _softmax_probes() -> list[Callable[[], torch.Tensor]]:
     """Of rows of equal elements: their exponentials are 1, and 4 of them add up to a power of two."""
     rows, columns = torch.ones(4096, 4, device="cpu", requires_grad=True), torch.ones(2, 16, 48, 48, device="cpu")
+    long_rows = torch.ones(64, 1024, device="cpu")
     with torch.enable_grad():
         y = torch.softmax(rows, 1)
     grad = _small_integers(4096, 4)
@@ -173,6 +174,7 @@ def _softmax_probes() -> list[Callable[[], torch.Tensor]]:
         lambda: torch.softmax(rows, 1),
         lambda: torch.autograd.grad(y, rows, grad, retain_graph=True)[0],
         lambda: torch.softmax(columns, 1),
+        lambda: torch.softmax(long_rows, 1),
     ]
 
 
@@ -258,7 +260,8 @@ KERNELS = (
         "softmax",
         "softmax, log_softmax, cross_entropy, attention with dropout and their gradients",
         "float32, bfloat16 and float16, rows of at most 15 elements (gradients with AVX2: 7); without their gradients "
-        "also at most 64 channels or other elements that are not adjacent",
+        "also at most 64 channels or other elements that are not adjacent, and float32 rows of 128 elements and more "
+        "(gradients of log_softmax too from 32 MiB on)",
         _softmax_probes,
         exact=True,
         at_dispatcher=True,

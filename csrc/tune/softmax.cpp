@@ -29,8 +29,15 @@ Stock stock[] = {
     {"_ZN2at3cpu12_log_softmaxERKNS_6TensorElb", "_ZN2at3cpu26_log_softmax_backward_dataERKNS_6TensorES3_lN3c1010ScalarTypeE"},
 };
 
-// Whether the kernels take such a tensor, and its shape as they see it. Rows that fill its vectors PyTorch computes as fast, and
-// so it does all gradients across rows.
+constexpr int64_t shortest_long_row = 128;
+
+bool exceeds_cache(const camox_softmax_params& p) {
+  constexpr int64_t cache_bytes = 32 << 20;
+  return p.outer * p.n * static_cast<int64_t>(sizeof(float)) >= cache_bytes;
+}
+
+// Whether the kernels take such a tensor, and its shape as they see it. PyTorch computes as fast: rows that fill its vectors
+// but are short or in half precision, their gradients in the caches, and all gradients across rows.
 bool serves(const Tensor& x, int64_t dim, bool backward, camox_softmax_params& p) {
   constexpr int64_t fewest_columns = 16, longest_row = 15, longest_column = 64;
   const ScalarType type = x.scalar_type();
@@ -42,17 +49,23 @@ bool serves(const Tensor& x, int64_t dim, bool backward, camox_softmax_params& p
   for (int64_t d = 0; d < dim; ++d) p.outer *= x.size(d);
   for (int64_t d = dim + 1; d < dimensions; ++d) p.inner *= x.size(d);
   if (p.outer * p.n * p.inner == 0) return false;
+  if (p.inner == 1 && p.n >= shortest_long_row) return type == ScalarType::Float && (!backward || (p.log && exceeds_cache(p)));
   if (p.inner == 1) return p.n <= (backward && camox_isa_current() != CAMOX_ISA_AVX512 ? 7 : longest_row);
   return !backward && p.n <= longest_column && p.inner >= fewest_columns;
 }
 
-template <class Get>
-Tensor compute(Get kernel, camox_softmax_params& p, const Tensor& like) {
+Tensor compute(bool backward, camox_softmax_params& p, const Tensor& like) {
   const Tensor out = empty_contiguous(like);
   p.out = out.data_ptr();
-  const int64_t items = camox_softmax_items(&p);
-  run_with_scratch(kernel(dtype_of(like, "softmax"), camox_isa_current()), p, items, p.n * CAMOX_SOFTMAX_ROWS,
-                   camox_softmax_scratch(&p));
+  const camox_isa isa = camox_isa_current();
+  if (p.inner == 1 && p.n >= shortest_long_row) {
+    p.exceeds_cache = exceeds_cache(p);
+    run(backward ? camox_long_log_softmax_gradient(isa) : camox_long_softmax(isa), p, p.outer, p.n);
+  } else {
+    const auto kernel = backward ? camox_softmax_backward : camox_softmax_forward;
+    run_with_scratch(kernel(dtype_of(like, "softmax"), isa), p, camox_softmax_items(&p), p.n * CAMOX_SOFTMAX_ROWS,
+                     camox_softmax_scratch(&p));
+  }
   calls.fetch_add(1, std::memory_order_relaxed);
   return out;
 }
@@ -70,7 +83,7 @@ void forward(StableIValue* stack, bool log) {
   }
   const Tensor packed = as_contiguous(x);
   p.in = packed.data_ptr();
-  stack[0] = torch::stable::detail::from(compute(camox_softmax_forward, p, x));
+  stack[0] = torch::stable::detail::from(compute(false, p, x));
 }
 
 bool are_alike(const Tensor& a, const Tensor& b) {
@@ -94,7 +107,7 @@ void backward(StableIValue* stack, bool log) {
   }
   const Tensor packed_y = as_contiguous(y), packed_grad = as_contiguous(grad);
   p.in = packed_y.data_ptr(), p.grad = packed_grad.data_ptr();
-  stack[0] = torch::stable::detail::from(compute(camox_softmax_backward, p, y));
+  stack[0] = torch::stable::detail::from(compute(true, p, y));
 }
 
 template <void (*function)(StableIValue*, bool), bool log>

@@ -116,8 +116,8 @@ static void test_nearest(camox_isa isa, camox_dtype dtype, const int64_t *size, 
   test_free(&in), test_free(&out), free(values), free(truth), free(p.scratch), free(index), free(count), free(weights);
 }
 
-/* shape: outer, n, inner */
-static void test_softmax(camox_isa isa, camox_dtype dtype, const int64_t *shape, int log, int backward) {
+/* shape: outer, n, inner. long_rows: by the kernels of long rows, with 2 past the caches */
+static void test_softmax(camox_isa isa, camox_dtype dtype, const int64_t *shape, int log, int backward, int long_rows) {
   const int64_t size[4] = {1, shape[0], shape[1], shape[2]}, n = shape[1], inner = shape[2];
   test_image in = test_input(dtype, TEST_CONTIGUOUS, size), grad = test_input(dtype, TEST_CONTIGUOUS, size);
   test_image out = test_output(dtype, 0, 0, size);
@@ -138,13 +138,15 @@ static void test_softmax(camox_isa isa, camox_dtype dtype, const int64_t *shape,
   }
   camox_softmax_params p = {.in = in.view.data, .grad = grad.view.data, .out = out.view.data};
   p.outer = shape[0], p.n = n, p.inner = inner, p.log = log;
+  p.exceeds_cache = long_rows == 2;
   p.scratch = test_scratch((camox_softmax_scratch(&p) + 63) / 64 * 64);
-  const int64_t items = camox_softmax_items(&p);
+  const int64_t items = long_rows ? p.outer : camox_softmax_items(&p);
   camox_softmax_kernel *kernel = backward ? camox_softmax_backward(dtype, isa) : camox_softmax_forward(dtype, isa);
+  if (long_rows) kernel = backward ? camox_long_log_softmax_gradient(isa) : camox_long_softmax(isa);
   kernel(&p, 0, items / 2), kernel(&p, items / 2, items);
   TEST(test_close_within(16, &out, truth, &error, &allowed),
-       "%s %s softmax %lldx%lldx%lld, log %d, backward %d: off by %g, allowed %g", camox_isa_name(isa), test_dtype_names[dtype],
-       (long long)shape[0], (long long)n, (long long)inner, log, backward, error, allowed);
+       "%s %s softmax %lldx%lldx%lld, log %d, backward %d, long %d: off by %g, allowed %g", camox_isa_name(isa),
+       test_dtype_names[dtype], (long long)shape[0], (long long)n, (long long)inner, log, backward, long_rows, error, allowed);
   TEST(test_untouched(&out), "%s: written outside its elements", test_dtype_names[dtype]);
   test_free(&in), test_free(&grad), test_free(&out);
   free(values), free(grads), free(truth), free(p.scratch);
@@ -292,6 +294,7 @@ static void test_max_pool(camox_isa isa, camox_dtype dtype, const int64_t *size,
 int main(void) {
   static const int64_t images[][2] = {{1, 1}, {2, 7}, {5, 8}, {3, 16}, {9, 33}, {1, 65}};
   static const int64_t softened[][3] = {{1, 1, 1}, {70, 2, 1}, {130, 4, 1}, {33, 6, 1}, {64, 15, 1}, {2, 3, 17}, {1, 21, 130}};
+  static const int64_t long_rows[][3] = {{1, 1, 1}, {7, 31, 1}, {2, 64, 1}, {5, 130, 1}, {4, 1000, 1}};
   static const int64_t planes[][2] = {{1, 1}, {3, 16}, {7, 7}, {17, 33}, {36, 20}, {5, 64}};
   static const double probabilities[] = {0, 1e-5, 0.1, 0.5, 65535.5 / 65536, 1};
   static const int64_t lengths[] = {2, 7, 16, 17, 49, 333};
@@ -313,7 +316,13 @@ int main(void) {
     for (int dtype = 0; dtype < CAMOX_F64; ++dtype)
       for (size_t i = 0; i < sizeof softened / sizeof *softened; ++i)
         for (int which = 0; which < 4; ++which)
-          test_softmax((camox_isa)isa, (camox_dtype)dtype, softened[i], which % 2, which / 2);
+          test_softmax((camox_isa)isa, (camox_dtype)dtype, softened[i], which % 2, which / 2, 0);
+    for (size_t i = 0; i < sizeof long_rows / sizeof *long_rows; ++i)
+      for (int past_caches = 0; past_caches < 2; ++past_caches) {
+        test_softmax((camox_isa)isa, CAMOX_F32, long_rows[i], 0, 0, 1 + past_caches);
+        for (int backward = 0; backward < 2; ++backward)
+          test_softmax((camox_isa)isa, CAMOX_F32, long_rows[i], 1, backward, 1 + past_caches);
+      }
     for (int dtype = 0; dtype < CAMOX_F64; ++dtype)
       for (size_t i = 0; i < sizeof planes / sizeof *planes; ++i)
         for (int64_t window = 1; window <= 5; ++window)
