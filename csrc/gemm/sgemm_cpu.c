@@ -151,7 +151,7 @@ CAMOX_INLINE void multiply(const micro_tile *t, prefetcher *next, int rows, int 
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) {
-      __builtin_prefetch(t->c + r * t->c_row + v * VF32_LANES, 1);
+      if (v * VF32_LANES % LINE == 0) __builtin_prefetch(t->c + r * t->c_row + v * VF32_LANES, 1);
       sum[r][v] = vf32_set1(0);
     }
   }

@@ -24,14 +24,15 @@ enum { BLOCK = 4 * VF32_LANES };
 static float weigh(const float *x, int64_t n, float *total) {
   vf32 largest = vf32_set1(-FLT_MAX), sum = vf32_set1(0);
   for (int64_t i = 0; i < n; i += BLOCK) {
+    float padded[BLOCK];
+    const float *from = x + i;
+    if (n - i < BLOCK) {
+      for (int k = 0; k < BLOCK; ++k) padded[k] = k < n - i ? from[k] : -INFINITY;
+      from = padded;
+    }
     vf32 block[4], highest = largest, of_block = vf32_set1(0);
     for (int v = 0; v < 4; ++v) {
-      const int64_t at = i + v * VF32_LANES;
-      block[v] = vf32_set1(-INFINITY);
-      if (at + VF32_LANES <= n)
-        block[v] = vf32_load(x + at);
-      else
-        for (int64_t lane = 0; lane < n - at; ++lane) block[v][lane] = x[at + lane];
+      block[v] = vf32_load(from + v * VF32_LANES);
       highest = vf32_max(highest, block[v]);
     }
     if (vf32_any((vi32)(highest > largest))) sum *= vf32_exp_weight(largest - highest), largest = highest;
@@ -65,16 +66,22 @@ CAMOX_INLINE vf32 result_of(result kind, vf32 a, vf32 y, vf32 first, vf32 second
 CAMOX_INLINE void write_row(result kind, float *to, const float *a, const float *y, int64_t n, float of_row, float of_sum,
                             int past_caches) {
   const vf32 first = vf32_set1(of_row), second = vf32_set1(of_sum);
-  int64_t i = 0;
-  if (past_caches) { /* from the first vector whose address is a multiple of its size */
-    const int64_t head = camox_min_i64(n, (int64_t)(-(uintptr_t)to / sizeof(float) % VF32_LANES));
-    if (head > 0) vf32_store_n(to, result_of(kind, vf32_load_n(a, head), vf32_load_n(y, head), first, second), head);
-    for (i = head; i + VF32_LANES <= n; i += VF32_LANES)
-      vstream_f32(to + i, result_of(kind, vf32_load(a + i), vf32_load(y + i), first, second));
+  /* past the caches from the first vector whose address is a multiple of its size */
+  int64_t count = past_caches ? (int64_t)(-(uintptr_t)to / sizeof(float) % VF32_LANES) : 0;
+  if (count == 0) count = VF32_LANES;
+  for (int64_t i = 0; i < n; i += count, count = VF32_LANES) {
+    count = camox_min_i64(count, n - i);
+    const int whole = count == VF32_LANES;
+    const vf32 left = whole ? vf32_load(a + i) : vf32_load_n(a + i, count);
+    const vf32 right = whole ? vf32_load(y + i) : vf32_load_n(y + i, count);
+    const vf32 value = result_of(kind, left, right, first, second);
+    if (!whole)
+      vf32_store_n(to + i, value, count);
+    else if (past_caches)
+      vstream_f32(to + i, value);
+    else
+      vf32_store(to + i, value);
   }
-  for (; i + VF32_LANES <= n; i += VF32_LANES)
-    vf32_store(to + i, result_of(kind, vf32_load(a + i), vf32_load(y + i), first, second));
-  if (i < n) vf32_store_n(to + i, result_of(kind, vf32_load_n(a + i, n - i), vf32_load_n(y + i, n - i), first, second), n - i);
 }
 
 void CAMOX_PASTE3(camox_long_softmax_kernel, f32, CAMOX_ISA)(const camox_softmax_params *p, int64_t begin, int64_t end) {
