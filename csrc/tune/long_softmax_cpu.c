@@ -20,9 +20,12 @@
 
 enum { BLOCK = 4 * VF32_LANES };
 
-/* The maximum of a row and the sum of exp(x - maximum). NaN wherever the row holds NaN or +inf. */
+/* The maximum of a row and the sum of exp(x - maximum). NaN wherever the row holds NaN or +inf.
+
+   Lanes add up some blocks, and then those sums: beside a large term thousands of small ones would be rounded one by one. */
 static float weigh(const float *x, int64_t n, float *total) {
-  vf32 largest = vf32_set1(-FLT_MAX), sum = vf32_set1(0);
+  enum { BLOCKS = 32 };
+  vf32 largest = vf32_set1(-FLT_MAX), sum = vf32_set1(0), of_blocks = vf32_set1(0);
   for (int64_t i = 0; i < n; i += BLOCK) {
     float padded[BLOCK];
     const float *from = x + i;
@@ -35,10 +38,15 @@ static float weigh(const float *x, int64_t n, float *total) {
       block[v] = vf32_load(from + v * VF32_LANES);
       highest = vf32_max(highest, block[v]);
     }
-    if (vf32_any((vi32)(highest > largest))) sum *= vf32_exp_weight(largest - highest), largest = highest;
+    if (vf32_any((vi32)(highest > largest))) {
+      const vf32 smaller = vf32_exp_weight(largest - highest);
+      sum *= smaller, of_blocks *= smaller, largest = highest;
+    }
     for (int v = 0; v < 4; ++v) of_block += vf32_exp_weight(block[v] - largest);
-    sum += of_block;
+    of_blocks += of_block;
+    if (i / BLOCK % BLOCKS == BLOCKS - 1) sum += of_blocks, of_blocks = vf32_set1(0);
   }
+  sum += of_blocks;
   float maximum = largest[0];
   for (int lane = 1; lane < VF32_LANES; ++lane) maximum = largest[lane] > maximum ? largest[lane] : maximum;
   *total = vf32_sum(sum * vf32_exp_weight(largest - vf32_set1(maximum)));
