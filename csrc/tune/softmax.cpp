@@ -29,7 +29,10 @@ Stock stock[] = {
     {"_ZN2at3cpu12_log_softmaxERKNS_6TensorElb", "_ZN2at3cpu26_log_softmax_backward_dataERKNS_6TensorES3_lN3c1010ScalarTypeE"},
 };
 
-constexpr int64_t shortest_long_row = 128;
+bool has_long_rows(const camox_softmax_params& p) {
+  constexpr int64_t shortest = 128;
+  return p.inner == 1 && p.n >= shortest;
+}
 
 bool exceeds_cache(const camox_softmax_params& p) {
   constexpr int64_t cache_bytes = 32 << 20;
@@ -49,7 +52,7 @@ bool serves(const Tensor& x, int64_t dim, bool backward, camox_softmax_params& p
   for (int64_t d = 0; d < dim; ++d) p.outer *= x.size(d);
   for (int64_t d = dim + 1; d < dimensions; ++d) p.inner *= x.size(d);
   if (p.outer * p.n * p.inner == 0) return false;
-  if (p.inner == 1 && p.n >= shortest_long_row) return type == ScalarType::Float && (!backward || (p.log && exceeds_cache(p)));
+  if (has_long_rows(p)) return type == ScalarType::Float && (!backward || (p.log && exceeds_cache(p)));
   if (p.inner == 1) return p.n <= (backward && camox_isa_current() != CAMOX_ISA_AVX512 ? 7 : longest_row);
   return !backward && p.n <= longest_column && p.inner >= fewest_columns;
 }
@@ -58,7 +61,7 @@ Tensor compute(bool backward, camox_softmax_params& p, const Tensor& like) {
   const Tensor out = empty_contiguous(like);
   p.out = out.data_ptr();
   const camox_isa isa = camox_isa_current();
-  if (p.inner == 1 && p.n >= shortest_long_row) {
+  if (has_long_rows(p)) {
     p.exceeds_cache = exceeds_cache(p);
     run(backward ? camox_long_log_softmax_gradient(isa) : camox_long_softmax(isa), p, p.outer, p.n);
   } else {
