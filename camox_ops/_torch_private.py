@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function, forward_ad, profiler
 
 from . import _C, _cuda
 
@@ -34,6 +34,8 @@ NAMES = (
     # whether what a module keeps may serve
     "torch.nn.modules.module._has_any_global_hook",
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
+    # whether somebody watches operators
+    "torch.autograd.profiler._is_profiler_enabled",
 )
 
 
@@ -87,6 +89,7 @@ _is_alias = _find("torch._C._is_alias_of")
 _overlap = _find("torch._debug_has_internal_overlap")
 _any_global_hook = _find("torch.nn.modules.module._has_any_global_hook")
 _dispatch_mode = _find("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
+_profiled = _find("torch.autograd.profiler._is_profiler_enabled")
 
 # Without the level of forward-mode AD every tensor is asked for its tangent, which is public.
 forward_levels = SimpleNamespace(_current_level=0) if _level is None else forward_ad
@@ -123,6 +126,7 @@ WITHOUT_GRADIENT = (
 """Operators that the package calls without differentiable_call."""
 
 _observe: dict[str, Callable] = {}
+_is_observed = False
 
 
 class _Observed:
@@ -143,6 +147,8 @@ def observe_calls(observer: Callable | None) -> None:
     """Puts observer(name, function) in the place of the function of torch's that calls an operator of this package, for
     each of them and each way that it is called; None: gives torch's own back. Costs calls nothing without an observer:
     what is replaced are variables that every call reads."""
+    global _is_observed
+    _is_observed = observer is not None
     for observe in _observe.values():
         observe(observer)
     for name in (*_observe, *WITHOUT_GRADIENT):
@@ -345,6 +351,22 @@ def in_dispatch_mode() -> bool:
     """Whether Python sees every operator that is called: then what a module keeps must not serve. True where torch does
     not say."""
     return _dispatch_mode is None or _dispatch_mode()
+
+
+def is_followed() -> bool:
+    """Whether anything but this process's results depends on which operators are called: torch.compile, a torch.func
+    transform, forward-mode AD, a mode, a trace, the profiler or an observer of this package. True where torch does not
+    say."""
+    return (
+        torch.compiler.is_compiling()
+        or None in (_transforms_active, _dispatch_mode, _profiled)
+        or _transforms_active()
+        or forward_levels._current_level >= 0
+        or _dispatch_mode()
+        or torch.jit.is_tracing()
+        or profiler._is_profiler_enabled
+        or _is_observed
+    )
 
 
 def any_global_hook() -> bool:

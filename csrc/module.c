@@ -96,6 +96,9 @@ static PyObject *tune_cpu_allocator(PyObject *self, PyObject *args) {
 #endif
 }
 
+/* grad_norms/grad_norms_bind.cpp */
+extern PyObject *camox_grad_norms_of_list(PyObject *self, PyObject *args);
+
 static PyMethodDef methods[] = {
     {"isa", isa, METH_NOARGS, "The instruction set in use: 'portable', 'avx2' or 'avx512'."},
     {"has_avx512_bf16", has_avx512_bf16, METH_NOARGS, "Whether kernels may use the AVX512-BF16 dot product."},
@@ -104,6 +107,8 @@ static PyMethodDef methods[] = {
     {"keep_notes", keep_notes, METH_O, "Whether C notes what each call runs."},
     {"take_notes", take_notes, METH_NOARGS, "This thread's notes, a line each; they are forgotten then."},
     {"last_refusal", last_refusal, METH_NOARGS, "What this thread's last failed call said of an argument; else empty."},
+    {"grad_norms_of_list", camox_grad_norms_of_list, METH_VARARGS,
+     "Writes the norms by group of a list of plain CPU tensors; False: nothing written, call the operator."},
     {"tune_cpu_allocator", tune_cpu_allocator, METH_NOARGS, "Keep freed memory with the process (glibc)."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,16 +1,26 @@
 """grad_group_norms and scale_grads_."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, FLOATS, assert_close_to_reference, assert_one_rounding, default_device, each_backend
+from helpers import (
+    DEVICE,
+    FLOATS,
+    assert_close_to_reference,
+    assert_one_rounding,
+    default_device,
+    each_backend,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import camox_ops as cx
-from camox_ops import reference
+from camox_ops import _C, reference
 
 REDUCTIONS = ("sum_of_norms", "l2")
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="the CPU's way past the dispatcher")
 every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_reduce = pytest.mark.parametrize("reduce", REDUCTIONS)
 # Around vectors, steps of 32 elements, pieces of 8192, work items of 65536.
@@ -179,6 +189,143 @@ def test_nan_and_inf_are_those_of_their_group(reduce):
 
 
 # ---- lists ----
+
+
+def operator_norms(grads, groups, count, reduce=0) -> torch.Tensor:
+    return torch.ops.camox_ops.grad_group_norms(grads, groups, count, reduce)
+
+
+def list_norms(grads, groups, count, reduce=0) -> torch.Tensor | None:
+    """What is read off the list itself; None where the operator has to look at it."""
+    norms = torch.full((count,), -1.0, device="cpu")
+    table, classes = torch.Tensor.__dlpack_c_exchange_api__, (torch.Tensor, torch.nn.Parameter)
+    written = _C.grad_norms_of_list(grads, groups, reduce, norms, table, classes)
+    assert written or torch.equal(norms, torch.full((count,), -1.0))
+    return norms if written else None
+
+
+@on_cpu
+@every_reduce
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_list_is_added_up_as_by_the_operator(threads, reduce):
+    """Bit by bit; large gradients between small ones, whose sums begin while the list is read."""
+    code = REDUCTIONS.index(reduce)
+    halves = (torch.bfloat16, torch.float16)
+    kinds = [gradients(sizes=SIZES), gradients(sizes=(65536, 65537, 200_000)), *(gradients(half) for half in halves)]
+    grads = [kinds[i % 4][i // 4 % len(kinds[i % 4])] for i in range(331)]
+    grads[::7] = map(torch.nn.Parameter, grads[::7])
+    torch.set_num_threads(threads)
+    try:
+        for chosen in (grads, tuple(grads), grads[:9], grads[1:40:4]):
+            groups = groups_of(chosen, 41)
+            ours = list_norms(chosen, groups, 41, code)
+            assert torch.equal(ours, operator_norms(chosen, groups, 41, code))
+            assert torch.equal(ours, cx.grad_group_norms(chosen, groups, 41, reduce=reduce))
+    finally:
+        torch.set_num_threads(2)
+
+
+@on_cpu
+@every_dtype
+def test_what_a_list_of_pythons_is_read_of(dtype):
+    """Contiguous runs of memory, in whatever order their dimensions lie; everything else is the operator's."""
+    for grad in [*in_layouts(dtype), torch.empty(0, 3, dtype=dtype), torch.ones(3, dtype=dtype).requires_grad_()]:
+        ours, expected = list_norms([grad], [0], 1), cx.grad_group_norms([grad], [0], 1)
+        elements = grad[tuple(slice(1 if stride == 0 else None) for stride in grad.stride())] if grad.dim() else grad
+        order = sorted(range(grad.dim()), key=grad.stride().__getitem__, reverse=True)
+        if dtype != torch.float64 and elements.detach().permute(order).is_contiguous():
+            assert torch.equal(ours, expected)
+        else:
+            assert ours is None
+
+
+class Marked(torch.Tensor):
+    """A subclass, which may mean something else by its memory."""
+
+
+@on_cpu
+def test_what_a_list_of_pythons_is_not_read_of():
+    good = torch.ones(4)
+    refused = (
+        good.double(),
+        good.to_sparse(),
+        good.to("meta"),
+        good.int(),
+        good.to(torch.complex64),
+        good.as_subclass(Marked),
+        torch._efficientzerotensor((3,), device="cpu"),
+        torch.ones(4, 4)[:, ::2],
+        3.0,
+        "gradient",
+    )
+    for grad in refused:
+        assert list_norms([good, grad, good], [0, 0, 0], 1) is None, grad
+        assert list_norms([good] * 40 + [grad] + [good] * 40, [0] * 81, 1) is None, grad
+    for group in (-1, 2, True, 1.0, 1 << 80, np.int64(1), None, torch.tensor(1)):
+        assert list_norms([good, good], [0, group], 2) is None, group
+        assert list_norms([good, None], [0, group], 2) is None, group
+    assert (
+        list_norms([good, good], [0], 1) is None
+        and list_norms([], [], 1) is None
+        and list_norms([None], [0], 1) is None
+    )
+    with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
+        _C.grad_norms_of_list([good], [0], 0, good, object(), (torch.Tensor, torch.nn.Parameter))
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_follows_operators_sees_the_norms():
+    grads, groups = gradients(), groups_of(SIZES)
+    expected = cx.grad_group_norms(grads, groups, 4)
+    with Counted() as mode:
+        ours = [cx.grad_group_norms(grads, groups, 4)]
+    assert any("grad_group_norms" in name for name in mode.seen)
+    with torch.profiler.profile() as profile:
+        ours.append(cx.grad_group_norms(grads, groups, 4))
+    assert any("grad_group_norms" in event.key for event in profile.key_averages())
+    with cx.explain() as calls:
+        ours.append(cx.grad_group_norms(grads, groups, 4))
+    assert [call.op for call in calls.calls] == ["grad_group_norms"]
+    traced = torch.jit.trace(lambda *grads: cx.grad_group_norms(grads, groups, 4), tuple(grads), check_trace=False)
+    ours.append(traced(*(2 * grad for grad in grads)) / 2)
+    assert all(torch.equal(norms, expected) for norms in ours)
+
+
+@on_cpu
+def test_a_torch_without_dlpacks_table(monkeypatch):
+    expected = cx.grad_group_norms(gradients(), groups_of(SIZES), 4)
+    monkeypatch.setattr(cx.ops.grad_norms, "_DLPACK", None)
+    monkeypatch.setattr(_C, "grad_norms_of_list", None)
+    assert torch.equal(cx.grad_group_norms(gradients(), groups_of(SIZES), 4), expected)
+
+
+@on_cpu
+def test_lists_of_several_threads_of_python():
+    """Each lets the others run while it reads, and one that changes its list meanwhile reads what it has given."""
+    grads = [gradients(sizes=(9000, 70_000, 64))[i % 3] for i in range(100)]
+    expected = cx.grad_group_norms(grads, groups_of(grads), 4)
+
+    def one_thread(_) -> list[torch.Tensor]:
+        found = []
+        for _ in range(30):
+            own = [grad.clone() for grad in grads]
+            found.append(cx.grad_group_norms(own, groups_of(own), 4))
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [norms for of_thread in pool.map(one_thread, range(4)) for norms in of_thread]
+    assert len(found) == 120 and all(torch.equal(norms, expected) for norms in found)
 
 
 def test_none_is_skipped():

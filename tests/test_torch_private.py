@@ -60,6 +60,7 @@ def numbers():
         found.append(norm(*leaves))
     found.append(cx.nn.RotaryEmbedding(6)(x))
     found.append(cx.nn.LayerNorm2d(4)(x))
+    found.append(cx.grad_group_norms(leaves, [0] * len(leaves), 1))
     (made,) = (2 * leaves[0]).unbind(0)[:1]
     refused = [
         refusal(lambda: cx.rope(leaves[0], *tables, inplace=True)),
@@ -117,7 +118,7 @@ def test_without_a_name(name):
     numbers, refusals, missing, fast, state = found[name]
     complete = found[""]
     assert complete[2:] == [[], True, "short, past the Python of torch's operators"]
-    assert len(complete[0]) == 17
+    assert len(complete[0]) == 18
     assert None not in complete[1]
     assert numbers == complete[0]
     assert refusals == complete[1]

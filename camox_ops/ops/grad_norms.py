@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from .._torch_private import forward_levels, in_transform, raise_as_torch_does
+from .. import _C
+from .._torch_private import forward_levels, in_transform, is_followed, raise_as_torch_does
 from . import _check
 from ._codes import GROUP_REDUCTIONS, code_of
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _INT = frozenset((int,))
+_DLPACK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 def grad_group_norms(
@@ -62,6 +65,16 @@ def grad_group_norms(
         raise TypeError(f"grad_group_norms: num_groups must be an int, got {num_groups!r}")
     if num_groups < 0:
         raise ValueError(f"grad_group_norms: num_groups must be >= 0, got {num_groups!r}")
+    if (
+        not is_followed()
+        and _DLPACK is not None
+        and isinstance(grads, (list, tuple))
+        and isinstance(groups, (list, tuple))
+    ):
+        # With cold caches the dispatcher takes a third of the time of reading 500 gradients of 8 million elements.
+        norms = torch.empty(num_groups, dtype=torch.float32, device="cpu")
+        if _C.grad_norms_of_list(grads, groups, code, norms, _DLPACK, _CLASSES):
+            return norms
     tensors, indices = _given("grad_group_norms", grads, groups)
     return _call("grad_group_norms", grads, groups, num_groups, tensors, indices, num_groups, code)
 

@@ -60,11 +60,43 @@ static char *address_of(const camox_grad_norms_params *p, const camox_grad_piece
   return (char *)grad->data + (size_t)piece->begin * element_size(grad->dtype);
 }
 
+/* Whether this is AMD's Zen 4: the one with AVX-512 that has no VP2INTERSECT. */
+static int is_zen4(void) {
+#if defined(CAMOX_HAVE_X86)
+  return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f") && !__builtin_cpu_supports("avx512vp2intersect");
+#else
+  return 0;
+#endif
+}
+
+/* Asking for what lies 2 KiB further takes 6% of the time off sums with cold caches on Zen 3, 9% on Zen 5 (AVX2: 14%), and adds
+   13% on Zen 4. */
+static int64_t prefetch_offset(void) { return is_zen4() ? 0 : 2048; }
+
+double camox_grad_norms_of_run(const camox_grad *grad) {
+  camox_grad_norms_squares_kernel *const squares_of = camox_grad_norms_squares(grad->dtype, camox_isa_current());
+  const int64_t ahead = prefetch_offset();
+  double squares = 0;
+  for (int64_t begin = 0; begin < grad->elements; begin += CAMOX_GRAD_PIECE)
+    squares += squares_of((const char *)grad->data + (size_t)begin * element_size(grad->dtype),
+                          camox_min_i64(CAMOX_GRAD_PIECE, grad->elements - begin), ahead);
+  return squares;
+}
+
 void camox_grad_norms_sums(const camox_grad_norms_params *p, int64_t begin, int64_t end) {
   const camox_isa isa = camox_isa_current();
   for (int64_t k = p->item[begin]; k < p->item[end]; ++k) {
     const camox_grad_piece *piece = &p->piece[k];
-    p->partial[k] = camox_grad_norms_squares(p->grads[piece->grad].dtype, isa)(address_of(p, piece), piece->elements);
+    camox_grad_norms_squares_kernel *const squares_of = camox_grad_norms_squares(p->grads[piece->grad].dtype, isa);
+    p->partial[k] = squares_of(address_of(p, piece), piece->elements, prefetch_offset());
+  }
+}
+
+void camox_grad_norms_gather(const camox_grad_norms_params *p) {
+  int64_t k = 0;
+  for (int64_t i = 0; i < p->count; ++i) {
+    p->squares[i] = 0;
+    for (const int64_t end = k + camox_grad_pieces(p->grads[i].elements); k < end; ++k) p->squares[i] += p->partial[k];
   }
 }
 
@@ -87,12 +119,9 @@ static void set_norm(const camox_grad_norms_params *p, int64_t group, double nor
 
 void camox_grad_norms_finish(const camox_grad_norms_params *p, double *sum) {
   for (int64_t group = 0; group < p->groups; ++group) sum[group] = 0;
-  int64_t k = 0;
   for (int64_t i = 0; i < p->count; ++i) {
     const camox_grad *grad = &p->grads[i];
-    double squares = 0;
-    for (const int64_t end = k + camox_grad_pieces(grad->elements); k < end; ++k) squares += p->partial[k];
-    squares *= grad->repeats;
+    const double squares = p->squares[i] * grad->repeats;
     sum[grad->group] += p->reduce == CAMOX_GROUP_L2 ? squares : sqrt(squares);
   }
   for (int64_t group = 0; group < p->groups; ++group)

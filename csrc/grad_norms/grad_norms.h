@@ -52,6 +52,7 @@ typedef struct {
   const camox_grad_piece *piece;     /* CPU: [pieces], gradient by gradient */
   const int64_t *item;               /* CPU: [items + 1], the first piece of each work item and the end of the last */
   double *partial;                   /* CPU: [pieces], sums of squares */
+  double *squares;                   /* CPU: [count], the sum of squares of each run */
   camox_dtype norms_dtype;           /* CAMOX_F32, or on the CPU CAMOX_F64 */
   void *norms;                       /* [groups] */
   void *table;                       /* CUDA: camox_grad_norms_table_bytes, on the device */
@@ -70,18 +71,24 @@ int64_t camox_grad_norms_pieces(const camox_grad_norms_params *p);
    threads gives the same bits. piece, item: room for camox_grad_norms_pieces and one more. Returns the number of items. */
 int64_t camox_grad_norms_plan(const camox_grad_norms_params *p, camox_grad_piece *piece, int64_t *item);
 
-/* The sum of the squares of n elements. */
-typedef double camox_grad_norms_squares_kernel(const void *data, int64_t n);
+/* The sum of the squares of n elements; asks for the memory that many bytes beyond what it reads. */
+typedef double camox_grad_norms_squares_kernel(const void *data, int64_t n, int64_t prefetch_offset);
 camox_grad_norms_squares_kernel *camox_grad_norms_squares(camox_dtype dtype, camox_isa isa);
 
 /* n elements, each multiplied by factor, in place. */
 typedef void camox_grad_norms_scale_kernel(void *data, int64_t n, double factor);
 camox_grad_norms_scale_kernel *camox_grad_norms_scale(camox_dtype dtype, camox_isa isa);
 
+/* The sum of squares of a run: piece by piece, as the three functions below compute it. */
+double camox_grad_norms_of_run(const camox_grad *grad);
+
 /* The sums of squares of the pieces of work items begin ... end-1. */
 void camox_grad_norms_sums(const camox_grad_norms_params *p, int64_t begin, int64_t end);
 
-/* After them the norms, in a fixed order. sum: scratch, [groups]. */
+/* After them the sum of each run, in a fixed order. */
+void camox_grad_norms_gather(const camox_grad_norms_params *p);
+
+/* The norms from the sums of all runs, in a fixed order. sum: scratch, [groups]. */
 void camox_grad_norms_finish(const camox_grad_norms_params *p, double *sum);
 
 /* Multiplies the pieces of work items begin ... end-1 by the factor of their gradient. */

@@ -1,5 +1,14 @@
 // Schemas and entries of grad_group_norms and scale_grads_.
+#ifndef CAMOX_CUDA_PART
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include "../common/dlpack.h"
+#include "grad_norms_threads.h"
+#endif
+
 #include <algorithm>
+#include <new>
 
 #include "../common/torch_util.h"
 #include "grad_norms.h"
@@ -28,14 +37,21 @@ struct Memory {
   double repeats = 1;                 // elements of the tensor at each address
 };
 
-Memory memory_of(const Tensor& x) {
+// The elements of a tensor lie side by side, the last dimension's innermost.
+bool is_contiguous(const int64_t* sizes, const int64_t* strides, int64_t dimensions) {
+  int64_t inside = 1;
+  for (int64_t d = dimensions; d-- > 0; inside *= sizes[d])
+    if (sizes[d] != 1 && strides[d] != inside) return false;
+  return true;
+}
+
+Memory memory_of(const int64_t* sizes, const int64_t* strides, int64_t dimensions) {
   Memory memory;
-  if (x.is_contiguous()) {
-    memory.elements = x.numel();
+  if (is_contiguous(sizes, strides, dimensions)) {
+    for (int64_t d = 0; d < dimensions; ++d) memory.elements *= sizes[d];
     return memory;
   }
-  auto sizes = x.sizes(), strides = x.strides();
-  for (int64_t d = 0; d < x.dim(); ++d) {
+  for (int64_t d = 0; d < dimensions; ++d) {
     if (strides[d] == 0)
       memory.repeats *= static_cast<double>(sizes[d]);
     else if (sizes[d] != 1)
@@ -49,6 +65,8 @@ Memory memory_of(const Tensor& x) {
   memory.dimensions.clear();
   return memory;
 }
+
+Memory memory_of(const Tensor& x) { return memory_of(x.sizes().data(), x.strides().data(), x.dim()); }
 
 // The elements of x side by side: where they lie, or in a copy, which has to live as long as they are used.
 camox_grad run_of(const Tensor& x, const Memory& memory, camox_dtype dtype, std::vector<Tensor>& copies) {
@@ -73,19 +91,6 @@ Tensor device_table(const Tensor& like) {
   const int64_t bytes = static_cast<int64_t>(camox_grad_norms_table_bytes());
   return empty_contiguous(like, aoti_torch_dtype_uint8(), 1, &bytes);
 }
-#else
-// The division of the gradients into pieces and work items, which p points to.
-struct Plan {
-  std::vector<camox_grad_piece> piece;
-  std::vector<int64_t> item;
-
-  explicit Plan(camox_grad_norms_params& p) {
-    p.pieces = camox_grad_norms_pieces(&p);
-    piece.resize(p.pieces), item.resize(p.pieces + 1);
-    p.items = camox_grad_norms_plan(&p, piece.data(), item.data());
-    p.piece = piece.data(), p.item = item.data();
-  }
-};
 #endif
 
 // ---- norms ----
@@ -119,14 +124,96 @@ Tensor grad_group_norms(std::vector<Tensor>& grads, const std::vector<int64_t>& 
   p.table = table.data_ptr();
   launch(camox_grad_norms_cuda, p, first, op);
 #else
-  const Plan plan(p);
-  std::vector<double> partial(p.pieces), sum(num_groups);
-  p.partial = partial.data();
-  run(camox_grad_norms_sums, p, p.items, CAMOX_GRAD_ITEM);
-  camox_grad_norms_finish(&p, sum.data());
+  GradList list(found.size());
+  for (const camox_grad& grad : found) list.add(grad);
+  list.complete();
+  add_up_while_read(list, [&] { list.add_up_small(); });
+  list.put_into(p);
+  list.finish(p);
 #endif
   return norms;
 }
+
+#ifndef CAMOX_CUDA_PART
+// ---- norms of a list of Python's ----
+
+// The elements of a tensor of Python's side by side in CPU memory; false where they don't lie so, or are of another dtype than
+// float32, bfloat16 and float16.
+bool run_of(PyObject* tensor, camox_dlpack_describe* describe, camox_grad& run) {
+  camox_dlpack_tensor x;
+  if (describe(tensor, &x) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const Memory memory = memory_of(x.shape, x.strides, x.ndim);
+  const bool is_half = x.dtype.bits == 16 && x.dtype.lanes == 1;
+  if (x.dtype.code == CAMOX_DLPACK_FLOAT && x.dtype.bits == 32 && x.dtype.lanes == 1)
+    run.dtype = CAMOX_F32;
+  else if (x.dtype.code == CAMOX_DLPACK_FLOAT && is_half)
+    run.dtype = CAMOX_F16;
+  else if (x.dtype.code == CAMOX_DLPACK_BFLOAT && is_half)
+    run.dtype = CAMOX_BF16;
+  else
+    return false;
+  run.data = static_cast<char*>(x.data) + x.byte_offset;
+  run.elements = memory.elements, run.repeats = memory.repeats;
+  // Tensors that torch knows to be zero have no memory.
+  return x.device.device_type == CAMOX_DLPACK_CPU && memory.dimensions.empty() && (x.data != nullptr || memory.elements == 0);
+}
+
+// Lets other threads of Python run.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// Adds what grads, a tuple, holds; false where the operator has to look at it. classes: torch.Tensor and Parameter.
+bool read_tuple(PyObject* grads, PyObject* groups, int64_t num_groups, PyObject* classes, camox_dlpack_describe* describe,
+                GradList& list) try {
+  PyTypeObject* const tensor_class = reinterpret_cast<PyTypeObject*>(PyTuple_GetItem(classes, 0));
+  PyTypeObject* const parameter_class = reinterpret_cast<PyTypeObject*>(PyTuple_GetItem(classes, 1));
+  for (Py_ssize_t i = 0; i < PyTuple_Size(grads); ++i) {
+    PyObject* const grad = PyTuple_GetItem(grads, i);
+    PyObject* const given_group = PyTuple_GetItem(groups, i);
+    if (Py_TYPE(given_group) != &PyLong_Type) return false;
+    const int64_t group = PyLong_AsLongLong(given_group);
+    if (group < 0 || group >= num_groups) return false;
+    if (grad == Py_None) continue;
+    if (Py_TYPE(grad) != tensor_class && Py_TYPE(grad) != parameter_class) return false;
+    camox_grad run{nullptr, 0, 1, 1, group, CAMOX_F32};
+    if (!run_of(grad, describe, run)) return false;
+    list.add(run);
+  }
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
+}
+
+// Writes the norms; false, and nothing written, where the operator has to look at the list. Needs Python's lock, and gives it to
+// others when the list is read. The tuple holds the tensors until then.
+bool norms_of_tuple(PyObject* grads, PyObject* groups, PyObject* classes, camox_dlpack_describe* describe,
+                    camox_grad_norms_params& p) {
+  GradList list(PyTuple_Size(grads));
+  bool is_read = false;
+  std::optional<WithoutGil> others_run;
+  add_up_while_read(list, [&] {
+    is_read = read_tuple(grads, groups, p.groups, classes, describe, list);
+    list.complete();
+    others_run.emplace();
+    list.add_up_small();
+  });
+  list.put_into(p), p.norms_dtype = CAMOX_F32;
+  if (!is_read || p.count == 0 || camox_grad_norms_check(&p, "grad_group_norms") != CAMOX_OK) return false;
+  list.finish(p);
+  return true;
+}
+#endif
 
 // ---- scaling ----
 
@@ -269,6 +356,32 @@ void scale_grads_(std::vector<Tensor>& grads, const std::vector<int64_t>& groups
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
+// (grads, groups, reduce, norms, table, classes), the first two lists or tuples -> whether the norms are written.
+extern "C" PyObject* camox_grad_norms_of_list(PyObject*, PyObject* args) {
+  PyObject *given_grads, *given_groups, *norms, *capsule, *classes;
+  int reduce;
+  if (!PyArg_ParseTuple(args, "OOiOOO", &given_grads, &given_groups, &reduce, &norms, &capsule, &classes)) return nullptr;
+  const auto* table = static_cast<const camox_dlpack_table*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (table == nullptr) return nullptr;
+  bool written = false;
+  PyObject* const grads = PySequence_Tuple(given_grads);
+  PyObject* const groups = PySequence_Tuple(given_groups);
+  camox_grad of_norms{};
+  if (grads != nullptr && groups != nullptr && PyTuple_Size(grads) == PyTuple_Size(groups) &&
+      table->version.major == CAMOX_DLPACK_MAJOR && table->describe != nullptr && run_of(norms, table->describe, of_norms)) {
+    camox_grad_norms_params p{};
+    p.reduce = static_cast<camox_group_reduce>(reduce), p.norms = of_norms.data, p.groups = of_norms.elements;
+    try {
+      written = norms_of_tuple(grads, groups, classes, table->describe, p);
+    } catch (const std::exception&) {  // no memory, which the operator will say
+    }
+  }
+  Py_XDECREF(grads);
+  Py_XDECREF(groups);
+  PyErr_Clear();
+  return PyBool_FromLong(written);
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("grad_group_norms(Tensor[] grads, int[] groups, int num_groups, int reduce) -> Tensor");
   m.def("scale_grads_(Tensor(a!)[] grads, int[] groups, Tensor scales) -> ()");

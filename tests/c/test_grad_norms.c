@@ -70,6 +70,10 @@ static void test_norms(int dtype, camox_group_reduce reduce, camox_dtype of_norm
   p->partial = allocated((size_t)p->pieces * sizeof *p->partial);
   camox_grad_norms_sums(p, 0, p->items / 2);
   camox_grad_norms_sums(p, p->items / 2, p->items);
+  p->squares = allocated(GRADS * sizeof *p->squares);
+  camox_grad_norms_gather(p);
+  for (int i = 0; i < GRADS; ++i)
+    TEST(camox_grad_norms_of_run(&list.grads[i]) == p->squares[i], "gradient %d: not the sum of its pieces", i);
   camox_grad_norms_finish(p, sum);
   for (int k = 0; k < GROUPS; ++k) {
     const double expected = reduce == CAMOX_GROUP_L2 ? sqrt(truth[k]) : truth[k];
@@ -78,7 +82,7 @@ static void test_norms(int dtype, camox_group_reduce reduce, camox_dtype of_norm
          "%s %s reduce %d group %d: %.17g, not %.17g", camox_isa_name(camox_isa_current()),
          dtype < CAMOX_DTYPE_COUNT ? test_dtype_names[dtype] : "mixed", (int)reduce, k, ours, expected);
   }
-  free(p->partial);
+  free(p->partial), free(p->squares);
   free_list(&list);
 }
 
@@ -92,7 +96,7 @@ static void test_every_element(camox_dtype dtype, camox_isa isa) {
       test_set(dtype, x, k, test_random(8));
       squares += (long double)test_get(dtype, x, k) * test_get(dtype, x, k);
     }
-    const double ours = camox_grad_norms_squares(dtype, isa)(x, n);
+    const double ours = camox_grad_norms_squares(dtype, isa)(x, n, 2048);
     const double tolerance = dtype == CAMOX_F64 ? 1e-13 : 0x1p-22; /* eight squares are added in float32 */
     TEST(fabs(ours - (double)squares) <= tolerance * (double)squares, "%s %s %d: %.17g, not %.17g", camox_isa_name(isa),
          test_dtype_names[dtype], (int)n, ours, (double)squares);
