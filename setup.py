@@ -44,7 +44,8 @@ CSRC = Path("csrc")
 # A shared object of its own, which only camox_ops.train.tune_cpu opens.
 TUNE, TUNE_LIBRARY = CSRC / "tune", "libcamox_ops_tune.so"
 SGEMM = (CSRC / "gemm" / "sgemm.c", CSRC / "gemm" / "sgemm_cpu.c")
-BORROWED = (*SGEMM, CSRC / "box" / "box.c", CSRC / "box" / "box_cpu.c")  # linked into that one too
+# What that library calls in the module: these export their functions, all others of the module are hidden.
+SHARED = (SGEMM[0], CSRC / "box" / "box.c", CSRC / "common" / "isa.c", CSRC / "common" / "status.c")
 BREAK = os.environ.get("CAMOX_BREAK", "")
 QUICK = os.environ.get("CAMOX_QUICK_BUILD", "0")
 OPS = sorted({path.parent.name for path in CSRC.glob("*/*_bind.cpp")})
@@ -191,13 +192,15 @@ class BuildExt(build_ext):
         parts = [list(compilations()), list(tune_compilations()), list(cuda_compilations()) if NVCC else []]
         module, tune, cuda = self.compile_all(parts)
         old_glibc = self.old_glibc()
-        for path, objects in ((library, module), (library.with_name(TUNE_LIBRARY), tune)):
+        # The module, which is loaded before.
+        beside = [f"-L{library.parent}", f"-l:{library.name}", "-Wl,-rpath,$ORIGIN"]
+        for path, objects, others in ((library, module, []), (library.with_name(TUNE_LIBRARY), tune, beside)):
             self.compiler.link_shared_object(
                 objects,
                 str(path),
                 libraries=["torch_cpu"],
                 library_dirs=library_paths(),
-                extra_postargs=["-Wl,--as-needed", *old_glibc, "-lm"],
+                extra_postargs=["-Wl,--as-needed", *others, *old_glibc, "-lm"],
                 target_lang="c++",
             )
         if NVCC is None:
@@ -293,8 +296,8 @@ def cost(job):
 
 def broken(source):
     """Whether the build's CAMOX_BREAK changes this file's object: one of the op's own, or the module, which says so."""
-    shared = TUNE.name == BREAK and Path(source) in BORROWED
-    return BREAK != "" and (shared or Path(source).parent.name in (BREAK, CSRC.name))
+    called = TUNE.name == BREAK and Path(source) in SGEMM
+    return BREAK != "" and (called or Path(source).parent.name in (BREAK, CSRC.name))
 
 
 def stale(target):
@@ -316,7 +319,7 @@ def compilations():
     ]
     yield str(CSRC / "module.c"), "c", [*C_FLAGS, *module_flags]
     for source in sorted([*CSRC.glob("common/*.c"), *(CSRC / op / f"{op}.c" for op in OPS), SGEMM[0]]):
-        yield str(source), "c", C_FLAGS
+        yield str(source), "c", [*C_FLAGS, "-fvisibility=default"] if source in SHARED else C_FLAGS
     yield from per_isa(path for path in CSRC.glob("*/*_cpu.c") if path.parent != TUNE)
     for source in sorted([CSRC / "library.cpp", *CSRC.glob("common/*.cpp"), *CSRC.glob("*/*_bind.cpp")]):
         yield str(source), "cxx", CXX_FLAGS
@@ -334,15 +337,12 @@ def per_isa(sources):
 
 def tune_compilations():
     """The same of the replacements of PyTorch's kernels."""
-    sources = {*TUNE.glob("*.c"), *BORROWED}
-    kernels = sorted(source for source in sources if source.stem.endswith("_cpu"))
-    for source in sorted(sources - {*kernels}):
+    kernels = {*TUNE.glob("*_cpu.c")}
+    for source in (*sorted({*TUNE.glob("*.c")} - kernels), CSRC / "common" / "old_glibc.c"):
         yield str(source), "c", C_FLAGS
-    for source in ("isa.c", "status.c", "old_glibc.c", "check.c"):
-        yield str(CSRC / "common" / source), "c", C_FLAGS
     for source, isa, flags in per_isa(kernels):
         # Vectors are written out in these, and -O3 makes a third more code for the same speed.
-        yield source, isa, [*flags, "-O2", "-fpeel-loops"] if Path(source).parent == TUNE else flags
+        yield source, isa, [*flags, "-O2", "-fpeel-loops"]
     for source in (*sorted(TUNE.glob("*.cpp")), CSRC / "common" / "old_libstdcxx.cpp"):
         yield str(source), "cxx", CXX_FLAGS
 

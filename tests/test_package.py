@@ -138,6 +138,11 @@ def test_binary_is_abi3():
 
 
 @needs_nm
+def test_replacements_call_the_products_of_the_module():
+    assert {"camox_sgemm", "camox_box_forward", "camox_isa_current"} <= set(undefined_symbols(tune.LIBRARY))
+
+
+@needs_nm
 @each_binary
 def test_binary_uses_torch_by_its_stable_abi_alone(binary):
     symbols = undefined_symbols(binary)

@@ -318,12 +318,10 @@ class _Library:
             library = ctypes.CDLL(str(LIBRARY))
         except OSError as error:
             return f"{LIBRARY.name} cannot be opened: {error}"
-        for name, result in (("open", ctypes.c_char_p), ("put", ctypes.c_char_p), ("calls", ctypes.c_int64)):
+        for name, result in (("open", None), ("put", ctypes.c_char_p), ("calls", ctypes.c_int64)):
             getattr(library, f"camox_tune_{name}").restype = result
         library.camox_tune_set_least.argtypes = [ctypes.c_int64] * 3
-        error = library.camox_tune_open(_address_in_torch)
-        if error:
-            return error.decode()
+        library.camox_tune_open(_address_in_torch)
         self._library = library
         return ""
 

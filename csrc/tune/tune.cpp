@@ -238,12 +238,10 @@ Replacement* find(const char* name) {
 
 }  // namespace
 
-// What Python calls, one at a time, while no other thread computes. NULL, or what is wrong.
-CAMOX_TUNE_API const char* camox_tune_open(void* (*address)(const char* symbol)) {
-  address_in_torch = address;
-  return camox_isa_init() == CAMOX_OK ? nullptr : camox_last_error();
-}
+// What Python calls, one at a time, while no other thread computes.
+CAMOX_TUNE_API void camox_tune_open(void* (*address)(const char* symbol)) { address_in_torch = address; }
 
+// NULL, or what is wrong.
 CAMOX_TUNE_API const char* camox_tune_put(const char* name) {
   try {
     Replacement* replacement = find(name);
