@@ -189,6 +189,7 @@ def _short_call(name: str, overload, transformable: type[Function], saving: tupl
     unobserved = kernel
     setup_context, backward = transformable.setup_context, transformable.backward
     is_compiling, is_grad_enabled, Tensor = torch.compiler.is_compiling, torch.is_grad_enabled, torch.Tensor
+    is_traced = torch.compiler.is_dynamo_compiling  # one Python function less: export's tensors are no plain ones
 
     def forward(ctx, *args):
         try:
@@ -224,7 +225,7 @@ def _short_call(name: str, overload, transformable: type[Function], saving: tupl
             raise
 
     def attempt(*args):
-        if is_compiling() or in_transform() or forward_ad._current_level >= 0:
+        if is_traced() or in_transform() or forward_ad._current_level >= 0:
             return None
         differentiated = False
         for arg in args:
@@ -284,10 +285,10 @@ def attempt_in_place(name: str) -> Callable:
     overload = getattr(torch.ops.camox_ops, name).default
     if not CALLS_ARE_FAST:
         return lambda *args: None
-    in_transform, is_compiling, Tensor = _transforms_active, torch.compiler.is_compiling, torch.Tensor
+    in_transform, is_traced, Tensor = _transforms_active, torch.compiler.is_dynamo_compiling, torch.Tensor
 
     def attempt(*args):
-        if is_compiling() or in_transform() or forward_ad._current_level >= 0:
+        if is_traced() or in_transform() or forward_ad._current_level >= 0:
             return None
         for arg in args:
             if isinstance(arg, Tensor) and (

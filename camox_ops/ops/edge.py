@@ -55,7 +55,7 @@ def edge_maps(
         call = _edge_maps_stacked if stacked else _edge_maps
         maps = call.attempt(x, eps, BORDERS.get(border))
         if maps is not None:
-            return maps if stacked else EdgeMaps(*maps)
+            return maps if stacked else tuple.__new__(EdgeMaps, maps)  # without EdgeMaps' own __new__, which is Python
     _check.image("edge_maps", "x", x)
     eps = _check.eps("edge_maps", eps, x)
     border_code = border_of("edge_maps", border, x)

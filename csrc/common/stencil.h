@@ -87,8 +87,7 @@ static inline camox_tile camox_tile_at(const camox_tiling *t, int64_t unit) {
 #define CAMOX_STENCIL_LINE ((CAMOX_STENCIL_LINE_BYTES + 4 * CAMOX_STENCIL_CHANNELS_BYTES) / sizeof(real) + 16)
 /* Planes up to this many pixels are crossed so often that every vector looks for their first and last rows. */
 #define CAMOX_STENCIL_SMALL_PLANE 256
-/* From so many bytes read and written on they come from memory, and this many bytes ahead of their use is early enough. */
-#define CAMOX_STENCIL_EXCEEDS_CACHE ((int64_t)12 << 20)
+/* How far before their use bytes are prefetched. */
 #define CAMOX_STENCIL_PREFETCH_BYTES 2048
 
 /* What a stencil reads and writes. */
