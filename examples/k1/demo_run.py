@@ -105,7 +105,7 @@ def published_step(corpus, steps):
     rows = duel.alternate(step_of, [batch] * (1 + steps), warmup=1)
     for name, model in models.items():
         rows[name] |= {"steps_per_s": 1000 / rows[name]["step_ms"], **used(model, PUBLISHED, batch)}
-    return rows, duel.with_and_without_tune_cpu(step_of, batch, rounds=2, length=2)
+    return rows, duel.with_and_without_tune_cpu(step_of, batch)
 
 
 def train_baseline(corpus, config, steps):

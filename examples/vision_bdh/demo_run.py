@@ -104,7 +104,7 @@ def published_step(steps):
     rows = duel.alternate(step_of, [(images, labels)] * (1 + steps), warmup=1)
     for name, model in models.items():
         rows[name] |= {"images_per_s": BATCH / rows[name]["step_ms"] * 1000, **used(model, images, labels)}
-    return rows, duel.with_and_without_tune_cpu(step_of, (images, labels), rounds=2, length=2)
+    return rows, duel.with_and_without_tune_cpu(step_of, (images, labels))
 
 
 def run(mode, folder):
