@@ -27,9 +27,9 @@ from camox_ops.ops.short_attention import short_attention_packed
 HALVES = (torch.bfloat16, torch.float16)
 MEMORY = ("contiguous", "packed", "strided", "heads_first", "expanded")
 # (S, T, H, D): of EmberFormer; around vectors and both traversals (T 16, T D 256); more columns than a piece; odd ones;
-# for tensor cores on CUDA, of K-1 and of rows that fill no tile.
+# for tensor cores on CUDA, of K-1 and of rows that fill no tile; four heads whose rows are whole vectors.
 SHAPES = [(9, 6, 8, 12), (3, 1, 1, 1), (5, 3, 3, 2), (2, 16, 5, 16), (2, 16, 3, 17), (3, 17, 2, 7), (2, 33, 1, 65)]
-SHAPES += [(2, 64, 2, 32), (2, 21, 1, 40)]
+SHAPES += [(2, 64, 2, 32), (2, 21, 1, 40), (5, 7, 4, 4), (3, 2, 12, 16), (5, 3, 8, 8), (4, 3, 5, 8)]
 ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64, bits and threads: on the CPU")
 op = torch.ops.camox_ops
 pytestmark = on_device

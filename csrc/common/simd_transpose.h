@@ -3,7 +3,8 @@
    V_transpose transposes a block of as many vectors as a vector has lanes: row[i] lane j <-> row[j] lane i. Each step
    interleaves the rows of the block's two halves; after log2(lanes) steps rows have become columns. vload_quads and
    vstore_quads transpose four adjacent elements, from `at` on, of every row at once: fewer and cheaper shuffles, since most
-   stay within 16 bytes. */
+   stay within 16 bytes. vload_groups and vstore_groups, where vectors have 16 lanes, do so for rows that lie four by four next
+   to each other: whole vectors are read and written. */
 #ifndef CAMOX_SIMD_TRANSPOSE_H
 #define CAMOX_SIMD_TRANSPOSE_H
 
@@ -142,5 +143,57 @@ CAMOX_DEFINE_HALF_QUAD(f16)
 CAMOX_DEFINE_QUADS(f32, float)
 CAMOX_DEFINE_QUADS(bf16, uint16_t)
 CAMOX_DEFINE_QUADS(f16, uint16_t)
+
+#if VF32_LANES == 16
+/* 16 bytes number s of v[g] <-> 16 bytes number g of v[s] */
+CAMOX_INLINE void vf32_exchange_quads(vf32 *v) {
+  const __m512 low01 = _mm512_shuffle_f32x4((__m512)v[0], (__m512)v[1], 0x44);
+  const __m512 high01 = _mm512_shuffle_f32x4((__m512)v[0], (__m512)v[1], 0xee);
+  const __m512 low23 = _mm512_shuffle_f32x4((__m512)v[2], (__m512)v[3], 0x44);
+  const __m512 high23 = _mm512_shuffle_f32x4((__m512)v[2], (__m512)v[3], 0xee);
+  v[0] = (vf32)_mm512_shuffle_f32x4(low01, low23, 0x88);
+  v[1] = (vf32)_mm512_shuffle_f32x4(low01, low23, 0xdd);
+  v[2] = (vf32)_mm512_shuffle_f32x4(high01, high23, 0x88);
+  v[3] = (vf32)_mm512_shuffle_f32x4(high01, high23, 0xdd);
+}
+
+/* Four groups of four rows of `count` (a constant of at most 4) times four elements, the rows of a group next to each other:
+   row i of group g <-> lane 4 g + i. quad[count i + k] holds the elements from 4 k on of row i of each group. */
+#define CAMOX_DEFINE_GROUPS(S, T)                                                                                     \
+  CAMOX_INLINE void vload_groups_##S(vf32 *to, const T *const *group, ptrdiff_t at, int count) {                      \
+    vf32 quad[16];                                                                                                    \
+    _Pragma("GCC unroll 4") for (int m = 0; m < count; ++m) {                                                         \
+      _Pragma("GCC unroll 4") for (int g = 0; g < 4; ++g) quad[4 * m + g] = vload_##S(group[g] + at + 16 * m);        \
+      vf32_exchange_quads(quad + 4 * m);                                                                              \
+    }                                                                                                                 \
+    _Pragma("GCC unroll 4") for (int k = 0; k < count; ++k) {                                                         \
+      vf32 v[4];                                                                                                      \
+      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) v[i] = quad[count * i + k];                                 \
+      vf32_transpose_quads(v);                                                                                        \
+      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) to[4 * k + i] = v[i];                                       \
+    }                                                                                                                 \
+  }                                                                                                                   \
+  CAMOX_INLINE void vstore_groups_##S(T *const *group, ptrdiff_t at, const vf32 *from, int count, int non_temporal) { \
+    vf32 quad[16];                                                                                                    \
+    _Pragma("GCC unroll 4") for (int k = 0; k < count; ++k) {                                                         \
+      vf32 v[4];                                                                                                      \
+      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) v[i] = from[4 * k + i];                                     \
+      vf32_transpose_quads(v);                                                                                        \
+      _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) quad[count * i + k] = v[i];                                 \
+    }                                                                                                                 \
+    _Pragma("GCC unroll 4") for (int m = 0; m < count; ++m) {                                                         \
+      vf32_exchange_quads(quad + 4 * m);                                                                              \
+      _Pragma("GCC unroll 4") for (int g = 0; g < 4; ++g) {                                                           \
+        if (non_temporal)                                                                                             \
+          vstream_##S(group[g] + at + 16 * m, quad[4 * m + g]);                                                       \
+        else                                                                                                          \
+          vstore_##S(group[g] + at + 16 * m, quad[4 * m + g]);                                                        \
+      }                                                                                                               \
+    }                                                                                                                 \
+  }
+CAMOX_DEFINE_GROUPS(f32, float)
+CAMOX_DEFINE_GROUPS(bf16, uint16_t)
+CAMOX_DEFINE_GROUPS(f16, uint16_t)
+#endif
 
 #endif

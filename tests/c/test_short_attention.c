@@ -107,8 +107,10 @@ static void test_case(camox_isa isa, camox_dtype dtype, test_layout layout, cons
        camox_last_error());
   run(camox_short_attention_forward(dtype, isa), &p, 1 + causal);
   run(camox_short_attention_backward(dtype, isa), &p, 1 + causal);
+  const double steps = dtype == CAMOX_F64 ? 16 : 8; /* the double loop rounds, too */
   for (int i = 0; i < 4; ++i) {
-    TEST(test_close(&to[i], truth[i], &error, &allowed), "%s: %s off by %g, allowed %g", what, names[i], error, allowed);
+    TEST(test_close_within(steps, &to[i], truth[i], &error, &allowed), "%s: %s off by %g, allowed %g", what, names[i], error,
+         allowed);
     TEST(test_untouched(&to[i]), "%s: %s written outside its elements", what, names[i]);
     free(truth[i]), test_free(&in[i]), test_free(&to[i]);
   }
@@ -146,9 +148,11 @@ static void test_checks_refuse(void) {
 }
 
 int main(void) {
-  /* around the lanes of items and of columns; the longest sequence that goes by lanes; both ways' blocks; pieces; empty */
-  static const int64_t sizes[][4] = {{2, 6, 8, 12}, {37, 1, 1, 1}, {3, 2, 5, 5},  {1, 16, 3, 16}, {2, 16, 3, 17},
-                                     {1, 19, 2, 6}, {2, 5, 1, 67}, {1, 64, 1, 3}, {0, 3, 2, 4},   {2, 3, 2, 0}};
+  /* around the lanes of items and of columns; the longest sequence that goes by lanes; both ways' blocks; pieces; empty;
+     four heads whose rows are whole vectors */
+  static const int64_t sizes[][4] = {{2, 6, 8, 12}, {37, 1, 1, 1}, {3, 2, 5, 5},   {1, 16, 3, 16}, {2, 16, 3, 17},
+                                     {1, 19, 2, 6}, {2, 5, 1, 67}, {1, 64, 1, 3},  {0, 3, 2, 4},   {2, 3, 2, 0},
+                                     {5, 7, 4, 4},  {5, 3, 8, 8},  {3, 2, 12, 16}, {4, 3, 5, 8}};
   test_checks_refuse();
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
     if (!camox_isa_supported((camox_isa)isa)) {
