@@ -64,6 +64,9 @@ def short_attention(
             scale is not finite, p outside [0, 1), an unsupported device, a generator of another device.
 
     The formula is that of torch.nn.functional.scaled_dot_product_attention."""
+    out = _attempt(_short_attention, (q, k, v), key_padding_mask, causal, scale, p, training, generator)
+    if out is not None:
+        return out
     _check.tensor(OP, "q", q)
     if q.dim() != 4:
         raise ValueError(f"{OP}: q must have 4 dimensions (S, T, H, D), got shape {tuple(q.shape)}")
@@ -88,12 +91,32 @@ def short_attention_packed(
 
     For modules whose q, k and v are one layer's output: the gradient is one tensor too, in the order of qkv's strides,
     where three would be joined by a copy. Arguments, errors and numbers are those of short_attention."""
+    out = _attempt(_short_attention_packed, (qkv,), key_padding_mask, causal, scale, p, training, generator)
+    if out is not None:
+        return out
     _check.tensor(OP, "qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"{OP}: qkv must have shape (S, T, 3, H, D), got {tuple(qkv.shape)}")
     _check_length("qkv", qkv)
     (qkv,) = _check.autocast(qkv)
     return _short_attention_packed(qkv, *_options("qkv", qkv, key_padding_mask, causal, scale, p, training, generator))
+
+
+def _attempt(call, tensors, key_padding_mask, causal, scale, p, training, generator) -> torch.Tensor | None:
+    """The output of a plain call that drops nothing, all of whose other arguments the operator checks, or None."""
+    x = tensors[0]
+    if (
+        generator is None
+        and type(causal) is type(training) is bool
+        and type(p) is float
+        and (p == 0.0 or (not training and 0.0 < p < 1.0))
+        and (scale is None or type(scale) is float)
+        and isinstance(x, torch.Tensor)
+        and x.dim() > 0
+        and not torch.is_autocast_enabled("cpu")
+    ):
+        return call.attempt(*tensors, key_padding_mask, None, causal, _scale(scale, x.shape[-1]), p)
+    return None
 
 
 def _check_length(name: str, x: torch.Tensor) -> None:
