@@ -8,6 +8,7 @@
 
 static const char *const names[CAMOX_ISA_COUNT] = {"portable", "avx2", "avx512"};
 static camox_isa current = CAMOX_ISA_PORTABLE;
+int camox_prefetches_to_l1 = 0;
 
 const char *camox_isa_name(camox_isa isa) { return names[isa]; }
 
@@ -24,7 +25,25 @@ int camox_isa_supported(camox_isa isa) {
 #endif
 }
 
+int camox_cpu_is_zen4(void) {
+#if defined(CAMOX_HAVE_X86)
+  return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f") && !__builtin_cpu_supports("avx512vp2intersect");
+#else
+  return 0;
+#endif
+}
+
+/* AMD's Zen 5 has VP2INTERSECT. */
+static int is_zen5(void) {
+#if defined(CAMOX_HAVE_X86)
+  return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect");
+#else
+  return 0;
+#endif
+}
+
 int camox_isa_init(void) {
+  camox_prefetches_to_l1 = is_zen5();
   int best = CAMOX_ISA_COUNT - 1;
   while (!camox_isa_supported((camox_isa)best)) --best;
   current = (camox_isa)best;

@@ -20,6 +20,12 @@ int camox_isa_init(void);
 /* 1 where kernels may use the AVX512-BF16 dot product: AVX-512 is in use and the CPU has AVX512_BF16. */
 int camox_isa_has_avx512_bf16(void);
 
+/* 1 where kernels prefetch to L1 and not to L2 (prefetch.h); camox_isa_init sets it. */
+extern int camox_prefetches_to_l1;
+
+/* 1 on AMD's Zen 4: the one with AVX-512 that has no VP2INTERSECT. */
+int camox_cpu_is_zen4(void);
+
 /* The one in use, which camox_isa_init has chosen. */
 camox_isa camox_isa_current(void);
 

@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "integers.h"
+#include "prefetch.h"
 #include "types.h"
 
 #define CAMOX_TILE_ROWS 64
