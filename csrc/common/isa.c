@@ -43,10 +43,10 @@ static int is_zen5(void) {
 }
 
 int camox_isa_init(void) {
-  camox_prefetches_to_l1 = is_zen5();
   int best = CAMOX_ISA_COUNT - 1;
   while (!camox_isa_supported((camox_isa)best)) --best;
   current = (camox_isa)best;
+  camox_prefetches_to_l1 = is_zen5();
   const char *forced = getenv("CAMOX_FORCE_ISA");
   if (forced == NULL || forced[0] == '\0') return CAMOX_OK;
   for (int isa = 0; isa < CAMOX_ISA_COUNT; ++isa) {
