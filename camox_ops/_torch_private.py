@@ -35,6 +35,8 @@ NAMES = (
     "torch.nn.modules.module._has_any_global_hook",
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
     # whether somebody watches operators
+    "torch._C._is_torch_function_mode_enabled",
+    "torch._C._is_tracing",
     "torch.autograd.profiler._is_profiler_enabled",
 )
 
@@ -89,6 +91,8 @@ _is_alias = _find("torch._C._is_alias_of")
 _overlap = _find("torch._debug_has_internal_overlap")
 _any_global_hook = _find("torch.nn.modules.module._has_any_global_hook")
 _dispatch_mode = _find("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
+_function_mode = _find("torch._C._is_torch_function_mode_enabled")
+_tracing = _find("torch._C._is_tracing") or torch.jit.is_tracing
 _profiled = _find("torch.autograd.profiler._is_profiler_enabled")
 
 # Without the level of forward-mode AD every tensor is asked for its tangent, which is public.
@@ -161,11 +165,13 @@ def observe_calls(observer: Callable | None) -> None:
                 called._op = _Observed(observer, name, own)
 
 
-def differentiable_call(name: str, overload, transformable: type[Function], saves_if_asked: bool) -> Callable:
+def differentiable_call(
+    name: str, overload, transformable: type[Function], make_outputs: Callable, saves_if_asked: bool
+) -> Callable:
     """What an op calls in place of its operator `overload`, so that gradients and torch.func transforms follow.
 
-    transformable: the op as a Function with setup_context, which transforms need. saves_if_asked: as for
-    camox_ops.ops._register.register.
+    transformable: the op as a Function with setup_context, which transforms need. make_outputs: of the operator's
+    arguments. saves_if_asked: as for camox_ops.ops._register.register.
 
     The callable has an `attempt`, for arguments that nobody has checked yet: outputs where the operator itself refuses
     whatever is wrong with these tensors, before it writes anything (on the CPU, in plain eager mode), and None where it
@@ -173,9 +179,22 @@ def differentiable_call(name: str, overload, transformable: type[Function], save
     them, and calls again. With cold caches those
     checks take as long as an operator on a small image.
     """
+    saving, forgetting = ((True,), (False,)) if saves_if_asked else ((), ())
     make = _short_call if CALLS_ARE_FAST else _long_call
-    return make(name, overload, transformable, *(((True,), (False,)) if saves_if_asked else ((), ())))
+    call = make(name, overload, transformable, saving, forgetting)
+    if CALLS_ARE_FAST and READS_BY_DLPACK and hasattr(_C, f"{name}_into"):
+        return _direct_call(name, call, transformable, make_outputs, saving, forgetting)
+    return call
 
+
+def _read_by_dlpack() -> bool:
+    """Whether functions of _C that operators have past torch's dispatcher may serve: csrc/common/direct.h."""
+    table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    watchers_are_known = None not in (_dispatch_mode, _function_mode, _profiled)
+    return watchers_are_known and table is not None and _C.use_dlpack(table, torch.Tensor, torch.nn.Parameter)
+
+
+READS_BY_DLPACK = _read_by_dlpack()
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -248,6 +267,58 @@ def _short_call(name: str, overload, transformable: type[Function], saving: tupl
     _observe[name] = observe
     call.attempt = attempt
     return call
+
+
+class _Refused(Exception):
+    """A function of _C wrote nothing: the operator has to look at these arguments."""
+
+
+def _direct_call(name: str, call: Callable, transformable: type[Function], make_outputs: Callable, saving, forgetting):
+    """`call`, which is _short_call's, with a shorter way for plain CPU tensors while nobody watches operators: past
+    torch's dispatcher, by the operator's function in _C (csrc/common/direct.h)."""
+    into = getattr(_C, f"{name}_into")
+    in_transform, is_traced, is_grad_enabled = _transforms_active, torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+    look_at, setup_context, saves = _C.look_at, transformable.setup_context, bool(saving)
+
+    def compute(*args):
+        outputs = make_outputs(*args)
+        if not into(*args, *outputs):
+            raise _Refused
+        return outputs
+
+    def forward(ctx, *args):
+        outputs = make_outputs(*args)
+        if not into(*args, *outputs):
+            raise _Refused
+        setup_context(ctx, args, outputs)
+        return outputs[0] if saves else outputs
+
+    backward = transformable.backward
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    eager = type(transformable.__name__, (Function,), methods)
+    eager._backward_cls.apply = backward
+    apply = super(Function, eager).apply
+
+    def attempt(*args):
+        if is_traced() or in_transform() or forward_ad._current_level >= 0 or is_watched():
+            return None
+        look = look_at(*args)
+        if look == 0:
+            return None
+        try:
+            if look == 2 and is_grad_enabled():
+                outputs = apply(*args, *saving)
+                return (outputs,) if saves else outputs
+            return compute(*args, *forgetting)
+        except (_Refused, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return None
+
+    def direct(*args):
+        outputs = attempt(*args)
+        return call(*args) if outputs is None else outputs
+
+    direct.attempt = attempt
+    return direct
 
 
 def _long_call(name: str, overload, transformable: type[Function], saving: tuple, forgetting: tuple) -> Callable:
@@ -360,13 +431,18 @@ def is_followed() -> bool:
     say."""
     return (
         torch.compiler.is_compiling()
-        or None in (_transforms_active, _dispatch_mode, _profiled)
+        or None in (_transforms_active, _dispatch_mode, _function_mode, _profiled)
         or _transforms_active()
         or forward_levels._current_level >= 0
-        or _dispatch_mode()
-        or torch.jit.is_tracing()
-        or profiler._is_profiler_enabled
-        or _is_observed
+        or is_watched()
+    )
+
+
+def is_watched() -> bool:
+    """Whether a mode, a trace, the profiler or an observer of this package sees which operators are called. Only where
+    torch says so of each of them."""
+    return (
+        _is_observed or _dispatch_mode() or _function_mode() or profiler._is_profiler_enabled or _tracing()
     )
 
 

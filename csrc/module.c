@@ -99,6 +99,15 @@ static PyObject *tune_cpu_allocator(PyObject *self, PyObject *args) {
 /* grad_norms/grad_norms_bind.cpp */
 extern PyObject *camox_grad_norms_of_list(PyObject *self, PyObject *args);
 
+/* common/direct.cpp, and, of CAMOX_DIRECT, <op>/<op>_bind.cpp */
+extern PyObject *camox_use_dlpack(PyObject *self, PyObject *args);
+extern PyObject *camox_look_at(PyObject *self, PyObject *const *args, Py_ssize_t count);
+#define DIRECT(op) extern PyObject *camox_direct_##op(PyObject *self, PyObject *const *args, Py_ssize_t count);
+#include "direct_list.h"
+#undef DIRECT
+
+#define FAST(function) (PyCFunction)(void (*)(void))(function)
+
 static PyMethodDef methods[] = {
     {"isa", isa, METH_NOARGS, "The instruction set in use: 'portable', 'avx2' or 'avx512'."},
     {"has_avx512_bf16", has_avx512_bf16, METH_NOARGS, "Whether kernels may use the AVX512-BF16 dot product."},
@@ -109,6 +118,12 @@ static PyMethodDef methods[] = {
     {"last_refusal", last_refusal, METH_NOARGS, "What this thread's last failed call said of an argument; else empty."},
     {"grad_norms_of_list", camox_grad_norms_of_list, METH_VARARGS,
      "Writes the norms by group of a list of plain CPU tensors; False: nothing written, call the operator."},
+    {"use_dlpack", camox_use_dlpack, METH_VARARGS, "Tell look_at and all <op>_into how tensors are read; False: not known."},
+    {"look_at", FAST(camox_look_at), METH_FASTCALL,
+     "0: arguments may not go past the dispatcher, 1: they may, 2: and one of them requires a gradient."},
+#define DIRECT(op) {#op, FAST(camox_direct_##op), METH_FASTCALL, "Writes outputs; False: nothing written, call the operator."},
+#include "direct_list.h"
+#undef DIRECT
     {"tune_cpu_allocator", tune_cpu_allocator, METH_NOARGS, "Keep freed memory with the process (glibc)."},
     {NULL, NULL, 0, NULL},
 };

@@ -198,8 +198,7 @@ def operator_norms(grads, groups, count, reduce=0) -> torch.Tensor:
 def list_norms(grads, groups, count, reduce=0) -> torch.Tensor | None:
     """What is read off the list itself; None where the operator has to look at it."""
     norms = torch.full((count,), -1.0, device="cpu")
-    table, classes = torch.Tensor.__dlpack_c_exchange_api__, (torch.Tensor, torch.nn.Parameter)
-    written = _C.grad_norms_of_list(grads, groups, reduce, norms, table, classes)
+    written = _C.grad_norms_of_list(grads, groups, reduce, norms)
     assert written or torch.equal(norms, torch.full((count,), -1.0))
     return norms if written else None
 
@@ -269,8 +268,6 @@ def test_what_a_list_of_pythons_is_not_read_of():
         and list_norms([], [], 1) is None
         and list_norms([None], [0], 1) is None
     )
-    with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
-        _C.grad_norms_of_list([good], [0], 0, good, object(), (torch.Tensor, torch.nn.Parameter))
 
 
 class Counted(TorchDispatchMode):
@@ -305,7 +302,7 @@ def test_whoever_follows_operators_sees_the_norms():
 @on_cpu
 def test_a_torch_without_dlpacks_table(monkeypatch):
     expected = cx.grad_group_norms(gradients(), groups_of(SIZES), 4)
-    monkeypatch.setattr(cx.ops.grad_norms, "_DLPACK", None)
+    monkeypatch.setattr(cx.ops.grad_norms, "READS_BY_DLPACK", False)
     monkeypatch.setattr(_C, "grad_norms_of_list", None)
     assert torch.equal(cx.grad_group_norms(gradients(), groups_of(SIZES), 4), expected)
 

@@ -29,9 +29,18 @@ def is_channels_last(x: torch.Tensor) -> bool:
 def empty_image(x: torch.Tensor, channels: int) -> torch.Tensor:
     """An uninitialised (B, channels, H, W) tensor in x's memory format."""
     memory_format = torch.channels_last if is_channels_last(x) else torch.contiguous_format
-    return torch.empty(
-        (x.shape[0], channels, x.shape[2], x.shape[3]), dtype=x.dtype, device=x.device, memory_format=memory_format
-    )
+    if channels == x.shape[1]:
+        return torch.empty_like(x, memory_format=memory_format)
+    shape = (x.shape[0], channels, x.shape[2], x.shape[3])
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+
+
+def image_strides(x: torch.Tensor, channels: int) -> tuple[int, int, int, int]:
+    """Strides of what empty_image makes."""
+    _, _, height, width = x.shape
+    if is_channels_last(x):
+        return channels * height * width, 1, channels * width, channels
+    return channels * height * width, height * width, width, 1
 
 
 def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,6 +23,7 @@ def register(
     setup_context: Callable,
     backward: Callable,
     vmap: Callable | None = None,
+    outputs: Callable | None = None,
     saves_if_asked: bool = False,
 ):
     """name: the operator in camox_ops. fake(*args): outputs without data. setup_context(ctx, inputs, output) and
@@ -51,7 +52,7 @@ def register(
             "generate_vmap_rule": True,
         },
     )
-    return differentiable_call(name, overload, transformable, saves_if_asked)
+    return differentiable_call(name, overload, transformable, outputs or fake, saves_if_asked)
 
 
 def register_last_derivative(name: str, *, fake: Callable, vmap: Callable | None = None):

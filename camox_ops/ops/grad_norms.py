@@ -8,14 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C
-from .._torch_private import forward_levels, in_transform, is_followed, raise_as_torch_does
+from .._torch_private import READS_BY_DLPACK, forward_levels, in_transform, is_followed, raise_as_torch_does
 from . import _check
 from ._codes import GROUP_REDUCTIONS, code_of
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _INT = frozenset((int,))
-_DLPACK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 def grad_group_norms(
@@ -66,14 +64,14 @@ def grad_group_norms(
     if num_groups < 0:
         raise ValueError(f"grad_group_norms: num_groups must be >= 0, got {num_groups!r}")
     if (
-        not is_followed()
-        and _DLPACK is not None
+        READS_BY_DLPACK
+        and not is_followed()
         and isinstance(grads, (list, tuple))
         and isinstance(groups, (list, tuple))
     ):
         # The dispatcher makes several objects of each tensor, which takes longer than the sums of a small one.
         norms = torch.empty(num_groups, dtype=torch.float32, device="cpu")
-        if _C.grad_norms_of_list(grads, groups, code, norms, _DLPACK, _CLASSES):
+        if _C.grad_norms_of_list(grads, groups, code, norms):
             return norms
     tensors, indices = _given("grad_group_norms", grads, groups)
     return _call("grad_group_norms", grads, groups, num_groups, tensors, indices, num_groups, code)

@@ -7,7 +7,7 @@ import torch
 from .. import reference
 from . import _check
 from ._codes import ACTIVATIONS, code_of, name_of
-from ._layout import empty_image, weights_as_read
+from ._layout import empty_image, image_strides, weights_as_read
 from ._register import fold_batch, one_by_one, register, unfold_batch
 
 
@@ -82,10 +82,35 @@ def _check_groups(groups: int, x: torch.Tensor) -> None:
 
 
 def _fake(x, weight, bias, residual, eps, groups, activation, save):
-    saved = 1 if activation == ACTIVATIONS["none"] and x.device.type != "cuda" else 2
+    saved = 1 if activation == ACTIVATIONS["none"] and not x.is_cuda else 2
     shape = (saved, x.shape[0] if save else 0, groups, *x.shape[2:])
     stats = x.new_empty(shape, dtype=_check.computed_in(x))
     return empty_image(x, x.shape[1]), stats
+
+
+def _outputs(x, weight, bias, residual, eps, groups, activation, save):
+    """As _fake, of a plain CPU tensor."""
+    batch, channels, height, width = sizes = x.shape
+    dtype, plane = x.dtype, height * width
+    y = torch.empty_strided(sizes, image_strides(x, channels), dtype=dtype)
+    saved = 1 if activation == ACTIVATIONS["none"] else 2
+    kept = batch if save else 0
+    stats = torch.empty_strided(
+        (saved, kept, groups, height, width),
+        (kept * groups * plane, groups * plane, plane, width, 1),
+        dtype=torch.float64 if dtype is torch.float64 else torch.float32,
+    )
+    return y, stats
+
+
+def _backward_outputs(grad, x, weight, bias, *_):
+    """Of a plain CPU tensor."""
+    channels = x.shape[1]
+    return (
+        torch.empty_strided(x.shape, image_strides(x, channels), dtype=x.dtype),
+        torch.empty_strided((channels,), (1,), dtype=weight.dtype),
+        torch.empty_strided((channels,), (1,), dtype=bias.dtype),
+    )
 
 
 def _save(ctx, inputs, output):
@@ -96,7 +121,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _):
+def _backward(ctx, grad, _=None):
     if grad is None:
         return (None,) * 8
     x, weight, bias, stats = ctx.saved_tensors
@@ -141,7 +166,7 @@ def _vmap(info, in_dims, x, weight, bias, residual, *scalars):
 
 
 _layer_norm2d = register(
-    "layer_norm2d", fake=_fake, setup_context=_save, backward=_backward, vmap=_vmap, saves_if_asked=True
+    "layer_norm2d", fake=_fake, outputs=_outputs, setup_context=_save, backward=_backward, vmap=_vmap, saves_if_asked=True
 )
 _layer_norm2d_backward = register(
     "layer_norm2d_backward",
@@ -152,4 +177,5 @@ _layer_norm2d_backward = register(
     ),
     setup_context=_save_backward,
     backward=_backward_backward,
+    outputs=_backward_outputs,
 )

@@ -64,7 +64,8 @@ inline void check(int status) {
   throw std::runtime_error(camox_last_error());
 }
 
-inline camox_dtype dtype_of(const Tensor& x, const char* op) {
+template <class AnyTensor>
+camox_dtype dtype_of(const AnyTensor& x, const char* op) {
   using torch::headeronly::ScalarType;
   switch (x.scalar_type()) {
     case ScalarType::Float: return CAMOX_F32;
@@ -87,22 +88,26 @@ Enum code_of(int64_t code, Enum last, const char* op, const char* name) {
   return static_cast<Enum>(code);
 }
 
-inline camox_view4 view4(const Tensor& x) {
+template <class AnyTensor>
+camox_view4 view4(const AnyTensor& x) {
   auto strides = x.strides();
   return {x.data_ptr(), {strides[0], strides[1], strides[2], strides[3]}};
 }
 
-inline void check_image(const Tensor& x, const char* op, const char* name) {
+template <class AnyTensor>
+void check_image(const AnyTensor& x, const char* op, const char* name) {
   if (x.dim() != 4)
     throw refusal(std::string(op) + ": " + name + " must have 4 dimensions (B, C, H, W), got " + std::to_string(x.dim()));
 }
 
-inline void check_device(const Tensor& y, const Tensor& x, const char* op, const char* name) {
+template <class AnyTensor>
+void check_device(const AnyTensor& y, const AnyTensor& x, const char* op, const char* name) {
   if (y.is_cpu() != x.is_cpu() || y.get_device_index() != x.get_device_index())
     throw refusal(std::string(op) + ": " + name + " must be on the device of x");
 }
 
-inline void check_dtype_and_device(const Tensor& y, const Tensor& x, const char* op, const char* name) {
+template <class AnyTensor>
+void check_dtype_and_device(const AnyTensor& y, const AnyTensor& x, const char* op, const char* name) {
   if (y.scalar_type() != x.scalar_type()) throw refusal(std::string(op) + ": " + name + " must have the dtype of x");
   check_device(y, x, op, name);
 }
@@ -117,7 +122,8 @@ inline const int64_t* seed_of(const OptionalTensor& seed, const Tensor& x, const
 }
 
 // A tensor of parameters or statistics must have the dtype that x is computed in.
-inline void check_real(const Tensor& v, const Tensor& x, int64_t dimensions, const char* op, const char* name) {
+template <class AnyTensor>
+void check_real(const AnyTensor& v, const AnyTensor& x, int64_t dimensions, const char* op, const char* name) {
   using torch::headeronly::ScalarType;
   bool is_double = x.scalar_type() == ScalarType::Double;
   if (v.scalar_type() != (is_double ? ScalarType::Double : ScalarType::Float))
@@ -129,7 +135,8 @@ inline void check_real(const Tensor& v, const Tensor& x, int64_t dimensions, con
 }
 
 // A gradient or other tensor beside x must have x's shape (with `channels` channels), dtype and device.
-inline void check_like(const Tensor& y, const Tensor& x, int64_t channels, const char* op, const char* name) {
+template <class AnyTensor>
+void check_like(const AnyTensor& y, const AnyTensor& x, int64_t channels, const char* op, const char* name) {
   check_image(y, op, name);
   for (int64_t d = 0; d < 4; ++d) {
     int64_t expected = d == 1 ? channels : x.size(d);
@@ -140,8 +147,14 @@ inline void check_like(const Tensor& y, const Tensor& x, int64_t channels, const
   check_dtype_and_device(y, x, op, name);
 }
 
+template <class AnyTensor>
+void check_contiguous(const AnyTensor& x, const char* op, const char* name) {
+  if (!x.is_contiguous()) throw refusal(std::string(op) + ": " + name + " must be contiguous");
+}
+
 // torch's own rule for "strides like channels_last", so that fake tensors in Python decide the same (ops/_layout.py).
-inline bool is_channels_last(const Tensor& x) {
+template <class AnyTensor>
+bool is_channels_last(const AnyTensor& x) {
   auto sizes = x.sizes(), strides = x.strides();
   int64_t smallest = 0;
   if (strides[1] == 0) return false;
@@ -164,7 +177,8 @@ inline Tensor as_contiguous(const Tensor& x) { return x.is_contiguous() ? x : to
 
 // Requests huge pages for the memory of a large new tensor, which is often newly mapped: page faults of 4 KiB each can take
 // longer than computing the tensor. The operating system may ignore the request.
-inline void use_huge_pages([[maybe_unused]] const Tensor& x) {
+template <class AnyTensor>
+void use_huge_pages([[maybe_unused]] const AnyTensor& x) {
 #if !defined(CAMOX_CUDA_PART) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t huge = 2 << 20;
   const uintptr_t bytes = static_cast<uintptr_t>(x.numel()) * x.element_size();
@@ -312,23 +326,34 @@ void run(Kernel kernel, const Params& params, int64_t items, int64_t item_cost) 
   torch::stable::parallel_for(0, items, grain_of(item_cost), [&](int64_t begin, int64_t end) { kernel(&params, begin, end); });
 }
 
-// Scratch of at least so many bytes that belongs to this thread until it ends, aligned to a cache line. The stacks of threads
-// can be too small for it.
-inline void* thread_scratch(size_t bytes) {
+// Uninitialised memory, aligned to a cache line.
+class Scratch {
+ public:
+  Scratch() = default;
+  explicit Scratch(size_t bytes) : memory_(std::aligned_alloc(line, (bytes + line - 1) / line * line)) {
+    if (bytes > 0 && !memory_) throw std::runtime_error("camox_ops: no memory for " + std::to_string(bytes) + " bytes of scratch");
+  }
+  void* get() const { return memory_.get(); }
+
+ private:
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
-  constexpr size_t line = 64;
-  static thread_local std::unique_ptr<void, Free> memory;
+  static constexpr size_t line = 64;
+  std::unique_ptr<void, Free> memory_;
+};
+
+// Scratch of at least so many bytes that belongs to this thread until it ends. The stacks of threads can be too small for it.
+inline void* thread_scratch(size_t bytes) {
+  static thread_local Scratch scratch;
   static thread_local size_t size = 0;
   if (size < bytes) {
     size = 0;
-    memory.reset();
-    memory.reset(std::aligned_alloc(line, (bytes + line - 1) / line * line));
-    if (!memory) throw std::runtime_error("camox_ops: no memory for " + std::to_string(bytes) + " bytes of scratch");
+    scratch = Scratch();
+    scratch = Scratch(bytes);
     size = bytes;
   }
-  return memory.get();
+  return scratch.get();
 }
 
 // As run; params.scratch points to `bytes` of scratch of the calling thread.

@@ -16,7 +16,8 @@ struct Weights {
   bool half;                  // in x's half-precision dtype, which its gradient has to have too
   std::vector<float> floats;  // where converted: what data points to
 
-  Weights(const Tensor& v, const Tensor& x, const char* op, const char* name)
+  template <class AnyTensor>
+  Weights(const AnyTensor& v, const AnyTensor& x, const char* op, const char* name)
       : half(v.element_size() == 2 && v.scalar_type() == x.scalar_type()) {
     if (!half) check_real(v, x, 1, op, name);
     if (v.dim() != 1) throw refusal(std::string(op) + ": " + name + " must have 1 dimensions, got " + std::to_string(v.dim()));
@@ -46,5 +47,14 @@ inline void check_alike(const Weights& bias, const Weights& weight, const char* 
 
 // An uninitialised contiguous tensor of n elements in the dtype of these weights.
 inline Tensor empty_gradient(const Tensor& weights, int64_t n) { return empty_contiguous(weights, dtype_code(weights), 1, &n); }
+
+// Of Python's: as empty_gradient makes it.
+template <class AnyTensor>
+void check_gradient(const AnyTensor& grad, const AnyTensor& weights, const char* op, const char* name) {
+  if (grad.dim() != 1 || grad.size(0) != weights.size(0))
+    throw refusal(std::string(op) + ": " + name + " must have the shape of its weight");
+  check_dtype_and_device(grad, weights, op, name);
+  check_contiguous(grad, op, name);
+}
 
 }  // namespace camox

@@ -1,11 +1,5 @@
 // Schemas and entries of grad_group_norms and scale_grads_.
-#ifndef CAMOX_CUDA_PART
-#define Py_LIMITED_API 0x030A0000
-#include <Python.h>
-
-#include "../common/dlpack.h"
-#include "grad_norms_threads.h"
-#endif
+#include "../common/direct.h"
 
 #include <algorithm>
 #include <new>
@@ -13,6 +7,9 @@
 #include "../common/torch_util.h"
 #include "grad_norms.h"
 #include "grad_norms_plan.h"
+#ifndef CAMOX_CUDA_PART
+#include "grad_norms_threads.h"
+#endif
 
 namespace {
 
@@ -139,9 +136,9 @@ Tensor grad_group_norms(std::vector<Tensor>& grads, const std::vector<int64_t>& 
 
 // The elements of a tensor of Python's side by side in CPU memory; false where they don't lie so, or are of another dtype than
 // float32, bfloat16 and float16.
-bool run_of(PyObject* tensor, camox_dlpack_describe* describe, camox_grad& run) {
+bool run_of(PyObject* tensor, camox_grad& run) {
   camox_dlpack_tensor x;
-  if (describe(tensor, &x) != 0) {
+  if (camox_describe(tensor, &x) != 0) {
     PyErr_Clear();
     return false;
   }
@@ -161,23 +158,8 @@ bool run_of(PyObject* tensor, camox_dlpack_describe* describe, camox_grad& run) 
   return x.device.device_type == CAMOX_DLPACK_CPU && memory.dimensions.empty() && (x.data != nullptr || memory.elements == 0);
 }
 
-// Lets other threads of Python run.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
-// Adds what grads, a tuple, holds; false where the operator has to look at it. classes: torch.Tensor and Parameter.
-bool read_tuple(PyObject* grads, PyObject* groups, int64_t num_groups, PyObject* classes, camox_dlpack_describe* describe,
-                GradList& list) try {
-  PyTypeObject* const tensor_class = reinterpret_cast<PyTypeObject*>(PyTuple_GetItem(classes, 0));
-  PyTypeObject* const parameter_class = reinterpret_cast<PyTypeObject*>(PyTuple_GetItem(classes, 1));
+// Adds what grads, a tuple, holds; false where the operator has to look at it.
+bool read_tuple(PyObject* grads, PyObject* groups, int64_t num_groups, GradList& list) try {
   for (Py_ssize_t i = 0; i < PyTuple_Size(grads); ++i) {
     PyObject* const grad = PyTuple_GetItem(grads, i);
     PyObject* const given_group = PyTuple_GetItem(groups, i);
@@ -185,9 +167,8 @@ bool read_tuple(PyObject* grads, PyObject* groups, int64_t num_groups, PyObject*
     const int64_t group = PyLong_AsLongLong(given_group);
     if (group < 0 || group >= num_groups) return false;
     if (grad == Py_None) continue;
-    if (Py_TYPE(grad) != tensor_class && Py_TYPE(grad) != parameter_class) return false;
     camox_grad run{nullptr, 0, 1, 1, group, CAMOX_F32};
-    if (!run_of(grad, describe, run)) return false;
+    if (!Described::is_plain(grad) || !run_of(grad, run)) return false;
     list.add(run);
   }
   return true;
@@ -197,13 +178,12 @@ bool read_tuple(PyObject* grads, PyObject* groups, int64_t num_groups, PyObject*
 
 // Writes the norms; false, and nothing written, where the operator has to look at the list. Needs Python's lock, and gives it to
 // others when the list is read. The tuple holds the tensors until then.
-bool norms_of_tuple(PyObject* grads, PyObject* groups, PyObject* classes, camox_dlpack_describe* describe,
-                    camox_grad_norms_params& p) {
+bool norms_of_tuple(PyObject* grads, PyObject* groups, camox_grad_norms_params& p) {
   GradList list(PyTuple_Size(grads));
   bool is_read = false;
   std::optional<WithoutGil> others_run;
   add_up_while_read(list, [&] {
-    is_read = read_tuple(grads, groups, p.groups, classes, describe, list);
+    is_read = read_tuple(grads, groups, p.groups, list);
     list.complete();
     others_run.emplace();
     list.add_up_small();
@@ -356,23 +336,21 @@ void scale_grads_(std::vector<Tensor>& grads, const std::vector<int64_t>& groups
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
-// (grads, groups, reduce, norms, table, classes), the first two lists or tuples -> whether the norms are written.
+// (grads, groups, reduce, norms), the first two lists or tuples -> whether the norms are written.
 extern "C" PyObject* camox_grad_norms_of_list(PyObject*, PyObject* args) {
-  PyObject *given_grads, *given_groups, *norms, *capsule, *classes;
+  PyObject *given_grads, *given_groups, *norms;
   int reduce;
-  if (!PyArg_ParseTuple(args, "OOiOOO", &given_grads, &given_groups, &reduce, &norms, &capsule, &classes)) return nullptr;
-  const auto* table = static_cast<const camox_dlpack_table*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-  if (table == nullptr) return nullptr;
+  if (!PyArg_ParseTuple(args, "OOiO", &given_grads, &given_groups, &reduce, &norms)) return nullptr;
   bool written = false;
   PyObject* const grads = PySequence_Tuple(given_grads);
   PyObject* const groups = PySequence_Tuple(given_groups);
   camox_grad of_norms{};
-  if (grads != nullptr && groups != nullptr && PyTuple_Size(grads) == PyTuple_Size(groups) &&
-      table->version.major == CAMOX_DLPACK_MAJOR && table->describe != nullptr && run_of(norms, table->describe, of_norms)) {
+  if (grads != nullptr && groups != nullptr && PyTuple_Size(grads) == PyTuple_Size(groups) && camox_describe != nullptr &&
+      run_of(norms, of_norms)) {
     camox_grad_norms_params p{};
     p.reduce = static_cast<camox_group_reduce>(reduce), p.norms = of_norms.data, p.groups = of_norms.elements;
     try {
-      written = norms_of_tuple(grads, groups, classes, table->describe, p);
+      written = norms_of_tuple(grads, groups, p);
     } catch (const std::exception&) {  // no memory, which the operator will say
     }
   }
