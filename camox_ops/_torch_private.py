@@ -282,13 +282,13 @@ def _direct_call(name: str, call: Callable, transformable: type[Function], make_
 
     def compute(*args):
         outputs = make_outputs(*args)
-        if not into(*args, *outputs):
+        if not (into(*args, *outputs) if type(outputs) is tuple else into(*args, outputs)):
             raise _Refused
         return outputs
 
     def forward(ctx, *args):
         outputs = make_outputs(*args)
-        if not into(*args, *outputs):
+        if not (into(*args, *outputs) if type(outputs) is tuple else into(*args, outputs)):
             raise _Refused
         setup_context(ctx, args, outputs)
         return outputs[0] if saves else outputs

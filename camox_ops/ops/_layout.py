@@ -35,12 +35,15 @@ def empty_image(x: torch.Tensor, channels: int) -> torch.Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
 
 
-def image_strides(x: torch.Tensor, channels: int) -> tuple[int, int, int, int]:
-    """Strides of what empty_image makes."""
-    _, _, height, width = x.shape
+def empty_plain_image(x: torch.Tensor, times: int = 1) -> torch.Tensor:
+    """empty_image(x, times * C) of a plain CPU tensor (B, C, H, W), in half the time where code is cold."""
+    batch, channels, height, width = x.shape
+    channels, plane = times * channels, height * width
     if is_channels_last(x):
-        return channels * height * width, 1, channels * width, channels
-    return channels * height * width, height * width, width, 1
+        strides = channels * plane, 1, channels * width, channels
+    else:
+        strides = channels * plane, plane, width, 1
+    return torch.empty_strided((batch, channels, height, width), strides, dtype=x.dtype)
 
 
 def as_read(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from .. import reference
 from . import _check
 from ._codes import BORDERS, border_of, name_of
-from ._layout import empty_image
+from ._layout import empty_image, empty_plain_image
 from ._register import register, vmap_folded
 
 
@@ -110,6 +110,7 @@ def _backward_backward(ctx, grad):
 _edge_maps = register(
     "edge_maps",
     fake=lambda x, eps, border: tuple(empty_image(x, x.shape[1]) for _ in range(3)),
+    outputs=lambda x, *_: (empty_plain_image(x), empty_plain_image(x), empty_plain_image(x)),
     setup_context=_save,
     backward=_backward,
     vmap=vmap_folded("edge_maps", 1),
@@ -117,6 +118,7 @@ _edge_maps = register(
 _edge_maps_stacked = register(
     "edge_maps_stacked",
     fake=lambda x, eps, border: empty_image(x, 4 * x.shape[1]),
+    outputs=lambda x, *_: empty_plain_image(x, 4),
     setup_context=_save,
     backward=_backward_stacked,
     vmap=vmap_folded("edge_maps_stacked", 1),
@@ -124,6 +126,7 @@ _edge_maps_stacked = register(
 _edge_maps_backward = register(
     "edge_maps_backward",
     fake=lambda x, *_: empty_image(x, x.shape[1]),
+    outputs=lambda x, *_: empty_plain_image(x),
     setup_context=_save_backward,
     backward=_backward_backward,
     vmap=vmap_folded("edge_maps_backward", 5),

@@ -7,7 +7,7 @@ import torch
 from .. import reference
 from . import _check
 from ._codes import ACTIVATIONS, code_of, name_of
-from ._layout import empty_image, image_strides, weights_as_read
+from ._layout import empty_image, empty_plain_image, weights_as_read
 from ._register import fold_batch, one_by_one, register, unfold_batch
 
 
@@ -90,27 +90,19 @@ def _fake(x, weight, bias, residual, eps, groups, activation, save):
 
 def _outputs(x, weight, bias, residual, eps, groups, activation, save):
     """As _fake, of a plain CPU tensor."""
-    batch, channels, height, width = sizes = x.shape
-    dtype, plane = x.dtype, height * width
-    y = torch.empty_strided(sizes, image_strides(x, channels), dtype=dtype)
+    batch, _, height, width = x.shape
     saved = 1 if activation == ACTIVATIONS["none"] else 2
-    kept = batch if save else 0
-    stats = torch.empty_strided(
-        (saved, kept, groups, height, width),
-        (kept * groups * plane, groups * plane, plane, width, 1),
-        dtype=torch.float64 if dtype is torch.float64 else torch.float32,
-    )
-    return y, stats
+    kept, of_group = batch if save else 0, height * width
+    of_image = groups * of_group
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    sizes, strides = (saved, kept, groups, height, width), (kept * of_image, of_image, of_group, width, 1)
+    return empty_plain_image(x), torch.empty_strided(sizes, strides, dtype=dtype)
 
 
 def _backward_outputs(grad, x, weight, bias, *_):
     """Of a plain CPU tensor."""
-    channels = x.shape[1]
-    return (
-        torch.empty_strided(x.shape, image_strides(x, channels), dtype=x.dtype),
-        torch.empty_strided((channels,), (1,), dtype=weight.dtype),
-        torch.empty_strided((channels,), (1,), dtype=bias.dtype),
-    )
+    grad_weight = torch.empty_strided(weight.shape, (1,), dtype=weight.dtype)
+    return empty_plain_image(x), grad_weight, torch.empty_strided(bias.shape, (1,), dtype=bias.dtype)
 
 
 def _save(ctx, inputs, output):

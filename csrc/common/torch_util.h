@@ -189,6 +189,13 @@ void use_huge_pages([[maybe_unused]] const AnyTensor& x) {
 #endif
 }
 
+// An output that the caller made.
+template <class AnyTensor>
+void check_output(const AnyTensor& y, const AnyTensor& x, int64_t channels, const char* op) {
+  check_like(y, x, channels, op, "output");
+  use_huge_pages(y);
+}
+
 // Throws torch's own message for a failed allocation: programs that search for a batch size that fits recognise it. Older
 // torch does not give its message to callers; the same words are made up here then.
 [[noreturn]] inline void allocation_failed([[maybe_unused]] int64_t elements) {

@@ -1,4 +1,5 @@
 // Schemas and entries of edge_maps.
+#include "../common/direct.h"
 #include "../common/torch_util.h"
 #include "edge.h"
 
@@ -6,7 +7,8 @@ namespace {
 
 using namespace camox;
 
-camox_edge_params edge_params(const Tensor& x, double eps, int64_t border) {
+template <class AnyTensor>
+camox_edge_params edge_params(const AnyTensor& x, double eps, int64_t border) {
   check_image(x, "edge_maps", "x");
   camox_edge_params p{};
   p.dtype = dtype_of(x, "edge_maps");
@@ -18,7 +20,29 @@ camox_edge_params edge_params(const Tensor& x, double eps, int64_t border) {
   return p;
 }
 
-void compute(const camox_edge_params& p, const Tensor& x, bool backward) {
+template <class AnyTensor>
+void set_stacked(camox_edge_params& p, const AnyTensor& out) {
+  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
+    p.maps[map] = view4(out);
+    p.maps[map].data = static_cast<char*>(out.data_ptr()) + map * p.channels * p.maps[map].stride[1] * out.element_size();
+  }
+}
+
+template <class AnyTensor>
+using Grads = std::array<const std::optional<AnyTensor>*, CAMOX_EDGE_MAPS>;
+
+template <class AnyTensor>
+void set_grads(camox_edge_params& p, const AnyTensor& x, const Grads<AnyTensor>& grads) {
+  constexpr std::array<const char*, CAMOX_EDGE_MAPS> names = {"grad_sobel", "grad_laplacian", "grad_gradient", "grad_input"};
+  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
+    if (!grads[map]->has_value()) continue;
+    check_like(grads[map]->value(), x, p.channels, "edge_maps_backward", names[map]);
+    p.maps[map] = view4(grads[map]->value());
+  }
+}
+
+template <class AnyTensor>
+void compute(const camox_edge_params& p, const AnyTensor& x, bool backward) {
   check(camox_edge_check(&p, backward));
 #ifdef CAMOX_CUDA_PART
   launch(backward ? camox_edge_backward_cuda : camox_edge_cuda, p, x, "edge_maps");
@@ -45,11 +69,7 @@ std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, int64_
 Tensor edge_maps_stacked(const Tensor& x, double eps, int64_t border) {
   camox_edge_params p = edge_params(x, eps, border);
   Tensor out = empty_image(x, CAMOX_EDGE_MAPS * p.channels, p.channels_last);
-  size_t element = out.element_size();
-  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
-    p.maps[map] = view4(out);
-    p.maps[map].data = static_cast<char*>(out.data_ptr()) + map * p.channels * p.maps[map].stride[1] * element;
-  }
+  set_stacked(p, out);
   compute(p, x, false);
   return out;
 }
@@ -57,26 +77,50 @@ Tensor edge_maps_stacked(const Tensor& x, double eps, int64_t border) {
 Tensor edge_maps_backward(const Tensor& x, OptionalTensor grad_sobel, OptionalTensor grad_laplacian,
                           OptionalTensor grad_gradient, OptionalTensor grad_input, double eps, int64_t border) {
   camox_edge_params p = edge_params(x, eps, border);
-  const std::array<std::pair<const OptionalTensor*, const char*>, CAMOX_EDGE_MAPS> grads = {
-      {{&grad_sobel, "grad_sobel"},
-       {&grad_laplacian, "grad_laplacian"},
-       {&grad_gradient, "grad_gradient"},
-       {&grad_input, "grad_input"}}};
-  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
-    if (!grads[map].first->has_value()) continue;
-    const Tensor& grad = grads[map].first->value();
-    check_like(grad, x, p.channels, "edge_maps_backward", grads[map].second);
-    p.maps[map] = view4(grad);
-  }
+  set_grads<Tensor>(p, x, {&grad_sobel, &grad_laplacian, &grad_gradient, &grad_input});
   Tensor grad_x = empty_image(x, p.channels, p.channels_last);
   p.grad_x = view4(grad_x);
   compute(p, x, true);
   return grad_x;
 }
 
+#ifndef CAMOX_CUDA_PART
+void edge_maps_into(const Described& x, double eps, int64_t border, const Described& sobel, const Described& laplacian,
+                    const Described& gradient) {
+  camox_edge_params p = edge_params(x, eps, border);
+  const std::array<const Described*, 3> maps = {&sobel, &laplacian, &gradient};
+  for (int map = 0; map < 3; ++map) {
+    check_output(*maps[map], x, p.channels, "edge_maps");
+    p.maps[map] = view4(*maps[map]);
+  }
+  compute(p, x, false);
+}
+
+void edge_maps_stacked_into(const Described& x, double eps, int64_t border, const Described& out) {
+  camox_edge_params p = edge_params(x, eps, border);
+  check_output(out, x, CAMOX_EDGE_MAPS * p.channels, "edge_maps_stacked");
+  set_stacked(p, out);
+  compute(p, x, false);
+}
+
+void edge_maps_backward_into(const Described& x, const std::optional<Described>& grad_sobel,
+                             const std::optional<Described>& grad_laplacian, const std::optional<Described>& grad_gradient,
+                             const std::optional<Described>& grad_input, double eps, int64_t border, const Described& grad_x) {
+  camox_edge_params p = edge_params(x, eps, border);
+  set_grads<Described>(p, x, {&grad_sobel, &grad_laplacian, &grad_gradient, &grad_input});
+  check_output(grad_x, x, p.channels, "edge_maps_backward");
+  p.grad_x = view4(grad_x);
+  compute(p, x, true);
+}
+#endif
+
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
+CAMOX_DIRECT(edge_maps_into)
+CAMOX_DIRECT(edge_maps_stacked_into)
+CAMOX_DIRECT(edge_maps_backward_into)
+
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("edge_maps(Tensor x, float eps, int border) -> (Tensor, Tensor, Tensor)");
   m.def("edge_maps_stacked(Tensor x, float eps, int border) -> Tensor");

@@ -136,10 +136,9 @@ void layer_norm2d_into(const Described& x, const Described& weight, const Descri
                        const Described& y, const Described& stats) {
   const Weights weights(weight, x, "layer_norm2d", "weight"), biases(bias, x, "layer_norm2d", "bias");
   camox_norm2d_params p = forward_params(x, weights, biases, residual, eps, groups, activation);
-  check_like(y, x, p.channels, "layer_norm2d", "y");
+  check_output(y, x, p.channels, "layer_norm2d");
   check_saved(stats, x, p, save ? p.batch : 0);
   check_contiguous(stats, "layer_norm2d", "stats");
-  use_huge_pages(y);
   forward(p, x, save, y, stats);
 }
 
@@ -149,11 +148,10 @@ void layer_norm2d_backward_into(const Described& grad, const Described& x, const
   const char* op = "layer_norm2d_backward";
   const Weights weights(weight, x, "layer_norm2d", "weight"), biases(bias, x, "layer_norm2d", "bias");
   camox_norm2d_params p = backward_params(grad, x, weights, biases, stats, eps, groups, activation);
-  check_like(grad_x, x, p.channels, op, "grad_x");
+  check_output(grad_x, x, p.channels, op);
   check_contiguous(stats, op, "stats");
   check_gradient(grad_weight, weight, op, "grad_weight");
   check_gradient(grad_bias, bias, op, "grad_bias");
-  use_huge_pages(grad_x);
   backward(p, x, stats, grad_x, grad_weight, grad_bias);
 }
 #endif
