@@ -91,9 +91,13 @@ def same_bits(ours, others) -> bool:
     return all(
         a.shape == b.shape
         and a.dtype == b.dtype
-        and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        and torch.equal(bytes_of(a), bytes_of(b))
         for a, b in zip(ours, others, strict=True)
     )
+
+
+def bytes_of(x) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def arranged(x, layout):
@@ -202,6 +206,21 @@ def test_smoke(case, dtype):
         close = {"rtol": 0.02, "atol": 0.02} if dtype.itemsize == 2 else {}
         plain = [y.detach() for y in tensors_of(case.ours(*leaves_of(case, inputs)))]
         torch.testing.assert_close(plain, ours[: len(plain)], **close)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@every_case
+def test_the_same_where_a_mode_sees_operators(case, layout):
+    """Plain calls on the CPU may go past the dispatcher: the same bits in the same order in memory."""
+    for dtype in FLOATS:
+        for shape in (case.shapes[0], *case.empty):
+            inputs = tuple(arranged(value, layout) for value in case.inputs(shape, dtype))
+            plain = results(case, case.ours, inputs)
+            with Calls() as calls:
+                seen = results(case, case.ours, inputs)
+            assert calls.found
+            assert same_bits(plain, seen)
+            assert [y.stride() for y in plain] == [y.stride() for y in seen]
 
 
 @functools.lru_cache(maxsize=64)  # a case's layouts are tested one after the other

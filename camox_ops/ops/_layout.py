@@ -41,6 +41,8 @@ def empty_plain_image(x: torch.Tensor, times: int = 1) -> torch.Tensor:
     channels, plane = times * channels, height * width
     if is_channels_last(x):
         strides = channels * plane, 1, channels * width, channels
+    elif channels * plane == 0:  # else strides would be 0, where torch's are not
+        return empty_image(x, channels)
     else:
         strides = channels * plane, plane, width, 1
     return torch.empty_strided((batch, channels, height, width), strides, dtype=x.dtype)
