@@ -170,8 +170,8 @@ def differentiable_call(
 ) -> Callable:
     """What an op calls in place of its operator `overload`, so that gradients and torch.func transforms follow.
 
-    transformable: the op as a Function with setup_context, which transforms need. make_outputs: of the operator's
-    arguments. saves_if_asked: as for camox_ops.ops._register.register.
+    transformable: the op as a Function with setup_context, which transforms need. make_outputs(*args): uninitialised
+    outputs for plain CPU tensors. saves_if_asked: as for camox_ops.ops._register.register.
 
     The callable has an `attempt`, for arguments that nobody has checked yet: outputs where the operator itself refuses
     whatever is wrong with these tensors, before it writes anything (on the CPU, in plain eager mode), and None where it
@@ -273,12 +273,20 @@ class _Refused(Exception):
     """A function of _C wrote nothing: the operator has to look at these arguments."""
 
 
-def _direct_call(name: str, call: Callable, transformable: type[Function], make_outputs: Callable, saving, forgetting):
-    """`call`, which is _short_call's, with a shorter way for plain CPU tensors while nobody watches operators: past
-    torch's dispatcher, by the operator's function in _C (csrc/common/direct.h)."""
-    into = getattr(_C, f"{name}_into")
-    in_transform, is_traced, is_grad_enabled = _transforms_active, torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
-    look_at, setup_context, saves = _C.look_at, transformable.setup_context, bool(saving)
+def _direct_call(
+    name: str, call: Callable, transformable: type[Function], make_outputs: Callable, saving: tuple, forgetting: tuple
+) -> Callable:
+    """`call`, which is _short_call's, after a shorter way for plain CPU tensors while nobody watches operators: past
+    torch's dispatcher, by the operator's function in _C (csrc/common/direct.h).
+
+    Where code is cold, as in a training step, every Python function on the way takes 1 to 3 us: hence the flat code."""
+    into, look_at = getattr(_C, f"{name}_into"), _C.look_at
+    is_grad_enabled, is_traced, in_transform = (
+        torch.is_grad_enabled,
+        torch.compiler.is_dynamo_compiling,
+        _transforms_active,
+    )
+    setup_context, backward, saves = transformable.setup_context, transformable.backward, bool(saving)
 
     def compute(*args):
         outputs = make_outputs(*args)
@@ -286,14 +294,13 @@ def _direct_call(name: str, call: Callable, transformable: type[Function], make_
             raise _Refused
         return outputs
 
-    def forward(ctx, *args):
+    def forward(ctx, *args):  # not through compute, which would be one more function
         outputs = make_outputs(*args)
         if not (into(*args, *outputs) if type(outputs) is tuple else into(*args, outputs)):
             raise _Refused
         setup_context(ctx, args, outputs)
         return outputs[0] if saves else outputs
 
-    backward = transformable.backward
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     eager = type(transformable.__name__, (Function,), methods)
     eager._backward_cls.apply = backward
@@ -441,9 +448,7 @@ def is_followed() -> bool:
 def is_watched() -> bool:
     """Whether a mode, a trace, the profiler or an observer of this package sees which operators are called. Only where
     torch says so of each of them."""
-    return (
-        _is_observed or _dispatch_mode() or _function_mode() or profiler._is_profiler_enabled or _tracing()
-    )
+    return _is_observed or _dispatch_mode() or _function_mode() or profiler._is_profiler_enabled or _tracing()
 
 
 def any_global_hook() -> bool:

@@ -89,9 +89,7 @@ def doubled(inputs):
 def same_bits(ours, others) -> bool:
     """NaN by NaN too, and 0 apart from -0."""
     return all(
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and torch.equal(bytes_of(a), bytes_of(b))
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(bytes_of(a), bytes_of(b))
         for a, b in zip(ours, others, strict=True)
     )
 

@@ -1,4 +1,4 @@
-"""Calls past torch's dispatcher: csrc/common/direct.h. What they compute is tested with every op, in test_contract.py."""
+"""Calls past torch's dispatcher: csrc/common/direct.h. What they compute is tested by test_contract.py."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from . import _check
-from ._layout import empty_image, is_channels_last
+from ._layout import empty_image, empty_plain_image, is_channels_last
 from ._register import register, vmap_folded
 
 
@@ -86,8 +86,18 @@ def _backward_backward(ctx, grad):
     return *(band if given else None for band, given in zip(bands, ctx.given, strict=True)), None
 
 
-def _fake_backward(grad_low, grad_mid, grad_high, grad_input, channels_last):
-    like = next(grad for grad in (grad_low, grad_mid, grad_high, grad_input) if grad is not None)
+def _given(*grads) -> torch.Tensor:
+    return next(grad for grad in grads if grad is not None)
+
+
+def _backward_outputs(*arguments):
+    *grads, channels_last = arguments
+    return empty_plain_image(_given(*grads), 1, channels_last)
+
+
+def _fake_backward(*arguments):
+    *grads, channels_last = arguments
+    like = _given(*grads)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(like.shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
 
@@ -95,6 +105,7 @@ def _fake_backward(grad_low, grad_mid, grad_high, grad_input, channels_last):
 _frequency_bands = register(
     "frequency_bands",
     fake=lambda x: tuple(empty_image(x, x.shape[1]) for _ in range(3)),
+    outputs=lambda x: (empty_plain_image(x), empty_plain_image(x), empty_plain_image(x)),
     setup_context=_save,
     backward=_backward,
     vmap=vmap_folded("frequency_bands", 1),
@@ -102,6 +113,7 @@ _frequency_bands = register(
 _frequency_bands_stacked = register(
     "frequency_bands_stacked",
     fake=lambda x: empty_image(x, 4 * x.shape[1]),
+    outputs=lambda x: empty_plain_image(x, 4),
     setup_context=_save,
     backward=_backward_stacked,
     vmap=vmap_folded("frequency_bands_stacked", 1),
@@ -109,6 +121,7 @@ _frequency_bands_stacked = register(
 _frequency_bands_backward = register(
     "frequency_bands_backward",
     fake=_fake_backward,
+    outputs=_backward_outputs,
     setup_context=_save_backward,
     backward=_backward_backward,
     vmap=vmap_folded("frequency_bands_backward", 4),

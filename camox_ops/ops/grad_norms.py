@@ -63,12 +63,7 @@ def grad_group_norms(
         raise TypeError(f"grad_group_norms: num_groups must be an int, got {num_groups!r}")
     if num_groups < 0:
         raise ValueError(f"grad_group_norms: num_groups must be >= 0, got {num_groups!r}")
-    if (
-        READS_BY_DLPACK
-        and not is_followed()
-        and isinstance(grads, (list, tuple))
-        and isinstance(groups, (list, tuple))
-    ):
+    if READS_BY_DLPACK and not is_followed() and isinstance(grads, (list, tuple)) and isinstance(groups, (list, tuple)):
         # The dispatcher makes several objects of each tensor, which takes longer than the sums of a small one.
         norms = torch.empty(num_groups, dtype=torch.float32, device="cpu")
         if _C.grad_norms_of_list(grads, groups, code, norms):

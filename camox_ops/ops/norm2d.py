@@ -158,7 +158,13 @@ def _vmap(info, in_dims, x, weight, bias, residual, *scalars):
 
 
 _layer_norm2d = register(
-    "layer_norm2d", fake=_fake, outputs=_outputs, setup_context=_save, backward=_backward, vmap=_vmap, saves_if_asked=True
+    "layer_norm2d",
+    fake=_fake,
+    outputs=_outputs,
+    setup_context=_save,
+    backward=_backward,
+    vmap=_vmap,
+    saves_if_asked=True,
 )
 _layer_norm2d_backward = register(
     "layer_norm2d_backward",

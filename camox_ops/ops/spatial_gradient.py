@@ -7,7 +7,7 @@ import torch
 from ..reference.spatial_gradient import WEIGHTS
 from . import _check
 from ._codes import BORDERS, border_of
-from ._layout import empty_image, is_channels_last
+from ._layout import empty_image, empty_plain_image, is_channels_last
 from ._register import register, vmap_folded
 
 
@@ -91,9 +91,14 @@ def _fake_backward(grad_gx, grad_gy, side, middle, border, channels_last):
     return torch.empty(like.shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
 
 
+def _backward_outputs(grad_gx, grad_gy, side, middle, border, channels_last):
+    return empty_plain_image(grad_gy if grad_gx is None else grad_gx, 1, channels_last)
+
+
 _spatial_gradient = register(
     "spatial_gradient",
     fake=lambda x, *_: tuple(empty_image(x, x.shape[1]) for _ in range(2)),
+    outputs=lambda x, *_: (empty_plain_image(x), empty_plain_image(x)),
     setup_context=_save,
     backward=_backward,
     vmap=vmap_folded("spatial_gradient", 1),
@@ -101,6 +106,7 @@ _spatial_gradient = register(
 _spatial_gradient_backward = register(
     "spatial_gradient_backward",
     fake=_fake_backward,
+    outputs=_backward_outputs,
     setup_context=_save_backward,
     backward=_backward_backward,
     vmap=vmap_folded("spatial_gradient_backward", 2),

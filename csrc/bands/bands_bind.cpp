@@ -1,4 +1,5 @@
 // Schemas and entries of frequency_bands.
+#include "../common/direct.h"
 #include "../common/torch_util.h"
 #include "bands.h"
 
@@ -6,7 +7,8 @@ namespace {
 
 using namespace camox;
 
-camox_bands_params bands_params(const Tensor& x, const char* name) {
+template <class AnyTensor>
+camox_bands_params bands_params(const AnyTensor& x, const char* name) {
   check_image(x, "frequency_bands", name);
   camox_bands_params p{};
   p.dtype = dtype_of(x, "frequency_bands");
@@ -15,8 +17,47 @@ camox_bands_params bands_params(const Tensor& x, const char* name) {
   return p;
 }
 
+template <class AnyTensor>
+void set_stacked(camox_bands_params& p, const AnyTensor& out) {
+  for (int band = 0; band < CAMOX_BANDS_MAPS; ++band) {
+    p.bands[band] = view4(out);
+    p.bands[band].data = static_cast<char*>(out.data_ptr()) + band * p.channels * p.bands[band].stride[1] * out.element_size();
+  }
+}
+
+template <class AnyTensor>
+using Grads = std::array<const std::optional<AnyTensor>*, CAMOX_BANDS_MAPS>;
+
+// The first gradient that is given.
+template <class AnyTensor>
+const AnyTensor& first_of(const Grads<AnyTensor>& grads) {
+  for (const std::optional<AnyTensor>* grad : grads)
+    if (grad->has_value()) return **grad;
+  throw refusal("frequency_bands_backward: at least one gradient must be given");
+}
+
+// The op is linear, so backward has the gradients alone: x's memory format is handed over.
+template <class AnyTensor>
+camox_bands_params backward_params(const Grads<AnyTensor>& grads, bool channels_last) {
+  constexpr std::array<const char*, CAMOX_BANDS_MAPS> names = {"grad_low", "grad_mid", "grad_high", "grad_input"};
+  const AnyTensor& like = first_of(grads);
+  camox_bands_params p{};
+  for (int band = 0; band < CAMOX_BANDS_MAPS; ++band) {
+    if (!grads[band]->has_value()) continue;
+    const AnyTensor& grad = grads[band]->value();
+    if (&grad == &like) {
+      p = bands_params(grad, names[band]);
+      p.channels_last = channels_last;
+    }
+    check_like(grad, like, p.channels, "frequency_bands_backward", names[band]);
+    p.bands[band] = view4(grad);
+  }
+  return p;
+}
+
 // `like` has the device of everything in p.
-void compute(const camox_bands_params& p, const Tensor& like, bool backward) {
+template <class AnyTensor>
+void compute(const camox_bands_params& p, const AnyTensor& like, bool backward) {
   check(camox_bands_check(&p, backward));
 #ifdef CAMOX_CUDA_PART
   launch(backward ? camox_bands_backward_cuda : camox_bands_cuda, p, like, "frequency_bands");
@@ -45,43 +86,60 @@ Tensor frequency_bands_stacked(const Tensor& x) {
   camox_bands_params p = bands_params(x, "x");
   p.x = view4(x);
   Tensor out = empty_image(x, CAMOX_BANDS_MAPS * p.channels, p.channels_last);
-  size_t element = out.element_size();
-  for (int band = 0; band < CAMOX_BANDS_MAPS; ++band) {
-    p.bands[band] = view4(out);
-    p.bands[band].data = static_cast<char*>(out.data_ptr()) + band * p.channels * p.bands[band].stride[1] * element;
-  }
+  set_stacked(p, out);
   compute(p, x, false);
   return out;
 }
 
-// The op is linear, so backward has the gradients alone: x's memory format is handed over.
 Tensor frequency_bands_backward(OptionalTensor grad_low, OptionalTensor grad_mid, OptionalTensor grad_high,
                                 OptionalTensor grad_input, bool channels_last) {
-  const std::array<std::pair<const OptionalTensor*, const char*>, CAMOX_BANDS_MAPS> grads = {
-      {{&grad_low, "grad_low"}, {&grad_mid, "grad_mid"}, {&grad_high, "grad_high"}, {&grad_input, "grad_input"}}};
-  const Tensor* like = nullptr;
-  camox_bands_params p{};
-  for (int band = 0; band < CAMOX_BANDS_MAPS; ++band) {
-    if (!grads[band].first->has_value()) continue;
-    const Tensor& grad = grads[band].first->value();
-    if (like == nullptr) {
-      like = &grad;
-      p = bands_params(grad, grads[band].second);
-      p.channels_last = channels_last;
-    }
-    check_like(grad, *like, p.channels, "frequency_bands_backward", grads[band].second);
-    p.bands[band] = view4(grad);
-  }
-  if (like == nullptr) throw refusal("frequency_bands_backward: at least one gradient must be given");
-  Tensor grad_x = empty_image(*like, p.channels, channels_last);
+  const Grads<Tensor> grads = {&grad_low, &grad_mid, &grad_high, &grad_input};
+  camox_bands_params p = backward_params(grads, channels_last);
+  const Tensor& like = first_of(grads);
+  Tensor grad_x = empty_image(like, p.channels, channels_last);
   p.grad_x = view4(grad_x);
-  compute(p, *like, true);
+  compute(p, like, true);
   return grad_x;
 }
+
+#ifndef CAMOX_CUDA_PART
+void frequency_bands_into(const Described& x, const Described& low, const Described& mid, const Described& high) {
+  camox_bands_params p = bands_params(x, "x");
+  p.x = view4(x);
+  const std::array<const Described*, 3> bands = {&low, &mid, &high};
+  for (int band = 0; band < 3; ++band) {
+    check_output(*bands[band], x, p.channels, "frequency_bands");
+    p.bands[band] = view4(*bands[band]);
+  }
+  compute(p, x, false);
+}
+
+void frequency_bands_stacked_into(const Described& x, const Described& out) {
+  camox_bands_params p = bands_params(x, "x");
+  p.x = view4(x);
+  check_output(out, x, CAMOX_BANDS_MAPS * p.channels, "frequency_bands_stacked");
+  set_stacked(p, out);
+  compute(p, x, false);
+}
+
+void frequency_bands_backward_into(const std::optional<Described>& grad_low, const std::optional<Described>& grad_mid,
+                                   const std::optional<Described>& grad_high, const std::optional<Described>& grad_input,
+                                   bool channels_last, const Described& grad_x) {
+  const Grads<Described> grads = {&grad_low, &grad_mid, &grad_high, &grad_input};
+  camox_bands_params p = backward_params(grads, channels_last);
+  check_output(grad_x, first_of(grads), p.channels, "frequency_bands_backward");
+  p.grad_x = view4(grad_x);
+  compute(p, first_of(grads), true);
+}
+#endif
 
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
+CAMOX_DIRECT(frequency_bands_into)
+CAMOX_DIRECT(frequency_bands_stacked_into)
+CAMOX_DIRECT(frequency_bands_backward_into)
+
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("frequency_bands(Tensor x) -> (Tensor, Tensor, Tensor)");
   m.def("frequency_bands_stacked(Tensor x) -> Tensor");

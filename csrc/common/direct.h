@@ -157,7 +157,7 @@ PyObject* call_direct(void (*op)(Args...), PyObject* const* given, Py_ssize_t co
 
 // Makes op, a function of Described and numbers that refuses by an exception before it writes anything, what module.c lists as
 // _C.<op>.
-#define CAMOX_DIRECT(op)                                                                             \
+#define CAMOX_DIRECT(op)                                                                            \
   extern "C" PyObject* camox_direct_##op(PyObject*, PyObject* const* arguments, Py_ssize_t count) { \
     return camox::call_direct(&op, arguments, count);                                               \
   }

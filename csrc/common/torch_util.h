@@ -338,7 +338,8 @@ class Scratch {
  public:
   Scratch() = default;
   explicit Scratch(size_t bytes) : memory_(std::aligned_alloc(line, (bytes + line - 1) / line * line)) {
-    if (bytes > 0 && !memory_) throw std::runtime_error("camox_ops: no memory for " + std::to_string(bytes) + " bytes of scratch");
+    if (bytes > 0 && !memory_)
+      throw std::runtime_error("camox_ops: no memory for " + std::to_string(bytes) + " bytes of scratch");
   }
   void* get() const { return memory_.get(); }
 

@@ -1,4 +1,5 @@
 // Schemas and entries of spatial_gradient.
+#include "../common/direct.h"
 #include "../common/torch_util.h"
 #include "spatial_gradient.h"
 
@@ -6,7 +7,9 @@ namespace {
 
 using namespace camox;
 
-camox_spatial_gradient_params gradient_params(const Tensor& x, const char* name, double side, double middle, int64_t border) {
+template <class AnyTensor>
+camox_spatial_gradient_params gradient_params(const AnyTensor& x, const char* name, double side, double middle,
+                                              int64_t border) {
   check_image(x, "spatial_gradient", name);
   camox_spatial_gradient_params p{};
   p.dtype = dtype_of(x, "spatial_gradient");
@@ -18,7 +21,8 @@ camox_spatial_gradient_params gradient_params(const Tensor& x, const char* name,
 }
 
 // `like` has the device of everything in p.
-void compute(const camox_spatial_gradient_params& p, const Tensor& like, bool backward) {
+template <class AnyTensor>
+void compute(const camox_spatial_gradient_params& p, const AnyTensor& like, bool backward) {
   check(camox_spatial_gradient_check(&p, backward));
 #ifdef CAMOX_CUDA_PART
   launch(backward ? camox_spatial_gradient_backward_cuda : camox_spatial_gradient_cuda, p, like, "spatial_gradient");
@@ -39,28 +43,65 @@ std::tuple<Tensor, Tensor> spatial_gradient(const Tensor& x, double side, double
   return {gx, gy};
 }
 
-// The op is linear, so backward has the gradients alone: x's memory format is handed over.
-Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy, double side, double middle, int64_t border,
-                                 bool channels_last) {
+template <class AnyTensor>
+const AnyTensor& given_gradient(const std::optional<AnyTensor>& grad_gx, const std::optional<AnyTensor>& grad_gy) {
   if (!grad_gx.has_value() && !grad_gy.has_value())
     throw refusal("spatial_gradient_backward: at least one gradient must be given");
-  const Tensor& like = grad_gx.has_value() ? grad_gx.value() : grad_gy.value();
+  return grad_gx.has_value() ? *grad_gx : *grad_gy;
+}
+
+// The op is linear, so backward has the gradients alone: x's memory format is handed over.
+template <class AnyTensor>
+camox_spatial_gradient_params backward_params(const std::optional<AnyTensor>& grad_gx, const std::optional<AnyTensor>& grad_gy,
+                                              double side, double middle, int64_t border, bool channels_last) {
+  const AnyTensor& like = given_gradient(grad_gx, grad_gy);
   camox_spatial_gradient_params p = gradient_params(like, grad_gx.has_value() ? "grad_gx" : "grad_gy", side, middle, border);
   p.channels_last = channels_last;
-  if (grad_gx.has_value()) p.gradient[0] = view4(grad_gx.value());
+  if (grad_gx.has_value()) p.gradient[0] = view4(*grad_gx);
   if (grad_gy.has_value()) {
-    check_like(grad_gy.value(), like, p.channels, "spatial_gradient_backward", "grad_gy");
-    p.gradient[1] = view4(grad_gy.value());
+    check_like(*grad_gy, like, p.channels, "spatial_gradient_backward", "grad_gy");
+    p.gradient[1] = view4(*grad_gy);
   }
+  return p;
+}
+
+Tensor spatial_gradient_backward(OptionalTensor grad_gx, OptionalTensor grad_gy, double side, double middle, int64_t border,
+                                 bool channels_last) {
+  const Tensor& like = given_gradient(grad_gx, grad_gy);
+  camox_spatial_gradient_params p = backward_params(grad_gx, grad_gy, side, middle, border, channels_last);
   Tensor grad_x = empty_image(like, p.channels, channels_last);
   p.grad_x = view4(grad_x);
   compute(p, like, true);
   return grad_x;
 }
 
+#ifndef CAMOX_CUDA_PART
+void spatial_gradient_into(const Described& x, double side, double middle, int64_t border, const Described& gx,
+                           const Described& gy) {
+  camox_spatial_gradient_params p = gradient_params(x, "x", side, middle, border);
+  p.x = view4(x);
+  check_output(gx, x, p.channels, "spatial_gradient");
+  check_output(gy, x, p.channels, "spatial_gradient");
+  p.gradient[0] = view4(gx), p.gradient[1] = view4(gy);
+  compute(p, x, false);
+}
+
+void spatial_gradient_backward_into(const std::optional<Described>& grad_gx, const std::optional<Described>& grad_gy,
+                                    double side, double middle, int64_t border, bool channels_last, const Described& grad_x) {
+  camox_spatial_gradient_params p = backward_params(grad_gx, grad_gy, side, middle, border, channels_last);
+  const Described& like = given_gradient(grad_gx, grad_gy);
+  check_output(grad_x, like, p.channels, "spatial_gradient_backward");
+  p.grad_x = view4(grad_x);
+  compute(p, like, true);
+}
+#endif
+
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
+CAMOX_DIRECT(spatial_gradient_into)
+CAMOX_DIRECT(spatial_gradient_backward_into)
+
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def("spatial_gradient(Tensor x, float side, float middle, int border) -> (Tensor, Tensor)");
   m.def(
