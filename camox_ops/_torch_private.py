@@ -356,27 +356,23 @@ def _long_call(name: str, overload, transformable: type[Function], saving: tuple
     return call
 
 
-def attempt_in_place(name: str) -> Callable:
+def attempt_in_place(name: str, make_output: Callable) -> Callable:
     """The `attempt` of differentiable_call for an operator without derivatives that writes to its arguments: its
-    outputs; None where it refused, before it wrote anything, or where one of the tensors may need a gradient or is
+    output; None where it refused, before it wrote anything, or where one of the tensors may need a gradient or is
     negated lazily, of which the dispatcher would write a copy. The caller moves version counters."""
-    overload = getattr(torch.ops.camox_ops, name).default
-    if not CALLS_ARE_FAST:
+    if not (CALLS_ARE_FAST and READS_BY_DLPACK):
         return lambda *args: None
-    in_transform, is_traced, Tensor = _transforms_active, torch.compiler.is_dynamo_compiling, torch.Tensor
+    into, look_at = getattr(_C, f"{name}_into"), _C.look_at
+    in_transform, is_traced = _transforms_active, torch.compiler.is_dynamo_compiling
 
     def attempt(*args):
-        if is_traced() or in_transform() or forward_ad._current_level >= 0:
+        if is_traced() or in_transform() or forward_ad._current_level >= 0 or is_watched() or look_at(*args) != 1:
             return None
-        for arg in args:
-            if isinstance(arg, Tensor) and (
-                type(arg) not in _PLAIN or not arg.is_cpu or arg.requires_grad or arg.is_neg()
-            ):
-                return None
         try:
-            return overload._op(*args)
-        except (RuntimeError, TypeError, ValueError):
+            output = make_output(*args)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return None
+        return output if into(*args, output) else None
 
     return attempt
 

@@ -36,8 +36,8 @@ def empty_image(x: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def empty_plain_image(x: torch.Tensor, times: int = 1, channels_last: bool | None = None) -> torch.Tensor:
-    """An uninitialised (B, times * C, H, W) CPU tensor of x's dtype, as empty_image makes it, in half the time where code
-    is cold. channels_last: None where x's memory format decides."""
+    """An uninitialised (B, times * C, H, W) CPU tensor of x's dtype, as empty_image makes it, in half the time where
+    code is cold. channels_last: None where x's memory format decides."""
     batch, channels, height, width = x.shape
     channels, plane = times * channels, height * width
     if channels_last is None:

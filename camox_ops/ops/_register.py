@@ -29,9 +29,9 @@ def register(
     """name: the operator in camox_ops. fake(*args): outputs without data. setup_context(ctx, inputs, output) and
     backward(ctx, *grads): as for torch.library.register_autograd. vmap(info, in_dims, *args): as for
     torch.library.register_vmap; without one the op runs once per element. outputs(*args): as fake, but
-    quicker, of plain CPU tensors, for operators that have a function in csrc/direct_list.h. saves_if_asked: the operator's last
-    argument says whether what backward needs has to be made, and the callable gives it; of such an operator the first
-    output alone is a result. Returns the differentiable callable."""
+    quicker, of plain CPU tensors, for operators that have a function in csrc/direct_list.h. saves_if_asked: the
+    operator's last argument says whether what backward needs has to be made, and the callable gives it; of such an
+    operator the first output alone is a result. Returns the differentiable callable."""
     qualified = f"camox_ops::{name}"
     overload = getattr(torch.ops.camox_ops, name).default
     torch.library.register_fake(qualified, fake)

@@ -18,14 +18,6 @@ camox_bands_params bands_params(const AnyTensor& x, const char* name) {
 }
 
 template <class AnyTensor>
-void set_stacked(camox_bands_params& p, const AnyTensor& out) {
-  for (int band = 0; band < CAMOX_BANDS_MAPS; ++band) {
-    p.bands[band] = view4(out);
-    p.bands[band].data = static_cast<char*>(out.data_ptr()) + band * p.channels * p.bands[band].stride[1] * out.element_size();
-  }
-}
-
-template <class AnyTensor>
 using Grads = std::array<const std::optional<AnyTensor>*, CAMOX_BANDS_MAPS>;
 
 // The first gradient that is given.
@@ -86,7 +78,7 @@ Tensor frequency_bands_stacked(const Tensor& x) {
   camox_bands_params p = bands_params(x, "x");
   p.x = view4(x);
   Tensor out = empty_image(x, CAMOX_BANDS_MAPS * p.channels, p.channels_last);
-  set_stacked(p, out);
+  set_channel_ranges(p.bands, out);
   compute(p, x, false);
   return out;
 }
@@ -118,7 +110,7 @@ void frequency_bands_stacked_into(const Described& x, const Described& out) {
   camox_bands_params p = bands_params(x, "x");
   p.x = view4(x);
   check_output(out, x, CAMOX_BANDS_MAPS * p.channels, "frequency_bands_stacked");
-  set_stacked(p, out);
+  set_channel_ranges(p.bands, out);
   compute(p, x, false);
 }
 

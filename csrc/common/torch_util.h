@@ -94,6 +94,17 @@ camox_view4 view4(const AnyTensor& x) {
   return {x.data_ptr(), {strides[0], strides[1], strides[2], strides[3]}};
 }
 
+// The ranges of C channels of a (B, N C, H, W) tensor.
+template <class AnyTensor, size_t N>
+void set_channel_ranges(camox_view4 (&ranges)[N], const AnyTensor& x) {
+  const camox_view4 whole = view4(x);
+  const int64_t bytes = x.size(1) / static_cast<int64_t>(N) * whole.stride[1] * static_cast<int64_t>(x.element_size());
+  for (size_t i = 0; i < N; ++i) {
+    ranges[i] = whole;
+    ranges[i].data = static_cast<char*>(whole.data) + static_cast<int64_t>(i) * bytes;
+  }
+}
+
 template <class AnyTensor>
 void check_image(const AnyTensor& x, const char* op, const char* name) {
   if (x.dim() != 4)
@@ -334,10 +345,10 @@ void run(Kernel kernel, const Params& params, int64_t items, int64_t item_cost) 
 }
 
 // Uninitialised memory, aligned to a cache line.
-class Scratch {
+class AlignedMemory {
  public:
-  Scratch() = default;
-  explicit Scratch(size_t bytes) : memory_(std::aligned_alloc(line, (bytes + line - 1) / line * line)) {
+  AlignedMemory() = default;
+  explicit AlignedMemory(size_t bytes) : memory_(std::aligned_alloc(line, (bytes + line - 1) / line * line)) {
     if (bytes > 0 && !memory_)
       throw std::runtime_error("camox_ops: no memory for " + std::to_string(bytes) + " bytes of scratch");
   }
@@ -353,12 +364,12 @@ class Scratch {
 
 // Scratch of at least so many bytes that belongs to this thread until it ends. The stacks of threads can be too small for it.
 inline void* thread_scratch(size_t bytes) {
-  static thread_local Scratch scratch;
+  static thread_local AlignedMemory scratch;
   static thread_local size_t size = 0;
   if (size < bytes) {
     size = 0;
-    scratch = Scratch();
-    scratch = Scratch(bytes);
+    scratch = AlignedMemory();
+    scratch = AlignedMemory(bytes);
     size = bytes;
   }
   return scratch.get();

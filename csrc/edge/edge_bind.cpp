@@ -21,14 +21,6 @@ camox_edge_params edge_params(const AnyTensor& x, double eps, int64_t border) {
 }
 
 template <class AnyTensor>
-void set_stacked(camox_edge_params& p, const AnyTensor& out) {
-  for (int map = 0; map < CAMOX_EDGE_MAPS; ++map) {
-    p.maps[map] = view4(out);
-    p.maps[map].data = static_cast<char*>(out.data_ptr()) + map * p.channels * p.maps[map].stride[1] * out.element_size();
-  }
-}
-
-template <class AnyTensor>
 using Grads = std::array<const std::optional<AnyTensor>*, CAMOX_EDGE_MAPS>;
 
 template <class AnyTensor>
@@ -69,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor> edge_maps(const Tensor& x, double eps, int64_
 Tensor edge_maps_stacked(const Tensor& x, double eps, int64_t border) {
   camox_edge_params p = edge_params(x, eps, border);
   Tensor out = empty_image(x, CAMOX_EDGE_MAPS * p.channels, p.channels_last);
-  set_stacked(p, out);
+  set_channel_ranges(p.maps, out);
   compute(p, x, false);
   return out;
 }
@@ -99,7 +91,7 @@ void edge_maps_into(const Described& x, double eps, int64_t border, const Descri
 void edge_maps_stacked_into(const Described& x, double eps, int64_t border, const Described& out) {
   camox_edge_params p = edge_params(x, eps, border);
   check_output(out, x, CAMOX_EDGE_MAPS * p.channels, "edge_maps_stacked");
-  set_stacked(p, out);
+  set_channel_ranges(p.maps, out);
   compute(p, x, false);
 }
 

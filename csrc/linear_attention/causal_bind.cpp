@@ -1,4 +1,5 @@
 // Schemas and entries of causal linear_attention and of its step.
+#include "../common/direct.h"
 #include "../common/torch_util.h"
 #include "causal.h"
 
@@ -8,7 +9,8 @@ using namespace camox;
 
 constexpr const char* op = "linear_attention";
 
-void check_shape(const Tensor& y, std::initializer_list<int64_t> size, const char* of, const char* name) {
+template <class AnyTensor>
+void check_shape(const AnyTensor& y, std::initializer_list<int64_t> size, const char* of, const char* name) {
   bool same = y.dim() == static_cast<int64_t>(size.size());
   for (size_t d = 0; same && d < size.size(); ++d) same = y.size(d) == size.begin()[d];
   if (same) return;
@@ -18,10 +20,11 @@ void check_shape(const Tensor& y, std::initializer_list<int64_t> size, const cha
 }
 
 // The data of a contiguous real tensor of these sizes.
-void* real_data(const Tensor& y, const Tensor& q, std::initializer_list<int64_t> size, const char* of, const char* name) {
+template <class AnyTensor>
+void* real_data(const AnyTensor& y, const AnyTensor& q, std::initializer_list<int64_t> size, const char* of, const char* name) {
   check_real(y, q, static_cast<int64_t>(size.size()), of, name);
   check_shape(y, size, of, name);
-  if (!y.is_contiguous()) throw refusal(std::string(of) + ": " + name + " must be contiguous");
+  check_contiguous(y, of, name);
   return y.data_ptr();
 }
 
@@ -156,9 +159,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_causal_backw
   return {grad_q, grad_k, grad_v, sum_s, sum_z};
 }
 
-Tensor linear_attention_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& s, OptionalTensor z,
-                             int64_t feature_map, int64_t normalize, bool strict, double eps) {
-  const char* name = "linear_attention_step";
+constexpr const char* step_op = "linear_attention_step";
+
+// All but q, k, v and out, which have to be contiguous there.
+template <class AnyTensor>
+camox_causal_step_params step_params(const AnyTensor& q, const AnyTensor& k, const AnyTensor& v, const AnyTensor& s,
+                                     const std::optional<AnyTensor>& z, int64_t feature_map, int64_t normalize, bool strict,
+                                     double eps) {
+  const char* name = step_op;
   camox_causal_step_params p{};
   p.dtype = dtype_of(q, name);
   p.feature_map = code_of(feature_map, CAMOX_FEATURE_IDENTITY, name, "feature map");
@@ -172,22 +180,47 @@ Tensor linear_attention_step(const Tensor& q, const Tensor& k, const Tensor& v, 
   check_dtype_and_device(v, q, name, "v");
   p.s = real_data(s, q, {p.batch, p.heads, p.key_dim, p.value_dim}, name, "s");
   if (z.has_value()) p.z = real_data(*z, q, {p.batch, p.heads, p.key_dim}, name, "z");
-  const Tensor rows[3] = {as_contiguous(q), as_contiguous(k), as_contiguous(v)};
-  const std::array<int64_t, 3> size = {p.batch, p.heads, p.value_dim};
-  Tensor out = empty_contiguous(q, dtype_code(q), size.size(), size.data());
-  p.q = rows[0].data_ptr(), p.k = rows[1].data_ptr(), p.v = rows[2].data_ptr(), p.out = out.data_ptr();
+  return p;
+}
+
+template <class AnyTensor>
+void compute_step(camox_causal_step_params& p, const AnyTensor& q, const AnyTensor& k, const AnyTensor& v,
+                  const AnyTensor& out) {
+  p.q = q.data_ptr(), p.k = k.data_ptr(), p.v = v.data_ptr(), p.out = out.data_ptr();
   check(camox_causal_step_check(&p));
 #ifdef CAMOX_CUDA_PART
-  launch(camox_linear_attention_step_cuda, p, q, name);
+  launch(camox_linear_attention_step_cuda, p, q, step_op);
 #else
   run(camox_causal_step(p.dtype, camox_isa_current()), p, p.batch * p.heads, p.key_dim * p.value_dim);
 #endif
+}
+
+Tensor linear_attention_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& s, OptionalTensor z,
+                             int64_t feature_map, int64_t normalize, bool strict, double eps) {
+  camox_causal_step_params p = step_params(q, k, v, s, z, feature_map, normalize, strict, eps);
+  const std::array<int64_t, 3> size = {p.batch, p.heads, p.value_dim};
+  Tensor out = empty_contiguous(q, dtype_code(q), size.size(), size.data());
+  compute_step(p, as_contiguous(q), as_contiguous(k), as_contiguous(v), out);
   return out;
 }
+
+#ifndef CAMOX_CUDA_PART
+void linear_attention_step_into(const Described& q, const Described& k, const Described& v, const Described& s,
+                                const std::optional<Described>& z, int64_t feature_map, int64_t normalize, bool strict,
+                                double eps, const Described& out) {
+  camox_causal_step_params p = step_params(q, k, v, s, z, feature_map, normalize, strict, eps);
+  check_shape(out, {p.batch, p.heads, p.value_dim}, step_op, "out");
+  check_dtype_and_device(out, q, step_op, "out");
+  for (const Described* row : {&q, &k, &v, &out}) check_contiguous(*row, step_op, "each row");
+  compute_step(p, q, k, v, out);
+}
+#endif
 
 }  // namespace
 
 #ifndef CAMOX_CUDA_PART
+CAMOX_DIRECT(linear_attention_step_into)
+
 STABLE_TORCH_LIBRARY_FRAGMENT(camox_ops, m) {
   m.def(
       "linear_attention_causal(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? initial_s, Tensor? initial_z, Tensor? "

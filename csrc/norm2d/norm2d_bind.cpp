@@ -98,7 +98,7 @@ void backward(camox_norm2d_params& p, const AnyTensor& x, const AnyTensor& stats
 #else
   const int64_t items = camox_norm2d_items(&p);
   const camox_isa isa = camox_isa_current();
-  const Scratch partial(items * 2 * p.channels * (p.dtype == CAMOX_F64 ? sizeof(double) : sizeof(float)));
+  const AlignedMemory partial(items * 2 * p.channels * (p.dtype == CAMOX_F64 ? sizeof(double) : sizeof(float)));
   p.partial = partial.get();
   run_with_scratch(camox_norm2d_backward(p.dtype, isa), p, items, items > 0 ? x.numel() / items : 0, CAMOX_NORM2D_SCRATCH);
   run(camox_norm2d_reduce(p.dtype, isa), p, p.channels, 2 * items);
