@@ -24,7 +24,7 @@
 
 #include "dlpack.h"
 
-// Of module.c, set by _C.use_dlpack: NULL until then.
+// Set by _C.use_dlpack: NULL until then.
 extern "C" camox_dlpack_describe* camox_describe;
 extern "C" PyTypeObject* camox_plain_types[2];
 extern "C" PyObject* camox_is_neg;

@@ -1,4 +1,4 @@
-// The only file that depends on torch: tensors in and out of the C params structs, errors, threads and streams.
+// What depends on torch, with direct.h alone beside it: tensors in and out of the C params structs, errors, threads and streams.
 // Bindings are compiled twice: into _C for the CPU, and with CAMOX_CUDA_PART into the CUDA part.
 #pragma once
 
