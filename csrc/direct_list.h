@@ -1,4 +1,6 @@
 /* Operators that Python may call past torch's dispatcher: for module.c, which gives DIRECT a meaning. */
+DIRECT(bias_gelu_into)
+DIRECT(bias_gelu_backward_into)
 DIRECT(edge_maps_into)
 DIRECT(edge_maps_stacked_into)
 DIRECT(edge_maps_backward_into)

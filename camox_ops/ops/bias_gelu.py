@@ -44,6 +44,10 @@ def bias_gelu(
             generator of another device.
 
     Source of the formula: Hendrycks and Gimpel, arXiv 1606.08415."""
+    if type(p) is float and type(training) is bool and generator is None and not (training and p):
+        y = _bias_gelu.attempt(x, bias, None, p)
+        if y is not None:
+            return y
     op = "bias_gelu"
     _check.tensor(op, "x", x)
     if x.dim() < 1:
@@ -90,7 +94,7 @@ def _fake(x, *_):
 _bias_gelu = register("bias_gelu", fake=_fake, setup_context=_save, backward=_backward)
 _bias_gelu_backward = register(
     "bias_gelu_backward",
-    fake=lambda grad, x, bias, seed, p: (_fake(x), torch.empty_like(bias)),
+    fake=lambda grad, x, bias, seed, p: (_fake(x), _fake(bias)),
     setup_context=_save,
     backward=_backward_backward,
 )

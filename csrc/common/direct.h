@@ -64,9 +64,10 @@ class Described {
   int64_t numel() const { return elements_; }
   int64_t element_size() const { return x_.dtype.bits / 8; }
 
-  // Undefined: of none of those that ops compute in.
+  // Undefined: of none of those that ops read.
   Type scalar_type() const {
     if (x_.dtype.lanes != 1) return Type::Undefined;
+    if (x_.dtype.code == CAMOX_DLPACK_INT && x_.dtype.bits == 64) return Type::Long;
     if (x_.dtype.code == CAMOX_DLPACK_BFLOAT && x_.dtype.bits == 16) return Type::BFloat16;
     if (x_.dtype.code != CAMOX_DLPACK_FLOAT) return Type::Undefined;
     switch (x_.dtype.bits) {

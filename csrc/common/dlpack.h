@@ -6,8 +6,8 @@
 #include <stdint.h>
 
 enum { CAMOX_DLPACK_MAJOR = 1 };
-enum { CAMOX_DLPACK_CPU = 1 };                            /* device_type */
-enum { CAMOX_DLPACK_FLOAT = 2, CAMOX_DLPACK_BFLOAT = 4 }; /* dtype.code */
+enum { CAMOX_DLPACK_CPU = 1 };                                                  /* device_type */
+enum { CAMOX_DLPACK_INT = 0, CAMOX_DLPACK_FLOAT = 2, CAMOX_DLPACK_BFLOAT = 4 }; /* dtype.code */
 
 typedef struct {
   void *data;

@@ -124,12 +124,20 @@ void check_dtype_and_device(const AnyTensor& y, const AnyTensor& x, const char* 
 }
 
 // One number or nothing. The kernel reads the seed on its device: the host does not wait for it.
-inline const int64_t* seed_of(const OptionalTensor& seed, const Tensor& x, const char* op) {
+template <class AnyTensor>
+const int64_t* seed_of(const std::optional<AnyTensor>& seed, const AnyTensor& x, const char* op) {
   if (!seed.has_value()) return nullptr;
   if (seed->scalar_type() != torch::headeronly::ScalarType::Long || seed->numel() != 1)
     throw refusal(std::string(op) + ": seed must be one int64 number, got " + std::to_string(seed->numel()) + " elements");
   check_device(*seed, x, op, "seed");
   return static_cast<const int64_t*>(seed->data_ptr());
+}
+
+template <class AnyTensor>
+bool have_one_shape(const AnyTensor& y, const AnyTensor& x) {
+  bool same = y.dim() == x.dim();
+  for (int64_t d = 0; same && d < x.dim(); ++d) same = y.size(d) == x.size(d);
+  return same;
 }
 
 // A tensor of parameters or statistics must have the dtype that x is computed in.

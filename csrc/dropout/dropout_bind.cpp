@@ -19,9 +19,7 @@ void compute(camox_dropout_kernel* variant(camox_dtype, camox_isa), const camox_
 #endif
 
 void check_same(const Tensor& y, const Tensor& x, const char* op, const char* name) {
-  bool same = y.dim() == x.dim();
-  for (int64_t d = 0; same && d < x.dim(); ++d) same = y.size(d) == x.size(d);
-  if (!same) throw refusal(std::string(op) + ": " + name + " must have the shape of x");
+  if (!have_one_shape(y, x)) throw refusal(std::string(op) + ": " + name + " must have the shape of x");
   check_dtype_and_device(y, x, op, name);
 }
 
