@@ -93,7 +93,7 @@ def test_half_bias_is_read_as_it_is(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_outputs_have_the_same_bits(dtype):
-    """On the CPU y goes past the caches from 32 MiB on, the gradient of x from 8; the first rows are below that."""
+    """On the CPU y goes past the caches from 12 MiB on, the gradient of x from 8; the first rows are below that."""
     columns = 1040  # a whole piece, and a part of one
     x = normal(((33 << 20) // dtype.itemsize // columns, columns), dtype)
     grad, bias, first = x.flip(0), bias_of(columns, dtype).float(), slice(x.shape[0] // 5)
