@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from .. import _C
+from .._torch_private import READS_BY_DLPACK
 from . import _check
+
+
+def draw_plain_seed(x) -> torch.Tensor | None:
+    """As draw_seed, from torch's own generator, in eager mode for a plain CPU tensor that nobody has checked yet; None,
+    and nothing drawn, where x is something else."""
+    if torch.compiler.is_dynamo_compiling() or not READS_BY_DLPACK or type(x) is not torch.Tensor or not _C.look_at(x):
+        return None
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 
 def draw_seed(

@@ -7,7 +7,7 @@ import torch
 from .. import reference
 from . import _check
 from ._layout import as_read
-from ._random import draw_seed
+from ._random import draw_plain_seed, draw_seed
 from ._register import register
 
 
@@ -44,17 +44,22 @@ def bias_gelu(
             generator of another device.
 
     Source of the formula: Hendrycks and Gimpel, arXiv 1606.08415."""
-    if type(p) is float and type(training) is bool and generator is None and not (training and p):
-        y = _bias_gelu.attempt(x, bias, None, p)
-        if y is not None:
-            return y
+    seed = None
+    if type(p) is float and 0.0 <= p < 1.0 and type(training) is bool and generator is None:
+        drops = training and p > 0.0
+        seed = draw_plain_seed(x) if drops else None
+        if seed is not None or not drops:
+            y = _bias_gelu.attempt(x, bias, seed, p)
+            if y is not None:
+                return y
     op = "bias_gelu"
     _check.tensor(op, "x", x)
     if x.dim() < 1:
         raise ValueError(f"{op}: x must have at least 1 dimension, got shape {tuple(x.shape)}")
     _check.affine(op, "bias", bias, x, -1, "column")
     p = _check.probability(op, "p", p)
-    seed = draw_seed(op, x, p, training, generator)
+    if seed is None:
+        seed = draw_seed(op, x, p, training, generator)
     return _bias_gelu(x, as_read(bias, bias.dtype), seed, p)
 
 
