@@ -279,7 +279,7 @@ def _direct_call(
     """`call`, which is _short_call's, after a shorter way for plain CPU tensors while nobody watches operators: past
     torch's dispatcher, by the operator's function in _C (csrc/common/direct.h).
 
-    Where code is cold, as in a training step, every Python function on the way takes 1 to 3 us: hence the flat code."""
+    Where code is cold, as in a training step, every Python function on the way counts: hence the flat code."""
     into, look_at = getattr(_C, f"{name}_into"), _C.look_at
     is_grad_enabled, is_traced, in_transform = (
         torch.is_grad_enabled,

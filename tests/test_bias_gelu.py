@@ -93,14 +93,16 @@ def test_half_bias_is_read_as_it_is(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_outputs_have_the_same_bits(dtype):
-    """On the CPU y goes past the caches from 12 MiB on, the gradient of x from 8; the first rows are below that."""
+    """On the CPU y goes past the caches from 12 MiB on, the gradient of x from 8 and from 32 with prefetches: the whole
+    and the first half of the rows; the first fifth is below that."""
     columns = 1040  # a whole piece, and a part of one
     x = normal(((33 << 20) // dtype.itemsize // columns, columns), dtype)
     grad, bias, first = x.flip(0), bias_of(columns, dtype).float(), slice(x.shape[0] // 5)
     for seed in (None, seed_of()):
         assert torch.equal(op.bias_gelu(x, bias, seed, 0.3)[first], op.bias_gelu(x[first], bias, seed, 0.3))
         grad_x, grad_bias = op.bias_gelu_backward(grad, x, bias, seed, 0.3)
-        assert torch.equal(grad_x[first], op.bias_gelu_backward(grad[first], x[first], bias, seed, 0.3)[0])
+        for part in (first, slice(x.shape[0] // 2)):
+            assert torch.equal(grad_x[part], op.bias_gelu_backward(grad[part], x[part], bias, seed, 0.3)[0])
         close = {"rtol": 1e-2, "atol": 1.0} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-3}
         torch.testing.assert_close(grad_bias, grad_x.double().sum(0).to(grad_bias.dtype), **close)
 
