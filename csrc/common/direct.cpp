@@ -47,7 +47,7 @@ extern "C" PyObject* camox_look_at(PyObject*, PyObject* const* args, Py_ssize_t 
   Look found = camox_describe == nullptr ? REFUSED : PLAIN;
   for (Py_ssize_t i = 0; i < count && found != REFUSED; ++i) {
     const Look look = look_at(args[i]);
-    if (look != PLAIN) found = look == REFUSED || found == PLAIN ? look : found;
+    if (look != PLAIN) found = look;
   }
   return PyLong_FromLong(found);
 }
